@@ -1,0 +1,86 @@
+"""What can be done with a job from Python; the command line is made of the same calls."""
+
+from __future__ import annotations
+
+import netrc
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from launcher.compose import compose
+from launcher.config import Config, RunConfig, WandbMode
+from launcher.errors import SiteError
+from launcher.plan import RunInfo, RunPlan, TaskPlan
+from launcher.site import Site
+from launcher.solve import run_dir, solve
+from launcher.taskinfo import describe_task
+
+
+def plan_job(config: Config) -> RunPlan:
+    """The plan of `launch train` with this config. Looks at the task and at this machine; starts and writes nothing.
+
+    Raises:
+        ConfigError, TaskError, SiteError: what is wrong with the input.
+    """
+    site = Site.here()
+    run = new_run(config.run, str(config.task.get("_target_", "")).rpartition(".")[2], site.cwd)
+    if config.wandb.mode is WandbMode.online:
+        require_wandb_key(os.environ)
+    # sizes that cannot be are said before the task is looked at, which may take seconds
+    solve(config, site, TaskPlan(target="", params={}, samples=None, parameters=None, gradient_bytes=None, eval=False), run)
+    return solve(config, site, describe_task(config.task, site.cwd), run)
+
+
+def make_plan(overrides: Sequence[str] | Config = (), *, samples: int | None) -> RunPlan:
+    """The plan for a loop of your own, to be called in each worker that torchrun started.
+
+    Args:
+        overrides: as on the command line, or a Config; the task group is not used.
+        samples: the length of your dataset; None for a stream.
+
+    Raises:
+        ConfigError: values that are impossible, alone or together.
+        SiteError: not started by torchrun.
+    """
+    from launcher.train.world import World
+
+    config = overrides if isinstance(overrides, Config) else compose(overrides)
+    site = Site.here()
+    task = TaskPlan(target="", params={}, samples=samples, parameters=None, gradient_bytes=None, eval=False)
+    return solve(config, site, task, new_run(config.run, "own_loop", site.cwd), World.here().size)
+
+
+def new_run(config: RunConfig, stem: str, cwd: str) -> RunInfo:
+    """A run's name, id and directory. Names of runs started in the same second differ by their random end."""
+    now = datetime.now(UTC)
+    name = config.name or f"{stem.lower() or 'run'}-{now:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+    return RunInfo(
+        name=name,
+        id=secrets.token_hex(4),
+        dir=run_dir(config.dir, name, cwd),
+        created=now.isoformat(timespec="seconds"),
+        version=metadata.version("launcher"),
+    )
+
+
+def require_wandb_key(env: Mapping[str, str]) -> None:
+    """Raises SiteError where wandb.mode=online would find no key: in the environment, or in .netrc for the host."""
+    if env.get("WANDB_API_KEY") or env.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return
+    host = urlsplit(env.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    place = Path(env.get("NETRC") or Path(env.get("HOME", "~")).expanduser() / ".netrc")
+    try:
+        known = netrc.netrc(place).authenticators(host)
+    except (OSError, netrc.NetrcParseError):
+        known = None
+    if known is None:
+        raise SiteError(
+            f"wandb.mode=online: there is no key for {host}, neither in WANDB_API_KEY nor in {place}.\n"
+            "  Run `wandb login`, or use wandb.mode=offline and `wandb sync` later."
+        )
+
+

@@ -1,0 +1,158 @@
+"""`launch VERB`: finds the verb, hands the rest to Hydra, turns a user's mistake into one message and status 2."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from launcher.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER, ConfigError, UserError, did_you_mean
+
+if TYPE_CHECKING:
+    from launcher.config import Config
+
+HELP = """\
+launch: distributed training where the effective global batch is a contract.
+
+  launch train [key=value ...]                run a job: the bundled one, or task._target_=my_tasks.MyTask
+  launch plan  [key=value ...]                what would run, solved and predicted; starts nothing
+  launch run   [key=value ...] -- SCRIPT ...  any torchrun script on the same cluster options, without the engine
+
+  train, run   --quiet      print nothing but errors
+  plan         --json       the plan as JSON
+  all          --help       the config's groups and values     --cfg job      the composed config
+               --config-dir DIR   more config files of your own
+  launch --version
+
+Exit status: 0 done; 1 the job failed; 2 the input is wrong; 130 stopped by Ctrl-C.
+"""
+
+
+def main() -> None:
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """One call of `launch`; returns its exit status."""
+    try:
+        return _dispatch(list(arguments))
+    except UserError as error:
+        return _explain(error)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def _explain(error: UserError) -> int:
+    print(f"launch: error: {error}", file=sys.stderr)
+    return error.exit_status
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(HELP, end="")
+        return EXIT_DONE if arguments else EXIT_USER
+    verb, *rest = arguments
+    if verb == "--version":
+        print(metadata.version("launcher"))
+        return EXIT_DONE
+    if verb not in _VERBS:
+        raise UserError(f"launch {verb}: there is no such verb.\n  {did_you_mean(verb, _VERBS)}Verbs: {', '.join(_VERBS)}.")
+    return _VERBS[verb](rest)
+
+
+def _take(flag: str, arguments: list[str]) -> bool:
+    """Remove ``flag``, which is this program's and not Hydra's; whether it was there."""
+    there = flag in arguments
+    arguments[:] = [argument for argument in arguments if argument != flag]
+    return there
+
+
+def _with_config(verb: str, arguments: list[str], act: Callable[[Config, str], int]) -> int:
+    from launcher.compose import run_with_config
+
+    def act_or_explain(config: Config, yaml: str) -> int:
+        try:
+            return act(config, yaml)
+        except UserError as error:
+            return _explain(error)
+
+    return run_with_config(verb, arguments, act_or_explain)
+
+
+def train(arguments: list[str]) -> int:
+    from launcher.api import plan_job
+    from launcher.cluster import local
+    from launcher.report import terminal
+
+    quiet = _take("--quiet", arguments)
+
+    def act(config: Config, yaml: str) -> int:
+        plan = plan_job(config)
+        console = terminal.console(quiet=quiet)
+        local.create(plan, yaml)
+        console.print(terminal.plan_table(plan), "")
+        verdict = local.run(plan, terminal.Silence() if quiet else terminal.LiveDisplay(plan, console))
+        if "failure" in verdict.summary:
+            print(terminal.failure_text(verdict.summary), file=sys.stderr)
+        else:
+            console.print("", terminal.summary_table(plan, verdict.summary))
+        return verdict.status
+
+    return _with_config("train", arguments, act)
+
+
+def plan(arguments: list[str]) -> int:
+    from launcher.api import plan_job
+
+    as_json = _take("--json", arguments)
+
+    def act(config: Config, yaml: str) -> int:  # noqa: ARG001
+        solved = plan_job(config)
+        if as_json:
+            print(solved.to_json())
+        else:
+            from launcher.report import terminal
+
+            terminal.console().print(terminal.plan_table(solved))
+        return EXIT_DONE
+
+    return _with_config("plan", arguments, act)
+
+
+def run_script(arguments: list[str]) -> int:
+    from launcher.api import new_run
+    from launcher.cluster import local
+    from launcher.report import terminal
+    from launcher.site import Site
+    from launcher.solve import solve_script
+    from launcher.validate import check
+
+    if "--" not in arguments and not {"--help", "-h", "--cfg"} & set(arguments):
+        raise UserError("launch run: no script.\n  Use: launch run [key=value ...] -- SCRIPT [arguments ...].")
+    cut = arguments.index("--") if "--" in arguments else len(arguments)
+    ours, script = arguments[:cut], arguments[cut + 1 :]
+    quiet = _take("--quiet", ours)
+    for argument in ours:
+        group = argument.lstrip("+").partition("=")[0].partition(".")[0]
+        if "=" in argument and group not in ("cluster", "run", "hydra"):
+            raise ConfigError(*argument.split("=", 1), "has no effect on a script.", "`launch run` takes cluster and run keys.")
+
+    def act(config: Config, yaml: str) -> int:
+        check(config)
+        if not script or not Path(script[0]).is_file():
+            raise UserError(f"launch run: {script[0] if script else 'nothing after --'}: there is no such script.")
+        site = Site.here()
+        solved = solve_script(config.cluster, site, new_run(config.run, Path(script[0]).stem, site.cwd), script)
+        local.create(solved, yaml)
+        console = terminal.console(quiet=quiet)
+        verdict = local.run(solved, terminal.Silence() if quiet else terminal.LiveDisplay(solved, console))
+        if "failure" in verdict.summary:
+            print(terminal.failure_text(verdict.summary), file=sys.stderr)
+        return verdict.status
+
+    return _with_config("run", ours, act)
+
+
+_VERBS: dict[str, Callable[[list[str]], int]] = {"train": train, "plan": plan, "run": run_script}

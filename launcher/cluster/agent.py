@@ -1,0 +1,157 @@
+"""The node agent: one process a node, which runs torchrun's elastic agent as a library and writes the verdict.
+
+    python -m launcher.cluster.agent RUN_DIR
+
+Exit status: 0 the workers are done; 1 they failed; 2 the user's input was wrong after all; 130 they were stopped.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from launcher.config import WandbMode
+from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, UserError, class_named
+from launcher.paths import RunPaths, read_json, write_json
+from launcher.plan import LaunchPlan, RunPlan
+from launcher.process import die_with_parent
+from launcher.site import WANDB_ENV, allowed_env
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing import LogsSpecs
+
+STOP_SIGNALS = "SIGTERM,SIGINT,SIGUSR2"
+# the mirror has everything on disk already; what it cannot deliver in this time, `wandb sync` delivers later
+MIRROR_GRACE_S = 60
+
+
+def main(run_dir: str) -> int:
+    die_with_parent(os.getppid(), signal.SIGTERM)
+    paths = RunPaths(Path(run_dir))
+    plan = _load(paths)
+    mirror = _start_mirror(plan)
+    for name in set(os.environ) - set(allowed_env(os.environ, plan.env.allow)):
+        del os.environ[name]  # W&B's key was for the mirror alone
+    os.environ.update(plan.env.set)
+    try:
+        status = _run_workers(plan)
+    finally:
+        _finish_mirror(mirror)
+    return status
+
+
+def _load(paths: RunPaths) -> LaunchPlan:
+    fields = read_json(paths.plan) or {}
+    return (RunPlan if "batch" in fields else LaunchPlan).load(paths.plan)
+
+
+def _run_workers(plan: LaunchPlan) -> int:
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=plan.cluster.nodes,
+        max_nodes=plan.cluster.nodes,
+        nproc_per_node=plan.cluster.workers_per_node,
+        run_id=plan.run.id,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=plan.cluster.max_restarts,
+        signals_to_handle=STOP_SIGNALS,
+        shutdown_timeout=plan.cluster.grace_s,
+        logs_specs=_logs(plan.paths),
+    )
+    try:
+        elastic_launch(config, sys.executable)(*plan.command)
+    except SignalException as stop:
+        return _stopped(plan.paths, signal.Signals(stop.sigval).name)
+    except ChildFailedError as failed:
+        return _failed(plan.paths, failed)
+    return EXIT_DONE
+
+
+def _logs(paths: RunPaths) -> LogsSpecs:
+    from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+
+    class RankLogs(LogsSpecs):
+        """One file a rank, by its global number; the worker sends its standard error there too."""
+
+        def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+            logs: dict[int, str] = {}
+            errors: dict[int, str] = {}
+            for local_rank, env in envs.items():
+                rank, attempt = int(env["RANK"]), int(env["TORCHELASTIC_RESTART_COUNT"])
+                logs[local_rank] = str(paths.rank_log(rank, attempt))
+                errors[local_rank] = env["TORCHELASTIC_ERROR_FILE"] = str(paths.rank_error(rank, attempt))
+            return LogsDest(stdouts=logs, stderrs=dict.fromkeys(envs, ""), error_files=errors)
+
+        @property
+        def root_log_dir(self) -> str:
+            return str(paths.logs)
+
+    return RankLogs()
+
+
+def _stopped(paths: RunPaths, by: str) -> int:
+    """The workers were asked to stop. Those of a training run have written a summary by now, if they could."""
+    summary = read_json(paths.summary) or {"verdict": "killed"}
+    write_json(paths.summary, summary | {"stopped_by": by})
+    return EXIT_INTERRUPTED
+
+
+def _failed(paths: RunPaths, error: Any) -> int:
+    """Write down the failure that came first: the others are mostly ranks that lost their peer."""
+    rank, first = error.get_first_failure()
+    data = first.error_file_data or {}
+    message: Any = data.get("message", first.message) if isinstance(data, dict) else first.message
+    trace = ""
+    if isinstance(message, dict):
+        trace = message.get("extraInfo", {}).get("py_callstack", "")
+        message = message.get("message", "")
+    kind, _, text = str(message).partition(": ")
+    ours = class_named(kind)
+    failure = {
+        "rank": rank,
+        "local_rank": first.local_rank,
+        "exit_code": first.exitcode,
+        "error": text if ours else str(message),
+        "kind": kind if ours else None,
+        "traceback": None if ours else trace or None,
+        "log": str(paths.rank_log(rank)),
+    }
+    write_json(paths.summary, (read_json(paths.summary) or {}) | {"verdict": "failed", "failure": failure})
+    return ours.exit_status if ours is not None and issubclass(ours, UserError) else EXIT_FAILED
+
+
+def _start_mirror(plan: LaunchPlan) -> subprocess.Popen[bytes] | None:
+    """W&B runs beside the job, reading its record: it can neither slow nor stop it."""
+    if not isinstance(plan, RunPlan) or plan.wandb.mode is WandbMode.disabled:
+        return None
+    with plan.paths.wandb_log.open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "launcher.report.mirror", plan.run.dir],
+            env=allowed_env(os.environ, (*plan.env.allow, *WANDB_ENV)),
+            stdin=subprocess.PIPE,  # its end tells the mirror that no record follows, even when this process is killed
+            stdout=log,
+            stderr=log,
+            start_new_session=True,  # so that a Ctrl-C meant for the job does not reach it
+        )
+
+
+def _finish_mirror(mirror: subprocess.Popen[bytes] | None) -> None:
+    if mirror is None or mirror.stdin is None:
+        return
+    mirror.stdin.close()
+    try:
+        mirror.wait(MIRROR_GRACE_S)
+    except subprocess.TimeoutExpired:
+        mirror.kill()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

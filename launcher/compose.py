@@ -1,0 +1,148 @@
+"""The only reader of Hydra: command line or overrides -> Config, and Hydra's complaints as one clear message."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import sys
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from launcher.config import Config
+from launcher.errors import ConfigError, did_you_mean
+from launcher.paths import CONF
+
+_PRIMARY = "config"
+_SCHEMA = "launcher_schema"
+_COMPLETE_TRACE = "HYDRA_FULL_ERROR"
+
+
+def compose(overrides: Sequence[str] = ()) -> Config:
+    """The config that ``launch train OVERRIDES`` has.
+
+    Raises:
+        ConfigError: an unknown key or option, or a value of the wrong type.
+    """
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+
+    _register_schema()
+    overrides = _open_task_keys(overrides)
+    with _errors_in_plain_words(overrides), initialize_config_dir(str(CONF), version_base="1.3"):
+        return _to_config(hydra_compose(_PRIMARY, overrides=list(overrides)))[0]
+
+
+def run_with_config(verb: str, arguments: Sequence[str], act: Callable[[Config, str], int]) -> int:
+    """Let Hydra read a verb's arguments, its own flags among them (--help, --cfg, --config-dir, -m), and call ``act``
+    with the config and its YAML, once a job. Returns the highest of its exit statuses.
+
+    Raises:
+        ConfigError: as ``compose``.
+    """
+    from hydra import main as hydra_main
+
+    _register_schema()
+    arguments = _open_task_keys(arguments)
+    statuses = [0]
+
+    def job(composed: Any) -> None:
+        statuses.append(act(*_to_config(composed)))
+
+    job.__module__ = "__main__"  # Hydra derives the job's name from it
+    application = hydra_main(version_base="1.3", config_path=str(CONF), config_name=_PRIMARY)(job)
+    argv, sys.argv = sys.argv, [f"launch {verb}", *arguments]
+    before = os.environ.get(_COMPLETE_TRACE)
+    os.environ[_COMPLETE_TRACE] = "1"  # Hydra then raises, instead of printing and exiting with status 1
+    try:
+        with _errors_in_plain_words(arguments):
+            application()
+    finally:
+        sys.argv = argv
+        if before is None:
+            del os.environ[_COMPLETE_TRACE]
+    return max(statuses)
+
+
+def _register_schema() -> None:
+    from hydra.core.config_store import ConfigStore
+
+    ConfigStore.instance().store(name=_SCHEMA, node=Config)
+
+
+def _to_config(composed: Any) -> tuple[Config, str]:
+    from omegaconf import OmegaConf
+
+    config = OmegaConf.to_object(composed)
+    assert isinstance(config, Config)
+    return config, OmegaConf.to_yaml(composed)
+
+
+def _open_task_keys(arguments: Sequence[str]) -> list[str]:
+    """``task.width=64`` -> ``++task.width=64``: a task's parameters are its class's to know, not the schema's."""
+    return [f"++{argument}" if re.match(r"task\.[^=]+=", argument) else argument for argument in arguments]
+
+
+@contextmanager
+def _errors_in_plain_words(arguments: Sequence[str]) -> Iterator[None]:
+    from hydra.errors import HydraException, MissingConfigException
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        yield
+    except MissingConfigException as error:
+        raise _unknown_option(error.missing_cfg_file or "", error.options or [], str(error)) from None
+    except (HydraException, OmegaConfBaseException) as error:
+        raise _explain(error, arguments) from None
+
+
+def _unknown_option(place: str, options: Sequence[str], text: str) -> ConfigError:
+    group, _, option = place.rpartition("/")
+    if not group:
+        return ConfigError("config", place or None, text.splitlines()[0])
+    return ConfigError(group, option, "there is no such option.", f"{did_you_mean(option, options)}Allowed: {', '.join(options)}.")
+
+
+def _explain(error: Exception, arguments: Sequence[str]) -> ConfigError:
+    known = known_keys()
+    for argument in arguments:
+        if "=" not in argument:
+            continue
+        key, _, value = argument.partition("=")
+        key = key.lstrip("+~")
+        if key not in known and key.split(".")[0] not in ("task", "hydra") and "@" not in key and "/" not in key:
+            remedy = did_you_mean(key, known) or _siblings(key, known)
+            return ConfigError(key, value, "there is no such key.", remedy)
+    cause = error.__cause__ if error.__cause__ is not None else error
+    key: str | None = getattr(cause, "full_key", None)
+    lines = str(getattr(cause, "msg", None) or cause).splitlines()
+    if key and key not in known and not key.startswith(("task", "hydra")):
+        return ConfigError(key, None, "there is no such key.", did_you_mean(key, known) or _siblings(key, known))
+    if key:
+        return ConfigError(key, None, _plain(lines[0]))
+    return ConfigError("config", None, " ".join(line.strip() for line in str(error).splitlines() if line.strip()))
+
+
+def _plain(text: str) -> str:
+    """OmegaConf's "Value 'x' of type 'str' could not be converted to Integer" without its types."""
+    found = re.fullmatch(r"Value (.*) of type '.*' (?:could not be converted to|is not a valid) (\w+).*", text)
+    wanted = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false", "String": "a text"}
+    return f"must be {wanted.get(found[2], found[2])}, not {found[1]}." if found else f"{text}."
+
+
+def _siblings(key: str, known: Sequence[str]) -> str:
+    group = key.rpartition(".")[0]
+    same = [name for name in known if name.rpartition(".")[0] == group]
+    return f"Keys: {', '.join(same)}." if same else f"Groups: {', '.join(n for n in known if '.' not in n)}."
+
+
+def known_keys() -> list[str]:
+    """Every key a user can set, dotted, and the groups themselves."""
+    keys: list[str] = []
+    for name, kind in typing.get_type_hints(Config).items():
+        keys.append(name)
+        if dataclasses.is_dataclass(kind):
+            keys += [f"{name}.{field.name}" for field in dataclasses.fields(kind)]
+    return keys

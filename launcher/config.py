@@ -1,0 +1,248 @@
+"""What a user can set: one dataclass per config group, a line with the unit under every field.
+
+Python holds types and defaults, ``conf/`` holds values, ``launcher.compose`` puts them together with Hydra. A field
+whose default is None is decided by the plan, or belongs to another option of its group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class ClusterKind(StrEnum):
+    local = "local"
+
+
+class Device(StrEnum):
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class StrategyKind(StrEnum):
+    single = "single"
+    ddp = "ddp"
+
+
+class Sync(StrEnum):
+    auto = "auto"
+    every = "every"
+    boundary = "boundary"
+
+
+class PrecisionKind(StrEnum):
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
+class ShortWindow(StrEnum):
+    exact = "exact"
+    drop = "drop"
+
+
+class OptimizerKind(StrEnum):
+    adamw = "adamw"
+    sgd = "sgd"
+
+
+class LrScaling(StrEnum):
+    none = "none"
+    linear = "linear"
+    sqrt = "sqrt"
+
+
+class ScheduleKind(StrEnum):
+    constant = "constant"
+    cosine = "cosine"
+    linear = "linear"
+
+
+class WandbMode(StrEnum):
+    offline = "offline"
+    online = "online"
+    disabled = "disabled"
+
+
+@dataclass(kw_only=True)
+class ClusterConfig:
+    """Where the job runs."""
+
+    kind: ClusterKind = ClusterKind.local
+    """local: this machine."""
+    nodes: int = 1
+    """Hosts; a local job has one."""
+    workers_per_node: int | None = None
+    """Ranks a host. Default: the GPUs seen, else 2."""
+    device: Device = Device.auto
+    """auto: cuda where a GPU is seen, else cpu."""
+    max_restarts: int = 0
+    """How often torchrun starts the workers again after one failed. `launch run` only, until runs can be resumed."""
+    grace_s: int = 10
+    """Seconds that workers get to finish their window and save when they are asked to stop."""
+    env: list[str] = field(default_factory=list)
+    """Names of environment variables that workers get beside the usual ones; a trailing * matches any ending."""
+
+
+@dataclass(kw_only=True)
+class StrategyConfig:
+    """How the model lies over the ranks, and when gradients are synchronised."""
+
+    kind: StrategyKind = StrategyKind.ddp
+    """single: one rank; ddp: a whole model on each rank."""
+    sync: Sync = Sync.auto
+    """every: on each micro-batch; boundary: on the last of a window; auto: the one with the fewest wire bytes."""
+    bucket_mb: float = 25.0
+    """Size of DDP's gradient buckets, MiB."""
+    static_graph: bool = False
+    """DDP's static_graph; only with sync=every."""
+    find_unused_parameters: bool = False
+    """DDP's find_unused_parameters; only with sync=every."""
+
+
+@dataclass(kw_only=True)
+class PrecisionConfig:
+    """Number formats of the forward and backward pass; parameters and optimizer state stay fp32."""
+
+    kind: PrecisionKind = PrecisionKind.bf16
+    """fp32, or autocast to bf16 or fp16 (with loss scaling)."""
+    init_scale: float | None = None
+    """fp16: first loss scale."""
+    growth_interval: int | None = None
+    """fp16: steps without overflow after which the scale doubles."""
+
+
+@dataclass(kw_only=True)
+class BatchConfig:
+    """The contract. Any two of the first three fix the third; global_size alone lets micro_size follow."""
+
+    global_size: int | None = None
+    """Samples in one optimizer step, over all ranks. Default: 64."""
+    micro_size: int | None = None
+    """Samples one rank passes forward and backward at once. Default: the largest of 4, 3, 2, 1 that fits."""
+    accumulation: int | None = None
+    """Micro-batches a rank in one optimizer step."""
+    short_window: ShortWindow = ShortWindow.exact
+    """The window at an epoch's end that is not full: exact: used, with its true weight; drop: left out."""
+
+
+@dataclass(kw_only=True)
+class OptimizerConfig:
+    """The update rule."""
+
+    kind: OptimizerKind = OptimizerKind.adamw
+    """adamw or sgd."""
+    lr: float = 1e-3
+    """Learning rate at reference_batch, or at any batch without lr_scaling."""
+    weight_decay: float = 0.0
+    """Decay a step, times the learning rate."""
+    betas: list[float] | None = None
+    """adamw: decay of the first and second moment."""
+    eps: float | None = None
+    """adamw: added to the denominator."""
+    momentum: float | None = None
+    """sgd: momentum."""
+    nesterov: bool | None = None
+    """sgd: Nesterov's form of it."""
+    lr_scaling: LrScaling = LrScaling.none
+    """linear: lr x global/reference; sqrt: lr x sqrt(global/reference)."""
+    reference_batch: int | None = None
+    """Samples: the global batch that lr was tuned for."""
+
+
+@dataclass(kw_only=True)
+class ScheduleConfig:
+    """The learning rate over optimizer steps, as a factor of lr."""
+
+    kind: ScheduleKind = ScheduleKind.cosine
+    """constant; or falling to min_ratio at the last step as a cosine or a line."""
+    warmup_steps: int = 0
+    """Optimizer steps over which the factor rises to 1."""
+    min_ratio: float | None = None
+    """cosine, linear: the factor at the end."""
+
+
+@dataclass(kw_only=True)
+class TrainConfig:
+    """How long, and with what care."""
+
+    steps: int | None = None
+    """Optimizer steps. Default, without epochs: 300."""
+    epochs: int | None = None
+    """Passes over the data, instead of steps."""
+    clip_norm: float | None = 1.0
+    """Largest global gradient norm; null: no clipping."""
+    seed: int = 0
+    """Of the initial parameters, the sample order and dropout."""
+    deterministic: bool = False
+    """Only deterministic kernels: slower, bitwise repeatable."""
+    compile: bool = False
+    """torch.compile the model."""
+    log_every: int = 1
+    """Optimizer steps between two records."""
+    eval_every: int = 0
+    """Optimizer steps between two evaluations; 0: once, at the end."""
+    loader_workers: int = 1
+    """Processes a rank that read and collate ahead of the step; 0: in the step's own process."""
+
+
+@dataclass(kw_only=True)
+class CheckpointConfig:
+    """What is kept. The last step is always saved, unless enabled is false."""
+
+    enabled: bool = True
+    """Save at all."""
+    every: int | None = None
+    """Optimizer steps between two checkpoints."""
+    every_minutes: float | None = None
+    """Minutes between two checkpoints."""
+    keep: int | None = None
+    """Checkpoints kept, the newest; default: all."""
+
+
+@dataclass(kw_only=True)
+class WandbConfig:
+    """Weights & Biases, the mirror of metrics.jsonl."""
+
+    mode: WandbMode = WandbMode.offline
+    """offline: files for `wandb sync`; online: live; disabled: none."""
+    project: str = "launcher"
+    """W&B project."""
+    entity: str | None = None
+    """W&B user or team; default: the key's own."""
+    group: str | None = None
+    """Runs shown together."""
+    tags: list[str] = field(default_factory=list)
+    """W&B tags."""
+
+
+@dataclass(kw_only=True)
+class RunConfig:
+    """The run itself."""
+
+    name: str | None = None
+    """Its directory's name. Default: the task's name, the time and four random characters."""
+    dir: str = "runs"
+    """Where run directories lie."""
+    calibrate: int = 5
+    """Windows run with sync=every, and as many with the job's own policy, to measure the speed-up; 0: do not."""
+
+
+@dataclass(kw_only=True)
+class Config:
+    """Everything a user can set."""
+
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    strategy: StrategyConfig = field(default_factory=StrategyConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    task: dict[str, Any] = field(default_factory=dict[str, Any])
+    """``_target_``: the task's class by its dotted path; every other key is a parameter of that class."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+    run: RunConfig = field(default_factory=RunConfig)

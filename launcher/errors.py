@@ -1,0 +1,96 @@
+"""What can go wrong, as a tree. Every message names the key or place, the value, what is allowed, what to do next.
+
+    LauncherError
+    ├── UserError               exit 2: the input is wrong; one message, no traceback, nothing was started
+    │   ├── ConfigError         a key, a value, or a combination of them
+    │   ├── TaskError           the task's class: not found, not constructible, a method missing
+    │   └── SiteError           this machine: GPUs, directories, credentials
+    └── RunError                exit 1: the job started and failed
+        ├── NotFinite           a loss or a gradient is inf or nan
+        ├── PolicyNotObserved   the collectives that ran are not those of the sync policy
+        ├── UnusedParameters    the backward pass reached only part of the model
+        ├── DataError           the dataset is not what the plan says
+        └── EngineMisuse        the user's loop left out a call
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+EXIT_DONE = 0
+EXIT_FAILED = 1
+EXIT_USER = 2
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+
+
+class LauncherError(Exception):
+    """Base of everything this package raises on purpose."""
+
+    exit_status = EXIT_FAILED
+
+
+class UserError(LauncherError):
+    exit_status = EXIT_USER
+
+
+class ConfigError(UserError):
+    """A wrong key, value or combination. ``key`` is the dotted config key."""
+
+    def __init__(self, key: str, value: object, problem: str, remedy: str = "") -> None:
+        shown = f"{key}={_shown(value)}" if value is not None else key
+        super().__init__(f"{shown}: {problem}" + (f"\n  {remedy}" if remedy else ""))
+        self.key = key
+
+
+class TaskError(UserError):
+    pass
+
+
+class SiteError(UserError):
+    pass
+
+
+class RunError(LauncherError):
+    pass
+
+
+class NotFinite(RunError):
+    pass
+
+
+class PolicyNotObserved(RunError):
+    pass
+
+
+class UnusedParameters(RunError):
+    pass
+
+
+class DataError(RunError):
+    pass
+
+
+class EngineMisuse(RunError):
+    pass
+
+
+def _shown(value: object) -> str:
+    return str(getattr(value, "value", value))
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """``"did you mean 'x'? "`` for the nearest of ``known``, or an empty string."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"did you mean {near[0]!r}? " if near else ""
+
+
+def _subclasses(cls: type[LauncherError]) -> Iterable[type[LauncherError]]:
+    yield cls
+    for child in cls.__subclasses__():
+        yield from _subclasses(child)
+
+
+def class_named(name: str) -> type[LauncherError] | None:
+    """The class of this tree called ``name``: how a worker's error is told from a crash in the user's code."""
+    return next((cls for cls in _subclasses(LauncherError) if cls.__name__ == name), None)

@@ -1,0 +1,97 @@
+"""RunPaths: every file of a run has its one name here. Durable writes are write, fsync, rename."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_PACKAGE = Path(__file__).resolve().parent
+# in a wheel conf/ lies inside the package, in a checkout beside it
+CONF = _PACKAGE / "conf" if (_PACKAGE / "conf").is_dir() else _PACKAGE.parent / "conf"
+
+
+@dataclass(frozen=True)
+class RunPaths:
+    """The files of one run, from its directory."""
+
+    root: Path
+
+    @property
+    def plan(self) -> Path:
+        """What was decided before the start: the only thing a worker reads."""
+        return self.root / "plan.json"
+
+    @property
+    def config(self) -> Path:
+        """The composed config, to type the same run again."""
+        return self.root / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        """The record: one JSON object a logged step, appended by rank 0."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        """The verdict and the last values."""
+        return self.root / "summary.json"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    def node_log(self, node: int) -> Path:
+        return self.logs / f"node{node}.log"
+
+    def rank_log(self, rank: int, attempt: int = 0) -> Path:
+        """Standard output and error of one rank; a restarted rank writes a new file."""
+        return self.logs / (f"rank{rank}.log" if attempt == 0 else f"rank{rank}.attempt{attempt}.log")
+
+    def rank_error(self, rank: int, attempt: int = 0) -> Path:
+        """Where torch's ``@record`` leaves a rank's exception."""
+        return self.logs / f"rank{rank}.attempt{attempt}.error.json"
+
+    @property
+    def wandb(self) -> Path:
+        return self.root / "wandb"
+
+    @property
+    def wandb_log(self) -> Path:
+        return self.logs / "wandb.log"
+
+    @property
+    def wandb_status(self) -> Path:
+        """What the W&B mirror has to say: mode, directory or address, the one problem it met."""
+        return self.root / "wandb.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / f"step_{step:06d}"
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write ``path`` so that a reader sees the old text or the new one, never a part, whatever dies in between."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in ``path``, or None while the file is not there."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None

@@ -1,0 +1,246 @@
+"""RunPlan: everything that was decided before the start, frozen, saved as plan.json. A worker reads nothing else.
+
+``launcher.solve`` makes it. It is complete: nothing downstream derives any of it a second time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import types
+import typing
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, Self
+
+from launcher.batch import Batch
+from launcher.config import (
+    ClusterKind,
+    Device,
+    LrScaling,
+    OptimizerKind,
+    PrecisionKind,
+    ScheduleKind,
+    ShortWindow,
+    StrategyKind,
+    Sync,
+    WandbMode,
+)
+from launcher.errors import UserError
+from launcher.paths import RunPaths, write_text
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunInfo:
+    """``id``: fixed for the run's life, W&B's too. ``dir``: absolute. ``created``: ISO 8601, UTC."""
+
+    name: str
+    id: str
+    dir: str
+    created: str
+    version: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterPlan:
+    """``device``: cpu or cuda, never auto. ``cwd``: where the user typed the command. ``grace_s``: seconds."""
+
+    kind: ClusterKind
+    nodes: int
+    workers_per_node: int
+    device: Device
+    max_restarts: int
+    grace_s: int
+    cwd: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvPlan:
+    """``allow``: names, with a trailing * for any ending, that workers inherit. ``set``: what the plan itself sets."""
+
+    allow: tuple[str, ...]
+    set: dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchPlan:
+    """What a node agent needs to run any job. ``command``: the arguments of Python in each worker."""
+
+    format: int
+    run: RunInfo
+    cluster: ClusterPlan
+    env: EnvPlan
+    command: tuple[str, ...]
+
+    @property
+    def paths(self) -> RunPaths:
+        return RunPaths(Path(self.run.dir))
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Raises UserError for a plan of another format, or one that is no plan."""
+        fields = json.loads(text)
+        if not isinstance(fields, dict) or fields.get("format") != FORMAT:  # pyright: ignore[reportUnknownMemberType]
+            raise UserError(f"plan.json has not format {FORMAT}: it was written by another version of launcher.")
+        return _build(cls, fields)
+
+    def save(self) -> None:
+        write_text(self.paths.plan, self.to_json() + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        return cls.from_json(path.read_text(encoding="utf-8"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskPlan:
+    """``samples``: the length of the training data, None for a stream. ``parameters``, ``gradient_bytes``: of what is
+    trained, None where the model was not looked at (a user's own loop)."""
+
+    target: str
+    params: dict[str, Any]
+    samples: int | None
+    parameters: int | None
+    gradient_bytes: int | None
+    eval: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochPlan:
+    """``windows``: in one epoch, None for a stream. ``short_window``: samples of the last one, 0 if it is full."""
+
+    windows: int | None
+    short_window: int
+    short_window_policy: ShortWindow
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyPlan:
+    """``sync``: never auto; ``sync_reason``: why this one. Predicted bytes are those of one rank and one full window."""
+
+    kind: StrategyKind
+    sync: Sync
+    sync_reason: str
+    bucket_mb: float
+    static_graph: bool
+    find_unused_parameters: bool
+    payload_bytes: int | None
+    payload_bytes_every: int | None
+    wire_bytes: int | None
+    wire_bytes_every: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionPlan:
+    kind: PrecisionKind
+    init_scale: float
+    growth_interval: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerPlan:
+    """``lr``: after ``lr_scaling``; ``base_lr``: as the user gave it."""
+
+    kind: OptimizerKind
+    lr: float
+    base_lr: float
+    lr_scaling: LrScaling
+    weight_decay: float
+    betas: tuple[float, float]
+    eps: float
+    momentum: float
+    nesterov: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulePlan:
+    kind: ScheduleKind
+    warmup_steps: int
+    min_ratio: float
+
+    def factor(self, step: int, steps: int | None) -> float:
+        """What the learning rate is multiplied by in optimizer step ``step`` (from 0) of ``steps``."""
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        if self.kind is ScheduleKind.constant or steps is None:
+            return 1.0
+        progress = min(1.0, (step - self.warmup_steps) / max(1, steps - 1 - self.warmup_steps))
+        fall = (1 + math.cos(math.pi * progress)) / 2 if self.kind is ScheduleKind.cosine else 1 - progress
+        return self.min_ratio + (1 - self.min_ratio) * fall
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainPlan:
+    """``steps``: optimizer steps, None only for epochs over a stream. ``epochs``: None where steps were given."""
+
+    steps: int | None
+    epochs: int | None
+    clip_norm: float | None
+    seed: int
+    deterministic: bool
+    compile: bool
+    log_every: int
+    eval_every: int
+    loader_workers: int
+    calibrate: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointPlan:
+    enabled: bool
+    every: int | None
+    every_minutes: float | None
+    keep: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class WandbPlan:
+    mode: WandbMode
+    project: str
+    entity: str | None
+    group: str | None
+    tags: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan(LaunchPlan):
+    """A training job. ``notes``: what the user should know before it starts."""
+
+    batch: Batch
+    epoch: EpochPlan
+    task: TaskPlan
+    strategy: StrategyPlan
+    precision: PrecisionPlan
+    optimizer: OptimizerPlan
+    schedule: SchedulePlan
+    train: TrainPlan
+    checkpoint: CheckpointPlan
+    wandb: WandbPlan
+    notes: tuple[str, ...]
+
+
+def _build(kind: Any, value: Any) -> Any:
+    """``value`` out of JSON as ``kind``: a dataclass, an Enum, a tuple, a union with None, or a plain value."""
+    if dataclasses.is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        return kind(**{f.name: _build(hints[f.name], value[f.name]) for f in dataclasses.fields(kind)})  # pyright: ignore
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return kind(value)
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin is types.UnionType:
+        return None if value is None else _build(next(a for a in args if a is not types.NoneType), value)
+    if origin is tuple:
+        return tuple(_build(args[0], item) for item in value)
+    return value
+
+
+def wire_factor(world_size: int) -> float:
+    """Bytes that one rank sends for each payload byte of a ring all-reduce: 2(W-1)/W (Patarasuk & Yuan, 2009)."""
+    return 2 * (world_size - 1) / world_size

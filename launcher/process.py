@@ -1,0 +1,44 @@
+"""Small things about processes that both wings need."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from types import TracebackType
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
+    """Have the kernel send ``number`` to this process when ``parent`` dies, however that happens: no orphan is left.
+
+    ``parent``: the process that this one was started by. On a system without prctl(2) nothing happens.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+    if os.getppid() != parent:  # it died before the call
+        os.kill(os.getpid(), number)
+
+
+def join_output_streams() -> None:
+    """Let standard error go where standard output goes: one log a rank, in the order of what happened."""
+    sys.stderr.flush()
+    os.dup2(1, 2)
+
+
+# From this line on a rank's log is the end of that rank. The terminal echoes rank 0 up to here: which rank failed first,
+# and its traceback, is the verdict's to say, not that of a rank that merely lost its peer.
+LAST_WORDS = "=== this rank ended with an exception ==="
+
+
+def mark_last_words() -> None:
+    """Have an uncaught exception write LAST_WORDS into the log, before its traceback."""
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        print(LAST_WORDS, file=sys.stderr, flush=True)
+        sys.__excepthook__(kind, error, trace)
+
+    sys.excepthook = hook

@@ -1,0 +1,25 @@
+"""Reading files that another process is still writing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+class Tail:
+    """The whole lines that a growing file has gained since the last look."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def lines(self) -> list[str]:
+        """New lines without their ends; none while the file is not there. A last line without an end waits for it."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                new = file.read()
+        except FileNotFoundError:
+            return []
+        whole = new[: new.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return whole.decode("utf-8", errors="replace").splitlines()

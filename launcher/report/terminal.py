@@ -1,0 +1,218 @@
+"""What a person sees: the plan as a table, a live line while the job runs, the summary at its end."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from launcher.config import ShortWindow, WandbMode
+from launcher.paths import read_json
+from launcher.plan import LaunchPlan, RunPlan
+from launcher.process import LAST_WORDS
+from launcher.report.record import Tail
+
+PLAIN_LINE_EVERY_S = 10.0
+
+
+def plan_table(plan: RunPlan) -> Table:
+    """The plan, a row a decision."""
+    table = Table(title=f"Plan: {plan.run.name}", title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    batch, epoch, cluster, strategy = plan.batch, plan.epoch, plan.cluster, plan.strategy
+    table.add_row("workers", f"{_count(cluster.nodes, 'host')} × {_count(cluster.workers_per_node, 'worker')}, {cluster.device.value}")
+    table.add_row(
+        "global batch",
+        f"{_count(batch.global_size, 'sample')} = {batch.micro_size} micro-batch × {batch.accumulation} accumulation × "
+        f"{_count(batch.world_size, 'rank')}",
+    )
+    table.add_row("task", _task(plan))
+    table.add_row("windows", _windows(plan))
+    if epoch.windows is not None and epoch.short_window_policy is ShortWindow.drop and plan.task.samples is not None:
+        left_out = plan.task.samples % batch.global_size
+        table.add_row("", f"batch.short_window=drop leaves out {left_out} samples an epoch")
+    table.add_row("length", _length(plan))
+    table.add_row("precision", plan.precision.kind.value)
+    clip = "no clipping" if plan.train.clip_norm is None else f"clip {plan.train.clip_norm:g}"
+    scaled = "" if plan.optimizer.lr == plan.optimizer.base_lr else f" ({plan.optimizer.lr_scaling.value} of {plan.optimizer.base_lr:g})"
+    table.add_row(
+        "optimizer",
+        f"{plan.optimizer.kind.value}, lr {plan.optimizer.lr:g}{scaled}, {plan.schedule.kind.value} with "
+        f"{_count(plan.schedule.warmup_steps, 'warm-up step')}, {clip}",
+    )
+    table.add_row("strategy", f"{strategy.kind.value}, sync {strategy.sync.value}: {strategy.sync_reason}")
+    if strategy.wire_bytes is not None and strategy.wire_bytes_every is not None:
+        table.add_row(
+            "wire a step",
+            f"{_bytes(strategy.wire_bytes)} a rank predicted; {_bytes(strategy.wire_bytes_every)} with sync=every",
+        )
+    table.add_row("files", plan.run.dir)
+    table.add_row("W&B", f"{plan.wandb.mode.value}, project {plan.wandb.project}, id {plan.run.id}" if plan.wandb.mode is not WandbMode.disabled else "disabled")
+    for note in plan.notes:
+        table.add_row("[yellow]note[/]", note)
+    return table
+
+
+def _task(plan: RunPlan) -> str:
+    size = "a stream" if plan.task.samples is None else f"{plan.task.samples:,} samples"
+    weights = "" if plan.task.parameters is None else f", {plan.task.parameters:,} parameters"
+    return f"{plan.task.target}: {size}{weights}"
+
+
+def _windows(plan: RunPlan) -> str:
+    if plan.epoch.windows is None:
+        return "as many as the stream has; the last one is exact, however short"
+    short = plan.epoch.short_window
+    return f"{plan.epoch.windows:,} an epoch" + (f", the last one short: {_count(short, 'sample')}" if short else ", all full")
+
+
+def _length(plan: RunPlan) -> str:
+    steps, windows = plan.train.steps, plan.epoch.windows
+    if steps is None:
+        return f"{_count(plan.train.epochs or 0, 'epoch')} of a stream"
+    return _count(steps, "step") + (f" = {steps / windows:.3g} epochs" if windows else "")
+
+
+class LiveDisplay:
+    """Rank 0's output and, below it, one live line; on something that is no terminal, plain lines now and then."""
+
+    def __init__(self, plan: LaunchPlan, console: Console) -> None:
+        self._console = console
+        self._log = Tail(plan.paths.rank_log(0))
+        self._metrics = Tail(plan.paths.metrics)
+        self._steps = plan.train.steps if isinstance(plan, RunPlan) else None
+        self._wandb = plan.paths.wandb_status
+        self._muted = self._warned = False
+        self._last: dict[str, Any] | None = None
+        self._printed_at = -PLAIN_LINE_EVERY_S
+        self._progress: Progress | None = None
+        if console.is_terminal and isinstance(plan, RunPlan):
+            self._progress = Progress(
+                TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn(),
+                console=console, transient=True,
+            )  # fmt: skip
+            self._bar = self._progress.add_task("starting", total=self._steps, rate="")
+            self._progress.start()
+
+    def refresh(self) -> None:
+        for line in self._log.lines():
+            self._muted = self._muted or LAST_WORDS in line  # torch puts the rank before it
+            if not self._muted:
+                self.say(line)
+        records = [json.loads(line) for line in self._metrics.lines()]
+        if records:
+            self._last = records[-1]
+            self._show(records[-1])
+        if not self._warned and (problem := (read_json(self._wandb) or {}).get("problem")):
+            self._warned = True
+            self.say(f"W&B: {problem}")
+
+    def _show(self, record: dict[str, Any]) -> None:
+        if self._progress is not None:
+            self._progress.update(
+                self._bar, completed=record["step"], description=_step_text(record, self._steps), rate=_rate(record)
+            )
+        elif time.monotonic() - self._printed_at >= PLAIN_LINE_EVERY_S or record["step"] == self._steps:
+            self._printed_at = time.monotonic()
+            self.say(f"{_step_text(record, self._steps)}  {_rate(record)}")
+
+    def say(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            if self._last is not None:
+                self.say(f"{_step_text(self._last, self._steps)}  {_rate(self._last)}")
+
+
+class Silence:
+    """--quiet."""
+
+    def refresh(self) -> None: ...
+    def say(self, text: str) -> None: ...
+    def close(self) -> None: ...
+
+
+def _step_text(record: dict[str, Any], steps: int | None) -> str:
+    held_out = f"  held-out {record['eval/loss']:.4f}" if record.get("eval/loss") is not None else ""
+    return f"step {record['step']}{f'/{steps}' if steps else ''}  loss {record['train/loss']:.4f}{held_out}"
+
+
+def _rate(record: dict[str, Any]) -> str:
+    return f"{record['throughput/samples_per_s']:,.0f} samples/s"
+
+
+def summary_table(plan: RunPlan, summary: dict[str, Any]) -> Table:
+    """How a finished or stopped run went, and where everything is."""
+    table = Table(title=f"Run {plan.run.name}: {summary['verdict']}", title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    if "train/loss" in summary:
+        held_out = "" if summary.get("eval/loss") is None else f", held-out {summary['eval/loss']:.4f}"
+        table.add_row("loss", f"{summary['train/loss']:.4f}{held_out} after {_count(summary['steps'], 'step')}")
+    if "throughput/samples_per_s" in summary:
+        table.add_row(
+            "throughput",
+            f"{summary['throughput/samples_per_s']:,.1f} samples/s, {summary['time/step_s'] * 1e3:,.1f} ms a step (median); "
+            f"{summary['time/total_s']:,.1f} s in all",
+        )
+    table.add_row("global batch", f"{_count(plan.batch.global_size, 'sample')} in every full window")
+    if summary.get("comm/wire_bytes_every"):
+        table.add_row(
+            "wire a step",
+            f"{_bytes(summary['comm/wire_bytes'])} a rank counted; {_bytes(summary['comm/wire_bytes_every'])} with "
+            f"sync=every: {summary['comm/saved_fraction']:.1%} saved",
+        )
+        table.add_row("speed-up", _speedup(plan, summary))
+    if summary.get("amp/skipped_steps"):
+        table.add_row("skipped", f"{summary['amp/skipped_steps']} windows, by fp16 overflow")
+    table.add_row("metrics", str(plan.paths.metrics))
+    if summary.get("checkpoint"):
+        table.add_row("checkpoint", summary["checkpoint"])
+    mirror = read_json(plan.paths.wandb_status) or {}
+    if mirror.get("url"):
+        table.add_row("W&B", mirror["url"])
+    elif mirror.get("dir"):
+        table.add_row("W&B", f"{mirror['dir']}; to send it: wandb sync {mirror['dir']}")
+    return table
+
+
+def _speedup(plan: RunPlan, summary: dict[str, Any]) -> str:
+    if "comm/speedup" in summary:
+        return (
+            f"{summary['comm/speedup']:.2f}x measured: {summary['comm/step_s'] * 1e3:,.1f} ms a step, "
+            f"{summary['comm/step_s_every'] * 1e3:,.1f} ms with sync=every"
+        )
+    why = "run.calibrate=0" if not plan.train.calibrate else "too few full windows, or nothing to skip"
+    return f"not measured ({why})"
+
+
+def failure_text(summary: dict[str, Any]) -> str:
+    """The first failing rank's own words, then where they came from."""
+    failure = summary.get("failure") or {}
+    who = "the job" if failure.get("rank") is None else f"rank {failure['rank']}"
+    parts = [failure["traceback"].rstrip()] if failure.get("traceback") else []
+    return "\n".join([*parts, f"launch: {who} failed: {failure.get('error', 'no reason is known')}", f"  Its log: {failure.get('log')}"])
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _bytes(number: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if number < 1000 or unit == "GB":
+            break
+        number /= 1000
+    return f"{number:,.0f} {unit}" if unit == "B" else f"{number:,.2f} {unit}"
+
+
+def console(*, quiet: bool = False) -> Console:
+    return Console(file=sys.stdout, quiet=quiet)

@@ -1,0 +1,293 @@
+"""Config -> RunPlan: the batch contract solved for the world at hand. Pure arithmetic; nothing is started or written."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+from launcher import batch as contract
+from launcher.config import (
+    BatchConfig,
+    ClusterConfig,
+    Config,
+    Device,
+    LrScaling,
+    OptimizerConfig,
+    OptimizerKind,
+    PrecisionConfig,
+    PrecisionKind,
+    ScheduleConfig,
+    ScheduleKind,
+    ShortWindow,
+    StrategyConfig,
+    StrategyKind,
+    Sync,
+    TrainConfig,
+)
+from launcher.errors import ConfigError
+from launcher.plan import (
+    FORMAT,
+    CheckpointPlan,
+    ClusterPlan,
+    EnvPlan,
+    EpochPlan,
+    LaunchPlan,
+    OptimizerPlan,
+    PrecisionPlan,
+    RunInfo,
+    RunPlan,
+    SchedulePlan,
+    StrategyPlan,
+    TaskPlan,
+    TrainPlan,
+    WandbPlan,
+    wire_factor,
+)
+from launcher.site import ALLOWED_ENV, Site
+from launcher.validate import check
+
+DEFAULT_STEPS = 300
+CPU_WORKERS = 2
+WORKER_COMMAND = ("-P", "-m", "launcher.train.worker")
+
+
+def solve(config: Config, site: Site, task: TaskPlan, run: RunInfo, world_size: int | None = None) -> RunPlan:
+    """The plan of a training job.
+
+    Args:
+        config: what the user set.
+        site: what this machine has.
+        task: what is known of the model and the data.
+        run: the run's name, id and directory.
+        world_size: ranks, where a user's own torchrun has fixed them; otherwise the cluster group decides.
+
+    Raises:
+        ConfigError: values that are impossible, alone or together.
+    """
+    check(config)
+    if config.cluster.max_restarts:
+        raise ConfigError(
+            "cluster.max_restarts", config.cluster.max_restarts, "a training job started again would begin at step 0.",
+            "It serves `launch run`, whose script resumes by itself.",
+        )  # fmt: skip
+    cluster = solve_cluster(config.cluster, site, config.strategy.kind, world_size)
+    batch = contract.solve_batch(config.batch, cluster.nodes * cluster.workers_per_node)
+    epoch = _epoch(config.batch, batch, task)
+    steps = _steps(config.train, epoch)
+    strategy = _strategy(config.strategy, batch, task)
+    schedule = _schedule(config.schedule, steps)
+    return RunPlan(
+        format=FORMAT,
+        run=run,
+        cluster=cluster,
+        env=solve_env(config.cluster, cluster, site),
+        command=(*WORKER_COMMAND, f"{run.dir}/plan.json"),
+        batch=batch,
+        epoch=epoch,
+        task=task,
+        strategy=strategy,
+        precision=_precision(config.precision),
+        optimizer=_optimizer(config.optimizer, batch.global_size),
+        schedule=schedule,
+        train=TrainPlan(
+            steps=steps,
+            epochs=config.train.epochs,
+            clip_norm=config.train.clip_norm,
+            seed=config.train.seed,
+            deterministic=config.train.deterministic,
+            compile=config.train.compile,
+            log_every=config.train.log_every,
+            eval_every=config.train.eval_every,
+            loader_workers=config.train.loader_workers,
+            calibrate=config.run.calibrate,
+        ),
+        checkpoint=CheckpointPlan(**dataclasses.asdict(config.checkpoint)),
+        wandb=WandbPlan(**{**dataclasses.asdict(config.wandb), "tags": tuple(config.wandb.tags)}),
+        notes=_notes(schedule, steps, epoch, batch),
+    )
+
+
+def solve_script(config: ClusterConfig, site: Site, run: RunInfo, arguments: list[str]) -> LaunchPlan:
+    """The plan of `launch run`: a torchrun script of the user's on the same cluster options, without the engine."""
+    cluster = solve_cluster(config, site)
+    return LaunchPlan(
+        format=FORMAT,
+        run=run,
+        cluster=cluster,
+        env=solve_env(config, cluster, site),
+        command=("-m", "launcher.cluster.script", *arguments),
+    )
+
+
+def solve_cluster(
+    config: ClusterConfig, site: Site, strategy: StrategyKind = StrategyKind.ddp, world_size: int | None = None
+) -> ClusterPlan:
+    if config.nodes != 1:
+        raise ConfigError("cluster.nodes", config.nodes, "cluster=local is one machine.", "Use cluster.nodes=1.")
+    device = config.device
+    if device is Device.auto:
+        device = Device.cuda if site.gpus else Device.cpu
+    workers = world_size if world_size is not None else config.workers_per_node
+    if workers is None:
+        default = (site.gpus or 1) if device is Device.cuda else CPU_WORKERS
+        workers = 1 if strategy is StrategyKind.single else default
+    if workers < 1:
+        raise ConfigError("cluster.workers_per_node", workers, "must be at least 1.")
+    if device is Device.cuda and workers > site.gpus:
+        raise ConfigError(
+            "cluster.workers_per_node",
+            workers,
+            f"this machine shows {site.gpus} GPUs and each worker needs one.",
+            f"Use {'cluster.workers_per_node=' + str(site.gpus) + ', or ' if site.gpus else ''}cluster.device=cpu.",
+        )
+    if strategy is StrategyKind.single and workers > 1:
+        raise ConfigError("strategy", "single", f"one rank trains alone, and {workers} were asked for.", "Use strategy=ddp.")
+    return ClusterPlan(
+        kind=config.kind,
+        nodes=config.nodes,
+        workers_per_node=workers,
+        device=device,
+        max_restarts=config.max_restarts,
+        grace_s=config.grace_s,
+        cwd=site.cwd,
+    )
+
+
+def solve_env(config: ClusterConfig, cluster: ClusterPlan, site: Site) -> EnvPlan:
+    threads = max(1, site.cores // cluster.workers_per_node)
+    return EnvPlan(
+        allow=(*ALLOWED_ENV, *config.env),
+        # unbuffered: a log line must not be lost with the process that printed it
+        set={"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+    )
+
+
+def _epoch(config: BatchConfig, batch: contract.Batch, task: TaskPlan) -> EpochPlan:
+    policy = config.short_window
+    if task.samples is None:
+        if policy is ShortWindow.drop:
+            raise ConfigError(
+                "batch.short_window", "drop", "a stream has no length, so its last window is known only once it is read.",
+                "Use batch.short_window=exact.",
+            )  # fmt: skip
+        return EpochPlan(windows=None, short_window=0, short_window_policy=policy)
+    if task.samples < batch.global_size:
+        raise ConfigError(
+            "batch.global_size", batch.global_size, f"the task has {task.samples} samples, fewer than one window.",
+            f"Use batch.global_size of {task.samples} or less.",
+        )  # fmt: skip
+    windows, short = contract.count_windows(
+        task.samples, batch.global_size, keep_short=policy is ShortWindow.exact
+    )
+    return EpochPlan(windows=windows, short_window=short, short_window_policy=policy)
+
+
+def _steps(config: TrainConfig, epoch: EpochPlan) -> int | None:
+    if config.epochs is None:
+        return DEFAULT_STEPS if config.steps is None else config.steps
+    return None if epoch.windows is None else config.epochs * epoch.windows
+
+
+def _strategy(config: StrategyConfig, batch: contract.Batch, task: TaskPlan) -> StrategyPlan:
+    sync, reason = config.sync, "as asked"
+    special = [name for name in ("static_graph", "find_unused_parameters") if getattr(config, name)]
+    if sync is Sync.auto:
+        if special:
+            sync, reason = Sync.every, f"strategy.{special[0]} is not safe with skipped synchronisation"
+        else:
+            sync, reason = Sync.boundary, "fewest wire bytes"
+    elif sync is Sync.boundary and special and batch.accumulation > 1:
+        raise ConfigError(
+            f"strategy.{special[0]}", "true", "DDP loses gradients when this meets no_sync (sync=boundary).",
+            f"Use strategy.sync=every, or strategy.{special[0]}=false.",
+        )  # fmt: skip
+    payload = payload_every = wire = wire_every = None
+    if task.gradient_bytes is not None:
+        alone = batch.world_size == 1
+        payload_every = 0 if alone else task.gradient_bytes * batch.accumulation
+        payload = payload_every if sync is Sync.every or alone else task.gradient_bytes
+        factor = wire_factor(batch.world_size)
+        wire, wire_every = round(payload * factor), round(payload_every * factor)
+    return StrategyPlan(
+        kind=config.kind,
+        sync=sync,
+        sync_reason=reason,
+        bucket_mb=config.bucket_mb,
+        static_graph=config.static_graph,
+        find_unused_parameters=config.find_unused_parameters,
+        payload_bytes=payload,
+        payload_bytes_every=payload_every,
+        wire_bytes=wire,
+        wire_bytes_every=wire_every,
+    )
+
+
+def _precision(config: PrecisionConfig) -> PrecisionPlan:
+    fp16 = config.kind is PrecisionKind.fp16
+    for name in ("init_scale", "growth_interval"):
+        if not fp16 and getattr(config, name) is not None:
+            raise ConfigError(f"precision.{name}", getattr(config, name), "has an effect with precision=fp16 only.")
+    return PrecisionPlan(
+        kind=config.kind, init_scale=config.init_scale or 65536.0, growth_interval=config.growth_interval or 2000
+    )
+
+
+def _optimizer(config: OptimizerConfig, global_size: int) -> OptimizerPlan:
+    foreign = ("momentum", "nesterov") if config.kind is OptimizerKind.adamw else ("betas", "eps")
+    for name in foreign:
+        if getattr(config, name) is not None:
+            raise ConfigError(
+                f"optimizer.{name}", getattr(config, name), f"has no effect with optimizer={config.kind.value}."
+            )
+    if config.lr_scaling is not LrScaling.none and config.reference_batch is None:
+        raise ConfigError(
+            "optimizer.lr_scaling", config.lr_scaling, "needs the global batch that lr was tuned for.",
+            "Set optimizer.reference_batch (samples).",
+        )  # fmt: skip
+    if config.lr_scaling is LrScaling.none and config.reference_batch is not None:
+        raise ConfigError(
+            "optimizer.reference_batch", config.reference_batch, "has no effect with optimizer.lr_scaling=none.",
+            "Use optimizer.lr_scaling=linear or sqrt.",
+        )  # fmt: skip
+    ratio = global_size / (config.reference_batch or global_size)
+    lr = {
+        LrScaling.none: config.lr, LrScaling.linear: config.lr * ratio, LrScaling.sqrt: config.lr * math.sqrt(ratio)
+    }[config.lr_scaling]  # fmt: skip
+    betas = config.betas or [0.9, 0.999]
+    return OptimizerPlan(
+        kind=config.kind,
+        lr=lr,
+        base_lr=config.lr,
+        lr_scaling=config.lr_scaling,
+        weight_decay=config.weight_decay,
+        betas=(betas[0], betas[1]),
+        eps=1e-8 if config.eps is None else config.eps,
+        momentum=config.momentum or 0.0,
+        nesterov=bool(config.nesterov),
+    )
+
+
+def _schedule(config: ScheduleConfig, steps: int | None) -> SchedulePlan:
+    if config.kind is ScheduleKind.constant and config.min_ratio is not None:
+        raise ConfigError("schedule.min_ratio", config.min_ratio, "has no effect with schedule=constant.")
+    if config.kind is not ScheduleKind.constant and steps is None:
+        raise ConfigError(
+            "schedule", config.kind, "must know the last step, and the epochs of a stream have no known length.",
+            "Set train.steps instead of train.epochs, or use schedule=constant.",
+        )  # fmt: skip
+    return SchedulePlan(kind=config.kind, warmup_steps=config.warmup_steps, min_ratio=config.min_ratio or 0.0)
+
+
+def _notes(schedule: SchedulePlan, steps: int | None, epoch: EpochPlan, batch: contract.Batch) -> tuple[str, ...]:
+    notes: list[str] = []
+    if steps is not None and schedule.warmup_steps >= steps:
+        notes.append(f"schedule.warmup_steps={schedule.warmup_steps} is not over within {steps} steps.")
+    if epoch.short_window and epoch.short_window < batch.world_size:
+        notes.append(f"The short window of {epoch.short_window} samples leaves some of the ranks without one.")
+    return tuple(notes)
+
+
+def run_dir(base: str, name: str, cwd: str) -> str:
+    """The absolute directory of run ``name``."""
+    return str((Path(cwd) / base / name).resolve())

@@ -1,0 +1,57 @@
+"""What the plan must know of the task: samples, parameters, gradient bytes. Found without importing torch here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from launcher.errors import ConfigError, TaskError
+from launcher.plan import TaskPlan
+from launcher.train.task import load_task
+
+_BUNDLED = "launcher.tasks."
+
+
+def describe_task(config: dict[str, Any], cwd: str) -> TaskPlan:
+    """Look at the task that the config names.
+
+    A bundled task says it itself, from arithmetic. A user's class is imported in a process of its own.
+
+    Raises:
+        ConfigError: no task is named.
+        TaskError: it cannot be imported, constructed or used; the message says why.
+    """
+    params = {name: value for name, value in config.items() if name != "_target_"}
+    target = config.get("_target_")
+    if not isinstance(target, str):
+        raise ConfigError("task._target_", target, "is not set.", "Name the task's class: task._target_=my_tasks.MyTask.")
+    if target.startswith(_BUNDLED):
+        facts: dict[str, int] = load_task(target, params, []).facts()  # pyright: ignore
+        return TaskPlan(
+            target=target,
+            params=params,
+            samples=facts["samples"],
+            parameters=facts["parameters"],
+            gradient_bytes=4 * facts["parameters"],
+            eval=True,
+        )
+    with tempfile.TemporaryDirectory() as place:
+        answer = Path(place) / "answer.json"
+        request = {"target": target, "params": params, "search_path": [cwd], "answer": str(answer)}
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "launcher.train.probe"],
+            input=json.dumps(request),
+            text=True,
+            stdout=sys.stderr,  # what the user's code prints must not end up in `launch plan --json`
+            check=False,
+        )
+        if not answer.exists():
+            raise TaskError(f"task._target_={target}: looking at the task ended with exit status {done.returncode}.")
+        result = json.loads(answer.read_text(encoding="utf-8"))
+    if "error" in result:
+        raise TaskError("\n".join([*([result["traceback"].rstrip()] if "traceback" in result else []), result["error"]]))
+    return TaskPlan(**result["task"])

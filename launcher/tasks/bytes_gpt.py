@@ -1,0 +1,117 @@
+"""A byte-level GPT on the source text of this Python's own standard library: tens of megabytes of real text.
+
+No torch at module level, so that a plan can be made from ``facts`` in a tenth of a second.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sysconfig
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from launcher.errors import TaskError
+from launcher.train.task import Loss
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from launcher.tasks.bytes_model import ByteWindows
+
+VOCABULARY = 256
+HELD_OUT_SHARE = 20  # one file in twenty, chosen by a hash of its name
+
+
+class BytesGPT:
+    """Next-byte prediction. An item is a target byte; a sample is ``seq_len`` of them.
+
+    Args:
+        width: of the residual stream; a multiple of ``heads``.
+        depth: transformer blocks.
+        heads: attention heads.
+        seq_len: bytes a sample.
+        dropout: probability, after attention and after each MLP.
+        eval_samples: held-out samples an evaluation reads, spread evenly over the held-out text.
+        corpus: directory whose ``*.py`` files are the text; default: the standard library of this Python.
+    """
+
+    def __init__(
+        self,
+        width: int = 192,
+        depth: int = 4,
+        heads: int = 3,
+        seq_len: int = 128,
+        dropout: float = 0.0,
+        eval_samples: int = 512,
+        corpus: str | None = None,
+    ) -> None:
+        for name, value in (("width", width), ("depth", depth), ("heads", heads), ("seq_len", seq_len)):
+            if value < 1:
+                raise TaskError(f"task.{name}={value}: must be at least 1.")
+        if width % heads:
+            raise TaskError(f"task.width={width}: must be a multiple of task.heads={heads}.")
+        self.width, self.depth, self.heads, self.seq_len = width, depth, heads, seq_len
+        self.dropout, self.eval_samples = dropout, eval_samples
+        self.corpus = Path(corpus or sysconfig.get_path("stdlib"))
+
+    @cached_property
+    def _files(self) -> tuple[list[tuple[Path, int]], list[tuple[Path, int]]]:
+        """(training, held-out) files with their sizes, in an order that does not depend on the file system."""
+        train: list[tuple[Path, int]] = []
+        held_out: list[tuple[Path, int]] = []
+        skipped = {"site-packages", "dist-packages", "__pycache__"}
+        for directory, folders, names in os.walk(self.corpus):
+            folders[:] = sorted(set(folders) - skipped)
+            for name in sorted(names):
+                path = Path(directory, name)
+                if name.endswith(".py") and (size := path.stat().st_size):
+                    digest = hashlib.blake2b(path.relative_to(self.corpus).as_posix().encode(), digest_size=4).digest()
+                    chosen = held_out if int.from_bytes(digest, "big") % HELD_OUT_SHARE == 0 else train
+                    chosen.append((path, size))
+        if not train or not held_out:
+            raise TaskError(f"task.corpus={self.corpus}: too few *.py files to train and hold out on.")
+        return train, held_out
+
+    def facts(self) -> dict[str, int]:
+        """Samples and parameters by arithmetic; a test holds them to what ``model`` and ``train_data`` really are."""
+        d = self.width
+        block = 4 * d + 3 * d * d + d * d + (4 * d * d + 4 * d) + (4 * d * d + d)
+        parameters = VOCABULARY * d + self.seq_len * d + self.depth * block + 2 * d + VOCABULARY * d
+        return {"samples": _samples(self._files[0], self.seq_len), "parameters": parameters}
+
+    def model(self) -> nn.Module:
+        from launcher.tasks.bytes_model import GPT
+
+        return GPT(VOCABULARY, self.width, self.depth, self.heads, self.seq_len, self.dropout)
+
+    def train_data(self) -> ByteWindows:
+        from launcher.tasks.bytes_model import ByteWindows
+
+        return ByteWindows([path for path, _ in self._files[0]], self.seq_len)
+
+    def eval_data(self) -> ByteWindows:
+        from launcher.tasks.bytes_model import ByteWindows
+
+        return ByteWindows([path for path, _ in self._files[1]], self.seq_len, at_most=self.eval_samples)
+
+    def loss(self, model: Any, batch: Tensor) -> Loss:
+        """``batch``: uint8 [samples, seq_len + 1]. The total is in nats."""
+        from torch.nn import functional
+
+        tokens = batch.long()
+        logits = model(tokens[:, :-1])
+        targets = tokens[:, 1:]
+        total = functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+        return Loss(total=total, items=targets.numel())
+
+    def flops_per_sample(self) -> float:
+        """6 per parameter and token, and 12 * depth * width * seq_len^2 for attention (Kaplan et al. 2020, PaLM app. B)."""
+        parameters = self.facts()["parameters"] - (VOCABULARY + self.seq_len) * self.width
+        return 6.0 * parameters * self.seq_len + 12.0 * self.depth * self.width * self.seq_len**2
+
+
+def _samples(files: list[tuple[Path, int]], seq_len: int) -> int:
+    return (sum(size for _, size in files) - 1) // seq_len
+

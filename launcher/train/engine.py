@@ -1,0 +1,232 @@
+"""Engine: the batch contract for any training loop. `launch train` runs on it, and so can the user's own loop.
+
+    engine = Engine(model, optimizer, plan)
+    for window in engine.windows(dataset):          # one optimizer step each
+        for batch in window:                        # this rank's micro-batches
+            loss_sum, items = ...                   # with engine.model
+            engine.backward(loss_sum, items)
+        result = engine.step()
+
+The gradient applied is that of sum(loss over all items of the window) / (number of items of the window), counted over
+every rank and micro-batch: each backward pass runs on loss_sum / C with a constant C, DDP averages over the W ranks,
+and at the boundary the gradients are multiplied once by C*W/N, with N the window's true item count.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from launcher.config import Sync
+from launcher.errors import ConfigError, DataError, EngineMisuse
+from launcher.plan import RunPlan
+from launcher.train import data, step
+from launcher.train.meter import Calibration
+from launcher.train.parallel import wrap
+from launcher.train.precision import Precision
+from launcher.train.step import StepResult, WindowTotals
+from launcher.train.world import World, device_of, join
+
+
+class Engine:
+    """Wraps a model as the plan says, and turns windows of micro-batches into optimizer steps.
+
+    Args:
+        model: the user's; moved to this rank's device in place.
+        optimizer: over its parameters, with the peak learning rate: the plan's schedule multiplies it.
+        plan: for a world of as many ranks as this process group has.
+        stop: asked once a window; when it is true on any rank, all stop together after that window.
+
+    Raises:
+        ConfigError: the plan is for another number of ranks.
+        SiteError: not started by torchrun, or no device for this rank.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, plan: RunPlan, stop: Callable[[], bool] = lambda: False
+    ) -> None:
+        self.plan, self.optimizer = plan, optimizer
+        self.world = World.here()
+        if self.world.size != plan.batch.world_size:
+            raise ConfigError(
+                "WORLD_SIZE", self.world.size, f"the plan is for {plan.batch.world_size} ranks.",
+                "Make the plan in the job itself: launcher.make_plan takes the world from torchrun.",
+            )  # fmt: skip
+        self.device = device_of(self.world, plan.cluster.device)
+        join(self.world, self.device)
+        model.to(self.device)
+        if plan.train.compile:
+            model.compile()
+        self.parallel, self._meter = wrap(model, plan, self.device)
+        self.precision = Precision(plan.precision, self.device)
+        self.schedule = LambdaLR(optimizer, lambda done: plan.schedule.factor(done, plan.train.steps))
+        own = plan.strategy.sync
+        skips = own is not Sync.every and plan.batch.accumulation > 1 and self.world.size > 1
+        self._calibration = Calibration(own, plan.train.calibrate if skips else 0)
+        self._stop = stop
+        self._divisor: float | None = None
+        self._totals = WindowTotals(self.world, self.device)
+        self._windows_here = 0
+        self._window: data.Window | None = None
+        self._micro: data.MicroBatch | None = None
+        self.steps = self.window_index = self.skipped_steps = self.samples = self.items = 0
+
+    @property
+    def model(self) -> Callable[..., Any]:
+        """What the forward pass must go through."""
+        return self.parallel.forward
+
+    def windows(self, dataset: Any, collate: data.Collate | None = None) -> Iterator[Iterator[Any]]:
+        """One iterator of this rank's batches for each optimizer step, until the plan's steps or epochs are done."""
+        feed = data.open_feed(dataset, self.plan, self.world, self.device, collate, self.window_index)
+        self.parallel.module.train()
+        try:
+            for window in feed.windows():
+                self._open(window, feed)
+                yield self._batches(window)
+                if self._window is not None:
+                    raise EngineMisuse("engine.step() was not called at the end of a window.")
+                if self._finished:
+                    return
+        finally:
+            feed.close()
+
+    def _open(self, window: data.Window, feed: data.Feed) -> None:
+        self._window, self._feed = window, feed
+        self._sync = self._calibration.sync(self._windows_here)
+        self._totals.clear()
+        self._data_s = 0.0
+        self._started = time.perf_counter()
+
+    def _batches(self, window: data.Window) -> Iterator[Any]:
+        for left in reversed(range(window.count)):
+            asked = time.perf_counter()
+            self._micro = next(window.micro_batches)
+            self._data_s += time.perf_counter() - asked
+            self._last = left == 0
+            # the user's forward and backward run inside these contexts: DDP decides in forward whether to synchronise
+            with self.parallel.micro_batch(self._last or self._sync is Sync.every), self.precision.autocast():
+                yield self._micro.data
+            if self._micro is not None:
+                raise EngineMisuse("engine.backward(loss_sum, items) was not called for a micro-batch.")
+
+    @property
+    def samples_in_batch(self) -> int:
+        """Samples of the micro-batch under way; 0 in one that only keeps the other ranks company."""
+        if self._micro is None:
+            raise EngineMisuse("No micro-batch is under way.")
+        return self._micro.samples
+
+    def backward(self, loss_sum: Tensor, items: int | Tensor) -> None:
+        """Accumulate the gradient of one micro-batch; synchronises where the sync policy says so.
+
+        Args:
+            loss_sum: scalar, the loss summed over the micro-batch's items.
+            items: how many items that is.
+        """
+        if self._micro is None:
+            raise EngineMisuse("engine.backward() belongs once into each micro-batch of `for batch in window`.")
+        samples, self._micro = self._micro.samples, None
+        counts = samples > 0
+        if self._divisor is None:
+            self._divisor = self._agree_on_divisor(items if counts else 0)
+        if counts:
+            self._totals.add(loss_sum, items, samples)
+        if self._last:
+            self._totals.send(self._feed.has_next(), self._stop())
+        self.precision.backward(loss_sum * (counts / self._divisor))
+
+    def _agree_on_divisor(self, items: int | Tensor) -> float:
+        """C: a power of two near the items of a rank's window, so that scaling by it is exact and fp16 stays in range."""
+        most = torch.as_tensor(items, dtype=torch.float64, device=self.device).detach().reshape(1)
+        if self.world.size > 1:
+            most = most.clone()
+            dist.all_reduce(most, dist.ReduceOp.MAX)
+        return 2.0 ** round(math.log2(max(1.0, most.item() * self.plan.batch.accumulation)))
+
+    def step(self) -> StepResult:
+        """The window's optimizer step: agree, check, average exactly, clip, apply, schedule.
+
+        Raises:
+            NotFinite: a loss or, without loss scaling, a gradient; on all ranks together, before anything is applied.
+            PolicyNotObserved: the collectives that ran are not those of the sync policy.
+            UnusedParameters: a parameter got no gradient.
+        """
+        window = self._require_whole_window()
+        gradients = self.parallel.gradients()
+        self.precision.unscale(self.optimizer)
+        agreed = self._totals.receive(get_total_norm(gradients))
+        if not math.isfinite(agreed.loss_sum):
+            raise step.explain_bad_loss(self._totals, self.world, self.steps + 1)
+        if agreed.items <= 0:
+            raise DataError(f"The window of step {self.steps + 1} holds no item: the loss has nothing to be averaged over.")
+        comm = self._meter.close_window(window.count, self._sync)
+
+        assert self._divisor is not None
+        factor = self._divisor * self.world.size / agreed.items
+        norm, clip_norm = agreed.grad_norm * factor, self.plan.train.clip_norm
+        lr = self.schedule.get_last_lr()[0]
+        scale = self.precision.scaler.get_scale() if self.precision.scales else None
+        skipped = not math.isfinite(norm)
+        if skipped and not self.precision.scales:
+            raise step.explain_bad_gradient(self.steps + 1, norm, self._named_gradients())
+        if not skipped:
+            # one pass over the gradients: the exact mean and the clip
+            torch._foreach_mul_(gradients, factor if clip_norm is None else factor * min(1.0, clip_norm / (norm + 1e-6)))
+            self.precision.step(self.optimizer)
+            self.schedule.step()
+            self.steps += 1
+        self.precision.update()
+        self.parallel.zero_grad()
+
+        step_s = time.perf_counter() - self._started
+        full = agreed.samples == self.plan.batch.global_size
+        calibrated = self._calibration.observe(self._windows_here, self._sync, step_s, full)
+        self._windows_here += 1
+        self.window_index += 1
+        self.skipped_steps += skipped
+        self.samples += agreed.samples
+        self.items += agreed.items
+        self._window = None
+        enough = self.plan.train.epochs is None and self.steps == self.plan.train.steps
+        self._finished = self._feed.settle(agreed.more) or enough or agreed.stop
+        return StepResult(
+            step=self.steps, window=window.index, epoch=window.epoch, loss=agreed.loss_sum / agreed.items, grad_norm=norm,
+            lr=lr, samples=agreed.samples, items=agreed.items, micro_batches=window.count, skipped=skipped, scale=scale,
+            sync=self._sync, comm=comm, calibrated=calibrated, step_s=step_s, data_s=self._data_s,
+            last=self._finished, stopped=agreed.stop,
+        )  # fmt: skip
+
+    def _require_whole_window(self) -> data.Window:
+        if self._window is None or not self._totals.sent:
+            raise EngineMisuse("engine.step() belongs after the last micro-batch of a window, once.")
+        return self._window
+
+    def _named_gradients(self) -> list[tuple[str, Tensor]]:
+        return [(name, p.grad) for name, p in self.parallel.module.named_parameters() if p.grad is not None]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint must hold beside model and optimizer: the schedule, the scaler, the place in the data."""
+        return {
+            "schedule": self.schedule.state_dict(),
+            "scaler": self.precision.scaler.state_dict(),
+            "progress": {name: getattr(self, name) for name in _PROGRESS},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.schedule.load_state_dict(state["schedule"])
+        self.precision.scaler.load_state_dict(state["scaler"])
+        for name in _PROGRESS:
+            setattr(self, name, int(state["progress"][name]))
+
+
+_PROGRESS = ("steps", "window_index", "skipped_steps", "samples", "items")

@@ -1,0 +1,192 @@
+"""What surrounds the steps of a training run: build, evaluate, record, save, stop, sum up."""
+
+from __future__ import annotations
+
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from launcher.config import Device, OptimizerKind
+from launcher.errors import TaskError
+from launcher.paths import write_json
+from launcher.plan import OptimizerPlan, RunPlan
+from launcher.train import checkpoint
+from launcher.train.data import eval_batches
+from launcher.train.engine import Engine
+from launcher.train.meter import Calibrated, CommStats
+from launcher.train.step import StepResult
+from launcher.train.task import Loss, Task, eval_data, load_task
+from launcher.train.telemetry import Metrics, NoRecord, Record, Sink, peak_flops, peak_memory_bytes, step_metrics
+from launcher.train.world import World
+
+
+def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
+    """Run the plan on this rank, to its end or until ``stop``. Rank 0 writes metrics.jsonl and summary.json."""
+    world = World.here()
+    task = load_task(plan.task.target, plan.task.params, [plan.cluster.cwd])
+    torch.manual_seed(plan.train.seed)  # the same initial parameters on every rank
+    torch.use_deterministic_algorithms(plan.train.deterministic)
+    model = task.model()
+    engine = Engine(model, build_optimizer(model, plan.optimizer, plan.cluster.device), plan, stop)
+    torch.manual_seed(plan.train.seed + 1 + world.rank)  # but dropout of its own
+    record: Sink = Record(plan.paths.metrics) if world.rank == 0 else NoRecord()
+    try:
+        _Run(plan, task, engine, record).steps()
+    finally:
+        record.close()
+
+
+def build_optimizer(model: nn.Module, plan: OptimizerPlan, device: Device) -> Optimizer:
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if plan.kind is OptimizerKind.sgd:
+        return SGD(
+            parameters, plan.lr, momentum=plan.momentum, nesterov=plan.nesterov, weight_decay=plan.weight_decay
+        )
+    fused = device is Device.cuda
+    return AdamW(parameters, plan.lr, betas=plan.betas, eps=plan.eps, weight_decay=plan.weight_decay, fused=fused)
+
+
+def as_loss(value: Loss | Tensor, samples: int, target: str) -> Loss:
+    """A task's answer as a sum and a count. A bare tensor is taken for a mean over samples, with a warning.
+
+    Raises:
+        TaskError: it is neither.
+    """
+    if isinstance(value, Loss):
+        return value
+    if isinstance(value, Tensor) and value.numel() == 1:
+        warnings.warn(
+            f"{target}.loss returned a bare tensor: taken for the mean over the micro-batch's samples. Where the items "
+            "are tokens, return launcher.Loss(total=sum over tokens, items=number of tokens) for the exact average.",
+            stacklevel=1,
+        )
+        return Loss(total=value.reshape(()) * samples, items=samples)
+    raise TaskError(
+        f"task._target_={target}: loss() returned a {type(value).__name__}.\n"
+        "  Return launcher.Loss(total=sum over items, items=how many), or a scalar tensor: the mean over samples."
+    )
+
+
+@dataclass
+class _Run:
+    plan: RunPlan
+    task: Task
+    engine: Engine
+    record: Sink
+    eval_loss: float | None = None
+    calibrated: Calibrated | None = None
+    typical: CommStats | None = None
+    checkpoint_dir: str | None = None
+    step_seconds: list[float] = field(default_factory=list[float])
+    started: float = field(default_factory=time.perf_counter)
+
+    def steps(self) -> None:
+        engine, plan = self.engine, self.plan
+        cadence = checkpoint.Cadence(plan.checkpoint)
+        for window in engine.windows(self.task.train_data(), getattr(self.task, "collate", None)):
+            for batch in window:
+                loss = as_loss(self.task.loss(engine.model, batch), engine.samples_in_batch, plan.task.target)
+                engine.backward(loss.total, loss.items)
+            result = engine.step()
+            self.take_in(result)
+            extra: Metrics = {}
+            if self.eval_due(result):
+                extra |= self.evaluate()
+            if plan.checkpoint.enabled and (cadence.due(engine) or result.last):
+                extra |= self.save()
+                cadence.saved()
+            self.log(result, extra)
+            if result.last and engine.world.rank == 0:
+                write_json(plan.paths.summary, self.summary(result))
+
+    def take_in(self, result: StepResult) -> None:
+        self.calibrated = result.calibrated or self.calibrated
+        if result.sync is self.plan.strategy.sync and result.samples == self.plan.batch.global_size:
+            self.typical = result.comm
+            self.step_seconds.append(result.step_s)
+
+    def eval_due(self, result: StepResult) -> bool:
+        every = self.plan.train.eval_every
+        if result.last:
+            return not result.stopped
+        return bool(every) and not result.skipped and result.step % every == 0
+
+    def log(self, result: StepResult, extra: Metrics) -> None:
+        engine = self.engine
+        if result.skipped:  # no step, so no record of one: the next record's amp/skipped_steps has it
+            print(f"step {engine.steps + 1}: skipped, fp16 overflowed at loss scale {result.scale}", flush=True)
+            return
+        if not (extra or result.calibrated or result.last or result.step % self.plan.train.log_every == 0):
+            return
+        metrics = step_metrics(result, self.plan, (engine.samples, engine.items), peak_memory_bytes(engine.device))
+        if engine.precision.scales:
+            metrics["amp/skipped_steps"] = engine.skipped_steps
+        peak = peak_flops(engine.device)
+        if peak and hasattr(self.task, "flops_per_sample"):
+            flops: float = self.task.flops_per_sample()  # pyright: ignore
+            metrics["throughput/mfu"] = result.samples * flops / result.step_s / (peak * engine.world.size)
+        self.record.write(result.step, metrics | extra)
+
+    def save(self) -> Metrics:
+        began = time.perf_counter()
+        path = checkpoint.save(self.engine, self.plan.paths, self.plan.checkpoint.keep)
+        self.checkpoint_dir = str(path)
+        return {"time/checkpoint_s": time.perf_counter() - began}
+
+    @torch.no_grad()
+    def evaluate(self) -> Metrics:
+        """Mean loss over the items of the held-out data; nothing where the task has none."""
+        data = eval_data(self.task)
+        if data is None:
+            return {}
+        engine, module = self.engine, self.engine.parallel.module
+        module.eval()
+        totals = torch.zeros(2, dtype=torch.float64, device=engine.device)
+        batches = eval_batches(data, self.plan, engine.world, engine.device, getattr(self.task, "collate", None))
+        for batch in batches:
+            with engine.precision.autocast():
+                loss = as_loss(self.task.loss(module, batch.data), batch.samples, self.plan.task.target)
+            totals[0] += loss.total.double()
+            totals[1] += loss.items
+        module.train()
+        if engine.world.size > 1:
+            dist.all_reduce(totals)
+        self.eval_loss = (totals[0] / totals[1]).item()
+        return {"eval/loss": self.eval_loss}
+
+    def summary(self, result: StepResult) -> dict[str, Any]:
+        """What summary.json holds. ``train/loss``: of the last window; times: medians over full windows."""
+        engine = self.engine
+        summary: dict[str, Any] = {
+            "verdict": "stopped" if result.stopped else "done",
+            "resumed": 0,
+            "steps": engine.steps,
+            "train/loss": result.loss,
+            "eval/loss": self.eval_loss,
+            "batch/global_size": self.plan.batch.global_size,
+            "progress/samples": engine.samples,
+            "progress/items": engine.items,
+            "memory/peak_bytes": peak_memory_bytes(engine.device),
+            "amp/skipped_steps": engine.skipped_steps,
+            "time/total_s": time.perf_counter() - self.started,
+            "checkpoint": self.checkpoint_dir,
+        }
+        if self.typical is not None:
+            summary["comm/wire_bytes"] = self.typical.wire_bytes
+            summary["comm/wire_bytes_every"] = self.typical.wire_bytes_every
+            summary["comm/saved_fraction"] = self.typical.saved_fraction
+            summary["time/step_s"] = statistics.median(self.step_seconds)
+            summary["throughput/samples_per_s"] = self.plan.batch.global_size / summary["time/step_s"]
+        if self.calibrated is not None:
+            summary["comm/step_s_every"] = self.calibrated.step_s_every
+            summary["comm/step_s"] = self.calibrated.step_s
+            summary["comm/speedup"] = self.calibrated.speedup
+        return summary

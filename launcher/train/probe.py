@@ -1,0 +1,62 @@
+"""Look at a task before anything starts: does it import, construct, have data, and how large is its model?
+
+Run by ``launcher.taskinfo`` as a process of its own, because the command line must not import torch or user code.
+Reads one JSON object from standard input, writes the answer to the file named there.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Sized
+from pathlib import Path
+from typing import Any
+
+from launcher.errors import TaskError
+from launcher.train.task import eval_data, load_task
+
+
+def probe(target: str, params: dict[str, Any], search_path: list[str]) -> dict[str, Any]:
+    """The fields of a TaskPlan. The model is built on the meta device where it can be, so that size costs nothing."""
+    import torch
+
+    task = load_task(target, params, search_path)
+    data = task.train_data()
+    samples = None if isinstance(data, torch.utils.data.IterableDataset) or not isinstance(data, Sized) else len(data)
+    if samples is None and not hasattr(data, "__iter__"):
+        raise TaskError(
+            f"task._target_={target}: train_data() returned a {type(data).__name__} that has no length and cannot be "
+            "iterated.\n  Give a map-style dataset (__len__ and __getitem__) or an IterableDataset."
+        )
+    with torch.device("meta"):
+        model = task.model()
+    if not isinstance(model, torch.nn.Module):
+        raise TaskError(f"task._target_={target}: model() returned a {type(model).__name__}, not a torch.nn.Module.")
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if not trained:
+        raise TaskError(f"task._target_={target}: model() has no parameter that requires a gradient.")
+    return {
+        "target": target,
+        "params": params,
+        "samples": samples,
+        "parameters": sum(p.numel() for p in trained),
+        "gradient_bytes": sum(p.numel() * p.element_size() for p in trained),
+        "eval": eval_data(task) is not None,
+    }
+
+
+def main() -> None:
+    request = json.load(sys.stdin)
+    answer = request.pop("answer")
+    try:
+        result: dict[str, Any] = {"task": probe(**request)}
+    except TaskError as error:
+        result = {"error": str(error)}
+    except Exception as error:  # user code may raise anything, and its own traceback is what helps
+        result = {"error": f"task._target_={request['target']}: {type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+    Path(answer).write_text(json.dumps(result), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""What one optimizer step is made of besides its arithmetic: the window's totals, the flags the ranks agree on, the result."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from launcher.config import Sync
+from launcher.errors import NotFinite
+from launcher.train.meter import Calibrated, CommStats
+from launcher.train.world import World
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """One window's outcome, over all ranks.
+
+    Args:
+        step: optimizer steps taken so far, this one included unless it was skipped.
+        window: index of the window in the run, from 0; epoch: from 0.
+        loss: sum over the window's items divided by their number.
+        grad_norm: global norm of the gradient of that mean, unscaled, before clipping.
+        lr: learning rate that was applied, of the first parameter group.
+        samples, items: what the window held, on all ranks.
+        micro_batches: run by each rank.
+        skipped: fp16 overflowed, and neither parameters nor schedule moved.
+        scale: fp16 loss scale of this window; None without scaling.
+        sync: the policy of this window; comm: what it sent, on this rank.
+        calibrated: once, when the calibration is over.
+        step_s, data_s: wall seconds of the window, and of those, waiting for data.
+        last: no window follows; stopped: because a rank was asked to stop.
+    """
+
+    step: int
+    window: int
+    epoch: int
+    loss: float
+    grad_norm: float
+    lr: float
+    samples: int
+    items: int
+    micro_batches: int
+    skipped: bool
+    scale: float | None
+    sync: Sync
+    comm: CommStats
+    calibrated: Calibrated | None
+    step_s: float
+    data_s: float
+    last: bool
+    stopped: bool
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What all ranks know after the window's small collective. ``grad_norm`` is of the gradients as they stand."""
+
+    items: int
+    loss_sum: float
+    samples: int
+    more: bool
+    stop: bool
+    grad_norm: float
+
+
+class WindowTotals:
+    """Sums over a window, and the one small all-reduce that shares them and every flag.
+
+    It is sent before the last backward pass and received after it, so the backend can overlap the two. The host
+    reads the device once a window, here.
+    """
+
+    BYTES = 5 * 8
+
+    def __init__(self, world: World, device: torch.device) -> None:
+        self._world, self._device = world, device
+        self.clear()
+
+    def clear(self) -> None:
+        self.losses: list[Tensor] = []
+        self._items: list[Tensor] = []
+        self._counted_items = 0
+        self._samples = 0
+        self._shared: Tensor | None = None
+        self._work: dist.Work | None = None
+
+    def add(self, loss_sum: Tensor, items: int | Tensor, samples: int) -> None:
+        self.losses.append(loss_sum.detach())
+        self._samples += samples
+        if isinstance(items, Tensor):
+            self._items.append(items.detach())
+        else:
+            self._counted_items += items
+
+    def send(self, has_next: bool, stop: bool) -> None:
+        flags = torch.tensor(
+            [self._counted_items, 0, self._samples, has_next, stop], dtype=torch.float64, device=self._device
+        )
+        if self.losses:
+            flags[1] = _sum(self.losses)
+        if self._items:
+            flags[0] += _sum(self._items)
+        if self._world.size > 1:
+            self._work = dist.all_reduce(flags, async_op=True)
+        self._shared = flags
+
+    @property
+    def sent(self) -> bool:
+        return self._shared is not None
+
+    def receive(self, grad_norm: Tensor) -> Agreed:
+        assert self._shared is not None
+        if self._work is not None:
+            self._work.wait()
+        both = torch.cat((self._shared, grad_norm.detach().double().reshape(1)))
+        items, loss_sum, samples, more, stop, norm = both.tolist()
+        return Agreed(round(items) if math.isfinite(items) else 0, loss_sum, round(samples), more > 0, stop > 0, norm)
+
+
+def _sum(values: list[Tensor]) -> Tensor:
+    return torch.stack([v.double().reshape(()) for v in values]).sum()
+
+
+def explain_bad_loss(totals: WindowTotals, world: World, step: int) -> NotFinite:
+    """The error that every rank raises together: which rank and micro-batch it was, and what to try."""
+    bad = [n + 1 for n, loss in enumerate(totals.losses) if not torch.isfinite(loss).item()]
+    everyone: list[list[int]] = [bad] * world.size
+    if world.size > 1:
+        dist.all_gather_object(everyone, bad)
+    where = "; ".join(
+        f"rank {rank}, micro-batch {', '.join(map(str, numbers))}" for rank, numbers in enumerate(everyone) if numbers
+    )
+    return NotFinite(
+        f"The loss of step {step} is not finite (inf or nan): {where or 'only its sum overflows'}.\n"
+        "  Nothing was applied. Try a lower optimizer.lr, a longer schedule.warmup_steps, a lower train.clip_norm, or "
+        "precision=fp32; if it comes at once, look at the data and the loss of that micro-batch."
+    )
+
+
+def explain_bad_gradient(step: int, norm: float, named: list[tuple[str, Tensor]]) -> NotFinite:
+    """The loss is finite and its gradient is not. ``named``: the model's gradients."""
+    bad = [name for name, gradient in named if not torch.isfinite(gradient).all().item()]
+    shown = ", ".join(bad[:4]) + (f" and {len(bad) - 4} more" if len(bad) > 4 else "")
+    return NotFinite(
+        f"The gradient of step {step} has norm {norm}, though its loss is finite; first in: {shown or 'the norm only'}.\n"
+        "  Nothing was applied. Look for a square root or a logarithm at 0, or try precision=fp32."
+    )

@@ -1,0 +1,102 @@
+"""The record: metrics.jsonl, one JSON object a logged step, floats only. W&B and the terminal read it, nothing else.
+
+Names and units are the interface's; a metric is made where it arises and only named here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+from pathlib import Path
+from typing import IO, Protocol
+
+import torch
+
+from launcher.plan import RunPlan
+from launcher.train.step import StepResult, WindowTotals
+
+Metrics = dict[str, float]
+
+# Dense bf16 and fp16 tensor-core peaks in FLOP/s, from NVIDIA's data sheets; a device that is not here has no MFU.
+_PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "A10": 125e12, "V100": 125e12}
+
+
+class Sink(Protocol):
+    def write(self, step: int, metrics: Metrics) -> None: ...
+    def close(self) -> None: ...
+
+
+class NoRecord:
+    """On every rank but 0."""
+
+    def write(self, step: int, metrics: Metrics) -> None: ...
+    def close(self) -> None: ...
+
+
+class Record:
+    """Appends to metrics.jsonl. Each line reaches the operating system before the next step starts."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: IO[str] = path.open("a", encoding="utf-8", buffering=1)
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        # JSON has no nan and no inf; a reader must not stumble over the one step that has them
+        clean = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        self._file.write(json.dumps({"step": step, **clean}) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def step_metrics(result: StepResult, plan: RunPlan, seen: tuple[int, int], peak_memory: int) -> Metrics:
+    """``seen``: samples and items of the run so far. ``peak_memory``: bytes."""
+    samples, items = seen
+    metrics: Metrics = {
+        "train/loss": result.loss,
+        "train/grad_norm": result.grad_norm,
+        "train/lr": result.lr,
+        "batch/global_size": plan.batch.global_size,
+        "batch/micro_size": plan.batch.micro_size,
+        "batch/accumulation": result.micro_batches,
+        "batch/world_size": plan.batch.world_size,
+        "batch/samples": result.samples,
+        "batch/items": result.items,
+        "progress/samples": samples,
+        "progress/items": items,
+        "progress/epoch": samples / plan.task.samples if plan.task.samples else result.epoch,
+        "comm/collectives": result.comm.collectives,
+        "comm/payload_bytes": result.comm.payload_bytes,
+        "comm/wire_bytes": result.comm.wire_bytes,
+        "comm/wire_bytes_every": result.comm.wire_bytes_every,
+        "comm/wire_bytes_saved": result.comm.wire_bytes_every - result.comm.wire_bytes,
+        "comm/saved_fraction": result.comm.saved_fraction,
+        "comm/flags_bytes": WindowTotals.BYTES if plan.batch.world_size > 1 else 0,
+        "time/step_s": result.step_s,
+        "time/data_s": result.data_s,
+        "throughput/samples_per_s": result.samples / result.step_s,
+        "throughput/items_per_s": result.items / result.step_s,
+        "memory/peak_bytes": peak_memory,
+    }
+    if result.scale is not None:
+        metrics["amp/scale"] = result.scale
+    if result.calibrated is not None:
+        metrics["comm/step_s_every"] = result.calibrated.step_s_every
+        metrics["comm/step_s"] = result.calibrated.step_s
+        metrics["comm/speedup"] = result.calibrated.speedup
+    return metrics
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory this rank has held: allocated on its GPU, or resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """FLOP/s that this device could do in half precision; None where no data sheet figure is known."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for known, peak in _PEAK_FLOPS.items() if known in name.split() or known in name), None)

@@ -1,0 +1,56 @@
+"""torchrun's entry: what one rank runs. Reads plan.json, and nothing else of the control side."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+
+from launcher.plan import RunPlan
+from launcher.process import die_with_parent, join_output_streams, mark_last_words
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+
+
+class StopRequest:
+    """A signal sets a flag; the ranks agree on it in the window's collective and stop together."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._ask)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        self.asked = True
+
+    def __call__(self) -> bool:
+        return self.asked
+
+
+def main(plan_path: str) -> None:
+    die_with_parent(os.getppid())
+    join_output_streams()
+    mark_last_words()
+    stop = StopRequest()  # before torch is imported: until then a signal would kill, and importing takes a second
+
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    record(_run)(plan_path, stop)
+
+
+def _run(plan_path: str, stop: StopRequest) -> None:
+    plan = RunPlan.load(Path(plan_path))
+    if plan.train.deterministic:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read by cuBLAS when its handle is made
+
+    from launcher.train.loop import train
+    from launcher.train.world import leave
+
+    train(plan, stop)
+    leave()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,83 @@
+"""The ranks of this job: the only reader of RANK, WORLD_SIZE and the other names that torchrun sets."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from launcher.config import Device
+from launcher.errors import SiteError
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place. ``rank`` of ``size`` in the job, ``local_rank`` on its host, ``attempt`` from 0."""
+
+    rank: int
+    size: int
+    local_rank: int
+    attempt: int
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str]) -> World:
+        """Raises SiteError when a variable is missing or out of range, with its name and value."""
+        size = _number(env, "WORLD_SIZE", low=1)
+        return cls(
+            rank=_number(env, "RANK", high=size - 1),
+            size=size,
+            local_rank=_number(env, "LOCAL_RANK", high=_number(env, "LOCAL_WORLD_SIZE", low=1) - 1),
+            attempt=_number(env, "TORCHELASTIC_RESTART_COUNT", default=0),
+        )
+
+    @classmethod
+    def here(cls) -> World:
+        return cls.from_env(os.environ)
+
+
+def _number(env: Mapping[str, str], name: str, *, low: int = 0, high: int | None = None, default: int | None = None) -> int:
+    text = env.get(name, None if default is None else str(default))
+    if text is None:
+        raise SiteError(f"{name} is not set: this process was not started by torchrun.\n  Start it with `launch run -- SCRIPT`.")
+    if not text.isdecimal() or int(text) < low or (high is not None and int(text) > high):
+        upper = "" if high is None else f" and at most {high}"
+        raise SiteError(f"{name}={text}: must be a whole number of at least {low}{upper}.")
+    return int(text)
+
+
+def device_of(world: World, device: Device) -> torch.device:
+    """The torch device of this rank. Raises SiteError where torch sees no such device."""
+    import torch
+
+    if device is Device.cpu:
+        return torch.device("cpu")
+    if torch.cuda.device_count() <= world.local_rank:
+        raise SiteError(
+            f"cluster.device=cuda: torch {torch.__version__} sees {torch.cuda.device_count()} GPUs, and local rank "
+            f"{world.local_rank} needs one of its own.\n  Use cluster.device=cpu, or a CUDA build of torch."
+        )
+    torch.cuda.set_device(world.local_rank)
+    return torch.device("cuda", world.local_rank)
+
+
+def join(world: World, device: torch.device) -> None:
+    """Start the default process group, unless the user's own script has started it: gloo, and NCCL beside it on CUDA."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        return
+    if device.type == "cuda":
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo", rank=world.rank, world_size=world.size)
+
+
+def leave() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()

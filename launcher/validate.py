@@ -1,0 +1,73 @@
+"""The bounds of single values. What depends on several values, or on the machine, is checked where it is solved."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+
+from launcher.config import Config
+from launcher.errors import ConfigError
+
+Number = float | int
+
+
+def _at_least(low: Number) -> tuple[Callable[[Number], bool], str]:
+    return lambda v: math.isfinite(v) and v >= low, f"must be at least {low}."
+
+
+def _above(low: Number) -> tuple[Callable[[Number], bool], str]:
+    return lambda v: math.isfinite(v) and v > low, f"must be above {low}."
+
+
+def _between(low: Number, high: Number) -> tuple[Callable[[Number], bool], str]:
+    return lambda v: low <= v <= high, f"must be between {low} and {high}."
+
+
+_BOUNDS: dict[str, tuple[Callable[[Number], bool], str]] = {
+    "cluster.nodes": _at_least(1),
+    "cluster.workers_per_node": _at_least(1),
+    "cluster.max_restarts": _at_least(0),
+    "cluster.grace_s": _at_least(1),
+    "strategy.bucket_mb": _above(0),
+    "precision.init_scale": _above(0),
+    "precision.growth_interval": _at_least(1),
+    "optimizer.lr": _above(0),
+    "optimizer.weight_decay": _at_least(0),
+    "optimizer.eps": _above(0),
+    "optimizer.momentum": _between(0, 1),
+    "optimizer.reference_batch": _at_least(1),
+    "schedule.warmup_steps": _at_least(0),
+    "schedule.min_ratio": _between(0, 1),
+    "train.steps": _at_least(1),
+    "train.epochs": _at_least(1),
+    "train.clip_norm": _above(0),
+    "train.seed": _between(0, 2**63 - 1),
+    "train.log_every": _at_least(1),
+    "train.eval_every": _at_least(0),
+    "train.loader_workers": _at_least(0),
+    "checkpoint.every": _at_least(1),
+    "checkpoint.every_minutes": _above(0),
+    "checkpoint.keep": _at_least(1),
+    "run.calibrate": _at_least(0),
+}
+
+
+def check(config: Config) -> None:
+    """Raises ConfigError for the first value that is out of bounds, and for two that exclude each other."""
+    for key, (holds, problem) in _BOUNDS.items():
+        group, name = key.split(".")
+        value = getattr(getattr(config, group), name)
+        if value is not None and not holds(value):
+            raise ConfigError(key, value, problem)
+    betas = config.optimizer.betas
+    if betas is not None and (len(betas) != 2 or not all(0 <= b < 1 for b in betas)):
+        raise ConfigError("optimizer.betas", betas, "must be two numbers of at least 0 and below 1.")
+    if config.train.steps is not None and config.train.epochs is not None:
+        raise ConfigError(
+            "train.epochs", config.train.epochs, f"train.steps={config.train.steps} is set too.", "Leave one out."
+        )
+    if config.run.name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.=,+-]{0,127}", config.run.name):
+        raise ConfigError(
+            "run.name", config.run.name, "must be letters, digits and _ . = , + - only, starting with a letter or digit."
+        )
