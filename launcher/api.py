@@ -31,7 +31,12 @@ def plan_job(config: Config) -> RunPlan:
     if config.wandb.mode is WandbMode.online:
         require_wandb_key(os.environ)
     # sizes that cannot be are said before the task is looked at, which may take seconds
-    solve(config, site, TaskPlan(target="", params={}, samples=None, parameters=None, gradient_bytes=None, eval=False), run)
+    solve(
+        config,
+        site,
+        TaskPlan(target="", params={}, samples=None, parameters=None, gradient_bytes=None, eval=False),
+        run,
+    )
     return solve(config, site, describe_task(config.task, site.cwd), run)
 
 
@@ -82,5 +87,3 @@ def require_wandb_key(env: Mapping[str, str]) -> None:
             f"wandb.mode=online: there is no key for {host}, neither in WANDB_API_KEY nor in {place}.\n"
             "  Run `wandb login`, or use wandb.mode=offline and `wandb sync` later."
         )
-
-

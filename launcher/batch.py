@@ -77,10 +77,13 @@ def _divide(total: int, factor: int, world_size: int, name: str, value: int) -> 
     given = f"batch.global_size={total}"
     if name != "global_size":
         given += f" batch.{name}={value}"
+    units = f" in units of {factor}" if factor > 1 else ""
     raise ConfigError(
-        given, None, f"{total} samples cannot be shared by {world_size} ranks" + (f" in units of {factor}" if factor > 1 else "")
-        + ".", "Nearest choices: " + "; or ".join(choices) + "."
-    )  # fmt: skip
+        given,
+        None,
+        f"{total} samples cannot be shared by {world_size} ranks{units}.",
+        f"Nearest choices: {'; or '.join(choices)}.",
+    )
 
 
 def _or_list(values: Iterable[int]) -> str:

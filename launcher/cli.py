@@ -58,7 +58,9 @@ def _dispatch(arguments: list[str]) -> int:
         print(metadata.version("launcher"))
         return EXIT_DONE
     if verb not in _VERBS:
-        raise UserError(f"launch {verb}: there is no such verb.\n  {did_you_mean(verb, _VERBS)}Verbs: {', '.join(_VERBS)}.")
+        raise UserError(
+            f"launch {verb}: there is no such verb.\n  {did_you_mean(verb, _VERBS)}Verbs: {', '.join(_VERBS)}."
+        )
     return _VERBS[verb](rest)
 
 
@@ -137,7 +139,7 @@ def run_script(arguments: list[str]) -> int:
     for argument in ours:
         group = argument.lstrip("+").partition("=")[0].partition(".")[0]
         if "=" in argument and group not in ("cluster", "run", "hydra"):
-            raise ConfigError(*argument.split("=", 1), "has no effect on a script.", "`launch run` takes cluster and run keys.")
+            raise ConfigError(argument, None, "has no effect on a script.", "`launch run` takes cluster and run keys.")
 
     def act(config: Config, yaml: str) -> int:
         check(config)

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -86,7 +86,7 @@ def _open_task_keys(arguments: Sequence[str]) -> list[str]:
 
 
 @contextmanager
-def _errors_in_plain_words(arguments: Sequence[str]) -> Iterator[None]:
+def _errors_in_plain_words(arguments: Sequence[str]) -> Generator[None, None, None]:
     from hydra.errors import HydraException, MissingConfigException
     from omegaconf.errors import OmegaConfBaseException
 
@@ -102,7 +102,9 @@ def _unknown_option(place: str, options: Sequence[str], text: str) -> ConfigErro
     group, _, option = place.rpartition("/")
     if not group:
         return ConfigError("config", place or None, text.splitlines()[0])
-    return ConfigError(group, option, "there is no such option.", f"{did_you_mean(option, options)}Allowed: {', '.join(options)}.")
+    return ConfigError(
+        group, option, "there is no such option.", f"{did_you_mean(option, options)}Allowed: {', '.join(options)}."
+    )
 
 
 def _explain(error: Exception, arguments: Sequence[str]) -> ConfigError:

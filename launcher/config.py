@@ -82,7 +82,7 @@ class ClusterConfig:
     """How often torchrun starts the workers again after one failed. `launch run` only, until runs can be resumed."""
     grace_s: int = 10
     """Seconds that workers get to finish their window and save when they are asked to stop."""
-    env: list[str] = field(default_factory=list)
+    env: list[str] = field(default_factory=list[str])
     """Names of environment variables that workers get beside the usual ones; a trailing * matches any ending."""
 
 
@@ -214,7 +214,7 @@ class WandbConfig:
     """W&B user or team; default: the key's own."""
     group: str | None = None
     """Runs shown together."""
-    tags: list[str] = field(default_factory=list)
+    tags: list[str] = field(default_factory=list[str])
     """W&B tags."""
 
 

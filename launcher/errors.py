@@ -1,16 +1,16 @@
 """What can go wrong, as a tree. Every message names the key or place, the value, what is allowed, what to do next.
 
-    LauncherError
-    ├── UserError               exit 2: the input is wrong; one message, no traceback, nothing was started
-    │   ├── ConfigError         a key, a value, or a combination of them
-    │   ├── TaskError           the task's class: not found, not constructible, a method missing
-    │   └── SiteError           this machine: GPUs, directories, credentials
-    └── RunError                exit 1: the job started and failed
-        ├── NotFinite           a loss or a gradient is inf or nan
-        ├── PolicyNotObserved   the collectives that ran are not those of the sync policy
-        ├── UnusedParameters    the backward pass reached only part of the model
-        ├── DataError           the dataset is not what the plan says
-        └── EngineMisuse        the user's loop left out a call
+LauncherError
+├── UserError               exit 2: the input is wrong; one message, no traceback, nothing was started
+│   ├── ConfigError         a key, a value, or a combination of them
+│   ├── TaskError           the task's class: not found, not constructible, a method missing
+│   └── SiteError           this machine: GPUs, directories, credentials
+└── RunError                exit 1: the job started and failed
+    ├── NotFinite           a loss or a gradient is inf or nan
+    ├── PolicyNotObserved   the collectives that ran are not those of the sync policy
+    ├── UnusedParameters    the backward pass reached only part of the model
+    ├── DataError           the dataset is not what the plan says
+    └── EngineMisuse        the user's loop left out a call
 """
 
 from __future__ import annotations

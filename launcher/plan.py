@@ -123,7 +123,7 @@ class EpochPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyPlan:
-    """``sync``: never auto; ``sync_reason``: why this one. Predicted bytes are those of one rank and one full window."""
+    """``sync``: never auto; ``sync_reason``: why this one. Predicted bytes: of one rank in a full window."""
 
     kind: StrategyKind
     sync: Sync

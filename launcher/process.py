@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import signal
 import sys
+import threading
 from types import TracebackType
+from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
 
@@ -29,8 +32,8 @@ def join_output_streams() -> None:
     os.dup2(1, 2)
 
 
-# From this line on a rank's log is the end of that rank. The terminal echoes rank 0 up to here: which rank failed first,
-# and its traceback, is the verdict's to say, not that of a rank that merely lost its peer.
+# From this line on a rank's log is the end of that rank. The terminal echoes rank 0 up to here: which rank failed
+# first, and its traceback, is the verdict's to say, not that of a rank that merely lost its peer.
 LAST_WORDS = "=== this rank ended with an exception ==="
 
 
@@ -42,3 +45,19 @@ def mark_last_words() -> None:
         sys.__excepthook__(kind, error, trace)
 
     sys.excepthook = hook
+
+
+def leave(status: int) -> NoReturn:
+    """End this process as the interpreter would, but for taking itself apart.
+
+    gloo's threads may still hold the tensors of the last collective; when they let go of them while the interpreter is
+    being torn down, the process aborts ("terminate called without an active exception"), and a job that is done looks
+    failed (pytorch/pytorch#190489; three exits in eight of a ten-line DDP script, torch 2.13).
+    """
+    for thread in threading.enumerate():
+        if not thread.daemon and thread is not threading.current_thread():
+            thread.join()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

@@ -49,7 +49,9 @@ def visible_gpus(env: Mapping[str, str], dev: Path = Path("/dev"), torch_version
         try:
             torch_version = importlib.metadata.version("torch")
         except importlib.metadata.PackageNotFoundError:
-            raise SiteError("torch is not installed in this Python.\n  Install it: pip install 'torch>=2.11'.") from None
+            raise SiteError(
+                "torch is not installed in this Python.\n  Install it: pip install 'torch>=2.11'."
+            ) from None
     if torch_version.endswith("+cpu"):
         return 0
     present = sum(1 for node in dev.glob("nvidia[0-9]*") if node.name.removeprefix("nvidia").isdecimal())

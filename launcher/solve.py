@@ -1,4 +1,4 @@
-"""Config -> RunPlan: the batch contract solved for the world at hand. Pure arithmetic; nothing is started or written."""
+"""Config -> RunPlan: the batch contract solved for the world at hand. Arithmetic only: nothing is started."""
 
 from __future__ import annotations
 
@@ -103,7 +103,13 @@ def solve(config: Config, site: Site, task: TaskPlan, run: RunInfo, world_size: 
             calibrate=config.run.calibrate,
         ),
         checkpoint=CheckpointPlan(**dataclasses.asdict(config.checkpoint)),
-        wandb=WandbPlan(**{**dataclasses.asdict(config.wandb), "tags": tuple(config.wandb.tags)}),
+        wandb=WandbPlan(
+            mode=config.wandb.mode,
+            project=config.wandb.project,
+            entity=config.wandb.entity,
+            group=config.wandb.group,
+            tags=tuple(config.wandb.tags),
+        ),
         notes=_notes(schedule, steps, epoch, batch),
     )
 
@@ -142,7 +148,9 @@ def solve_cluster(
             f"Use {'cluster.workers_per_node=' + str(site.gpus) + ', or ' if site.gpus else ''}cluster.device=cpu.",
         )
     if strategy is StrategyKind.single and workers > 1:
-        raise ConfigError("strategy", "single", f"one rank trains alone, and {workers} were asked for.", "Use strategy=ddp.")
+        raise ConfigError(
+            "strategy", "single", f"one rank trains alone, and {workers} were asked for.", "Use strategy=ddp."
+        )
     return ClusterPlan(
         kind=config.kind,
         nodes=config.nodes,
@@ -168,7 +176,7 @@ def _epoch(config: BatchConfig, batch: contract.Batch, task: TaskPlan) -> EpochP
     if task.samples is None:
         if policy is ShortWindow.drop:
             raise ConfigError(
-                "batch.short_window", "drop", "a stream has no length, so its last window is known only once it is read.",
+                "batch.short_window", "drop", "a stream has no length: its last window is known once it is read.",
                 "Use batch.short_window=exact.",
             )  # fmt: skip
         return EpochPlan(windows=None, short_window=0, short_window_policy=policy)
@@ -177,9 +185,7 @@ def _epoch(config: BatchConfig, batch: contract.Batch, task: TaskPlan) -> EpochP
             "batch.global_size", batch.global_size, f"the task has {task.samples} samples, fewer than one window.",
             f"Use batch.global_size of {task.samples} or less.",
         )  # fmt: skip
-    windows, short = contract.count_windows(
-        task.samples, batch.global_size, keep_short=policy is ShortWindow.exact
-    )
+    windows, short = contract.count_windows(task.samples, batch.global_size, keep_short=policy is ShortWindow.exact)
     return EpochPlan(windows=windows, short_window=short, short_window_policy=policy)
 
 

@@ -7,13 +7,17 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, cast
 
 from launcher.errors import ConfigError, TaskError
 from launcher.plan import TaskPlan
 from launcher.train.task import load_task
 
 _BUNDLED = "launcher.tasks."
+
+
+class HasFacts(Protocol):
+    def facts(self) -> dict[str, int]: ...
 
 
 def describe_task(config: dict[str, Any], cwd: str) -> TaskPlan:
@@ -28,9 +32,12 @@ def describe_task(config: dict[str, Any], cwd: str) -> TaskPlan:
     params = {name: value for name, value in config.items() if name != "_target_"}
     target = config.get("_target_")
     if not isinstance(target, str):
-        raise ConfigError("task._target_", target, "is not set.", "Name the task's class: task._target_=my_tasks.MyTask.")
+        raise ConfigError(
+            "task._target_", target, "is not set.", "Name the task's class: task._target_=my_tasks.MyTask."
+        )
     if target.startswith(_BUNDLED):
-        facts: dict[str, int] = load_task(target, params, []).facts()  # pyright: ignore
+        bundled = cast("HasFacts", load_task(target, params, []))
+        facts = bundled.facts()
         return TaskPlan(
             target=target,
             params=params,
@@ -53,5 +60,7 @@ def describe_task(config: dict[str, Any], cwd: str) -> TaskPlan:
             raise TaskError(f"task._target_={target}: looking at the task ended with exit status {done.returncode}.")
         result = json.loads(answer.read_text(encoding="utf-8"))
     if "error" in result:
-        raise TaskError("\n".join([*([result["traceback"].rstrip()] if "traceback" in result else []), result["error"]]))
+        raise TaskError(
+            "\n".join([*([result["traceback"].rstrip()] if "traceback" in result else []), result["error"]])
+        )
     return TaskPlan(**result["task"])

@@ -69,5 +69,7 @@ def check(config: Config) -> None:
         )
     if config.run.name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.=,+-]{0,127}", config.run.name):
         raise ConfigError(
-            "run.name", config.run.name, "must be letters, digits and _ . = , + - only, starting with a letter or digit."
+            "run.name",
+            config.run.name,
+            "must be letters, digits and _ . = , + - only, starting with a letter or digit.",
         )

@@ -7,12 +7,13 @@ Exit status: 0 the workers are done; 1 they failed; 2 the user's input was wrong
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from launcher.config import WandbMode
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, UserError, class_named
@@ -23,6 +24,7 @@ from launcher.site import WANDB_ENV, allowed_env
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import LogsSpecs
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 STOP_SIGNALS = "SIGTERM,SIGINT,SIGUSR2"
 # the mirror has everything on disk already; what it cannot deliver in this time, `wandb sync` delivers later
@@ -104,28 +106,40 @@ def _stopped(paths: RunPaths, by: str) -> int:
     return EXIT_INTERRUPTED
 
 
-def _failed(paths: RunPaths, error: Any) -> int:
+def _failed(paths: RunPaths, error: ChildFailedError) -> int:
     """Write down the failure that came first: the others are mostly ranks that lost their peer."""
-    rank, first = error.get_first_failure()
-    data = first.error_file_data or {}
-    message: Any = data.get("message", first.message) if isinstance(data, dict) else first.message
-    trace = ""
-    if isinstance(message, dict):
-        trace = message.get("extraInfo", {}).get("py_callstack", "")
-        message = message.get("message", "")
-    kind, _, text = str(message).partition(": ")
+    rank, first = min(error.failures.items(), key=lambda item: _order(item[1]))
+    message, trace = _own_words(first)
+    kind, _, text = message.partition(": ")
     ours = class_named(kind)
     failure = {
         "rank": rank,
-        "local_rank": first.local_rank,
         "exit_code": first.exitcode,
-        "error": text if ours else str(message),
         "kind": kind if ours else None,
-        "traceback": None if ours else trace or None,
+        "error": text if ours else message,
+        "traceback": None if ours else trace,  # the text of our own errors says it all
         "log": str(paths.rank_log(rank)),
     }
     write_json(paths.summary, (read_json(paths.summary) or {}) | {"verdict": "failed", "failure": failure})
     return ours.exit_status if ours is not None and issubclass(ours, UserError) else EXIT_FAILED
+
+
+def _order(failure: ProcessFailure) -> int:
+    """When it failed, in ns (torch's own time stamps are whole seconds). A rank that left no error file was killed, or
+    left by itself: nobody else's failure does that to it, so it comes first."""
+    file = Path(failure.error_file)
+    return file.stat().st_mtime_ns if failure.error_file and file.exists() else 0
+
+
+def _own_words(failure: ProcessFailure) -> tuple[str, str | None]:
+    """The exception's message and traceback, or how the process ended."""
+    file = Path(failure.error_file)
+    if failure.error_file and file.exists():
+        words = json.loads(file.read_text(encoding="utf-8"))["message"]
+        return words["message"], words["extraInfo"]["py_callstack"]
+    if failure.exitcode < 0:
+        return f"killed by {signal.Signals(-failure.exitcode).name}", None
+    return f"left with exit status {failure.exitcode}", None
 
 
 def _start_mirror(plan: LaunchPlan) -> subprocess.Popen[bytes] | None:

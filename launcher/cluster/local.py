@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
@@ -52,7 +51,7 @@ def create(plan: LaunchPlan, config_yaml: str) -> None:
     except FileExistsError:
         occupied = paths.root if paths.root.exists() else paths.root.parent
         raise SiteError(
-            f"run.name={plan.run.name}: {occupied} exists already, and a run never writes into another one's directory.\n"
+            f"run.name={plan.run.name}: {occupied} exists, and a run never writes into another one's directory.\n"
             "  Choose another run.name, or leave it out for a name of its own."
         ) from None
     except OSError as error:
@@ -108,16 +107,12 @@ def _summary(paths: RunPaths, status: int) -> dict[str, Any]:
         return summary
     if status == 0:  # a script of the user's own writes no summary
         return {"verdict": "done"}
-    return {
-        "verdict": "killed" if status < 0 else "failed",
-        "failure": {"rank": None, "error": f"the node agent ended with status {status}", "log": str(paths.node_log(0)),
-                    "traceback": None},
-    }  # fmt: skip
-
-
-def last_lines(path: Path, count: int = 15) -> str:
-    """The end of a log, for an error message."""
-    try:
-        return "\n".join(path.read_text(encoding="utf-8", errors="replace").splitlines()[-count:])
-    except OSError:
-        return ""
+    failure = {
+        "rank": None,
+        "exit_code": status,
+        "kind": None,
+        "error": f"the node agent ended with status {status}",
+        "traceback": None,
+        "log": str(paths.node_log(0)),
+    }
+    return {"verdict": "killed" if status < 0 else "failed", "failure": failure}

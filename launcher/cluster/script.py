@@ -1,4 +1,4 @@
-"""What a worker of `launch run` runs: the user's own script, as `python SCRIPT ARGS...` would, under the agent's care."""
+"""What a worker of `launch run` runs: the user's script, as `python SCRIPT ARGS...` would, under the agent's care."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from launcher.process import die_with_parent, join_output_streams, mark_last_words
+from launcher.process import die_with_parent, join_output_streams, leave, mark_last_words
 
 
 def main() -> None:
@@ -20,7 +20,13 @@ def main() -> None:
 
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    record(runpy.run_path)(script, run_name="__main__")
+    try:
+        record(runpy.run_path)(script, run_name="__main__")
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            raise
+        leave(end.code or 0)
+    leave(0)
 
 
 if __name__ == "__main__":

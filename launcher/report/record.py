@@ -5,6 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 
+def last_lines(path: Path, count: int) -> list[str]:
+    """The end of a log; nothing where there is none."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()[-count:]
+    except OSError:
+        return []
+
+
 class Tail:
     """The whole lines that a growing file has gained since the last look."""
 

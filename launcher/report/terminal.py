@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -15,18 +16,23 @@ from launcher.config import ShortWindow, WandbMode
 from launcher.paths import read_json
 from launcher.plan import LaunchPlan, RunPlan
 from launcher.process import LAST_WORDS
-from launcher.report.record import Tail
+from launcher.report.record import Tail, last_lines
 
 PLAIN_LINE_EVERY_S = 10.0
 
 
 def plan_table(plan: RunPlan) -> Table:
     """The plan, a row a decision."""
-    table = Table(title=f"Plan: {plan.run.name}", title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+    table = Table(
+        title=f"Plan: {plan.run.name}", title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0)
+    )
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     batch, epoch, cluster, strategy = plan.batch, plan.epoch, plan.cluster, plan.strategy
-    table.add_row("workers", f"{_count(cluster.nodes, 'host')} × {_count(cluster.workers_per_node, 'worker')}, {cluster.device.value}")
+    table.add_row(
+        "workers",
+        f"{_count(cluster.nodes, 'host')} × {_count(cluster.workers_per_node, 'worker')}, {cluster.device.value}",
+    )
     table.add_row(
         "global batch",
         f"{_count(batch.global_size, 'sample')} = {batch.micro_size} micro-batch × {batch.accumulation} accumulation × "
@@ -40,7 +46,11 @@ def plan_table(plan: RunPlan) -> Table:
     table.add_row("length", _length(plan))
     table.add_row("precision", plan.precision.kind.value)
     clip = "no clipping" if plan.train.clip_norm is None else f"clip {plan.train.clip_norm:g}"
-    scaled = "" if plan.optimizer.lr == plan.optimizer.base_lr else f" ({plan.optimizer.lr_scaling.value} of {plan.optimizer.base_lr:g})"
+    scaled = (
+        ""
+        if plan.optimizer.lr == plan.optimizer.base_lr
+        else f" ({plan.optimizer.lr_scaling.value} of {plan.optimizer.base_lr:g})"
+    )
     table.add_row(
         "optimizer",
         f"{plan.optimizer.kind.value}, lr {plan.optimizer.lr:g}{scaled}, {plan.schedule.kind.value} with "
@@ -53,7 +63,12 @@ def plan_table(plan: RunPlan) -> Table:
             f"{_bytes(strategy.wire_bytes)} a rank predicted; {_bytes(strategy.wire_bytes_every)} with sync=every",
         )
     table.add_row("files", plan.run.dir)
-    table.add_row("W&B", f"{plan.wandb.mode.value}, project {plan.wandb.project}, id {plan.run.id}" if plan.wandb.mode is not WandbMode.disabled else "disabled")
+    table.add_row(
+        "W&B",
+        f"{plan.wandb.mode.value}, project {plan.wandb.project}, id {plan.run.id}"
+        if plan.wandb.mode is not WandbMode.disabled
+        else "disabled",
+    )
     for note in plan.notes:
         table.add_row("[yellow]note[/]", note)
     return table
@@ -69,7 +84,9 @@ def _windows(plan: RunPlan) -> str:
     if plan.epoch.windows is None:
         return "as many as the stream has; the last one is exact, however short"
     short = plan.epoch.short_window
-    return f"{plan.epoch.windows:,} an epoch" + (f", the last one short: {_count(short, 'sample')}" if short else ", all full")
+    return f"{plan.epoch.windows:,} an epoch" + (
+        f", the last one short: {_count(short, 'sample')}" if short else ", all full"
+    )
 
 
 def _length(plan: RunPlan) -> str:
@@ -151,7 +168,13 @@ def _rate(record: dict[str, Any]) -> str:
 
 def summary_table(plan: RunPlan, summary: dict[str, Any]) -> Table:
     """How a finished or stopped run went, and where everything is."""
-    table = Table(title=f"Run {plan.run.name}: {summary['verdict']}", title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+    table = Table(
+        title=f"Run {plan.run.name}: {summary['verdict']}",
+        title_justify="left",
+        show_header=False,
+        box=None,
+        padding=(0, 2, 0, 0),
+    )
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     if "train/loss" in summary:
@@ -160,8 +183,8 @@ def summary_table(plan: RunPlan, summary: dict[str, Any]) -> Table:
     if "throughput/samples_per_s" in summary:
         table.add_row(
             "throughput",
-            f"{summary['throughput/samples_per_s']:,.1f} samples/s, {summary['time/step_s'] * 1e3:,.1f} ms a step (median); "
-            f"{summary['time/total_s']:,.1f} s in all",
+            f"{summary['throughput/samples_per_s']:,.1f} samples/s, {summary['time/step_s'] * 1e3:,.1f} ms a step "
+            f"(median); {summary['time/total_s']:,.1f} s in all",
         )
     table.add_row("global batch", f"{_count(plan.batch.global_size, 'sample')} in every full window")
     if summary.get("comm/wire_bytes_every"):
@@ -196,10 +219,14 @@ def _speedup(plan: RunPlan, summary: dict[str, Any]) -> str:
 
 def failure_text(summary: dict[str, Any]) -> str:
     """The first failing rank's own words, then where they came from."""
-    failure = summary.get("failure") or {}
-    who = "the job" if failure.get("rank") is None else f"rank {failure['rank']}"
-    parts = [failure["traceback"].rstrip()] if failure.get("traceback") else []
-    return "\n".join([*parts, f"launch: {who} failed: {failure.get('error', 'no reason is known')}", f"  Its log: {failure.get('log')}"])
+    failure: dict[str, Any] = summary["failure"]
+    log = Path(failure["log"])
+    if failure["traceback"]:
+        own_words = [failure["traceback"].rstrip()]
+    else:  # our own errors say it all; a process that was killed said something before, perhaps
+        own_words = [] if failure["kind"] else last_lines(log, 15)
+    who = "the job" if failure["rank"] is None else f"rank {failure['rank']}"
+    return "\n".join([*own_words, f"launch: {who} failed: {failure['error']}", f"  Its log: {log}"])
 
 
 def _count(number: int, noun: str) -> str:

@@ -107,11 +107,10 @@ class BytesGPT:
         return Loss(total=total, items=targets.numel())
 
     def flops_per_sample(self) -> float:
-        """6 per parameter and token, and 12 * depth * width * seq_len^2 for attention (Kaplan et al. 2020, PaLM app. B)."""
+        """6 per parameter and token, 12 * depth * width * seq_len^2 for attention (PaLM, appendix B)."""
         parameters = self.facts()["parameters"] - (VOCABULARY + self.seq_len) * self.width
         return 6.0 * parameters * self.seq_len + 12.0 * self.depth * self.width * self.seq_len**2
 
 
 def _samples(files: list[tuple[Path, int]], seq_len: int) -> int:
     return (sum(size for _, size in files) - 1) // seq_len
-

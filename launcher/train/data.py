@@ -111,9 +111,10 @@ class MapFeed:
 
     def windows(self) -> Iterator[Window]:
         unit = self._plan.batch.micro_size * self._plan.batch.world_size
-        for self._index in self._indices():
-            count = -(-self._size(self._index) // unit)
-            yield Window(self._index, self._index // self._windows, count, itertools.islice(self._source, count))
+        for index in self._indices():
+            self._index = index
+            count = -(-self._size(index) // unit)
+            yield Window(index, index // self._windows, count, itertools.islice(self._source, count))
 
     def has_next(self) -> bool:
         return True
@@ -229,7 +230,9 @@ class _Shard(IterableDataset[tuple[Any, int]]):
                 yield self._collate(block), len(block)
 
 
-def _prefetch(source: Any, plan: RunPlan, device: torch.device, sampler: Iterable[Any] | None = None) -> Generator[MicroBatch, None, None]:
+def _prefetch(
+    source: Any, plan: RunPlan, device: torch.device, sampler: Iterable[Any] | None = None
+) -> Generator[MicroBatch, None, None]:
     """Micro-batches from loader processes that stay two windows ahead of the step."""
     stream = sampler is None
     workers = min(1, plan.train.loader_workers) if stream else plan.train.loader_workers
@@ -253,7 +256,7 @@ def _as_is(item: Any) -> Any:
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Every tensor in nested tuples, lists, dicts and objects with ``to``, on ``device``; copies overlap from pinned memory."""
+    """``value`` with every tensor in it on ``device``: tuples, lists, dicts and objects with ``to`` are looked into."""
     if device.type == "cpu":
         return value
     if isinstance(value, dict):

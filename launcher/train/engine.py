@@ -146,7 +146,7 @@ class Engine:
         self.precision.backward(loss_sum * (counts / self._divisor))
 
     def _agree_on_divisor(self, items: int | Tensor) -> float:
-        """C: a power of two near the items of a rank's window, so that scaling by it is exact and fp16 stays in range."""
+        """C: a power of two near the items of a rank's window: scaling by it is exact, and fp16 stays in range."""
         most = torch.as_tensor(items, dtype=torch.float64, device=self.device).detach().reshape(1)
         if self.world.size > 1:
             most = most.clone()
@@ -168,20 +168,24 @@ class Engine:
         if not math.isfinite(agreed.loss_sum):
             raise step.explain_bad_loss(self._totals, self.world, self.steps + 1)
         if agreed.items <= 0:
-            raise DataError(f"The window of step {self.steps + 1} holds no item: the loss has nothing to be averaged over.")
+            raise DataError(
+                f"The window of step {self.steps + 1} holds no item: the loss has nothing to be averaged over."
+            )
         comm = self._meter.close_window(window.count, self._sync)
 
         assert self._divisor is not None
         factor = self._divisor * self.world.size / agreed.items
         norm, clip_norm = agreed.grad_norm * factor, self.plan.train.clip_norm
-        lr = self.schedule.get_last_lr()[0]
+        lr = float(self.schedule.get_last_lr()[0])
         scale = self.precision.scaler.get_scale() if self.precision.scales else None
         skipped = not math.isfinite(norm)
         if skipped and not self.precision.scales:
             raise step.explain_bad_gradient(self.steps + 1, norm, self._named_gradients())
         if not skipped:
             # one pass over the gradients: the exact mean and the clip
-            torch._foreach_mul_(gradients, factor if clip_norm is None else factor * min(1.0, clip_norm / (norm + 1e-6)))
+            torch._foreach_mul_(
+                gradients, factor if clip_norm is None else factor * min(1.0, clip_norm / (norm + 1e-6))
+            )
             self.precision.step(self.optimizer)
             self.schedule.step()
             self.steps += 1
@@ -200,10 +204,10 @@ class Engine:
         enough = self.plan.train.epochs is None and self.steps == self.plan.train.steps
         self._finished = self._feed.settle(agreed.more) or enough or agreed.stop
         return StepResult(
-            step=self.steps, window=window.index, epoch=window.epoch, loss=agreed.loss_sum / agreed.items, grad_norm=norm,
-            lr=lr, samples=agreed.samples, items=agreed.items, micro_batches=window.count, skipped=skipped, scale=scale,
-            sync=self._sync, comm=comm, calibrated=calibrated, step_s=step_s, data_s=self._data_s,
-            last=self._finished, stopped=agreed.stop,
+            step=self.steps, window=window.index, epoch=window.epoch, micro_batches=window.count,
+            samples=agreed.samples, items=agreed.items, loss=agreed.loss_sum / agreed.items, grad_norm=norm, lr=lr,
+            skipped=skipped, scale=scale, sync=self._sync, comm=comm, calibrated=calibrated,
+            step_s=step_s, data_s=self._data_s, last=self._finished, stopped=agreed.stop,
         )  # fmt: skip
 
     def _require_whole_window(self) -> data.Window:

@@ -47,9 +47,7 @@ def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
 def build_optimizer(model: nn.Module, plan: OptimizerPlan, device: Device) -> Optimizer:
     parameters = [p for p in model.parameters() if p.requires_grad]
     if plan.kind is OptimizerKind.sgd:
-        return SGD(
-            parameters, plan.lr, momentum=plan.momentum, nesterov=plan.nesterov, weight_decay=plan.weight_decay
-        )
+        return SGD(parameters, plan.lr, momentum=plan.momentum, nesterov=plan.nesterov, weight_decay=plan.weight_decay)
     fused = device is Device.cuda
     return AdamW(parameters, plan.lr, betas=plan.betas, eps=plan.eps, weight_decay=plan.weight_decay, fused=fused)
 

@@ -64,8 +64,8 @@ class Meter:
             raise PolicyNotObserved(
                 f"strategy.sync={sync.value} means {expected:,} bytes of gradients in this window of {micro_batches} "
                 f"micro-batches; the communication hook saw {payload:,} in {collectives} collectives.\n"
-                "  Every forward pass must go through the model that the engine gives (engine.model, or the model handed "
-                "to loss), once a micro-batch, and reach every parameter that requires a gradient."
+                "  Every forward pass must go through the engine's model (engine.model, or the model handed to loss), "
+                "once a micro-batch, and the loss must reach every parameter that requires a gradient."
             )
         return CommStats(
             collectives=collectives,

@@ -54,7 +54,10 @@ def main() -> None:
     except TaskError as error:
         result = {"error": str(error)}
     except Exception as error:  # user code may raise anything, and its own traceback is what helps
-        result = {"error": f"task._target_={request['target']}: {type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+        result = {
+            "error": f"task._target_={request['target']}: {type(error).__name__}: {error}",
+            "traceback": traceback.format_exc(),
+        }
     Path(answer).write_text(json.dumps(result), encoding="utf-8")
 
 

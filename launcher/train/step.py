@@ -1,4 +1,4 @@
-"""What one optimizer step is made of besides its arithmetic: the window's totals, the flags the ranks agree on, the result."""
+"""Around a step's arithmetic: the window's totals, the flags that the ranks agree on, the result."""
 
 from __future__ import annotations
 
@@ -146,6 +146,6 @@ def explain_bad_gradient(step: int, norm: float, named: list[tuple[str, Tensor]]
     bad = [name for name, gradient in named if not torch.isfinite(gradient).all().item()]
     shown = ", ".join(bad[:4]) + (f" and {len(bad) - 4} more" if len(bad) > 4 else "")
     return NotFinite(
-        f"The gradient of step {step} has norm {norm}, though its loss is finite; first in: {shown or 'the norm only'}.\n"
+        f"The gradient of step {step} has norm {norm}, though its loss is finite: {shown or 'the norm alone'}.\n"
         "  Nothing was applied. Look for a square root or a logarithm at 0, or try precision=fp32."
     )

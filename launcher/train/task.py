@@ -36,7 +36,6 @@ class Task(Protocol):
     Optional, found by name:
         ``collate(samples: list) -> batch``: default, torch's default_collate.
         ``flops_per_sample() -> float``: forward and backward of one sample; gives throughput/mfu on a known GPU.
-        ``facts() -> {"samples": int, "parameters": int}``: bundled tasks, so that a plan needs no torch.
     """
 
     def model(self) -> nn.Module: ...
@@ -91,7 +90,9 @@ def _find(target: str, search_path: Sequence[str]) -> Callable[..., Any]:
         raise
     found = getattr(module, class_name, None)
     if found is None:
-        public = [name for name, value in vars(module).items() if inspect.isclass(value) and value.__module__ == module_name]
+        public = [
+            name for name, value in vars(module).items() if inspect.isclass(value) and value.__module__ == module_name
+        ]
         raise TaskError(
             f"task._target_={target}: {module.__file__} has no {class_name!r}.\n"
             f"  {did_you_mean(class_name, public)}Its classes: {', '.join(public) or 'none'}."

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import FrameType
 
 from launcher.plan import RunPlan
-from launcher.process import die_with_parent, join_output_streams, mark_last_words
+from launcher.process import die_with_parent, join_output_streams, leave, mark_last_words
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 
@@ -38,6 +38,7 @@ def main(plan_path: str) -> None:
     from torch.distributed.elastic.multiprocessing.errors import record
 
     record(_run)(plan_path, stop)
+    leave(0)
 
 
 def _run(plan_path: str, stop: StopRequest) -> None:
@@ -46,10 +47,10 @@ def _run(plan_path: str, stop: StopRequest) -> None:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read by cuBLAS when its handle is made
 
     from launcher.train.loop import train
-    from launcher.train.world import leave
+    from launcher.train.world import disband
 
     train(plan, stop)
-    leave()
+    disband()
 
 
 if __name__ == "__main__":

@@ -39,10 +39,14 @@ class World:
         return cls.from_env(os.environ)
 
 
-def _number(env: Mapping[str, str], name: str, *, low: int = 0, high: int | None = None, default: int | None = None) -> int:
+def _number(
+    env: Mapping[str, str], name: str, *, low: int = 0, high: int | None = None, default: int | None = None
+) -> int:
     text = env.get(name, None if default is None else str(default))
     if text is None:
-        raise SiteError(f"{name} is not set: this process was not started by torchrun.\n  Start it with `launch run -- SCRIPT`.")
+        raise SiteError(
+            f"{name} is not set: this process was not started by torchrun.\n  Start it with `launch run -- SCRIPT`."
+        )
     if not text.isdecimal() or int(text) < low or (high is not None and int(text) > high):
         upper = "" if high is None else f" and at most {high}"
         raise SiteError(f"{name}={text}: must be a whole number of at least {low}{upper}.")
@@ -65,7 +69,7 @@ def device_of(world: World, device: Device) -> torch.device:
 
 
 def join(world: World, device: torch.device) -> None:
-    """Start the default process group, unless the user's own script has started it: gloo, and NCCL beside it on CUDA."""
+    """Start the default process group, unless the user's script has started it: gloo, and NCCL beside it on CUDA."""
     import torch.distributed as dist
 
     if dist.is_initialized():
@@ -76,8 +80,9 @@ def join(world: World, device: torch.device) -> None:
         dist.init_process_group("gloo", rank=world.rank, world_size=world.size)
 
 
-def leave() -> None:
+def disband() -> None:
+    """End the process group, all ranks together: none may find its peers gone while it is still at work."""
     import torch.distributed as dist
 
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    dist.barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,68 @@
+"""Shared by the tests: plans without a command line, `launch` and torchrun as real processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from launcher.compose import compose
+from launcher.plan import RunInfo, RunPlan, TaskPlan
+from launcher.site import Site
+from launcher.solve import solve
+
+ROOT = Path(__file__).resolve().parent.parent
+# two cores serve several ranks here: more threads than cores only wait for each other
+os.environ["OMP_NUM_THREADS"] = "1"
+# a stranger's settings must not decide a test
+for name in [name for name in os.environ if name.startswith("WANDB_")]:
+    del os.environ[name]
+
+
+def make_plan(
+    *overrides: str,
+    samples: int | None = 1000,
+    gradient_bytes: int | None = 4000,
+    gpus: int = 0,
+    run_dir: str = "/nowhere/run",
+) -> RunPlan:
+    task = TaskPlan(
+        target="some.Task", params={}, samples=samples, parameters=1000, gradient_bytes=gradient_bytes, eval=False
+    )
+    run = RunInfo(name="run", id="abcd1234", dir=run_dir, created="2024-01-01T00:00:00+00:00", version="0")
+    return solve(compose(overrides), Site(gpus=gpus, cores=2, cwd="/nowhere"), task, run)
+
+
+def launch_command(*arguments: str) -> list[str]:
+    return [sys.executable, "-P", "-c", "from launcher.cli import main; main()", *arguments]
+
+
+def launch(*arguments: str, cwd: Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """`launch ...` typed in ``cwd``."""
+    return subprocess.run(
+        launch_command(*arguments),
+        cwd=cwd,
+        env={**os.environ, **(env or {})},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+def torchrun(script: Path, arguments: Sequence[str], ranks: int, cwd: Path, timeout: float = 240) -> str:
+    """Run ``script`` on ``ranks`` real processes with gloo; its output. Fails the test when it fails."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    done = subprocess.run(
+        [*command, "-m", "launcher.cluster.script", str(script), *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout

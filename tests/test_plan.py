@@ -1,0 +1,140 @@
+"""Config -> RunPlan: what is derived, what is refused, and that the file holds all of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from launcher.config import BatchConfig, Config, Device, Sync
+from launcher.errors import ConfigError, UserError
+from launcher.plan import RunPlan, ScheduleKind, SchedulePlan
+from launcher.site import Site
+from launcher.solve import solve
+from tests.helpers import make_plan
+
+BASE = make_plan()
+
+
+def test_the_default_job() -> None:
+    solved = make_plan(samples=232_423)
+    assert (solved.batch.micro_size, solved.batch.accumulation, solved.batch.world_size) == (4, 8, 2)
+    assert (solved.epoch.windows, solved.epoch.short_window) == (3632, 39)
+    assert solved.strategy.sync is Sync.boundary
+    assert solved.cluster.device is Device.cpu
+    assert solved.train.steps == 300
+
+
+@settings(deadline=None)
+@given(
+    micro=st.integers(1, 16), accumulation=st.integers(1, 16), workers=st.integers(1, 16),
+    samples=st.none() | st.integers(5000, 10**10), gradient_bytes=st.integers(4, 10**11),
+)  # fmt: skip
+def test_the_file_holds_the_whole_make_plan(
+    micro: int, accumulation: int, workers: int, samples: int | None, gradient_bytes: int
+) -> None:
+    config = Config(batch=BatchConfig(micro_size=micro, accumulation=accumulation))
+    config.cluster.workers_per_node = workers
+    task = dataclasses.replace(BASE.task, samples=samples, gradient_bytes=gradient_bytes)
+    solved = solve(config, Site(gpus=0, cores=2, cwd="/"), task, BASE.run)
+    assert RunPlan.from_json(solved.to_json()) == solved
+    strategy = solved.strategy
+    assert strategy.payload_bytes_every == (gradient_bytes * accumulation if workers > 1 else 0)
+    assert strategy.payload_bytes == (gradient_bytes if workers > 1 else 0)
+    assert strategy.wire_bytes == round((strategy.payload_bytes or 0) * 2 * (workers - 1) / workers)
+
+
+def test_a_plan_is_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        make_plan().batch.micro_size = 3  # pyright: ignore
+
+
+def test_a_plan_of_another_format_is_refused() -> None:
+    with pytest.raises(UserError, match="another version"):
+        RunPlan.from_json(make_plan().to_json().replace('"format": 1', '"format": 99'))
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"), [("none", 0.1), ("linear", 0.1 * 64 / 256), ("sqrt", 0.1 * math.sqrt(64 / 256))]
+)
+def test_lr_scaling(rule: str, expected: float) -> None:
+    reference = () if rule == "none" else ("optimizer.reference_batch=256",)
+    assert make_plan("optimizer.lr=0.1", f"optimizer.lr_scaling={rule}", *reference).optimizer.lr == pytest.approx(
+        expected
+    )
+
+
+def test_epochs_count_the_short_window() -> None:
+    assert make_plan("train.epochs=3", samples=130).train.steps == 9
+    assert make_plan("train.epochs=3", "batch.short_window=drop", samples=130).train.steps == 6
+
+
+def test_schedules() -> None:
+    cosine = SchedulePlan(kind=ScheduleKind.cosine, warmup_steps=10, min_ratio=0.1)
+    factors = [cosine.factor(step, 110) for step in range(110)]
+    assert factors[0] == pytest.approx(0.1)
+    assert factors[9] == factors[10] == 1
+    assert factors[109] == pytest.approx(0.1)
+    assert all(a >= b for a, b in itertools.pairwise(factors[10:]))
+    linear = SchedulePlan(kind=ScheduleKind.linear, warmup_steps=0, min_ratio=0.0)
+    assert [linear.factor(step, 5) for step in range(5)] == pytest.approx([1, 0.75, 0.5, 0.25, 0])
+    constant = SchedulePlan(kind=ScheduleKind.constant, warmup_steps=2, min_ratio=0.0)
+    assert [constant.factor(step, None) for step in range(4)] == [0.5, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["train.steps=0"], "train.steps=0: must be at least 1"),
+        (["train.steps=3", "train.epochs=1"], "train.epochs=1: train.steps=3 is set too"),
+        (["train.clip_norm=-1"], "train.clip_norm=-1.0: must be above 0"),
+        (["optimizer.lr=0"], "optimizer.lr=0.0: must be above 0"),
+        (["optimizer.lr=nan"], "optimizer.lr=nan: must be above 0"),
+        (["optimizer.momentum=0.9"], "optimizer.momentum=0.9: has no effect with optimizer=adamw"),
+        (["optimizer.lr_scaling=linear"], "needs the global batch that lr was tuned for"),
+        (["optimizer.reference_batch=64"], "has no effect with optimizer.lr_scaling=none"),
+        (["optimizer.betas=[0.9]"], "must be two numbers"),
+        (["precision.init_scale=2"], "has an effect with precision=fp16 only"),
+        (["schedule=constant", "schedule.min_ratio=0.5"], "has no effect with schedule=constant"),
+        (["strategy=single", "cluster.workers_per_node=2"], "one rank trains alone, and 2 were asked for"),
+        (["strategy.sync=boundary", "strategy.static_graph=true"], "strategy.static_graph=true: DDP loses gradients"),
+        (["strategy.sync=boundary", "strategy.find_unused_parameters=true"], "strategy.find_unused_parameters=true"),
+        (["cluster.device=cuda"], "this machine shows 0 GPUs"),
+        (["cluster.nodes=2"], "cluster.nodes=2: cluster=local is one machine"),
+        (["cluster.max_restarts=1"], "would begin at step 0"),
+        (["batch.global_size=2000"], "the task has 1000 samples, fewer than one window"),
+        (["run.name=a/b"], "run.name=a/b: must be letters"),
+    ],
+)
+def test_impossible_values(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_plan(*overrides)
+    assert message in str(caught.value)
+
+
+def test_more_workers_than_gpus() -> None:
+    with pytest.raises(ConfigError, match=r"workers_per_node=4: this machine shows 2 GPUs"):
+        make_plan("cluster.workers_per_node=4", gpus=2)
+    assert make_plan(gpus=2).cluster.device is Device.cuda
+
+
+def test_streams() -> None:
+    with pytest.raises(ConfigError, match="must know the last step"):
+        make_plan("train.epochs=1", samples=None)
+    with pytest.raises(ConfigError, match="a stream has no length"):
+        make_plan("batch.short_window=drop", samples=None)
+    assert make_plan("train.epochs=1", "schedule=constant", samples=None).train.steps is None
+
+
+def test_auto_sync_keeps_away_from_what_is_not_safe() -> None:
+    solved = make_plan("strategy.find_unused_parameters=true").strategy
+    assert solved.sync is Sync.every
+    assert "find_unused_parameters" in solved.sync_reason
+
+
+def test_a_warm_up_longer_than_the_run_is_noted() -> None:
+    assert any("warmup_steps" in note for note in make_plan("train.steps=5").notes)

@@ -1,0 +1,157 @@
+"""Feeds: a window's members do not depend on the world, nothing is lost, streams end together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+from launcher.errors import DataError
+from launcher.plan import RunPlan
+from launcher.train.data import Feed, eval_batches, open_feed
+from launcher.train.world import World
+from tests.helpers import make_plan
+
+CPU = torch.device("cpu")
+
+
+class Stream(IterableDataset[int]):
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.epochs: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.length))
+
+
+def read(plan: RunPlan, dataset: Any, start: int = 0) -> list[list[int]]:
+    """All windows of all ranks, merged as the ranks would run them together: the samples that count, sorted."""
+    size = plan.batch.world_size
+    feeds = [open_feed(dataset, plan, World(rank, size, rank, 0), CPU, start=start) for rank in range(size)]
+    streams = [feed.windows() for feed in feeds]
+    merged: list[list[int]] = []
+    limit = plan.train.steps if plan.train.epochs is None else None
+    while limit is None or len(merged) < limit - start:
+        windows = [next(stream, None) for stream in streams]
+        if None in windows:
+            assert windows == [None] * size, "the ranks must end together"
+            break
+        assert len({window.count for window in windows if window}) == 1, (
+            "all ranks run the same number of micro-batches"
+        )
+        members: list[int] = []
+        for window in windows:
+            assert window is not None
+            batches = list(window.micro_batches)
+            assert len(batches) == window.count
+            for batch in batches:
+                assert len(batch.data) >= 1, "a stand-in still carries data"
+                members += batch.data.tolist()[: batch.samples]
+        merged.append(sorted(members))
+        if settle(feeds):
+            break
+    for feed in feeds:
+        feed.close()
+    return merged
+
+
+def settle(feeds: list[Feed]) -> bool:
+    """What the window's collective does: share who has data, and ask each feed whether that was the end."""
+    more = any(feed.has_next() for feed in feeds)
+    ends = [feed.settle(more) for feed in feeds]
+    assert len(set(ends)) == 1, "the ranks must end together"
+    return ends[0]
+
+
+def plan_for(micro: int, ranks: int, *overrides: str, samples: int | None = 103) -> RunPlan:
+    return make_plan(
+        "batch.global_size=24", f"batch.micro_size={micro}", f"cluster.workers_per_node={ranks}",
+        "train.loader_workers=0", *overrides, samples=samples,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("loader_workers", [0, 1, 2])
+def test_members_of_a_window_are_the_same_in_every_world(loader_workers: int) -> None:
+    data = list(range(103))
+    worlds = [(24, 1), (3, 1), (4, 2), (2, 4), (1, 8)]
+    plans = [plan_for(m, r, "train.epochs=2", f"train.loader_workers={loader_workers}") for m, r in worlds]
+    seen = [read(plan, data) for plan in plans]
+    assert all(windows == seen[0] for windows in seen)
+    assert [len(window) for window in seen[0]] == [24, 24, 24, 24, 7] * 2
+    first, second = seen[0][:5], seen[0][5:]
+    assert sorted(chain(*first)) == sorted(chain(*second)) == data, "an epoch holds every sample once"
+    assert first != second, "epochs differ in order"
+
+
+def test_a_resume_needs_one_integer() -> None:
+    data = list(range(103))
+    plan = plan_for(3, 2, "train.epochs=2")
+    assert read(plan, data, start=7) == read(plan, data)[7:]
+
+
+def test_another_length_than_the_plans_is_refused() -> None:
+    with pytest.raises(DataError, match="has 90 samples on rank 0, and the plan was made for 103"):
+        open_feed(list(range(90)), plan_for(3, 2), World(0, 2, 0, 0), CPU)
+
+
+@pytest.mark.parametrize("length", [1, 23, 24, 25, 96, 103])
+@pytest.mark.parametrize("loader_workers", [0, 1])
+def test_a_stream_is_read_whole_and_its_windows_do_not_depend_on_the_world(length: int, loader_workers: int) -> None:
+    options = ["train.epochs=1", "schedule=constant", f"train.loader_workers={loader_workers}"]
+    alone = read(plan_for(4, 1, *options, samples=None), Stream(length))
+    assert alone == [list(range(length))[at : at + 24] for at in range(0, length, 24)]
+    for micro, ranks in ((4, 2), (3, 4)):
+        if length <= micro * (ranks - 1):
+            continue  # a rank would get nothing: the next test
+        assert read(plan_for(micro, ranks, *options, samples=None), Stream(length)) == alone
+
+
+def test_a_rank_without_any_sample_of_the_stream_is_an_error() -> None:
+    with pytest.raises(DataError, match="Rank 1 got no sample"):
+        read(plan_for(4, 2, "train.epochs=1", "schedule=constant", samples=None), Stream(3))
+
+
+def test_ranks_of_unequal_length_end_together() -> None:
+    """A stream that shards itself unevenly: weight zero for the rank that is through."""
+
+    class Uneven(Stream):
+        sharded = True
+
+    size = 2
+    plan = plan_for(4, size, "train.epochs=1", "schedule=constant", samples=None)
+    feeds = [open_feed(Uneven(n), plan, World(rank, size, rank, 0), CPU) for rank, n in enumerate((50, 9))]
+    streams = [feed.windows() for feed in feeds]
+    counted, windows = [0, 0], 0
+    over = False
+    while not over:
+        windows += 1
+        for rank, stream in enumerate(streams):
+            window = next(stream)
+            counted[rank] += sum(batch.samples for batch in window.micro_batches)
+        over = settle(feeds)
+    assert counted == [50, 9]
+    assert windows == 5  # 50 samples, 12 a window
+
+
+def test_streams_start_again_for_the_next_epoch() -> None:
+    stream = Stream(30)
+    windows = read(plan_for(4, 2, "train.epochs=2", "schedule=constant", samples=None), stream)
+    assert [len(window) for window in windows] == [24, 6] * 2
+    assert 1 in stream.epochs
+
+
+@pytest.mark.parametrize("dataset", [list(range(45)), Stream(45)])
+def test_evaluation_sees_every_sample_once(dataset: Any) -> None:
+    plan = plan_for(4, 3)
+    seen: list[int] = []
+    for rank in range(3):
+        for batch in eval_batches(dataset, plan, World(rank, 3, rank, 0), CPU):
+            seen += batch.data.tolist()
+    assert sorted(seen) == list(range(45))
