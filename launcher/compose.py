@@ -51,7 +51,6 @@ def run_with_config(verb: str, arguments: Sequence[str], act: Callable[[Config, 
     def job(composed: Any) -> None:
         statuses.append(act(*_to_config(composed)))
 
-    job.__module__ = "__main__"  # Hydra derives the job's name from it
     application = hydra_main(version_base="1.3", config_path=str(CONF), config_name=_PRIMARY)(job)
     argv, sys.argv = sys.argv, [f"launch {verb}", *arguments]
     before = os.environ.get(_COMPLETE_TRACE)
@@ -115,13 +114,12 @@ def _explain(error: Exception, arguments: Sequence[str]) -> ConfigError:
         key, _, value = argument.partition("=")
         key = key.lstrip("+~")
         if key not in known and key.split(".")[0] not in ("task", "hydra") and "@" not in key and "/" not in key:
-            remedy = did_you_mean(key, known) or _siblings(key, known)
-            return ConfigError(key, value, "there is no such key.", remedy)
+            return ConfigError(key, value, "there is no such key.", _nearest(key, known))
     cause = error.__cause__ if error.__cause__ is not None else error
     key: str | None = getattr(cause, "full_key", None)
     lines = str(getattr(cause, "msg", None) or cause).splitlines()
     if key and key not in known and not key.startswith(("task", "hydra")):
-        return ConfigError(key, None, "there is no such key.", did_you_mean(key, known) or _siblings(key, known))
+        return ConfigError(key, None, "there is no such key.", _nearest(key, known))
     if key:
         return ConfigError(key, None, _plain(lines[0]))
     return ConfigError("config", None, " ".join(line.strip() for line in str(error).splitlines() if line.strip()))
@@ -129,15 +127,18 @@ def _explain(error: Exception, arguments: Sequence[str]) -> ConfigError:
 
 def _plain(text: str) -> str:
     """OmegaConf's "Value 'x' of type 'str' could not be converted to Integer" without its types."""
-    found = re.fullmatch(r"Value (.*) of type '.*' (?:could not be converted to|is not a valid) (\w+).*", text)
-    wanted = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false", "String": "a text"}
+    found = re.fullmatch(r"Value ('.*?') (?:of type '.*' )?(?:could not be converted to|is not a valid) (\w+).*", text)
+    wanted = {"Integer": "a whole number", "Float": "a number", "bool": "true or false", "String": "a text"}
     return f"must be {wanted.get(found[2], found[2])}, not {found[1]}." if found else f"{text}."
 
 
-def _siblings(key: str, known: Sequence[str]) -> str:
-    group = key.rpartition(".")[0]
-    same = [name for name in known if name.rpartition(".")[0] == group]
-    return f"Keys: {', '.join(same)}." if same else f"Groups: {', '.join(n for n in known if '.' not in n)}."
+def _nearest(key: str, known: Sequence[str]) -> str:
+    """The likely meaning of an unknown key, or the keys beside it."""
+    group, _, leaf = key.rpartition(".")
+    if group in known:
+        leaves = [name.rpartition(".")[2] for name in known if name.startswith(f"{group}.")]
+        return did_you_mean(leaf, leaves, f"{group}.") or f"Keys: {', '.join(f'{group}.{name}' for name in leaves)}."
+    return did_you_mean(key, known) or f"Groups: {', '.join(name for name in known if '.' not in name)}."
 
 
 def known_keys() -> list[str]:

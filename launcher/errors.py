@@ -79,10 +79,10 @@ def _shown(value: object) -> str:
     return str(getattr(value, "value", value))
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """``"did you mean 'x'? "`` for the nearest of ``known``, or an empty string."""
+def did_you_mean(word: str, known: Iterable[str], prefix: str = "") -> str:
+    """``"did you mean 'x'? "`` for the nearest of ``known``, ``prefix`` put before it, or an empty string."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f"did you mean {near[0]!r}? " if near else ""
+    return f"did you mean '{prefix}{near[0]}'? " if near else ""
 
 
 def _subclasses(cls: type[LauncherError]) -> Iterable[type[LauncherError]]:

@@ -11,6 +11,8 @@ import threading
 from types import TracebackType
 from typing import NoReturn
 
+# What asks a worker to stop after its window: from the agent, a scheduler, or a person.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 _PR_SET_PDEATHSIG = 1
 
 
@@ -57,7 +59,7 @@ def leave(status: int) -> NoReturn:
     for thread in threading.enumerate():
         if not thread.daemon and thread is not threading.current_thread():
             thread.join()
-    atexit._run_exitfuncs()
+    atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

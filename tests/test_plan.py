@@ -34,7 +34,7 @@ def test_the_default_job() -> None:
     micro=st.integers(1, 16), accumulation=st.integers(1, 16), workers=st.integers(1, 16),
     samples=st.none() | st.integers(5000, 10**10), gradient_bytes=st.integers(4, 10**11),
 )  # fmt: skip
-def test_the_file_holds_the_whole_make_plan(
+def test_the_file_holds_the_whole_plan(
     micro: int, accumulation: int, workers: int, samples: int | None, gradient_bytes: int
 ) -> None:
     config = Config(batch=BatchConfig(micro_size=micro, accumulation=accumulation))

@@ -19,14 +19,13 @@ from launcher.config import WandbMode
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, UserError, class_named
 from launcher.paths import RunPaths, read_json, write_json
 from launcher.plan import LaunchPlan, RunPlan
-from launcher.process import die_with_parent
+from launcher.process import STOP_SIGNALS, die_with_parent
 from launcher.site import WANDB_ENV, allowed_env
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import LogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-STOP_SIGNALS = "SIGTERM,SIGINT,SIGUSR2"
 # the mirror has everything on disk already; what it cannot deliver in this time, `wandb sync` delivers later
 MIRROR_GRACE_S = 60
 
@@ -64,7 +63,7 @@ def _run_workers(plan: LaunchPlan) -> int:
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=plan.cluster.max_restarts,
-        signals_to_handle=STOP_SIGNALS,
+        signals_to_handle=",".join(number.name for number in STOP_SIGNALS),
         shutdown_timeout=plan.cluster.grace_s,
         logs_specs=_logs(plan.paths),
     )

@@ -6,6 +6,7 @@ Window w of an epoch holds the samples at positions [w*G, (w+1)*G) of the epoch'
 from __future__ import annotations
 
 import itertools
+import signal
 from collections.abc import Callable, Generator, Iterable, Iterator, Sized
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 from launcher.batch import Batch, share_of_window
 from launcher.errors import DataError
 from launcher.plan import RunPlan
+from launcher.process import STOP_SIGNALS
 from launcher.train.sampling import Permutation
 from launcher.train.world import World
 
@@ -244,11 +246,18 @@ def _prefetch(
         collate_fn=_as_is,
         prefetch_factor=max(2, -(-2 * plan.batch.accumulation // workers)) if workers else None,
         pin_memory=device.type == "cuda",
+        worker_init_fn=_outlive_stop_requests,
         # a generator of its own: reading data must not draw from the stream that dropout uses
         generator=torch.Generator().manual_seed(plan.train.seed),
     )
     for data, samples in loader:
         yield MicroBatch(to_device(data, device), samples)
+
+
+def _outlive_stop_requests(worker: int) -> None:  # noqa: ARG001
+    """In a loader process: a stop signal goes to the whole process group, and the last window still needs its data."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _as_is(item: Any) -> Any:

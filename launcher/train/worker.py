@@ -9,9 +9,7 @@ from pathlib import Path
 from types import FrameType
 
 from launcher.plan import RunPlan
-from launcher.process import die_with_parent, join_output_streams, leave, mark_last_words
-
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+from launcher.process import STOP_SIGNALS, die_with_parent, join_output_streams, leave, mark_last_words
 
 
 class StopRequest:

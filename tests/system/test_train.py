@@ -1,0 +1,278 @@
+"""`launch train` with real workers: the run's files, a stranger's task, and everything that can go wrong in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.nn import functional
+
+from launcher.train.sampling import Permutation
+from tests.conftest import Launch
+from tests.helpers import launch_command
+
+pytestmark = pytest.mark.slow
+PROJECT = Path(__file__).parent.parent / "user_project"
+OWN = (
+    "task._target_=speech.tasks.Tagger", "run.name=own", "precision=fp32", "wandb.mode=disabled",
+    "batch.global_size=24", "batch.micro_size=3", "schedule=constant", "schedule.warmup_steps=0",
+)  # fmt: skip
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    shutil.copytree(PROJECT / "speech", tmp_path / "speech")
+    return tmp_path
+
+
+def records(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def summary(run: Path) -> dict[str, Any]:
+    return json.loads((run / "summary.json").read_text())
+
+
+def processes_of(run: Path) -> list[str]:
+    """Command lines of every process that still belongs to a run."""
+    found: list[str] = []
+    for place in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = place.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if str(run) in line and "pytest" not in line:
+            found.append(line)
+    return found
+
+
+def wait_for(condition: Any, what: str, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"waited {seconds} s for {what}"
+        time.sleep(0.05)
+
+
+def test_the_main_job_learns_and_writes_everything_down(launch: Launch, tmp_path: Path) -> None:
+    size = ("task.width=32", "task.depth=1", "task.heads=1", "task.seq_len=32", "task.eval_samples=64")
+    done = launch(
+        "train", *size, "train.steps=24", "run.calibrate=3", "run.name=main", "wandb.mode=disabled",
+        "optimizer.lr=1e-2", "train.eval_every=12", "checkpoint.every=10", "checkpoint.keep=2",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    run = tmp_path / "runs" / "main"
+    seen = records(run)
+    assert [record["step"] for record in seen] == list(range(1, 25)), "every step once"
+    assert seen[0]["train/loss"] == pytest.approx(5.55, abs=0.3), "ln 256 before anything is learned"
+    assert seen[-1]["train/loss"] < seen[0]["train/loss"] - 1
+    assert [record["step"] for record in seen if "eval/loss" in record] == [12, 24]
+    assert seen[-1]["batch/items"] == 64 * 32
+    assert seen[-1]["progress/samples"] == 24 * 64
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_000020", "step_000024"]
+
+    # accumulation 8: an eighth of the payload, but for the calibration's windows, which synchronise each micro-batch
+    plan = json.loads((run / "plan.json").read_text())
+    every = {
+        record["step"] for record in seen if record["comm/payload_bytes"] == plan["strategy"]["payload_bytes_every"]
+    }
+    assert every == {3, 5, 7}
+    for record in seen:
+        if record["step"] not in every:
+            assert record["comm/payload_bytes"] * 8 == plan["strategy"]["payload_bytes_every"]
+            assert record["comm/saved_fraction"] == pytest.approx(7 / 8)
+    assert [record["step"] for record in seen if "comm/speedup" in record] == [8]
+    assert summary(run)["verdict"] == "done"
+    assert summary(run)["comm/speedup"] == pytest.approx(seen[7]["comm/speedup"])
+    for text in ("64 samples = 4 micro-batch × 8 accumulation × 2 ranks", "step 24/24", "87.5% saved", "metrics.jsonl"):
+        assert text in done.stdout
+    assert processes_of(run) == []
+
+
+def reference_parameters(epochs: int, global_size: int) -> Tensor:
+    """The stranger's task trained by one process on whole windows, in fp64: what every world must arrive at."""
+    from tests.user_project.speech.tasks import Utterances
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(30, 16), nn.GELU(), nn.Linear(16, 30)).double()
+    torch.manual_seed(0)
+    model32 = nn.Sequential(nn.Embedding(30, 16), nn.GELU(), nn.Linear(16, 30))
+    model.load_state_dict(model32.double().state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), 0.5, momentum=0.9)
+    data = Utterances(100)
+    for epoch in range(epochs):
+        order = Permutation(100, 0, epoch)
+        for first in range(0, 100, global_size):
+            samples = [data[order[p]] for p in range(first, min(100, first + global_size))]
+            batch = nn.utils.rnn.pad_sequence(samples, batch_first=True)
+            targets = batch[:, 1:].flatten()
+            optimizer.zero_grad()
+            loss = functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), targets, ignore_index=0)
+            loss.backward()
+            optimizer.step()
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_strangers_task_arrives_where_one_big_batch_does(launch: Launch, project: Path, ranks: int) -> None:
+    done = launch(
+        "train", *OWN, "optimizer=sgd", "optimizer.lr=0.5", "train.epochs=2", "train.clip_norm=null",
+        f"cluster.workers_per_node={ranks}", "run.calibrate=1",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    run = project / "runs" / "own"
+    assert [record["batch/samples"] for record in records(run)] == [24, 24, 24, 24, 4] * 2
+    wanted = reference_parameters(2, 24)
+    state = {"model": {name: torch.empty(shape) for name, shape in
+             (("0.weight", (30, 16)), ("2.weight", (30, 16)), ("2.bias", (30,)))}}  # fmt: skip
+    dcp.load(state, checkpoint_id=run / "checkpoints" / "step_000010", no_dist=True)
+    found = torch.cat([state["model"][name].flatten().double() for name in ("0.weight", "2.weight", "2.bias")])
+    assert ((found - wanted).norm() / wanted.norm()).item() < 1e-6
+
+
+def test_a_stream_ends_with_its_short_window(launch: Launch, project: Path) -> None:
+    done = launch("train", *OWN, "task._target_=speech.tasks.Streamed", "train.epochs=1")
+    assert done.returncode == 0, done.stderr
+    assert [record["batch/samples"] for record in records(project / "runs" / "own")] == [24, 24, 24, 24, 4]
+
+
+def test_a_bare_mean_is_taken_with_a_warning(launch: Launch, project: Path) -> None:
+    done = launch("train", *OWN, "task._target_=speech.tasks.MeanTagger", "train.steps=3")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("returned a bare tensor") == 1
+    assert records(project / "runs" / "own")[0]["batch/items"] == 24
+
+
+def test_fp16_counts_what_it_skips(launch: Launch, project: Path) -> None:
+    done = launch("train", *OWN, "precision=fp16", "precision.init_scale=1e30", "train.steps=5", "run.calibrate=0")
+    assert done.returncode == 0, done.stderr
+    run = project / "runs" / "own"
+    seen = records(run)
+    assert [record["step"] for record in seen] == [1, 2, 3, 4, 5], "a skipped window is no step"
+    skipped = summary(run)["amp/skipped_steps"]
+    assert skipped > 10, "1e30 must overflow fp16 many times before it is halved into range"
+    assert seen[0]["progress/samples"] > 24, "the samples of skipped windows are counted"
+    assert done.stdout.count("skipped, fp16 overflowed") == skipped
+
+
+@pytest.mark.parametrize(
+    ("trouble", "status", "words"),
+    [
+        ("raise", 1, ["ValueError: the eleventh utterance is cursed", "launch: rank 1 failed"]),
+        ("killed", 1, ["launch: rank 1 failed: killed by SIGKILL"]),
+        ("not finite", 1, ["The loss of step 3 is not finite", "rank 1, micro-batch 3", "optimizer.lr"]),
+        ("unused", 1, ["does not depend on 1 of the model's parameters: forgotten", "find_unused_parameters=true"]),
+        ("bypass", 1, ["strategy.sync=boundary means", "the communication hook saw 0"]),
+        ("wrong type", 2, ["loss() returned a dict", "launcher.Loss"]),
+    ],
+)
+def test_trouble_ends_the_run_with_its_own_words_first(
+    launch: Launch, project: Path, trouble: str, status: int, words: list[str]
+) -> None:
+    done = launch("train", *OWN, f"task.trouble={trouble}", "train.steps=50")
+    assert done.returncode == status, done.stdout + done.stderr
+    for text in words:
+        assert text in done.stderr
+    if trouble == "raise":
+        assert done.stderr.startswith("Traceback"), "the failing rank's traceback comes first"
+        assert "misbehave" in done.stderr
+    elif trouble != "killed":
+        assert "Traceback" not in done.stderr, "a message of our own needs no traceback"
+    assert "Traceback" not in done.stdout
+    run = project / "runs" / "own"
+    assert summary(run)["verdict"] == "failed"
+    wait_for(lambda: not processes_of(run), "every process of the failed run to end", 15)
+
+
+def start(project: Path, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        launch_command("train", *OWN, *arguments),
+        cwd=project,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_ctrl_c_stops_after_the_window_and_saves(project: Path) -> None:
+    job = start(project, "task.trouble=slow", "train.steps=100000")
+    run = project / "runs" / "own"
+    wait_for(lambda: (run / "metrics.jsonl").exists() and len(records(run)) >= 3, "three steps")
+    job.send_signal(signal.SIGINT)
+    out, _ = job.communicate(timeout=60)
+    assert job.returncode == 130, out
+    assert "Stopping at the end of this window" in out
+    seen = records(run)
+    assert summary(run)["verdict"] == "stopped"
+    assert summary(run)["steps"] == seen[-1]["step"] == len(seen)
+    assert (run / "checkpoints" / f"step_{len(seen):06d}" / ".metadata").exists()
+    assert processes_of(run) == []
+
+
+def test_a_hanging_worker_does_not_outlive_ctrl_c(project: Path) -> None:
+    job = start(project, "task.trouble=hang", "train.steps=100000", "cluster.grace_s=1")
+    run = project / "runs" / "own"
+    wait_for(lambda: (run / "metrics.jsonl").exists() and len(records(run)) >= 2, "two steps")
+    time.sleep(1)  # rank 1 hangs now, and rank 0 waits for it in a collective
+    job.send_signal(signal.SIGINT)
+    out, _ = job.communicate(timeout=60)
+    assert job.returncode == 130, out
+    assert summary(run)["verdict"] == "killed"
+    assert processes_of(run) == []
+
+
+@pytest.mark.parametrize("victim", ["launcher.cli", "launcher.cluster.agent"])
+def test_kill_9_leaves_nothing_behind(project: Path, victim: str) -> None:
+    job = start(project, "task.trouble=slow", "train.steps=100000", "cluster.grace_s=5")
+    run = project / "runs" / "own"
+    wait_for(lambda: (run / "metrics.jsonl").exists() and len(records(run)) >= 2, "two steps")
+    if victim == "launcher.cli":
+        job.kill()
+    else:
+        agents = [int(p.parent.name) for p in Path("/proc").glob("[0-9]*/cmdline") if is_agent(p, run)]
+        assert len(agents) == 1
+        os.kill(agents[0], signal.SIGKILL)
+    job.communicate(timeout=60)
+    wait_for(lambda: not processes_of(run), "every process of the run to end", 30)
+
+
+def is_agent(cmdline: Path, run: Path) -> bool:
+    try:
+        words = cmdline.read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return b"launcher.cluster.agent" in words and str(run).encode() in words
+
+
+def test_a_run_never_writes_into_another_ones_directory(launch: Launch, project: Path) -> None:
+    (project / "runs" / "own").mkdir(parents=True)
+    done = launch("train", *OWN)
+    assert done.returncode == 2
+    assert "exists" in done.stderr
+    assert list((project / "runs" / "own").iterdir()) == []
+
+
+@pytest.mark.usefixtures("project")
+def test_quiet_prints_nothing(launch: Launch) -> None:
+    done = launch("train", *OWN, "--quiet", "train.steps=2")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_users_own_config_dir(launch: Launch, project: Path) -> None:
+    (project / "myconf" / "task").mkdir(parents=True)
+    (project / "myconf" / "task" / "tagger.yaml").write_text("_target_: speech.tasks.Tagger\nwidth: 8\nsamples: 60\n")
+    done = launch("train", "--config-dir", "myconf", "task=tagger", "task.width=12", *OWN[1:], "train.steps=2")
+    assert done.returncode == 0, done.stderr
+    plan = json.loads((project / "runs" / "own" / "plan.json").read_text())
+    assert plan["task"]["params"] == {"width": 12, "samples": 60}
+    assert plan["task"]["samples"] == 60

@@ -1,0 +1,144 @@
+"""A user's mistakes: one message, exit status 2, nothing started and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Launch
+
+PROJECT = Path(__file__).parent / "user_project"
+
+
+def refused(launch: Launch, tmp_path: Path, *arguments: str, env: dict[str, str] | None = None) -> str:
+    """The one message of a refused call."""
+    before = sorted(tmp_path.rglob("*"))
+    done = launch(*arguments, env=env)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stdout == ""
+    assert done.stderr.count("launch: error: ") == 1
+    after = [path for path in sorted(tmp_path.rglob("*")) if "__pycache__" not in path.parts]
+    assert after == before, "nothing may be half-started"
+    return done.stderr
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("batch.globl_size=3", ["batch.globl_size=3: there is no such key", "did you mean 'batch.global_size'?"]),
+        ("foo=1", ["foo=1: there is no such key", "Groups: cluster, strategy"]),
+        ("train.whatever=1", ["train.whatever=1: there is no such key", "Keys: train.steps"]),
+        ("strategy=dpp", ["strategy=dpp: there is no such option", "did you mean 'ddp'?", "Allowed: ddp, single"]),
+        ("cluser=local", ["cluser=local: there is no such key", "did you mean 'cluster'?"]),
+        ("strategy.sync=never", ["strategy.sync", "never", "auto, every, boundary"]),
+        ("batch.micro_size=many", ["batch.micro_size: must be a whole number, not 'many'"]),
+        ("train.steps=2.5", ["train.steps: must be a whole number"]),
+        ("train.compile=perhaps", ["train.compile: must be true or false"]),
+        ("batch.micro_size=0", ["batch.micro_size=0: must be at least 1"]),
+        ("batch.global_size=-64", ["batch.global_size=-64: must be at least 1"]),
+        ("batch.global_size=100 batch.micro_size=3", ["batch.global_size=96 or 102", "batch.micro_size=2 or 5"]),
+        ("batch.global_size=100000000", ["samples, fewer than one window"]),
+        (
+            "cluster.device=cuda cluster.workers_per_node=99",
+            ["workers_per_node=99: this machine shows", "cluster.device=cpu"],
+        ),
+        ("task.widht=3", ["unexpected keyword argument 'widht'", "did you mean 'width'?"]),
+        ("task.width=32", ["task.width=32: must be a multiple of task.heads=3"]),
+        ("task._target_=nosuch.Task", ["no module 'nosuch'", "Searched:"]),
+        ("task._target_=speech.Task", ["has no 'Task'"]),
+        ("task._target_=speech.tasks.Taggr", ["has no 'Taggr'", "did you mean 'Tagger'?"]),
+        ("task._target_=speech.tasks.NoLoss", ["has no method loss"]),
+        ("task._target_=Tagger", ["want a dotted path"]),
+        ("task._target_=speech.broken.Task", ["ZeroDivisionError", "broken.py"]),
+        ("wandb.mode=online", ["wandb.mode=online: there is no key for api.wandb.ai", "wandb.mode=offline"]),
+        ("run.dir=/proc/nowhere", ["run.dir: /proc/nowhere", "cannot be made"]),
+    ],
+)
+def test_one_clear_message(launch: Launch, tmp_path: Path, argument: str, words: list[str]) -> None:
+    shutil.copytree(PROJECT / "speech", tmp_path / "speech")
+    (tmp_path / "speech" / "broken.py").write_text("ratio = 1 / 0\n")
+    text = refused(
+        launch, tmp_path, "train", *argument.split(), env={"HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    )
+    for word in words:
+        assert word in text
+    assert "broken" in argument or "Traceback" not in text
+
+
+def test_unwritable_directory(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert "cannot be made" in refused(launch, tmp_path, "train", "run.dir=file/runs")
+
+
+def test_unknown_verb(launch: Launch, tmp_path: Path) -> None:
+    assert "did you mean 'train'?" in refused(launch, tmp_path, "trian")
+
+
+def test_script_that_is_not_there(launch: Launch, tmp_path: Path) -> None:
+    assert "there is no such script" in refused(launch, tmp_path, "run", "--", "nothing.py")
+    assert "no script" in refused(launch, tmp_path, "run", "cluster.workers_per_node=1")
+    assert "has no effect on a script" in refused(launch, tmp_path, "run", "batch.micro_size=1", "--", "nothing.py")
+
+
+def test_plan_as_json_is_the_plan(launch: Launch) -> None:
+    done = launch("plan", "--json", "cluster.workers_per_node=4", "run.name=x")
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)
+    assert plan["batch"] == {"global_size": 64, "micro_size": 4, "accumulation": 4, "world_size": 4}
+    assert plan["run"]["name"] == "x"
+
+
+def test_plan_of_a_strangers_task_writes_nothing(launch: Launch, tmp_path: Path) -> None:
+    shutil.copytree(PROJECT / "speech", tmp_path / "speech")
+    done = launch("plan", "--json", "task._target_=speech.tasks.Tagger", env={"PYTHONDONTWRITEBYTECODE": "1"})
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["task"]["samples"] == 100
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["speech"]
+
+
+def test_plan_as_a_table(launch: Launch) -> None:
+    done = launch("plan")
+    for text in (
+        "1 host × 2 workers, cpu",
+        "global batch",
+        "windows",
+        "short",
+        "sync boundary",
+        "with sync=every",
+        "files",
+    ):
+        assert text in done.stdout
+
+
+def test_hydras_own_flags(launch: Launch) -> None:
+    assert "global_size: 128" in launch("train", "--cfg", "job", "batch.global_size=128").stdout
+    assert "strategy: ddp, single" in launch("train", "--help").stdout
+
+
+def test_a_sweep_runs_every_cell_and_reports_the_impossible_one(launch: Launch) -> None:
+    done = launch("plan", "-m", "--json", "batch.accumulation=8,7,4")
+    assert done.returncode == 2
+    assert done.stdout.count('"accumulation": ') == 2
+    assert done.stderr.count("launch: error: ") == 1
+    assert "7" in done.stderr
+
+
+def test_no_secret_reaches_the_plan(launch: Launch) -> None:
+    done = launch("plan", "--json", env={"WANDB_API_KEY": "s3cret", "MY_TOKEN": "t0ken"})
+    assert done.returncode == 0
+    assert "s3cret" not in done.stdout
+    assert "t0ken" not in done.stdout
+
+
+def test_help_and_version(launch: Launch) -> None:
+    assert "launch train" in launch("--help").stdout
+    assert launch("--version").stdout.strip()
+    assert launch().returncode == 2
+
+
+def test_environment_is_clean() -> None:
+    assert not [name for name in os.environ if name.startswith("WANDB_")], "helpers.py takes them out"

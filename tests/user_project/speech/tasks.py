@@ -1,0 +1,104 @@
+"""A stranger's package: variable-length sequences, and a task that misbehaves on request."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from launcher import Loss
+
+
+class Utterances(torch.utils.data.Dataset):
+    def __init__(self, count):
+        generator = torch.Generator().manual_seed(11)
+        self.lengths = torch.randint(2, 40, (count,), generator=generator).tolist()
+        self.data = [torch.randint(1, 30, (n + 1,), generator=generator) for n in self.lengths]
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, index):
+        return self.data[index]
+
+
+class Tagger:
+    """``trouble``: what goes wrong, on rank 1, in its eleventh micro-batch."""
+
+    def __init__(self, width=16, samples=100, trouble=None):
+        self.width, self.samples, self.trouble = width, samples, trouble
+        self.calls = 0
+
+    def model(self):
+        model = nn.Sequential(nn.Embedding(30, self.width), nn.GELU(), nn.Linear(self.width, 30))
+        if self.trouble == "unused":
+            model.register_parameter("forgotten", nn.Parameter(torch.zeros(3)))
+        return model
+
+    def train_data(self):
+        return Utterances(self.samples)
+
+    def eval_data(self):
+        return Utterances(20)
+
+    def collate(self, samples):
+        return nn.utils.rnn.pad_sequence(samples, batch_first=True)
+
+    def loss(self, model, batch):
+        self.misbehave()
+        if self.trouble == "bypass":
+            model = model.module
+        targets = batch[:, 1:]
+        logits = model(batch[:, :-1]).flatten(0, 1).float()
+        total = functional.cross_entropy(logits, targets.flatten(), ignore_index=0, reduction="sum")
+        if self.trouble == "not finite" and self.calls == 11 and os.environ["RANK"] == "1":
+            total = total * float("nan")
+        if self.trouble == "wrong type":
+            return {"loss": total}
+        return Loss(total=total, items=(targets != 0).sum())
+
+    def misbehave(self):
+        self.calls += 1
+        if self.trouble == "slow":
+            time.sleep(0.05)
+        if self.calls != 11 or os.environ["RANK"] != "1":
+            return
+        if self.trouble == "raise":
+            raise ValueError("the eleventh utterance is cursed")
+        if self.trouble == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.trouble == "hang":
+            time.sleep(10_000)
+
+
+class MeanTagger(Tagger):
+    """Returns a bare mean, as many loss functions do."""
+
+    def loss(self, model, batch):
+        logits = model(batch[:, :-1]).flatten(0, 1)
+        return functional.cross_entropy(logits, batch[:, 1:].flatten(), ignore_index=0)
+
+
+class Streamed(Tagger):
+    def train_data(self):
+        return Stream(self.samples)
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __init__(self, count):
+        self.data = Utterances(count)
+
+    def __iter__(self):
+        return iter(self.data.data)
+
+
+class NoLoss:
+    def model(self):
+        return nn.Linear(2, 2)
+
+    def train_data(self):
+        return Utterances(3)
