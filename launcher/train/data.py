@@ -5,32 +5,23 @@ Window w of an epoch holds the samples at positions [w*G, (w+1)*G) of the epoch'
 
 from __future__ import annotations
 
+import functools
 import itertools
-import signal
-from collections.abc import Callable, Generator, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
 
 from launcher.batch import Batch, share_of_window
 from launcher.errors import DataError
 from launcher.plan import RunPlan
-from launcher.process import STOP_SIGNALS
+from launcher.train.loader import MicroBatch, prefetch
 from launcher.train.sampling import Permutation
 from launcher.train.world import World
 
 Collate = Callable[[list[Any]], Any]
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """``data``: collated, on the device. ``samples``: how many count; 0 in a stand-in that runs with weight zero
-    because the other ranks have one more micro-batch than this rank has samples for."""
-
-    data: Any
-    samples: int
 
 
 @dataclass(frozen=True)
@@ -91,7 +82,7 @@ class MapFeed:
         self._plan, self._rank, self._start = plan, world.rank, start
         self._samples, self._windows = plan.task.samples, plan.epoch.windows
         specs = itertools.chain.from_iterable(map(self._specs, self._indices()))
-        self._source = _prefetch(_Fetch(dataset, collate), plan, device, sampler=specs)
+        self._source = prefetch(_Shuffled(dataset, plan.train.seed, collate), plan, device, order=specs)
 
     def _indices(self) -> Iterable[int]:
         epochs = self._plan.train.epochs
@@ -102,14 +93,12 @@ class MapFeed:
         first = index % self._windows * self._plan.batch.global_size
         return min(self._plan.batch.global_size, self._samples - first)
 
-    def _specs(self, index: int) -> Iterator[tuple[list[int], int]]:
-        """This rank's micro-batches of a window: (sample indices, how many count)."""
+    def _specs(self, index: int) -> Iterator[_Spec]:
+        """This rank's micro-batches of a window."""
         epoch, window = divmod(index, self._windows)
-        order = Permutation(self._samples, self._plan.train.seed, epoch)
-        first = window * self._plan.batch.global_size
-        for offsets in share_of_window(self._size(index), self._plan.batch, self._rank):
-            indices = [order[first + offset] for offset in offsets or (0,)]
-            yield indices, len(offsets)
+        first, size = window * self._plan.batch.global_size, self._size(index)
+        for offsets in share_of_window(size, self._plan.batch, self._rank):
+            yield _Spec(epoch, first, size, offsets.start, offsets.stop)
 
     def windows(self) -> Iterator[Window]:
         unit = self._plan.batch.micro_size * self._plan.batch.world_size
@@ -150,7 +139,7 @@ class StreamFeed:
         if callable(getattr(self._dataset, "set_epoch", None)):
             self._dataset.set_epoch(self._epoch)
         shard = _Shard(self._dataset, self._plan.batch, self._world.rank, self._collate)
-        self._source = _prefetch(shard, self._plan, self._device)
+        self._source = prefetch(shard, self._plan, self._device)
         self._next = next(self._source, None)
 
     def windows(self) -> Iterator[Window]:
@@ -196,21 +185,48 @@ def eval_batches(
     collate = collate or default_collate
     size = plan.batch.micro_size
     if not isinstance(dataset, Sized) or isinstance(dataset, IterableDataset):
-        return _prefetch(_Shard(dataset, plan.batch, world.rank, collate), plan, device)
+        return prefetch(_Shard(dataset, plan.batch, world.rank, collate), plan, device)
     mine = range(world.rank, len(dataset), world.size)
-    specs = [(list(mine[at : at + size]), len(mine[at : at + size])) for at in range(0, len(mine), size)]
-    return _prefetch(_Fetch(dataset, collate), plan, device, sampler=specs)
+    shares = [mine[at : at + size] for at in range(0, len(mine), size)]
+    return prefetch(_InOrder(dataset, collate), plan, device, order=shares)
 
 
-class _Fetch(Dataset[tuple[Any, int]]):
-    """Collates a micro-batch where the samples are read: in the loader's process."""
+class _Spec(NamedTuple):
+    """A micro-batch by its place: offsets [start, stop) of the window that holds positions [first, first + size)."""
+
+    epoch: int
+    first: int
+    size: int
+    start: int
+    stop: int
+
+
+class _Shuffled(Dataset[tuple[Any, int]]):
+    """Finds and collates a micro-batch where the samples are read: in the loader's process, off the step's path."""
+
+    def __init__(self, dataset: Any, seed: int, collate: Collate) -> None:
+        self._dataset, self._seed, self._collate = dataset, seed, collate
+        # the micro-batches of a window follow each other, and finding a whole window costs little more than one of them
+        self._window = functools.lru_cache(maxsize=1)(self._find)
+
+    def _find(self, epoch: int, first: int, size: int) -> list[int]:
+        return Permutation(len(self._dataset), self._seed, epoch).take(first, size)
+
+    def __getitem__(self, spec: _Spec) -> tuple[Any, int]:
+        indices = self._window(spec.epoch, spec.first, spec.size)
+        # without a sample of its own, a rank runs its window's first one with weight zero
+        mine = indices[spec.start : spec.stop] or indices[:1]
+        return self._collate([self._dataset[index] for index in mine]), spec.stop - spec.start
+
+
+class _InOrder(Dataset[tuple[Any, int]]):
+    """Collates the samples of a range."""
 
     def __init__(self, dataset: Any, collate: Collate) -> None:
         self._dataset, self._collate = dataset, collate
 
-    def __getitem__(self, spec: tuple[list[int], int]) -> tuple[Any, int]:
-        indices, samples = spec
-        return self._collate([self._dataset[index] for index in indices]), samples
+    def __getitem__(self, indices: range) -> tuple[Any, int]:
+        return self._collate([self._dataset[index] for index in indices]), len(indices)
 
 
 class _Shard(IterableDataset[tuple[Any, int]]):
@@ -230,48 +246,3 @@ class _Shard(IterableDataset[tuple[Any, int]]):
                 return
             if whole or number % self._batch.world_size == self._rank:
                 yield self._collate(block), len(block)
-
-
-def _prefetch(
-    source: Any, plan: RunPlan, device: torch.device, sampler: Iterable[Any] | None = None
-) -> Generator[MicroBatch, None, None]:
-    """Micro-batches from loader processes that stay two windows ahead of the step."""
-    stream = sampler is None
-    workers = min(1, plan.train.loader_workers) if stream else plan.train.loader_workers
-    loader: DataLoader[Any] = DataLoader(
-        source,
-        batch_size=None,
-        sampler=sampler,  # pyright: ignore[reportArgumentType]
-        num_workers=workers,
-        collate_fn=_as_is,
-        prefetch_factor=max(2, -(-2 * plan.batch.accumulation // workers)) if workers else None,
-        pin_memory=device.type == "cuda",
-        worker_init_fn=_outlive_stop_requests,
-        # a generator of its own: reading data must not draw from the stream that dropout uses
-        generator=torch.Generator().manual_seed(plan.train.seed),
-    )
-    for data, samples in loader:
-        yield MicroBatch(to_device(data, device), samples)
-
-
-def _outlive_stop_requests(worker: int) -> None:  # noqa: ARG001
-    """In a loader process: a stop signal goes to the whole process group, and the last window still needs its data."""
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-
-
-def _as_is(item: Any) -> Any:
-    return item
-
-
-def to_device(value: Any, device: torch.device) -> Any:
-    """``value`` with every tensor in it on ``device``: tuples, lists, dicts and objects with ``to`` are looked into."""
-    if device.type == "cpu":
-        return value
-    if isinstance(value, dict):
-        return type(value)((k, to_device(v, device)) for k, v in value.items())
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(to_device(v, device) for v in value))
-    if isinstance(value, list | tuple):
-        return type(value)(to_device(v, device) for v in value)
-    return value.to(device, non_blocking=True) if hasattr(value, "to") else value

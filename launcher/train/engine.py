@@ -30,6 +30,7 @@ from launcher.config import Sync
 from launcher.errors import ConfigError, DataError, EngineMisuse
 from launcher.plan import RunPlan
 from launcher.train import data, step
+from launcher.train.loader import MicroBatch
 from launcher.train.meter import Calibration
 from launcher.train.parallel import wrap
 from launcher.train.precision import Precision
@@ -77,7 +78,7 @@ class Engine:
         self._totals = WindowTotals(self.world, self.device)
         self._windows_here = 0
         self._window: data.Window | None = None
-        self._micro: data.MicroBatch | None = None
+        self._micro: MicroBatch | None = None
         self.steps = self.window_index = self.skipped_steps = self.samples = self.items = 0
 
     @property

@@ -113,7 +113,7 @@ def reference_parameters(epochs: int, global_size: int) -> Tensor:
     for epoch in range(epochs):
         order = Permutation(100, 0, epoch)
         for first in range(0, 100, global_size):
-            samples = [data[order[p]] for p in range(first, min(100, first + global_size))]
+            samples = [data[index] for index in order.take(first, min(global_size, 100 - first))]
             batch = nn.utils.rnn.pad_sequence(samples, batch_first=True)
             targets = batch[:, 1:].flatten()
             optimizer.zero_grad()

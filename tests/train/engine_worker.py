@@ -73,7 +73,7 @@ def main() -> None:
         epoch, place = divmod(result.window, plan.epoch.windows or 1)
         order = Permutation(len(data), plan.train.seed, epoch)
         first = place * plan.batch.global_size
-        indices = [order[p] for p in range(first, min(first + plan.batch.global_size, len(data)))]
+        indices = order.take(first, min(plan.batch.global_size, len(data) - first))
         total, items = loss_sum(reference, collate([data[i] for i in indices]))
         optimizers[1].zero_grad()
         (total / items).backward()

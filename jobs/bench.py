@@ -1,0 +1,157 @@
+"""What the engine costs: the same model and data in a hand-written DDP loop and in `launch train`'s engine, in one run.
+
+    launch run -- jobs/bench.py [--steps 60] [--case bytes_gpt|mlp] [--loader-workers 1]
+
+The two loops take turns, step by step, on the same ranks, so that a noisy machine is noisy for both. The engine's side
+writes its metrics record too, as `launch train` does. The hand-written loop is the least one can write: no exact
+average over items, no check, no record.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from launcher import Engine, RunPlan, make_plan
+from launcher.tasks.bytes_gpt import BytesGPT
+from launcher.train.telemetry import Record, peak_memory_bytes, step_metrics
+
+WARM_UP = 5
+
+
+class Case:
+    """A model, its data, and the loss of a micro-batch: (sum, items)."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        if name == "bytes_gpt":
+            task = BytesGPT()
+            self.make_model, self.data = task.model, task.train_data()
+            self.options = ["precision=bf16"]
+        else:  # so small that the loop itself is what is measured
+            generator = torch.Generator().manual_seed(0)
+            labels = torch.randint(10, (100_000,), generator=generator)
+            self.data = TensorDataset(torch.randn(100_000, 64, generator=generator), labels)
+            self.make_model = lambda: nn.Sequential(
+                nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)
+            )
+            self.options = ["precision=fp32"]
+
+    def loss(self, model: Callable[..., Tensor], batch: Any) -> tuple[Tensor, int]:
+        if self.name == "bytes_gpt":
+            tokens = batch.long()
+            targets = tokens[:, 1:].flatten()
+            logits = model(tokens[:, :-1]).flatten(0, 1).float()
+        else:
+            inputs, targets = batch
+            logits = model(inputs)
+        return functional.cross_entropy(logits, targets, reduction="sum"), targets.numel()
+
+
+def fresh(case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = case.make_model()
+    return model, torch.optim.AdamW(model.parameters(), 1e-3)
+
+
+def by_hand(case: Case, plan: RunPlan) -> Iterator[float]:
+    """A loop as one writes it; yields after each optimizer step."""
+    raw, optimizer = fresh(case)
+    model = DistributedDataParallel(raw, gradient_as_bucket_view=True)
+    accumulation = plan.batch.accumulation
+    loader = DataLoader(
+        case.data, plan.batch.micro_size, sampler=DistributedSampler(case.data), num_workers=plan.train.loader_workers,
+        prefetch_factor=2 * accumulation if plan.train.loader_workers else None,
+    )  # fmt: skip
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: plan.schedule.factor(step, plan.train.steps))
+    bf16 = "precision=bf16" in case.options
+    batches = (batch for _ in itertools.count() for batch in loader)
+    while True:
+        seen = torch.zeros(())
+        for micro in range(accumulation):
+            batch = next(batches)
+            with nullcontext() if micro == accumulation - 1 else model.no_sync():
+                with torch.autocast("cpu", torch.bfloat16) if bf16 else nullcontext():
+                    total, items = case.loss(model, batch)
+                    loss = total / items / accumulation
+                loss.backward()
+            seen += loss.detach()
+        nn.utils.clip_grad_norm_(raw.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        yield seen.item()
+
+
+def by_engine(case: Case, plan: RunPlan, place: Path) -> Iterator[float]:
+    model, optimizer = fresh(case)
+    engine = Engine(model, optimizer, plan)
+    record = Record(place / "metrics.jsonl") if engine.world.rank == 0 else None
+    for window in engine.windows(case.data):
+        for batch in window:
+            engine.backward(*case.loss(engine.model, batch))
+        result = engine.step()
+        if record:
+            seen = (engine.samples, engine.items)
+            record.write(result.step, step_metrics(result, plan, seen, peak_memory_bytes(engine.device)))
+        yield result.loss
+
+
+def compare(case: Case, steps: int, loader_workers: int) -> str:
+    sizes = ["batch.global_size=64", "batch.micro_size=4"] if case.name == "bytes_gpt" else [
+        "batch.global_size=512", "batch.micro_size=32"]  # fmt: skip
+    options = [
+        *case.options,
+        *sizes,
+        f"train.loader_workers={loader_workers}",
+        f"train.steps={10**9}",
+        "run.calibrate=0",
+    ]
+    plan = make_plan(options, samples=len(case.data))
+    with tempfile.TemporaryDirectory() as place:
+        loops = {"engine": by_engine(case, plan, Path(place)), "hand": by_hand(case, plan)}
+        times: dict[str, list[float]] = {name: [] for name in loops}
+        for step in range(WARM_UP + steps):
+            for name in sorted(loops, reverse=bool(step % 2)):  # neither is always the one that finds warm caches
+                dist.barrier()
+                began = time.perf_counter()
+                next(loops[name])
+                if step >= WARM_UP:
+                    times[name].append(time.perf_counter() - began)
+        for loop in loops.values():
+            loop.close()
+    hand, engine = (statistics.median(times[name]) * 1e3 for name in ("hand", "engine"))
+    return f"{case.name:<10} hand-written {hand:9.3f} ms   engine {engine:9.3f} ms   ratio {engine / hand:.3f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, help="measured steps of each loop; default: 60, and 1000 of the MLP")
+    parser.add_argument("--case", choices=["bytes_gpt", "mlp"], action="append")
+    parser.add_argument("--loader-workers", type=int, default=1, help="loader processes a rank, in both loops")
+    arguments = parser.parse_args()
+    dist.init_process_group("gloo")
+    for name in arguments.case or ["bytes_gpt", "mlp"]:
+        line = compare(Case(name), arguments.steps or (60 if name == "bytes_gpt" else 1000), arguments.loader_workers)
+        if dist.get_rank() == 0:
+            print(line, flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

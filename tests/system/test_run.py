@@ -1,0 +1,130 @@
+"""`launch run`: any torchrun script, on the same cluster options, without the engine; and the jobs that come along."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Launch
+from tests.helpers import ROOT
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = """
+import os, sys
+import helper_beside_the_script
+import torch.distributed as dist
+dist.init_process_group("gloo")
+mine = sorted(name for name in os.environ if name.startswith("MY_"))
+print("rank", dist.get_rank(), "of", dist.get_world_size(), sys.argv[1:], mine)
+print("to stderr", file=sys.stderr)
+if "--fail" in sys.argv and dist.get_rank() == 1:
+    raise KeyError("no such luck")
+if "--leave" in sys.argv and dist.get_rank() == 1:
+    sys.exit(3)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    place = tmp_path / "scripts"
+    place.mkdir()
+    (place / "helper_beside_the_script.py").write_text("")
+    (place / "script.py").write_text(SCRIPT)
+    return place / "script.py"
+
+
+def test_a_script_runs_as_under_torchrun(launch: Launch, script: Path, tmp_path: Path) -> None:
+    done = launch(
+        "run", "cluster.workers_per_node=3", "cluster.env=[MY_NAME]", "run.name=r", "--", str(script), "--flag", "a=b",
+        env={"MY_NAME": "x", "MY_SECRET": "y"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    expected = "of 3 ['--flag', 'a=b'] ['MY_NAME']"
+    assert done.stdout.splitlines() == [f"rank 0 {expected}", "to stderr"], "rank 0 is echoed, in order"
+    for rank in (1, 2):
+        assert f"rank {rank} {expected}" in (tmp_path / "runs" / "r" / "logs" / f"rank{rank}.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [("--fail", "rank 1 failed: KeyError: 'no such luck'"), ("--leave", "rank 1 failed: left with exit status 3")],
+)
+def test_a_failing_script(launch: Launch, script: Path, how: str, words: str) -> None:
+    done = launch("run", "run.name=r", "--", str(script), how)
+    assert done.returncode == 1
+    assert words in done.stderr
+    assert done.stderr.startswith("Traceback") == (how == "--fail")
+
+
+def test_restarts(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "flaky.py").write_text(
+        "import os, sys\nimport torch.distributed as dist\ndist.init_process_group('gloo')\ndist.barrier()\n"
+        "print('attempt', os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
+        "sys.exit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0')\n"
+    )
+    done = launch("run", "cluster.max_restarts=1", "run.name=r", "--", "flaky.py")
+    assert done.returncode == 0, done.stderr
+    logs = tmp_path / "runs" / "r" / "logs"
+    assert "attempt 0" in (logs / "rank0.log").read_text()
+    assert "attempt 1" in (logs / "rank0.attempt1.log").read_text()
+
+
+def test_your_own_loop(launch: Launch) -> None:
+    job = ROOT / "jobs" / "own_loop.py"
+    assert len(job.read_text().splitlines()) <= 40
+    done = launch("run", "--", str(job))
+    assert done.returncode == 0, done.stderr
+    losses = [float(line.split()[3]) for line in done.stdout.splitlines()]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0] - 0.5
+    assert done.stdout.count("75.0% of the wire saved") == 4
+
+
+def test_your_own_loop_may_fail_in_the_middle_of_a_window(launch: Launch, tmp_path: Path) -> None:
+    """Its loader processes once outlived it: they ignored the signal that the rank ends them with."""
+    text = (ROOT / "jobs" / "own_loop.py").read_text()
+    broken = text.replace("    result = engine.step()", "    raise RuntimeError('in the middle')", 1)
+    assert broken != text
+    (tmp_path / "broken.py").write_text(broken)
+    done = launch("run", "--", "broken.py")
+    assert done.returncode == 1
+    assert "RuntimeError: in the middle" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        ("engine.backward(loss_sum, items=targets.numel())", "engine.backward(loss_sum, items) was not called"),
+        ("result = engine.step()", "engine.step() was not called"),
+    ],
+)
+def test_a_loop_that_leaves_out_a_call_is_told(launch: Launch, tmp_path: Path, call: str, words: str) -> None:
+    text = (ROOT / "jobs" / "own_loop.py").read_text()
+    assert text.count(call) == 1
+    (tmp_path / "loop.py").write_text(text.replace(call, "pass").replace("result.step %", "engine.steps %"))
+    done = launch("run", "--", "loop.py")
+    assert done.returncode == 1
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_benchmark_compares_within_one_run(launch: Launch) -> None:
+    done = launch("run", "--", str(ROOT / "jobs" / "bench.py"), "--case", "mlp", "--steps", "20")
+    assert done.returncode == 0, done.stderr
+    words = done.stdout.split()
+    assert words[0] == "mlp"
+    assert float(words[words.index("ratio") + 1]) > 0
+
+
+def test_summary_of_a_script_that_was_killed(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "killed.py").write_text("import os\nprint('last words')\nos.kill(os.getpid(), 9)\n")
+    done = launch("run", "cluster.workers_per_node=1", "run.name=r", "--", "killed.py")
+    assert done.returncode == 1
+    assert "rank 0 failed: killed by SIGKILL" in done.stderr
+    assert "last words" in done.stderr
+    assert json.loads((tmp_path / "runs" / "r" / "summary.json").read_text())["verdict"] == "failed"

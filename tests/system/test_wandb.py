@@ -1,0 +1,104 @@
+"""W&B is the mirror of metrics.jsonl: its file read back, its server unreachable, its server answering."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from wandb.proto import wandb_internal_pb2 as pb
+
+from tests.conftest import Launch
+
+pytestmark = pytest.mark.slow
+SMALL = (
+    "task.width=16", "task.depth=1", "task.heads=1", "task.seq_len=16", "task.eval_samples=32",
+    "train.steps=12", "run.calibrate=2", "run.name=w", "checkpoint.enabled=false",
+)  # fmt: skip
+
+
+def wandb_records(path: Path) -> Iterator[Any]:
+    """The records of an offline run's file: a 7-byte header, then LevelDB's log format in blocks of 32 KiB."""
+    data, at, whole = path.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        room = 32768 - at % 32768
+        if room < 7:
+            at += room
+            continue
+        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
+        whole += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # a full record, or the last part of one
+            yield pb.Record.FromString(whole)
+            whole = b""
+
+
+def read_back(run: Path) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any], list[str]]:
+    """Config, history, summary and run ids of every offline file of a run."""
+    config: dict[str, Any] = {}
+    history: list[dict[str, Any]] = []
+    summary: dict[str, Any] = {}
+    ids: list[str] = []
+    for file in sorted(run.glob("wandb/offline-run-*/run-*.wandb")):
+        for record in wandb_records(file):
+            if record.HasField("run"):
+                ids.append(record.run.run_id)
+                config |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
+            if record.HasField("history"):
+                items = record.history.item
+                history.append({"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in items})
+            if record.HasField("summary"):
+                summary |= {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.summary.update}
+    return config, history, summary, ids
+
+
+def test_the_offline_file_holds_config_every_step_once_and_the_summary(launch: Launch, tmp_path: Path) -> None:
+    done = launch("train", *SMALL)
+    assert done.returncode == 0, done.stderr
+    assert "wandb sync" in done.stdout
+    run = tmp_path / "runs" / "w"
+    plan = json.loads((run / "plan.json").read_text())
+    config, history, summary, ids = read_back(run)
+    assert set(ids) == {plan["run"]["id"]}, "the id is the plan's, made before the start"
+    assert {name: config[name] for name in plan} == plan
+    written = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in history] == list(range(1, 13))
+    for row, record in zip(history, written, strict=True):
+        for name, value in record.items():
+            assert row[name] == value or math.isclose(row[name], value), name
+    final = json.loads((run / "summary.json").read_text())
+    assert summary["verdict"] == "done"
+    assert summary["eval/loss"] == pytest.approx(final["eval/loss"])
+    assert summary["comm/speedup"] == pytest.approx(final["comm/speedup"])
+
+
+def test_a_server_out_of_reach_is_said_once_and_stops_nothing(launch: Launch, tmp_path: Path) -> None:
+    nowhere = {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"}
+    done = launch("train", *SMALL, "wandb.mode=online", env=nowhere)
+    assert done.returncode == 0, done.stderr
+    assert (done.stdout + done.stderr).count("W&B did not answer") == 1
+    run = tmp_path / "runs" / "w"
+    assert json.loads((run / "summary.json").read_text())["verdict"] == "done"
+    _, history, summary, _ = read_back(run)
+    assert [row["step"] for row in history] == list(range(1, 13)), "nothing is lost: the run is kept offline"
+    assert summary["verdict"] == "done"
+
+
+def test_the_key_reaches_no_file(launch: Launch, tmp_path: Path) -> None:
+    key = "5ecre7" * 6 + "abcd"
+    done = launch("train", *SMALL, "wandb.mode=offline", env={"WANDB_API_KEY": key})
+    assert done.returncode == 0, done.stderr
+    for path in (tmp_path / "runs").rglob("*"):
+        if path.is_file():
+            assert key.encode() not in path.read_bytes(), path
+
+
+def test_disabled_leaves_no_trace(launch: Launch, tmp_path: Path) -> None:
+    done = launch("train", *SMALL, "wandb.mode=disabled")
+    assert done.returncode == 0, done.stderr
+    assert not list((tmp_path / "runs" / "w").glob("wandb*"))
+    assert "W&B           disabled" in done.stdout
