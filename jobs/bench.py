@@ -3,8 +3,8 @@
     launch run -- jobs/bench.py [--steps 60] [--case bytes_gpt|mlp] [--loader-workers 1]
 
 The two loops take turns, step by step, on the same ranks, so that a noisy machine is noisy for both. The engine's side
-writes its metrics record too, as `launch train` does. The hand-written loop is the least one can write: no exact
-average over items, no check, no record.
+writes its metrics record too, as `launch train` does. The hand-written loop is the least one can write that logs its
+mean loss: no exact average over items, no check, no record.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ def by_hand(case: Case, plan: RunPlan) -> Iterator[float]:
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        yield seen.item()
+        dist.all_reduce(seen)  # a loss that is logged is the mean over the ranks
+        yield seen.item() / dist.get_world_size()
 
 
 def by_engine(case: Case, plan: RunPlan, place: Path) -> Iterator[float]:

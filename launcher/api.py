@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import netrc
 import os
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -27,7 +28,8 @@ def plan_job(config: Config) -> RunPlan:
         ConfigError, TaskError, SiteError: what is wrong with the input.
     """
     site = Site.here()
-    run = new_run(config.run, str(config.task.get("_target_", "")).rpartition(".")[2], site.cwd)
+    class_name = str(config.task.get("_target_", "")).rpartition(".")[2]
+    run = new_run(config.run, re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", class_name).lower(), site.cwd)
     if config.wandb.mode is WandbMode.online:
         require_wandb_key(os.environ)
     # sizes that cannot be are said before the task is looked at, which may take seconds
@@ -62,7 +64,7 @@ def make_plan(overrides: Sequence[str] | Config = (), *, samples: int | None) ->
 def new_run(config: RunConfig, stem: str, cwd: str) -> RunInfo:
     """A run's name, id and directory. Names of runs started in the same second differ by their random end."""
     now = datetime.now(UTC)
-    name = config.name or f"{stem.lower() or 'run'}-{now:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+    name = config.name or f"{stem or 'run'}-{now:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
     return RunInfo(
         name=name,
         id=secrets.token_hex(4),

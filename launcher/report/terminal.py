@@ -62,7 +62,7 @@ def plan_table(plan: RunPlan) -> Table:
             "wire a step",
             f"{_bytes(strategy.wire_bytes)} a rank predicted; {_bytes(strategy.wire_bytes_every)} with sync=every",
         )
-    table.add_row("files", plan.run.dir)
+    table.add_row("files", _near(plan.run.dir))
     table.add_row(
         "W&B",
         f"{plan.wandb.mode.value}, project {plan.wandb.project}, id {plan.run.id}"
@@ -196,14 +196,15 @@ def summary_table(plan: RunPlan, summary: dict[str, Any]) -> Table:
         table.add_row("speed-up", _speedup(plan, summary))
     if summary.get("amp/skipped_steps"):
         table.add_row("skipped", f"{summary['amp/skipped_steps']} windows, by fp16 overflow")
-    table.add_row("metrics", str(plan.paths.metrics))
+    table.add_row("metrics", _near(plan.paths.metrics))
     if summary.get("checkpoint"):
-        table.add_row("checkpoint", summary["checkpoint"])
+        table.add_row("checkpoint", _near(summary["checkpoint"]))
     mirror = read_json(plan.paths.wandb_status) or {}
     if mirror.get("url"):
         table.add_row("W&B", mirror["url"])
     elif mirror.get("dir"):
-        table.add_row("W&B", f"{mirror['dir']}; to send it: wandb sync {mirror['dir']}")
+        table.add_row("W&B", _near(mirror["dir"]))
+        table.add_row("to send it", f"wandb sync {_near(mirror['dir'])}")
     return table
 
 
@@ -226,7 +227,13 @@ def failure_text(summary: dict[str, Any]) -> str:
     else:  # our own errors say it all; a process that was killed said something before, perhaps
         own_words = [] if failure["kind"] else last_lines(log, 15)
     who = "the job" if failure["rank"] is None else f"rank {failure['rank']}"
-    return "\n".join([*own_words, f"launch: {who} failed: {failure['error']}", f"  Its log: {log}"])
+    return "\n".join([*own_words, f"launch: {who} failed: {failure['error']}", f"  Its log: {_near(log)}"])
+
+
+def _near(path: str | Path) -> str:
+    """``path`` as one would type it here: relative where it lies below the working directory."""
+    path = Path(path)
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def _count(number: int, noun: str) -> str:

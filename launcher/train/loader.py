@@ -97,7 +97,8 @@ class _Packer(ForkingPickler):
     """As the loader's own pickler, which shares memory, but for small plain tensors."""
 
     def reducer_override(self, obj: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if type(obj) is not Tensor or obj.nbytes > BY_VALUE_BYTES or obj.requires_grad or obj.layout != torch.strided:
+        plain = type(obj) is Tensor and obj.layout == torch.strided and not (obj.requires_grad or obj.is_conj())
+        if not plain or obj.nbytes > BY_VALUE_BYTES or obj.is_neg():
             return NotImplemented
         whole = obj.contiguous()
         return _unpack, (ctypes.string_at(whole.data_ptr(), whole.nbytes), obj.dtype, obj.shape)

@@ -17,8 +17,8 @@ class Permutation:
     """A bijection of [0, n) fixed by (seed, epoch), computed where it is asked for, in O(1) memory.
 
     A Feistel network over a grid of about sqrt(n) x sqrt(n) cells, and walking on while the result lies outside n
-    (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002, sections 3.2 and 3.3), with
-    four rounds (Luby and Rackoff, 1988) of the multiplications of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
+    (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002, sections 3.2, 3.3), with four
+    rounds (Luby and Rackoff, 1988) of the multiplications of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
     """
 
     def __init__(self, n: int, seed: int, epoch: int) -> None:
@@ -53,6 +53,6 @@ class Permutation:
 
 
 def _mix(x: Tensor, key: int) -> Tensor:
-    """The round function: 31 well mixed bits and a sign, which the modulus takes away. Products wrap, as they should."""
+    """The round function: 31 well mixed bits and a sign, which the modulus takes away. Products wrap, as wanted."""
     x = (x + key).mul_(_FIRST)
     return x.bitwise_xor_(x >> 30).mul_(_SECOND).bitwise_right_shift_(33)

@@ -1,0 +1,65 @@
+"""Run by torchrun in test_checkpoint.py: train, save in the middle, go on; load, go on; compare bit by bit."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from launcher import Engine, make_plan
+from launcher.paths import RunPaths
+from launcher.train import checkpoint
+
+
+def engine_of(overrides: list[str]) -> Engine:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.ReLU(), nn.Linear(16, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    return Engine(model, optimizer, make_plan([*overrides, "train.loader_workers=0", "run.calibrate=0"], samples=90))
+
+
+def run(engine: Engine, data: list[Tensor], until: int) -> None:
+    for window in engine.windows(data):
+        for batch in window:
+            engine.backward((engine.model(batch) ** 2).sum(), len(batch))
+        engine.step()
+        if engine.steps == until:
+            return
+
+
+def state(engine: Engine) -> list[Tensor]:
+    moments = [value for entry in engine.optimizer.state.values() for value in entry.values()]
+    return [*(p.detach().clone() for p in engine.parallel.module.parameters()), *moments]
+
+
+def main() -> None:
+    paths, overrides = RunPaths(Path(sys.argv[1])), sys.argv[2:]
+    data = list(torch.randn(90, 8, generator=torch.Generator().manual_seed(5)))
+    first = engine_of(overrides)
+    run(first, data, 5)
+    place = checkpoint.save(first, paths)
+    run(first, data, 12)
+
+    second = engine_of(overrides)
+    checkpoint.load(second, place)
+    assert (second.steps, second.window_index) == (5, 5 + second.skipped_steps)
+    run(second, data, 12)
+    for mine, theirs in zip(state(first), state(second), strict=True):
+        assert torch.equal(mine, theirs)
+    assert first.schedule.get_last_lr() == second.schedule.get_last_lr()
+    assert first.precision.scaler.state_dict() == second.precision.scaler.state_dict()
+
+    for steps in (6, 7, 8):
+        second.steps = steps
+        checkpoint.save(second, paths, keep=2)
+    if second.world.rank == 0:
+        print("kept", *sorted(p.name for p in paths.checkpoints.iterdir()))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
