@@ -6,6 +6,7 @@ import dataclasses
 import os
 import re
 import sys
+import tempfile
 import typing
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,6 @@ from launcher.paths import CONF
 
 _PRIMARY = "config"
 _SCHEMA = "launcher_schema"
-_COMPLETE_TRACE = "HYDRA_FULL_ERROR"
 
 
 def compose(overrides: Sequence[str] = ()) -> Config:
@@ -52,16 +52,17 @@ def run_with_config(verb: str, arguments: Sequence[str], act: Callable[[Config, 
         statuses.append(act(*_to_config(composed)))
 
     application = hydra_main(version_base="1.3", config_path=str(CONF), config_name=_PRIMARY)(job)
-    argv, sys.argv = sys.argv, [f"launch {verb}", *arguments]
-    before = os.environ.get(_COMPLETE_TRACE)
-    os.environ[_COMPLETE_TRACE] = "1"  # Hydra then raises, instead of printing and exiting with status 1
+    argv, environment = sys.argv, dict(os.environ)
     try:
-        with _errors_in_plain_words(arguments):
+        with tempfile.TemporaryDirectory() as sweep_dir, _errors_in_plain_words(arguments):
+            sys.argv = [f"launch {verb}", *arguments]
+            # Hydra then raises, instead of printing and exiting with status 1
+            os.environ |= {"HYDRA_FULL_ERROR": "1", "LAUNCHER_SWEEP_DIR": sweep_dir}
             application()
     finally:
         sys.argv = argv
-        if before is None:
-            del os.environ[_COMPLETE_TRACE]
+        os.environ.clear()
+        os.environ |= environment
     return max(statuses)
 
 

@@ -119,10 +119,11 @@ def test_hydras_own_flags(launch: Launch) -> None:
     assert "strategy: ddp, single" in launch("train", "--help").stdout
 
 
-def test_a_sweep_runs_every_cell_and_reports_the_impossible_one(launch: Launch) -> None:
+def test_a_sweep_runs_every_cell_and_reports_the_impossible_one(launch: Launch, tmp_path: Path) -> None:
     done = launch("plan", "-m", "--json", "batch.accumulation=8,7,4")
     assert done.returncode == 2
     assert done.stdout.count('"accumulation": ') == 2
+    assert list(tmp_path.iterdir()) == [], "a plan writes nothing"
     assert done.stderr.count("launch: error: ") == 1
     assert "7" in done.stderr
 

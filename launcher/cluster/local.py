@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol
 
-from launcher.errors import SiteError
+from launcher.errors import EXIT_FAILED, EXIT_INTERRUPTED, SiteError
 from launcher.paths import RunPaths, read_json, write_text
 from launcher.plan import LaunchPlan
 from launcher.site import WANDB_ENV, allowed_env
@@ -98,13 +98,17 @@ def run(plan: LaunchPlan, display: Display) -> Verdict:
         display.close()
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    return Verdict(agent.returncode, _summary(paths, agent.returncode))
+    # a second Ctrl-C, or one before the agent was up, ends it by the signal itself
+    status = EXIT_INTERRUPTED if asked else agent.returncode
+    return Verdict(status if status >= 0 else EXIT_FAILED, _summary(paths, status))
 
 
 def _summary(paths: RunPaths, status: int) -> dict[str, Any]:
     summary = read_json(paths.summary)
     if summary is not None:
         return summary
+    if status == EXIT_INTERRUPTED:
+        return {"verdict": "killed"}
     if status == 0:  # a script of the user's own writes no summary
         return {"verdict": "done"}
     failure = {

@@ -249,4 +249,5 @@ def _bytes(number: float) -> str:
 
 
 def console(*, quiet: bool = False) -> Console:
-    return Console(file=sys.stdout, quiet=quiet)
+    # in a file nothing is folded, so that a command printed there can be pasted
+    return Console(file=sys.stdout, quiet=quiet, width=None if sys.stdout.isatty() else 200)

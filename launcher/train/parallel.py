@@ -43,21 +43,22 @@ def wrap(model: nn.Module, plan: RunPlan, device: torch.device) -> tuple[Paralle
     world_size = plan.batch.world_size
     meter = Meter(sum(p.numel() * p.element_size() for p in parameters), world_size)
     if plan.strategy.kind is StrategyKind.single or world_size == 1:
-        return Single(model, parameters), meter
+        return Single(model, parameters, unused_allowed=plan.strategy.find_unused_parameters), meter
     return Ddp(model, parameters, plan, device, meter), meter
 
 
 class Single:
     """One rank: nothing to synchronise."""
 
-    def __init__(self, model: nn.Module, parameters: list[nn.Parameter]) -> None:
+    def __init__(self, model: nn.Module, parameters: list[nn.Parameter], *, unused_allowed: bool) -> None:
         self.module, self.forward, self.parameters = model, model, parameters
+        self._unused_allowed = unused_allowed
 
     def micro_batch(self, synchronise: bool) -> AbstractContextManager[object]:  # noqa: ARG002
         return nullcontext()
 
     def gradients(self) -> list[Tensor]:
-        return _all_gradients(self.module, self.parameters)
+        return _gradients(self.module, self.parameters, unused_allowed=self._unused_allowed)
 
     def zero_grad(self) -> None:
         for parameter in self.parameters:
@@ -93,18 +94,16 @@ class Ddp:
         return nullcontext() if synchronise else self._ddp.no_sync()
 
     def gradients(self) -> list[Tensor]:
-        if self._unused_allowed:
-            return [p.grad for p in self.parameters if p.grad is not None]
-        return _all_gradients(self.module, self.parameters)
+        return _gradients(self.module, self.parameters, unused_allowed=self._unused_allowed)
 
     def zero_grad(self) -> None:
         # in place: setting them to None would give the buckets a second copy during the next window
         torch._foreach_zero_([p.grad for p in self.parameters if p.grad is not None])
 
 
-def _all_gradients(module: nn.Module, parameters: list[nn.Parameter]) -> list[Tensor]:
+def _gradients(module: nn.Module, parameters: list[nn.Parameter], *, unused_allowed: bool) -> list[Tensor]:
     gradients = [p.grad for p in parameters if p.grad is not None]
-    if len(gradients) < len(parameters):
+    if len(gradients) < len(parameters) and not unused_allowed:
         names = [name for name, p in module.named_parameters() if p.requires_grad and p.grad is None]
         shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
         raise UnusedParameters(

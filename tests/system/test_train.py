@@ -194,6 +194,16 @@ def test_trouble_ends_the_run_with_its_own_words_first(
     wait_for(lambda: not processes_of(run), "every process of the failed run to end", 15)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_unused_parameters_are_allowed_on_demand(launch: Launch, project: Path, ranks: int) -> None:
+    done = launch(
+        "train", *OWN, "task.trouble=unused", "strategy.find_unused_parameters=true", "train.steps=4",
+        f"cluster.workers_per_node={ranks}",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert records(project / "runs" / "own")[-1]["comm/saved_fraction"] == 0, "each micro-batch is synchronised then"
+
+
 def start(project: Path, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         launch_command("train", *OWN, *arguments),
@@ -217,6 +227,17 @@ def test_ctrl_c_stops_after_the_window_and_saves(project: Path) -> None:
     assert summary(run)["steps"] == seen[-1]["step"] == len(seen)
     assert (run / "checkpoints" / f"step_{len(seen):06d}" / ".metadata").exists()
     assert processes_of(run) == []
+
+
+def test_ctrl_c_before_the_first_step(project: Path) -> None:
+    job = start(project, "train.steps=100000")
+    run = project / "runs" / "own"
+    wait_for(lambda: (run / "logs" / "node0.log").exists(), "the agent's start")
+    job.send_signal(signal.SIGINT)
+    out, _ = job.communicate(timeout=60)
+    assert job.returncode == 130, out
+    assert "Traceback" not in out
+    wait_for(lambda: not processes_of(run), "every process of the run to end", 30)
 
 
 def test_a_hanging_worker_does_not_outlive_ctrl_c(project: Path) -> None:
