@@ -5,7 +5,6 @@ Window w of an epoch holds the samples at positions [w*G, (w+1)*G) of the epoch'
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from launcher.train.sampling import Permutation
 from launcher.train.world import World
 
 Collate = Callable[[list[Any]], Any]
+PLACES_AHEAD = 4096
 
 
 @dataclass(frozen=True)
@@ -206,14 +206,21 @@ class _Shuffled(Dataset[tuple[Any, int]]):
 
     def __init__(self, dataset: Any, seed: int, collate: Collate) -> None:
         self._dataset, self._seed, self._collate = dataset, seed, collate
-        # the micro-batches of a window follow each other, and finding a whole window costs little more than one of them
-        self._window = functools.lru_cache(maxsize=1)(self._find)
+        self._epoch, self._first, self._indices = -1, 0, list[int]()
 
-    def _find(self, epoch: int, first: int, size: int) -> list[int]:
-        return Permutation(len(self._dataset), self._seed, epoch).take(first, size)
+    def _window(self, spec: _Spec) -> list[int]:
+        """The window's samples. Micro-batches and windows follow each other, and many places cost little more to find
+        than one, so a stretch of them is kept."""
+        start = spec.first - self._first
+        if spec.epoch != self._epoch or start < 0 or start + spec.size > len(self._indices):
+            samples = len(self._dataset)
+            ahead = min(max(spec.size, PLACES_AHEAD), samples - spec.first)
+            self._indices = Permutation(samples, self._seed, spec.epoch).take(spec.first, ahead)
+            self._epoch, self._first, start = spec.epoch, spec.first, 0
+        return self._indices[start : start + spec.size]
 
     def __getitem__(self, spec: _Spec) -> tuple[Any, int]:
-        indices = self._window(spec.epoch, spec.first, spec.size)
+        indices = self._window(spec)
         # without a sample of its own, a rank runs its window's first one with weight zero
         mine = indices[spec.start : spec.stop] or indices[:1]
         return self._collate([self._dataset[index] for index in mine]), spec.stop - spec.start

@@ -122,7 +122,7 @@ class WindowTotals:
 
 
 def _sum(values: list[Tensor]) -> Tensor:
-    return torch.stack([v.double().reshape(()) for v in values]).sum()
+    return torch.stack([v.reshape(()) for v in values]).sum(dtype=torch.float64)
 
 
 def explain_bad_loss(totals: WindowTotals, world: World, step: int) -> NotFinite:
