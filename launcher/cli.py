@@ -11,7 +11,11 @@ from typing import TYPE_CHECKING
 from launcher.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER, ConfigError, UserError, did_you_mean
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from launcher.cluster.local import Verdict
     from launcher.config import Config
+    from launcher.plan import LaunchPlan
 
 HELP = """\
 launch: distributed training where the effective global batch is a contract.
@@ -83,6 +87,16 @@ def _with_config(verb: str, arguments: list[str], act: Callable[[Config, str], i
     return run_with_config(verb, arguments, act_or_explain)
 
 
+def _run_and_show(plan: LaunchPlan, console: Console) -> Verdict:
+    from launcher.cluster import local
+    from launcher.report import terminal
+
+    verdict = local.run(plan, terminal.Silence() if console.quiet else terminal.LiveDisplay(plan, console))
+    if "failure" in verdict.summary:
+        print(terminal.failure_text(verdict.summary), file=sys.stderr)
+    return verdict
+
+
 def train(arguments: list[str]) -> int:
     from launcher.api import plan_job
     from launcher.cluster import local
@@ -95,10 +109,8 @@ def train(arguments: list[str]) -> int:
         console = terminal.console(quiet=quiet)
         local.create(plan, yaml)
         console.print(terminal.plan_table(plan), "")
-        verdict = local.run(plan, terminal.Silence() if quiet else terminal.LiveDisplay(plan, console))
-        if "failure" in verdict.summary:
-            print(terminal.failure_text(verdict.summary), file=sys.stderr)
-        else:
+        verdict = _run_and_show(plan, console)
+        if "failure" not in verdict.summary:
             console.print("", terminal.summary_table(plan, verdict.summary))
         return verdict.status
 
@@ -148,11 +160,7 @@ def run_script(arguments: list[str]) -> int:
         site = Site.here()
         solved = solve_script(config.cluster, site, new_run(config.run, Path(script[0]).stem, site.cwd), script)
         local.create(solved, yaml)
-        console = terminal.console(quiet=quiet)
-        verdict = local.run(solved, terminal.Silence() if quiet else terminal.LiveDisplay(solved, console))
-        if "failure" in verdict.summary:
-            print(terminal.failure_text(verdict.summary), file=sys.stderr)
-        return verdict.status
+        return _run_and_show(solved, terminal.console(quiet=quiet)).status
 
     return _with_config("run", ours, act)
 

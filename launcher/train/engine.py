@@ -89,7 +89,6 @@ class Engine:
     def windows(self, dataset: Any, collate: data.Collate | None = None) -> Iterator[Iterator[Any]]:
         """One iterator of this rank's batches for each optimizer step, until the plan's steps or epochs are done."""
         feed = data.open_feed(dataset, self.plan, self.world, self.device, collate, self.window_index)
-        self.parallel.module.train()
         try:
             for window in feed.windows():
                 self._open(window, feed)

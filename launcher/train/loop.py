@@ -86,6 +86,12 @@ class _Run:
     step_seconds: list[float] = field(default_factory=list[float])
     started: float = field(default_factory=time.perf_counter)
 
+    def __post_init__(self) -> None:
+        self.samples_per_s_at_peak: float | None = None
+        peak, flops = peak_flops(self.engine.device), getattr(self.task, "flops_per_sample", None)
+        if peak is not None and flops is not None:
+            self.samples_per_s_at_peak = peak * self.engine.world.size / flops()
+
     def steps(self) -> None:
         engine, plan = self.engine, self.plan
         cadence = checkpoint.Cadence(plan.checkpoint)
@@ -127,10 +133,8 @@ class _Run:
         metrics = step_metrics(result, self.plan, (engine.samples, engine.items), peak_memory_bytes(engine.device))
         if engine.precision.scales:
             metrics["amp/skipped_steps"] = engine.skipped_steps
-        peak = peak_flops(engine.device)
-        if peak and hasattr(self.task, "flops_per_sample"):
-            flops: float = self.task.flops_per_sample()  # pyright: ignore
-            metrics["throughput/mfu"] = result.samples * flops / result.step_s / (peak * engine.world.size)
+        if self.samples_per_s_at_peak is not None:
+            metrics["throughput/mfu"] = metrics["throughput/samples_per_s"] / self.samples_per_s_at_peak
         self.record.write(result.step, metrics | extra)
 
     def save(self) -> Metrics:
@@ -146,6 +150,7 @@ class _Run:
         if data is None:
             return {}
         engine, module = self.engine, self.engine.parallel.module
+        training = [part for part in module.modules() if part.training]  # a task may keep some of them in eval mode
         module.eval()
         totals = torch.zeros(2, dtype=torch.float64, device=engine.device)
         batches = eval_batches(data, self.plan, engine.world, engine.device, getattr(self.task, "collate", None))
@@ -154,7 +159,8 @@ class _Run:
                 loss = as_loss(self.task.loss(module, batch.data), batch.samples, self.plan.task.target)
             totals[0] += loss.total.double()
             totals[1] += loss.items
-        module.train()
+        for part in training:
+            part.training = True
         if engine.world.size > 1:
             dist.all_reduce(totals)
         self.eval_loss = (totals[0] / totals[1]).item()

@@ -123,6 +123,7 @@ def reference_parameters(epochs: int, global_size: int) -> Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_a_strangers_task_arrives_where_one_big_batch_does(launch: Launch, project: Path, ranks: int) -> None:
     done = launch(
