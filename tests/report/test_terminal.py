@@ -1,0 +1,116 @@
+"""What a person reads: whole tables as text, and the live display from growing files."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+from rich.console import Console
+
+from launcher.process import LAST_WORDS
+from launcher.report.terminal import LiveDisplay, failure_text, plan_table, summary_table
+from tests.helpers import make_plan
+
+
+def shown(*renderables: object) -> str:
+    out = io.StringIO()
+    Console(file=out, width=160).print(*renderables)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+def test_the_plan() -> None:
+    plan = make_plan("batch.global_size=64", "optimizer.lr_scaling=linear", "optimizer.reference_batch=128")
+    text = shown(plan_table(plan))
+    assert text == (
+        "Plan: run\n"
+        "workers       1 host × 2 workers, cpu\n"
+        "global batch  64 samples = 4 micro-batch × 8 accumulation × 2 ranks\n"
+        "task          some.Task: 1,000 samples, 1,000 parameters\n"
+        "windows       16 an epoch, the last one short: 40 samples\n"
+        "length        300 steps = 18.8 epochs\n"
+        "precision     bf16\n"
+        "optimizer     adamw, lr 0.0015 (linear of 0.003), cosine with 20 warm-up steps, clip 1\n"
+        "strategy      ddp, sync boundary: fewest wire bytes\n"
+        "wire a step   4.00 kB a rank predicted; 32.00 kB with sync=every\n"
+        "files         /nowhere/run\n"
+        "W&B           offline, project launcher, id abcd1234"
+    )
+
+
+def test_the_plan_of_a_stream() -> None:
+    text = shown(plan_table(make_plan("train.epochs=2", "schedule=constant", "train.clip_norm=null", samples=None)))
+    assert "windows       as many as the stream has; the last one is exact, however short" in text
+    assert "length        2 epochs of a stream" in text
+    assert "no clipping" in text
+
+
+def test_dropped_samples_are_said() -> None:
+    assert "batch.short_window=drop leaves out 40 samples an epoch" in shown(
+        plan_table(make_plan("batch.short_window=drop"))
+    )
+
+
+def test_the_summary(tmp_path: Path) -> None:
+    plan = make_plan(run_dir=str(tmp_path))
+    summary = {
+        "verdict": "done", "steps": 300, "train/loss": 1.5, "eval/loss": 1.75, "time/step_s": 0.25, "time/total_s": 80.0,
+        "throughput/samples_per_s": 256.0, "comm/wire_bytes": 4000, "comm/wire_bytes_every": 32000,
+        "comm/saved_fraction": 0.875, "comm/speedup": 1.5, "comm/step_s": 0.2, "comm/step_s_every": 0.3,
+        "checkpoint": "/nowhere/run/checkpoints/step_000300",
+    }  # fmt: skip
+    (tmp_path / "wandb.json").write_text(json.dumps({"dir": "/nowhere/run/wandb/offline-run-x"}))
+    assert shown(summary_table(plan, summary)) == (
+        "Run run: done\n"
+        "loss          1.5000, held-out 1.7500 after 300 steps\n"
+        "throughput    256.0 samples/s, 250.0 ms a step (median); 80.0 s in all\n"
+        "global batch  64 samples in every full window\n"
+        "wire a step   4.00 kB a rank counted; 32.00 kB with sync=every: 87.5% saved\n"
+        "speed-up      1.50x measured: 200.0 ms a step, 300.0 ms with sync=every\n"
+        f"metrics       {tmp_path}/metrics.jsonl\n"
+        "checkpoint    /nowhere/run/checkpoints/step_000300\n"
+        "W&B           /nowhere/run/wandb/offline-run-x\n"
+        "to send it    wandb sync /nowhere/run/wandb/offline-run-x"
+    )
+    del summary["comm/speedup"]
+    assert "speed-up      not measured" in shown(summary_table(plan, summary)), "a speed-up is never computed"
+
+
+def test_a_failure_is_the_ranks_own_words_first() -> None:
+    failure = {
+        "rank": 3,
+        "exit_code": 1,
+        "kind": None,
+        "error": "ValueError: x",
+        "traceback": "Traceback ...\n",
+        "log": "/l",
+    }
+    assert failure_text({"failure": failure}) == "Traceback ...\nlaunch: rank 3 failed: ValueError: x\n  Its log: /l"
+
+
+def test_the_live_display_follows_the_files(tmp_path: Path) -> None:
+    plan = make_plan("train.steps=9", run_dir=str(tmp_path))
+    plan.paths.logs.mkdir()
+    out = io.StringIO()
+    display = LiveDisplay(plan, Console(file=out, width=100))
+    display.refresh()  # nothing is there yet
+    log, metrics = plan.paths.rank_log(0), plan.paths.metrics
+    log.write_text("first [not markup]\nhalf a")
+    metrics.write_text('{"step": 1, "train/loss": 5.5, "throughput/samples_per_s": 1234.5}\n{"step": 2, "tra')
+    display.refresh()
+    with log.open("a") as file:
+        file.write(f" line\n[rank0]: {LAST_WORDS}\n[rank0]: Traceback that is not its own\n")
+    (tmp_path / "wandb.json").write_text('{"problem": "no server"}')
+    with metrics.open("a") as file:
+        file.write('in/loss": 5.25, "eval/loss": 5.0, "throughput/samples_per_s": 1000}\n')
+        file.write('{"step": 9, "train/loss": 5.0, "throughput/samples_per_s": 1000}\n')
+    for _ in range(2):
+        display.refresh()
+    display.close()
+    assert out.getvalue().splitlines() == [
+        "first [not markup]",
+        "step 1/9  loss 5.5000  1,234 samples/s",
+        "half a line",
+        "step 9/9  loss 5.0000  1,000 samples/s",
+        "W&B: no server",
+    ]
