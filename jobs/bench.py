@@ -118,6 +118,7 @@ def compare(case: Case, steps: int, loader_workers: int) -> str:
     options = [
         *case.options,
         *sizes,
+        "cluster.device=cpu",
         f"train.loader_workers={loader_workers}",
         f"train.steps={10**9}",
         "run.calibrate=0",

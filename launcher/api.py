@@ -36,7 +36,7 @@ def plan_job(config: Config) -> RunPlan:
     solve(
         config,
         site,
-        TaskPlan(target="", params={}, samples=None, parameters=None, gradient_bytes=None, eval=False),
+        TaskPlan(target="", params={}, samples=None, parameters=None, gradient_bytes=None),
         run,
     )
     return solve(config, site, describe_task(config.task, site.cwd), run)
@@ -57,7 +57,7 @@ def make_plan(overrides: Sequence[str] | Config = (), *, samples: int | None) ->
 
     config = overrides if isinstance(overrides, Config) else compose(overrides)
     site = Site.here()
-    task = TaskPlan(target="", params={}, samples=samples, parameters=None, gradient_bytes=None, eval=False)
+    task = TaskPlan(target="", params={}, samples=samples, parameters=None, gradient_bytes=None)
     return solve(config, site, task, new_run(config.run, "own_loop", site.cwd), World.here().size)
 
 

@@ -80,9 +80,12 @@ def _with_config(verb: str, arguments: list[str], act: Callable[[Config, str], i
 
     def act_or_explain(config: Config, yaml: str) -> int:
         try:
-            return act(config, yaml)
+            status = act(config, yaml)
         except UserError as error:
             return _explain(error)
+        if status == EXIT_INTERRUPTED:
+            raise KeyboardInterrupt  # of a sweep, the cells that have not begun are left out too
+        return status
 
     return run_with_config(verb, arguments, act_or_explain)
 

@@ -80,7 +80,7 @@ class ClusterConfig:
     """auto: cuda where a GPU is seen, else cpu."""
     max_restarts: int = 0
     """How often torchrun starts the workers again after one failed. `launch run` only, until runs can be resumed."""
-    grace_s: int = 10
+    grace_s: int = 30
     """Seconds that workers get to finish their window and save when they are asked to stop."""
     env: list[str] = field(default_factory=list[str])
     """Names of environment variables that workers get beside the usual ones; a trailing * matches any ending."""

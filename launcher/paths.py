@@ -50,13 +50,16 @@ class RunPaths:
         """Standard output and error of one rank; a restarted rank writes a new file."""
         return self.logs / (f"rank{rank}.log" if attempt == 0 else f"rank{rank}.attempt{attempt}.log")
 
+    def newest_rank_log(self, rank: int) -> Path:
+        """The log of the rank's last attempt so far."""
+        attempt = 0
+        while self.rank_log(rank, attempt + 1).exists():
+            attempt += 1
+        return self.rank_log(rank, attempt)
+
     def rank_error(self, rank: int, attempt: int = 0) -> Path:
         """Where torch's ``@record`` leaves a rank's exception."""
         return self.logs / f"rank{rank}.attempt{attempt}.error.json"
-
-    @property
-    def wandb(self) -> Path:
-        return self.root / "wandb"
 
     @property
     def wandb_log(self) -> Path:
@@ -86,7 +89,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    write_text(path, json.dumps(value, indent=2) + "\n")
+    write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

@@ -60,9 +60,11 @@ class ClusterPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class EnvPlan:
-    """``allow``: names, with a trailing * for any ending, that workers inherit. ``set``: what the plan itself sets."""
+    """``allow``: names, with a trailing * for any ending, that workers inherit. ``default``: for what the user's
+    environment leaves open. ``set``: whatever it says."""
 
     allow: tuple[str, ...]
+    default: dict[str, str]
     set: dict[str, str]
 
 
@@ -109,7 +111,6 @@ class TaskPlan:
     samples: int | None
     parameters: int | None
     gradient_bytes: int | None
-    eval: bool
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,10 +16,15 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 _PR_SET_PDEATHSIG = 1
 
 
+# Where the agent leaves its process id for its workers.
+AGENT_PID = "LAUNCHER_AGENT_PID"
+
+
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
     """Have the kernel send ``number`` to this process when ``parent`` dies, however that happens: no orphan is left.
 
-    ``parent``: the process that this one was started by. On a system without prctl(2) nothing happens.
+    ``parent``: the process that this one was started by, as that process knew it: asking here for one's parent is too
+    late when it has died already. On a system without prctl(2) nothing happens.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -56,9 +61,7 @@ def leave(status: int) -> NoReturn:
     being torn down, the process aborts ("terminate called without an active exception"), and a job that is done looks
     failed (pytorch/pytorch#190489; three exits in eight of a ten-line DDP script, torch 2.13).
     """
-    for thread in threading.enumerate():
-        if not thread.daemon and thread is not threading.current_thread():
-            thread.join()
+    threading._shutdown()  # pyright: ignore  (waits for threads as the interpreter does, executors' among them)
     atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]
     sys.stdout.flush()
     sys.stderr.flush()

@@ -15,8 +15,9 @@ from launcher.errors import SiteError
 # accident, and no secret travels unasked. W&B's key reaches the mirror process alone.
 ALLOWED_ENV = (
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_*", "TZ", "TERM", "TMPDIR", "XDG_*",
-    "PYTHONPATH", "PYTHONHASHSEED", "PYTHONWARNINGS", "VIRTUAL_ENV", "CONDA_*", "LD_LIBRARY_PATH", "LD_PRELOAD",
-    "CUDA_*", "NVIDIA_*", "NCCL_*", "GLOO_*", "TORCH_*", "TORCHINDUCTOR_*", "TRITON_*", "CUBLAS_*",
+    "PYTHONPATH", "PYTHONHASHSEED", "PYTHONNOUSERSITE", "PYTHONWARNINGS", "VIRTUAL_ENV", "CONDA_*",
+    "LD_LIBRARY_PATH", "LD_PRELOAD",
+    "CUDA_*", "NVIDIA_*", "NCCL_*", "GLOO_*", "TORCH_*", "PYTORCH_*", "TORCHINDUCTOR_*", "TRITON_*", "CUBLAS_*",
     "OMP_*", "MKL_*", "KMP_*", "GOMP_*", "OPENBLAS_*", "HF_HOME", "HF_DATASETS_*", "HF_HUB_OFFLINE",
     "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "http_proxy", "https_proxy", "no_proxy",
     "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "CC", "CXX",

@@ -122,7 +122,7 @@ def solve_script(config: ClusterConfig, site: Site, run: RunInfo, arguments: lis
         run=run,
         cluster=cluster,
         env=solve_env(config, cluster, site),
-        command=("-m", "launcher.cluster.script", *arguments),
+        command=("-P", "-m", "launcher.cluster.script", *arguments),
     )
 
 
@@ -164,10 +164,12 @@ def solve_cluster(
 
 def solve_env(config: ClusterConfig, cluster: ClusterPlan, site: Site) -> EnvPlan:
     threads = max(1, site.cores // cluster.workers_per_node)
+    no_gpu = {"CUDA_VISIBLE_DEVICES": ""} if cluster.device is Device.cpu else dict[str, str]()
     return EnvPlan(
         allow=(*ALLOWED_ENV, *config.env),
-        # unbuffered: a log line must not be lost with the process that printed it
-        set={"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+        default={"OMP_NUM_THREADS": str(threads)},
+        # unbuffered: a log line must not be lost with the process that printed it; a store of its own for each attempt
+        set={"PYTHONUNBUFFERED": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} | no_gpu,
     )
 
 

@@ -44,7 +44,6 @@ def describe_task(config: dict[str, Any], cwd: str) -> TaskPlan:
             samples=facts["samples"],
             parameters=facts["parameters"],
             gradient_bytes=4 * facts["parameters"],
-            eval=True,
         )
     with tempfile.TemporaryDirectory() as place:
         answer = Path(place) / "answer.json"

@@ -63,6 +63,8 @@ def check(config: Config) -> None:
     betas = config.optimizer.betas
     if betas is not None and (len(betas) != 2 or not all(0 <= b < 1 for b in betas)):
         raise ConfigError("optimizer.betas", betas, "must be two numbers of at least 0 and below 1.")
+    if config.optimizer.nesterov and not config.optimizer.momentum:
+        raise ConfigError("optimizer.nesterov", "true", "needs optimizer.momentum above 0.")
     if config.train.steps is not None and config.train.epochs is not None:
         raise ConfigError(
             "train.epochs", config.train.epochs, f"train.steps={config.train.steps} is set too.", "Leave one out."

@@ -28,9 +28,7 @@ def make_plan(
     gpus: int = 0,
     run_dir: str = "/nowhere/run",
 ) -> RunPlan:
-    task = TaskPlan(
-        target="some.Task", params={}, samples=samples, parameters=1000, gradient_bytes=gradient_bytes, eval=False
-    )
+    task = TaskPlan(target="some.Task", params={}, samples=samples, parameters=1000, gradient_bytes=gradient_bytes)
     run = RunInfo(name="run", id="abcd1234", dir=run_dir, created="2024-01-01T00:00:00+00:00", version="0")
     return solve(compose(overrides), Site(gpus=gpus, cores=2, cwd="/nowhere"), task, run)
 

@@ -98,6 +98,7 @@ def test_schedules() -> None:
         (["optimizer.lr_scaling=linear"], "needs the global batch that lr was tuned for"),
         (["optimizer.reference_batch=64"], "has no effect with optimizer.lr_scaling=none"),
         (["optimizer.betas=[0.9]"], "must be two numbers"),
+        (["optimizer=sgd", "optimizer.nesterov=true", "optimizer.momentum=0"], "needs optimizer.momentum above 0"),
         (["precision.init_scale=2"], "has an effect with precision=fp16 only"),
         (["schedule=constant", "schedule.min_ratio=0.5"], "has no effect with schedule=constant"),
         (["strategy=single", "cluster.workers_per_node=2"], "one rank trains alone, and 2 were asked for"),

@@ -1,6 +1,6 @@
 """The node agent: one process a node, which runs torchrun's elastic agent as a library and writes the verdict.
 
-    python -m launcher.cluster.agent RUN_DIR
+    python -m launcher.cluster.agent RUN_DIR PARENT_PID
 
 Exit status: 0 the workers are done; 1 they failed; 2 the user's input was wrong after all; 130 they were stopped.
 """
@@ -15,11 +15,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from launcher import errors
+from launcher.cluster.deaths import DeathWatch
 from launcher.config import WandbMode
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, UserError, class_named
 from launcher.paths import RunPaths, read_json, write_json
 from launcher.plan import LaunchPlan, RunPlan
-from launcher.process import STOP_SIGNALS, die_with_parent
+from launcher.process import AGENT_PID, STOP_SIGNALS, die_with_parent
 from launcher.site import WANDB_ENV, allowed_env
 
 if TYPE_CHECKING:
@@ -30,18 +32,18 @@ if TYPE_CHECKING:
 MIRROR_GRACE_S = 60
 
 
-def main(run_dir: str) -> int:
-    die_with_parent(os.getppid(), signal.SIGTERM)
+def main(run_dir: str, parent: str) -> int:
+    die_with_parent(int(parent), signal.SIGTERM)
     paths = RunPaths(Path(run_dir))
     plan = _load(paths)
     mirror = _start_mirror(plan)
     for name in set(os.environ) - set(allowed_env(os.environ, plan.env.allow)):
         del os.environ[name]  # W&B's key was for the mirror alone
-    os.environ.update(plan.env.set)
+    os.environ |= {**plan.env.default, **os.environ, **plan.env.set, AGENT_PID: str(os.getpid())}
     try:
         status = _run_workers(plan)
     finally:
-        _finish_mirror(mirror)
+        _finish_mirror(mirror, paths)
     return status
 
 
@@ -67,12 +69,14 @@ def _run_workers(plan: LaunchPlan) -> int:
         shutdown_timeout=plan.cluster.grace_s,
         logs_specs=_logs(plan.paths),
     )
+    deaths = DeathWatch()
     try:
-        elastic_launch(config, sys.executable)(*plan.command)
+        with deaths:
+            elastic_launch(config, sys.executable)(*plan.command)
     except SignalException as stop:
         return _stopped(plan.paths, signal.Signals(stop.sigval).name)
     except ChildFailedError as failed:
-        return _failed(plan.paths, failed)
+        return _failed(plan.paths, failed, deaths)
     return EXIT_DONE
 
 
@@ -105,29 +109,23 @@ def _stopped(paths: RunPaths, by: str) -> int:
     return EXIT_INTERRUPTED
 
 
-def _failed(paths: RunPaths, error: ChildFailedError) -> int:
-    """Write down the failure that came first: the others are mostly ranks that lost their peer."""
-    rank, first = min(error.failures.items(), key=lambda item: _order(item[1]))
+def _failed(paths: RunPaths, error: ChildFailedError, deaths: DeathWatch) -> int:
+    """Write down the failure that came first: the others lost their peer, or were ended by torch itself."""
+    rank, first = min(error.failures.items(), key=lambda item: deaths.order(item[1].pid))
     message, trace = _own_words(first)
     kind, _, text = message.partition(": ")
-    ours = class_named(kind)
+    # by its full name: a user's own class may have the same short one
+    ours = class_named(kind) if trace and f"\n{errors.__name__}.{kind}: " in trace else None
     failure = {
         "rank": rank,
         "exit_code": first.exitcode,
         "kind": kind if ours else None,
         "error": text if ours else message,
         "traceback": None if ours else trace,  # the text of our own errors says it all
-        "log": str(paths.rank_log(rank)),
+        "log": str(paths.newest_rank_log(rank)),
     }
     write_json(paths.summary, (read_json(paths.summary) or {}) | {"verdict": "failed", "failure": failure})
     return ours.exit_status if ours is not None and issubclass(ours, UserError) else EXIT_FAILED
-
-
-def _order(failure: ProcessFailure) -> int:
-    """When it failed, in ns (torch's own time stamps are whole seconds). A rank that left no error file was killed, or
-    left by itself: nobody else's failure does that to it, so it comes first."""
-    file = Path(failure.error_file)
-    return file.stat().st_mtime_ns if failure.error_file and file.exists() else 0
 
 
 def _own_words(failure: ProcessFailure) -> tuple[str, str | None]:
@@ -156,7 +154,7 @@ def _start_mirror(plan: LaunchPlan) -> subprocess.Popen[bytes] | None:
         )
 
 
-def _finish_mirror(mirror: subprocess.Popen[bytes] | None) -> None:
+def _finish_mirror(mirror: subprocess.Popen[bytes] | None, paths: RunPaths) -> None:
     if mirror is None or mirror.stdin is None:
         return
     mirror.stdin.close()
@@ -164,7 +162,9 @@ def _finish_mirror(mirror: subprocess.Popen[bytes] | None) -> None:
         mirror.wait(MIRROR_GRACE_S)
     except subprocess.TimeoutExpired:
         mirror.kill()
+        problem = f"W&B had not taken everything {MIRROR_GRACE_S} s after the end; `wandb sync` sends the rest."
+        write_json(paths.wandb_status, (read_json(paths.wandb_status) or {}) | {"problem": problem})
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(*sys.argv[1:]))

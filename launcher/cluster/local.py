@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 from launcher.errors import EXIT_FAILED, EXIT_INTERRUPTED, SiteError
-from launcher.paths import RunPaths, read_json, write_text
+from launcher.paths import RunPaths, read_json, write_json, write_text
 from launcher.plan import LaunchPlan
 from launcher.site import WANDB_ENV, allowed_env
 
@@ -66,32 +66,23 @@ def create(plan: LaunchPlan, config_yaml: str) -> None:
 def run(plan: LaunchPlan, display: Display) -> Verdict:
     """Run a created plan to its end. Ctrl-C asks the workers to stop after their window; a second one kills them."""
     paths = plan.paths
-    with paths.node_log(0).open("ab") as log:
-        agent = subprocess.Popen(
-            [sys.executable, "-P", "-m", "launcher.cluster.agent", plan.run.dir],
-            env=allowed_env(os.environ, (*plan.env.allow, *WANDB_ENV)),
-            cwd=plan.cluster.cwd,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,  # the terminal's Ctrl-C comes to this process, which passes it on in order
-        )
-    asked = 0
+    asked: list[int] = []
+    passed_on = 0
 
     def stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
-        nonlocal asked
-        asked += 1
-        # the workers and the mirror notice a killed agent by themselves
-        agent.send_signal(signal.SIGTERM if asked == 1 else signal.SIGKILL)
+        asked.append(number)
 
     handlers = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    said = False
     try:
+        agent = _start_agent(plan)
         while agent.poll() is None:
             display.refresh()
-            if asked and not said:
-                said = True
-                display.say("Stopping at the end of this window. Ctrl-C again kills the workers at once.")
+            if len(asked) > passed_on:
+                passed_on = len(asked)
+                # the workers and the mirror notice a killed agent by themselves
+                agent.send_signal(signal.SIGTERM if passed_on == 1 else signal.SIGKILL)
+                if passed_on == 1:
+                    display.say("Stopping at the end of this window. Ctrl-C again kills the workers at once.")
             time.sleep(POLL_S)
         display.refresh()
     finally:
@@ -103,10 +94,29 @@ def run(plan: LaunchPlan, display: Display) -> Verdict:
     return Verdict(status if status >= 0 else EXIT_FAILED, _summary(paths, status))
 
 
+def _start_agent(plan: LaunchPlan) -> subprocess.Popen[bytes]:
+    with plan.paths.node_log(0).open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "launcher.cluster.agent", plan.run.dir, str(os.getpid())],
+            env=allowed_env(os.environ, (*plan.env.allow, *WANDB_ENV)),
+            cwd=plan.cluster.cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,  # the terminal's Ctrl-C comes to this process, which passes it on in order
+        )
+
+
 def _summary(paths: RunPaths, status: int) -> dict[str, Any]:
+    """What the job wrote, or, where it was killed before it could, what is known of it; written down then."""
     summary = read_json(paths.summary)
-    if summary is not None:
-        return summary
+    if summary is None:
+        summary = _verdict_without_words(paths, status)
+        write_json(paths.summary, summary)
+    return summary
+
+
+def _verdict_without_words(paths: RunPaths, status: int) -> dict[str, Any]:
     if status == EXIT_INTERRUPTED:
         return {"verdict": "killed"}
     if status == 0:  # a script of the user's own writes no summary

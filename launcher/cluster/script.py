@@ -7,16 +7,17 @@ import runpy
 import sys
 from pathlib import Path
 
-from launcher.process import die_with_parent, join_output_streams, leave, mark_last_words
+from launcher.process import AGENT_PID, die_with_parent, join_output_streams, leave, mark_last_words
 
 
 def main() -> None:
-    die_with_parent(os.getppid())
+    if AGENT_PID in os.environ:
+        die_with_parent(int(os.environ[AGENT_PID]))
     join_output_streams()
     mark_last_words()
     del sys.argv[0]
     script = sys.argv[0]
-    sys.path[0] = str(Path(script).resolve().parent)  # as python itself has it; it was this package's caller
+    sys.path.insert(0, str(Path(script).resolve().parent))  # as `python SCRIPT` has it
 
     from torch.distributed.elastic.multiprocessing.errors import record
 

@@ -17,13 +17,13 @@ class Tail:
     """The whole lines that a growing file has gained since the last look."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self._offset = 0
 
     def lines(self) -> list[str]:
         """New lines without their ends; none while the file is not there. A last line without an end waits for it."""
         try:
-            with self._path.open("rb") as file:
+            with self.path.open("rb") as file:
                 file.seek(self._offset)
                 new = file.read()
         except FileNotFoundError:

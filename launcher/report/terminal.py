@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -21,56 +23,60 @@ from launcher.report.record import Tail, last_lines
 PLAIN_LINE_EVERY_S = 10.0
 
 
-def plan_table(plan: RunPlan) -> Table:
-    """The plan, a row a decision."""
-    table = Table(
-        title=f"Plan: {plan.run.name}", title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0)
-    )
+def _table(title: str) -> tuple[Table, Callable[[str, str], None]]:
+    """A table of named lines, and what adds one; brackets in a path are text, not rich's markup."""
+    table = Table(title=escape(title), title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
+    return table, lambda name, text: table.add_row(name, escape(text))
+
+
+def plan_table(plan: RunPlan) -> Table:
+    """The plan, a row a decision."""
+    table, add = _table(f"Plan: {plan.run.name}")
     batch, epoch, cluster, strategy = plan.batch, plan.epoch, plan.cluster, plan.strategy
-    table.add_row(
+    add(
         "workers",
         f"{_count(cluster.nodes, 'host')} × {_count(cluster.workers_per_node, 'worker')}, {cluster.device.value}",
     )
-    table.add_row(
+    add(
         "global batch",
         f"{_count(batch.global_size, 'sample')} = {batch.micro_size} micro-batch × {batch.accumulation} accumulation × "
         f"{_count(batch.world_size, 'rank')}",
     )
-    table.add_row("task", _task(plan))
-    table.add_row("windows", _windows(plan))
+    add("task", _task(plan))
+    add("windows", _windows(plan))
     if epoch.windows is not None and epoch.short_window_policy is ShortWindow.drop and plan.task.samples is not None:
         left_out = plan.task.samples % batch.global_size
-        table.add_row("", f"batch.short_window=drop leaves out {left_out} samples an epoch")
-    table.add_row("length", _length(plan))
-    table.add_row("precision", plan.precision.kind.value)
+        add("", f"batch.short_window=drop leaves out {left_out} samples an epoch")
+    add("length", _length(plan))
+    add("precision", plan.precision.kind.value)
     clip = "no clipping" if plan.train.clip_norm is None else f"clip {plan.train.clip_norm:g}"
     scaled = (
         ""
         if plan.optimizer.lr == plan.optimizer.base_lr
         else f" ({plan.optimizer.lr_scaling.value} of {plan.optimizer.base_lr:g})"
     )
-    table.add_row(
+    add(
         "optimizer",
         f"{plan.optimizer.kind.value}, lr {plan.optimizer.lr:g}{scaled}, {plan.schedule.kind.value} with "
         f"{_count(plan.schedule.warmup_steps, 'warm-up step')}, {clip}",
     )
-    table.add_row("strategy", f"{strategy.kind.value}, sync {strategy.sync.value}: {strategy.sync_reason}")
+    add("strategy", f"{strategy.kind.value}, sync {strategy.sync.value}: {strategy.sync_reason}")
     if strategy.wire_bytes is not None and strategy.wire_bytes_every is not None:
-        table.add_row(
+        add(
             "wire a step",
             f"{_bytes(strategy.wire_bytes)} a rank predicted; {_bytes(strategy.wire_bytes_every)} with sync=every",
         )
-    table.add_row("files", _near(plan.run.dir))
-    table.add_row(
+    add("files", _near(plan.run.dir))
+    add(
         "W&B",
         f"{plan.wandb.mode.value}, project {plan.wandb.project}, id {plan.run.id}"
         if plan.wandb.mode is not WandbMode.disabled
         else "disabled",
     )
     for note in plan.notes:
-        table.add_row("[yellow]note[/]", note)
+        add("note", note)
     return table
 
 
@@ -101,10 +107,10 @@ class LiveDisplay:
 
     def __init__(self, plan: LaunchPlan, console: Console) -> None:
         self._console = console
+        self._paths = plan.paths
         self._log = Tail(plan.paths.rank_log(0))
         self._metrics = Tail(plan.paths.metrics)
         self._steps = plan.train.steps if isinstance(plan, RunPlan) else None
-        self._wandb = plan.paths.wandb_status
         self._muted = self._warned = False
         self._last: dict[str, Any] | None = None
         self._printed_at = -PLAIN_LINE_EVERY_S
@@ -118,7 +124,12 @@ class LiveDisplay:
             self._progress.start()
 
     def refresh(self) -> None:
-        for line in self._log.lines():
+        newest = self._paths.newest_rank_log(0)
+        lines = self._log.lines()
+        if newest != self._log.path:  # the workers were started again
+            lines += [f"--- {newest.name} ---", *(tail := Tail(newest)).lines()]
+            self._log, self._muted = tail, False
+        for line in lines:
             self._muted = self._muted or LAST_WORDS in line  # torch puts the rank before it
             if not self._muted:
                 self.say(line)
@@ -126,7 +137,7 @@ class LiveDisplay:
         if records:
             self._last = records[-1]
             self._show(records[-1])
-        if not self._warned and (problem := (read_json(self._wandb) or {}).get("problem")):
+        if not self._warned and (problem := (read_json(self._paths.wandb_status) or {}).get("problem")):
             self._warned = True
             self.say(f"W&B: {problem}")
 
@@ -168,43 +179,35 @@ def _rate(record: dict[str, Any]) -> str:
 
 def summary_table(plan: RunPlan, summary: dict[str, Any]) -> Table:
     """How a finished or stopped run went, and where everything is."""
-    table = Table(
-        title=f"Run {plan.run.name}: {summary['verdict']}",
-        title_justify="left",
-        show_header=False,
-        box=None,
-        padding=(0, 2, 0, 0),
-    )
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
+    table, add = _table(f"Run {plan.run.name}: {summary['verdict']}")
     if "train/loss" in summary:
         held_out = "" if summary.get("eval/loss") is None else f", held-out {summary['eval/loss']:.4f}"
-        table.add_row("loss", f"{summary['train/loss']:.4f}{held_out} after {_count(summary['steps'], 'step')}")
+        add("loss", f"{summary['train/loss']:.4f}{held_out} after {_count(summary['steps'], 'step')}")
     if "throughput/samples_per_s" in summary:
-        table.add_row(
+        add(
             "throughput",
             f"{summary['throughput/samples_per_s']:,.1f} samples/s, {summary['time/step_s'] * 1e3:,.1f} ms a step "
             f"(median); {summary['time/total_s']:,.1f} s in all",
         )
-    table.add_row("global batch", f"{_count(plan.batch.global_size, 'sample')} in every full window")
+    add("global batch", f"{_count(plan.batch.global_size, 'sample')} in every full window")
     if summary.get("comm/wire_bytes_every"):
-        table.add_row(
+        add(
             "wire a step",
             f"{_bytes(summary['comm/wire_bytes'])} a rank counted; {_bytes(summary['comm/wire_bytes_every'])} with "
             f"sync=every: {summary['comm/saved_fraction']:.1%} saved",
         )
-        table.add_row("speed-up", _speedup(plan, summary))
+        add("speed-up", _speedup(plan, summary))
     if summary.get("amp/skipped_steps"):
-        table.add_row("skipped", f"{summary['amp/skipped_steps']} windows, by fp16 overflow")
-    table.add_row("metrics", _near(plan.paths.metrics))
+        add("skipped", f"{summary['amp/skipped_steps']} windows, by fp16 overflow")
+    add("metrics", _near(plan.paths.metrics))
     if summary.get("checkpoint"):
-        table.add_row("checkpoint", _near(summary["checkpoint"]))
+        add("checkpoint", _near(summary["checkpoint"]))
     mirror = read_json(plan.paths.wandb_status) or {}
     if mirror.get("url"):
-        table.add_row("W&B", mirror["url"])
+        add("W&B", mirror["url"])
     elif mirror.get("dir"):
-        table.add_row("W&B", _near(mirror["dir"]))
-        table.add_row("to send it", f"wandb sync {_near(mirror['dir'])}")
+        add("W&B", _near(mirror["dir"]))
+        add("to send it", f"wandb sync {_near(mirror['dir'])}")
     return table
 
 

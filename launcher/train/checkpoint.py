@@ -27,6 +27,8 @@ def save(engine: Engine, paths: RunPaths, keep: int | None = None) -> Path:
     Returns the committed directory. Raises OSError when the disk refuses; what was there before is untouched.
     """
     target = paths.checkpoint(engine.steps)
+    if target.exists():  # of this very step: it is whole, and saving over it would risk it
+        return target
     partial = target.with_name(f".{target.name}.partial")
     if engine.world.rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
@@ -34,7 +36,6 @@ def save(engine: Engine, paths: RunPaths, keep: int | None = None) -> Path:
     _wait(engine)
     dcp.save(_state(engine), checkpoint_id=partial)
     if engine.world.rank == 0:
-        shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
         _sync_directory(target.parent)
         for old in _committed(paths)[: -keep if keep else 0]:
@@ -44,7 +45,7 @@ def save(engine: Engine, paths: RunPaths, keep: int | None = None) -> Path:
 
 
 def load(engine: Engine, directory: Path) -> None:
-    """Put the engine back to where ``save`` was called. All ranks call it; no code is unpickled."""
+    """Put the engine back to where ``save`` was called. All ranks call it."""
     state = _state(engine)
     dcp.load(state, checkpoint_id=directory)
     set_state_dict(
@@ -82,7 +83,7 @@ def _restore_random_state(state: dict[str, torch.Tensor]) -> None:
 
 
 def _committed(paths: RunPaths) -> list[Path]:
-    return sorted(paths.checkpoints.glob("step_*"))
+    return sorted(paths.checkpoints.glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
 
 
 def _wait(engine: Engine) -> None:

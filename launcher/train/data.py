@@ -50,7 +50,7 @@ class Feed(Protocol):
 def open_feed(
     dataset: Any, plan: RunPlan, world: World, device: torch.device, collate: Collate | None = None, start: int = 0
 ) -> Feed:
-    """The windows of ``dataset`` from window ``start`` of the run on.
+    """The windows of ``dataset``, from window ``start`` of the run on; a stream begins at its beginning.
 
     Args:
         dataset: map-style (``__len__``, ``__getitem__``), or iterable.
@@ -61,7 +61,7 @@ def open_feed(
     """
     collate = collate or default_collate
     if plan.task.samples is None:
-        return StreamFeed(dataset, plan, world, device, collate, start)
+        return StreamFeed(dataset, plan, world, device, collate)
     if not isinstance(dataset, Sized) or len(dataset) != plan.task.samples:
         found = f"{len(dataset)} samples" if isinstance(dataset, Sized) else "no length"
         raise DataError(
@@ -82,7 +82,9 @@ class MapFeed:
         self._plan, self._rank, self._start = plan, world.rank, start
         self._samples, self._windows = plan.task.samples, plan.epoch.windows
         specs = itertools.chain.from_iterable(map(self._specs, self._indices()))
-        self._source = prefetch(_Shuffled(dataset, plan.train.seed, collate), plan, device, order=specs)
+        # of each rank's own: two ranks must not augment their samples alike
+        seed = plan.train.seed * plan.batch.world_size + world.rank
+        self._source = prefetch(_Shuffled(dataset, plan.train.seed, collate), plan, device, seed, order=specs)
 
     def _indices(self) -> Iterable[int]:
         epochs = self._plan.train.epochs
@@ -122,14 +124,13 @@ class StreamFeed:
     """Windows over an iterable dataset, whose end no rank knows before it is there.
 
     Sample j of the stream belongs to block j // micro_size, and blocks go to the ranks in turn; a dataset that shards
-    itself says so with an attribute ``sharded = True``. A rank whose share has ended runs weight zero until all have.
+    itself says so with an attribute ``sharded = True``, and one that shuffles must do it alike on every rank. A rank
+    whose share has ended runs weight zero until all have.
     """
 
-    def __init__(
-        self, dataset: Any, plan: RunPlan, world: World, device: torch.device, collate: Collate, start: int
-    ) -> None:
+    def __init__(self, dataset: Any, plan: RunPlan, world: World, device: torch.device, collate: Collate) -> None:
         self._dataset, self._plan, self._world, self._device, self._collate = dataset, plan, world, device, collate
-        self._index = start
+        self._index = 0
         self._epoch = 0
         self._stand_in: MicroBatch | None = None
         self._more = True
@@ -139,7 +140,8 @@ class StreamFeed:
         if callable(getattr(self._dataset, "set_epoch", None)):
             self._dataset.set_epoch(self._epoch)
         shard = _Shard(self._dataset, self._plan.batch, self._world.rank, self._collate)
-        self._source = prefetch(shard, self._plan, self._device)
+        # the same on every rank: each reads the whole stream, and a shuffled one must come in one order
+        self._source = prefetch(shard, self._plan, self._device, self._plan.train.seed + self._epoch)
         self._next = next(self._source, None)
 
     def windows(self) -> Iterator[Window]:
@@ -185,10 +187,10 @@ def eval_batches(
     collate = collate or default_collate
     size = plan.batch.micro_size
     if not isinstance(dataset, Sized) or isinstance(dataset, IterableDataset):
-        return prefetch(_Shard(dataset, plan.batch, world.rank, collate), plan, device)
+        return prefetch(_Shard(dataset, plan.batch, world.rank, collate), plan, device, plan.train.seed)
     mine = range(world.rank, len(dataset), world.size)
     shares = [mine[at : at + size] for at in range(0, len(mine), size)]
-    return prefetch(_InOrder(dataset, collate), plan, device, order=shares)
+    return prefetch(_InOrder(dataset, collate), plan, device, plan.train.seed, order=shares)
 
 
 class _Spec(NamedTuple):

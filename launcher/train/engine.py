@@ -49,6 +49,7 @@ class Engine:
 
     Raises:
         ConfigError: the plan is for another number of ranks.
+        EngineMisuse: the optimizer lacks some of the model's parameters.
         SiteError: not started by torchrun, or no device for this rank.
     """
 
@@ -67,6 +68,7 @@ class Engine:
         model.to(self.device)
         if plan.train.compile:
             model.compile()
+        _require_all_parameters(model, optimizer)
         self.parallel, self._meter = wrap(model, plan, self.device)
         self.precision = Precision(plan.precision, self.device)
         self.schedule = LambdaLR(optimizer, lambda done: plan.schedule.factor(done, plan.train.steps))
@@ -88,6 +90,8 @@ class Engine:
 
     def windows(self, dataset: Any, collate: data.Collate | None = None) -> Iterator[Iterator[Any]]:
         """One iterator of this rank's batches for each optimizer step, until the plan's steps or epochs are done."""
+        if self._enough():
+            return
         feed = data.open_feed(dataset, self.plan, self.world, self.device, collate, self.window_index)
         try:
             for window in feed.windows():
@@ -99,6 +103,10 @@ class Engine:
                     return
         finally:
             feed.close()
+
+    def _enough(self) -> bool:
+        steps = self.plan.train.steps
+        return self.plan.train.epochs is None and steps is not None and self.steps >= steps
 
     def _open(self, window: data.Window, feed: data.Feed) -> None:
         self._window, self._feed = window, feed
@@ -157,7 +165,7 @@ class Engine:
         """The window's optimizer step: agree, check, average exactly, clip, apply, schedule.
 
         Raises:
-            NotFinite: a loss or, without loss scaling, a gradient; on all ranks together, before anything is applied.
+            NotFinite: a loss, or a gradient that no loss scale helps; on all ranks, before anything is applied.
             PolicyNotObserved: the collectives that ran are not those of the sync policy.
             UnusedParameters: a parameter got no gradient.
         """
@@ -179,7 +187,8 @@ class Engine:
         lr = float(self.schedule.get_last_lr()[0])
         scale = self.precision.scaler.get_scale() if self.precision.scales else None
         skipped = not math.isfinite(norm)
-        if skipped and not self.precision.scales:
+        # a scale of 1 changes nothing: what overflows then is the gradient itself, and no smaller scale will help
+        if skipped and (scale is None or scale <= 1):
             raise step.explain_bad_gradient(self.steps + 1, norm, self._named_gradients())
         if not skipped:
             # one pass over the gradients: the exact mean and the clip
@@ -194,15 +203,14 @@ class Engine:
 
         step_s = time.perf_counter() - self._started
         full = agreed.samples == self.plan.batch.global_size
-        calibrated = self._calibration.observe(self._windows_here, self._sync, step_s, full)
+        calibrated = self._calibration.observe(self._windows_here, self._sync, step_s, full and not skipped)
         self._windows_here += 1
         self.window_index += 1
         self.skipped_steps += skipped
         self.samples += agreed.samples
         self.items += agreed.items
         self._window = None
-        enough = self.plan.train.epochs is None and self.steps == self.plan.train.steps
-        self._finished = self._feed.settle(agreed.more) or enough or agreed.stop
+        self._finished = self._feed.settle(agreed.more) or self._enough() or agreed.stop
         return StepResult(
             step=self.steps, window=window.index, epoch=window.epoch, micro_batches=window.count,
             samples=agreed.samples, items=agreed.items, loss=agreed.loss_sum / agreed.items, grad_norm=norm, lr=lr,
@@ -231,6 +239,17 @@ class Engine:
         self.precision.scaler.load_state_dict(state["scaler"])
         for name in _PROGRESS:
             setattr(self, name, int(state["progress"][name]))
+
+
+def _require_all_parameters(model: nn.Module, optimizer: Optimizer) -> None:
+    """The norm, the clip and the loss scale are those of all gradients, so none may be left to somebody else."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    left_out = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
+    if left_out:
+        raise EngineMisuse(
+            f"The optimizer has not all of the model's trained parameters: {', '.join(left_out[:8])} and so on.\n"
+            "  Give it all of them, or freeze the others (requires_grad_(False)) before the engine is made."
+        )
 
 
 _PROGRESS = ("steps", "window_index", "skipped_steps", "samples", "items")

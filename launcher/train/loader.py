@@ -35,12 +35,13 @@ class MicroBatch:
 
 
 def prefetch(
-    source: Dataset[Any], plan: RunPlan, device: torch.device, order: Iterable[Any] | None = None
+    source: Dataset[Any], plan: RunPlan, device: torch.device, seed: int, order: Iterable[Any] | None = None
 ) -> Generator[MicroBatch, None, None]:
     """Micro-batches of ``source``, from loader processes that stay two windows ahead of the step.
 
     Args:
         source: gives (batch, samples), for each element of ``order``, or in its own order if it is iterable.
+        seed: of the loader processes' random numbers, for a dataset that augments or shuffles.
     """
     # of an iterable, each process would read a copy
     workers = plan.train.loader_workers if order is not None else min(1, plan.train.loader_workers)
@@ -57,7 +58,7 @@ def prefetch(
         pin_memory=device.type == "cuda",
         worker_init_fn=functools.partial(_init_loader_process, os.getpid()),
         # a generator of its own: reading data must not draw from the stream that dropout uses
-        generator=torch.Generator().manual_seed(plan.train.seed),
+        generator=torch.Generator().manual_seed(seed),
     )
     for item in loader:
         data, samples = pickle.loads(item) if packs else item

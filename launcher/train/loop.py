@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 import warnings
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from launcher.config import Device, OptimizerKind
-from launcher.errors import TaskError
+from launcher.errors import DataError, TaskError
 from launcher.paths import write_json
 from launcher.plan import OptimizerPlan, RunPlan
 from launcher.train import checkpoint
@@ -83,6 +84,7 @@ class _Run:
     calibrated: Calibrated | None = None
     typical: CommStats | None = None
     checkpoint_dir: str | None = None
+    recorded: int | None = None
     step_seconds: list[float] = field(default_factory=list[float])
     started: float = field(default_factory=time.perf_counter)
 
@@ -104,7 +106,7 @@ class _Run:
             extra: Metrics = {}
             if self.eval_due(result):
                 extra |= self.evaluate()
-            if plan.checkpoint.enabled and (cadence.due(engine) or result.last):
+            if plan.checkpoint.enabled and (result.last or (not result.skipped and cadence.due(engine))):
                 extra |= self.save()
                 cadence.saved()
             self.log(result, extra)
@@ -126,8 +128,10 @@ class _Run:
     def log(self, result: StepResult, extra: Metrics) -> None:
         engine = self.engine
         if result.skipped:  # no step, so no record of one: the next record's amp/skipped_steps has it
-            print(f"step {engine.steps + 1}: skipped, fp16 overflowed at loss scale {result.scale}", flush=True)
-            return
+            if engine.world.rank == 0:
+                print(f"step {engine.steps + 1}: skipped, fp16 overflowed at loss scale {result.scale}", flush=True)
+            if not result.last or engine.steps == self.recorded:
+                return
         if not (extra or result.calibrated or result.last or result.step % self.plan.train.log_every == 0):
             return
         metrics = step_metrics(result, self.plan, (engine.samples, engine.items), peak_memory_bytes(engine.device))
@@ -136,6 +140,7 @@ class _Run:
         if self.samples_per_s_at_peak is not None:
             metrics["throughput/mfu"] = metrics["throughput/samples_per_s"] / self.samples_per_s_at_peak
         self.record.write(result.step, metrics | extra)
+        self.recorded = result.step
 
     def save(self) -> Metrics:
         began = time.perf_counter()
@@ -163,8 +168,14 @@ class _Run:
             part.training = True
         if engine.world.size > 1:
             dist.all_reduce(totals)
-        self.eval_loss = (totals[0] / totals[1]).item()
-        return {"eval/loss": self.eval_loss}
+        loss_sum, items = totals.tolist()
+        if not items:
+            raise DataError(
+                "eval_data() holds no item: there is nothing to evaluate on.\n  Return None to have no evaluation."
+            )
+        loss = loss_sum / items
+        self.eval_loss = loss if math.isfinite(loss) else None
+        return {"eval/loss": loss}
 
     def summary(self, result: StepResult) -> dict[str, Any]:
         """What summary.json holds. ``train/loss``: of the last window; times: medians over full windows."""

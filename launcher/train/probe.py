@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.errors import TaskError
-from launcher.train.task import eval_data, load_task
+from launcher.train.task import load_task
 
 
 def probe(target: str, params: dict[str, Any], search_path: list[str]) -> dict[str, Any]:
@@ -29,7 +29,10 @@ def probe(target: str, params: dict[str, Any], search_path: list[str]) -> dict[s
             f"task._target_={target}: train_data() returned a {type(data).__name__} that has no length and cannot be "
             "iterated.\n  Give a map-style dataset (__len__ and __getitem__) or an IterableDataset."
         )
-    with torch.device("meta"):
+    try:
+        with torch.device("meta"):
+            model = task.model()
+    except Exception:  # a constructor that computes with its tensors needs real ones
         model = task.model()
     if not isinstance(model, torch.nn.Module):
         raise TaskError(f"task._target_={target}: model() returned a {type(model).__name__}, not a torch.nn.Module.")
@@ -42,7 +45,6 @@ def probe(target: str, params: dict[str, Any], search_path: list[str]) -> dict[s
         "samples": samples,
         "parameters": sum(p.numel() for p in trained),
         "gradient_bytes": sum(p.numel() * p.element_size() for p in trained),
-        "eval": eval_data(task) is not None,
     }
 
 

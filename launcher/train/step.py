@@ -97,9 +97,10 @@ class WindowTotals:
             self._counted_items += items
 
     def send(self, has_next: bool, stop: bool) -> None:
-        flags = torch.tensor(
-            [self._counted_items, 0, self._samples, has_next, stop], dtype=torch.float64, device=self._device
-        )
+        known = [self._counted_items, 0, self._samples, has_next, stop]
+        # from pinned memory: an ordinary copy would hold the host until the GPU is through with the forward pass
+        flags = torch.tensor(known, dtype=torch.float64, pin_memory=self._device.type == "cuda")
+        flags = flags.to(self._device, non_blocking=True)
         if self.losses:
             flags[1] = _sum(self.losses)
         if self._items:

@@ -99,4 +99,4 @@ def peak_flops(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak for known, peak in _PEAK_FLOPS.items() if known in name.split() or known in name), None)
+    return next((peak for known, peak in _PEAK_FLOPS.items() if known in name), None)

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import FrameType
 
 from launcher.plan import RunPlan
-from launcher.process import STOP_SIGNALS, die_with_parent, join_output_streams, leave, mark_last_words
+from launcher.process import AGENT_PID, STOP_SIGNALS, die_with_parent, join_output_streams, leave, mark_last_words
 
 
 class StopRequest:
@@ -28,7 +28,7 @@ class StopRequest:
 
 
 def main(plan_path: str) -> None:
-    die_with_parent(os.getppid())
+    die_with_parent(int(os.environ[AGENT_PID]))
     join_output_streams()
     mark_last_words()
     stop = StopRequest()  # before torch is imported: until then a signal would kill, and importing takes a second

@@ -16,12 +16,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class World:
-    """This process's place. ``rank`` of ``size`` in the job, ``local_rank`` on its host, ``attempt`` from 0."""
+    """This process's place: ``rank`` of ``size`` in the job, ``local_rank`` on its host."""
 
     rank: int
     size: int
     local_rank: int
-    attempt: int
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> World:
@@ -31,7 +30,6 @@ class World:
             rank=_number(env, "RANK", high=size - 1),
             size=size,
             local_rank=_number(env, "LOCAL_RANK", high=_number(env, "LOCAL_WORLD_SIZE", low=1) - 1),
-            attempt=_number(env, "TORCHELASTIC_RESTART_COUNT", default=0),
         )
 
     @classmethod

@@ -51,7 +51,7 @@ def processes_of(run: Path) -> list[str]:
             line = place.read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
             continue
-        if str(run) in line and "pytest" not in line:
+        if str(run) in line and int(place.parent.name) != os.getpid():
             found.append(line)
     return found
 
@@ -219,6 +219,7 @@ def test_ctrl_c_stops_after_the_window_and_saves(project: Path) -> None:
     job = start(project, "task.trouble=slow", "train.steps=100000")
     run = project / "runs" / "own"
     wait_for(lambda: (run / "metrics.jsonl").exists() and len(records(run)) >= 3, "three steps")
+    assert len(processes_of(run)) >= 3, "the agent and two workers are found while they live"
     job.send_signal(signal.SIGINT)
     out, _ = job.communicate(timeout=60)
     assert job.returncode == 130, out
@@ -255,7 +256,7 @@ def test_a_hanging_worker_does_not_outlive_ctrl_c(project: Path) -> None:
 
 @pytest.mark.parametrize("victim", ["launcher.cli", "launcher.cluster.agent"])
 def test_kill_9_leaves_nothing_behind(project: Path, victim: str) -> None:
-    job = start(project, "task.trouble=slow", "train.steps=100000", "cluster.grace_s=5")
+    job = start(project, "task.trouble=slow", "train.steps=100000", "cluster.grace_s=5", "wandb.mode=offline")
     run = project / "runs" / "own"
     wait_for(lambda: (run / "metrics.jsonl").exists() and len(records(run)) >= 2, "two steps")
     if victim == "launcher.cli":

@@ -1,4 +1,4 @@
-"""W&B is the mirror of metrics.jsonl: its file read back, its server unreachable, its server answering."""
+"""W&B is the mirror of metrics.jsonl: its file read back, and its server out of reach."""
 
 from __future__ import annotations
 

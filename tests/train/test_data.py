@@ -34,7 +34,7 @@ class Stream(IterableDataset[int]):
 def read(plan: RunPlan, dataset: Any, start: int = 0) -> list[list[int]]:
     """All windows of all ranks, merged as the ranks would run them together: the samples that count, sorted."""
     size = plan.batch.world_size
-    feeds = [open_feed(dataset, plan, World(rank, size, rank, 0), CPU, start=start) for rank in range(size)]
+    feeds = [open_feed(dataset, plan, World(rank, size, rank), CPU, start=start) for rank in range(size)]
     streams = [feed.windows() for feed in feeds]
     merged: list[list[int]] = []
     limit = plan.train.steps if plan.train.epochs is None else None
@@ -98,7 +98,7 @@ def test_a_resume_needs_one_integer() -> None:
 
 def test_another_length_than_the_plans_is_refused() -> None:
     with pytest.raises(DataError, match="has 90 samples on rank 0, and the plan was made for 103"):
-        open_feed(list(range(90)), plan_for(3, 2), World(0, 2, 0, 0), CPU)
+        open_feed(list(range(90)), plan_for(3, 2), World(0, 2, 0), CPU)
 
 
 @pytest.mark.parametrize("length", [1, 23, 24, 25, 96, 103])
@@ -126,7 +126,7 @@ def test_ranks_of_unequal_length_end_together() -> None:
 
     size = 2
     plan = plan_for(4, size, "train.epochs=1", "schedule=constant", samples=None)
-    feeds = [open_feed(Uneven(n), plan, World(rank, size, rank, 0), CPU) for rank, n in enumerate((50, 9))]
+    feeds = [open_feed(Uneven(n), plan, World(rank, size, rank), CPU) for rank, n in enumerate((50, 9))]
     streams = [feed.windows() for feed in feeds]
     counted, windows = [0, 0], 0
     over = False
@@ -152,6 +152,6 @@ def test_evaluation_sees_every_sample_once(dataset: Any) -> None:
     plan = plan_for(4, 3)
     seen: list[int] = []
     for rank in range(3):
-        for batch in eval_batches(dataset, plan, World(rank, 3, rank, 0), CPU):
+        for batch in eval_batches(dataset, plan, World(rank, 3, rank), CPU):
             seen += batch.data.tolist()
     assert sorted(seen) == list(range(45))

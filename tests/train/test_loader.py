@@ -54,21 +54,21 @@ def same(a: Any, b: Any) -> bool:
 def test_everything_arrives_as_it_was_and_in_order(workers: int) -> None:
     plan = make_plan(f"train.loader_workers={workers}")
     order = [*range(len(ITEMS)), *range(len(ITEMS))]
-    seen = list(prefetch(Given(ITEMS), plan, CPU, order))
+    seen = list(prefetch(Given(ITEMS), plan, CPU, 0, order))
     assert [batch.samples for batch in seen] == order
     for batch in seen:
         assert same(ITEMS[batch.samples], batch.data)
 
 
 def test_a_tensor_that_arrives_may_be_written_to() -> None:
-    (batch,) = prefetch(Given(ITEMS), make_plan(), CPU, [0])
+    (batch,) = prefetch(Given(ITEMS), make_plan(), CPU, 0, [0])
     batch.data.add_(1)
     assert batch.data[0, 0] == 1
 
 
 def test_a_failing_dataset_says_where() -> None:
     with pytest.raises(IndexError, match="list index out of range"):
-        list(prefetch(Given(ITEMS), make_plan(), CPU, [100]))
+        list(prefetch(Given(ITEMS), make_plan(), CPU, 0, [100]))
 
 
 def test_to_device_keeps_structure() -> None:
