@@ -54,9 +54,10 @@ def test_dropped_samples_are_said() -> None:
 def test_the_summary(tmp_path: Path) -> None:
     plan = make_plan(run_dir=str(tmp_path))
     summary = {
-        "verdict": "done", "steps": 300, "train/loss": 1.5, "eval/loss": 1.75, "time/step_s": 0.25, "time/total_s": 80.0,
-        "throughput/samples_per_s": 256.0, "comm/wire_bytes": 4000, "comm/wire_bytes_every": 32000,
-        "comm/saved_fraction": 0.875, "comm/speedup": 1.5, "comm/step_s": 0.2, "comm/step_s_every": 0.3,
+        "verdict": "done", "steps": 300, "train/loss": 1.5, "eval/loss": 1.75,
+        "time/step_s": 0.25, "time/total_s": 80.0, "throughput/samples_per_s": 256.0,
+        "comm/wire_bytes": 4000, "comm/wire_bytes_every": 32000, "comm/saved_fraction": 0.875,
+        "comm/speedup": 1.5, "comm/step_s": 0.2, "comm/step_s_every": 0.3,
         "checkpoint": "/nowhere/run/checkpoints/step_000300",
     }  # fmt: skip
     (tmp_path / "wandb.json").write_text(json.dumps({"dir": "/nowhere/run/wandb/offline-run-x"}))

@@ -61,6 +61,31 @@ def test_a_failing_script(launch: Launch, script: Path, how: str, words: str) ->
     assert done.stderr.startswith("Traceback") == (how == "--fail")
 
 
+def test_a_users_own_error_class_is_the_users(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("class ConfigError(Exception):\n    pass\nraise ConfigError('mine')\n")
+    done = launch("run", "--", "own.py")
+    assert done.returncode == 1
+    assert done.stderr.startswith("Traceback")
+
+
+def test_a_script_with_idle_threads_ends(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "idle.py").write_text(
+        "import atexit\nfrom concurrent.futures import ThreadPoolExecutor\n"
+        "pool = ThreadPoolExecutor()\npool.submit(print, 'worked').result()\natexit.register(print, 'at exit')\n"
+    )
+    done = launch("run", "cluster.workers_per_node=1", "--", "idle.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n") == ["worked", "at exit", ""]
+
+
+def test_a_folder_called_launcher_does_not_get_in_the_way(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "launcher").mkdir()
+    (tmp_path / "launcher" / "__init__.py").write_text("raise SystemExit('the wrong launcher')")
+    (tmp_path / "script.py").write_text("print('right')")
+    done = launch("run", "cluster.workers_per_node=1", "--", "script.py")
+    assert (done.returncode, done.stdout) == (0, "right\n")
+
+
 def test_restarts(launch: Launch, tmp_path: Path) -> None:
     (tmp_path / "flaky.py").write_text(
         "import os, sys\nimport torch.distributed as dist\ndist.init_process_group('gloo')\ndist.barrier()\n"
@@ -83,6 +108,24 @@ def test_your_own_loop(launch: Launch) -> None:
     assert len(losses) == 4
     assert losses[-1] < losses[0] - 0.5
     assert done.stdout.count("75.0% of the wire saved") == 4
+
+
+def test_windows_of_a_finished_run_are_none(launch: Launch, tmp_path: Path) -> None:
+    text = (ROOT / "jobs" / "own_loop.py").read_text().replace("train.steps=40", "train.steps=3")
+    (tmp_path / "twice.py").write_text(f"{text}\nprint('again', len(list(engine.windows(data))), engine.steps)\n")
+    done = launch("run", "--", "twice.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "again 0 3"
+
+
+def test_an_optimizer_without_some_parameters_is_refused(launch: Launch, tmp_path: Path) -> None:
+    text = (
+        (ROOT / "jobs" / "own_loop.py").read_text().replace("AdamW(model.parameters()", "AdamW(model.norm.parameters()")
+    )
+    (tmp_path / "part.py").write_text(text)
+    done = launch("run", "--", "part.py")
+    assert done.returncode == 1
+    assert "The optimizer has not all of the model's trained parameters: bytes.weight" in done.stderr
 
 
 def test_your_own_loop_may_fail_in_the_middle_of_a_window(launch: Launch, tmp_path: Path) -> None:

@@ -174,6 +174,8 @@ def test_fp16_counts_what_it_skips(launch: Launch, project: Path) -> None:
         ("not finite", 1, ["The loss of step 3 is not finite", "rank 1, micro-batch 3", "optimizer.lr"]),
         ("unused", 1, ["does not depend on 1 of the model's parameters: forgotten", "find_unused_parameters=true"]),
         ("bypass", 1, ["strategy.sync=boundary means", "the communication hook saw 0"]),
+        ("bad gradient", 1, ["The gradient of step 1 has norm nan", "2.bias"]),
+        ("nothing held out", 1, ["eval_data() holds no item"]),
         ("wrong type", 2, ["loss() returned a dict", "launcher.Loss"]),
     ],
 )
@@ -193,6 +195,38 @@ def test_trouble_ends_the_run_with_its_own_words_first(
     run = project / "runs" / "own"
     assert summary(run)["verdict"] == "failed"
     wait_for(lambda: not processes_of(run), "every process of the failed run to end", 15)
+
+
+def test_the_one_who_raised_is_named_not_the_one_who_was_ended_for_it(launch: Launch, project: Path) -> None:
+    done = launch("train", *OWN, "task.trouble=peer asleep", "train.steps=50")
+    assert done.returncode == 1
+    assert "launch: rank 0 failed: ValueError: rank 0 is the one" in done.stderr
+    assert processes_of(project / "runs" / "own") == []
+
+
+@pytest.mark.usefixtures("project")
+def test_a_gradient_that_no_loss_scale_helps_ends_the_run(launch: Launch) -> None:
+    """It once skipped for ever."""
+    done = launch("train", *OWN, "precision=fp16", "task.trouble=bad gradient", "train.steps=5")
+    assert done.returncode == 1
+    assert "The gradient of step 1 has norm nan" in done.stderr
+
+
+@pytest.mark.usefixtures("project")
+def test_a_constructor_that_computes_with_its_tensors(launch: Launch) -> None:
+    done = launch("train", *OWN, "task.trouble=real tensors", "train.steps=2")
+    assert done.returncode == 0, done.stderr
+
+
+def test_rarely_used_options_run(launch: Launch, project: Path) -> None:
+    done = launch(
+        "train", *OWN, "strategy.static_graph=true", "train.deterministic=true", "checkpoint.every_minutes=0.0001",
+        "train.steps=4", "train.log_every=3",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    run = project / "runs" / "own"
+    assert len(list((run / "checkpoints").iterdir())) == 4
+    assert json.loads((run / "plan.json").read_text())["strategy"]["sync"] == "every"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -229,6 +263,19 @@ def test_ctrl_c_stops_after_the_window_and_saves(project: Path) -> None:
     assert summary(run)["steps"] == seen[-1]["step"] == len(seen)
     assert (run / "checkpoints" / f"step_{len(seen):06d}" / ".metadata").exists()
     assert processes_of(run) == []
+
+
+def test_a_second_ctrl_c_kills_at_once(project: Path) -> None:
+    job = start(project, "task.trouble=hang", "train.steps=100000", "cluster.grace_s=1000")
+    run = project / "runs" / "own"
+    wait_for(lambda: (run / "metrics.jsonl").exists() and len(records(run)) >= 2, "two steps")
+    job.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    job.send_signal(signal.SIGINT)
+    out, _ = job.communicate(timeout=60)
+    assert job.returncode == 130, out
+    assert summary(run) == {"verdict": "killed"}
+    wait_for(lambda: not processes_of(run), "every process of the run to end", 30)
 
 
 def test_ctrl_c_before_the_first_step(project: Path) -> None:

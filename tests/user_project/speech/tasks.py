@@ -34,6 +34,8 @@ class Tagger:
         self.calls = 0
 
     def model(self):
+        if self.trouble == "real tensors":
+            [rate.item() for rate in torch.linspace(0, 1, 3)]
         model = nn.Sequential(nn.Embedding(30, self.width), nn.GELU(), nn.Linear(self.width, 30))
         if self.trouble == "unused":
             model.register_parameter("forgotten", nn.Parameter(torch.zeros(3)))
@@ -43,7 +45,7 @@ class Tagger:
         return Utterances(self.samples)
 
     def eval_data(self):
-        return Utterances(20)
+        return Utterances(0 if self.trouble == "nothing held out" else 20)
 
     def collate(self, samples):
         return nn.utils.rnn.pad_sequence(samples, batch_first=True)
@@ -57,12 +59,16 @@ class Tagger:
         total = functional.cross_entropy(logits, targets.flatten(), ignore_index=0, reduction="sum")
         if self.trouble == "not finite" and self.calls == 11 and os.environ["RANK"] == "1":
             total = total * float("nan")
+        if self.trouble == "bad gradient":
+            total = total + (model.module if hasattr(model, "module") else model)[2].bias.mul(0).square().sum().sqrt()
         if self.trouble == "wrong type":
             return {"loss": total}
         return Loss(total=total, items=(targets != 0).sum())
 
     def misbehave(self):
         self.calls += 1
+        if self.trouble == "peer asleep" and self.calls == 11 and os.environ["RANK"] == "0":
+            raise ValueError("rank 0 is the one")
         if self.trouble == "slow":
             time.sleep(0.05)
         if self.calls != 11 or os.environ["RANK"] != "1":
@@ -71,6 +77,8 @@ class Tagger:
             raise ValueError("the eleventh utterance is cursed")
         if self.trouble == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.trouble == "peer asleep":
+            time.sleep(10_000)
         if self.trouble == "hang":
             time.sleep(10_000)
 
