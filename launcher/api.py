@@ -20,6 +20,8 @@ from launcher.site import Site
 from launcher.solve import run_dir, solve
 from launcher.taskinfo import describe_task
 
+ANY_NUMBER = 2**62  # of samples: enough for every window
+
 
 def plan_job(config: Config) -> RunPlan:
     """The plan of `launch train` with this config. Looks at the task and at this machine; starts and writes nothing.
@@ -32,13 +34,9 @@ def plan_job(config: Config) -> RunPlan:
     run = new_run(config.run, re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", class_name).lower(), site.cwd)
     if config.wandb.mode is WandbMode.online:
         require_wandb_key(os.environ)
-    # sizes that cannot be are said before the task is looked at, which may take seconds
-    solve(
-        config,
-        site,
-        TaskPlan(target="", params={}, samples=None, parameters=None, gradient_bytes=None),
-        run,
-    )
+    # what no task could make right is said before the task is looked at, which may take seconds
+    any_task = TaskPlan(target="", params={}, samples=ANY_NUMBER, parameters=None, gradient_bytes=None)
+    solve(config, site, any_task, run)
     return solve(config, site, describe_task(config.task, site.cwd), run)
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER, ConfigError, UserError, did_you_mean
+from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER, ConfigError, UserError, did_you_mean
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,8 +35,24 @@ Exit status: 0 done; 1 the job failed; 2 the input is wrong; 130 stopped by Ctrl
 """
 
 
+# Hydra's, by whether a value follows
+_HYDRA_FLAGS = {
+    "--help": False, "-h": False, "--hydra-help": False, "--resolve": False, "--run": False, "-r": False,
+    "--multirun": False, "-m": False, "--cfg": True, "-c": True, "--package": True, "-p": True,
+    "--info": True, "-i": True, "--config-name": True, "-cn": True, "--config-dir": True, "-cd": True,
+    "--config-path": True, "-cp": True,
+}  # fmt: skip
+_OWN_FLAGS = ("--quiet", "--json")
+
+
 def main() -> None:
-    sys.exit(run(sys.argv[1:]))
+    try:
+        status = run(sys.argv[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever was reading has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = EXIT_FAILED
+    sys.exit(status)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -75,8 +92,27 @@ def _take(flag: str, arguments: list[str]) -> bool:
     return there
 
 
+def _require_overrides(arguments: list[str]) -> None:
+    """Everything that is not a flag is ``key=value``; said here, in words that name the flag or the word."""
+    left = iter(arguments)
+    for argument in left:
+        flag = argument.partition("=")[0]
+        if argument.startswith("-"):
+            if flag not in _HYDRA_FLAGS:
+                known = [*_OWN_FLAGS, *(name for name in _HYDRA_FLAGS if name.startswith("--"))]
+                raise UserError(
+                    f"{flag}: there is no such flag here.\n  {did_you_mean(flag, known)}See `launch --help`."
+                )
+            if _HYDRA_FLAGS[flag] and flag == argument:
+                next(left, None)
+        elif "=" not in argument and not argument.startswith("~"):
+            raise UserError(f"{argument}: is no override.\n  Write key=value, such as train.steps=100.")
+
+
 def _with_config(verb: str, arguments: list[str], act: Callable[[Config, str], int]) -> int:
     from launcher.compose import run_with_config
+
+    _require_overrides(arguments)
 
     def act_or_explain(config: Config, yaml: str) -> int:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import re
 import sys
@@ -10,6 +11,7 @@ import tempfile
 import typing
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from launcher.config import Config
@@ -45,11 +47,19 @@ def run_with_config(verb: str, arguments: Sequence[str], act: Callable[[Config, 
     from hydra import main as hydra_main
 
     _register_schema()
+    _require_known_keys(arguments)
     arguments = _open_task_keys(arguments)
     statuses = [0]
+    wrong: list[Exception] = []
 
     def job(composed: Any) -> None:
-        statuses.append(act(*_to_config(composed)))
+        # kept, and raised below: Hydra prints lines of its own about whatever a job raises
+        try:
+            config, yaml = _to_config(composed)
+        except Exception as error:
+            wrong.append(error)
+            return
+        statuses.append(act(config, yaml))
 
     application = hydra_main(version_base="1.3", config_path=str(CONF), config_name=_PRIMARY)(job)
     argv, environment = sys.argv, dict(os.environ)
@@ -59,6 +69,8 @@ def run_with_config(verb: str, arguments: Sequence[str], act: Callable[[Config, 
             # Hydra then raises, instead of printing and exiting with status 1
             os.environ |= {"HYDRA_FULL_ERROR": "1", "LAUNCHER_SWEEP_DIR": sweep_dir}
             application()
+            if wrong:
+                raise wrong[0]
     finally:
         sys.argv = argv
         os.environ.clear()
@@ -80,6 +92,25 @@ def _to_config(composed: Any) -> tuple[Config, str]:
     return config, OmegaConf.to_yaml(composed)
 
 
+def _require_known_keys(arguments: Sequence[str]) -> None:
+    """A leading + adds a key to any config, so that Hydra takes a misspelt one without a word."""
+    known = known_keys()
+    for argument in arguments:
+        key, _, value = argument.lstrip("+").partition("=")
+        if argument.startswith("+") and key not in known:
+            free = key.split(".")[0] in ("task", "hydra") or "/" in key or "@" in key or _is_own_group(key, arguments)
+            if not free:
+                raise ConfigError(key, value, "there is no such key.", _nearest(key, known))
+
+
+def _is_own_group(key: str, arguments: Sequence[str]) -> bool:
+    """Whether a --config-dir of the user's has a group of this name."""
+    flags = ("--config-dir", "-cd")
+    places = [after for flag, after in itertools.pairwise(arguments) if flag in flags]
+    places += [argument.partition("=")[2] for argument in arguments if argument.startswith("--config-dir=")]
+    return any((Path(place) / key).is_dir() for place in places)
+
+
 def _open_task_keys(arguments: Sequence[str]) -> list[str]:
     """``task.width=64`` -> ``++task.width=64``: a task's parameters are its class's to know, not the schema's."""
     return [f"++{argument}" if re.match(r"task\.[^=]+=", argument) else argument for argument in arguments]
@@ -89,12 +120,15 @@ def _open_task_keys(arguments: Sequence[str]) -> list[str]:
 def _errors_in_plain_words(arguments: Sequence[str]) -> Generator[None, None, None]:
     from hydra.errors import HydraException, MissingConfigException
     from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
 
     try:
         yield
     except MissingConfigException as error:
         raise _unknown_option(error.missing_cfg_file or "", error.options or [], str(error)) from None
-    except (HydraException, OmegaConfBaseException) as error:
+    except YAMLError as error:
+        raise ConfigError("config", None, " ".join(str(error).split())) from None
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise _explain(error, arguments) from None
 
 
@@ -114,6 +148,9 @@ def _explain(error: Exception, arguments: Sequence[str]) -> ConfigError:
             continue
         key, _, value = argument.partition("=")
         key = key.lstrip("+~")
+        options = sorted(path.stem for path in (CONF / key).glob("*.yaml"))
+        if options and not re.match(r"[A-Za-z_]", value):  # a number is no name, and Hydra says so in other words
+            return _unknown_option(f"{key}/{value}", options, "")
         if key not in known and key.split(".")[0] not in ("task", "hydra") and "@" not in key and "/" not in key:
             return ConfigError(key, value, "there is no such key.", _nearest(key, known))
     cause = error.__cause__ if error.__cause__ is not None else error

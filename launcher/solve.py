@@ -25,7 +25,7 @@ from launcher.config import (
     Sync,
     TrainConfig,
 )
-from launcher.errors import ConfigError
+from launcher.errors import ConfigError, TaskError
 from launcher.plan import (
     FORMAT,
     CheckpointPlan,
@@ -182,6 +182,8 @@ def _epoch(config: BatchConfig, batch: contract.Batch, task: TaskPlan) -> EpochP
                 "Use batch.short_window=exact.",
             )  # fmt: skip
         return EpochPlan(windows=None, short_window=0, short_window_policy=policy)
+    if task.samples == 0:
+        raise TaskError(f"task._target_={task.target}: train_data() is empty.")
     if task.samples < batch.global_size:
         raise ConfigError(
             "batch.global_size", batch.global_size, f"the task has {task.samples} samples, fewer than one window.",

@@ -36,8 +36,10 @@ def describe_task(config: dict[str, Any], cwd: str) -> TaskPlan:
             "task._target_", target, "is not set.", "Name the task's class: task._target_=my_tasks.MyTask."
         )
     if target.startswith(_BUNDLED):
-        bundled = cast("HasFacts", load_task(target, params, []))
-        facts = bundled.facts()
+        try:
+            facts = cast("HasFacts", load_task(target, params, [])).facts()
+        except (TypeError, ValueError) as error:  # a parameter of another type than the class's
+            raise TaskError(f"task: {target} with {params}: {error}.") from None
         return TaskPlan(
             target=target,
             params=params,
@@ -52,6 +54,7 @@ def describe_task(config: dict[str, Any], cwd: str) -> TaskPlan:
             [sys.executable, "-P", "-m", "launcher.train.probe"],
             input=json.dumps(request),
             text=True,
+            start_new_session=True,  # a Ctrl-C is this process's to answer: it ends the other one, without a traceback
             stdout=sys.stderr,  # what the user's code prints must not end up in `launch plan --json`
             check=False,
         )
@@ -59,7 +62,5 @@ def describe_task(config: dict[str, Any], cwd: str) -> TaskPlan:
             raise TaskError(f"task._target_={target}: looking at the task ended with exit status {done.returncode}.")
         result = json.loads(answer.read_text(encoding="utf-8"))
     if "error" in result:
-        raise TaskError(
-            "\n".join([*([result["traceback"].rstrip()] if "traceback" in result else []), result["error"]])
-        )
+        raise TaskError(result["error"])
     return TaskPlan(**result["task"])

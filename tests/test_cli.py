@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import Launch
+from tests.helpers import launch_command
 
 PROJECT = Path(__file__).parent / "user_project"
 
@@ -53,7 +56,18 @@ def refused(launch: Launch, tmp_path: Path, *arguments: str, env: dict[str, str]
         ("task._target_=speech.tasks.Taggr", ["has no 'Taggr'", "did you mean 'Tagger'?"]),
         ("task._target_=speech.tasks.NoLoss", ["has no method loss"]),
         ("task._target_=Tagger", ["want a dotted path"]),
-        ("task._target_=speech.broken.Task", ["ZeroDivisionError", "broken.py"]),
+        (
+            "task._target_=speech.broken.Task",
+            ["error: task._target_=speech.broken.Task: ZeroDivisionError", "broken.py"],
+        ),
+        ("task.width={a:1}", ["launcher.tasks.bytes_gpt.BytesGPT with"]),
+        ("precision=16", ["precision=16: there is no such option", "Allowed: bf16, fp16, fp32"]),
+        ("+foo=3", ["foo=3: there is no such key"]),
+        ("++train.foo=3", ["train.foo=3: there is no such key"]),
+        ("--quite", ["--quite: there is no such flag here", "did you mean '--quiet'?"]),
+        ("train.steps", ["train.steps: is no override", "key=value"]),
+        ("task.width=${oc.env:NOPE}", ["NOPE"]),
+        ("--config-dir bad task=bad", ["bad.yaml"]),
         ("wandb.mode=online", ["wandb.mode=online: there is no key for api.wandb.ai", "wandb.mode=offline"]),
         ("run.dir=/proc/nowhere", ["run.dir: /proc/nowhere", "cannot be made"]),
     ],
@@ -61,12 +75,14 @@ def refused(launch: Launch, tmp_path: Path, *arguments: str, env: dict[str, str]
 def test_one_clear_message(launch: Launch, tmp_path: Path, argument: str, words: list[str]) -> None:
     shutil.copytree(PROJECT / "speech", tmp_path / "speech")
     (tmp_path / "speech" / "broken.py").write_text("ratio = 1 / 0\n")
+    (tmp_path / "bad" / "task").mkdir(parents=True)
+    (tmp_path / "bad" / "task" / "bad.yaml").write_text("a: [1\nb: {\n")
     text = refused(
         launch, tmp_path, "train", *argument.split(), env={"HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
     )
     for word in words:
         assert word in text
-    assert "broken" in argument or "Traceback" not in text
+    assert "Traceback" not in text
 
 
 def test_unwritable_directory(launch: Launch, tmp_path: Path) -> None:
@@ -98,6 +114,21 @@ def test_plan_of_a_strangers_task_writes_nothing(launch: Launch, tmp_path: Path)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["task"]["samples"] == 100
     assert sorted(path.name for path in tmp_path.iterdir()) == ["speech"]
+
+
+@pytest.mark.parametrize("option", ["train.epochs=1", "batch.short_window=drop"])
+def test_options_that_need_the_datasets_length(launch: Launch, option: str) -> None:
+    """Both were once refused: the plan was tried with a stream's length first."""
+    done = launch("plan", "--json", option)
+    assert done.returncode == 0, done.stderr
+    steps = json.loads(done.stdout)["train"]["steps"]
+    assert steps > 1000 if "epochs" in option else steps == 300
+
+
+def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path) -> None:
+    command = " ".join(map(shlex.quote, launch_command("plan", "--json")))
+    done = subprocess.run(f"{command} | head -1", shell=True, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("{\n", "")
 
 
 def test_plan_as_a_table(launch: Launch) -> None:

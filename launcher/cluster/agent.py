@@ -2,7 +2,7 @@
 
     python -m launcher.cluster.agent RUN_DIR PARENT_PID
 
-Exit status: 0 the workers are done; 1 they failed; 2 the user's input was wrong after all; 130 they were stopped.
+Exit status: 0 the workers are done; 1 they failed; 130 they were stopped.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from launcher import errors
 from launcher.cluster.deaths import DeathWatch
 from launcher.config import WandbMode
-from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, UserError, class_named
+from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, class_named
 from launcher.paths import RunPaths, read_json, write_json
 from launcher.plan import LaunchPlan, RunPlan
 from launcher.process import AGENT_PID, STOP_SIGNALS, die_with_parent
@@ -77,6 +77,8 @@ def _run_workers(plan: LaunchPlan) -> int:
         return _stopped(plan.paths, signal.Signals(stop.sigval).name)
     except ChildFailedError as failed:
         return _failed(plan.paths, failed, deaths)
+    if isinstance(plan, RunPlan) and not plan.paths.summary.exists():
+        return _unfinished(plan.paths)
     return EXIT_DONE
 
 
@@ -125,7 +127,21 @@ def _failed(paths: RunPaths, error: ChildFailedError, deaths: DeathWatch) -> int
         "log": str(paths.newest_rank_log(rank)),
     }
     write_json(paths.summary, (read_json(paths.summary) or {}) | {"verdict": "failed", "failure": failure})
-    return ours.exit_status if ours is not None and issubclass(ours, UserError) else EXIT_FAILED
+    return EXIT_FAILED
+
+
+def _unfinished(paths: RunPaths) -> int:
+    """All workers left with status 0, and none has said that the run is over."""
+    failure = {
+        "rank": None,
+        "exit_code": 0,
+        "kind": None,
+        "error": "the workers left before the run was over, with status 0: does the task call sys.exit or os._exit?",
+        "traceback": None,
+        "log": str(paths.newest_rank_log(0)),
+    }
+    write_json(paths.summary, {"verdict": "failed", "failure": failure})
+    return EXIT_FAILED
 
 
 def _own_words(failure: ProcessFailure) -> tuple[str, str | None]:

@@ -143,6 +143,10 @@ class Engine:
         """
         if self._micro is None:
             raise EngineMisuse("engine.backward() belongs once into each micro-batch of `for batch in window`.")
+        if not loss_sum.requires_grad:
+            raise EngineMisuse(
+                "The loss does not require a gradient: it was detached, made from a number, or computed under no_grad."
+            )
         samples, self._micro = self._micro.samples, None
         counts = samples > 0
         if self._divisor is None:

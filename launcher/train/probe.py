@@ -48,6 +48,18 @@ def probe(target: str, params: dict[str, Any], search_path: list[str]) -> dict[s
     }
 
 
+def _users_frames(error: Exception) -> str:
+    """Where in the user's own code it happened."""
+    ours = str(Path(__file__).resolve().parent.parent)
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [
+        frame
+        for frame in frames
+        if not frame.filename.startswith((ours, "<frozen")) and "importlib" not in frame.filename
+    ]
+    return "".join(traceback.format_list(theirs)).rstrip()
+
+
 def main() -> None:
     request = json.load(sys.stdin)
     answer = request.pop("answer")
@@ -55,10 +67,9 @@ def main() -> None:
         result: dict[str, Any] = {"task": probe(**request)}
     except TaskError as error:
         result = {"error": str(error)}
-    except Exception as error:  # user code may raise anything, and its own traceback is what helps
+    except Exception as error:  # user code may raise anything
         result = {
-            "error": f"task._target_={request['target']}: {type(error).__name__}: {error}",
-            "traceback": traceback.format_exc(),
+            "error": f"task._target_={request['target']}: {type(error).__name__}: {error}\n{_users_frames(error)}"
         }
     Path(answer).write_text(json.dumps(result), encoding="utf-8")
 

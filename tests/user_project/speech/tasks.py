@@ -61,12 +61,16 @@ class Tagger:
             total = total * float("nan")
         if self.trouble == "bad gradient":
             total = total + (model.module if hasattr(model, "module") else model)[2].bias.mul(0).square().sum().sqrt()
+        if self.trouble == "detached":
+            total = total.detach()
         if self.trouble == "wrong type":
             return {"loss": total}
         return Loss(total=total, items=(targets != 0).sum())
 
     def misbehave(self):
         self.calls += 1
+        if self.trouble == "leave":
+            raise SystemExit(0)
         if self.trouble == "peer asleep" and self.calls == 11 and os.environ["RANK"] == "0":
             raise ValueError("rank 0 is the one")
         if self.trouble == "slow":
