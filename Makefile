@@ -17,7 +17,7 @@ test: lint tools
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 bench: $(VENV)/.installed
 	$(BIN)/launch run -- jobs/bench.py

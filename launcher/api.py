@@ -17,7 +17,7 @@ from launcher.config import Config, RunConfig, WandbMode
 from launcher.errors import SiteError
 from launcher.plan import RunInfo, RunPlan, TaskPlan
 from launcher.site import Site
-from launcher.solve import run_dir, solve
+from launcher.solve import solve
 from launcher.taskinfo import describe_task
 
 ANY_NUMBER = 2**62  # of samples: enough for every window
@@ -66,7 +66,7 @@ def new_run(config: RunConfig, stem: str, cwd: str) -> RunInfo:
     return RunInfo(
         name=name,
         id=secrets.token_hex(4),
-        dir=run_dir(config.dir, name, cwd),
+        dir=str((Path(cwd) / config.dir / name).resolve()),
         created=now.isoformat(timespec="seconds"),
         version=metadata.version("launcher"),
     )

@@ -177,9 +177,9 @@ def plan(arguments: list[str]) -> int:
 def run_script(arguments: list[str]) -> int:
     from launcher.api import new_run
     from launcher.cluster import local
+    from launcher.placement import solve_script
     from launcher.report import terminal
     from launcher.site import Site
-    from launcher.solve import solve_script
     from launcher.validate import check
 
     if "--" not in arguments and not {"--help", "-h", "--cfg"} & set(arguments):

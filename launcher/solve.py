@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from pathlib import Path
 
 from launcher import batch as contract
 from launcher.config import (
     BatchConfig,
-    ClusterConfig,
     Config,
-    Device,
     LrScaling,
     OptimizerConfig,
     OptimizerKind,
@@ -21,18 +18,15 @@ from launcher.config import (
     ScheduleKind,
     ShortWindow,
     StrategyConfig,
-    StrategyKind,
     Sync,
     TrainConfig,
 )
 from launcher.errors import ConfigError, TaskError
+from launcher.placement import solve_cluster, solve_env
 from launcher.plan import (
     FORMAT,
     CheckpointPlan,
-    ClusterPlan,
-    EnvPlan,
     EpochPlan,
-    LaunchPlan,
     OptimizerPlan,
     PrecisionPlan,
     RunInfo,
@@ -44,11 +38,10 @@ from launcher.plan import (
     WandbPlan,
     wire_factor,
 )
-from launcher.site import ALLOWED_ENV, Site
+from launcher.site import Site
 from launcher.validate import check
 
 DEFAULT_STEPS = 300
-CPU_WORKERS = 2
 WORKER_COMMAND = ("-P", "-m", "launcher.train.worker")
 
 
@@ -111,65 +104,6 @@ def solve(config: Config, site: Site, task: TaskPlan, run: RunInfo, world_size: 
             tags=tuple(config.wandb.tags),
         ),
         notes=_notes(schedule, steps, epoch, batch),
-    )
-
-
-def solve_script(config: ClusterConfig, site: Site, run: RunInfo, arguments: list[str]) -> LaunchPlan:
-    """The plan of `launch run`: a torchrun script of the user's on the same cluster options, without the engine."""
-    cluster = solve_cluster(config, site)
-    return LaunchPlan(
-        format=FORMAT,
-        run=run,
-        cluster=cluster,
-        env=solve_env(config, cluster, site),
-        command=("-P", "-m", "launcher.cluster.script", *arguments),
-    )
-
-
-def solve_cluster(
-    config: ClusterConfig, site: Site, strategy: StrategyKind = StrategyKind.ddp, world_size: int | None = None
-) -> ClusterPlan:
-    if config.nodes != 1:
-        raise ConfigError("cluster.nodes", config.nodes, "cluster=local is one machine.", "Use cluster.nodes=1.")
-    device = config.device
-    if device is Device.auto:
-        device = Device.cuda if site.gpus else Device.cpu
-    workers = world_size if world_size is not None else config.workers_per_node
-    if workers is None:
-        default = (site.gpus or 1) if device is Device.cuda else CPU_WORKERS
-        workers = 1 if strategy is StrategyKind.single else default
-    if workers < 1:
-        raise ConfigError("cluster.workers_per_node", workers, "must be at least 1.")
-    if device is Device.cuda and workers > site.gpus:
-        raise ConfigError(
-            "cluster.workers_per_node",
-            workers,
-            f"this machine shows {site.gpus} GPUs and each worker needs one.",
-            f"Use {'cluster.workers_per_node=' + str(site.gpus) + ', or ' if site.gpus else ''}cluster.device=cpu.",
-        )
-    if strategy is StrategyKind.single and workers > 1:
-        raise ConfigError(
-            "strategy", "single", f"one rank trains alone, and {workers} were asked for.", "Use strategy=ddp."
-        )
-    return ClusterPlan(
-        kind=config.kind,
-        nodes=config.nodes,
-        workers_per_node=workers,
-        device=device,
-        max_restarts=config.max_restarts,
-        grace_s=config.grace_s,
-        cwd=site.cwd,
-    )
-
-
-def solve_env(config: ClusterConfig, cluster: ClusterPlan, site: Site) -> EnvPlan:
-    threads = max(1, site.cores // cluster.workers_per_node)
-    no_gpu = {"CUDA_VISIBLE_DEVICES": ""} if cluster.device is Device.cpu else dict[str, str]()
-    return EnvPlan(
-        allow=(*ALLOWED_ENV, *config.env),
-        default={"OMP_NUM_THREADS": str(threads)},
-        # unbuffered: a log line must not be lost with the process that printed it; a store of its own for each attempt
-        set={"PYTHONUNBUFFERED": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} | no_gpu,
     )
 
 
@@ -296,8 +230,3 @@ def _notes(schedule: SchedulePlan, steps: int | None, epoch: EpochPlan, batch: c
     if epoch.short_window and epoch.short_window < batch.world_size:
         notes.append(f"The short window of {epoch.short_window} samples leaves some of the ranks without one.")
     return tuple(notes)
-
-
-def run_dir(base: str, name: str, cwd: str) -> str:
-    """The absolute directory of run ``name``."""
-    return str((Path(cwd) / base / name).resolve())

@@ -32,7 +32,7 @@ from launcher.plan import RunPlan
 from launcher.train import data, step
 from launcher.train.loader import MicroBatch
 from launcher.train.meter import Calibration
-from launcher.train.parallel import wrap
+from launcher.train.parallel import require_all_parameters, wrap
 from launcher.train.precision import Precision
 from launcher.train.step import StepResult, WindowTotals
 from launcher.train.world import World, device_of, join
@@ -68,7 +68,7 @@ class Engine:
         model.to(self.device)
         if plan.train.compile:
             model.compile()
-        _require_all_parameters(model, optimizer)
+        require_all_parameters(model, optimizer)
         self.parallel, self._meter = wrap(model, plan, self.device)
         self.precision = Precision(plan.precision, self.device)
         self.schedule = LambdaLR(optimizer, lambda done: plan.schedule.factor(done, plan.train.steps))
@@ -243,17 +243,6 @@ class Engine:
         self.precision.scaler.load_state_dict(state["scaler"])
         for name in _PROGRESS:
             setattr(self, name, int(state["progress"][name]))
-
-
-def _require_all_parameters(model: nn.Module, optimizer: Optimizer) -> None:
-    """The norm, the clip and the loss scale are those of all gradients, so none may be left to somebody else."""
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    left_out = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
-    if left_out:
-        raise EngineMisuse(
-            f"The optimizer has not all of the model's trained parameters: {', '.join(left_out[:8])} and so on.\n"
-            "  Give it all of them, or freeze the others (requires_grad_(False)) before the engine is made."
-        )
 
 
 _PROGRESS = ("steps", "window_index", "skipped_steps", "samples", "items")

@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from launcher.config import StrategyKind
-from launcher.errors import UnusedParameters
+from launcher.errors import EngineMisuse, UnusedParameters
 from launcher.plan import RunPlan
 from launcher.train.meter import Meter
 
@@ -45,6 +46,17 @@ def wrap(model: nn.Module, plan: RunPlan, device: torch.device) -> tuple[Paralle
     if plan.strategy.kind is StrategyKind.single or world_size == 1:
         return Single(model, parameters, unused_allowed=plan.strategy.find_unused_parameters), meter
     return Ddp(model, parameters, plan, device, meter), meter
+
+
+def require_all_parameters(model: nn.Module, optimizer: Optimizer) -> None:
+    """The norm, the clip and the loss scale are those of all gradients, so none may be left to somebody else."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    left_out = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
+    if left_out:
+        raise EngineMisuse(
+            f"The optimizer has not all of the model's trained parameters: {', '.join(left_out[:8])} and so on.\n"
+            "  Give it all of them, or freeze the others (requires_grad_(False)) before the engine is made."
+        )
 
 
 class Single:
