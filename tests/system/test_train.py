@@ -1,15 +1,9 @@
-"""`launch train` with real workers: the run's files, a stranger's task, and everything that can go wrong in it."""
+"""`launch train` with real workers: what a run writes, a stranger's task, and where it arrives."""
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import signal
-import subprocess
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,48 +13,9 @@ from torch.nn import functional
 
 from launcher.train.sampling import Permutation
 from tests.conftest import Launch
-from tests.helpers import launch_command
+from tests.system.runs import OWN, processes_of, records, summary
 
 pytestmark = pytest.mark.slow
-PROJECT = Path(__file__).parent.parent / "user_project"
-OWN = (
-    "task._target_=speech.tasks.Tagger", "run.name=own", "precision=fp32", "wandb.mode=disabled",
-    "batch.global_size=24", "batch.micro_size=3", "schedule=constant", "schedule.warmup_steps=0",
-)  # fmt: skip
-
-
-@pytest.fixture
-def project(tmp_path: Path) -> Path:
-    shutil.copytree(PROJECT / "speech", tmp_path / "speech")
-    return tmp_path
-
-
-def records(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def summary(run: Path) -> dict[str, Any]:
-    return json.loads((run / "summary.json").read_text())
-
-
-def processes_of(run: Path) -> list[str]:
-    """Command lines of every process that still belongs to a run."""
-    found: list[str] = []
-    for place in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            line = place.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        if str(run) in line and int(place.parent.name) != os.getpid():
-            found.append(line)
-    return found
-
-
-def wait_for(condition: Any, what: str, seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"waited {seconds} s for {what}"
-        time.sleep(0.05)
 
 
 def test_the_main_job_learns_and_writes_everything_down(launch: Launch, tmp_path: Path) -> None:
@@ -166,54 +121,6 @@ def test_fp16_counts_what_it_skips(launch: Launch, project: Path) -> None:
     assert done.stdout.count("skipped, fp16 overflowed") == skipped
 
 
-@pytest.mark.parametrize(
-    ("trouble", "status", "words"),
-    [
-        ("raise", 1, ["ValueError: the eleventh utterance is cursed", "launch: rank 1 failed"]),
-        ("killed", 1, ["launch: rank 1 failed: killed by SIGKILL"]),
-        ("not finite", 1, ["The loss of step 3 is not finite", "rank 1, micro-batch 3", "optimizer.lr"]),
-        ("unused", 1, ["does not depend on 1 of the model's parameters: forgotten", "find_unused_parameters=true"]),
-        ("bypass", 1, ["strategy.sync=boundary means", "the communication hook saw 0"]),
-        ("bad gradient", 1, ["The gradient of step 1 has norm nan", "2.bias"]),
-        ("nothing held out", 1, ["eval_data() holds no item"]),
-        ("leave", 1, ["the workers left before the run was over", "sys.exit"]),
-        ("detached", 1, ["does not require a gradient"]),
-        ("wrong type", 1, ["loss() returned a dict", "launcher.Loss"]),
-    ],
-)
-def test_trouble_ends_the_run_with_its_own_words_first(
-    launch: Launch, project: Path, trouble: str, status: int, words: list[str]
-) -> None:
-    done = launch("train", *OWN, f"task.trouble={trouble}", "train.steps=50")
-    assert done.returncode == status, done.stdout + done.stderr
-    for text in words:
-        assert text in done.stderr
-    if trouble == "raise":
-        assert done.stderr.startswith("Traceback"), "the failing rank's traceback comes first"
-        assert "misbehave" in done.stderr
-    elif trouble not in ("killed", "leave"):
-        assert "Traceback" not in done.stderr, "a message of our own needs no traceback"
-    assert "Traceback" not in done.stdout
-    run = project / "runs" / "own"
-    assert summary(run)["verdict"] == "failed"
-    wait_for(lambda: not processes_of(run), "every process of the failed run to end", 15)
-
-
-def test_the_one_who_raised_is_named_not_the_one_who_was_ended_for_it(launch: Launch, project: Path) -> None:
-    done = launch("train", *OWN, "task.trouble=peer asleep", "train.steps=50")
-    assert done.returncode == 1
-    assert "launch: rank 0 failed: ValueError: rank 0 is the one" in done.stderr
-    assert processes_of(project / "runs" / "own") == []
-
-
-@pytest.mark.usefixtures("project")
-def test_a_gradient_that_no_loss_scale_helps_ends_the_run(launch: Launch) -> None:
-    """It once skipped for ever."""
-    done = launch("train", *OWN, "precision=fp16", "task.trouble=bad gradient", "train.steps=5")
-    assert done.returncode == 1
-    assert "The gradient of step 1 has norm nan" in done.stderr
-
-
 @pytest.mark.usefixtures("project")
 def test_a_constructor_that_computes_with_its_tensors(launch: Launch) -> None:
     done = launch("train", *OWN, "task.trouble=real tensors", "train.steps=2")
@@ -239,99 +146,6 @@ def test_unused_parameters_are_allowed_on_demand(launch: Launch, project: Path, 
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert records(project / "runs" / "own")[-1]["comm/saved_fraction"] == 0, "each micro-batch is synchronised then"
-
-
-def start(project: Path, *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        launch_command("train", *OWN, *arguments),
-        cwd=project,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def test_ctrl_c_stops_after_the_window_and_saves(project: Path) -> None:
-    job = start(project, "task.trouble=slow", "train.steps=100000")
-    run = project / "runs" / "own"
-    wait_for(lambda: (run / "metrics.jsonl").exists() and len(records(run)) >= 3, "three steps")
-    assert len(processes_of(run)) >= 3, "the agent and two workers are found while they live"
-    job.send_signal(signal.SIGINT)
-    out, _ = job.communicate(timeout=60)
-    assert job.returncode == 130, out
-    assert "Stopping at the end of this window" in out
-    seen = records(run)
-    assert summary(run)["verdict"] == "stopped"
-    assert summary(run)["steps"] == seen[-1]["step"] == len(seen)
-    assert (run / "checkpoints" / f"step_{len(seen):06d}" / ".metadata").exists()
-    assert processes_of(run) == []
-
-
-def test_a_second_ctrl_c_kills_at_once(project: Path) -> None:
-    job = start(project, "task.trouble=hang", "train.steps=100000", "cluster.grace_s=1000")
-    run = project / "runs" / "own"
-    wait_for(lambda: (run / "metrics.jsonl").exists() and len(records(run)) >= 2, "two steps")
-    job.send_signal(signal.SIGINT)
-    time.sleep(0.5)
-    job.send_signal(signal.SIGINT)
-    out, _ = job.communicate(timeout=60)
-    assert job.returncode == 130, out
-    assert summary(run) == {"verdict": "killed"}
-    wait_for(lambda: not processes_of(run), "every process of the run to end", 30)
-
-
-def test_ctrl_c_before_the_first_step(project: Path) -> None:
-    job = start(project, "train.steps=100000")
-    run = project / "runs" / "own"
-    wait_for(lambda: (run / "logs" / "node0.log").exists(), "the agent's start")
-    job.send_signal(signal.SIGINT)
-    out, _ = job.communicate(timeout=60)
-    assert job.returncode == 130, out
-    assert "Traceback" not in out
-    wait_for(lambda: not processes_of(run), "every process of the run to end", 30)
-
-
-def test_a_hanging_worker_does_not_outlive_ctrl_c(project: Path) -> None:
-    job = start(project, "task.trouble=hang", "train.steps=100000", "cluster.grace_s=1")
-    run = project / "runs" / "own"
-    wait_for(lambda: (run / "metrics.jsonl").exists() and len(records(run)) >= 2, "two steps")
-    time.sleep(1)  # rank 1 hangs now, and rank 0 waits for it in a collective
-    job.send_signal(signal.SIGINT)
-    out, _ = job.communicate(timeout=60)
-    assert job.returncode == 130, out
-    assert summary(run)["verdict"] == "killed"
-    assert processes_of(run) == []
-
-
-@pytest.mark.parametrize("victim", ["launcher.cli", "launcher.cluster.agent"])
-def test_kill_9_leaves_nothing_behind(project: Path, victim: str) -> None:
-    job = start(project, "task.trouble=slow", "train.steps=100000", "cluster.grace_s=5", "wandb.mode=offline")
-    run = project / "runs" / "own"
-    wait_for(lambda: (run / "metrics.jsonl").exists() and len(records(run)) >= 2, "two steps")
-    if victim == "launcher.cli":
-        job.kill()
-    else:
-        agents = [int(p.parent.name) for p in Path("/proc").glob("[0-9]*/cmdline") if is_agent(p, run)]
-        assert len(agents) == 1
-        os.kill(agents[0], signal.SIGKILL)
-    job.communicate(timeout=60)
-    wait_for(lambda: not processes_of(run), "every process of the run to end", 30)
-
-
-def is_agent(cmdline: Path, run: Path) -> bool:
-    try:
-        words = cmdline.read_bytes().split(b"\0")
-    except OSError:
-        return False
-    return b"launcher.cluster.agent" in words and str(run).encode() in words
-
-
-def test_a_run_never_writes_into_another_ones_directory(launch: Launch, project: Path) -> None:
-    (project / "runs" / "own").mkdir(parents=True)
-    done = launch("train", *OWN)
-    assert done.returncode == 2
-    assert "exists" in done.stderr
-    assert list((project / "runs" / "own").iterdir()) == []
 
 
 @pytest.mark.usefixtures("project")
