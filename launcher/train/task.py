@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.utils.data import Dataset
 
-METHODS = ("model", "train_data", "eval_data", "loss")
+REQUIRED_METHODS = ("model", "train_data", "loss")
 
 
 @dataclass
@@ -61,7 +61,7 @@ def load_task(target: str, params: dict[str, Any], search_path: Sequence[str]) -
     cls = _find(target, search_path)
     _check_params(target, cls, params)
     task = cls(**params)
-    missing = [name for name in METHODS if name != "eval_data" and not callable(getattr(task, name, None))]
+    missing = [name for name in REQUIRED_METHODS if not callable(getattr(task, name, None))]
     if missing:
         raise TaskError(
             f"task._target_={target}: the class has no method {' and no method '.join(missing)}.\n"
