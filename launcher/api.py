@@ -13,9 +13,11 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from launcher.compose import compose
-from launcher.config import Config, RunConfig, WandbMode
+from launcher.config import Config, RunConfig, Sync, WandbMode
 from launcher.errors import SiteError
+from launcher.forecast import weigh_memory
 from launcher.plan import RunInfo, RunPlan, TaskPlan
+from launcher.policy import SHARDED
 from launcher.site import Site
 from launcher.solve import solve
 from launcher.taskinfo import describe_task
@@ -35,9 +37,11 @@ def plan_job(config: Config) -> RunPlan:
     if config.wandb.mode is WandbMode.online:
         require_wandb_key(os.environ)
     # what no task could make right is said before the task is looked at, which may take seconds
-    any_task = TaskPlan(target="", params={}, samples=ANY_NUMBER, parameters=None, gradient_bytes=None)
-    solve(config, site, any_task, run)
-    return solve(config, site, describe_task(config.task, site.cwd), run)
+    solve(config, site, TaskPlan.unknown(ANY_NUMBER), run)
+    task = describe_task(config.task, site.cwd, shards=config.strategy.kind in SHARDED)
+    plan = solve(config, site, task, run)
+    auto = plan.strategy.kind in SHARDED and config.strategy.sync is Sync.auto
+    return weigh_memory(plan) if auto else plan
 
 
 def make_plan(overrides: Sequence[str] | Config = (), *, samples: int | None) -> RunPlan:
@@ -55,8 +59,7 @@ def make_plan(overrides: Sequence[str] | Config = (), *, samples: int | None) ->
 
     config = overrides if isinstance(overrides, Config) else compose(overrides)
     site = Site.here()
-    task = TaskPlan(target="", params={}, samples=samples, parameters=None, gradient_bytes=None)
-    return solve(config, site, task, new_run(config.run, "own_loop", site.cwd), World.here().size)
+    return solve(config, site, TaskPlan.unknown(samples), new_run(config.run, "own_loop", site.cwd), World.here().size)
 
 
 def new_run(config: RunConfig, stem: str, cwd: str) -> RunInfo:

@@ -49,10 +49,15 @@ def main() -> None:
     try:
         status = run(sys.argv[1:])
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever was reading has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status = EXIT_FAILED
+    except BrokenPipeError:
+        status = _nobody_reads()
     sys.exit(status)
+
+
+def _nobody_reads() -> int:
+    """Whoever was reading has seen enough."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return EXIT_FAILED
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -119,6 +124,8 @@ def _with_config(verb: str, arguments: list[str], act: Callable[[Config, str], i
             status = act(config, yaml)
         except UserError as error:
             return _explain(error)
+        except BrokenPipeError:  # here, or Hydra makes an error message of it
+            return _nobody_reads()
         if status == EXIT_INTERRUPTED:
             raise KeyboardInterrupt  # of a sweep, the cells that have not begun are left out too
         return status

@@ -24,12 +24,28 @@ class Device(StrEnum):
 class StrategyKind(StrEnum):
     single = "single"
     ddp = "ddp"
+    fsdp = "fsdp"
+    hsdp = "hsdp"
 
 
 class Sync(StrEnum):
     auto = "auto"
     every = "every"
     boundary = "boundary"
+    gather_once = "gather_once"
+    replicas_at_boundary = "replicas_at_boundary"
+
+
+class Compress(StrEnum):
+    none = "none"
+    bf16 = "bf16"
+    fp16 = "fp16"
+    powersgd = "powersgd"
+
+
+class Recompute(StrEnum):
+    none = "none"
+    blocks = "blocks"
 
 
 class PrecisionKind(StrEnum):
@@ -91,15 +107,30 @@ class StrategyConfig:
     """How the model lies over the ranks, and when gradients are synchronised."""
 
     kind: StrategyKind = StrategyKind.ddp
-    """single: one rank; ddp: a whole model on each rank."""
+    """single: one rank; ddp: a whole model on each rank; fsdp: sharded over all ranks; hsdp: sharded over shard_size
+    ranks, and replicated."""
     sync: Sync = Sync.auto
-    """every: on each micro-batch; boundary: on the last of a window; auto: the one with the fewest wire bytes."""
-    bucket_mb: float = 25.0
-    """Size of DDP's gradient buckets, MiB."""
+    """every: gradients on each micro-batch; boundary: on the last of a window; gather_once (fsdp, hsdp): parameters too
+    once a window; replicas_at_boundary (hsdp): within a shard group each time, between replicas at the boundary; auto:
+    the one with the fewest wire bytes whose predicted memory fits."""
+    bucket_mb: float | None = None
+    """ddp: size of the gradient buckets, MiB. Default: 25."""
     static_graph: bool = False
-    """DDP's static_graph; only with sync=every."""
+    """ddp: its static_graph; only with sync=every."""
     find_unused_parameters: bool = False
-    """DDP's find_unused_parameters; only with sync=every."""
+    """ddp: its find_unused_parameters; only with sync=every."""
+    compress: Compress = Compress.none
+    """ddp: gradients on the wire as bf16 or fp16, or as low-rank factors (powersgd, with error feedback)."""
+    powersgd_rank: int | None = None
+    """powersgd: rank of the factors. Default: 1."""
+    powersgd_start: int | None = None
+    """powersgd: synchronisations sent whole before compression starts. Default: 10."""
+    shard_size: int | None = None
+    """hsdp: ranks that share one copy of the model. Default: the workers of one host."""
+    recompute: Recompute = Recompute.none
+    """blocks: activations within the model's repeated blocks are computed again in backward, not kept."""
+    cpu_offload: bool = False
+    """fsdp, hsdp on GPUs: parameters, gradients and optimizer state lie in host memory between uses."""
 
 
 @dataclass(kw_only=True)
@@ -110,6 +141,8 @@ class PrecisionConfig:
     """fp32, or autocast to bf16 or fp16 (with loss scaling)."""
     init_scale: float | None = None
     """fp16: first loss scale."""
+    reduce_dtype: PrecisionKind | None = None
+    """fsdp, hsdp: format in which gradients are summed between ranks. Default: fp32."""
     growth_interval: int | None = None
     """fp16: steps without overflow after which the scale doubles."""
 
@@ -227,7 +260,8 @@ class RunConfig:
     dir: str = "runs"
     """Where run directories lie."""
     calibrate: int = 5
-    """Windows run with sync=every, and as many with the job's own policy, to measure the speed-up; 0: do not."""
+    """Windows run with sync=every, and as many with the job's own policy (and once more, for nothing, without any
+    collective), to measure the speed-up and how much of the communication shows; 0: do not."""
 
 
 @dataclass(kw_only=True)

@@ -18,10 +18,12 @@ from typing import Any, Self
 from launcher.batch import Batch
 from launcher.config import (
     ClusterKind,
+    Compress,
     Device,
     LrScaling,
     OptimizerKind,
     PrecisionKind,
+    Recompute,
     ScheduleKind,
     ShortWindow,
     StrategyKind,
@@ -104,13 +106,19 @@ class LaunchPlan:
 @dataclass(frozen=True, kw_only=True)
 class TaskPlan:
     """``samples``: the length of the training data, None for a stream. ``parameters``, ``gradient_bytes``: of what is
-    trained, None where the model was not looked at (a user's own loop)."""
+    trained; ``unit_parameters``: how many of them lie in shard units; None where the model was not looked at."""
 
     target: str
     params: dict[str, Any]
     samples: int | None
     parameters: int | None
     gradient_bytes: int | None
+    unit_parameters: int | None
+
+    @classmethod
+    def unknown(cls, samples: int | None) -> Self:
+        """For a loop of the user's own."""
+        return cls(target="", params={}, samples=samples, parameters=None, gradient_bytes=None, unit_parameters=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,15 +131,40 @@ class EpochPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """What one sync policy would do to a rank in a full window.
+
+    ``wire_s``: its wire bytes at the link's rate, None where that is not known. ``peak_bytes``: memory of parameters,
+    gradients, optimizer and activations at once, None where it was not predicted.
+    """
+
+    sync: Sync
+    payload_bytes: int
+    wire_bytes: int
+    wire_s: float | None
+    peak_bytes: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class StrategyPlan:
-    """``sync``: never auto; ``sync_reason``: why this one. Predicted bytes: of one rank in a full window."""
+    """``sync``: never auto; ``sync_reason``: why this one; ``forecasts``: of each policy that the strategy has.
+    ``shard_size``: ranks that share one copy of the model. ``memory_bytes``: what a rank has, where that was asked.
+    Predicted bytes: of one rank in a full window."""
 
     kind: StrategyKind
     sync: Sync
     sync_reason: str
+    shard_size: int
     bucket_mb: float
     static_graph: bool
     find_unused_parameters: bool
+    compress: Compress
+    powersgd_rank: int
+    powersgd_start: int
+    recompute: Recompute
+    cpu_offload: bool
+    forecasts: tuple[Forecast, ...]
+    memory_bytes: int | None
     payload_bytes: int | None
     payload_bytes_every: int | None
     wire_bytes: int | None
@@ -140,7 +173,10 @@ class StrategyPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionPlan:
+    """``reduce_dtype``: of gradients between ranks, where the model is sharded."""
+
     kind: PrecisionKind
+    reduce_dtype: PrecisionKind
     init_scale: float
     growth_interval: int
 
@@ -240,8 +276,3 @@ def _build(kind: Any, value: Any) -> Any:
     if origin is tuple:
         return tuple(_build(args[0], item) for item in value)
     return value
-
-
-def wire_factor(world_size: int) -> float:
-    """Bytes that one rank sends for each payload byte of a ring all-reduce: 2(W-1)/W (Patarasuk & Yuan, 2009)."""
-    return 2 * (world_size - 1) / world_size

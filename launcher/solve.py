@@ -12,13 +12,9 @@ from launcher.config import (
     LrScaling,
     OptimizerConfig,
     OptimizerKind,
-    PrecisionConfig,
-    PrecisionKind,
     ScheduleConfig,
     ScheduleKind,
     ShortWindow,
-    StrategyConfig,
-    Sync,
     TrainConfig,
 )
 from launcher.errors import ConfigError, TaskError
@@ -28,17 +24,15 @@ from launcher.plan import (
     CheckpointPlan,
     EpochPlan,
     OptimizerPlan,
-    PrecisionPlan,
     RunInfo,
     RunPlan,
     SchedulePlan,
-    StrategyPlan,
     TaskPlan,
     TrainPlan,
     WandbPlan,
-    wire_factor,
 )
 from launcher.site import Site
+from launcher.strategy import solve_precision, solve_strategy
 from launcher.validate import check
 
 DEFAULT_STEPS = 300
@@ -68,7 +62,8 @@ def solve(config: Config, site: Site, task: TaskPlan, run: RunInfo, world_size: 
     batch = contract.solve_batch(config.batch, cluster.nodes * cluster.workers_per_node)
     epoch = _epoch(config.batch, batch, task)
     steps = _steps(config.train, epoch)
-    strategy = _strategy(config.strategy, batch, task)
+    precision = solve_precision(config.precision, config.strategy.kind)
+    strategy = solve_strategy(config.strategy, batch, cluster, precision, task)
     schedule = _schedule(config.schedule, steps)
     return RunPlan(
         format=FORMAT,
@@ -80,7 +75,7 @@ def solve(config: Config, site: Site, task: TaskPlan, run: RunInfo, world_size: 
         epoch=epoch,
         task=task,
         strategy=strategy,
-        precision=_precision(config.precision),
+        precision=precision,
         optimizer=_optimizer(config.optimizer, batch.global_size),
         schedule=schedule,
         train=TrainPlan(
@@ -131,50 +126,6 @@ def _steps(config: TrainConfig, epoch: EpochPlan) -> int | None:
     if config.epochs is None:
         return DEFAULT_STEPS if config.steps is None else config.steps
     return None if epoch.windows is None else config.epochs * epoch.windows
-
-
-def _strategy(config: StrategyConfig, batch: contract.Batch, task: TaskPlan) -> StrategyPlan:
-    sync, reason = config.sync, "as asked"
-    special = [name for name in ("static_graph", "find_unused_parameters") if getattr(config, name)]
-    if sync is Sync.auto:
-        if special:
-            sync, reason = Sync.every, f"strategy.{special[0]} is not safe with skipped synchronisation"
-        else:
-            sync, reason = Sync.boundary, "fewest wire bytes"
-    elif sync is Sync.boundary and special and batch.accumulation > 1:
-        raise ConfigError(
-            f"strategy.{special[0]}", "true", "DDP loses gradients when this meets no_sync (sync=boundary).",
-            f"Use strategy.sync=every, or strategy.{special[0]}=false.",
-        )  # fmt: skip
-    payload = payload_every = wire = wire_every = None
-    if task.gradient_bytes is not None:
-        alone = batch.world_size == 1
-        payload_every = 0 if alone else task.gradient_bytes * batch.accumulation
-        payload = payload_every if sync is Sync.every or alone else task.gradient_bytes
-        factor = wire_factor(batch.world_size)
-        wire, wire_every = round(payload * factor), round(payload_every * factor)
-    return StrategyPlan(
-        kind=config.kind,
-        sync=sync,
-        sync_reason=reason,
-        bucket_mb=config.bucket_mb,
-        static_graph=config.static_graph,
-        find_unused_parameters=config.find_unused_parameters,
-        payload_bytes=payload,
-        payload_bytes_every=payload_every,
-        wire_bytes=wire,
-        wire_bytes_every=wire_every,
-    )
-
-
-def _precision(config: PrecisionConfig) -> PrecisionPlan:
-    fp16 = config.kind is PrecisionKind.fp16
-    for name in ("init_scale", "growth_interval"):
-        if not fp16 and getattr(config, name) is not None:
-            raise ConfigError(f"precision.{name}", getattr(config, name), "has an effect with precision=fp16 only.")
-    return PrecisionPlan(
-        kind=config.kind, init_scale=config.init_scale or 65536.0, growth_interval=config.growth_interval or 2000
-    )
 
 
 def _optimizer(config: OptimizerConfig, global_size: int) -> OptimizerPlan:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from launcher.errors import ConfigError, TaskError
+from launcher.paths import read_json
 from launcher.plan import TaskPlan
 from launcher.train.task import load_task
 
@@ -20,10 +21,11 @@ class HasFacts(Protocol):
     def facts(self) -> dict[str, int]: ...
 
 
-def describe_task(config: dict[str, Any], cwd: str) -> TaskPlan:
+def describe_task(config: dict[str, Any], cwd: str, *, shards: bool) -> TaskPlan:
     """Look at the task that the config names.
 
-    A bundled task says it itself, from arithmetic. A user's class is imported in a process of its own.
+    A bundled task says it itself, from arithmetic. A user's class is imported in a process of its own. ``shards``:
+    whether the task's shard units matter, and must be right.
 
     Raises:
         ConfigError: no task is named.
@@ -46,21 +48,30 @@ def describe_task(config: dict[str, Any], cwd: str) -> TaskPlan:
             samples=facts["samples"],
             parameters=facts["parameters"],
             gradient_bytes=4 * facts["parameters"],
+            unit_parameters=facts["unit_parameters"],
         )
+    request = {"target": target, "params": params, "search_path": [cwd], "shards": shards}
+    result = ask("launcher.train.probe", json.dumps(request))
+    if result is None:
+        raise TaskError(f"task._target_={target}: looking at the task ended the process that looked.")
+    if "error" in result:
+        raise TaskError(result["error"])
+    return TaskPlan(**result["task"])
+
+
+def ask(module: str, question: str) -> dict[str, Any] | None:
+    """The JSON object that ``python -m module FILE`` leaves in FILE for ``question`` on its standard input, or None.
+
+    A process of its own, because torch and the user's code must not be imported here.
+    """
     with tempfile.TemporaryDirectory() as place:
         answer = Path(place) / "answer.json"
-        request = {"target": target, "params": params, "search_path": [cwd], "answer": str(answer)}
-        done = subprocess.run(
-            [sys.executable, "-P", "-m", "launcher.train.probe"],
-            input=json.dumps(request),
+        subprocess.run(
+            [sys.executable, "-P", "-m", module, str(answer)],
+            input=question,
             text=True,
             start_new_session=True,  # a Ctrl-C is this process's to answer: it ends the other one, without a traceback
             stdout=sys.stderr,  # what the user's code prints must not end up in `launch plan --json`
             check=False,
         )
-        if not answer.exists():
-            raise TaskError(f"task._target_={target}: looking at the task ended with exit status {done.returncode}.")
-        result = json.loads(answer.read_text(encoding="utf-8"))
-    if "error" in result:
-        raise TaskError(result["error"])
-    return TaskPlan(**result["task"])
+        return read_json(answer)

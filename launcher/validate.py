@@ -30,6 +30,9 @@ _BOUNDS: dict[str, tuple[Callable[[Number], bool], str]] = {
     "cluster.max_restarts": _at_least(0),
     "cluster.grace_s": _at_least(1),
     "strategy.bucket_mb": _above(0),
+    "strategy.powersgd_rank": _at_least(1),
+    "strategy.powersgd_start": _at_least(2),  # PowerSGD's warm start needs two whole synchronisations (torch)
+    "strategy.shard_size": _at_least(1),
     "precision.init_scale": _above(0),
     "precision.growth_interval": _at_least(1),
     "optimizer.lr": _above(0),

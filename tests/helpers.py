@@ -28,7 +28,14 @@ def make_plan(
     gpus: int = 0,
     run_dir: str = "/nowhere/run",
 ) -> RunPlan:
-    task = TaskPlan(target="some.Task", params={}, samples=samples, parameters=1000, gradient_bytes=gradient_bytes)
+    task = TaskPlan(
+        target="some.Task",
+        params={},
+        samples=samples,
+        parameters=1000,
+        gradient_bytes=gradient_bytes,
+        unit_parameters=800,
+    )
     run = RunInfo(name="run", id="abcd1234", dir=run_dir, created="2024-01-01T00:00:00+00:00", version="0")
     return solve(compose(overrides), Site(gpus=gpus, cores=2, cwd="/nowhere"), task, run)
 

@@ -35,7 +35,10 @@ def refused(launch: Launch, tmp_path: Path, *arguments: str, env: dict[str, str]
         ("batch.globl_size=3", ["batch.globl_size=3: there is no such key", "did you mean 'batch.global_size'?"]),
         ("foo=1", ["foo=1: there is no such key", "Groups: cluster, strategy"]),
         ("train.whatever=1", ["train.whatever=1: there is no such key", "Keys: train.steps"]),
-        ("strategy=dpp", ["strategy=dpp: there is no such option", "did you mean 'ddp'?", "Allowed: ddp, single"]),
+        (
+            "strategy=dpp",
+            ["strategy=dpp: there is no such option", "did you mean 'ddp'?", "Allowed: ddp, fsdp, hsdp, single"],
+        ),
         ("cluser=local", ["cluser=local: there is no such key", "did you mean 'cluster'?"]),
         ("strategy.sync=never", ["strategy.sync", "never", "auto, every, boundary"]),
         ("batch.micro_size=many", ["batch.micro_size: must be a whole number, not 'many'"]),
@@ -147,7 +150,7 @@ def test_plan_as_a_table(launch: Launch) -> None:
 
 def test_hydras_own_flags(launch: Launch) -> None:
     assert "global_size: 128" in launch("train", "--cfg", "job", "batch.global_size=128").stdout
-    assert "strategy: ddp, single" in launch("train", "--help").stdout
+    assert "strategy: ddp, fsdp, hsdp, single" in launch("train", "--help").stdout
 
 
 def test_a_sweep_runs_every_cell_and_reports_the_impossible_one(launch: Launch, tmp_path: Path) -> None:

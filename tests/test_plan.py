@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launcher.config import BatchConfig, Config, Device, Sync
+from launcher.config import BatchConfig, Config, Device, StrategyKind, Sync
 from launcher.errors import ConfigError, UserError
 from launcher.plan import RunPlan, ScheduleKind, SchedulePlan
+from launcher.policy import POLICIES
 from launcher.site import Site
 from launcher.solve import solve
 from tests.helpers import make_plan
@@ -104,6 +105,25 @@ def test_schedules() -> None:
         (["strategy=single", "cluster.workers_per_node=2"], "one rank trains alone, and 2 were asked for"),
         (["strategy.sync=boundary", "strategy.static_graph=true"], "strategy.static_graph=true: DDP loses gradients"),
         (["strategy.sync=boundary", "strategy.find_unused_parameters=true"], "strategy.find_unused_parameters=true"),
+        (["strategy.sync=gather_once"], "strategy=ddp does not have this policy.\n  It has every, boundary and auto."),
+        (["strategy=fsdp", "strategy.sync=replicas_at_boundary"], "It has every, boundary, gather_once and auto."),
+        (["strategy=fsdp", "strategy.bucket_mb=5"], "strategy.bucket_mb=5.0: has no effect with strategy=fsdp"),
+        (["strategy=fsdp", "strategy.static_graph=true"], "has no effect with strategy=fsdp"),
+        (["strategy=fsdp", "strategy.find_unused_parameters=true"], "has no effect with strategy=fsdp"),
+        (["strategy=fsdp", "strategy.compress=bf16"], "strategy.compress=bf16: has no effect with strategy=fsdp"),
+        (["strategy=fsdp", "strategy.shard_size=2"], "strategy.shard_size=2: has no effect with strategy=fsdp"),
+        (["strategy=fsdp", "strategy.cpu_offload=true"], "has no effect on cluster.device=cpu"),
+        (["strategy=hsdp"], "2 ranks cannot be split into several shard groups"),
+        (["strategy=hsdp", "cluster.workers_per_node=4"], "strategy.shard_size=4 (the workers of one host)"),
+        (
+            ["strategy=hsdp", "cluster.workers_per_node=6", "strategy.shard_size=4", "batch.global_size=60"],
+            "Use strategy.shard_size=2 or 3.",
+        ),
+        (["strategy=hsdp", "cluster.workers_per_node=4", "strategy.shard_size=1"], "Use strategy.shard_size=2."),
+        (["strategy.powersgd_rank=2"], "has an effect with strategy.compress=powersgd only"),
+        (["strategy.compress=powersgd", "precision=fp16"], "keeps back a residue"),
+        (["strategy.compress=powersgd", "strategy.powersgd_start=1"], "strategy.powersgd_start=1: must be at least 2"),
+        (["precision.reduce_dtype=bf16"], "precision.reduce_dtype=bf16: has no effect with strategy=ddp"),
         (["cluster.device=cuda"], "this machine shows 0 GPUs"),
         (["cluster.nodes=2"], "cluster.nodes=2: cluster=local is one machine"),
         (["cluster.max_restarts=1"], "would begin at step 0"),
@@ -121,6 +141,31 @@ def test_more_workers_than_gpus() -> None:
     with pytest.raises(ConfigError, match=r"workers_per_node=4: this machine shows 2 GPUs"):
         make_plan("cluster.workers_per_node=4", gpus=2)
     assert make_plan(gpus=2).cluster.device is Device.cuda
+
+
+def test_auto_takes_the_fewest_bytes_that_the_strategy_has() -> None:
+    assert make_plan("strategy=fsdp").strategy.sync is Sync.gather_once
+    hsdp = make_plan("strategy=hsdp", "cluster.workers_per_node=4", "strategy.shard_size=2").strategy
+    assert hsdp.sync is Sync.gather_once
+    assert [forecast.sync for forecast in hsdp.forecasts] == list(POLICIES[StrategyKind.hsdp])
+
+
+def test_predicted_bytes_of_each_policy() -> None:
+    """Of 1000 parameters, 800 in units, gathered as bf16 and summed as fp32; 2 shards x 2 replicas, 4 micro-batches."""
+    solved = make_plan(
+        "strategy=hsdp", "cluster.workers_per_node=4", "strategy.shard_size=2", "batch.micro_size=4",
+        "batch.accumulation=4",
+    ).strategy  # fmt: skip
+    gather, scatter, reduce = 2 * 800 * 2 + 2 * 200, 4000, 2000
+    expected = {
+        Sync.every: 4 * (gather + scatter + reduce),
+        Sync.boundary: 4 * gather + scatter + reduce,
+        Sync.gather_once: 2000 + scatter + reduce,
+        Sync.replicas_at_boundary: 4 * (gather + scatter) + reduce,
+    }
+    assert {forecast.sync: forecast.payload_bytes for forecast in solved.forecasts} == expected
+    # half of what is gathered and scattered by two, and all of what two reduce
+    assert solved.wire_bytes == (2000 + scatter) // 2 + reduce
 
 
 def test_streams() -> None:

@@ -14,9 +14,9 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from launcher.config import ShortWindow, WandbMode
+from launcher.config import Compress, Recompute, ShortWindow, StrategyKind, WandbMode
 from launcher.paths import read_json
-from launcher.plan import LaunchPlan, RunPlan
+from launcher.plan import Forecast, LaunchPlan, RunPlan, StrategyPlan
 from launcher.process import LAST_WORDS
 from launcher.report.record import Tail, last_lines
 
@@ -62,7 +62,12 @@ def plan_table(plan: RunPlan) -> Table:
         f"{plan.optimizer.kind.value}, lr {plan.optimizer.lr:g}{scaled}, {plan.schedule.kind.value} with "
         f"{_count(plan.schedule.warmup_steps, 'warm-up step')}, {clip}",
     )
-    add("strategy", f"{strategy.kind.value}, sync {strategy.sync.value}: {strategy.sync_reason}")
+    add("strategy", _strategy(strategy))
+    if any(forecast.peak_bytes is not None for forecast in strategy.forecasts):
+        for forecast in strategy.forecasts:
+            add("" if forecast is not strategy.forecasts[0] else "policies", _forecast(forecast))
+        if strategy.memory_bytes is not None:
+            add("", f"{_bytes(strategy.memory_bytes)} are there for each rank")
     if strategy.wire_bytes is not None and strategy.wire_bytes_every is not None:
         add(
             "wire a step",
@@ -78,6 +83,25 @@ def plan_table(plan: RunPlan) -> Table:
     for note in plan.notes:
         add("note", note)
     return table
+
+
+def _strategy(strategy: StrategyPlan) -> str:
+    parts = [strategy.kind.value]
+    if strategy.kind is StrategyKind.hsdp:
+        parts.append(f"shard groups of {strategy.shard_size}")
+    if strategy.compress is not Compress.none:
+        parts.append(f"gradients sent as {strategy.compress.value}")
+    if strategy.recompute is not Recompute.none:
+        parts.append("blocks recomputed in backward")
+    if strategy.cpu_offload:
+        parts.append("parameters in host memory")
+    return f"{', '.join(parts)}, sync {strategy.sync.value}: {strategy.sync_reason}"
+
+
+def _forecast(forecast: Forecast) -> str:
+    time_s = "" if forecast.wire_s is None else f" ({forecast.wire_s:,.3g} s of the link)"
+    memory = "memory not known" if forecast.peak_bytes is None else f"{_bytes(forecast.peak_bytes)} of memory at most"
+    return f"{forecast.sync.value}: {_bytes(forecast.wire_bytes)} on the wire a step{time_s}, {memory}"
 
 
 def _task(plan: RunPlan) -> str:
@@ -196,7 +220,12 @@ def summary_table(plan: RunPlan, summary: dict[str, Any]) -> Table:
             f"{_bytes(summary['comm/wire_bytes'])} a rank counted; {_bytes(summary['comm/wire_bytes_every'])} with "
             f"sync=every: {summary['comm/saved_fraction']:.1%} saved",
         )
+        for kind in ("all_gather", "reduce_scatter", "all_reduce"):
+            if f"comm/{kind}/wire_bytes" in summary:
+                add("", f"{kind}: {_bytes(summary[f'comm/{kind}/wire_bytes'])}")
         add("speed-up", _speedup(plan, summary))
+        if "comm/exposed_s" in summary:
+            add("exposed", _exposed(summary))
     if summary.get("amp/skipped_steps"):
         add("skipped", f"{summary['amp/skipped_steps']} windows, by fp16 overflow")
     add("metrics", _near(plan.paths.metrics))
@@ -219,6 +248,14 @@ def _speedup(plan: RunPlan, summary: dict[str, Any]) -> str:
         )
     why = "run.calibrate=0" if not plan.train.calibrate else "too few full windows, or nothing to skip"
     return f"not measured ({why})"
+
+
+def _exposed(summary: dict[str, Any]) -> str:
+    """Against the same micro-batches without any collective."""
+    exposed_s = summary["comm/exposed_s"]
+    if exposed_s <= 0:
+        return "no communication shows: it is hidden behind computation"
+    return f"{exposed_s * 1e3:,.1f} ms of a step is communication that shows; {summary['comm/overlap']:.0%} is hidden"
 
 
 def failure_text(summary: dict[str, Any]) -> str:

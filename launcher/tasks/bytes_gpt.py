@@ -79,7 +79,11 @@ class BytesGPT:
         d = self.width
         block = 4 * d + 3 * d * d + d * d + (4 * d * d + 4 * d) + (4 * d * d + d)
         parameters = VOCABULARY * d + self.seq_len * d + self.depth * block + 2 * d + VOCABULARY * d
-        return {"samples": _samples(self._files[0], self.seq_len), "parameters": parameters}
+        return {
+            "samples": _samples(self._files[0], self.seq_len),
+            "parameters": parameters,
+            "unit_parameters": self.depth * block,
+        }
 
     def model(self) -> nn.Module:
         from launcher.tasks.bytes_model import GPT
@@ -95,6 +99,9 @@ class BytesGPT:
         from launcher.tasks.bytes_model import ByteWindows
 
         return ByteWindows([path for path, _ in self._files[1]], self.seq_len, at_most=self.eval_samples)
+
+    def shard_units(self, model: Any) -> list[nn.Module]:
+        return list(model.blocks)
 
     def loss(self, model: Any, batch: Tensor) -> Loss:
         """``batch``: uint8 [samples, seq_len + 1]. The total is in nats."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from launcher.paths import RunPaths
@@ -46,23 +47,53 @@ def save(engine: Engine, paths: RunPaths, keep: int | None = None) -> Path:
 
 def load(engine: Engine, directory: Path) -> None:
     """Put the engine back to where ``save`` was called. All ranks call it."""
-    state = _state(engine)
+    state = _state(engine) | _kept_by_strategy(engine, directory)
     dcp.load(state, checkpoint_id=directory)
     set_state_dict(
         engine.parallel.module, engine.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
     )
     engine.load_state_dict(state["engine"])
+    if (kept := state.get(_strategy_key(engine))) is not None:
+        engine.parallel.load_state_dict(kept)
     _restore_random_state(state[_random_key(engine)])
 
 
 def _state(engine: Engine) -> dict[str, Any]:
     model, optimizer = get_state_dict(engine.parallel.module, engine.optimizer)
-    return {
+    state = {
         "model": model,
         "optimizer": optimizer,
         "engine": engine.state_dict(),
         _random_key(engine): _random_state(engine.device),
     }
+    kept = engine.parallel.state_dict()
+    return state | {_strategy_key(engine): kept} if kept else state
+
+
+def _kept_by_strategy(engine: Engine, directory: Path) -> dict[str, Any]:
+    """Room for what the strategy of this rank had kept. A fresh engine does not have it yet: the checkpoint says."""
+    prefix = f"{_strategy_key(engine)}."
+    kept: dict[str, Any] = {}
+    for name, entry in dcp.FileSystemReader(directory).read_metadata().state_dict_metadata.items():
+        if not name.startswith(prefix):
+            continue
+        *parents, last = _path(name.removeprefix(prefix))
+        place = kept
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        tensor = isinstance(entry, TensorStorageMetadata)
+        place[last] = torch.empty(entry.size, dtype=entry.properties.dtype, device=engine.device) if tensor else None
+    return {_strategy_key(engine): kept} if kept else {}
+
+
+def _path(name: str) -> list[str]:
+    """A strategy's state is numbers by name, or tensors by kind and then by the parameter's dotted name."""
+    kind, _, parameter = name.partition(".")
+    return [kind, parameter] if parameter else [kind]
+
+
+def _strategy_key(engine: Engine) -> str:
+    return f"strategy_rank{engine.world.rank}"
 
 
 def _random_key(engine: Engine) -> str:

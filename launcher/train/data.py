@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
 
 from launcher.batch import Batch, share_of_window
@@ -183,14 +184,38 @@ class StreamFeed:
 def eval_batches(
     dataset: Any, plan: RunPlan, world: World, device: torch.device, collate: Collate | None = None
 ) -> Iterator[MicroBatch]:
-    """This rank's share of ``dataset``, once, in micro-batches; the shares of all ranks are the whole."""
+    """This rank's share of ``dataset``, once, in micro-batches; the shares of all ranks are the whole.
+
+    Every rank gets as many: a sharded model needs all ranks in each forward pass. A stand-in counts 0 samples.
+    """
     collate = collate or default_collate
     size = plan.batch.micro_size
     if not isinstance(dataset, Sized) or isinstance(dataset, IterableDataset):
-        return prefetch(_Shard(dataset, plan.batch, world.rank, collate), plan, device, plan.train.seed)
+        return _in_step(
+            prefetch(_Shard(dataset, plan.batch, world.rank, collate), plan, device, plan.train.seed), world
+        )
     mine = range(world.rank, len(dataset), world.size)
-    shares = [mine[at : at + size] for at in range(0, len(mine), size)]
+    rounds = -(-len(dataset) // (size * world.size))
+    shares = [mine[at * size : (at + 1) * size] for at in range(rounds)]
     return prefetch(_InOrder(dataset, collate), plan, device, plan.train.seed, order=shares)
+
+
+def _in_step(batches: Iterator[MicroBatch], world: World) -> Iterator[MicroBatch]:
+    """``batches``, and stand-ins after them until the last rank's have ended."""
+    last: MicroBatch | None = None
+    while True:
+        batch = next(batches, None)
+        more = torch.tensor([batch is not None], dtype=torch.uint8)
+        if world.size > 1:
+            dist.all_reduce(more, dist.ReduceOp.MAX)
+        if not more.item():
+            return
+        last = batch or (last and MicroBatch(last.data, 0))
+        if last is None:
+            raise DataError(
+                f"eval_data() has fewer blocks of batch.micro_size samples than ranks: rank {world.rank} got none."
+            )
+        yield last
 
 
 class _Spec(NamedTuple):
@@ -235,7 +260,7 @@ class _InOrder(Dataset[tuple[Any, int]]):
         self._dataset, self._collate = dataset, collate
 
     def __getitem__(self, indices: range) -> tuple[Any, int]:
-        return self._collate([self._dataset[index] for index in indices]), len(indices)
+        return self._collate([self._dataset[index] for index in indices or (0,)]), len(indices)
 
 
 class _Shard(IterableDataset[tuple[Any, int]]):

@@ -8,12 +8,14 @@
         result = engine.step()
 
 The gradient applied is that of sum(loss over all items of the window) / (number of items of the window), counted over
-every rank and micro-batch: each backward pass runs on loss_sum / C with a constant C, DDP averages over the W ranks,
-and at the boundary the gradients are multiplied once by C*W/N, with N the window's true item count.
+every rank and micro-batch: each backward pass runs on loss_sum / C with a constant C, the strategy averages over W
+ranks (DDP) or sums (FSDP: W = 1), and at the boundary the gradients are multiplied once by C*W/N, with N the window's
+true item count.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -21,18 +23,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.utils import get_total_norm
-from torch.optim import Optimizer
+from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from launcher.config import Sync
-from launcher.errors import ConfigError, DataError, EngineMisuse
+from launcher.config import Compress, Sync
+from launcher.errors import ConfigError, DataError, EngineMisuse, PolicyNotObserved
 from launcher.plan import RunPlan
 from launcher.train import data, step
+from launcher.train.build import ModelFrom, OptimizerFrom, build
+from launcher.train.calibration import Calibration, Kept, WindowTimes
 from launcher.train.loader import MicroBatch
-from launcher.train.meter import Calibration
-from launcher.train.parallel import require_all_parameters, wrap
+from launcher.train.parallel import ShardUnits
 from launcher.train.precision import Precision
 from launcher.train.step import StepResult, WindowTotals
 from launcher.train.world import World, device_of, join
@@ -42,21 +43,30 @@ class Engine:
     """Wraps a model as the plan says, and turns windows of micro-batches into optimizer steps.
 
     Args:
-        model: the user's; moved to this rank's device in place.
-        optimizer: over its parameters, with the peak learning rate: the plan's schedule multiplies it.
+        model: the user's, moved to this rank's device in place; or a function that makes it: then no rank ever holds a
+            whole model that is to be sharded.
+        optimizer: over its parameters, with the peak learning rate: the plan's schedule multiplies it; or a function
+            of the parameters that makes it. One that is given is handed the parameters that sharding makes.
         plan: for a world of as many ranks as this process group has.
         stop: asked once a window; when it is true on any rank, all stop together after that window.
+        shard_units: the modules that FSDP gathers as one and recompute works on; default: the model's repeated blocks.
 
     Raises:
         ConfigError: the plan is for another number of ranks.
-        EngineMisuse: the optimizer lacks some of the model's parameters.
+        EngineMisuse: the optimizer lacks some of the model's parameters, or has taken steps before it was sharded.
         SiteError: not started by torchrun, or no device for this rank.
+        TaskError: the model cannot be sharded as ``shard_units`` says.
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, plan: RunPlan, stop: Callable[[], bool] = lambda: False
+        self,
+        model: ModelFrom,
+        optimizer: OptimizerFrom,
+        plan: RunPlan,
+        stop: Callable[[], bool] = lambda: False,
+        shard_units: ShardUnits | None = None,
     ) -> None:
-        self.plan, self.optimizer = plan, optimizer
+        self.plan = plan
         self.world = World.here()
         if self.world.size != plan.batch.world_size:
             raise ConfigError(
@@ -65,20 +75,23 @@ class Engine:
             )  # fmt: skip
         self.device = device_of(self.world, plan.cluster.device)
         join(self.world, self.device)
-        model.to(self.device)
-        if plan.train.compile:
-            model.compile()
-        require_all_parameters(model, optimizer)
-        self.parallel, self._meter = wrap(model, plan, self.device)
+        self.parallel, self.optimizer = build(model, optimizer, plan, self.device, shard_units)
         self.precision = Precision(plan.precision, self.device)
-        self.schedule = LambdaLR(optimizer, lambda done: plan.schedule.factor(done, plan.train.steps))
+        self.schedule = LambdaLR(self.optimizer, lambda done: plan.schedule.factor(done, plan.train.steps))
         own = plan.strategy.sync
-        skips = own is not Sync.every and plan.batch.accumulation > 1 and self.world.size > 1
-        self._calibration = Calibration(own, plan.train.calibrate if skips else 0)
+        self._calibration = Calibration(
+            own,
+            plan.train.calibrate if self.world.size > 1 else 0,
+            alternates=own is not Sync.every
+            and plan.batch.accumulation > 1
+            # what it leaves out depends on how often it is asked: only its own policy trains as the job does
+            and plan.strategy.compress is not Compress.powersgd,
+        )
         self._stop = stop
         self._divisor: float | None = None
         self._totals = WindowTotals(self.world, self.device)
         self._windows_here = 0
+        self._rehearsing = False
         self._window: data.Window | None = None
         self._micro: MicroBatch | None = None
         self.steps = self.window_index = self.skipped_steps = self.samples = self.items = 0
@@ -112,24 +125,64 @@ class Engine:
         self._window, self._feed = window, feed
         self._sync = self._calibration.sync(self._windows_here)
         self._totals.clear()
+        self._rehearsed_s: float | None = None
         self._data_s = 0.0
         self._started = time.perf_counter()
+        self.parallel.meter.open_window()
 
     def _batches(self, window: data.Window) -> Iterator[Any]:
-        for left in reversed(range(window.count)):
+        if self._calibration.rehearses(self._windows_here):
+            micro_batches = list(window.micro_batches)
+            yield from self._rehearse(micro_batches)
+            window = dataclasses.replace(window, micro_batches=iter(micro_batches))
+        self._work_began = time.perf_counter()
+        for number in range(window.count):
             asked = time.perf_counter()
             self._micro = next(window.micro_batches)
             self._data_s += time.perf_counter() - asked
-            self._last = left == 0
-            # the user's forward and backward run inside these contexts: DDP decides in forward whether to synchronise
-            with self.parallel.micro_batch(self._last or self._sync is Sync.every), self.precision.autocast():
-                yield self._micro.data
-            if self._micro is not None:
-                raise EngineMisuse("engine.backward(loss_sum, items) was not called for a micro-batch.")
+            self._last = number == window.count - 1
+            with self.parallel.micro_batch(self._sync, first=number == 0, last=self._last):
+                yield from self._hand_out(self._micro)
+
+    def _hand_out(self, micro: MicroBatch) -> Iterator[Any]:
+        # the user's forward and backward run inside this: DDP decides in forward whether to synchronise
+        with self.precision.autocast():
+            yield micro.data
+        if self._micro is not None:
+            raise EngineMisuse("engine.backward(loss_sum, items) was not called for a micro-batch.")
+
+    def _rehearse(self, micro_batches: list[MicroBatch]) -> Iterator[Any]:
+        """The window's forward and backward passes without any collective, for their time; nothing of them stays."""
+        kept = Kept(self.parallel.module, self.device)
+        with self.parallel.rehearsal():
+            self.parallel.meter.open_window()
+            began = self._now()
+            self._rehearsing = True
+            for micro in micro_batches:
+                self._micro = dataclasses.replace(micro, samples=0)
+                yield from self._hand_out(micro)
+            self._rehearsing = False
+            took = self._now() - began
+            if not self.parallel.meter.silent:
+                raise PolicyNotObserved("A rehearsal without communication has run collectives.")
+        kept.put_back()
+        # the slowest rank's: in a window of its own every rank waits for that one
+        slowest = torch.tensor([took], dtype=torch.float64, device=self.device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        self._rehearsed_s = slowest.item()
+        self.parallel.meter.open_window()
+        self._started = time.perf_counter()
+
+    def _now(self) -> float:
+        """The clock, once the device is through with what it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
 
     @property
     def samples_in_batch(self) -> int:
-        """Samples of the micro-batch under way; 0 in one that only keeps the other ranks company."""
+        """Samples of the micro-batch under way; 0 in one that counts for nothing: it keeps the other ranks company, or
+        rehearses the window that follows."""
         if self._micro is None:
             raise EngineMisuse("No micro-batch is under way.")
         return self._micro.samples
@@ -148,6 +201,10 @@ class Engine:
                 "The loss does not require a gradient: it was detached, made from a number, or computed under no_grad."
             )
         samples, self._micro = self._micro.samples, None
+        if self._rehearsing:
+            assert self._divisor is not None
+            self.precision.backward(loss_sum * (1 / self._divisor))
+            return
         counts = samples > 0
         if self._divisor is None:
             self._divisor = self._agree_on_divisor(items if counts else 0)
@@ -155,6 +212,7 @@ class Engine:
             self._totals.add(loss_sum, items, samples)
         if self._last:
             self._totals.send(self._feed.has_next(), self._stop())
+            self.parallel.before_reduction(self._totals.items_of_all)
         self.precision.backward(loss_sum * (counts / self._divisor))
 
     def _agree_on_divisor(self, items: int | Tensor) -> float:
@@ -176,17 +234,18 @@ class Engine:
         window = self._require_whole_window()
         gradients = self.parallel.gradients()
         self.precision.unscale(self.optimizer)
-        agreed = self._totals.receive(get_total_norm(gradients))
+        agreed = self._totals.receive(self.parallel.total_norm(gradients))
+        work_s = time.perf_counter() - self._work_began
         if not math.isfinite(agreed.loss_sum):
             raise step.explain_bad_loss(self._totals, self.world, self.steps + 1)
         if agreed.items <= 0:
             raise DataError(
                 f"The window of step {self.steps + 1} holds no item: the loss has nothing to be averaged over."
             )
-        comm = self._meter.close_window(window.count, self._sync)
+        comm = self.parallel.meter.close_window(window.count, self._sync)
 
         assert self._divisor is not None
-        factor = self._divisor * self.world.size / agreed.items
+        factor = self._divisor * self.parallel.averaged_over / agreed.items
         norm, clip_norm = agreed.grad_norm * factor, self.plan.train.clip_norm
         lr = float(self.schedule.get_last_lr()[0])
         scale = self.precision.scaler.get_scale() if self.precision.scales else None
@@ -207,7 +266,8 @@ class Engine:
 
         step_s = time.perf_counter() - self._started
         full = agreed.samples == self.plan.batch.global_size
-        calibrated = self._calibration.observe(self._windows_here, self._sync, step_s, full and not skipped)
+        times = WindowTimes(step_s, work_s, comm.time_s, self._rehearsed_s)
+        calibrated = self._calibration.observe(self._windows_here, times, full and not skipped)
         self._windows_here += 1
         self.window_index += 1
         self.skipped_steps += skipped

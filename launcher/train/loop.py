@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,12 +20,22 @@ from launcher.errors import DataError, TaskError
 from launcher.paths import write_json
 from launcher.plan import OptimizerPlan, RunPlan
 from launcher.train import checkpoint
+from launcher.train.calibration import Calibrated
 from launcher.train.data import eval_batches
 from launcher.train.engine import Engine
-from launcher.train.meter import Calibrated, CommStats
+from launcher.train.meter import CommStats
 from launcher.train.step import StepResult
 from launcher.train.task import Loss, Task, eval_data, load_task
-from launcher.train.telemetry import Metrics, NoRecord, Record, Sink, peak_flops, peak_memory_bytes, step_metrics
+from launcher.train.telemetry import (
+    Metrics,
+    NoRecord,
+    Record,
+    Sink,
+    calibration_metrics,
+    peak_flops,
+    peak_memory_bytes,
+    step_metrics,
+)
 from launcher.train.world import World
 
 
@@ -35,8 +45,13 @@ def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
     task = load_task(plan.task.target, plan.task.params, [plan.cluster.cwd])
     torch.manual_seed(plan.train.seed)  # the same initial parameters on every rank
     torch.use_deterministic_algorithms(plan.train.deterministic)
-    model = task.model()
-    engine = Engine(model, build_optimizer(model, plan.optimizer, plan.cluster.device), plan, stop)
+    engine = Engine(
+        task.model,
+        lambda parameters: build_optimizer(parameters, plan.optimizer, plan.cluster.device),
+        plan,
+        stop,
+        getattr(task, "shard_units", None),
+    )
     torch.manual_seed(plan.train.seed + 1 + world.rank)  # but dropout of its own
     record: Sink = Record(plan.paths.metrics) if world.rank == 0 else NoRecord()
     try:
@@ -45,8 +60,7 @@ def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
         record.close()
 
 
-def build_optimizer(model: nn.Module, plan: OptimizerPlan, device: Device) -> Optimizer:
-    parameters = [p for p in model.parameters() if p.requires_grad]
+def build_optimizer(parameters: Iterable[nn.Parameter], plan: OptimizerPlan, device: Device) -> Optimizer:
     if plan.kind is OptimizerKind.sgd:
         return SGD(parameters, plan.lr, momentum=plan.momentum, nesterov=plan.nesterov, weight_decay=plan.weight_decay)
     fused = device is Device.cuda
@@ -159,11 +173,13 @@ class _Run:
         module.eval()
         totals = torch.zeros(2, dtype=torch.float64, device=engine.device)
         batches = eval_batches(data, self.plan, engine.world, engine.device, getattr(self.task, "collate", None))
-        for batch in batches:
-            with engine.precision.autocast():
-                loss = as_loss(self.task.loss(module, batch.data), batch.samples, self.plan.task.target)
-            totals[0] += loss.total.double()
-            totals[1] += loss.items
+        with engine.parallel.evaluation():
+            for batch in batches:
+                with engine.precision.autocast():
+                    loss = as_loss(self.task.loss(module, batch.data), batch.samples, self.plan.task.target)
+                if batch.samples:
+                    totals[0] += loss.total.double()
+                    totals[1] += loss.items
         for part in training:
             part.training = True
         if engine.world.size > 1:
@@ -198,10 +214,12 @@ class _Run:
             summary["comm/wire_bytes"] = self.typical.wire_bytes
             summary["comm/wire_bytes_every"] = self.typical.wire_bytes_every
             summary["comm/saved_fraction"] = self.typical.saved_fraction
+            summary["comm/time_s"] = self.typical.time_s
+            if len(self.typical.kinds) > 1:
+                for kind, traffic in self.typical.kinds.items():
+                    summary[f"comm/{kind.value}/wire_bytes"] = traffic.wire_bytes
             summary["time/step_s"] = statistics.median(self.step_seconds)
             summary["throughput/samples_per_s"] = self.plan.batch.global_size / summary["time/step_s"]
         if self.calibrated is not None:
-            summary["comm/step_s_every"] = self.calibrated.step_s_every
-            summary["comm/step_s"] = self.calibrated.step_s
-            summary["comm/speedup"] = self.calibrated.speedup
+            summary |= calibration_metrics(self.calibrated)
         return summary

@@ -1,126 +1,198 @@
-"""Counts the collectives that really ran, checks them against the sync policy, and times the counterfactual.
+"""Counts and times the collectives that really ran, and holds them against the sync policy.
 
-The claim "n bytes were saved" is never computed from the policy: it is what the communication hook saw, and a window
-whose bytes are not those of its policy stops the run.
+The claim "n bytes were saved" is never computed from the policy: it is what passed the strategy's own collectives, and
+a window that did not send what its policy says stops the run.
 """
 
 from __future__ import annotations
 
-import statistics
-from dataclasses import dataclass, field
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
-from launcher.config import Sync
+import torch
+
+from launcher.config import StrategyKind, Sync
 from launcher.errors import PolicyNotObserved
-from launcher.plan import wire_factor
-
-# DDP lays its buckets out anew after the first synchronised backward pass: neither it nor its successor is typical
-WARM_UP_WINDOWS = 2
+from launcher.policy import Collective, Layout, passes
 
 
 @dataclass(frozen=True)
-class CommStats:
-    """Gradient collectives of one window on one rank. Bytes; ``*_every``: had each micro-batch been synchronised."""
+class Traffic:
+    """Collectives of one kind in one window on one rank; bytes."""
 
     collectives: int
     payload_bytes: int
     wire_bytes: int
+
+
+@dataclass(frozen=True)
+class CommStats:
+    """What one window sent on one rank.
+
+    Args:
+        kinds: of each collective that ran.
+        wire_bytes_every: bytes, had each micro-batch been synchronised.
+        time_s: seconds in which at least one collective was under way.
+    """
+
+    kinds: Mapping[Collective, Traffic]
     wire_bytes_every: int
+    time_s: float
+
+    @property
+    def collectives(self) -> int:
+        return sum(traffic.collectives for traffic in self.kinds.values())
+
+    @property
+    def payload_bytes(self) -> int:
+        return sum(traffic.payload_bytes for traffic in self.kinds.values())
+
+    @property
+    def wire_bytes(self) -> int:
+        return sum(traffic.wire_bytes for traffic in self.kinds.values())
 
     @property
     def saved_fraction(self) -> float:
         return 1 - self.wire_bytes / self.wire_bytes_every if self.wire_bytes_every else 0.0
 
 
+class Flight:
+    """One collective under way. The host's clock on a CPU; on a GPU events, read once the window is over."""
+
+    __slots__ = ("_cuda", "began", "ended")
+
+    def __init__(self, cuda: bool) -> None:
+        self._cuda = cuda
+        self.began = self._now()
+        self.ended: Any = None
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def land(self) -> None:
+        """On a GPU: called where the stream that is current waits for the collective."""
+        self.ended = self._now()
+
+    def span(self, first: Flight, now: float) -> tuple[float, float]:
+        """Start and end in seconds: of the host's clock, or since ``first`` took off. What has not landed ends now."""
+        if not self._cuda:
+            return self.began, now if self.ended is None else self.ended
+        if self.ended is None:
+            return 0.0, 0.0
+        return first.began.elapsed_time(self.began) / 1e3, first.began.elapsed_time(self.ended) / 1e3
+
+
 class Meter:
     """Counts per window.
 
     Args:
-        gradient_bytes: one synchronisation's payload: all gradients of this rank.
-        world_size: 1 means that nothing is ever sent.
+        strategy: whose passes each policy means.
+        layout: payload of one pass of each kind, padding included.
+        device: of this rank.
     """
 
-    def __init__(self, gradient_bytes: int, world_size: int) -> None:
-        self._gradient_bytes = gradient_bytes if world_size > 1 else 0
-        self._factor = wire_factor(world_size)
-        self._collectives = 0
-        self._payload = 0
+    def __init__(self, strategy: StrategyKind, layout: Layout, device: torch.device) -> None:
+        self._strategy, self.layout, self._cuda = strategy, layout, device.type == "cuda"
+        self._gathered_by_every: float | None = None  # payload bytes a micro-batch, once seen
+        self.open_window()
 
-    def count(self, payload_bytes: int) -> None:
-        """Called by the communication hook, once a collective."""
-        self._collectives += 1
-        self._payload += payload_bytes
+    def open_window(self) -> None:
+        """Forget what ran since the last window: evaluation, or a rehearsal."""
+        self._covered = dict.fromkeys(Collective, 0)
+        self._payload = dict.fromkeys(Collective, 0)
+        self._collectives = dict.fromkeys(Collective, 0)
+        self._flights: list[Flight] = []
+
+    def take_off(self) -> Flight:
+        """Called where a collective starts; the flight is to be landed where it is over."""
+        flight = Flight(self._cuda)
+        self._flights.append(flight)
+        return flight
+
+    def count(self, kind: Collective, payload_bytes: int, covers: int | None = None, collectives: int = 1) -> None:
+        """What was sent.
+
+        Args:
+            payload_bytes: handed to it by this rank.
+            covers: bytes of the model that it synchronises, where compression makes the payload smaller.
+            collectives: how many there are, where one call stands for several.
+        """
+        self._covered[kind] += payload_bytes if covers is None else covers
+        self._payload[kind] += payload_bytes
+        self._collectives[kind] += collectives
+
+    @property
+    def silent(self) -> bool:
+        """Whether nothing ran since the window was opened."""
+        return not any(self._collectives.values())
 
     def close_window(self, micro_batches: int, sync: Sync) -> CommStats:
-        """What this window sent; the counters start again.
+        """What this window sent. The device must be through with it.
 
         Raises:
             PolicyNotObserved: it is not what ``sync`` means for a window of ``micro_batches``.
         """
-        collectives, payload = self._collectives, self._payload
-        self._collectives = self._payload = 0
-        synced = micro_batches if sync is Sync.every else 1
-        expected = synced * self._gradient_bytes
-        if payload != expected:
-            raise PolicyNotObserved(
-                f"strategy.sync={sync.value} means {expected:,} bytes of gradients in this window of {micro_batches} "
-                f"micro-batches; the communication hook saw {payload:,} in {collectives} collectives.\n"
-                "  Every forward pass must go through the engine's model (engine.model, or the model handed to loss), "
-                "once a micro-batch, and the loss must reach every parameter that requires a gradient."
-            )
-        return CommStats(
-            collectives=collectives,
-            payload_bytes=payload,
-            wire_bytes=round(payload * self._factor),
-            wire_bytes_every=round(micro_batches * self._gradient_bytes * self._factor),
-        )
+        self._check(micro_batches, sync)
+        if sync is Sync.every:
+            self._gathered_by_every = self._payload[Collective.all_gather] / micro_batches
+        layout = self.layout
+        kinds = {
+            kind: Traffic(number, self._payload[kind], round(self._payload[kind] * layout.wire_factor(kind)))
+            for kind, number in self._collectives.items()
+            if number
+        }
+        return CommStats(kinds, layout.wire(self._had_it_been_every(micro_batches, sync)), _union_s(self._flights))
+
+    def _had_it_been_every(self, micro_batches: int, sync: Sync) -> dict[Collective, int]:
+        """Payload: each reduction as often as there are micro-batches; gathers as seen when `every` ran, or until then
+        by the policy table."""
+        ran, every = (passes(self._strategy, policy, micro_batches) for policy in (sync, Sync.every))
+        payload = dict(self._payload)
+        if ran.all_reduce:
+            payload[Collective.all_reduce] = payload[Collective.all_reduce] * every.all_reduce // ran.all_reduce
+        if ran.reduce_scatter:
+            scattered = payload[Collective.reduce_scatter]
+            payload[Collective.reduce_scatter] = scattered * every.reduce_scatter // ran.reduce_scatter
+        gathered = self.layout.payload(every)[Collective.all_gather]
+        if self._gathered_by_every is not None:
+            gathered = round(self._gathered_by_every * micro_batches)
+        payload[Collective.all_gather] = gathered
+        return payload
+
+    def _check(self, micro_batches: int, sync: Sync) -> None:
+        expected = self.layout.payload(passes(self._strategy, sync, micro_batches))
+        for kind, wanted in expected.items():
+            seen = self._covered[kind]
+            if kind is Collective.all_gather and sync is not Sync.gather_once:
+                # how often a unit is gathered depends on how often the model calls it
+                wrong = seen < wanted // (2 * micro_batches)
+            else:
+                wrong = seen != wanted
+            if wrong:
+                raise PolicyNotObserved(
+                    f"strategy.sync={sync.value} means {kind.value} of {wanted:,} bytes in this window of "
+                    f"{micro_batches} micro-batches; {seen:,} bytes were seen in {self._collectives[kind]} "
+                    "collectives.\n"
+                    "  Every forward pass must go through the engine's model (engine.model, or the model handed to "
+                    "loss), once a micro-batch, and the loss must reach every parameter that requires a gradient."
+                )
 
 
-@dataclass(frozen=True)
-class Calibrated:
-    """Medians over the calibration's windows, in seconds."""
-
-    step_s_every: float
-    step_s: float
-
-    @property
-    def speedup(self) -> float:
-        return self.step_s_every / self.step_s
-
-
-@dataclass
-class Calibration:
-    """Runs some early full windows with sync=every, in turn with the job's own policy, and compares their step times.
-
-    The two policies sum the same gradients, so a calibration window trains like any other: nothing is run twice, no
-    sample moves, and gradients differ by rounding only.
-
-    ``windows``: how many of each; 0 to leave it out.
-    """
-
-    own: Sync
-    windows: int
-    start: int = WARM_UP_WINDOWS
-    _every_s: list[float] = field(default_factory=list[float])
-    _own_s: list[float] = field(default_factory=list[float])
-
-    @property
-    def _stop(self) -> int:
-        return self.start + 2 * self.windows
-
-    def sync(self, step: int) -> Sync:
-        """The policy of the window at ``step``, counted from the start of this process."""
-        in_turn = self.start <= step < self._stop and (step - self.start) % 2 == 0
-        return Sync.every if in_turn else self.own
-
-    def observe(self, step: int, sync: Sync, step_s: float, full: bool) -> Calibrated | None:
-        """Take a window's time in; the result, once, after the last of them."""
-        if not self.start <= step < self._stop:
-            return None
-        if full:  # a short window is faster for another reason
-            (self._every_s if sync is not self.own else self._own_s).append(step_s)
-        return self.result() if step == self._stop - 1 else None
-
-    def result(self) -> Calibrated | None:
-        if not self._every_s or not self._own_s:
-            return None
-        return Calibrated(statistics.median(self._every_s), statistics.median(self._own_s))
+def _union_s(flights: list[Flight]) -> float:
+    """Seconds in which at least one of ``flights`` was under way."""
+    if not flights:
+        return 0.0
+    now = time.perf_counter()
+    first = flights[0]
+    spans = [flight.span(first, now) for flight in flights]
+    total, end = 0.0, float("-inf")
+    for began_s, ended_s in sorted(spans):
+        total += max(0.0, ended_s - max(began_s, end))
+        end = max(end, ended_s)
+    return total

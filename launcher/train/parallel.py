@@ -1,119 +1,138 @@
-"""One face for every strategy: wrap, choose which micro-batch synchronises, hold the gradients. No `if ddp` elsewhere.
+"""One face for every strategy: wrap, choose which collectives a micro-batch runs, hold the gradients. No `if ddp`
+elsewhere."""
 
-Annotations are evaluated here, unlike elsewhere: DDP compares those of the communication hook with its own classes.
-"""
+from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
+from torch.nn.utils import get_total_norm
+from torch.utils.checkpoint import checkpoint
 
-from launcher.config import StrategyKind
-from launcher.errors import EngineMisuse, UnusedParameters
+from launcher.config import Recompute, StrategyKind, Sync
+from launcher.errors import UnusedParameters
 from launcher.plan import RunPlan
+from launcher.policy import SHARDED, Layout
 from launcher.train.meter import Meter
+from launcher.train.units import find_units, require_parameters
+
+if TYPE_CHECKING:
+    from launcher.train.deferred import Recipe
+
+ShardUnits = Callable[[nn.Module], Sequence[nn.Module]]
 
 
 class Parallel(Protocol):
-    """``forward``: what the training loop calls. ``module``: the user's model, for evaluation and checkpoints."""
+    """A wrapped model.
+
+    Args:
+        forward: what the training loop calls.
+        module: the user's model, for evaluation and checkpoints.
+        meter: of the collectives that this strategy runs.
+        averaged_over: how many ranks' gradients the collectives have averaged; 1 where they sum.
+    """
 
     forward: Callable[..., Any]
     module: nn.Module
-    parameters: list[nn.Parameter]
+    meter: Meter
+    averaged_over: int
 
-    def micro_batch(self, synchronise: bool) -> AbstractContextManager[object]:
-        """Around forward *and* backward of one micro-batch."""
+    def micro_batch(self, sync: Sync, *, first: bool, last: bool) -> AbstractContextManager[object]:
+        """Around forward *and* backward of one micro-batch: the first of its window, the last, or one between."""
+        ...
+
+    def before_reduction(self, items: Callable[[], int]) -> None:
+        """Called before the window's last backward pass. ``items``: waits for how many the window has on all ranks."""
+        ...
+
+    def rehearsal(self) -> AbstractContextManager[object]:
+        """Around forward and backward passes without any collective, whose gradients are thrown away at its end. What
+        must be sent before is sent on entering."""
         ...
 
     def gradients(self) -> list[Tensor]:
-        """Those of the whole window, averaged over the ranks, after the boundary."""
+        """This rank's part of the window's gradients, once all of them have arrived."""
+        ...
+
+    def total_norm(self, gradients: list[Tensor]) -> Tensor:
+        """The norm of the whole gradient, of which ``gradients`` is this rank's part: a scalar, alike on all ranks."""
         ...
 
     def zero_grad(self) -> None: ...
+    def evaluation(self) -> AbstractContextManager[object]:
+        """Around forward passes of ``module`` between two windows."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint must hold of this rank, beside the model."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-def wrap(model: nn.Module, plan: RunPlan, device: torch.device) -> tuple[Parallel, Meter]:
-    """``model`` (on its device) as the plan's strategy has it, and the meter of its collectives."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    world_size = plan.batch.world_size
-    meter = Meter(sum(p.numel() * p.element_size() for p in parameters), world_size)
-    if plan.strategy.kind is StrategyKind.single or world_size == 1:
-        return Single(model, parameters, unused_allowed=plan.strategy.find_unused_parameters), meter
-    return Ddp(model, parameters, plan, device, meter), meter
+def wrap(
+    model: nn.Module,
+    plan: RunPlan,
+    device: torch.device,
+    shard_units: ShardUnits | None = None,
+    recipe: Recipe | None = None,
+) -> Parallel:
+    """``model`` as the plan's strategy has it.
+
+    Args:
+        shard_units: of the task; default: the model's repeated blocks.
+        recipe: how to fill a model that was built without values; only for strategies that shard.
+
+    Raises:
+        TaskError: the model cannot be cut as ``shard_units`` says, or has nothing to train.
+    """
+    require_parameters(model)
+    strategy = plan.strategy
+    units: list[nn.Module] = []
+    if strategy.kind in SHARDED or strategy.recompute is Recompute.blocks:
+        units = find_units(model, None if shard_units is None else shard_units(model))
+    if strategy.recompute is Recompute.blocks:
+        recompute(units)
+    if strategy.kind in SHARDED:
+        from launcher.train.fsdp import Fsdp
+
+        return Fsdp(model, units, plan, device, recipe)
+    model.to(device)
+    if plan.train.compile:
+        model.compile()
+    if strategy.kind is StrategyKind.single or plan.batch.world_size == 1:
+        return Single(model, plan, device)
+    from launcher.train.ddp import Ddp
+
+    return Ddp(model, plan, device)
 
 
-def require_all_parameters(model: nn.Module, optimizer: Optimizer) -> None:
-    """The norm, the clip and the loss scale are those of all gradients, so none may be left to somebody else."""
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    left_out = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
-    if left_out:
-        raise EngineMisuse(
-            f"The optimizer has not all of the model's trained parameters: {', '.join(left_out[:8])} and so on.\n"
-            "  Give it all of them, or freeze the others (requires_grad_(False)) before the engine is made."
-        )
+def recompute(units: Sequence[nn.Module]) -> None:
+    """Let each unit keep its inputs only, and run again in backward for what it needs."""
+    for unit in units:
+        unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False)
 
 
-class Single:
-    """One rank: nothing to synchronise."""
-
-    def __init__(self, model: nn.Module, parameters: list[nn.Parameter], *, unused_allowed: bool) -> None:
-        self.module, self.forward, self.parameters = model, model, parameters
-        self._unused_allowed = unused_allowed
-
-    def micro_batch(self, synchronise: bool) -> AbstractContextManager[object]:  # noqa: ARG002
-        return nullcontext()
-
-    def gradients(self) -> list[Tensor]:
-        return _gradients(self.module, self.parameters, unused_allowed=self._unused_allowed)
-
-    def zero_grad(self) -> None:
-        for parameter in self.parameters:
-            parameter.grad = None
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-class Ddp:
-    """A whole model on each rank. Gradients live in DDP's buckets, so that they exist once."""
-
-    def __init__(
-        self, model: nn.Module, parameters: list[nn.Parameter], plan: RunPlan, device: torch.device, meter: Meter
-    ) -> None:
-        self.module, self.parameters, self._meter = model, parameters, meter
-        self._unused_allowed = plan.strategy.find_unused_parameters
-        strategy = plan.strategy
-        self.forward = self._ddp = DistributedDataParallel(
-            model,
-            device_ids=[device.index] if device.type == "cuda" else None,
-            bucket_cap_mb=strategy.bucket_mb,
-            gradient_as_bucket_view=True,
-            static_graph=strategy.static_graph,
-            find_unused_parameters=strategy.find_unused_parameters,
-        )
-        self._ddp.register_comm_hook(None, self._hook)
-
-    def _hook(self, state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # noqa: ARG002
-        gradients = bucket.buffer()
-        self._meter.count(gradients.numel() * gradients.element_size())
-        return allreduce_hook(None, bucket)  # pyright: ignore[reportArgumentType]
-
-    def micro_batch(self, synchronise: bool) -> AbstractContextManager[object]:
-        # DDP decides in forward, so the context must be open before it
-        return nullcontext() if synchronise else self._ddp.no_sync()
-
-    def gradients(self) -> list[Tensor]:
-        return _gradients(self.module, self.parameters, unused_allowed=self._unused_allowed)
-
-    def zero_grad(self) -> None:
-        # in place: setting them to None would give the buckets a second copy during the next window
-        torch._foreach_zero_([p.grad for p in self.parameters if p.grad is not None])
+def payload_of_gradients(model: nn.Module) -> int:
+    """Bytes of all gradients, each in its parameter's own format."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in trained(model))
 
 
-def _gradients(module: nn.Module, parameters: list[nn.Parameter], *, unused_allowed: bool) -> list[Tensor]:
+def whole_gradients(module: nn.Module, *, unused_allowed: bool) -> list[Tensor]:
+    """The gradient of each trained parameter.
+
+    Raises:
+        UnusedParameters: some have none.
+    """
+    parameters = trained(module)
     gradients = [p.grad for p in parameters if p.grad is not None]
     if len(gradients) < len(parameters) and not unused_allowed:
         names = [name for name, p in module.named_parameters() if p.requires_grad and p.grad is None]
@@ -121,6 +140,44 @@ def _gradients(module: nn.Module, parameters: list[nn.Parameter], *, unused_allo
         raise UnusedParameters(
             f"The loss does not depend on {len(names)} of the model's parameters: {shown}.\n"
             "  Freeze them (requires_grad_(False)), use them in the loss, or take "
-            "strategy.sync=every strategy.find_unused_parameters=true."
+            "strategy=ddp strategy.sync=every strategy.find_unused_parameters=true."
         )
     return gradients
+
+
+class Single:
+    """One rank: nothing to synchronise."""
+
+    averaged_over = 1
+
+    def __init__(self, model: nn.Module, plan: RunPlan, device: torch.device) -> None:
+        self.module = self.forward = model
+        self._unused_allowed = plan.strategy.find_unused_parameters
+        gradient_bytes = payload_of_gradients(model)
+        layout = Layout(shard_size=1, replicas=1, unit_bytes=0, root_bytes=0, gradient_bytes=gradient_bytes)
+        self.meter = Meter(plan.strategy.kind, layout, device)
+
+    def micro_batch(self, sync: Sync, *, first: bool, last: bool) -> AbstractContextManager[object]:  # noqa: ARG002
+        return nullcontext()
+
+    def before_reduction(self, items: Callable[[], int]) -> None: ...
+    def rehearsal(self) -> AbstractContextManager[object]:
+        raise AssertionError("one rank has no collective to leave out")
+
+    def gradients(self) -> list[Tensor]:
+        return whole_gradients(self.module, unused_allowed=self._unused_allowed)
+
+    def total_norm(self, gradients: list[Tensor]) -> Tensor:
+        return get_total_norm(gradients)
+
+    def zero_grad(self) -> None:
+        for parameter in self.module.parameters():
+            parameter.grad = None
+
+    def evaluation(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...

@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 from launcher.config import PrecisionKind
 from launcher.plan import PrecisionPlan
 
-_DTYPES = {PrecisionKind.bf16: torch.bfloat16, PrecisionKind.fp16: torch.float16}
+# of what is computed and sent narrower than it is kept
+DTYPES = {PrecisionKind.bf16: torch.bfloat16, PrecisionKind.fp16: torch.float16}
 
 
 class Precision:
@@ -19,7 +20,7 @@ class Precision:
 
     def __init__(self, plan: PrecisionPlan, device: torch.device) -> None:
         self._device = device.type
-        self._dtype = _DTYPES.get(plan.kind)
+        self._dtype = DTYPES.get(plan.kind)
         fp16 = plan.kind is PrecisionKind.fp16
         self.scaler = torch.amp.GradScaler(
             self._device, init_scale=plan.init_scale, growth_interval=plan.growth_interval, enabled=fp16

@@ -1,7 +1,7 @@
 """Look at a task before anything starts: does it import, construct, have data, and how large is its model?
 
 Run by ``launcher.taskinfo`` as a process of its own, because the command line must not import torch or user code.
-Reads one JSON object from standard input, writes the answer to the file named there.
+Reads one JSON object from standard input, writes the answer to the file named on the command line.
 """
 
 from __future__ import annotations
@@ -17,9 +17,14 @@ from launcher.errors import TaskError
 from launcher.train.task import load_task
 
 
-def probe(target: str, params: dict[str, Any], search_path: list[str]) -> dict[str, Any]:
-    """The fields of a TaskPlan. The model is built on the meta device where it can be, so that size costs nothing."""
+def probe(target: str, params: dict[str, Any], search_path: list[str], shards: bool) -> dict[str, Any]:
+    """The fields of a TaskPlan. The model is built on the meta device where it can be, so that size costs nothing.
+
+    ``shards``: whether the task's shard units matter, and must be right.
+    """
     import torch
+
+    from launcher.train.units import find_units
 
     task = load_task(target, params, search_path)
     data = task.train_data()
@@ -39,12 +44,16 @@ def probe(target: str, params: dict[str, Any], search_path: list[str]) -> dict[s
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
         raise TaskError(f"task._target_={target}: model() has no parameter that requires a gradient.")
+    shard_units = getattr(task, "shard_units", None) if shards else None
+    units = find_units(model, None if shard_units is None else shard_units(model))
+    in_units = {parameter for unit in units for parameter in unit.parameters()}
     return {
         "target": target,
         "params": params,
         "samples": samples,
         "parameters": sum(p.numel() for p in trained),
         "gradient_bytes": sum(p.numel() * p.element_size() for p in trained),
+        "unit_parameters": sum(p.numel() for p in trained if p in in_units),
     }
 
 
@@ -62,7 +71,6 @@ def _users_frames(error: Exception) -> str:
 
 def main() -> None:
     request = json.load(sys.stdin)
-    answer = request.pop("answer")
     try:
         result: dict[str, Any] = {"task": probe(**request)}
     except TaskError as error:
@@ -71,7 +79,7 @@ def main() -> None:
         result = {
             "error": f"task._target_={request['target']}: {type(error).__name__}: {error}\n{_users_frames(error)}"
         }
-    Path(answer).write_text(json.dumps(result), encoding="utf-8")
+    Path(sys.argv[1]).write_text(json.dumps(result), encoding="utf-8")
 
 
 if __name__ == "__main__":

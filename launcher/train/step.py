@@ -8,10 +8,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from launcher.config import Sync
 from launcher.errors import NotFinite
-from launcher.train.meter import Calibrated, CommStats
+from launcher.train.calibration import Calibrated
+from launcher.train.meter import CommStats
 from launcher.train.world import World
 
 
@@ -113,6 +115,14 @@ class WindowTotals:
     def sent(self) -> bool:
         return self._shared is not None
 
+    def items_of_all(self) -> int:
+        """The window's items on all ranks; the host waits for them."""
+        assert self._shared is not None
+        if self._work is not None:
+            self._work.wait()
+        items = self._shared[0].item()
+        return round(items) if math.isfinite(items) else 0
+
     def receive(self, grad_norm: Tensor) -> Agreed:
         assert self._shared is not None
         if self._work is not None:
@@ -142,9 +152,14 @@ def explain_bad_loss(totals: WindowTotals, world: World, step: int) -> NotFinite
     )
 
 
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor; any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def explain_bad_gradient(step: int, norm: float, named: list[tuple[str, Tensor]]) -> NotFinite:
     """The loss is finite and its gradient is not. ``named``: the model's gradients."""
-    bad = [name for name, gradient in named if not torch.isfinite(gradient).all().item()]
+    bad = [name for name, gradient in named if not torch.isfinite(local(gradient)).all().item()]
     shown = ", ".join(bad[:4]) + (f" and {len(bad) - 4} more" if len(bad) > 4 else "")
     return NotFinite(
         f"The gradient of step {step} has norm {norm}, though its loss is finite: {shown or 'the norm alone'}.\n"

@@ -14,6 +14,7 @@ from typing import IO, Protocol
 import torch
 
 from launcher.plan import RunPlan
+from launcher.train.calibration import Calibrated
 from launcher.train.step import StepResult, WindowTotals
 
 Metrics = dict[str, float]
@@ -71,7 +72,8 @@ def step_metrics(result: StepResult, plan: RunPlan, seen: tuple[int, int], peak_
         "comm/wire_bytes_every": result.comm.wire_bytes_every,
         "comm/wire_bytes_saved": result.comm.wire_bytes_every - result.comm.wire_bytes,
         "comm/saved_fraction": result.comm.saved_fraction,
-        "comm/flags_bytes": WindowTotals.BYTES if plan.batch.world_size > 1 else 0,
+        "comm/time_s": result.comm.time_s,
+        "comm/flags_bytes": _flags_bytes(plan),
         "time/step_s": result.step_s,
         "time/data_s": result.data_s,
         "throughput/samples_per_s": result.samples / result.step_s,
@@ -81,10 +83,31 @@ def step_metrics(result: StepResult, plan: RunPlan, seen: tuple[int, int], peak_
     if result.scale is not None:
         metrics["amp/scale"] = result.scale
     if result.calibrated is not None:
-        metrics["comm/step_s_every"] = result.calibrated.step_s_every
-        metrics["comm/step_s"] = result.calibrated.step_s
-        metrics["comm/speedup"] = result.calibrated.speedup
+        metrics |= calibration_metrics(result.calibrated)
+    for kind, traffic in result.comm.kinds.items():
+        metrics[f"comm/{kind.value}/collectives"] = traffic.collectives
+        metrics[f"comm/{kind.value}/payload_bytes"] = traffic.payload_bytes
+        metrics[f"comm/{kind.value}/wire_bytes"] = traffic.wire_bytes
     return metrics
+
+
+def calibration_metrics(calibrated: Calibrated) -> Metrics:
+    metrics: Metrics = {
+        "comm/step_s": calibrated.step_s,
+        "comm/exposed_s": calibrated.exposed_s,
+        "comm/overlap": calibrated.overlap,
+    }
+    if calibrated.step_s_every is not None and calibrated.speedup is not None:
+        metrics["comm/step_s_every"] = calibrated.step_s_every
+        metrics["comm/speedup"] = calibrated.speedup
+    return metrics
+
+
+def _flags_bytes(plan: RunPlan) -> int:
+    """What the window's small collectives hand over: the flags, and where gradients lie in shards, their norm."""
+    if plan.batch.world_size == 1:
+        return 0
+    return WindowTotals.BYTES + (8 if plan.strategy.shard_size > 1 else 0)
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from launcher import Engine, make_plan
 from launcher.paths import RunPaths
@@ -32,7 +33,11 @@ def run(engine: Engine, data: list[Tensor], until: int) -> None:
 
 def state(engine: Engine) -> list[Tensor]:
     moments = [value for entry in engine.optimizer.state.values() for value in entry.values()]
-    return [*(p.detach().clone() for p in engine.parallel.module.parameters()), *moments]
+    kept = [
+        tensor for kind in engine.parallel.state_dict().values() if isinstance(kind, dict) for tensor in kind.values()
+    ]
+    whole = [*(p.detach().clone() for p in engine.parallel.module.parameters()), *moments, *kept]
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in whole]
 
 
 def main() -> None:

@@ -1,0 +1,126 @@
+"""Measures what the sync policy gains and what communication still costs, on early windows of the job itself.
+
+Three kinds of windows compare: with sync=every, with the job's own policy, and a rehearsal without any collective. The
+first two sum the same gradients, so they train like any other window. A rehearsal runs the micro-batches of the window
+that follows it; its gradients are thrown away, and random state and buffers are put back.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from launcher.config import Sync
+
+# DDP lays its buckets out anew after the first synchronised backward pass: neither it nor its successor is typical
+WARM_UP_WINDOWS = 2
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """Medians over the calibration's windows, in seconds.
+
+    Args:
+        step_s: a step with the job's own policy.
+        step_s_every: with every micro-batch synchronised; None where the job's policy is that one.
+        exposed_s: what the same micro-batches took longer with the policy's collectives than without any.
+        comm_s: time of ``step_s`` in which a collective was under way.
+    """
+
+    step_s: float
+    step_s_every: float | None
+    exposed_s: float
+    comm_s: float
+
+    @property
+    def speedup(self) -> float | None:
+        return None if self.step_s_every is None else self.step_s_every / self.step_s
+
+    @property
+    def overlap(self) -> float:
+        """The part of the communication that was hidden behind computation, 0 to 1."""
+        return min(1.0, max(0.0, 1 - self.exposed_s / self.comm_s)) if self.comm_s else 0.0
+
+
+@dataclass(frozen=True)
+class WindowTimes:
+    """Of one window, in seconds: ``step_s`` in all; ``work_s`` from the first micro-batch to the gradients;
+    ``rehearsed_s``, the same without a collective, where it was rehearsed; ``comm_s``: collectives under way."""
+
+    step_s: float
+    work_s: float
+    comm_s: float
+    rehearsed_s: float | None
+
+
+@dataclass
+class Calibration:
+    """Which policy each early window runs with, and what came of it.
+
+    Args:
+        own: the job's policy.
+        windows: how many of each kind; 0 to leave it out.
+        alternates: whether ``own`` differs from syncing every micro-batch here.
+    """
+
+    own: Sync
+    windows: int
+    alternates: bool
+    start: int = WARM_UP_WINDOWS
+    _every_s: list[float] = field(default_factory=list[float])
+    _own: list[WindowTimes] = field(default_factory=list[WindowTimes])
+
+    @property
+    def _stop(self) -> int:
+        return self.start + self.windows * (2 if self.alternates else 1)
+
+    def sync(self, window: int) -> Sync:
+        """The policy of a window, counted from the start of this process."""
+        in_turn = self.alternates and self.start <= window < self._stop and (window - self.start) % 2 == 0
+        return Sync.every if in_turn else self.own
+
+    def rehearses(self, window: int) -> bool:
+        """Whether the micro-batches of this window are first run without any collective."""
+        return self.start <= window < self._stop and (not self.alternates or (window - self.start) % 2 == 1)
+
+    def observe(self, window: int, times: WindowTimes, full: bool) -> Calibrated | None:
+        """Take a window's times in; the result, once, after the last of them."""
+        if not self.start <= window < self._stop:
+            return None
+        if full:  # a short window is faster for another reason
+            if times.rehearsed_s is None:
+                self._every_s.append(times.step_s)
+            else:
+                self._own.append(times)
+        return self.result() if window == self._stop - 1 else None
+
+    def result(self) -> Calibrated | None:
+        if not self._own or (self.alternates and not self._every_s):
+            return None
+        return Calibrated(
+            step_s=statistics.median(times.step_s for times in self._own),
+            step_s_every=statistics.median(self._every_s) if self._every_s else None,
+            exposed_s=statistics.median(times.work_s - (times.rehearsed_s or 0.0) for times in self._own),
+            comm_s=statistics.median(times.comm_s for times in self._own),
+        )
+
+
+class Kept:
+    """What a rehearsal must leave as it was: random state, and the buffers that forward passes change."""
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self._device = device
+        self._cpu = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        self._buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        torch.set_rng_state(self._cpu)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda, self._device)
+        for buffer, value in self._buffers:
+            buffer.copy_(value)

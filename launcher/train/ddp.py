@@ -1,0 +1,140 @@
+"""DDP: a whole model on each rank, its gradients all-reduced bucket by bucket, compressed where that is asked for.
+
+Annotations are evaluated here, unlike elsewhere: DDP compares those of the communication hook with its own classes.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import get_total_norm
+
+from launcher.config import Compress, Sync
+from launcher.plan import RunPlan, StrategyPlan
+from launcher.policy import Collective, Layout
+from launcher.train.meter import Meter
+from launcher.train.parallel import payload_of_gradients, trained, whole_gradients
+
+Hook = Callable[[Any, dist.GradBucket], Future[Tensor]]
+
+
+class Ddp:
+    """Gradients live in DDP's buckets, so that they exist once."""
+
+    def __init__(self, model: nn.Module, plan: RunPlan, device: torch.device) -> None:
+        strategy, world_size = plan.strategy, plan.batch.world_size
+        self.module, self.averaged_over = model, world_size
+        self._unused_allowed = strategy.find_unused_parameters
+        layout = Layout(
+            shard_size=1,
+            replicas=world_size,
+            unit_bytes=0,
+            root_bytes=0,
+            gradient_bytes=payload_of_gradients(model),
+        )
+        self.meter = Meter(strategy.kind, layout, device)
+        self._compression = _compression(strategy, model)
+        self.forward = self._ddp = DistributedDataParallel(
+            model,
+            device_ids=[device.index] if device.type == "cuda" else None,
+            bucket_cap_mb=strategy.bucket_mb,
+            gradient_as_bucket_view=True,
+            static_graph=strategy.static_graph,
+            find_unused_parameters=strategy.find_unused_parameters,
+        )
+        self._ddp.register_comm_hook(None, self._hook)
+
+    def _hook(self, state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # noqa: ARG002
+        gradients = bucket.buffer()
+        flight = self.meter.take_off()
+        sent, payload, collectives = self._compression.reduce(bucket)
+        self.meter.count(Collective.all_reduce, payload, covers=gradients.nbytes, collectives=collectives)
+
+        def landed(done: Future[Tensor]) -> Tensor:
+            flight.land()
+            return done.value()
+
+        return sent.then(landed)
+
+    def micro_batch(self, sync: Sync, *, first: bool, last: bool) -> AbstractContextManager[object]:  # noqa: ARG002
+        self._sync = sync
+        # DDP decides in forward, so the context must be open before it
+        return nullcontext() if last or sync is Sync.every else self._ddp.no_sync()
+
+    def before_reduction(self, items: Callable[[], int]) -> None:
+        if self._sync is not Sync.every:  # then part of the residue is of this very window
+            self._compression.before_reduction(items)
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        with self._ddp.no_sync():
+            yield
+        self.zero_grad()
+
+    def gradients(self) -> list[Tensor]:
+        return whole_gradients(self.module, unused_allowed=self._unused_allowed)
+
+    def total_norm(self, gradients: list[Tensor]) -> Tensor:
+        return get_total_norm(gradients)
+
+    def zero_grad(self) -> None:
+        # in place: setting them to None would give the buckets a second copy during the next window
+        torch._foreach_zero_([p.grad for p in trained(self.module) if p.grad is not None])
+
+    def evaluation(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._compression.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._compression.load_state_dict(state)
+
+
+class Compression(Protocol):
+    def reduce(self, bucket: dist.GradBucket) -> tuple[Future[Tensor], int, int]:
+        """Average a bucket over the ranks; the payload bytes of that, and in how many collectives they go."""
+        ...
+
+    def before_reduction(self, items: Callable[[], int]) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def _compression(strategy: StrategyPlan, model: nn.Module) -> Compression:
+    if strategy.compress is Compress.powersgd:
+        from launcher.train.powersgd import PowerSgd
+
+        return PowerSgd(model, strategy.powersgd_rank, strategy.powersgd_start)
+    hooks: dict[Compress, tuple[Any, int | None]] = {
+        Compress.none: (default_hooks.allreduce_hook, None),
+        Compress.bf16: (default_hooks.bf16_compress_hook, 2),
+        Compress.fp16: (default_hooks.fp16_compress_hook, 2),
+    }
+    return _Cast(*hooks[strategy.compress])
+
+
+class _Cast:
+    """Gradients as they are, or each one as a narrower number: a relative error of 2^-8 (bf16) or 2^-11 (fp16) a rank
+    when it is sent, and as much again in each sum."""
+
+    def __init__(self, hook: Hook, item_bytes: int | None) -> None:
+        self._hook, self._item_bytes = hook, item_bytes
+
+    def reduce(self, bucket: dist.GradBucket) -> tuple[Future[Tensor], int, int]:
+        gradients = bucket.buffer()
+        payload = gradients.numel() * (self._item_bytes or gradients.element_size())
+        return self._hook(None, bucket), payload, 1
+
+    def before_reduction(self, items: Callable[[], int]) -> None: ...
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...

@@ -1,0 +1,322 @@
+"""FSDP2 and HSDP: parameters, gradients and optimizer state in shards; the collectives are this module's own.
+
+torch's ``fully_shard`` decides when a unit is gathered, freed and reduced. What it calls for that is given to it here,
+so that each collective is counted, none holds up a CPU that could compute meanwhile, and gloo sends no byte twice.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
+
+from launcher.config import StrategyKind, Sync
+from launcher.errors import TaskError
+from launcher.plan import RunPlan
+from launcher.policy import Collective, Layout
+from launcher.train.deferred import Recipe, fill
+from launcher.train.meter import Flight, Meter
+from launcher.train.parallel import whole_gradients
+from launcher.train.precision import DTYPES
+from launcher.train.units import owned
+
+# torch 2.13 has new names for these two, and warns of the old ones
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Fsdp:
+    """FSDP over all ranks, or HSDP: shard groups of ``plan.strategy.shard_size`` ranks, replicated.
+
+    Gradients are summed, not averaged: one division by the window's items follows anyway.
+    """
+
+    averaged_over = 1
+
+    def __init__(
+        self, model: nn.Module, units: Sequence[nn.Module], plan: RunPlan, device: torch.device, recipe: Recipe | None
+    ) -> None:
+        strategy, world_size = plan.strategy, plan.batch.world_size
+        self.module = self.forward = model
+        mesh = mesh_of(device, world_size, strategy.shard_size)
+        self._shard_group = mesh["shard"].get_group()
+        self._shard_size = strategy.shard_size
+        self._replicated = strategy.kind is StrategyKind.hsdp
+        precision = MixedPrecisionPolicy(
+            param_dtype=DTYPES.get(plan.precision.kind),
+            reduce_dtype=DTYPES.get(plan.precision.reduce_dtype, torch.float32),
+        )
+        layout = _layout(model, units, precision, strategy.shard_size, world_size)
+        self.meter = Meter(strategy.kind, layout, device)
+        offload = CPUOffloadPolicy() if strategy.cpu_offload else OffloadPolicy()
+        for module in (*units, model):
+            fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)
+            if plan.train.compile and module is not model:
+                module.compile()
+        if recipe is not None:
+            model.to_empty(device="cpu" if strategy.cpu_offload else device)
+            fill(model, recipe)
+        self._modules = [module for module in (model, *units) if isinstance(module, FSDPModule)]
+        self._gather = Gather(self.meter, device)
+        self._scatter = Scatter(self.meter, device)
+        for module in self._modules:
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_custom_all_gather(self._gather)  # pyright: ignore[reportArgumentType]
+            module.set_custom_reduce_scatter(self._scatter)  # pyright: ignore[reportArgumentType]
+            if self._replicated:
+                module.set_all_reduce_hook(self._scatter.reduced_between_replicas)
+        # a sum that is added to an earlier one, converted, sent on or copied is needed at once
+        same_format = precision.reduce_dtype == torch.float32 and all(
+            p.dtype == torch.float32 for p in model.parameters()
+        )
+        self._may_defer = device.type == "cpu" and same_format and not self._replicated
+        if device.type == "cpu":
+            self._prefetch_in_forward()
+        self._settings: tuple[bool, ...] | None = None
+
+    def _prefetch_in_forward(self) -> None:
+        """On a GPU streams do this by themselves. ``units`` are in the order of the model's definition, which is mostly
+        that of its forward pass; where it is not, a unit is gathered early and waits."""
+        names = {module: name for name, module in self.module.named_modules()}
+        outer = [
+            module
+            for module in self._modules
+            if not any(
+                other is not module and other is not self.module and _inside(names, module, other)
+                for other in self._modules
+            )
+        ]
+        for module, following in itertools.pairwise(outer):
+            module.set_modules_to_forward_prefetch([following])
+
+    def micro_batch(self, sync: Sync, *, first: bool, last: bool) -> AbstractContextManager[object]:
+        keeps = sync is Sync.gather_once
+        self._set(
+            reduce=last or sync in (Sync.every, Sync.replicas_at_boundary),
+            all_reduce=last or sync is Sync.every,
+            reshard_after_forward=not keeps,
+            reshard_after_backward=last or not keeps,
+        )
+        self._scatter.defers = self._may_defer and last and sync is not Sync.every
+        self._scatter.sends_on = self._replicated and (last or sync is Sync.every)
+        if keeps and first:
+            self._gather_all()
+        return nullcontext()
+
+    def _set(
+        self, *, reduce: bool, all_reduce: bool, reshard_after_forward: bool, reshard_after_backward: bool
+    ) -> None:
+        settings = (reduce, all_reduce, reshard_after_forward, reshard_after_backward)
+        if settings == self._settings:  # each call below walks through the whole model
+            return
+        self._settings = settings
+        root = self._modules[0]
+        root.set_requires_gradient_sync(reduce)
+        root.set_requires_all_reduce(all_reduce)
+        root.set_reshard_after_forward(reshard_after_forward)
+        root.set_reshard_after_forward(False, recurse=False)  # its backward begins where its forward ends
+        root.set_reshard_after_backward(reshard_after_backward)
+
+    def _gather_all(self) -> None:
+        for module in self._modules:
+            module.unshard(async_op=True)
+
+    def before_reduction(self, items: Callable[[], int]) -> None: ...
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        self._set(reduce=False, all_reduce=False, reshard_after_forward=False, reshard_after_backward=False)
+        for module in self._modules:
+            module.unshard()
+        try:
+            yield
+        finally:
+            for module in self._modules:
+                _drop_gradients(module)
+                module.reshard()
+
+    def gradients(self) -> list[Tensor]:
+        self._scatter.finish()
+        return [_local(gradient) for gradient in whole_gradients(self.module, unused_allowed=False)]
+
+    def total_norm(self, gradients: list[Tensor]) -> Tensor:
+        own = get_total_norm(gradients)
+        if self._shard_size == 1:
+            return own
+        squared = own.double().square().reshape(1)
+        dist.all_reduce(squared, group=self._shard_group)
+        return squared.sqrt()
+
+    def zero_grad(self) -> None:
+        for parameter in self.module.parameters():
+            parameter.grad = None
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        self._set(reduce=False, all_reduce=False, reshard_after_forward=True, reshard_after_backward=True)
+        yield
+        for module in self._modules:
+            module.reshard()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Gather:
+    """All-gather of one unit's parameters. On a CPU it is always under way while the host goes on: torch waits for it
+    where the parameters are needed."""
+
+    def __init__(self, meter: Meter, device: torch.device) -> None:
+        self._meter, self._cpu = meter, device.type == "cpu"
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        flight = self._meter.take_off()
+        self._meter.count(Collective.all_gather, output_tensor.nbytes)
+        work = _all_gather(output_tensor, input_tensor, group=group, async_op=async_op or self._cpu)
+        _land(flight, work)
+        return work
+
+
+class Scatter:
+    """Reduce-scatter of one unit's gradients.
+
+    gloo's own sends as much as an all-reduce. Here each rank sends every other one its part, and adds up what it gets:
+    (W-1)/W of the payload, which is the least there is.
+    """
+
+    def __init__(self, meter: Meter, device: torch.device) -> None:
+        self._meter, self._cpu = meter, device.type == "cpu"
+        self._pending: tuple[dist.Work, Tensor, Tensor] | None = None
+        self._between_replicas: Flight | None = None
+        self.defers = False  # whether the sum may be made later, by `finish`
+        self.sends_on = False  # whether an all-reduce between replicas follows
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        flight = self._meter.take_off()
+        self._meter.count(Collective.reduce_scatter, input_tensor.nbytes)
+        if self._cpu:
+            self.finish()  # one at a time: enough to keep the wire busy, and the memory it takes is always the same
+            received = torch.empty_like(input_tensor)
+            work = dist.all_to_all_single(received, input_tensor, group=group, async_op=True)
+            assert work is not None
+            _land(flight, work)
+            self._pending = work, output_tensor, received.view(group.size(), -1)
+            if not self.defers:
+                self.finish()
+            work = None
+        else:
+            work = _reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
+            _land(flight, work)
+        if self.sends_on:
+            self._between_replicas = self._meter.take_off()
+        return work
+
+    def finish(self) -> None:
+        """Wait for what is under way, and add it up."""
+        if self._pending is not None:
+            work, output, received = self._pending
+            work.wait()
+            torch.sum(received, 0, out=output)
+            self._pending = None
+
+    def reduced_between_replicas(self, gradients: Tensor) -> None:
+        """torch calls it after its own all-reduce between replicas, with what that worked on."""
+        self._meter.count(Collective.all_reduce, gradients.nbytes)
+        if self._between_replicas is not None:
+            self._between_replicas.land()
+            self._between_replicas = None
+
+
+def _land(flight: Flight, work: dist.Work | None) -> None:
+    if work is None:  # the host, or the stream that is current, has waited for it
+        flight.land()
+    else:
+        work.get_future().then(lambda _: flight.land())
+
+
+def mesh_of(device: torch.device, world_size: int, shard_size: int) -> DeviceMesh:
+    """The ranks by shard group, and by replica where there are several groups. Made once for each process group."""
+    return _mesh(dist.group.WORLD, device.type, world_size, shard_size)
+
+
+@functools.cache
+def _mesh(world: dist.ProcessGroup | None, device: str, world_size: int, shard_size: int) -> DeviceMesh:  # noqa: ARG001
+    if shard_size == world_size:
+        return init_device_mesh(device, (world_size,), mesh_dim_names=("shard",))
+    return init_device_mesh(device, (world_size // shard_size, shard_size), mesh_dim_names=("replicate", "shard"))
+
+
+def _layout(
+    model: nn.Module, units: Sequence[nn.Module], precision: MixedPrecisionPolicy, shard_size: int, world_size: int
+) -> Layout:
+    """Payload of each part, with what ``fully_shard`` pads: the first dimension to a multiple of the shard group."""
+    scalars = [name for name, parameter in model.named_parameters() if parameter.ndim == 0]
+    if scalars:
+        raise TaskError(
+            f"model(): {', '.join(scalars[:8])} has no dimension that could be sharded.\n"
+            "  Give it the shape [1], or use strategy=ddp."
+        )
+    gathered: dict[bool, int] = {True: 0, False: 0}
+    reduced = 0
+    for module, parameters in owned(units, model):
+        for parameter in parameters:
+            rows = math.ceil(parameter.shape[0] / shard_size) * shard_size
+            numel = rows * parameter.shape[1:].numel()
+            gathered[module is model] += numel * (precision.param_dtype or parameter.dtype).itemsize
+            if parameter.requires_grad:
+                reduced += numel * (precision.reduce_dtype or parameter.dtype).itemsize
+    return Layout(
+        shard_size=shard_size,
+        replicas=world_size // shard_size,
+        unit_bytes=gathered[False],
+        root_bytes=gathered[True],
+        gradient_bytes=reduced,
+    )
+
+
+def _inside(names: dict[nn.Module, str], module: nn.Module, other: nn.Module) -> bool:
+    return names[module].startswith(names[other] + ".")
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _drop_gradients(module: FSDPModule) -> None:
+    """Of passes that were not synchronised. torch offers this only together with a reset of everything."""
+    state = module._get_fsdp_state()  # pyright: ignore[reportPrivateUsage]
+    # one group up to torch 2.11, a list of them since
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # pyright: ignore
+    for group in groups:
+        for parameter in group.fsdp_params if group is not None else ():
+            parameter.unsharded_accumulated_grad = None
+            parameter.unsharded_param.grad = None

@@ -1,0 +1,120 @@
+"""Shard units: the parts of a model that are gathered and freed together, and that recompute works on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import nn
+
+from launcher.errors import TaskError
+
+
+def find_units(model: nn.Module, named: Iterable[nn.Module] | None = None) -> list[nn.Module]:
+    """The model's shard units, inner ones first; what lies in none of them belongs to the root.
+
+    Args:
+        named: what the task's ``shard_units(model)`` returned. Default: the elements of every outermost ModuleList (or
+            Sequential, where there is no such list) that repeats one class with parameters.
+
+    Raises:
+        TaskError: one is no part of the model, has no parameters, lies under two parents, or shares a parameter with
+            another unit.
+    """
+    units = _repeated_blocks(model) if named is None else list(named)
+    names = _all_names(model)
+    for unit in units:
+        if not isinstance(unit, nn.Module) or unit not in names:
+            raise TaskError(
+                f"shard_units(model): {_shown(unit)} is no part of this model.\n"
+                "  Return modules of the model it is given, such as list(model.blocks)."
+            )
+        if len(names[unit]) > 1:
+            raise TaskError(
+                f"shard_units(model): {' and '.join(names[unit][:2])} are one {_shown(unit)} under two parents: its "
+                "gradients would be sent before the last use of it is done.\n"
+                "  Leave it out, or name the module that holds both."
+            )
+        if next(unit.parameters(), None) is None:
+            raise TaskError(f"shard_units(model): {names[unit][0]} has no parameters to shard.\n  Leave it out.")
+    units = sorted(set(units), key=lambda unit: (-names[unit][0].count("."), _order(names, unit)))
+    _require_own_parameters(units, names)
+    return units
+
+
+def require_parameters(model: nn.Module) -> None:
+    """Raises TaskError for a model that has nothing to train, or to shard."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise TaskError(
+            f"{_shown(model)} has no parameter that requires a gradient: there is nothing to train, or to shard."
+        )
+
+
+def owned(units: Sequence[nn.Module], root: nn.Module) -> list[tuple[nn.Module, list[nn.Parameter]]]:
+    """Each unit (inner ones first, as ``units`` has them) and then the root, with what parameters it alone holds."""
+    taken: set[nn.Parameter] = set()
+    groups: list[tuple[nn.Module, list[nn.Parameter]]] = []
+    for module in (*units, root):
+        own = [parameter for parameter in module.parameters() if parameter not in taken]
+        taken.update(own)
+        groups.append((module, own))
+    return groups
+
+
+def _repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    lists = _outermost(model, nn.ModuleList) or _outermost(model, nn.Sequential)
+    names = _all_names(model)
+    blocks: list[nn.Module] = []
+    for holder in lists:
+        children = [child for child in holder.children() if next(child.parameters(), None) is not None]
+        kinds = [type(child) for child in children]
+        # one that is shared cannot be a unit: it stays with the root
+        blocks += [child for child in children if kinds.count(type(child)) > 1 and len(names[child]) == 1]
+    shared = _shared_parameters(blocks)
+    return [block for block in blocks if not any(parameter in shared for parameter in block.parameters())]
+
+
+def _outermost(module: nn.Module, kind: type[nn.Module]) -> list[nn.Module]:
+    if isinstance(module, kind):
+        return [module]
+    return [found for child in module.children() for found in _outermost(child, kind)]
+
+
+def _all_names(model: nn.Module) -> dict[nn.Module, list[str]]:
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(module, []).append(name or "the model itself")
+    return names
+
+
+def _order(names: dict[nn.Module, list[str]], unit: nn.Module) -> int:
+    return list(names).index(unit)
+
+
+def _shared_parameters(units: Sequence[nn.Module]) -> set[nn.Parameter]:
+    seen: set[nn.Parameter] = set()
+    shared: set[nn.Parameter] = set()
+    for unit in units:
+        own = set(unit.parameters())
+        shared |= own & seen
+        seen |= own
+    return shared
+
+
+def _require_own_parameters(units: Sequence[nn.Module], names: dict[nn.Module, list[str]]) -> None:
+    holder: dict[nn.Parameter, nn.Module] = {}
+    for unit in units:
+        for name, parameter in unit.named_parameters():
+            other = holder.setdefault(parameter, unit)
+            if other is not unit and not _nested(other, unit):
+                raise TaskError(
+                    f"shard_units(model): {names[other][0]} and {names[unit][0]} share the parameter {name}: it cannot "
+                    "be sharded with both.\n  Leave one of them out, or name the module that holds both."
+                )
+
+
+def _nested(inner: nn.Module, outer: nn.Module) -> bool:
+    return any(module is inner for module in outer.modules())
+
+
+def _shown(module: object) -> str:
+    return type(module).__name__
