@@ -1,6 +1,8 @@
-"""What the engine costs: the same model and data in a hand-written DDP loop and in `launch train`'s engine, in one run.
+"""What the engine costs: the same model and data in a hand-written loop and in `launch train`'s engine, in one run.
 
-    launch run -- jobs/bench.py [--steps 60] [--case bytes_gpt|mlp] [--loader-workers 1]
+    launch run -- jobs/bench.py [--steps 60] [--case bytes_gpt|mlp|fsdp|meter] [--loader-workers 1]
+
+`fsdp`: FSDP2 by hand with the collectives of sync=gather_once. `meter`: not by hand, but the engine with its meter off.
 
 The two loops take turns, step by step, on the same ranks, so that a noisy machine is noisy for both. The engine's side
 writes its metrics record too, as `launch train` does. The hand-written loop is the least one can write that logs its
@@ -17,17 +19,19 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from launcher import Engine, RunPlan, make_plan
 from launcher.tasks.bytes_gpt import BytesGPT
+from launcher.train.meter import CommStats
 from launcher.train.telemetry import Record, peak_memory_bytes, step_metrics
 
 WARM_UP = 5
@@ -38,10 +42,11 @@ class Case:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        if name == "bytes_gpt":
+        self.gpt = name != "mlp"
+        if self.gpt:
             task = BytesGPT()
             self.make_model, self.data = task.model, task.train_data()
-            self.options = ["precision=bf16"]
+            self.options = ["precision=bf16"] + ["strategy=fsdp"] * (name == "fsdp")
         else:  # so small that the loop itself is what is measured
             generator = torch.Generator().manual_seed(0)
             labels = torch.randint(10, (100_000,), generator=generator)
@@ -52,7 +57,7 @@ class Case:
             self.options = ["precision=fp32"]
 
     def loss(self, model: Callable[..., Tensor], batch: Any) -> tuple[Tensor, int]:
-        if self.name == "bytes_gpt":
+        if self.gpt:
             tokens = batch.long()
             targets = tokens[:, 1:].flatten()
             logits = model(tokens[:, :-1]).flatten(0, 1).float()
@@ -71,7 +76,16 @@ def fresh(case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:
 def by_hand(case: Case, plan: RunPlan) -> Iterator[float]:
     """A loop as one writes it; yields after each optimizer step."""
     raw, optimizer = fresh(case)
-    model = DistributedDataParallel(raw, gradient_as_bucket_view=True)
+    sharded = case.name == "fsdp"
+    model: Any = raw
+    if sharded:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for module in (*raw.blocks, raw):
+            fully_shard(module, mp_policy=policy)
+        model.set_reshard_after_forward(False)
+        optimizer = torch.optim.AdamW(raw.parameters(), 1e-3)
+    else:
+        model = DistributedDataParallel(raw, gradient_as_bucket_view=True)
     accumulation = plan.batch.accumulation
     loader = DataLoader(
         case.data, plan.batch.micro_size, sampler=DistributedSampler(case.data), num_workers=plan.train.loader_workers,
@@ -84,8 +98,12 @@ def by_hand(case: Case, plan: RunPlan) -> Iterator[float]:
         seen = torch.zeros(())
         for micro in range(accumulation):
             batch = next(batches)
-            with nullcontext() if micro == accumulation - 1 else model.no_sync():
-                with torch.autocast("cpu", torch.bfloat16) if bf16 else nullcontext():
+            last = micro == accumulation - 1
+            if sharded:
+                model.set_requires_gradient_sync(last)
+                model.set_reshard_after_backward(last)
+            with nullcontext() if last or sharded else model.no_sync():
+                with torch.autocast("cpu", torch.bfloat16) if bf16 and not sharded else nullcontext():
                     total, items = case.loss(model, batch)
                     loss = total / items / accumulation
                 loss.backward()
@@ -98,9 +116,11 @@ def by_hand(case: Case, plan: RunPlan) -> Iterator[float]:
         yield seen.item() / dist.get_world_size()
 
 
-def by_engine(case: Case, plan: RunPlan, place: Path) -> Iterator[float]:
+def by_engine(case: Case, plan: RunPlan, place: Path, *, metered: bool = True) -> Iterator[float]:
     model, optimizer = fresh(case)
     engine = Engine(model, optimizer, plan)
+    if not metered:
+        engine.parallel.meter = cast("Any", Unmetered())
     record = Record(place / "metrics.jsonl") if engine.world.rank == 0 else None
     for window in engine.windows(case.data):
         for batch in window:
@@ -112,9 +132,25 @@ def by_engine(case: Case, plan: RunPlan, place: Path) -> Iterator[float]:
         yield result.loss
 
 
+class Unmetered:
+    """In the meter's place: counts and times nothing."""
+
+    def land(self) -> None: ...
+    def open_window(self) -> None: ...
+    def count(self, *_: object, **__: object) -> None: ...
+
+    def take_off(self) -> Unmetered:
+        return self
+
+    def close_window(self, *_: object) -> CommStats:
+        return CommStats({}, 0, 0.0)
+
+
 def compare(case: Case, steps: int, loader_workers: int) -> str:
-    sizes = ["batch.global_size=64", "batch.micro_size=4"] if case.name == "bytes_gpt" else [
-        "batch.global_size=512", "batch.micro_size=32"]  # fmt: skip
+    sizes = ["batch.global_size=64", "batch.micro_size=4"]
+    if case.name in ("mlp", "meter"):  # short steps, in which little is much
+        sizes = ["batch.global_size=512", "batch.micro_size=32"] if case.name == "mlp" else [
+            "batch.global_size=16", "batch.micro_size=1"]  # fmt: skip
     options = [
         *case.options,
         *sizes,
@@ -125,7 +161,8 @@ def compare(case: Case, steps: int, loader_workers: int) -> str:
     ]
     plan = make_plan(options, samples=len(case.data))
     with tempfile.TemporaryDirectory() as place:
-        loops = {"engine": by_engine(case, plan, Path(place)), "hand": by_hand(case, plan)}
+        other = by_engine(case, plan, Path(place), metered=False) if case.name == "meter" else by_hand(case, plan)
+        loops = {"engine": by_engine(case, plan, Path(place)), "other": other}
         times: dict[str, list[float]] = {name: [] for name in loops}
         for step in range(WARM_UP + steps):
             for name in sorted(loops, reverse=bool(step % 2)):  # neither is always the one that finds warm caches
@@ -136,19 +173,23 @@ def compare(case: Case, steps: int, loader_workers: int) -> str:
                     times[name].append(time.perf_counter() - began)
         for loop in loops.values():
             loop.close()
-    hand, engine = (statistics.median(times[name]) * 1e3 for name in ("hand", "engine"))
-    return f"{case.name:<10} hand-written {hand:9.3f} ms   engine {engine:9.3f} ms   ratio {engine / hand:.3f}"
+    other_ms, engine_ms = (statistics.median(times[name]) * 1e3 for name in ("other", "engine"))
+    name = "meter off" if case.name == "meter" else "hand-written"
+    return (
+        f"{case.name:<10} {name:<12} {other_ms:9.3f} ms   engine {engine_ms:9.3f} ms   ratio {engine_ms / other_ms:.3f}"
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, help="measured steps of each loop; default: 60, and 1000 of the MLP")
-    parser.add_argument("--case", choices=["bytes_gpt", "mlp"], action="append")
+    parser.add_argument("--case", choices=["bytes_gpt", "mlp", "fsdp", "meter"], action="append")
     parser.add_argument("--loader-workers", type=int, default=1, help="loader processes a rank, in both loops")
     arguments = parser.parse_args()
     dist.init_process_group("gloo")
-    for name in arguments.case or ["bytes_gpt", "mlp"]:
-        line = compare(Case(name), arguments.steps or (60 if name == "bytes_gpt" else 1000), arguments.loader_workers)
+    for name in arguments.case or ["bytes_gpt", "mlp", "fsdp", "meter"]:
+        steps = arguments.steps or {"mlp": 1000, "meter": 200}.get(name, 60)
+        line = compare(Case(name), steps, arguments.loader_workers)
         if dist.get_rank() == 0:
             print(line, flush=True)
     dist.barrier()

@@ -1,0 +1,212 @@
+"""What each sync policy costs between hosts: step time, wire bytes, exposed communication, and the limit.
+
+    make bench-sync                                                     # two shaped hosts on this machine, all of it
+    launch run cluster=hosts ... -- jobs/bench_sync.py measure --rate NAME --out results.jsonl    # on hosts of yours
+    python jobs/bench_sync.py report --results results.jsonl --to docs
+
+With one worker a host: every policy of DDP and FSDP; with several: of HSDP, a shard group a host.
+
+The limit of a step: its computation (the same step without communication, measured), plus its bytes at the rate that a
+plain TCP stream reaches between these hosts (measured), less what can be hidden behind the backward passes that
+synchronise gradients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from launcher import Engine, Loss, make_plan
+from launcher.tasks.bytes_gpt import BytesGPT
+from launcher.train.calibration import Calibrated
+
+ACCUMULATIONS = (1, 2, 4, 8, 16)
+MICRO_SIZE = 4
+STREAM_BYTES = 8 * 2**20
+ACROSS = [
+    ("ddp", "every", "none"), ("ddp", "boundary", "none"), ("ddp", "boundary", "bf16"), ("ddp", "boundary", "powersgd"),
+    ("fsdp", "every", "none"), ("fsdp", "boundary", "none"), ("fsdp", "gather_once", "none"),
+]  # fmt: skip
+GROUPED = [("hsdp", sync, "none") for sync in ("every", "boundary", "replicas_at_boundary", "gather_once")]
+
+
+def line_rate() -> float:
+    """Bytes a second that a plain TCP stream reaches between the first two hosts, both ways at once."""
+    local, peer = int(os.environ["LOCAL_WORLD_SIZE"]), dist.get_rank()
+    address: list[Any] = [None]
+    server = socket.create_server(("", 0)) if peer == 0 else None
+    if server is not None:
+        address = [(os.environ["MASTER_ADDR"], server.getsockname()[1])]
+    dist.broadcast_object_list(address, 0)
+    rate = torch.zeros(1, dtype=torch.float64)
+    if peer in (0, local):
+        stream = server.accept()[0] if server is not None else socket.create_connection(address[0])
+        for _ in range(2):  # the first opens the window
+            began = time.perf_counter()
+            sender = threading.Thread(target=stream.sendall, args=(bytes(STREAM_BYTES),))
+            sender.start()
+            left = STREAM_BYTES
+            while left:
+                left -= len(stream.recv(min(left, 2**16)))
+            sender.join()
+            rate[0] = STREAM_BYTES / (time.perf_counter() - began)
+        stream.close()
+    if server is not None:
+        server.close()
+    dist.broadcast(rate, 0)
+    return rate.item()
+
+
+def backward_s(task: BytesGPT, batch: Tensor) -> float:
+    """Seconds of one micro-batch's backward pass, all ranks at work."""
+    model: nn.Module = task.model()
+    times: list[float] = []
+    for _ in range(6):
+        loss = task.loss(model, batch).total
+        dist.barrier()
+        began = time.perf_counter()
+        loss.backward()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[1:])
+
+
+def cell(task: BytesGPT, data: Any, strategy: str, sync: str, compress: str, accumulation: int, windows: int) -> Any:
+    """One calibration of one policy: its result, and the collectives of a window."""
+    local = int(os.environ["LOCAL_WORLD_SIZE"])
+    options = [
+        f"strategy={strategy}", f"strategy.sync={sync}", f"batch.micro_size={MICRO_SIZE}",
+        f"batch.accumulation={accumulation}", f"run.calibrate={windows}", "precision=fp32", "cluster.device=cpu",
+        "train.loader_workers=0", f"train.steps={10**6}",
+    ]  # fmt: skip
+    if strategy == "ddp":
+        options += ["strategy.bucket_mb=1"]  # of a model of 7.6 MB: so that there is something to overlap
+    if compress != "none":
+        options += [f"strategy.compress={compress}"] + ["strategy.powersgd_start=2"] * (compress == "powersgd")
+    if strategy == "hsdp":
+        options.append(f"strategy.shard_size={local}")
+    plan = make_plan(options, samples=len(data))
+    torch.manual_seed(0)
+    engine = Engine(task.model, lambda p: torch.optim.AdamW(p, 1e-3), plan, shard_units=task.shard_units)
+    for window in engine.windows(data):
+        for batch in window:
+            loss: Loss = task.loss(engine.model, batch)
+            engine.backward(loss.total, loss.items)
+        result = engine.step()
+        if result.calibrated is not None:
+            return result.calibrated, result.comm
+    raise AssertionError("the data ended before the calibration")
+
+
+def measure(rate: str, out: Path, windows: int, accumulations: list[int]) -> None:
+    dist.init_process_group("gloo")
+    local, rank = int(os.environ["LOCAL_WORLD_SIZE"]), dist.get_rank()
+    task = BytesGPT(seq_len=64)
+    data = task.train_data()
+    batch = torch.utils.data.default_collate([data[i] for i in range(MICRO_SIZE)])
+    bytes_a_second, one_backward_s = line_rate(), backward_s(task, batch)
+    for strategy, sync, compress in ACROSS if local == 1 else GROUPED:
+        for accumulation in accumulations:
+            found: tuple[Calibrated, Any] = cell(task, data, strategy, sync, compress, accumulation, windows)
+            calibrated, comm = found
+            if strategy == "hsdp":  # a shard group is a host: only what goes between replicas is on the link
+                link_bytes = local * sum(t.wire_bytes for kind, t in comm.kinds.items() if kind.value == "all_reduce")
+            else:
+                link_bytes = comm.wire_bytes
+            wire_s = link_bytes / bytes_a_second
+            hidden_s = (accumulation if sync == "every" else 1) * one_backward_s
+            compute_s = calibrated.step_s - calibrated.exposed_s
+            limit_s = compute_s + max(0.0, wire_s - hidden_s)
+            record = {
+                "rate": rate, "strategy": strategy, "sync": sync, "compress": compress, "accumulation": accumulation,
+                "step_s": calibrated.step_s, "exposed_s": calibrated.exposed_s, "overlap": calibrated.overlap,
+                "compute_s": compute_s, "payload_bytes": comm.payload_bytes, "link_bytes": link_bytes,
+                "line_rate": bytes_a_second, "backward_s": one_backward_s, "limit_s": limit_s,
+                "ratio": calibrated.step_s / limit_s,
+            }  # fmt: skip
+            if rank == 0:
+                with out.open("a") as file:
+                    file.write(json.dumps(record) + "\n")
+                print(_row(record), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _name(record: dict[str, Any]) -> str:
+    compressed = "" if record["compress"] == "none" else f" {record['compress']}"
+    return f"{record['strategy']} {record['sync']}{compressed}"
+
+
+def _row(record: dict[str, Any]) -> str:
+    return (
+        f"| {record['rate']} | {_name(record)} | {record['accumulation']} | {record['step_s'] * 1e3:,.0f} | "
+        f"{record['exposed_s'] * 1e3:,.0f} | {record['link_bytes'] / 1e6:,.2f} | "
+        f"{record['payload_bytes'] / 1e6:,.2f} | {record['limit_s'] * 1e3:,.0f} | {record['ratio']:.2f} |"
+    )
+
+
+def report(results: Path, to: Path) -> None:
+    """sync.md, a table, and sync.png: milliseconds a micro-batch against accumulation, a panel a rate."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    records = [json.loads(line) for line in results.read_text().splitlines()]
+    head = (
+        "| link | policy | accumulation | step, ms | exposed, ms | on the link, MB a host | payload, MB a rank | "
+        "limit, ms | step / limit |\n|---|---|---|---|---|---|---|---|---|"
+    )
+    rates = list(dict.fromkeys(record["rate"] for record in records))
+    lines = ["# Sync policies between two hosts", "", "Made by `make bench-sync`; `jobs/bench_sync.py` says how.", ""]
+    for rate in rates:
+        reached = statistics.median(record["line_rate"] for record in records if record["rate"] == rate)
+        lines.append(f"- {rate}: a plain TCP stream reached {reached * 8 / 1e6:,.0f} Mbit/s, both ways at once.")
+    lines += ["", "![milliseconds a micro-batch](sync.png)", "", head, *map(_row, records)]
+    (to / "sync.md").write_text("\n".join(lines) + "\n")
+    figure, panels = pyplot.subplots(1, len(rates), figsize=(7 * len(rates), 5), squeeze=False)
+    for rate, panel in zip(rates, panels[0], strict=True):
+        here = [record for record in records if record["rate"] == rate]
+        for name in dict.fromkeys(map(_name, here)):
+            mine = sorted((r for r in here if _name(r) == name), key=lambda r: r["accumulation"])
+            xs = [r["accumulation"] for r in mine]
+            (line,) = panel.plot(xs, [r["step_s"] * 1e3 / r["accumulation"] for r in mine], marker="o", label=name)
+            panel.plot(xs, [r["limit_s"] * 1e3 / r["accumulation"] for r in mine], ":", color=line.get_color())
+        panel.set(title=f"{rate}, two hosts; dotted: the limit", xscale="log", yscale="log")
+        panel.set(xlabel="accumulation", ylabel="ms a micro-batch", xticks=ACCUMULATIONS)
+        panel.set_xticklabels(map(str, ACCUMULATIONS))
+        panel.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(to / "sync.png", dpi=80)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    measuring = verbs.add_parser("measure", help="on hosts that `launch run` has started it on")
+    measuring.add_argument("--rate", required=True, help="a name for these links")
+    measuring.add_argument("--out", type=Path, required=True, help="JSON lines are added to it by rank 0")
+    measuring.add_argument("--windows", type=int, default=3, help="measured windows of each kind")
+    measuring.add_argument("--accumulation", type=int, nargs="*", default=list(ACCUMULATIONS))
+    reporting = verbs.add_parser("report", help="a table and a plot")
+    reporting.add_argument("--results", type=Path, required=True)
+    reporting.add_argument("--to", type=Path, required=True)
+    arguments = parser.parse_args()
+    if arguments.verb == "measure":
+        measure(arguments.rate, arguments.out, arguments.windows, arguments.accumulation)
+    else:
+        report(arguments.results, arguments.to)
+
+
+if __name__ == "__main__":
+    main()
