@@ -29,7 +29,7 @@ def build(make: Callable[[], nn.Module]) -> tuple[nn.Module, Recipe]:
     """``make()`` on the meta device, and how to compute the values that it would have had.
 
     Draws nothing from torch's generators: the replay does. Python's and numpy's are drawn from as ``make`` does.
-    What ``make`` made from values (``torch.tensor``, numpy, a checkpoint) stays real.
+    What ``make`` made from values (``torch.tensor``, ``arange``, numpy, a checkpoint) stays real.
 
     Raises:
         NotDeferrable: with the reason. All generators are as they were, so that ``make()`` can follow. Whatever
@@ -40,7 +40,7 @@ def build(make: Callable[[], nn.Module]) -> tuple[nn.Module, Recipe]:
     recorder = Recorder()
     try:
         original = nn.init._no_grad_trunc_normal_
-        with patch.object(nn.init, original.__name__, recorder.trunc_normal(original)), PretendCpu(), recorder:
+        with patch.object(nn.init, original.__name__, recorder.trunc_normal(original)), PretendCpu(recorder), recorder:
             model = make()
         recorder.check()
         return model, _recipe(model, recorder)
@@ -69,7 +69,7 @@ class Recipe:
         """Computes the values and hands each over once, whole, on the CPU, with all its names, when it is final.
 
         Draws from torch's generators as the construction would have: nothing may draw between ``build`` and this.
-        Replays once. The memory of ``place``'s tensor is freed when ``place`` returns, unless that keeps it.
+        To be called once. The memory of ``place``'s tensor is freed when ``place`` returns, unless that keeps it.
         """
         real: dict[int, torch.UntypedStorage] = {}
         kept: defaultdict[int, list[tuple[tuple[str, ...], Place]]] = defaultdict(list)
@@ -109,10 +109,8 @@ class Recipe:
         for position, place in call.fresh.items():
             result = results[position]
             storage = result.untyped_storage()
-            as_recorded = (result.stride(), result.storage_offset(), storage.nbytes()) == (
-                (place.stride, place.offset, self._sizes[place.storage])
-            )
-            if as_recorded:
+            found = (result.dtype, result.stride(), result.storage_offset(), storage.nbytes())
+            if found == (place.dtype, place.stride, place.offset, self._sizes[place.storage]):
                 real[place.storage] = storage
             else:  # an operator may lay out its result differently on meta
                 self._view(real, place).copy_(result)

@@ -59,6 +59,13 @@ class Call:
 
 
 class Recorder(TorchDispatchMode):
+    """Records every operator that touches a deferred tensor: what has no memory yet, and so lies on the meta device.
+
+    Empty, constant and random tensors are deferred wherever they are made. What is made from values is real and runs
+    as it does without this; where real and deferred ones meet, the result is deferred. Whatever would not be the same
+    as in an ordinary build is refused with NotDeferrable.
+    """
+
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[Call] = []
@@ -132,9 +139,11 @@ class Recorder(TorchDispatchMode):
         return needs, writes, covers
 
     def made(self, tensor: Tensor) -> bool:
+        """Whether ``tensor``, on meta, is one of those recorded here."""
         return tensor.layout == torch.strided and tensor.untyped_storage()._cdata in self.storages
 
     def place(self, tensor: Tensor) -> Place:
+        """Raises: NotDeferrable: a tensor that is more than strides over a storage."""
         own_dispatch = any("__torch_dispatch__" in vars(cls) for cls in type(tensor).__mro__ if cls is not Tensor)
         if own_dispatch or tensor.layout != torch.strided:
             raise self.refuse(f"it makes a {type(tensor).__name__} of layout {tensor.layout}")
@@ -169,11 +178,12 @@ class Recorder(TorchDispatchMode):
             self._check(generator)
 
     def restore(self) -> None:
+        """Gives the generators back as they were before the recording."""
         for generator, start, _ in self._generators.values():
             generator.set_state(start)
 
     def refuse(self, reason: str) -> NotDeferrable:
-        self.refusal = NotDeferrable(reason)
+        self.refusal = self.refusal or NotDeferrable(reason)
         return self.refusal
 
     def trunc_normal(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -193,6 +203,10 @@ class Recorder(TorchDispatchMode):
 class PretendCpu(TorchFunctionMode):
     """Deferred tensors answer as the CPU tensors that they stand for: much code, torch's own too, skips meta ones."""
 
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if not any(isinstance(arg, Tensor) and arg.is_meta for arg in args):
@@ -206,7 +220,11 @@ class PretendCpu(TorchFunctionMode):
         args = tuple(_META if isinstance(arg, torch.device | str) and arg in ("cpu", _CPU) else arg for arg in args)
         if kwargs.get("device") in ("cpu", _CPU):
             kwargs["device"] = _META
-        return func(*args, **kwargs)
+        try:
+            return func(*args, **kwargs)
+        except Exception as error:  # the constructor may catch what it would not meet in an ordinary build
+            self._recorder.refuse(f"{type(error).__name__}: {error}")
+            raise
 
 
 def tensors(tree: Any) -> list[Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import json
 import math
 import random
@@ -15,6 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -107,6 +110,7 @@ def random_of_all_kinds(self: Any) -> None:
     self.k = nn.Parameter(torch.randn(9, generator=generator))
     self.m = nn.Parameter(torch.empty(33).normal_(generator=generator))
     self.n = nn.Parameter(nn.functional.dropout(torch.ones(20), 0.5))
+    torch.poisson(torch.rand(9) * 20)  # draws as many numbers as its values say, though nobody wants the result
     self.o = nn.Parameter(torch.rand(5))
 
 
@@ -166,6 +170,16 @@ def other_generators(self: Any) -> None:
 def drawn_for_the_depth(self: Any) -> None:
     rates = [rate.item() for rate in torch.linspace(0, 0.3, 4)]
     self.layers = nn.ModuleList(nn.Sequential(nn.Linear(3, 3), nn.Dropout(rate)) for rate in rates)
+
+
+def loaded(self: Any) -> None:
+    self.layer, other = nn.Linear(3, 4), nn.Linear(3, 4)
+    file = io.BytesIO()
+    torch.save({"weight": torch.arange(12.0).view(4, 3), "bias": torch.tensor([1.0, 2, 3, 4])}, file)
+    file.seek(0)
+    self.layer.load_state_dict(torch.load(file))
+    self.assigned = other
+    self.assigned.load_state_dict({"weight": torch.ones(4, 3), "bias": torch.tensor([0.0] * 4)}, assign=True)
 
 
 def encoder() -> nn.Module:
@@ -229,9 +243,46 @@ MODELS: dict[str, Make] = {
             meta_aware,
             other_generators,
             drawn_for_the_depth,
+            loaded,
         )
     },
 }
+
+
+def instructed(instructions: list[tuple[int, int, int]]) -> Make:
+    """Four matrices, and any sequence of what constructors do to them."""
+
+    def make(self: Any) -> None:
+        tensors = [torch.empty(4, 4).zero_() for _ in range(4)]
+        for what, first, second in instructions:
+            a, b = tensors[first], tensors[second]
+            match what:
+                case 0:
+                    a.normal_()
+                case 1:
+                    a[1:3].uniform_()
+                case 2:
+                    a.t()[0].zero_()
+                case 3:
+                    a.mul_(b).clamp_(-9, 9)
+                case 4:
+                    a.copy_(b)
+                case 5:
+                    tensors[first] = (a + b).clamp_(-9, 9)
+                case 6:
+                    tensors[first] = b.detach()  # one storage from now on
+                case 7:
+                    tensors[first] = torch.randn(4, 4)
+                case 8:
+                    a[second] = b[0]
+                case 9:
+                    torch.normal(a, 1.0, out=b)
+                case _:
+                    nn.init.trunc_normal_(a, std=0.5)
+        for i, tensor in enumerate(tensors):
+            self.register_parameter(f"p{i}", nn.Parameter(tensor))
+
+    return module(make)
 
 
 def seed(value: int = 3) -> None:
@@ -266,6 +317,11 @@ def test_values_and_random_numbers_are_those_of_an_ordinary_build(make: Make) ->
     assert states() == after
     assert_same(state_of(model), state_of(ordinary))
     assert len(list(model.parameters())) == len(list(ordinary.parameters())), "ties hold"
+
+
+@given(st.lists(st.tuples(st.integers(0, 10), st.integers(0, 3), st.integers(0, 3)), max_size=25))
+def test_any_sequence_of_operators(instructions: list[tuple[int, int, int]]) -> None:
+    test_values_and_random_numbers_are_those_of_an_ordinary_build(instructed(instructions))
 
 
 def test_recording_draws_nothing() -> None:
@@ -357,6 +413,13 @@ def swallows(self: Any) -> None:
         self.scale = 1.0
 
 
+def swallows_another(self: Any) -> None:
+    try:
+        self.scale = torch.randn(3).numpy()
+    except TypeError:
+        self.scale = None
+
+
 def reseeds(self: Any) -> None:
     self.a = nn.Parameter(torch.randn(3))
     torch.manual_seed(3)
@@ -414,6 +477,7 @@ NOT_DEFERRABLE: dict[str, tuple[Make, str]] = {
     "kept in a list": (asks(lambda w: [w[:2]]), r"neither parameters nor buffers .*\(2,\)"),
     "sparse": (asks(lambda w: w.to_sparse()), "."),
     "swallowed": (module(swallows), "asks for a value"),
+    "swallowed, another": (module(swallows_another), "TypeError"),
     "reseeds": (module(reseeds), "seeds or restores"),
     "forks": (module(forks), "seeds or restores"),
     "seeds": (module(seeds_only), "seeds or restores"),
@@ -421,6 +485,7 @@ NOT_DEFERRABLE: dict[str, tuple[Make, str]] = {
     "draws from its own": (module(draws_for_real_from_its_own), "draws"),
     "writes": (module(writes_into_real), "has its memory already"),
     "meta": (module(makes_meta), "meta tensors of its own"),
+    "skip_init": (lambda: nn.utils.skip_init(nn.Linear, 3, 3), "meta tensors of its own"),
     "fails": (module(fails), "KeyError: 'width'"),
     "weight beside a weight": (module(old_weight_norm), r"layer\.again"),
 }
