@@ -46,11 +46,28 @@ class RunInfo:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Place:
+    """This host among several. ``node``: its number, 0 for the one that owns the rendezvous address. ``address``: its
+    own, that the others reach; ``interface``: which has it. ``store``: HOST:PORT where the agents share what they know.
+    ``shared``: whether it sees the run's directory of node 0."""
+
+    node: int
+    address: str
+    interface: str
+    store: str
+    shared: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class ClusterPlan:
-    """``device``: cpu or cuda, never auto. ``cwd``: where the user typed the command. ``grace_s``: seconds."""
+    """``device``: cpu or cuda, never auto. ``cwd``: where the user typed the command. ``grace_s``: seconds. ``place``:
+    None for a local job, and until the hosts have met."""
 
     kind: ClusterKind
     nodes: int
+    rendezvous: str | None
+    interface: str | None
+    place: Place | None
     workers_per_node: int
     device: Device
     max_restarts: int
@@ -70,7 +87,8 @@ class EnvPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchPlan:
-    """What a node agent needs to run any job. ``command``: the arguments of Python in each worker."""
+    """What a node agent needs to run any job. ``command``: the arguments of Python in each worker; those of a training
+    run get the plan's path after it."""
 
     format: int
     run: RunInfo
@@ -81,6 +99,11 @@ class LaunchPlan:
     @property
     def paths(self) -> RunPaths:
         return RunPaths(Path(self.run.dir))
+
+    @property
+    def node(self) -> int:
+        """The number of the host that this plan is of."""
+        return 0 if self.cluster.place is None else self.cluster.place.node
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2)
@@ -94,7 +117,7 @@ class LaunchPlan:
         return _build(cls, fields)
 
     def save(self) -> None:
-        write_text(self.paths.plan, self.to_json() + "\n")
+        write_text(self.paths.plan_of(self.node), self.to_json() + "\n")
 
     @classmethod
     def load(cls, path: Path) -> Self:
