@@ -8,10 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import types
-import typing
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any, Self
 
@@ -29,6 +26,7 @@ from launcher.config import (
     WandbMode,
 )
 from launcher.errors import UserError
+from launcher.fromjson import build
 from launcher.paths import RunPaths, write_text
 
 FORMAT = 1
@@ -114,7 +112,7 @@ class LaunchPlan:
         fields = json.loads(text)
         if not isinstance(fields, dict) or fields.get("format") != FORMAT:  # pyright: ignore[reportUnknownMemberType]
             raise UserError(f"plan.json has not format {FORMAT}: it was written by another version of launcher.")
-        return _build(cls, fields)
+        return build(cls, fields)
 
     def save(self) -> None:
         write_text(self.paths.plan_of(self.node), self.to_json() + "\n")
@@ -248,21 +246,6 @@ class RunPlan(LaunchPlan):
     checkpoint: CheckpointPlan
     wandb: WandbPlan
     notes: tuple[str, ...]
-
-
-def _build(kind: Any, value: Any) -> Any:
-    """``value`` out of JSON as ``kind``: a dataclass, an Enum, a tuple, a union with None, or a plain value."""
-    if dataclasses.is_dataclass(kind):
-        hints = typing.get_type_hints(kind)
-        return kind(**{f.name: _build(hints[f.name], value[f.name]) for f in dataclasses.fields(kind)})  # pyright: ignore
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        return kind(value)
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if origin is types.UnionType:
-        return None if value is None else _build(next(a for a in args if a is not types.NoneType), value)
-    if origin is tuple:
-        return tuple(_build(args[0], item) for item in value)
-    return value
 
 
 def wire_factor(world_size: int) -> float:

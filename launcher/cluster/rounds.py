@@ -1,0 +1,72 @@
+"""How the agents of several hosts agree on ranks: by the numbers that the hosts got when they met.
+
+torch's own ways do not fit: `c10d` numbers hosts by the alphabetical order of their addresses, and `static` cannot
+start workers again, because the store that they share with the agent remembers the attempt before.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from launcher.plan import LaunchPlan, Place
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.rendezvous import RendezvousHandler
+
+BACKEND = "launcher"
+_JOIN_WITHIN_S = 600
+
+
+def register(plan: LaunchPlan, place: Place) -> None:
+    """Make ``rdzv_backend=BACKEND`` known to torch, for this process."""
+    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
+
+    rendezvous_handler_registry.register(BACKEND, lambda _: _handler(plan, place))
+
+
+def _handler(plan: LaunchPlan, place: Place) -> RendezvousHandler:
+    from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+    from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+    class Rounds(RendezvousHandler):
+        """One round an attempt, each with keys and with a master port of its own."""
+
+        def __init__(self) -> None:
+            self._store: Any = None
+            self._round = 0
+
+        def get_backend(self) -> str:
+            return BACKEND
+
+        def next_rendezvous(self) -> RendezvousInfo:
+            if self._store is None:
+                host, _, port = place.store.rpartition(":")
+                within = timedelta(seconds=_JOIN_WITHIN_S)
+                self._store = TCPStore(
+                    host, int(port), is_master=place.node == 0, timeout=within, wait_for_workers=False
+                )
+            self._round += 1
+            self._store.set("round", str(self._round))  # never smaller: nobody is a round ahead of the last host
+            store = PrefixStore(f"round{self._round}", self._store)
+            master = RendezvousStoreInfo.build(place.node, store, place.address)
+            return RendezvousInfo(store, place.node, plan.cluster.nodes, master)
+
+        def num_nodes_waiting(self) -> int:
+            """Whether another host has begun the next round, because a worker of its own failed."""
+            if not plan.cluster.max_restarts:
+                return 0
+            return int(int(self._store.get("round")) > self._round)
+
+        def is_closed(self) -> bool:
+            return False
+
+        def set_closed(self) -> None: ...
+
+        def get_run_id(self) -> str:
+            return plan.run.id
+
+        def shutdown(self) -> bool:
+            return True
+
+    return Rounds()
