@@ -7,9 +7,10 @@ takes its interfaces with it.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,11 +73,24 @@ class Hosts:
         """Cut its link; nothing tells its peers."""
         ip("-n", self.switch, "link", "set", f"port{host}", "down")
 
+    def pids(self, host: int) -> list[int]:
+        """Every process on a host."""
+        done = subprocess.run(["ip", "netns", "pids", self.names[host]], check=True, capture_output=True, text=True)
+        return [int(pid) for pid in done.stdout.split()]
+
     def end(self) -> None:
+        """Kill what still runs on any of them."""
         for process in self.processes:
             if process.poll() is None:
                 process.kill()
-                process.wait()
+            process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+        self.processes.clear()
+        for host in range(len(self.names)):
+            for pid in self.pids(host):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
 
 @contextmanager
@@ -105,6 +119,7 @@ def hosts(count: int, rate: str = "1gbit") -> Iterator[Hosts]:
         there.set_rate(rate)
         yield there
     finally:
-        there.end()
+        if len(made) == 1 + count:
+            there.end()
         for name in made:
             subprocess.run(["ip", "netns", "del", name], check=True)
