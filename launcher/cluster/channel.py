@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import select
 import socket
@@ -22,12 +23,13 @@ _INTRODUCTION_WITHIN_S = 10
 
 
 class Channel:
-    """One connection. Nothing raises: a connection that is gone, or carries something else, is no longer ``open``."""
+    """One connection. Nothing raises: a connection that is gone, or carries something else, is no longer ``open``.
+    ``silent``: it is gone because the other host did not answer any more."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket, self._buffer = connection, b""
         self._messages: list[Message] = []
-        self.open = True
+        self.open, self.silent = True, False
         self.opened = time.monotonic()
         self.peer = str(connection.getpeername()[0])
         connection.settimeout(_SEND_WITHIN_S)
@@ -70,7 +72,8 @@ class Channel:
             return
         try:
             new = self._socket.recv(2**16)
-        except OSError:
+        except OSError as error:
+            self.silent = error.errno in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
             new = b""
         *lines, self._buffer = (self._buffer + new).split(b"\n")
         for line in lines:

@@ -160,6 +160,7 @@ class FirstHost:
             if own.pop("failure", None) is not None:
                 own["verdict"] = "killed"
             return (EXIT_INTERRUPTED if stopped else EXIT_DONE), own
+        own.pop("stopped_by", None)  # that was this launcher, for the reason that follows
         return EXIT_FAILED, own | {"verdict": "failed", "failure": first}
 
     def _first_failure(self) -> Summary | None:
@@ -170,7 +171,7 @@ class FirstHost:
             if (failure := result.summary.get("failure")) is not None:
                 failures.append((result.when, failure | {"node": node, "host": self._hosts[node]}))
         for node, when in self._gone.items():
-            failures.append((when - LOST_AFTER_S, lost_host(node, self._hosts[node])))
+            failures.append((when - LOST_AFTER_S, lost_host(node, self._guests[node])))
         return min(failures, key=lambda entry: entry[0])[1] if failures else None
 
 
@@ -218,7 +219,7 @@ class OtherHost:
             return self._final
         if self._stopped:
             return EXIT_INTERRUPTED, {"verdict": "killed"}
-        return EXIT_FAILED, {"verdict": "failed", "failure": lost_host(0, self._first.peer)}
+        return EXIT_FAILED, {"verdict": "failed", "failure": lost_host(0, self._first)}
 
 
 def seconds_since_failure(summary: Summary) -> float:
@@ -228,16 +229,16 @@ def seconds_since_failure(summary: Summary) -> float:
     return 0.0 if at is None else (datetime.now(UTC) - datetime.fromisoformat(at)).total_seconds()
 
 
-def lost_host(node: int, address: str) -> Summary:
+def lost_host(node: int, channel: Channel) -> Summary:
     """The failure that is nobody's own words."""
+    why = f"no answer for {LOST_AFTER_S} s" if channel.silent else "its `launch` was killed, or the host was shut down"
     return {
         "rank": None,
         "exit_code": None,
         "kind": None,
-        "error": f"node {node} ({address}) is gone: its `launch` was killed, or {LOST_AFTER_S} s went by without an "
-        "answer from that host",
+        "error": f"node {node} ({channel.peer}) is gone: {why}",
         "traceback": None,
         "log": None,
         "node": node,
-        "host": address,
+        "host": channel.peer,
     }

@@ -190,5 +190,5 @@ def test_a_host_that_vanishes_ends_the_job(pair: Hosts, tmp_path: Path) -> None:
     for pid in pair.pids(1):
         os.kill(pid, signal.SIGKILL)
     (first,) = finish(processes[:1], 1)
-    assert f"launch: the job failed: node 1 ({pair.address(1)}) is gone" in first
+    assert f"launch: the job failed: node 1 ({pair.address(1)}) is gone: its `launch` was killed" in first
     assert summary(run)["failure"]["node"] == 1
