@@ -94,11 +94,16 @@ def _logs(paths: RunPaths) -> LogsSpecs:
     class RankLogs(LogsSpecs):
         """One file a rank, by its global number; the worker sends its standard error there too."""
 
+        def __init__(self) -> None:
+            self._attempt = -1
+
         def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
             logs: dict[int, str] = {}
             errors: dict[int, str] = {}
+            # torch counts the failures of this host; where another one's made it start again, its count stays
+            self._attempt = attempt = self._attempt + 1
             for local_rank, env in envs.items():
-                rank, attempt = int(env["RANK"]), int(env["TORCHELASTIC_RESTART_COUNT"])
+                rank, env["TORCHELASTIC_RESTART_COUNT"] = int(env["RANK"]), str(attempt)
                 logs[local_rank] = str(paths.rank_log(rank, attempt))
                 errors[local_rank] = env["TORCHELASTIC_ERROR_FILE"] = str(paths.rank_error(rank, attempt))
             return LogsDest(stdouts=logs, stderrs=dict.fromkeys(envs, ""), error_files=errors)

@@ -21,6 +21,7 @@ from launcher.cluster.peers import FirstHost, OtherHost
 from launcher.errors import ConfigError, SiteError, UserError
 from launcher.placement import endpoint
 from launcher.plan import RunPlan
+from tests.conftest import Launch
 from tests.helpers import make_plan
 
 TWO = ("cluster=hosts", "cluster.nodes=2", "cluster.rendezvous=10.0.0.1:29400", "checkpoint.enabled=false")
@@ -328,6 +329,13 @@ def test_without_node_0_a_host_ends_by_itself() -> None:
     two.stop()
     wait_until(lambda: two.listen(0.01) or two.complete())
     assert two.conclude() == (130, {"verdict": "killed"})
+
+
+def test_a_plan_contacts_nobody(launch: Launch) -> None:
+    overrides = ("cluster=hosts", "cluster.nodes=2", "cluster.rendezvous=nowhere.invalid:29400")
+    done = launch("plan", *overrides)
+    assert done.returncode == 0, done.stderr
+    assert "2 hosts × 2 workers" in done.stdout
 
 
 def present(monkeypatch: pytest.MonkeyPatch, *found: Interface) -> None:

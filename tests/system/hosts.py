@@ -73,6 +73,9 @@ class Hosts:
         """Cut its link; nothing tells its peers."""
         ip("-n", self.switch, "link", "set", f"port{host}", "down")
 
+    def link_up(self, host: int) -> None:
+        ip("-n", self.switch, "link", "set", f"port{host}", "up")
+
     def pids(self, host: int) -> list[int]:
         """Every process on a host."""
         done = subprocess.run(["ip", "netns", "pids", self.names[host]], check=True, capture_output=True, text=True)

@@ -183,12 +183,48 @@ def test_ctrl_c_on_one_host_stops_all_after_the_window(pair: Hosts, tmp_path: Pa
     assert summary(one)["steps"] == len(records(one))
 
 
-def test_a_host_that_vanishes_ends_the_job(pair: Hosts, tmp_path: Path) -> None:
-    processes = start(pair, tmp_path, "train.steps=100000", "cluster.grace_s=2")
-    run = tmp_path / "host0/runs/job"
-    wait_for(lambda: under_way(run), "two steps")
-    for pid in pair.pids(1):
-        os.kill(pid, signal.SIGKILL)
-    (first,) = finish(processes[:1], 1)
-    assert f"launch: the job failed: node 1 ({pair.address(1)}) is gone: its `launch` was killed" in first
-    assert summary(run)["failure"]["node"] == 1
+def test_a_dead_link_ends_the_job_on_both_sides(pair: Hosts, tmp_path: Path) -> None:
+    """Nobody closes a connection: the workers would wait for half an hour."""
+    processes = start(pair, tmp_path, "train.steps=100000", "cluster.grace_s=1")
+    runs = tmp_path / "host0/runs/job", tmp_path / "host1/runs/job"
+    wait_for(lambda: under_way(runs[0]), "two steps")
+    pair.link_down(1)
+    outputs = finish(processes, 1, 1)
+    pair.link_up(1)
+    for host in (0, 1):
+        peer = 1 - host
+        assert f"launch: the job failed: node {peer} ({pair.address(peer)}) is gone: no answer for" in outputs[host]
+        assert summary(runs[host])["failure"]["node"] == peer
+    wait_for(lambda: not processes_of(tmp_path), "every process of the run to end", 15)
+
+
+SCRIPT = """
+import os
+import torch.distributed as dist
+dist.init_process_group("gloo")
+rank, attempt = dist.get_rank(), os.environ["TORCHELASTIC_RESTART_COUNT"]
+print("rank", rank, "attempt", attempt, os.environ["MASTER_ADDR"], flush=True)
+dist.barrier()
+if (rank, attempt) == (3, "0"):
+    os._exit(3)
+if (rank, attempt) == (2, "1"):
+    raise ValueError("rank 2 is the one")
+dist.barrier()
+"""
+
+
+def test_a_script_is_started_again_on_all_hosts_and_the_one_who_raised_is_named(pair: Hosts, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    where = f"cluster.rendezvous={pair.address(0)}:29400"
+    job = ("cluster=hosts", "cluster.nodes=2", "cluster.workers_per_node=2", where, "cluster.max_restarts=1")
+    command = launch_command("run", *job, "run.name=job", "--", "script.py")
+    first, other = finish([pair.start(host, command, tmp_path) for host in (0, 1)], 1, 1)
+    run = tmp_path / "runs/job"
+    for rank in range(4):
+        for attempt, name in enumerate((f"rank{rank}.log", f"rank{rank}.attempt1.log")):
+            assert f"rank {rank} attempt {attempt} {pair.address(0)}" in (run / "logs" / name).read_text()
+    assert "launch: rank 2 failed: ValueError: rank 2 is the one" in other
+    assert "Traceback" in other
+    assert f"launch: the job failed on node 1 ({pair.address(1)}): rank 2: ValueError: rank 2 is the one" in first
+    assert "Traceback" not in first
+    assert summary(run)["failure"]["rank"] == 2
