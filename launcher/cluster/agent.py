@@ -56,6 +56,7 @@ def _load(path: Path) -> LaunchPlan:
 def _run_workers(plan: LaunchPlan) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousClosedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     place = plan.cluster.place
@@ -83,6 +84,9 @@ def _run_workers(plan: LaunchPlan) -> int:
         return _stopped(plan, signal.Signals(stop.sigval).name)
     except ChildFailedError as failed:
         return _failed(plan, failed, deaths)
+    except RendezvousClosedError:  # other hosts have used up their restarts; what happened there is theirs to say
+        write_json(plan.paths.summary_of(plan.node), {"verdict": "killed"})
+        return EXIT_FAILED
     if isinstance(plan, RunPlan) and plan.node == 0 and not plan.paths.summary.exists():
         return _unfinished(plan.paths)
     return EXIT_DONE

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from typing import Any, Protocol
 
 from launcher.cluster.channel import LOST_AFTER_S, Channel, Door, Message, wait
-from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
+from launcher.errors import EXIT_FAILED, EXIT_INTERRUPTED
 
 Summary = dict[str, Any]
 
@@ -156,10 +156,9 @@ class FirstHost:
         own = dict(self._results[0].summary)
         first = self._first_failure()
         if self._stopped or first is None:
-            stopped = self._stopped or any(result.status for result in self._results.values())
             if own.pop("failure", None) is not None:
                 own["verdict"] = "killed"
-            return (EXIT_INTERRUPTED if stopped else EXIT_DONE), own
+            return EXIT_INTERRUPTED if self._stopped else max(r.status for r in self._results.values()), own
         own.pop("stopped_by", None)  # that was this launcher, for the reason that follows
         return EXIT_FAILED, own | {"verdict": "failed", "failure": first}
 

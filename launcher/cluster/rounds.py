@@ -6,6 +6,8 @@ start workers again, because the store that they share with the agent remembers 
 
 from __future__ import annotations
 
+import time
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 
 BACKEND = "launcher"
 _JOIN_WITHIN_S = 600
+_LOOK_EVERY_S = 0.1
 
 
 def register(plan: LaunchPlan, place: Place) -> None:
@@ -27,7 +30,12 @@ def register(plan: LaunchPlan, place: Place) -> None:
 
 def _handler(plan: LaunchPlan, place: Place) -> RendezvousHandler:
     from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
-    from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+    from torch.distributed.elastic.rendezvous import (
+        RendezvousClosedError,
+        RendezvousHandler,
+        RendezvousInfo,
+        RendezvousStoreInfo,
+    )
 
     class Rounds(RendezvousHandler):
         """One round an attempt, each with keys and with a master port of its own."""
@@ -48,15 +56,34 @@ def _handler(plan: LaunchPlan, place: Place) -> RendezvousHandler:
                 )
             self._round += 1
             self._store.set("round", str(self._round))  # never smaller: nobody is a round ahead of the last host
+            self._wait_for_all()
             store = PrefixStore(f"round{self._round}", self._store)
             master = RendezvousStoreInfo.build(place.node, store, place.address)
             return RendezvousInfo(store, place.node, plan.cluster.nodes, master)
+
+        def _wait_for_all(self) -> None:
+            """A step at a time: a signal must get through, and a host that has given up comes no more."""
+            key, end = f"here{self._round}", time.monotonic() + _JOIN_WITHIN_S
+            try:
+                here = self._store.add(key, 1)
+                while here < plan.cluster.nodes:
+                    if self._store.check(["over"]):
+                        raise RendezvousClosedError("another host has given up")
+                    if time.monotonic() > end:
+                        raise RendezvousClosedError(f"{here} of {plan.cluster.nodes} hosts are here")
+                    time.sleep(_LOOK_EVERY_S)
+                    here = self._store.add(key, 0)
+            except RuntimeError as error:  # the store went with node 0
+                raise RendezvousClosedError(str(error)) from error
 
         def num_nodes_waiting(self) -> int:
             """Whether another host has begun the next round, because a worker of its own failed."""
             if not plan.cluster.max_restarts:
                 return 0
-            return int(int(self._store.get("round")) > self._round)
+            try:
+                return int(int(self._store.get("round")) > self._round)
+            except RuntimeError:  # node 0 is gone; its workers' peers notice, and so does `launch`
+                return 0
 
         def is_closed(self) -> bool:
             return False
@@ -67,6 +94,9 @@ def _handler(plan: LaunchPlan, place: Place) -> RendezvousHandler:
             return plan.run.id
 
         def shutdown(self) -> bool:
+            if self._store is not None:
+                with suppress(RuntimeError):  # node 0 may have gone, and the store with it
+                    self._store.set("over", "1")
             return True
 
     return Rounds()
