@@ -12,6 +12,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 from launcher.cluster import local
@@ -202,8 +203,8 @@ def _common_run(own: RunInfo, given: Any) -> RunInfo:
     name = str(given["name"])
     if not re.fullmatch(r"[\w=,+][\w.=,+-]*", name):  # it becomes a directory's name
         raise SiteError(f"The first host calls the run {name!r}, which is no name of a run.")
-    directory = own.dir.removesuffix(own.name) + name
-    return dataclasses.replace(own, name=name, id=str(given["id"]), created=str(given["created"]), dir=directory)
+    directory = Path(own.dir).parent / name
+    return dataclasses.replace(own, name=name, id=str(given["id"]), created=str(given["created"]), dir=str(directory))
 
 
 def _placed(plan: P, run: RunInfo, place: Place) -> P:
