@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER, ConfigError, UserError, did_you_mean
 
@@ -15,8 +16,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from launcher.cluster.local import Verdict
+    from launcher.cluster.peers import Peers
     from launcher.config import Config
     from launcher.plan import LaunchPlan
+
+P = TypeVar("P", bound="LaunchPlan")
 
 HELP = """\
 launch: distributed training where the effective global batch is a contract.
@@ -133,19 +137,34 @@ def _with_config(verb: str, arguments: list[str], act: Callable[[Config, str], i
     return run_with_config(verb, arguments, act_or_explain)
 
 
-def _run_and_show(plan: LaunchPlan, console: Console) -> Verdict:
+def _begin(plan: P, yaml: str, config: Config, console: Console) -> tuple[P, Peers]:
+    """Make the run's directory; before that, meet the other hosts, if there are any."""
+    from launcher.cluster import hosts, local
+    from launcher.cluster.peers import Alone
+    from launcher.config import ClusterKind
+
+    if plan.cluster.kind is ClusterKind.hosts:
+        return hosts.gather(plan, yaml, config.run.name, partial(console.print, markup=False, highlight=False))
+    local.create(plan, yaml)
+    return plan, Alone()
+
+
+def _run_and_show(plan: LaunchPlan, peers: Peers, console: Console) -> Verdict:
     from launcher.cluster import local
     from launcher.report import terminal
+    from launcher.report.joined import JoinedDisplay
 
-    verdict = local.run(plan, terminal.Silence() if console.quiet else terminal.LiveDisplay(plan, console))
+    shown = terminal.LiveDisplay if plan.node == 0 else JoinedDisplay
+    verdict = local.run(plan, terminal.Silence() if console.quiet else shown(plan, console), peers)
     if "failure" in verdict.summary:
-        print(terminal.failure_text(verdict.summary), file=sys.stderr)
+        print(terminal.failure_text(verdict.summary, plan.node), file=sys.stderr)
+    elif plan.node != 0:
+        console.print(f"Run {plan.run.name}: {verdict.summary['verdict']}", markup=False, highlight=False)
     return verdict
 
 
 def train(arguments: list[str]) -> int:
     from launcher.api import plan_job
-    from launcher.cluster import local
     from launcher.report import terminal
 
     quiet = _take("--quiet", arguments)
@@ -153,10 +172,11 @@ def train(arguments: list[str]) -> int:
     def act(config: Config, yaml: str) -> int:
         plan = plan_job(config)
         console = terminal.console(quiet=quiet)
-        local.create(plan, yaml)
-        console.print(terminal.plan_table(plan), "")
-        verdict = _run_and_show(plan, console)
-        if "failure" not in verdict.summary:
+        plan, peers = _begin(plan, yaml, config, console)
+        if plan.node == 0:
+            console.print(terminal.plan_table(plan), "")
+        verdict = _run_and_show(plan, peers, console)
+        if "failure" not in verdict.summary and plan.node == 0:
             console.print("", terminal.summary_table(plan, verdict.summary))
         return verdict.status
 
@@ -183,7 +203,6 @@ def plan(arguments: list[str]) -> int:
 
 def run_script(arguments: list[str]) -> int:
     from launcher.api import new_run
-    from launcher.cluster import local
     from launcher.placement import solve_script
     from launcher.report import terminal
     from launcher.site import Site
@@ -205,8 +224,9 @@ def run_script(arguments: list[str]) -> int:
             raise UserError(f"launch run: {script[0] if script else 'nothing after --'}: there is no such script.")
         site = Site.here()
         solved = solve_script(config.cluster, site, new_run(config.run, Path(script[0]).stem, site.cwd), script)
-        local.create(solved, yaml)
-        return _run_and_show(solved, terminal.console(quiet=quiet)).status
+        console = terminal.console(quiet=quiet)
+        solved, peers = _begin(solved, yaml, config, console)
+        return _run_and_show(solved, peers, console).status
 
     return _with_config("run", ours, act)
 

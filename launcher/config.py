@@ -13,6 +13,7 @@ from typing import Any
 
 class ClusterKind(StrEnum):
     local = "local"
+    hosts = "hosts"
 
 
 class Device(StrEnum):
@@ -87,9 +88,13 @@ class ClusterConfig:
     """Where the job runs."""
 
     kind: ClusterKind = ClusterKind.local
-    """local: this machine."""
+    """local: this machine; hosts: several, on each of which the same command is typed."""
     nodes: int = 1
     """Hosts; a local job has one."""
+    rendezvous: str | None = None
+    """hosts: HOST:PORT where they meet, an address of the first of them."""
+    interface: str | None = None
+    """hosts: this host's network interface to the others. Default: the one that leads to rendezvous."""
     workers_per_node: int | None = None
     """Ranks a host. Default: the GPUs seen, else 2."""
     device: Device = Device.auto

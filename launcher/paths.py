@@ -24,6 +24,11 @@ class RunPaths:
         """What was decided before the start: the only thing a worker reads."""
         return self.root / "plan.json"
 
+    def plan_of(self, node: int) -> Path:
+        """The plan that one host's agent and workers read: hosts differ in directories, addresses and interfaces, and
+        may share the disk."""
+        return self.plan if node == 0 else self.root / f"plan.node{node}.json"
+
     @property
     def config(self) -> Path:
         """The composed config, to type the same run again."""
@@ -38,6 +43,10 @@ class RunPaths:
     def summary(self) -> Path:
         """The verdict and the last values."""
         return self.root / "summary.json"
+
+    def summary_of(self, node: int) -> Path:
+        """How it went on one host; on node 0 it becomes the run's."""
+        return self.summary if node == 0 else self.root / f"summary.node{node}.json"
 
     @property
     def logs(self) -> Path:

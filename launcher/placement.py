@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from launcher.config import ClusterConfig, Device, StrategyKind
+from launcher.config import ClusterConfig, ClusterKind, Device, StrategyKind
 from launcher.errors import ConfigError
 from launcher.plan import FORMAT, ClusterPlan, EnvPlan, LaunchPlan, RunInfo
 from launcher.site import ALLOWED_ENV, Site
@@ -25,8 +25,7 @@ def solve_script(config: ClusterConfig, site: Site, run: RunInfo, arguments: lis
 def solve_cluster(
     config: ClusterConfig, site: Site, strategy: StrategyKind = StrategyKind.ddp, world_size: int | None = None
 ) -> ClusterPlan:
-    if config.nodes != 1:
-        raise ConfigError("cluster.nodes", config.nodes, "cluster=local is one machine.", "Use cluster.nodes=1.")
+    _check_kind(config)
     device = config.device
     if device is Device.auto:
         device = Device.cuda if site.gpus else Device.cpu
@@ -36,26 +35,72 @@ def solve_cluster(
         workers = 1 if strategy is StrategyKind.single else default
     if workers < 1:
         raise ConfigError("cluster.workers_per_node", workers, "must be at least 1.")
-    if device is Device.cuda and workers > site.gpus:
+    # ranks that a user's own torchrun has started, perhaps on several hosts, are checked where each takes its GPU
+    if device is Device.cuda and workers > site.gpus and world_size is None:
         raise ConfigError(
             "cluster.workers_per_node",
             workers,
             f"this machine shows {site.gpus} GPUs and each worker needs one.",
             f"Use {'cluster.workers_per_node=' + str(site.gpus) + ', or ' if site.gpus else ''}cluster.device=cpu.",
         )
-    if strategy is StrategyKind.single and workers > 1:
+    if strategy is StrategyKind.single and (ranks := config.nodes * workers) > 1:
         raise ConfigError(
-            "strategy", "single", f"one rank trains alone, and {workers} were asked for.", "Use strategy=ddp."
+            "strategy", "single", f"one rank trains alone, and {ranks} were asked for.", "Use strategy=ddp."
         )
     return ClusterPlan(
         kind=config.kind,
         nodes=config.nodes,
+        rendezvous=config.rendezvous,
+        interface=config.interface,
+        place=None,
         workers_per_node=workers,
         device=device,
         max_restarts=config.max_restarts,
         grace_s=config.grace_s,
         cwd=site.cwd,
     )
+
+
+def _check_kind(config: ClusterConfig) -> None:
+    if config.kind is ClusterKind.local:
+        for name in ("rendezvous", "interface"):
+            if (value := getattr(config, name)) is not None:
+                raise ConfigError(
+                    f"cluster.{name}", value, "has no effect with cluster=local.", "For several hosts: cluster=hosts."
+                )
+        if config.nodes != 1:
+            raise ConfigError(
+                "cluster.nodes", config.nodes, "cluster=local is one machine.",
+                "Use cluster.nodes=1; for several: cluster=hosts.",
+            )  # fmt: skip
+        return
+    if config.nodes < 2:
+        raise ConfigError(
+            "cluster.nodes", config.nodes, "cluster=hosts is a job over several machines.",
+            "Use cluster.nodes=2 or more, or cluster=local.",
+        )  # fmt: skip
+    if config.rendezvous is None:
+        raise ConfigError(
+            "cluster.rendezvous", None, "cluster=hosts needs it: where the hosts meet.",
+            "Set cluster.rendezvous=HOST:PORT, an address of the first host and a free port, the same on every host.",
+        )  # fmt: skip
+    endpoint(config.rendezvous)
+
+
+def endpoint(rendezvous: str) -> tuple[str, int]:
+    """``"HOST:PORT"`` as its two parts. Raises ConfigError for what has not this form."""
+    host, colon, port = rendezvous.rpartition(":")
+    if ":" in host:
+        raise ConfigError(
+            "cluster.rendezvous", rendezvous, "IPv6 addresses are not supported.",
+            "Use the first host's name, or its IPv4 address: HOST:PORT.",
+        )  # fmt: skip
+    if not colon or not host or not (port.isdecimal() and 0 < int(port) < 65536):
+        raise ConfigError(
+            "cluster.rendezvous", rendezvous, "must be HOST:PORT, the port between 1 and 65535.",
+            "Such as cluster.rendezvous=10.0.0.1:29400.",
+        )  # fmt: skip
+    return host, int(port)
 
 
 def solve_env(config: ClusterConfig, cluster: ClusterPlan, site: Site) -> EnvPlan:

@@ -8,10 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import types
-import typing
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any, Self
 
@@ -31,6 +28,7 @@ from launcher.config import (
     WandbMode,
 )
 from launcher.errors import UserError
+from launcher.fromjson import build
 from launcher.paths import RunPaths, write_text
 
 FORMAT = 1
@@ -48,11 +46,28 @@ class RunInfo:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Place:
+    """This host among several. ``node``: its number, 0 for the one that owns the rendezvous address. ``address``: its
+    own, that the others reach; ``interface``: which has it. ``store``: HOST:PORT where the agents share what they know.
+    ``shared``: whether it sees the run's directory of node 0."""
+
+    node: int
+    address: str
+    interface: str
+    store: str
+    shared: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class ClusterPlan:
-    """``device``: cpu or cuda, never auto. ``cwd``: where the user typed the command. ``grace_s``: seconds."""
+    """``device``: cpu or cuda, never auto. ``cwd``: where the user typed the command. ``grace_s``: seconds. ``place``:
+    None for a local job, and until the hosts have met."""
 
     kind: ClusterKind
     nodes: int
+    rendezvous: str | None
+    interface: str | None
+    place: Place | None
     workers_per_node: int
     device: Device
     max_restarts: int
@@ -72,7 +87,8 @@ class EnvPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchPlan:
-    """What a node agent needs to run any job. ``command``: the arguments of Python in each worker."""
+    """What a node agent needs to run any job. ``command``: the arguments of Python in each worker; those of a training
+    run get the plan's path after it."""
 
     format: int
     run: RunInfo
@@ -84,6 +100,11 @@ class LaunchPlan:
     def paths(self) -> RunPaths:
         return RunPaths(Path(self.run.dir))
 
+    @property
+    def node(self) -> int:
+        """The number of the host that this plan is of."""
+        return 0 if self.cluster.place is None else self.cluster.place.node
+
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2)
 
@@ -93,10 +114,10 @@ class LaunchPlan:
         fields = json.loads(text)
         if not isinstance(fields, dict) or fields.get("format") != FORMAT:  # pyright: ignore[reportUnknownMemberType]
             raise UserError(f"plan.json has not format {FORMAT}: it was written by another version of launcher.")
-        return _build(cls, fields)
+        return build(cls, fields)
 
     def save(self) -> None:
-        write_text(self.paths.plan, self.to_json() + "\n")
+        write_text(self.paths.plan_of(self.node), self.to_json() + "\n")
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -261,18 +282,3 @@ class RunPlan(LaunchPlan):
     checkpoint: CheckpointPlan
     wandb: WandbPlan
     notes: tuple[str, ...]
-
-
-def _build(kind: Any, value: Any) -> Any:
-    """``value`` out of JSON as ``kind``: a dataclass, an Enum, a tuple, a union with None, or a plain value."""
-    if dataclasses.is_dataclass(kind):
-        hints = typing.get_type_hints(kind)
-        return kind(**{f.name: _build(hints[f.name], value[f.name]) for f in dataclasses.fields(kind)})  # pyright: ignore
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        return kind(value)
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if origin is types.UnionType:
-        return None if value is None else _build(next(a for a in args if a is not types.NoneType), value)
-    if origin is tuple:
-        return tuple(_build(args[0], item) for item in value)
-    return value

@@ -70,7 +70,7 @@ def solve(config: Config, site: Site, task: TaskPlan, run: RunInfo, world_size: 
         run=run,
         cluster=cluster,
         env=solve_env(config.cluster, cluster, site),
-        command=(*WORKER_COMMAND, f"{run.dir}/plan.json"),
+        command=WORKER_COMMAND,
         batch=batch,
         epoch=epoch,
         task=task,

@@ -1,6 +1,6 @@
 """The node agent: one process a node, which runs torchrun's elastic agent as a library and writes the verdict.
 
-    python -m launcher.cluster.agent RUN_DIR PARENT_PID
+    python -m launcher.cluster.agent RUN_DIR NODE PARENT_PID
 
 Exit status: 0 the workers are done; 1 they failed; 130 they were stopped.
 """
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher import errors
+from launcher.cluster import rounds
 from launcher.cluster.deaths import DeathWatch
 from launcher.config import WandbMode
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, class_named
@@ -32,10 +33,10 @@ if TYPE_CHECKING:
 MIRROR_GRACE_S = 60
 
 
-def main(run_dir: str, parent: str) -> int:
+def main(run_dir: str, node: str, parent: str) -> int:
     die_with_parent(int(parent), signal.SIGTERM)
     paths = RunPaths(Path(run_dir))
-    plan = _load(paths)
+    plan = _load(paths.plan_of(int(node)))
     mirror = _start_mirror(plan)
     for name in set(os.environ) - set(allowed_env(os.environ, plan.env.allow)):
         del os.environ[name]  # W&B's key was for the mirror alone
@@ -47,23 +48,29 @@ def main(run_dir: str, parent: str) -> int:
     return status
 
 
-def _load(paths: RunPaths) -> LaunchPlan:
-    fields = read_json(paths.plan) or {}
-    return (RunPlan if "batch" in fields else LaunchPlan).load(paths.plan)
+def _load(path: Path) -> LaunchPlan:
+    fields = read_json(path) or {}
+    return (RunPlan if "batch" in fields else LaunchPlan).load(path)
 
 
 def _run_workers(plan: LaunchPlan) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousClosedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    place = plan.cluster.place
+    if place is not None:
+        rounds.register(plan, place)
+    arguments = (*plan.command, str(plan.paths.plan_of(plan.node))) if isinstance(plan, RunPlan) else plan.command
     config = LaunchConfig(
         min_nodes=plan.cluster.nodes,
         max_nodes=plan.cluster.nodes,
         nproc_per_node=plan.cluster.workers_per_node,
         run_id=plan.run.id,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
+        rdzv_backend="c10d" if place is None else rounds.BACKEND,
+        rdzv_endpoint="localhost:0" if place is None else place.store,
+        local_addr=None if place is None else place.address,
         max_restarts=plan.cluster.max_restarts,
         signals_to_handle=",".join(number.name for number in STOP_SIGNALS),
         shutdown_timeout=plan.cluster.grace_s,
@@ -72,12 +79,15 @@ def _run_workers(plan: LaunchPlan) -> int:
     deaths = DeathWatch()
     try:
         with deaths:
-            elastic_launch(config, sys.executable)(*plan.command)
+            elastic_launch(config, sys.executable)(*arguments)
     except SignalException as stop:
-        return _stopped(plan.paths, signal.Signals(stop.sigval).name)
+        return _stopped(plan, signal.Signals(stop.sigval).name)
     except ChildFailedError as failed:
-        return _failed(plan.paths, failed, deaths)
-    if isinstance(plan, RunPlan) and not plan.paths.summary.exists():
+        return _failed(plan, failed, deaths)
+    except RendezvousClosedError:  # other hosts have used up their restarts; what happened there is theirs to say
+        write_json(plan.paths.summary_of(plan.node), {"verdict": "killed"})
+        return EXIT_FAILED
+    if isinstance(plan, RunPlan) and plan.node == 0 and not plan.paths.summary.exists():
         return _unfinished(plan.paths)
     return EXIT_DONE
 
@@ -88,11 +98,16 @@ def _logs(paths: RunPaths) -> LogsSpecs:
     class RankLogs(LogsSpecs):
         """One file a rank, by its global number; the worker sends its standard error there too."""
 
+        def __init__(self) -> None:
+            self._attempt = -1
+
         def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
             logs: dict[int, str] = {}
             errors: dict[int, str] = {}
+            # torch counts the failures of this host; where another one's made it start again, its count stays
+            self._attempt = attempt = self._attempt + 1
             for local_rank, env in envs.items():
-                rank, attempt = int(env["RANK"]), int(env["TORCHELASTIC_RESTART_COUNT"])
+                rank, env["TORCHELASTIC_RESTART_COUNT"] = int(env["RANK"]), str(attempt)
                 logs[local_rank] = str(paths.rank_log(rank, attempt))
                 errors[local_rank] = env["TORCHELASTIC_ERROR_FILE"] = str(paths.rank_error(rank, attempt))
             return LogsDest(stdouts=logs, stderrs=dict.fromkeys(envs, ""), error_files=errors)
@@ -104,15 +119,17 @@ def _logs(paths: RunPaths) -> LogsSpecs:
     return RankLogs()
 
 
-def _stopped(paths: RunPaths, by: str) -> int:
+def _stopped(plan: LaunchPlan, by: str) -> int:
     """The workers were asked to stop. Those of a training run have written a summary by now, if they could."""
-    summary = read_json(paths.summary) or {"verdict": "killed"}
-    write_json(paths.summary, summary | {"stopped_by": by})
+    path = plan.paths.summary_of(plan.node)
+    summary = read_json(path) or {"verdict": "killed"}
+    write_json(path, summary | {"stopped_by": by})
     return EXIT_INTERRUPTED
 
 
-def _failed(paths: RunPaths, error: ChildFailedError, deaths: DeathWatch) -> int:
+def _failed(plan: LaunchPlan, error: ChildFailedError, deaths: DeathWatch) -> int:
     """Write down the failure that came first: the others lost their peer, or were ended by torch itself."""
+    path = plan.paths.summary_of(plan.node)
     rank, first = min(error.failures.items(), key=lambda item: deaths.order(item[1].pid))
     message, trace = _own_words(first)
     kind, _, text = message.partition(": ")
@@ -124,9 +141,10 @@ def _failed(paths: RunPaths, error: ChildFailedError, deaths: DeathWatch) -> int
         "kind": kind if ours else None,
         "error": text if ours else message,
         "traceback": None if ours else trace,  # the text of our own errors says it all
-        "log": str(paths.newest_rank_log(rank)),
+        "log": str(plan.paths.newest_rank_log(rank)),
+        "at": deaths.time(first.pid).isoformat(timespec="milliseconds"),
     }
-    write_json(paths.summary, (read_json(paths.summary) or {}) | {"verdict": "failed", "failure": failure})
+    write_json(path, (read_json(path) or {}) | {"verdict": "failed", "failure": failure})
     return EXIT_FAILED
 
 
@@ -157,7 +175,7 @@ def _own_words(failure: ProcessFailure) -> tuple[str, str | None]:
 
 def _start_mirror(plan: LaunchPlan) -> subprocess.Popen[bytes] | None:
     """W&B runs beside the job, reading its record: it can neither slow nor stop it."""
-    if not isinstance(plan, RunPlan) or plan.wandb.mode is WandbMode.disabled:
+    if not isinstance(plan, RunPlan) or plan.node != 0 or plan.wandb.mode is WandbMode.disabled:
         return None
     with plan.paths.wandb_log.open("ab") as log:
         return subprocess.Popen(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Self
 
@@ -31,6 +32,10 @@ class DeathWatch(threading.Thread):
     def order(self, pid: int) -> float:
         """When ``pid`` ended, on the monotonic clock; infinity for one that was not seen."""
         return self._seen.get(pid, float("inf"))
+
+    def time(self, pid: int) -> datetime:
+        """When ``pid`` ended, by the clock on the wall; now, for one that was not seen."""
+        return datetime.now(UTC) - timedelta(seconds=time.monotonic() - self._seen.get(pid, time.monotonic()))
 
     def run(self) -> None:
         living: set[int] = set()

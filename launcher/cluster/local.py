@@ -11,12 +11,15 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol
 
+from launcher.cluster.peers import Peers
 from launcher.errors import EXIT_FAILED, EXIT_INTERRUPTED, SiteError
-from launcher.paths import RunPaths, read_json, write_json, write_text
+from launcher.paths import read_json, write_json, write_text
 from launcher.plan import LaunchPlan
 from launcher.site import WANDB_ENV, allowed_env
 
 POLL_S = 0.1
+# beside the time that the workers get
+AGENT_LEAVES_WITHIN_S = 10
 
 
 class Display(Protocol):
@@ -63,41 +66,90 @@ def create(plan: LaunchPlan, config_yaml: str) -> None:
     plan.save()
 
 
-def run(plan: LaunchPlan, display: Display) -> Verdict:
-    """Run a created plan to its end. Ctrl-C asks the workers to stop after their window; a second one kills them."""
-    paths = plan.paths
+def run(plan: LaunchPlan, display: Display, peers: Peers) -> Verdict:
+    """Run a created plan to its end. Ctrl-C asks the workers to stop after their window; a second one kills them.
+
+    On several hosts, a stop on one of them is one on all, and each gives its own workers the time to notice by
+    themselves that the job has failed elsewhere: what they have to say may be the reason.
+    """
     asked: list[int] = []
-    passed_on = 0
 
     def stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
         asked.append(number)
 
     handlers = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    over = False
     try:
         agent = _start_agent(plan)
-        while agent.poll() is None:
+        care = _Care(agent, display, peers, plan.cluster.grace_s)
+        while not (over and (peers.complete() or len(asked) > 1)):
             display.refresh()
-            if len(asked) > passed_on:
-                passed_on = len(asked)
-                # the workers and the mirror notice a killed agent by themselves
-                agent.send_signal(signal.SIGTERM if passed_on == 1 else signal.SIGKILL)
-                if passed_on == 1:
-                    display.say("Stopping at the end of this window. Ctrl-C again kills the workers at once.")
-            time.sleep(POLL_S)
+            care.act(len(asked))
+            peers.listen(POLL_S)
+            if not over and agent.poll() is not None:
+                over = True
+                # a second Ctrl-C, or one before the agent was up, ends it by the signal itself
+                own = EXIT_INTERRUPTED if asked else agent.returncode
+                peers.ended(own if own >= 0 else EXIT_FAILED, _summary(plan, own))
         display.refresh()
     finally:
         display.close()
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    # a second Ctrl-C, or one before the agent was up, ends it by the signal itself
-    status = EXIT_INTERRUPTED if asked else agent.returncode
-    return Verdict(status if status >= 0 else EXIT_FAILED, _summary(paths, status))
+    status, summary = peers.conclude()
+    _write_summary(plan, summary)
+    return Verdict(EXIT_INTERRUPTED if asked else status, summary)
+
+
+class _Care:
+    """Passes on to the agent what a person, or another host, wants."""
+
+    def __init__(self, agent: subprocess.Popen[bytes], display: Display, peers: Peers, grace_s: float) -> None:
+        self._agent, self._display, self._peers, self._grace_s = agent, display, peers, grace_s
+        self._passed_on = 0
+        self._noticed: float | None = None
+        self._urged = False
+
+    def act(self, asked: int) -> None:
+        """``asked``: how often a person has asked for the end here."""
+        if asked > self._passed_on:
+            if not self._passed_on:
+                self._peers.stop()
+                if not self._urged:
+                    self._display.say("Stopping at the end of this window. Ctrl-C again kills the workers at once.")
+            self._passed_on = asked
+            # the workers and the mirror notice a killed agent by themselves
+            self._signal(signal.SIGTERM if asked == 1 and not self._urged else signal.SIGKILL)
+        elif not self._passed_on and self._peers.stopped_by is not None and not self._urged:
+            self._display.say(f"Stopped on {self._peers.stopped_by}: stopping at the end of this window.")
+            self._urge()
+        elif self._peers.trouble is not None:
+            self._see_to_the_end(self._peers.trouble)
+
+    def _see_to_the_end(self, trouble: str) -> None:
+        if self._noticed is None:
+            self._noticed = time.monotonic()
+            if self._agent.poll() is None:
+                self._display.say(f"{trouble[0].upper()}{trouble[1:]}; ending here too.")
+        waited = time.monotonic() - self._noticed
+        if not self._urged and (self._peers.lost or waited > self._grace_s):
+            self._urge()
+        if waited > 2 * self._grace_s + AGENT_LEAVES_WITHIN_S:  # it hangs in a call to a host that is gone
+            self._signal(signal.SIGKILL)
+
+    def _urge(self) -> None:
+        self._urged = True
+        self._signal(signal.SIGTERM)
+
+    def _signal(self, number: int) -> None:
+        if self._agent.poll() is None:
+            self._agent.send_signal(number)
 
 
 def _start_agent(plan: LaunchPlan) -> subprocess.Popen[bytes]:
-    with plan.paths.node_log(0).open("ab") as log:
+    with plan.paths.node_log(plan.node).open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", "launcher.cluster.agent", plan.run.dir, str(os.getpid())],
+            [sys.executable, "-P", "-m", "launcher.cluster.agent", plan.run.dir, str(plan.node), str(os.getpid())],
             env=allowed_env(os.environ, (*plan.env.allow, *WANDB_ENV)),
             cwd=plan.cluster.cwd,
             stdin=subprocess.DEVNULL,
@@ -107,19 +159,23 @@ def _start_agent(plan: LaunchPlan) -> subprocess.Popen[bytes]:
         )
 
 
-def _summary(paths: RunPaths, status: int) -> dict[str, Any]:
-    """What the job wrote, or, where it was killed before it could, what is known of it; written down then."""
-    summary = read_json(paths.summary)
-    if summary is None:
-        summary = _verdict_without_words(paths, status)
+def _summary(plan: LaunchPlan, status: int) -> dict[str, Any]:
+    """What the job wrote on this host, or, where it was killed before it could, what is known of it."""
+    return read_json(plan.paths.summary_of(plan.node)) or _verdict_without_words(plan, status)
+
+
+def _write_summary(plan: LaunchPlan, summary: dict[str, Any]) -> None:
+    """Node 0 has the last word; a host that shares its disk writes none, unless node 0 is gone without one."""
+    place, paths = plan.cluster.place, plan.paths
+    writes = place is None or place.node == 0 or not place.shared or not paths.summary.exists()
+    if writes and read_json(paths.summary) != summary:
         write_json(paths.summary, summary)
-    return summary
 
 
-def _verdict_without_words(paths: RunPaths, status: int) -> dict[str, Any]:
+def _verdict_without_words(plan: LaunchPlan, status: int) -> dict[str, Any]:
     if status == EXIT_INTERRUPTED:
         return {"verdict": "killed"}
-    if status == 0:  # a script of the user's own writes no summary
+    if status == 0:  # a script of the user's own writes no summary, nor do the workers of another host
         return {"verdict": "done"}
     failure = {
         "rank": None,
@@ -127,6 +183,6 @@ def _verdict_without_words(paths: RunPaths, status: int) -> dict[str, Any]:
         "kind": None,
         "error": f"the node agent ended with status {status}",
         "traceback": None,
-        "log": str(paths.node_log(0)),
+        "log": str(plan.paths.node_log(plan.node)),
     }
     return {"verdict": "killed" if status < 0 else "failed", "failure": failure}

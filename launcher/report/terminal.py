@@ -258,9 +258,16 @@ def _exposed(summary: dict[str, Any]) -> str:
     return f"{exposed_s * 1e3:,.1f} ms of a step is communication that shows; {summary['comm/overlap']:.0%} is hidden"
 
 
-def failure_text(summary: dict[str, Any]) -> str:
-    """The first failing rank's own words, then where they came from."""
+def failure_text(summary: dict[str, Any], node: int = 0) -> str:
+    """The first failing rank's own words, then where they came from. ``node``: of the host that shows it; what failed
+    on another one is told there at length."""
     failure: dict[str, Any] = summary["failure"]
+    if failure.get("log") is None:  # of a host that is gone
+        return f"launch: the job failed: {failure['error']}"
+    if failure.get("node", node) != node:
+        rank = "" if failure["rank"] is None else f"rank {failure['rank']}: "
+        where = f"node {failure['node']} ({failure['host']})"
+        return f"launch: the job failed on {where}: {rank}{failure['error']}\n  Its log there: {failure['log']}"
     log = Path(failure["log"])
     if failure["traceback"]:
         own_words = [failure["traceback"].rstrip()]

@@ -11,30 +11,40 @@ from contextlib import contextmanager
 import pytest
 
 
+def namespace_named(name: str) -> None:
+    """Make one with its loopback up; `ip netns del` ends it."""
+    subprocess.run(["ip", "netns", "add", name], check=True, capture_output=True)
+    subprocess.run(["ip", "-n", name, "link", "set", "lo", "up"], check=True)
+
+
 @contextmanager
 def network_namespace() -> Iterator[str]:
-    """Make one with its loopback up; it is gone afterwards, whatever happened."""
+    """One that is gone afterwards, whatever happened."""
     name = f"launcher-test-{os.getpid()}"
-    subprocess.run(["ip", "netns", "add", name], check=True, capture_output=True)
     try:
-        subprocess.run(["ip", "-n", name, "link", "set", "lo", "up"], check=True)
+        namespace_named(name)
         yield name
     finally:
         subprocess.run(["ip", "netns", "del", name], check=True)
 
 
-def sent_bytes(name: str, interface: str = "lo") -> int:
-    """What an interface of the namespace has sent since it was made."""
+def counters(name: str, interface: str) -> list[int]:
+    """The line of /proc/net/dev: received bytes and packets are 0 and 1, sent ones 8 and 9."""
     text = subprocess.run(
         ["ip", "netns", "exec", name, "cat", "/proc/net/dev"], check=True, capture_output=True, text=True
     ).stdout
     line = next(line for line in text.splitlines() if line.strip().startswith(f"{interface}:"))
-    return int(line.partition(":")[2].split()[8])
+    return [int(number) for number in line.partition(":")[2].split()]
+
+
+def sent_bytes(name: str, interface: str = "lo") -> int:
+    """What an interface of the namespace has sent since it was made."""
+    return counters(name, interface)[8]
 
 
 def can_make_namespaces() -> bool:
     """Root in a container may be without the capability."""
-    if os.geteuid() != 0 or shutil.which("ip") is None:
+    if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None:
         return False
     try:
         with network_namespace():

@@ -1,0 +1,245 @@
+"""Several hosts without a scheduler: the same command is typed on each, and they meet at an address of one of them.
+
+The host that owns the address is node 0. It waits for the others there, sees that all were given the same job, and
+hands out the run's name and id and a number to each. No worker starts before every host has its directory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shutil
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from launcher.cluster import local
+from launcher.cluster.agree import differences, facts
+from launcher.cluster.channel import PROTOCOL, Channel, Door, Message, wait
+from launcher.cluster.network import Route, find_route, socket_names
+from launcher.cluster.peers import FirstHost, OtherHost, Peers
+from launcher.errors import SiteError, UserError
+from launcher.paths import read_json, write_text
+from launcher.plan import LaunchPlan, Place, RunInfo, RunPlan
+
+# so long the first host waits for the others, and another host for the first
+MEET_WITHIN_S = 600
+_ANSWER_WITHIN_S = 60
+_RETRY_S = 0.5
+
+P = TypeVar("P", bound=LaunchPlan)
+Say = Callable[[str], None]
+
+
+def gather(plan: P, config_yaml: str, run_name: str | None, say: Say) -> tuple[P, Peers]:
+    """Meet the other hosts and make the run's directory.
+
+    Args:
+        plan: of this host, made before it knew of the others.
+        run_name: as the user gave it.
+        say: shows one line to the user.
+
+    Returns:
+        The plan of this host in the common run, and the connection to the others.
+
+    Raises:
+        SiteError: no way to the others, nobody came in time, or the directory cannot be made on one of the hosts.
+        UserError: the hosts were not given the same job. Every host gets the same message.
+    """
+    assert plan.cluster.rendezvous is not None
+    route = find_route(plan.cluster.rendezvous, plan.cluster.interface)
+    names = socket_names(route, plan.cluster.interface)
+    plan = dataclasses.replace(plan, env=dataclasses.replace(plan.env, default=names | plan.env.default))
+    return (lead if route.here else join)(plan, config_yaml, route, facts(plan, run_name), say)
+
+
+def lead(plan: P, config_yaml: str, route: Route, known: Message, say: Say) -> tuple[P, Peers]:
+    """Node 0's part."""
+    try:
+        door = Door(route.rendezvous)
+    except OSError as error:
+        raise SiteError(
+            f"cluster.rendezvous={_shown(route)}: cannot listen there: {error.strerror}.\n"
+            "  Another job or program has the port: choose another one."
+        ) from None
+    guests: list[Channel] = []
+    made = False
+    try:
+        _wait_for_all(door, guests, plan.cluster.nodes, known, route, say)
+        address = route.interface.address
+        store = f"{address}:{_free_port(address)}"
+        own = Place(node=0, address=address, interface=route.interface.name, store=store, shared=True)
+        plan = _placed(plan, plan.run, own)
+        local.create(plan, config_yaml)
+        made = True
+        run = {"name": plan.run.name, "id": plan.run.id, "created": plan.run.created}
+        for node, guest in enumerate(guests, 1):
+            guest.send(welcome=run, node=node, store=store)
+        _require_ready(guests, plan)
+        for guest in guests:
+            guest.send(go=True)
+    except BaseException as error:
+        for guest in guests:
+            if isinstance(error, UserError):
+                guest.send(refused=str(error))
+            guest.close()
+        door.close()
+        if made:
+            shutil.rmtree(plan.paths.root, ignore_errors=True)
+        raise
+    refusal = (
+        f"cluster.rendezvous={_shown(route)}: the run there, {plan.run.name}, has all its {plan.cluster.nodes} hosts.\n"
+        "  For a job of its own, choose another port or another first host."
+    )
+    return plan, FirstHost(door, guests, address, refusal)
+
+
+def _wait_for_all(door: Door, guests: list[Channel], nodes: int, known: Message, route: Route, say: Say) -> None:
+    say(f"This is node 0 of {nodes}, waiting at {_shown(route)} for the others.")
+    end = time.monotonic() + MEET_WITHIN_S
+    while len(guests) < nodes - 1:
+        wait([*door.sources(), *guests], 1.0)
+        for channel, hello in door.arrivals():
+            if len(guests) == nodes - 1:
+                channel.send(refused=f"cluster.rendezvous={_shown(route)}: all {nodes} hosts are here already.")
+                channel.close()
+                continue
+            guests.append(channel)
+            differing = differences(known, hello.get("facts"), route.rendezvous[0], channel.peer)
+            if differing:
+                raise UserError(differing)
+            say(f"{channel.peer} is here: {len(guests) + 1} of {nodes} hosts.")
+        for guest in [guest for guest in guests if guest.receive() or not guest.open]:
+            guest.close()
+            guests.remove(guest)
+            say(f"{guest.peer} has left again.")
+        if time.monotonic() > end:
+            raise SiteError(
+                f"cluster.nodes={nodes}: {len(guests) + 1} of {nodes} hosts came to {_shown(route)} within "
+                f"{MEET_WITHIN_S // 60} minutes.\n  Type the same command on each of them."
+            )
+
+
+def _require_ready(guests: list[Channel], plan: LaunchPlan) -> None:
+    """Raises SiteError where a host has not made its directory."""
+    for node, guest in enumerate(guests, 1):
+        who = f"node {node} ({guest.peer})"
+        answer = guest.next(_ANSWER_WITHIN_S)
+        if answer is None:
+            raise SiteError(f"{who} left before the job began. Nothing was started.")
+        if "refused" in answer:
+            raise SiteError(f"on {who}: {answer['refused']}")
+        if isinstance(plan, RunPlan) and plan.checkpoint.enabled and not answer.get("shared"):
+            raise SiteError(
+                f"checkpoint.enabled=true: {who} does not see {plan.run.dir} of node 0, and the parts of a checkpoint "
+                "would lie on different hosts.\n  Use a run.dir on a disk that all of them share, or "
+                "checkpoint.enabled=false."
+            )
+
+
+def join(plan: P, config_yaml: str, route: Route, known: Message, say: Say) -> tuple[P, Peers]:
+    """The part of every other host."""
+    channel = _connect(route, say)
+    made = False
+    try:
+        channel.send(launch=PROTOCOL, facts=known)
+        greeting = channel.next(_ANSWER_WITHIN_S)
+        if greeting is None or greeting.get("launch") != PROTOCOL:
+            raise SiteError(
+                f"cluster.rendezvous={_shown(route)}: what answers there is no `launch` of this version that waits for "
+                "hosts.\n  Start it on the first host, or choose a port that nothing else uses."
+            )
+        welcome = _answer(channel, "welcome", MEET_WITHIN_S)
+        place = Place(
+            node=int(welcome["node"]), address=route.interface.address, interface=route.interface.name,
+            store=str(welcome["store"]), shared=False,
+        )  # fmt: skip
+        try:
+            plan = _placed(plan, _common_run(plan.run, welcome["welcome"]), place)
+            plan, made = _make_directory(plan, config_yaml)
+        except SiteError as error:
+            channel.send(refused=str(error))
+            raise
+        channel.send(ready=True, shared=not made)
+        _answer(channel, "go", _ANSWER_WITHIN_S + MEET_WITHIN_S)
+    except BaseException:
+        channel.close()
+        if made:
+            shutil.rmtree(plan.paths.root, ignore_errors=True)
+        raise
+    return plan, OtherHost(channel)
+
+
+def _connect(route: Route, say: Say) -> Channel:
+    end = time.monotonic() + MEET_WITHIN_S
+    said = False
+    while True:
+        try:
+            return Channel(socket.create_connection(route.rendezvous, timeout=_RETRY_S * 4))
+        except OSError as error:
+            if time.monotonic() > end:
+                raise SiteError(
+                    f"cluster.rendezvous={_shown(route)}: nobody has answered there for {MEET_WITHIN_S // 60} minutes "
+                    f"({error.strerror or error}).\n  Type the same command on the host that has this address."
+                ) from None
+        if not said:
+            said = True
+            say(f"waiting for {_shown(route)}")
+        time.sleep(_RETRY_S)
+
+
+def _answer(channel: Channel, word: str, seconds: float) -> Message:
+    message = channel.next(seconds)
+    if message is not None and "refused" in message:
+        raise SiteError(str(message["refused"]))
+    if message is None or word not in message:
+        raise SiteError(f"The first host ({channel.peer}) left before the job began. Nothing was started.")
+    return message
+
+
+def _common_run(own: RunInfo, given: Any) -> RunInfo:
+    name = str(given["name"])
+    if not re.fullmatch(r"[\w=,+][\w.=,+-]*", name):  # it becomes a directory's name
+        raise SiteError(f"The first host calls the run {name!r}, which is no name of a run.")
+    directory = Path(own.dir).parent / name
+    return dataclasses.replace(own, name=name, id=str(given["id"]), created=str(given["created"]), dir=str(directory))
+
+
+def _placed(plan: P, run: RunInfo, place: Place) -> P:
+    return dataclasses.replace(plan, run=run, cluster=dataclasses.replace(plan.cluster, place=place))
+
+
+def _make_directory(plan: P, config_yaml: str) -> tuple[P, bool]:
+    """Make the run's directory, or find that another host has made it on a disk both see. The plan, and whether it was
+    made here."""
+    try:
+        local.create(plan, config_yaml)
+    except SiteError:
+        if not _is_of_this_run(plan):
+            raise
+        assert plan.cluster.place is not None
+        plan = _placed(plan, plan.run, dataclasses.replace(plan.cluster.place, shared=True))
+        plan.save()
+        return plan, False
+    write_text(plan.paths.plan, plan.to_json() + "\n")  # the directory is whole by itself
+    return plan, True
+
+
+def _is_of_this_run(plan: LaunchPlan) -> bool:
+    for _ in range(20):
+        fields = read_json(plan.paths.plan)
+        if fields is not None:
+            return fields.get("run", {}).get("id") == plan.run.id
+        time.sleep(0.1)  # a third host, with which the disk is shared, may be about to write it
+    return False
+
+
+def _free_port(address: str) -> int:
+    with socket.create_server((address, 0)) as probe:
+        return probe.getsockname()[1]
+
+
+def _shown(route: Route) -> str:
+    return f"{route.rendezvous[0]}:{route.rendezvous[1]}"

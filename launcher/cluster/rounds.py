@@ -1,0 +1,102 @@
+"""How the agents of several hosts agree on ranks: by the numbers that the hosts got when they met.
+
+torch's own ways do not fit: `c10d` numbers hosts by the alphabetical order of their addresses, and `static` cannot
+start workers again, because the store that they share with the agent remembers the attempt before.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from launcher.plan import LaunchPlan, Place
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.rendezvous import RendezvousHandler
+
+BACKEND = "launcher"
+_JOIN_WITHIN_S = 600
+_LOOK_EVERY_S = 0.1
+
+
+def register(plan: LaunchPlan, place: Place) -> None:
+    """Make ``rdzv_backend=BACKEND`` known to torch, for this process."""
+    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
+
+    rendezvous_handler_registry.register(BACKEND, lambda _: _handler(plan, place))
+
+
+def _handler(plan: LaunchPlan, place: Place) -> RendezvousHandler:
+    from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+    from torch.distributed.elastic.rendezvous import (
+        RendezvousClosedError,
+        RendezvousHandler,
+        RendezvousInfo,
+        RendezvousStoreInfo,
+    )
+
+    class Rounds(RendezvousHandler):
+        """One round an attempt, each with keys and with a master port of its own."""
+
+        def __init__(self) -> None:
+            self._store: Any = None
+            self._round = 0
+
+        def get_backend(self) -> str:
+            return BACKEND
+
+        def next_rendezvous(self) -> RendezvousInfo:
+            if self._store is None:
+                host, _, port = place.store.rpartition(":")
+                within = timedelta(seconds=_JOIN_WITHIN_S)
+                self._store = TCPStore(
+                    host, int(port), is_master=place.node == 0, timeout=within, wait_for_workers=False
+                )
+            self._round += 1
+            self._store.set("round", str(self._round))  # never smaller: nobody is a round ahead of the last host
+            self._wait_for_all()
+            store = PrefixStore(f"round{self._round}", self._store)
+            master = RendezvousStoreInfo.build(place.node, store, place.address)
+            return RendezvousInfo(store, place.node, plan.cluster.nodes, master)
+
+        def _wait_for_all(self) -> None:
+            """A step at a time: a signal must get through, and a host that has given up comes no more."""
+            key, end = f"here{self._round}", time.monotonic() + _JOIN_WITHIN_S
+            try:
+                here = self._store.add(key, 1)
+                while here < plan.cluster.nodes:
+                    if self._store.check(["over"]):
+                        raise RendezvousClosedError("another host has given up")
+                    if time.monotonic() > end:
+                        raise RendezvousClosedError(f"{here} of {plan.cluster.nodes} hosts are here")
+                    time.sleep(_LOOK_EVERY_S)
+                    here = self._store.add(key, 0)
+            except RuntimeError as error:  # the store went with node 0
+                raise RendezvousClosedError(str(error)) from error
+
+        def num_nodes_waiting(self) -> int:
+            """Whether another host has begun the next round, because a worker of its own failed."""
+            if not plan.cluster.max_restarts:
+                return 0
+            try:
+                return int(int(self._store.get("round")) > self._round)
+            except RuntimeError:  # node 0 is gone; its workers' peers notice, and so does `launch`
+                return 0
+
+        def is_closed(self) -> bool:
+            return False
+
+        def set_closed(self) -> None: ...
+
+        def get_run_id(self) -> str:
+            return plan.run.id
+
+        def shutdown(self) -> bool:
+            if self._store is not None:
+                with suppress(RuntimeError):  # node 0 may have gone, and the store with it
+                    self._store.set("over", "1")
+            return True
+
+    return Rounds()

@@ -1,0 +1,128 @@
+"""Hosts for the tests: network namespaces on a bridge, each with links that can be slowed, cut and counted.
+
+The bridge has a namespace of its own too, so that nothing of the machine's own network changes. Deleting a namespace
+takes its interfaces with it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.system.netns import counters, namespace_named
+
+NET = "10.213.7"
+# 50 ms of queue; a burst never below two of the kernel's 64 KiB packets, or the rate is never reached
+BURST_BYTES, LATENCY = 131072, "50ms"
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+
+@dataclass
+class Hosts:
+    """``names``: of the namespaces, by the host's number. Every host has eth0, and an eth1 that leads nowhere."""
+
+    switch: str
+    names: list[str]
+    processes: list[subprocess.Popen[str]] = field(default_factory=list["subprocess.Popen[str]"])
+
+    def address(self, host: int) -> str:
+        return f"{NET}.{11 + host}"
+
+    def start(self, host: int, command: list[str], cwd: Path, env: Mapping[str, str] | None = None) -> Any:
+        """``command`` on a host, as a process; its output and errors together in ``stdout``."""
+        process = subprocess.Popen(
+            ["ip", "netns", "exec", self.names[host], *command],
+            cwd=cwd,
+            env={**os.environ, **(env or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.processes.append(process)
+        return process
+
+    def sent_bytes(self, host: int, interface: str = "eth0") -> int:
+        """With every header from Ethernet's on."""
+        return counters(self.names[host], interface)[8]
+
+    def received_bytes(self, host: int, interface: str = "eth0") -> int:
+        return counters(self.names[host], interface)[0]
+
+    def sent_packets(self, host: int, interface: str = "eth0") -> int:
+        return counters(self.names[host], interface)[9]
+
+    def set_rate(self, rate: str) -> None:
+        """Of every link, in both directions; such as 100mbit."""
+        shape = ["root", "tbf", "rate", rate, "burst", str(BURST_BYTES), "latency", LATENCY]
+        for host, name in enumerate(self.names):
+            for place, device in ((name, "eth0"), (self.switch, f"port{host}")):
+                command = ["tc", "-n", place, "qdisc", "replace", "dev", device, *shape]
+                subprocess.run(command, check=True, capture_output=True)
+
+    def link_down(self, host: int) -> None:
+        """Cut its link; nothing tells its peers."""
+        ip("-n", self.switch, "link", "set", f"port{host}", "down")
+
+    def link_up(self, host: int) -> None:
+        ip("-n", self.switch, "link", "set", f"port{host}", "up")
+
+    def pids(self, host: int) -> list[int]:
+        """Every process on a host."""
+        done = subprocess.run(["ip", "netns", "pids", self.names[host]], check=True, capture_output=True, text=True)
+        return [int(pid) for pid in done.stdout.split()]
+
+    def end(self) -> None:
+        """Kill what still runs on any of them."""
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+        self.processes.clear()
+        for host in range(len(self.names)):
+            for pid in self.pids(host):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+@contextmanager
+def hosts(count: int, rate: str = "1gbit") -> Iterator[Hosts]:
+    """``count`` hosts that reach each other; all gone afterwards, whatever happened."""
+    stem = f"lt{os.getpid()}"
+    made: list[str] = []
+    there = Hosts(f"{stem}-switch", [f"{stem}-host{host}" for host in range(count)])
+    try:
+        for name in (there.switch, *there.names):
+            namespace_named(name)
+            made.append(name)
+        ip("-n", there.switch, "link", "add", "bridge", "type", "bridge")
+        ip("-n", there.switch, "link", "set", "bridge", "up")
+        for host, name in enumerate(there.names):
+            port = f"port{host}"
+            ip("-n", there.switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", name)
+            ip("-n", there.switch, "link", "set", port, "master", "bridge", "up")
+            ip("-n", name, "addr", "add", f"{there.address(host)}/24", "dev", "eth0")
+            ip("-n", name, "link", "set", "eth0", "up")
+            spare = f"spare{host}"  # carries nothing: its other end is on no bridge
+            ip("-n", there.switch, "link", "add", spare, "type", "veth", "peer", "name", "eth1", "netns", name)
+            ip("-n", there.switch, "link", "set", spare, "up")
+            ip("-n", name, "addr", "add", "10.99.0.1/24", "dev", "eth1")
+            ip("-n", name, "link", "set", "eth1", "up")
+        there.set_rate(rate)
+        yield there
+    finally:
+        if len(made) == 1 + count:
+            there.end()
+        for name in made:
+            subprocess.run(["ip", "netns", "del", name], check=True)

@@ -1,0 +1,230 @@
+"""One job over several hosts: its numbers, its bytes, its way through the network, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import Launch
+from tests.helpers import launch_command
+from tests.system.hosts import Hosts, hosts
+from tests.system.netns import needs_root
+from tests.system.runs import processes_of, records, summary, wait_for
+
+pytestmark = [pytest.mark.slow, pytest.mark.root, needs_root]
+
+SMALL = (
+    "task.width=64", "task.depth=1", "task.heads=2", "task.seq_len=16", "task.eval_samples=32", "precision=fp32",
+    "batch.global_size=16", "batch.micro_size=1", "wandb.mode=disabled", "run.calibrate=0", "checkpoint.enabled=false",
+    "schedule=constant", "schedule.warmup_steps=0", "run.name=job",
+)  # fmt: skip
+HEADERS = 14 + 20 + 32  # of a packet: Ethernet, IP, TCP with time stamps
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Hosts]:
+    with hosts(2) as two:
+        yield two
+
+
+@pytest.fixture(autouse=True)
+def idle(request: pytest.FixtureRequest) -> Iterator[None]:
+    """No process of one test meets the next one."""
+    yield
+    if "pair" in request.fixturenames:
+        request.getfixturevalue("pair").end()
+
+
+def start(there: Hosts, tmp_path: Path, *overrides: str, shared: bool = False, each: Any = ((), ())) -> list[Any]:
+    """`launch train` on every host: in a directory of its own, or all in one."""
+    processes: list[Any] = []
+    for host in range(len(there.names)):
+        place = tmp_path / ("all" if shared else f"host{host}")
+        place.mkdir(exist_ok=True)
+        job = (*SMALL, "cluster=hosts", f"cluster.nodes={len(there.names)}", "cluster.workers_per_node=1")
+        where = f"cluster.rendezvous={there.address(0)}:29400"
+        processes.append(there.start(host, launch_command("train", *job, where, *overrides, *each[host]), place))
+    return processes
+
+
+def finish(processes: list[Any], *statuses: int) -> list[str]:
+    outputs = [process.communicate(timeout=90)[0] for process in processes]
+    assert tuple(process.returncode for process in processes) == statuses, "\n---\n".join(outputs)
+    return outputs
+
+
+def test_one_job_over_two_hosts_is_the_job_on_one(pair: Hosts, tmp_path: Path, launch: Launch) -> None:
+    job = ("train.steps=4", "cluster.workers_per_node=2")
+    first, other = finish(start(pair, tmp_path, *job), 0, 0)
+    assert "2 hosts × 2 workers" in first
+    assert "step 4/4" in first
+    assert other.splitlines()[-1] == "Run job: done"
+    assert "step" not in other, "the live view is on the first host"
+    one, two = tmp_path / "host0/runs/job", tmp_path / "host1/runs/job"
+    assert {path.name for path in (one / "logs").iterdir()} == {"node0.log", "rank0.log", "rank1.log"}
+    assert {path.name for path in (two / "logs").iterdir()} == {"node1.log", "rank2.log", "rank3.log"}
+    assert summary(one) == summary(two)
+    assert not (two / "metrics.jsonl").exists()
+    here, there = (json.loads((run / "plan.json").read_text()) for run in (one, two))
+    assert here["run"]["id"] == there["run"]["id"]
+    for plan in (here, there):
+        assert plan["env"]["default"]["GLOO_SOCKET_IFNAME"] == "eth0", "eth1 leads nowhere"
+        assert plan["env"]["default"]["NCCL_SOCKET_IFNAME"] == "=eth0"
+
+    done = launch("train", *SMALL, "train.steps=4", "cluster.workers_per_node=4")
+    assert done.returncode == 0, done.stderr
+    for ours, local in zip(records(one), records(tmp_path / "runs/job"), strict=True):
+        assert ours["train/loss"] == pytest.approx(local["train/loss"], rel=1e-5)
+        assert ours["comm/wire_bytes"] == local["comm/wire_bytes"]
+
+
+@pytest.mark.parametrize("sync", ["boundary", "every"])
+def test_the_links_carry_what_the_meter_says(pair: Hosts, tmp_path: Path, sync: str) -> None:
+    """Two lengths: what starting and ending a job sends drops out of the difference."""
+    carried: list[int] = []
+    record: dict[str, float] = {}
+    for steps in (2, 12):
+        before = pair.sent_bytes(1) - HEADERS * pair.sent_packets(1)
+        job = (f"strategy.sync={sync}", f"train.steps={steps}", f"run.name={sync}{steps}", "task.width=192")
+        finish(start(pair, tmp_path, *job), 0, 0)
+        carried.append(pair.sent_bytes(1) - HEADERS * pair.sent_packets(1) - before)
+        record = records(tmp_path / f"host0/runs/{sync}{steps}")[-1]
+    assert record["batch/accumulation"] == 8
+    assert carried[1] - carried[0] == pytest.approx(10 * record["comm/wire_bytes"], rel=0.03)
+
+
+def test_hosts_that_share_a_disk_keep_to_their_own_files(pair: Hosts, tmp_path: Path) -> None:
+    job = ("train.steps=3", "checkpoint.enabled=true")
+    finish(start(pair, tmp_path, *job, shared=True), 0, 0)
+    run = tmp_path / "all/runs/job"
+    assert {path.name for path in (run / "logs").iterdir()} == {"node0.log", "node1.log", "rank0.log", "rank1.log"}
+    assert summary(run)["verdict"] == "done"
+    assert [record["step"] for record in records(run)] == [1, 2, 3]
+    assert (run / "checkpoints/step_000003/.metadata").exists()
+    out = finish(start(pair, tmp_path, *job, shared=True), 2, 2)
+    assert "exists, and a run never writes into another one's directory" in out[0]
+    assert "exists" in out[1]
+    assert summary(run)["verdict"] == "done", "nothing of the first run was touched"
+
+
+def test_hosts_with_different_jobs_start_nothing(pair: Hosts, tmp_path: Path) -> None:
+    outputs = finish(start(pair, tmp_path, each=(["batch.global_size=16"], ["batch.global_size=32"])), 2, 2)
+    for text in outputs:
+        assert f"batch.global_size: 16 on {pair.address(0)}, 32 on {pair.address(1)}" in text
+        assert text.count("launch: error: ") == 1
+    assert not list(tmp_path.rglob("runs/*"))
+
+
+def test_checkpoints_need_a_shared_disk(pair: Hosts, tmp_path: Path) -> None:
+    for text in finish(start(pair, tmp_path, "checkpoint.enabled=true"), 2, 2):
+        assert "would lie on different hosts" in text
+    assert not list(tmp_path.rglob("runs/*"))
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("cluster.rendezvous=localhost:29400", ["localhost is 127.0.0.1 here", "10.213.7.11 (eth0)"]),
+        ("cluster.rendezvous=no-such-host.invalid:29400", ["no IPv4 address is known for no-such-host.invalid"]),
+        ("cluster.rendezvous=192.0.2.77:29400", ["no way to 192.0.2.77: Network is unreachable"]),
+        ("cluster.interface=eth7", ["eth7: is no interface of this host", "10.213.7.11 (eth0), 10.99.0.1 (eth1)"]),
+    ],
+)
+def test_a_way_that_leads_nowhere(pair: Hosts, tmp_path: Path, override: str, words: list[str]) -> None:
+    job = (*SMALL, "cluster=hosts", "cluster.nodes=2", f"cluster.rendezvous={pair.address(0)}:29400", override)
+    (text,) = finish([pair.start(0, launch_command("train", *job), tmp_path)], 2)
+    assert text.count("launch: error: ") == 1
+    for word in words:
+        assert word in text
+    assert not list(tmp_path.iterdir())
+
+
+def under_way(run: Path) -> bool:
+    return (run / "metrics.jsonl").exists() and len(records(run)) >= 2
+
+
+def worker_of(run: Path) -> int:
+    """The process of the one worker that reads ``run``'s plan."""
+    for place in Path("/proc").glob("[0-9]*/cmdline"):
+        words = place.read_bytes().split(b"\0")
+        if b"launcher.train.worker" in words and str(run).encode() in b" ".join(words):
+            return int(place.parent.name)
+    raise AssertionError(f"no worker of {run}")
+
+
+def test_a_killed_worker_ends_the_job_everywhere(pair: Hosts, tmp_path: Path) -> None:
+    processes = start(pair, tmp_path, "train.steps=100000", "cluster.grace_s=5")
+    one, two = tmp_path / "host0/runs/job", tmp_path / "host1/runs/job"
+    wait_for(lambda: under_way(one), "two steps")
+    os.kill(worker_of(two), signal.SIGKILL)
+    first, other = finish(processes, 1, 1)
+    assert f"launch: the job failed on node 1 ({pair.address(1)}): rank 1: killed by SIGKILL" in first
+    assert "launch: rank 1 failed: killed by SIGKILL" in other
+    assert summary(one)["failure"]["rank"] == summary(two)["failure"]["rank"] == 1
+    wait_for(lambda: not processes_of(tmp_path), "every process of the run to end", 15)
+
+
+def test_ctrl_c_on_one_host_stops_all_after_the_window(pair: Hosts, tmp_path: Path) -> None:
+    processes = start(pair, tmp_path, "train.steps=100000")
+    one, two = tmp_path / "host0/runs/job", tmp_path / "host1/runs/job"
+    wait_for(lambda: under_way(one), "two steps")
+    processes[1].send_signal(signal.SIGINT)
+    first, other = finish(processes, 130, 130)
+    assert f"Stopped on node 1 ({pair.address(1)})" in first
+    assert "Stopping at the end of this window" in other
+    assert summary(one) == summary(two)
+    assert summary(one)["verdict"] == "stopped"
+    assert summary(one)["steps"] == len(records(one))
+
+
+def test_a_dead_link_ends_the_job_on_both_sides(pair: Hosts, tmp_path: Path) -> None:
+    """Nobody closes a connection: the workers would wait for half an hour."""
+    processes = start(pair, tmp_path, "train.steps=100000", "cluster.grace_s=1")
+    runs = tmp_path / "host0/runs/job", tmp_path / "host1/runs/job"
+    wait_for(lambda: under_way(runs[0]), "two steps")
+    pair.link_down(1)
+    outputs = finish(processes, 1, 1)
+    pair.link_up(1)
+    for host in (0, 1):
+        peer = 1 - host
+        assert f"launch: the job failed: node {peer} ({pair.address(peer)}) is gone: no answer for" in outputs[host]
+        assert summary(runs[host])["failure"]["node"] == peer
+    wait_for(lambda: not processes_of(tmp_path), "every process of the run to end", 15)
+
+
+SCRIPT = """
+import os
+import torch.distributed as dist
+dist.init_process_group("gloo")
+rank, attempt = dist.get_rank(), os.environ["TORCHELASTIC_RESTART_COUNT"]
+print("rank", rank, "attempt", attempt, os.environ["MASTER_ADDR"], flush=True)
+dist.barrier()
+if (rank, attempt) == (3, "0"):
+    os._exit(3)
+if (rank, attempt) == (2, "1"):
+    raise ValueError("rank 2 is the one")
+dist.barrier()
+"""
+
+
+def test_a_script_is_started_again_on_all_hosts_and_the_one_who_raised_is_named(pair: Hosts, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    where = f"cluster.rendezvous={pair.address(0)}:29400"
+    job = ("cluster=hosts", "cluster.nodes=2", "cluster.workers_per_node=2", where, "cluster.max_restarts=1")
+    command = launch_command("run", *job, "run.name=job", "--", "script.py")
+    first, other = finish([pair.start(host, command, tmp_path) for host in (0, 1)], 1, 1)
+    run = tmp_path / "runs/job"
+    for rank in range(4):
+        for attempt, name in enumerate((f"rank{rank}.log", f"rank{rank}.attempt1.log")):
+            assert f"rank {rank} attempt {attempt} {pair.address(0)}" in (run / "logs" / name).read_text()
+    assert "launch: rank 2 failed: ValueError: rank 2 is the one" in other
+    assert "Traceback" in other
+    assert f"launch: the job failed on node 1 ({pair.address(1)}): rank 2: ValueError: rank 2 is the one" in first
+    assert "Traceback" not in first
+    assert summary(run)["failure"]["rank"] == 2
