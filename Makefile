@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 PYTEST_ARGS ?=
 
-.PHONY: train test lint bench clean
+.PHONY: train test lint bench bench-sync clean
 
 train: $(VENV)/.installed
 	$(BIN)/launch train $(ARGS)
@@ -21,6 +21,18 @@ lint: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed
 	$(BIN)/launch run -- jobs/bench.py
+
+# Two shaped hosts on this machine (needs root and iproute2): docs/sync.md and docs/sync.png are made of it. 20 minutes.
+ON_HOSTS = $(BIN)/python -m tests.system.hosts --rate $(1) -- $(BIN)/launch run cluster=hosts cluster.nodes=2 \
+	cluster.rendezvous={first}:29400 cluster.workers_per_node=$(2) run.dir=build/bench-sync -- \
+	jobs/bench_sync.py measure --rate $(1) --out build/sync.jsonl
+bench-sync: $(VENV)/.installed-dev tools
+	mkdir -p build && rm -f build/sync.jsonl
+	$(call ON_HOSTS,1gbit,1)
+	$(call ON_HOSTS,1gbit,2)
+	$(call ON_HOSTS,100mbit,1)
+	$(call ON_HOSTS,100mbit,2)
+	$(BIN)/python jobs/bench_sync.py report --results build/sync.jsonl --to docs
 
 # the tests that count bytes on a wire make hosts of their own; without root they skip, and say so
 .PHONY: tools

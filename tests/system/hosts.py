@@ -1,14 +1,18 @@
 """Hosts for the tests: network namespaces on a bridge, each with links that can be slowed, cut and counted.
 
+    python -m tests.system.hosts --rate 100mbit -- COMMAND ...      # on two of them; {first} is the first one's address
+
 The bridge has a namespace of its own too, so that nothing of the machine's own network changes. Deleting a namespace
 takes its interfaces with it.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -126,3 +130,27 @@ def hosts(count: int, rate: str = "1gbit") -> Iterator[Hosts]:
             there.end()
         for name in made:
             subprocess.run(["ip", "netns", "del", name], check=True)
+
+
+def main() -> None:
+    """Run a command on every host of several; the first one's output is shown. Exits with the first one's status."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--rate", default="1gbit")
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    arguments = parser.parse_args()
+    with hosts(arguments.hosts, arguments.rate) as there:
+        words = [word.replace("{first}", there.address(0)) for word in arguments.command[1:]]  # after the "--"
+        first, *others = (there.start(host, words, Path.cwd()) for host in range(arguments.hosts))
+        for line in first.stdout:
+            print(line, end="", flush=True)
+        status = first.wait()
+        for other in others:
+            output, _ = other.communicate()
+            if other.returncode:
+                print(output)
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()
