@@ -1,7 +1,7 @@
-"""FSDP2 and HSDP: parameters, gradients and optimizer state in shards; the collectives are this module's own.
+"""FSDP2 and HSDP: parameters, gradients and optimizer state in shards.
 
-torch's ``fully_shard`` decides when a unit is gathered, freed and reduced. What it calls for that is given to it here,
-so that each collective is counted, none holds up a CPU that could compute meanwhile, and gloo sends no byte twice.
+torch's ``fully_shard`` decides when a unit is gathered, freed and reduced; the collectives that it calls for that are
+those of ``exchange.py``. What of it happens on which micro-batch is the sync policy's, here.
 """
 
 from __future__ import annotations
@@ -24,16 +24,13 @@ from torch.nn.utils import get_total_norm
 from launcher.config import StrategyKind, Sync
 from launcher.errors import TaskError
 from launcher.plan import RunPlan
-from launcher.policy import Collective, Layout
+from launcher.policy import Layout
 from launcher.train.deferred import Recipe, fill
-from launcher.train.meter import Flight, Meter
+from launcher.train.exchange import Gather, Scatter
+from launcher.train.meter import Meter
 from launcher.train.parallel import whole_gradients
 from launcher.train.precision import DTYPES
 from launcher.train.units import owned
-
-# torch 2.13 has new names for these two, and warns of the old ones
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Fsdp:
@@ -174,93 +171,6 @@ class Fsdp:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-class Gather:
-    """All-gather of one unit's parameters. On a CPU it is always under way while the host goes on: torch waits for it
-    where the parameters are needed."""
-
-    def __init__(self, meter: Meter, device: torch.device) -> None:
-        self._meter, self._cpu = meter, device.type == "cpu"
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> dist.Work | None:
-        flight = self._meter.take_off()
-        self._meter.count(Collective.all_gather, output_tensor.nbytes)
-        work = _all_gather(output_tensor, input_tensor, group=group, async_op=async_op or self._cpu)
-        _land(flight, work)
-        return work
-
-
-class Scatter:
-    """Reduce-scatter of one unit's gradients.
-
-    gloo's own sends as much as an all-reduce. Here each rank sends every other one its part, and adds up what it gets:
-    (W-1)/W of the payload, which is the least there is.
-    """
-
-    def __init__(self, meter: Meter, device: torch.device) -> None:
-        self._meter, self._cpu = meter, device.type == "cpu"
-        self._pending: tuple[dist.Work, Tensor, Tensor] | None = None
-        self._between_replicas: Flight | None = None
-        self.defers = False  # whether the sum may be made later, by `finish`
-        self.sends_on = False  # whether an all-reduce between replicas follows
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp.RedOpType,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        flight = self._meter.take_off()
-        self._meter.count(Collective.reduce_scatter, input_tensor.nbytes)
-        if self._cpu:
-            self.finish()  # one at a time: enough to keep the wire busy, and the memory it takes is always the same
-            received = torch.empty_like(input_tensor)
-            work = dist.all_to_all_single(received, input_tensor, group=group, async_op=True)
-            assert work is not None
-            _land(flight, work)
-            self._pending = work, output_tensor, received.view(group.size(), -1)
-            if not self.defers:
-                self.finish()
-            work = None
-        else:
-            work = _reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
-            _land(flight, work)
-        if self.sends_on:
-            self._between_replicas = self._meter.take_off()
-        return work
-
-    def finish(self) -> None:
-        """Wait for what is under way, and add it up."""
-        if self._pending is not None:
-            work, output, received = self._pending
-            work.wait()
-            torch.sum(received, 0, out=output)
-            self._pending = None
-
-    def reduced_between_replicas(self, gradients: Tensor) -> None:
-        """torch calls it after its own all-reduce between replicas, with what that worked on."""
-        self._meter.count(Collective.all_reduce, gradients.nbytes)
-        if self._between_replicas is not None:
-            self._between_replicas.land()
-            self._between_replicas = None
-
-
-def _land(flight: Flight, work: dist.Work | None) -> None:
-    if work is None:  # the host, or the stream that is current, has waited for it
-        flight.land()
-    else:
-        work.get_future().then(lambda _: flight.land())
 
 
 def mesh_of(device: torch.device, world_size: int, shard_size: int) -> DeviceMesh:
