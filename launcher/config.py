@@ -95,6 +95,8 @@ class ClusterConfig:
     """hosts: HOST:PORT where they meet, an address of the first of them."""
     interface: str | None = None
     """hosts: this host's network interface to the others. Default: the one that leads to rendezvous."""
+    link_gbit: float | None = None
+    """hosts: Gbit/s of a host's link to the others, for the predicted time on the wire."""
     workers_per_node: int | None = None
     """Ranks a host. Default: the GPUs seen, else 2."""
     device: Device = Device.auto

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from launcher.config import Sync
+from launcher.fromjson import build
 from launcher.plan import Forecast, RunPlan
 from launcher.strategy import with_forecasts, with_memory
 from launcher.taskinfo import ask
@@ -21,7 +21,9 @@ def weigh_memory(plan: RunPlan) -> RunPlan:
     if answer is None or problem:
         note = f"The memory of each sync policy is not known: {problem}."
         return dataclasses.replace(plan, notes=(*plan.notes, note))
-    forecasts = [Forecast(**{**fields, "sync": Sync(fields["sync"])}) for fields in answer["forecasts"]]  # pyright: ignore
+    wire_s = {forecast.sync: forecast.wire_s for forecast in plan.strategy.forecasts}
+    found: list[Forecast] = [build(Forecast, fields) for fields in answer["forecasts"]]
+    forecasts = [dataclasses.replace(forecast, wire_s=wire_s[forecast.sync]) for forecast in found]
     if answer["memory_bytes"] is None:
         note = "No GPU is seen here: whether a policy fits one is not known."
         plan = dataclasses.replace(plan, notes=(*plan.notes, note))

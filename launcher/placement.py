@@ -52,6 +52,7 @@ def solve_cluster(
         nodes=config.nodes,
         rendezvous=config.rendezvous,
         interface=config.interface,
+        link_gbit=config.link_gbit,
         place=None,
         workers_per_node=workers,
         device=device,
@@ -63,7 +64,7 @@ def solve_cluster(
 
 def _check_kind(config: ClusterConfig) -> None:
     if config.kind is ClusterKind.local:
-        for name in ("rendezvous", "interface"):
+        for name in ("rendezvous", "interface", "link_gbit"):
             if (value := getattr(config, name)) is not None:
                 raise ConfigError(
                     f"cluster.{name}", value, "has no effect with cluster=local.", "For several hosts: cluster=hosts."

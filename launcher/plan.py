@@ -61,12 +61,13 @@ class Place:
 @dataclass(frozen=True, kw_only=True)
 class ClusterPlan:
     """``device``: cpu or cuda, never auto. ``cwd``: where the user typed the command. ``grace_s``: seconds. ``place``:
-    None for a local job, and until the hosts have met."""
+    None for a local job, and until the hosts have met. ``link_gbit``: Gbit/s of a host's link, if that was said."""
 
     kind: ClusterKind
     nodes: int
     rendezvous: str | None
     interface: str | None
+    link_gbit: float | None
     place: Place | None
     workers_per_node: int
     device: Device

@@ -9,7 +9,7 @@ from launcher.batch import Batch
 from launcher.config import Compress, Device, PrecisionConfig, PrecisionKind, StrategyConfig, StrategyKind, Sync
 from launcher.errors import ConfigError
 from launcher.plan import ClusterPlan, Forecast, PrecisionPlan, StrategyPlan, TaskPlan
-from launcher.policy import POLICIES, SHARDED, Layout, passes
+from launcher.policy import POLICIES, SHARDED, Collective, Layout, passes
 
 BUCKET_MB = 25.0
 POWERSGD_RANK, POWERSGD_START = 1, 10
@@ -46,7 +46,7 @@ def solve_strategy(
             "Use precision=bf16 or fp32, or strategy.compress=bf16.",
         )  # fmt: skip
     layout = _layout(config, batch, shard_size, precision, task)
-    forecasts = tuple(_forecast(config.kind, sync, batch, layout) for sync in allowed)
+    forecasts = tuple(_forecast(config.kind, sync, batch, layout, cluster) for sync in allowed)
     if config.sync is not Sync.auto:
         sync, reason = config.sync, "as asked"
     elif special:
@@ -195,8 +195,19 @@ def _layout(config: StrategyConfig, batch: Batch, shard_size: int, precision: Pr
     )
 
 
-def _forecast(kind: StrategyKind, sync: Sync, batch: Batch, layout: Layout) -> Forecast:
+def _forecast(kind: StrategyKind, sync: Sync, batch: Batch, layout: Layout, cluster: ClusterPlan) -> Forecast:
     payload = layout.payload(passes(kind, sync, batch.accumulation))
+    wire_s = None
+    if cluster.link_gbit is not None:
+        wire_s = _link_bytes(payload, layout, cluster) * 8 / (cluster.link_gbit * 1e9)
     return Forecast(
-        sync=sync, payload_bytes=sum(payload.values()), wire_bytes=layout.wire(payload), wire_s=None, peak_bytes=None
+        sync=sync, payload_bytes=sum(payload.values()), wire_bytes=layout.wire(payload), wire_s=wire_s, peak_bytes=None
     )
+
+
+def _link_bytes(payload: dict[Collective, int], layout: Layout, cluster: ClusterPlan) -> int:
+    """What a host sends to others. A ring over all ranks leaves it once; where its workers are whole shard groups, each
+    has a ring of its own with its replicas, and the rest stays inside."""
+    if layout.shard_size == 1 or cluster.workers_per_node % layout.shard_size:
+        return layout.wire(payload)
+    return cluster.workers_per_node * layout.wire({Collective.all_reduce: payload[Collective.all_reduce]})

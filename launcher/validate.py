@@ -27,6 +27,7 @@ def _between(low: Number, high: Number) -> tuple[Callable[[Number], bool], str]:
 _BOUNDS: dict[str, tuple[Callable[[Number], bool], str]] = {
     "cluster.nodes": _at_least(1),
     "cluster.workers_per_node": _at_least(1),
+    "cluster.link_gbit": _above(0),
     "cluster.max_restarts": _at_least(0),
     "cluster.grace_s": _at_least(1),
     "strategy.bucket_mb": _above(0),

@@ -168,6 +168,17 @@ def test_predicted_bytes_of_each_policy() -> None:
     assert solved.wire_bytes == (2000 + scatter) // 2 + reduce
 
 
+def test_time_on_the_link_is_predicted_where_its_rate_is_said() -> None:
+    hosts = ["cluster=hosts", "cluster.nodes=2", "cluster.rendezvous=a:1", "cluster.link_gbit=0.008", "precision=fp32"]
+    ddp = make_plan(*hosts, "cluster.workers_per_node=1", "batch.accumulation=4").strategy
+    assert [forecast.wire_s for forecast in ddp.forecasts] == [4 * 4000 / 1e6, 4000 / 1e6]
+    # two rings of two replicas each, with half of the gradients
+    hsdp = make_plan(*hosts, "strategy=hsdp", "cluster.workers_per_node=2", "batch.accumulation=4").strategy
+    by_policy = {forecast.sync: forecast.wire_s for forecast in hsdp.forecasts}
+    assert by_policy[Sync.every] == 4 * 2 * 2000 / 1e6
+    assert by_policy[Sync.replicas_at_boundary] == by_policy[Sync.gather_once] == 2 * 2000 / 1e6
+
+
 def test_streams() -> None:
     with pytest.raises(ConfigError, match="must know the last step"):
         make_plan("train.epochs=1", samples=None)

@@ -12,7 +12,16 @@ from launcher.cluster.channel import Message
 from launcher.plan import LaunchPlan
 
 # a host's own: directories, addresses, environment; and what only follows from the rest
-_OWN = ("run", "env", "notes", "cluster.cwd", "cluster.interface", "cluster.rendezvous", "cluster.place")
+_OWN = (
+    "run",
+    "env",
+    "notes",
+    "cluster.cwd",
+    "cluster.interface",
+    "cluster.rendezvous",
+    "cluster.link_gbit",
+    "cluster.place",
+)
 _DERIVED = (
     "batch.world_size", "epoch.windows", "epoch.short_window", "strategy.sync_reason", "strategy.payload_bytes",
     "strategy.payload_bytes_every", "strategy.wire_bytes", "strategy.wire_bytes_every", "strategy.forecasts",

@@ -63,7 +63,7 @@ def plan_table(plan: RunPlan) -> Table:
         f"{_count(plan.schedule.warmup_steps, 'warm-up step')}, {clip}",
     )
     add("strategy", _strategy(strategy))
-    if any(forecast.peak_bytes is not None for forecast in strategy.forecasts):
+    if any(forecast.peak_bytes is not None or forecast.wire_s is not None for forecast in strategy.forecasts):
         for forecast in strategy.forecasts:
             add("" if forecast is not strategy.forecasts[0] else "policies", _forecast(forecast))
         if strategy.memory_bytes is not None:
