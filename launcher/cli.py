@@ -151,13 +151,13 @@ def _begin(plan: P, yaml: str, config: Config, console: Console) -> tuple[P, Pee
 
 def _run_and_show(plan: LaunchPlan, peers: Peers, console: Console) -> Verdict:
     from launcher.cluster import local
-    from launcher.report import terminal
+    from launcher.report import tables, terminal
     from launcher.report.joined import JoinedDisplay
 
     shown = terminal.LiveDisplay if plan.node == 0 else JoinedDisplay
     verdict = local.run(plan, terminal.Silence() if console.quiet else shown(plan, console), peers)
     if "failure" in verdict.summary:
-        print(terminal.failure_text(verdict.summary, plan.node), file=sys.stderr)
+        print(tables.failure_text(verdict.summary, plan.node), file=sys.stderr)
     elif plan.node != 0:
         console.print(f"Run {plan.run.name}: {verdict.summary['verdict']}", markup=False, highlight=False)
     return verdict
@@ -165,7 +165,7 @@ def _run_and_show(plan: LaunchPlan, peers: Peers, console: Console) -> Verdict:
 
 def train(arguments: list[str]) -> int:
     from launcher.api import plan_job
-    from launcher.report import terminal
+    from launcher.report import tables, terminal
 
     quiet = _take("--quiet", arguments)
 
@@ -174,10 +174,10 @@ def train(arguments: list[str]) -> int:
         console = terminal.console(quiet=quiet)
         plan, peers = _begin(plan, yaml, config, console)
         if plan.node == 0:
-            console.print(terminal.plan_table(plan), "")
+            console.print(tables.plan_table(plan), "")
         verdict = _run_and_show(plan, peers, console)
         if "failure" not in verdict.summary and plan.node == 0:
-            console.print("", terminal.summary_table(plan, verdict.summary))
+            console.print("", tables.summary_table(plan, verdict.summary))
         return verdict.status
 
     return _with_config("train", arguments, act)
@@ -193,9 +193,9 @@ def plan(arguments: list[str]) -> int:
         if as_json:
             print(solved.to_json())
         else:
-            from launcher.report import terminal
+            from launcher.report import tables, terminal
 
-            terminal.console().print(terminal.plan_table(solved))
+            terminal.console().print(tables.plan_table(solved))
         return EXIT_DONE
 
     return _with_config("plan", arguments, act)

@@ -9,7 +9,8 @@ from pathlib import Path
 from rich.console import Console
 
 from launcher.process import LAST_WORDS
-from launcher.report.terminal import LiveDisplay, failure_text, plan_table, summary_table
+from launcher.report.tables import failure_text, plan_table, summary_table
+from launcher.report.terminal import LiveDisplay
 from tests.helpers import make_plan
 
 

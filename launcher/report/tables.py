@@ -1,0 +1,212 @@
+"""The plan and the summary of a run as tables, and a failure as text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from launcher.config import Compress, Recompute, ShortWindow, StrategyKind, WandbMode
+from launcher.paths import read_json
+from launcher.plan import Forecast, RunPlan, StrategyPlan
+from launcher.report.record import last_lines
+
+
+def _table(title: str) -> tuple[Table, Callable[[str, str], None]]:
+    """A table of named lines, and what adds one; brackets in a path are text, not rich's markup."""
+    table = Table(title=escape(title), title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    return table, lambda name, text: table.add_row(name, escape(text))
+
+
+def plan_table(plan: RunPlan) -> Table:
+    """The plan, a row a decision."""
+    table, add = _table(f"Plan: {plan.run.name}")
+    batch, epoch, cluster, strategy = plan.batch, plan.epoch, plan.cluster, plan.strategy
+    add(
+        "workers",
+        f"{_count(cluster.nodes, 'host')} × {_count(cluster.workers_per_node, 'worker')}, {cluster.device.value}",
+    )
+    add(
+        "global batch",
+        f"{_count(batch.global_size, 'sample')} = {batch.micro_size} micro-batch × {batch.accumulation} accumulation × "
+        f"{_count(batch.world_size, 'rank')}",
+    )
+    add("task", _task(plan))
+    add("windows", _windows(plan))
+    if epoch.windows is not None and epoch.short_window_policy is ShortWindow.drop and plan.task.samples is not None:
+        left_out = plan.task.samples % batch.global_size
+        add("", f"batch.short_window=drop leaves out {left_out} samples an epoch")
+    add("length", _length(plan))
+    add("precision", plan.precision.kind.value)
+    clip = "no clipping" if plan.train.clip_norm is None else f"clip {plan.train.clip_norm:g}"
+    scaled = (
+        ""
+        if plan.optimizer.lr == plan.optimizer.base_lr
+        else f" ({plan.optimizer.lr_scaling.value} of {plan.optimizer.base_lr:g})"
+    )
+    add(
+        "optimizer",
+        f"{plan.optimizer.kind.value}, lr {plan.optimizer.lr:g}{scaled}, {plan.schedule.kind.value} with "
+        f"{_count(plan.schedule.warmup_steps, 'warm-up step')}, {clip}",
+    )
+    add("strategy", _strategy(strategy))
+    if any(forecast.peak_bytes is not None or forecast.wire_s is not None for forecast in strategy.forecasts):
+        for forecast in strategy.forecasts:
+            add("" if forecast is not strategy.forecasts[0] else "policies", _forecast(forecast))
+        if strategy.memory_bytes is not None:
+            add("", f"{_bytes(strategy.memory_bytes)} are there for each rank")
+    if strategy.wire_bytes is not None and strategy.wire_bytes_every is not None:
+        add(
+            "wire a step",
+            f"{_bytes(strategy.wire_bytes)} a rank predicted; {_bytes(strategy.wire_bytes_every)} with sync=every",
+        )
+    add("files", _near(plan.run.dir))
+    add(
+        "W&B",
+        f"{plan.wandb.mode.value}, project {plan.wandb.project}, id {plan.run.id}"
+        if plan.wandb.mode is not WandbMode.disabled
+        else "disabled",
+    )
+    for note in plan.notes:
+        add("note", note)
+    return table
+
+
+def _strategy(strategy: StrategyPlan) -> str:
+    parts = [strategy.kind.value]
+    if strategy.kind is StrategyKind.hsdp:
+        parts.append(f"shard groups of {strategy.shard_size}")
+    if strategy.compress is not Compress.none:
+        parts.append(f"gradients sent as {strategy.compress.value}")
+    if strategy.recompute is not Recompute.none:
+        parts.append("blocks recomputed in backward")
+    if strategy.cpu_offload:
+        parts.append("parameters in host memory")
+    return f"{', '.join(parts)}, sync {strategy.sync.value}: {strategy.sync_reason}"
+
+
+def _forecast(forecast: Forecast) -> str:
+    time_s = "" if forecast.wire_s is None else f" ({forecast.wire_s:,.3g} s of the link)"
+    memory = "memory not known" if forecast.peak_bytes is None else f"{_bytes(forecast.peak_bytes)} of memory at most"
+    return f"{forecast.sync.value}: {_bytes(forecast.wire_bytes)} on the wire a step{time_s}, {memory}"
+
+
+def _task(plan: RunPlan) -> str:
+    size = "a stream" if plan.task.samples is None else f"{plan.task.samples:,} samples"
+    weights = "" if plan.task.parameters is None else f", {plan.task.parameters:,} parameters"
+    return f"{plan.task.target}: {size}{weights}"
+
+
+def _windows(plan: RunPlan) -> str:
+    if plan.epoch.windows is None:
+        return "as many as the stream has; the last one is exact, however short"
+    short = plan.epoch.short_window
+    return f"{plan.epoch.windows:,} an epoch" + (
+        f", the last one short: {_count(short, 'sample')}" if short else ", all full"
+    )
+
+
+def _length(plan: RunPlan) -> str:
+    steps, windows = plan.train.steps, plan.epoch.windows
+    if steps is None:
+        return f"{_count(plan.train.epochs or 0, 'epoch')} of a stream"
+    return _count(steps, "step") + (f" = {steps / windows:.3g} epochs" if windows else "")
+
+
+def summary_table(plan: RunPlan, summary: dict[str, Any]) -> Table:
+    """How a finished or stopped run went, and where everything is."""
+    table, add = _table(f"Run {plan.run.name}: {summary['verdict']}")
+    if "train/loss" in summary:
+        held_out = "" if summary.get("eval/loss") is None else f", held-out {summary['eval/loss']:.4f}"
+        add("loss", f"{summary['train/loss']:.4f}{held_out} after {_count(summary['steps'], 'step')}")
+    if "throughput/samples_per_s" in summary:
+        add(
+            "throughput",
+            f"{summary['throughput/samples_per_s']:,.1f} samples/s, {summary['time/step_s'] * 1e3:,.1f} ms a step "
+            f"(median); {summary['time/total_s']:,.1f} s in all",
+        )
+    add("global batch", f"{_count(plan.batch.global_size, 'sample')} in every full window")
+    if summary.get("comm/wire_bytes_every"):
+        add(
+            "wire a step",
+            f"{_bytes(summary['comm/wire_bytes'])} a rank counted; {_bytes(summary['comm/wire_bytes_every'])} with "
+            f"sync=every: {summary['comm/saved_fraction']:.1%} saved",
+        )
+        for kind in ("all_gather", "reduce_scatter", "all_reduce"):
+            if f"comm/{kind}/wire_bytes" in summary:
+                add("", f"{kind}: {_bytes(summary[f'comm/{kind}/wire_bytes'])}")
+        add("speed-up", _speedup(plan, summary))
+        if "comm/exposed_s" in summary:
+            add("exposed", _exposed(summary))
+    if summary.get("amp/skipped_steps"):
+        add("skipped", f"{summary['amp/skipped_steps']} windows, by fp16 overflow")
+    add("metrics", _near(plan.paths.metrics))
+    if summary.get("checkpoint"):
+        add("checkpoint", _near(summary["checkpoint"]))
+    mirror = read_json(plan.paths.wandb_status) or {}
+    if mirror.get("url"):
+        add("W&B", mirror["url"])
+    elif mirror.get("dir"):
+        add("W&B", _near(mirror["dir"]))
+        add("to send it", f"wandb sync {_near(mirror['dir'])}")
+    return table
+
+
+def _speedup(plan: RunPlan, summary: dict[str, Any]) -> str:
+    if "comm/speedup" in summary:
+        return (
+            f"{summary['comm/speedup']:.2f}x measured: {summary['comm/step_s'] * 1e3:,.1f} ms a step, "
+            f"{summary['comm/step_s_every'] * 1e3:,.1f} ms with sync=every"
+        )
+    why = "run.calibrate=0" if not plan.train.calibrate else "too few full windows, or nothing to skip"
+    return f"not measured ({why})"
+
+
+def _exposed(summary: dict[str, Any]) -> str:
+    """Against the same micro-batches without any collective."""
+    exposed_s = summary["comm/exposed_s"]
+    if exposed_s <= 0:
+        return "no communication shows: it is hidden behind computation"
+    return f"{exposed_s * 1e3:,.1f} ms of a step is communication that shows; {summary['comm/overlap']:.0%} is hidden"
+
+
+def failure_text(summary: dict[str, Any], node: int = 0) -> str:
+    """The first failing rank's own words, then where they came from. ``node``: of the host that shows it; what failed
+    on another one is told there at length."""
+    failure: dict[str, Any] = summary["failure"]
+    if failure.get("log") is None:  # of a host that is gone
+        return f"launch: the job failed: {failure['error']}"
+    if failure.get("node", node) != node:
+        rank = "" if failure["rank"] is None else f"rank {failure['rank']}: "
+        where = f"node {failure['node']} ({failure['host']})"
+        return f"launch: the job failed on {where}: {rank}{failure['error']}\n  Its log there: {failure['log']}"
+    log = Path(failure["log"])
+    if failure["traceback"]:
+        own_words = [failure["traceback"].rstrip()]
+    else:  # our own errors say it all; a process that was killed said something before, perhaps
+        own_words = [] if failure["kind"] else last_lines(log, 15)
+    who = "the job" if failure["rank"] is None else f"rank {failure['rank']}"
+    return "\n".join([*own_words, f"launch: {who} failed: {failure['error']}", f"  Its log: {_near(log)}"])
+
+
+def _near(path: str | Path) -> str:
+    """``path`` as one would type it here: relative where it lies below the working directory."""
+    path = Path(path)
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _bytes(number: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if number < 1000 or unit == "GB":
+            break
+        number /= 1000
+    return f"{number:,.0f} {unit}" if unit == "B" else f"{number:,.2f} {unit}"
