@@ -44,6 +44,7 @@ class Ddp:
             model,
             device_ids=[device.index] if device.type == "cuda" else None,
             bucket_cap_mb=strategy.bucket_mb,
+            broadcast_buffers=False,  # the engine's affair, under every strategy
             gradient_as_bucket_view=True,
             static_graph=strategy.static_graph,
             find_unused_parameters=strategy.find_unused_parameters,

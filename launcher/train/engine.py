@@ -30,6 +30,7 @@ from launcher.config import Compress, Sync
 from launcher.errors import ConfigError, DataError, EngineMisuse, PolicyNotObserved
 from launcher.plan import RunPlan
 from launcher.train import data, step
+from launcher.train.buffers import Buffers
 from launcher.train.build import ModelFrom, OptimizerFrom, build
 from launcher.train.calibration import Calibration, Kept, WindowTimes
 from launcher.train.loader import MicroBatch
@@ -76,6 +77,7 @@ class Engine:
         self.device = device_of(self.world, plan.cluster.device)
         join(self.world, self.device)
         self.parallel, self.optimizer = build(model, optimizer, plan, self.device, shard_units)
+        self._buffers = Buffers(self.parallel.module, self.world.size)
         self.precision = Precision(plan.precision, self.device)
         self.schedule = LambdaLR(self.optimizer, lambda done: plan.schedule.factor(done, plan.train.steps))
         own = plan.strategy.sync
@@ -129,6 +131,11 @@ class Engine:
         self._data_s = 0.0
         self._started = time.perf_counter()
         self.parallel.meter.open_window()
+        self.share_buffers()
+
+    def share_buffers(self) -> None:
+        """Give every rank those of rank 0 that training changes: before a window, an evaluation, a checkpoint."""
+        self._buffers.share(self.parallel.meter)
 
     def _batches(self, window: data.Window) -> Iterator[Any]:
         if self._calibration.rehearses(self._windows_here):
@@ -172,6 +179,7 @@ class Engine:
         self._rehearsed_s = slowest.item()
         self.parallel.meter.open_window()
         self._started = time.perf_counter()
+        self.share_buffers()
 
     def _now(self) -> float:
         """The clock, once the device is through with what it was given."""
@@ -263,6 +271,7 @@ class Engine:
             self.steps += 1
         self.precision.update()
         self.parallel.zero_grad()
+        self._buffers.watch()
 
         step_s = time.perf_counter() - self._started
         full = agreed.samples == self.plan.batch.global_size

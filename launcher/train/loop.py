@@ -158,6 +158,7 @@ class _Run:
 
     def save(self) -> Metrics:
         began = time.perf_counter()
+        self.engine.share_buffers()
         path = checkpoint.save(self.engine, self.plan.paths, self.plan.checkpoint.keep)
         self.checkpoint_dir = str(path)
         return {"time/checkpoint_s": time.perf_counter() - began}
@@ -169,6 +170,7 @@ class _Run:
         if data is None:
             return {}
         engine, module = self.engine, self.engine.parallel.module
+        engine.share_buffers()
         training = [part for part in module.modules() if part.training]  # a task may keep some of them in eval mode
         module.eval()
         totals = torch.zeros(2, dtype=torch.float64, device=engine.device)

@@ -41,6 +41,11 @@ class Tagger:
             model.register_parameter("forgotten", nn.Parameter(torch.zeros(3)))
         return model
 
+    def shard_units(self, model):
+        if self.trouble == "shared unit":
+            model.again = model[2]
+        return [model[1] if self.trouble == "empty unit" else model[2]]
+
     def train_data(self):
         return Utterances(self.samples)
 

@@ -1,0 +1,66 @@
+"""`launch train` with sharded models: one curve under every strategy, and what a user can get wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Launch
+from tests.system.runs import OWN, records, summary
+
+pytestmark = pytest.mark.slow
+
+JOB = (
+    "task.width=32", "task.depth=2", "task.heads=2", "task.seq_len=16", "task.eval_samples=70", "train.steps=8",
+    "batch.global_size=32", "batch.micro_size=2", "wandb.mode=disabled", "run.calibrate=1", "optimizer.lr=1e-2",
+    "schedule.warmup_steps=2",
+)  # fmt: skip
+STRATEGIES = {
+    "ddp": ("cluster.workers_per_node=2",),
+    "fsdp": ("strategy=fsdp", "cluster.workers_per_node=2"),
+    "recompute": ("strategy=fsdp", "strategy.recompute=blocks", "strategy.sync=boundary"),
+    "hsdp": ("strategy=hsdp", "cluster.workers_per_node=4", "strategy.shard_size=2"),
+}
+
+
+@pytest.mark.parametrize(("precision", "close"), [("fp32", 1e-5), ("bf16", 0.02)])
+def test_one_curve_under_every_strategy(precision: str, close: float, launch: Launch, tmp_path: Path) -> None:
+    curves: dict[str, list[float]] = {}
+    for name, overrides in STRATEGIES.items():
+        done = launch("train", *JOB, *overrides, f"precision={precision}", f"run.name={name}")
+        assert done.returncode == 0, done.stdout + done.stderr
+        run = tmp_path / "runs" / name
+        seen = records(run)
+        curves[name] = [record["train/loss"] for record in seen] + [summary(run)["eval/loss"]]
+        assert (run / "checkpoints/step_000008").is_dir()
+        # rehearsals have shown what is exposed; the collectives are told apart by kind
+        assert summary(run)["comm/exposed_s"] == seen[3]["comm/exposed_s"]
+        kinds = {key.split("/")[1] for key in seen[-1] if key.count("/") == 2}
+        sharded = {"all_gather", "reduce_scatter"} | ({"all_reduce"} if name == "hsdp" else set())
+        assert kinds == ({"all_reduce"} if name == "ddp" else sharded)
+    for name, curve in curves.items():
+        assert curve == pytest.approx(curves["ddp"], rel=close), name
+    plan = json.loads((tmp_path / "runs/fsdp/plan.json").read_text())["strategy"]
+    assert plan["sync"] == "gather_once"
+    assert [forecast["sync"] for forecast in plan["forecasts"]] == ["every", "boundary", "gather_once"]
+    assert all(forecast["peak_bytes"] > 0 for forecast in plan["forecasts"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["task.trouble=shared unit"], "2 and again are one Linear under two parents"),
+        (["task.trouble=empty unit"], "1 has no parameters to shard"),
+        (["strategy.sync=replicas_at_boundary"], "strategy=fsdp does not have this policy"),
+    ],
+)
+def test_mistakes_are_told_before_anything_starts(
+    overrides: list[str], message: str, launch: Launch, project: Path
+) -> None:
+    done = launch("train", *OWN, "strategy=fsdp", *overrides)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (project / "runs").exists()
