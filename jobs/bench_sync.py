@@ -14,6 +14,7 @@ synchronise gradients.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import socket
@@ -96,6 +97,7 @@ def cell(task: BytesGPT, data: Any, strategy: str, sync: str, compress: str, acc
     if strategy == "hsdp":
         options.append(f"strategy.shard_size={local}")
     plan = make_plan(options, samples=len(data))
+    plan = dataclasses.replace(plan, strategy=dataclasses.replace(plan.strategy, rehearses=True))  # the model is small
     torch.manual_seed(0)
     engine = Engine(task.model, lambda p: torch.optim.AdamW(p, 1e-3), plan, shard_units=task.shard_units)
     engine._calibration.alternates = False  # `every` has cells of its own
@@ -126,6 +128,7 @@ def measure(rate: str, out: Path, windows: int, accumulations: list[int]) -> Non
                 link_bytes = comm.wire_bytes
             wire_s = link_bytes / bytes_a_second
             hidden_s = (accumulation if sync == "every" else 1) * one_backward_s
+            assert calibrated.exposed_s is not None
             compute_s = calibrated.step_s - calibrated.exposed_s
             limit_s = compute_s + max(0.0, wire_s - hidden_s)
             record = {
@@ -175,19 +178,22 @@ def report(results: Path, to: Path) -> None:
         lines.append(f"- {rate}: a plain TCP stream reached {reached * 8 / 1e6:,.0f} Mbit/s, both ways at once.")
     lines += ["", "![milliseconds a micro-batch](sync.png)", "", head, *map(_row, records)]
     (to / "sync.md").write_text("\n".join(lines) + "\n")
-    figure, panels = pyplot.subplots(1, len(rates), figsize=(7 * len(rates), 5), squeeze=False)
+    figure, panels = pyplot.subplots(1, len(rates), figsize=(6.5 * len(rates), 5), squeeze=False, layout="constrained")
+    names = list(dict.fromkeys(map(_name, records)))
+    colours = {name: pyplot.get_cmap("tab20")(number) for number, name in enumerate(names)}
     for rate, panel in zip(rates, panels[0], strict=True):
         here = [record for record in records if record["rate"] == rate]
         for name in dict.fromkeys(map(_name, here)):
             mine = sorted((r for r in here if _name(r) == name), key=lambda r: r["accumulation"])
             xs = [r["accumulation"] for r in mine]
-            (line,) = panel.plot(xs, [r["step_s"] * 1e3 / r["accumulation"] for r in mine], marker="o", label=name)
-            panel.plot(xs, [r["limit_s"] * 1e3 / r["accumulation"] for r in mine], ":", color=line.get_color())
+            times = ([r[key] * 1e3 / r["accumulation"] for r in mine] for key in ("step_s", "limit_s"))
+            panel.plot(xs, next(times), marker="o", color=colours[name], label=name)
+            panel.plot(xs, next(times), ":", color=colours[name])
         panel.set(title=f"{rate}, two hosts; dotted: the limit", xscale="log", yscale="log")
         panel.set(xlabel="accumulation", ylabel="ms a micro-batch", xticks=ACCUMULATIONS)
         panel.set_xticklabels(map(str, ACCUMULATIONS))
-        panel.legend(fontsize=7)
-    figure.tight_layout()
+    handles, labels = panels[0][-1].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper", fontsize=8)
     figure.savefig(to / "sync.png", dpi=80)
 
 

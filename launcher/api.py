@@ -47,6 +47,9 @@ def plan_job(config: Config) -> RunPlan:
 def make_plan(overrides: Sequence[str] | Config = (), *, samples: int | None) -> RunPlan:
     """The plan for a loop of your own, to be called in each worker that torchrun started.
 
+    Nothing is known of the model here: strategy.sync=auto takes the policy that sends the fewest bytes, whatever memory
+    it holds.
+
     Args:
         overrides: as on the command line, or a Config; the task group is not used.
         samples: the length of your dataset; None for a stream.
@@ -59,7 +62,9 @@ def make_plan(overrides: Sequence[str] | Config = (), *, samples: int | None) ->
 
     config = overrides if isinstance(overrides, Config) else compose(overrides)
     site = Site.here()
-    return solve(config, site, TaskPlan.unknown(samples), new_run(config.run, "own_loop", site.cwd), World.here().size)
+    world = World.here()
+    run = new_run(config.run, "own_loop", site.cwd)
+    return solve(config, site, TaskPlan.unknown(samples), run, (world.size // world.local_size, world.local_size))
 
 
 def new_run(config: RunConfig, stem: str, cwd: str) -> RunInfo:

@@ -23,33 +23,33 @@ def solve_script(config: ClusterConfig, site: Site, run: RunInfo, arguments: lis
 
 
 def solve_cluster(
-    config: ClusterConfig, site: Site, strategy: StrategyKind = StrategyKind.ddp, world_size: int | None = None
+    config: ClusterConfig, site: Site, strategy: StrategyKind = StrategyKind.ddp, started: tuple[int, int] | None = None
 ) -> ClusterPlan:
     _check_kind(config)
     device = config.device
     if device is Device.auto:
         device = Device.cuda if site.gpus else Device.cpu
-    workers = world_size if world_size is not None else config.workers_per_node
+    nodes, workers = started or (config.nodes, config.workers_per_node)
     if workers is None:
         default = (site.gpus or 1) if device is Device.cuda else CPU_WORKERS
         workers = 1 if strategy is StrategyKind.single else default
     if workers < 1:
         raise ConfigError("cluster.workers_per_node", workers, "must be at least 1.")
     # ranks that a user's own torchrun has started, perhaps on several hosts, are checked where each takes its GPU
-    if device is Device.cuda and workers > site.gpus and world_size is None:
+    if device is Device.cuda and workers > site.gpus and started is None:
         raise ConfigError(
             "cluster.workers_per_node",
             workers,
             f"this machine shows {site.gpus} GPUs and each worker needs one.",
             f"Use {'cluster.workers_per_node=' + str(site.gpus) + ', or ' if site.gpus else ''}cluster.device=cpu.",
         )
-    if strategy is StrategyKind.single and (ranks := config.nodes * workers) > 1:
+    if strategy is StrategyKind.single and (ranks := nodes * workers) > 1:
         raise ConfigError(
             "strategy", "single", f"one rank trains alone, and {ranks} were asked for.", "Use strategy=ddp."
         )
     return ClusterPlan(
         kind=config.kind,
-        nodes=config.nodes,
+        nodes=nodes,
         rendezvous=config.rendezvous,
         interface=config.interface,
         link_gbit=config.link_gbit,

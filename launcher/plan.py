@@ -171,7 +171,8 @@ class Forecast:
 class StrategyPlan:
     """``sync``: never auto; ``sync_reason``: why this one; ``forecasts``: of each policy that the strategy has.
     ``shard_size``: ranks that share one copy of the model. ``memory_bytes``: what a rank has, where that was asked.
-    Predicted bytes: of one rank in a full window."""
+    ``rehearses``: whether calibration may hold the whole model, which a window without communication needs. Predicted
+    bytes: of one rank in a full window."""
 
     kind: StrategyKind
     sync: Sync
@@ -187,6 +188,7 @@ class StrategyPlan:
     cpu_offload: bool
     forecasts: tuple[Forecast, ...]
     memory_bytes: int | None
+    rehearses: bool
     payload_bytes: int | None
     payload_bytes_every: int | None
     wire_bytes: int | None

@@ -12,6 +12,7 @@ from launcher.config import (
     LrScaling,
     OptimizerConfig,
     OptimizerKind,
+    Recompute,
     ScheduleConfig,
     ScheduleKind,
     ShortWindow,
@@ -27,10 +28,12 @@ from launcher.plan import (
     RunInfo,
     RunPlan,
     SchedulePlan,
+    StrategyPlan,
     TaskPlan,
     TrainPlan,
     WandbPlan,
 )
+from launcher.policy import SHARDED
 from launcher.site import Site
 from launcher.strategy import solve_precision, solve_strategy
 from launcher.validate import check
@@ -39,7 +42,7 @@ DEFAULT_STEPS = 300
 WORKER_COMMAND = ("-P", "-m", "launcher.train.worker")
 
 
-def solve(config: Config, site: Site, task: TaskPlan, run: RunInfo, world_size: int | None = None) -> RunPlan:
+def solve(config: Config, site: Site, task: TaskPlan, run: RunInfo, started: tuple[int, int] | None = None) -> RunPlan:
     """The plan of a training job.
 
     Args:
@@ -47,7 +50,7 @@ def solve(config: Config, site: Site, task: TaskPlan, run: RunInfo, world_size: 
         site: what this machine has.
         task: what is known of the model and the data.
         run: the run's name, id and directory.
-        world_size: ranks, where a user's own torchrun has fixed them; otherwise the cluster group decides.
+        started: hosts, and ranks on each, where a user's own torchrun has fixed them; else the cluster group decides.
 
     Raises:
         ConfigError: values that are impossible, alone or together.
@@ -58,7 +61,7 @@ def solve(config: Config, site: Site, task: TaskPlan, run: RunInfo, world_size: 
             "cluster.max_restarts", config.cluster.max_restarts, "a training job started again would begin at step 0.",
             "It serves `launch run`, whose script resumes by itself.",
         )  # fmt: skip
-    cluster = solve_cluster(config.cluster, site, config.strategy.kind, world_size)
+    cluster = solve_cluster(config.cluster, site, config.strategy.kind, started)
     batch = contract.solve_batch(config.batch, cluster.nodes * cluster.workers_per_node)
     epoch = _epoch(config.batch, batch, task)
     steps = _steps(config.train, epoch)
@@ -98,7 +101,7 @@ def solve(config: Config, site: Site, task: TaskPlan, run: RunInfo, world_size: 
             group=config.wandb.group,
             tags=tuple(config.wandb.tags),
         ),
-        notes=_notes(schedule, steps, epoch, batch),
+        notes=(*_notes(schedule, steps, epoch, batch), *_unit_notes(strategy, task)),
     )
 
 
@@ -172,6 +175,17 @@ def _schedule(config: ScheduleConfig, steps: int | None) -> SchedulePlan:
             "Set train.steps instead of train.epochs, or use schedule=constant.",
         )  # fmt: skip
     return SchedulePlan(kind=config.kind, warmup_steps=config.warmup_steps, min_ratio=config.min_ratio or 0.0)
+
+
+def _unit_notes(strategy: StrategyPlan, task: TaskPlan) -> list[str]:
+    if task.unit_parameters != 0:
+        return []
+    notes: list[str] = []
+    if strategy.kind in SHARDED:
+        notes.append("The model has no repeated blocks: it is gathered as a whole. See shard_units in the README.")
+    if strategy.recompute is not Recompute.none:
+        notes.append("strategy.recompute=blocks has no effect: the model has no repeated blocks.")
+    return notes
 
 
 def _notes(schedule: SchedulePlan, steps: int | None, epoch: EpochPlan, batch: contract.Batch) -> tuple[str, ...]:

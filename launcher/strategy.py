@@ -68,6 +68,8 @@ def solve_strategy(
         cpu_offload=config.cpu_offload,
         forecasts=(),
         memory_bytes=None,
+        # what gather_once holds anyway; of other policies it is not known here
+        rehearses=config.kind not in SHARDED or sync is Sync.gather_once,
         payload_bytes=None,
         payload_bytes_every=None,
         wire_bytes=None,
@@ -94,6 +96,7 @@ def with_forecasts(plan: StrategyPlan, forecasts: Sequence[Forecast]) -> Strateg
 
 def with_memory(plan: StrategyPlan, forecasts: Sequence[Forecast], memory_bytes: int) -> StrategyPlan:
     """``plan`` with the policy that sends the fewest bytes of those whose predicted peak fits ``memory_bytes``."""
+    most = max(forecast.peak_bytes or 0 for forecast in forecasts)
     usable = USABLE_MEMORY * memory_bytes
     fitting = [forecast for forecast in forecasts if forecast.peak_bytes is None or forecast.peak_bytes <= usable]
     if fitting:
@@ -102,7 +105,9 @@ def with_memory(plan: StrategyPlan, forecasts: Sequence[Forecast], memory_bytes:
     else:
         chosen = min(forecasts, key=lambda forecast: forecast.peak_bytes or 0)
         reason = "the least memory: none is predicted to fit"
-    plan = dataclasses.replace(plan, sync=chosen.sync, sync_reason=reason, memory_bytes=memory_bytes)
+    plan = dataclasses.replace(
+        plan, sync=chosen.sync, sync_reason=reason, memory_bytes=memory_bytes, rehearses=most <= usable
+    )
     return with_forecasts(plan, forecasts)
 
 
@@ -206,8 +211,13 @@ def _forecast(kind: StrategyKind, sync: Sync, batch: Batch, layout: Layout, clus
 
 
 def _link_bytes(payload: dict[Collective, int], layout: Layout, cluster: ClusterPlan) -> int:
-    """What a host sends to others. A ring over all ranks leaves it once; where its workers are whole shard groups, each
-    has a ring of its own with its replicas, and the rest stays inside."""
-    if layout.shard_size == 1 or cluster.workers_per_node % layout.shard_size:
-        return layout.wire(payload)
-    return cluster.workers_per_node * layout.wire({Collective.all_reduce: payload[Collective.all_reduce]})
+    """What a host sends to others. A ring leaves it once. There is one between replicas for each part of the model that
+    the host holds; shard groups that span hosts have theirs too, or on CPUs send each part straight to who lacks it."""
+    workers, size = cluster.workers_per_node, layout.shard_size
+    between = {Collective.all_reduce: payload[Collective.all_reduce]}
+    total = min(workers, size) * layout.wire(between)
+    if workers % size:
+        within = {kind: count for kind, count in payload.items() if kind not in between}
+        direct = workers * (size - workers) / size  # of the payload; in a ring (size - 1) / size
+        total += round(direct * sum(within.values())) if cluster.device is Device.cpu else layout.wire(within)
+    return total

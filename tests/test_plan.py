@@ -179,6 +179,24 @@ def test_time_on_the_link_is_predicted_where_its_rate_is_said() -> None:
     assert by_policy[Sync.replicas_at_boundary] == by_policy[Sync.gather_once] == 2 * 2000 / 1e6
 
 
+@pytest.mark.parametrize(
+    ("shape", "payload_of_link"),
+    [
+        # 2 hosts x 4 workers in groups of 2: a ring between the 4 replicas for each half of the gradients
+        ("strategy=hsdp cluster.nodes=2 cluster.workers_per_node=4 strategy.shard_size=2", 2 * 1.5 * 2000),
+        # 4 hosts x 1 worker in groups of 2: one ring of 2 replicas a host, and half of what the group gathers and sums
+        ("strategy=hsdp cluster.nodes=4 cluster.workers_per_node=1 strategy.shard_size=2", 2000 + (4000 + 4000) / 2),
+        # 2 hosts x 2 workers: each of the two sends its quarter to the two ranks of the other host
+        ("strategy=fsdp cluster.nodes=2 cluster.workers_per_node=2", 2 * 2 / 4 * (4000 + 4000)),
+    ],
+)
+def test_bytes_on_a_hosts_link(shape: str, payload_of_link: float) -> None:
+    options = ["cluster=hosts", "cluster.rendezvous=a:1", "cluster.link_gbit=0.008", "precision=fp32"]
+    forecasts = make_plan(*options, *shape.split()).strategy.forecasts
+    once = next(forecast for forecast in forecasts if forecast.sync is Sync.gather_once)
+    assert once.wire_s == pytest.approx(payload_of_link / 1e6)
+
+
 def test_streams() -> None:
     with pytest.raises(ConfigError, match="must know the last step"):
         make_plan("train.epochs=1", samples=None)

@@ -12,8 +12,9 @@ import os
 import signal
 import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from launcher import errors
 from launcher.cluster import rounds
@@ -84,9 +85,8 @@ def _run_workers(plan: LaunchPlan) -> int:
         return _stopped(plan, signal.Signals(stop.sigval).name)
     except ChildFailedError as failed:
         return _failed(plan, failed, deaths)
-    except RendezvousClosedError:  # other hosts have used up their restarts; what happened there is theirs to say
-        write_json(plan.paths.summary_of(plan.node), {"verdict": "killed"})
-        return EXIT_FAILED
+    except RendezvousClosedError as closed:
+        return _parted(plan, str(closed))
     if isinstance(plan, RunPlan) and plan.node == 0 and not plan.paths.summary.exists():
         return _unfinished(plan.paths)
     return EXIT_DONE
@@ -145,6 +145,24 @@ def _failed(plan: LaunchPlan, error: ChildFailedError, deaths: DeathWatch) -> in
         "at": deaths.time(first.pid).isoformat(timespec="milliseconds"),
     }
     write_json(path, (read_json(path) or {}) | {"verdict": "failed", "failure": failure})
+    return EXIT_FAILED
+
+
+def _parted(plan: LaunchPlan, why: str) -> int:
+    """This host's workers could not begin, or begin again, together with those of the others."""
+    summary: dict[str, Any] = {"verdict": "killed"}
+    if why != rounds.GIVEN_UP:
+        failure = {
+            "rank": None,
+            "exit_code": None,
+            "kind": None,
+            "error": f"the hosts' agents did not come together: {why}",
+            "traceback": None,
+            "log": str(plan.paths.node_log(plan.node)),
+            "at": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        }
+        summary = {"verdict": "failed", "failure": failure}
+    write_json(plan.paths.summary_of(plan.node), summary)
     return EXIT_FAILED
 
 

@@ -25,10 +25,11 @@ _OWN = (
 _DERIVED = (
     "batch.world_size", "epoch.windows", "epoch.short_window", "strategy.sync_reason", "strategy.payload_bytes",
     "strategy.payload_bytes_every", "strategy.wire_bytes", "strategy.wire_bytes_every", "strategy.forecasts",
-    "strategy.memory_bytes",
+    "strategy.memory_bytes", "strategy.rehearses",
 )  # fmt: skip
 # the plan's names, and the keys that a user sets
 _KEYS = {
+    "strategy.sync": "strategy.sync (or what auto made of it)",
     "cluster.kind": "cluster", "strategy.kind": "strategy", "precision.kind": "precision",
     "optimizer.kind": "optimizer", "schedule.kind": "schedule", "task.target": "task._target_",
     "epoch.short_window_policy": "batch.short_window", "train.calibrate": "run.calibrate",

@@ -49,7 +49,8 @@ class Channel:
             return
         try:
             self._socket.sendall(json.dumps(message).encode() + b"\n")
-        except OSError:
+        except OSError as error:
+            self.silent = _unanswered(error)
             self.close()
 
     def receive(self) -> list[Message]:
@@ -73,7 +74,7 @@ class Channel:
         try:
             new = self._socket.recv(2**16)
         except OSError as error:
-            self.silent = error.errno in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
+            self.silent = _unanswered(error)
             new = b""
         *lines, self._buffer = (self._buffer + new).split(b"\n")
         for line in lines:
@@ -147,3 +148,9 @@ def wait(sources: Sequence[Any], seconds: float) -> bool:
     """Until one of ``sources`` has something, or ``seconds`` are over; whether one has."""
     ready, _, _ = select.select([source for source in sources if source.fileno() >= 0], [], [], max(0.0, seconds))
     return bool(ready)
+
+
+def _unanswered(error: OSError) -> bool:
+    """Whether the other host did not answer, rather than having closed the connection."""
+    lost = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
+    return isinstance(error, TimeoutError) or error.errno in lost

@@ -229,7 +229,10 @@ def _make_directory(plan: P, config_yaml: str) -> tuple[P, bool]:
 
 def _is_of_this_run(plan: LaunchPlan) -> bool:
     for _ in range(20):
-        fields = read_json(plan.paths.plan)
+        try:
+            fields = read_json(plan.paths.plan)
+        except OSError:  # run.dir is a file, or not to be read
+            return False
         if fields is not None:
             return fields.get("run", {}).get("id") == plan.run.id
         time.sleep(0.1)  # a third host, with which the disk is shared, may be about to write it

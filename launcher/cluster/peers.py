@@ -15,6 +15,9 @@ from typing import Any, Protocol
 from launcher.cluster.channel import LOST_AFTER_S, Channel, Door, Message, wait
 from launcher.errors import EXIT_FAILED, EXIT_INTERRUPTED
 
+# a connection that is reset is seen at once, but after the workers' own connections to that host may have been
+_RESET_MARGIN_S = 2.0
+
 Summary = dict[str, Any]
 
 
@@ -170,7 +173,8 @@ class FirstHost:
             if (failure := result.summary.get("failure")) is not None:
                 failures.append((result.when, failure | {"node": node, "host": self._hosts[node]}))
         for node, when in self._gone.items():
-            failures.append((when - LOST_AFTER_S, lost_host(node, self._guests[node])))
+            unnoticed = LOST_AFTER_S if self._guests[node].silent else _RESET_MARGIN_S
+            failures.append((when - unnoticed, lost_host(node, self._guests[node])))
         return min(failures, key=lambda entry: entry[0])[1] if failures else None
 
 

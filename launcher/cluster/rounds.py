@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 BACKEND = "launcher"
 _JOIN_WITHIN_S = 600
 _LOOK_EVERY_S = 0.1
+# why a round is closed where what happened is another host's to say
+GIVEN_UP = "another host has given up"
 
 
 def register(plan: LaunchPlan, place: Place) -> None:
@@ -68,7 +70,7 @@ def _handler(plan: LaunchPlan, place: Place) -> RendezvousHandler:
                 here = self._store.add(key, 1)
                 while here < plan.cluster.nodes:
                     if self._store.check(["over"]):
-                        raise RendezvousClosedError("another host has given up")
+                        raise RendezvousClosedError(GIVEN_UP)
                     if time.monotonic() > end:
                         raise RendezvousClosedError(f"{here} of {plan.cluster.nodes} hosts are here")
                     time.sleep(_LOOK_EVERY_S)

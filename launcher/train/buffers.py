@@ -14,29 +14,39 @@ from launcher.train.meter import Meter
 
 
 class Buffers:
-    """The buffers of ``module``, wrapped already. Which of them change is seen in the first window."""
+    """The buffers of ``module``, wrapped already. By name: a forward pass may put new tensors in their place."""
 
-    def __init__(self, module: nn.Module, world_size: int) -> None:
-        self._all = list(module.buffers()) if world_size > 1 else []
-        self._before: list[Tensor] | None = [buffer.detach().clone() for buffer in self._all]
-        self._changing: list[Tensor] = []
+    def __init__(self, module: nn.Module, world_size: int, device: torch.device) -> None:
+        self._module, self._device = module, device
+        self._still = {name: b.detach().clone() for name, b in module.named_buffers()} if world_size > 1 else {}
+        self._changing: list[str] = []
 
     def watch(self) -> None:
-        """Called at the end of each window; the first one shows which buffers change, on any rank."""
-        if self._before is None:
+        """See which of those that have not changed so far have changed now, on any rank. All ranks call it: after the
+        first window, and before evaluations and checkpoints."""
+        if not self._still:
             return
-        pairs = zip(self._all, self._before, strict=True)
-        changed = torch.tensor([not torch.equal(now, before) for now, before in pairs], dtype=torch.uint8)
-        self._before = None
-        if len(changed):
-            dist.all_reduce(changed, dist.ReduceOp.MAX)
-            self._changing = [buffer for buffer, flag in zip(self._all, changed.tolist(), strict=True) if flag]
+        now = dict(self._module.named_buffers())
+        flags = [not torch.equal(now[name], before) for name, before in self._still.items()]
+        changed = torch.tensor(flags, dtype=torch.uint8, device=self._device)
+        dist.all_reduce(changed, dist.ReduceOp.MAX)
+        found = [name for name, flag in zip(self._still, changed.tolist(), strict=True) if flag]
+        self._changing += found
+        for name in found:
+            del self._still[name]
 
     @torch.no_grad()
     def share(self, meter: Meter) -> None:
-        """Give every rank what rank 0 has."""
-        for buffer in self._changing:
+        """Give every rank what rank 0 has, all of one format at once."""
+        now = dict(self._module.named_buffers())
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for name in self._changing:
+            by_dtype.setdefault(now[name].dtype, []).append(now[name])
+        for buffers in by_dtype.values():
+            together = torch.cat([buffer.flatten() for buffer in buffers])
             flight = meter.take_off()
-            meter.count(Collective.broadcast, buffer.nbytes)
-            dist.broadcast(buffer, 0)
+            meter.count(Collective.broadcast, together.nbytes)
+            dist.broadcast(together, 0)
             flight.land()
+            for buffer, value in zip(buffers, together.split([b.numel() for b in buffers]), strict=True):
+                buffer.copy_(value.view_as(buffer))

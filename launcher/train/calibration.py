@@ -7,6 +7,7 @@ that follows it; its gradients are thrown away, and random state and buffers are
 
 from __future__ import annotations
 
+import random
 import statistics
 from dataclasses import dataclass, field
 
@@ -26,13 +27,14 @@ class Calibrated:
     Args:
         step_s: a step with the job's own policy.
         step_s_every: with every micro-batch synchronised; None where the job's policy is that one.
-        exposed_s: what the same micro-batches took longer with the policy's collectives than without any.
+        exposed_s: what the same micro-batches took longer with the policy's collectives than without any; None where
+            none was rehearsed.
         comm_s: time of ``step_s`` in which a collective was under way.
     """
 
     step_s: float
     step_s_every: float | None
-    exposed_s: float
+    exposed_s: float | None
     comm_s: float
 
     @property
@@ -40,8 +42,10 @@ class Calibrated:
         return None if self.step_s_every is None else self.step_s_every / self.step_s
 
     @property
-    def overlap(self) -> float:
+    def overlap(self) -> float | None:
         """The part of the communication that was hidden behind computation, 0 to 1."""
+        if self.exposed_s is None:
+            return None
         return min(1.0, max(0.0, 1 - self.exposed_s / self.comm_s)) if self.comm_s else 0.0
 
 
@@ -91,7 +95,7 @@ class Calibration:
         if not self.start <= window < self._stop:
             return None
         if full:  # a short window is faster for another reason
-            if times.rehearsed_s is None:
+            if self.alternates and self.sync(window) is Sync.every:
                 self._every_s.append(times.step_s)
             else:
                 self._own.append(times)
@@ -100,10 +104,11 @@ class Calibration:
     def result(self) -> Calibrated | None:
         if not self._own or (self.alternates and not self._every_s):
             return None
+        exposed = [times.work_s - times.rehearsed_s for times in self._own if times.rehearsed_s is not None]
         return Calibrated(
             step_s=statistics.median(times.step_s for times in self._own),
             step_s_every=statistics.median(self._every_s) if self._every_s else None,
-            exposed_s=statistics.median(times.work_s - (times.rehearsed_s or 0.0) for times in self._own),
+            exposed_s=statistics.median(exposed) if exposed else None,
             comm_s=statistics.median(times.comm_s for times in self._own),
         )
 
@@ -115,12 +120,16 @@ class Kept:
         self._device = device
         self._cpu = torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        self._buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+        self._python = random.getstate()
+        # by name: a forward pass may put a new tensor in a buffer's place
+        self._module = module
+        self._buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
 
     @torch.no_grad()
     def put_back(self) -> None:
         torch.set_rng_state(self._cpu)
         if self._cuda is not None:
             torch.cuda.set_rng_state(self._cuda, self._device)
-        for buffer, value in self._buffers:
-            buffer.copy_(value)
+        random.setstate(self._python)
+        for name, buffer in self._module.named_buffers():
+            buffer.copy_(self._buffers[name])

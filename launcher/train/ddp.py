@@ -44,11 +44,12 @@ class Ddp:
             model,
             device_ids=[device.index] if device.type == "cuda" else None,
             bucket_cap_mb=strategy.bucket_mb,
-            broadcast_buffers=False,  # the engine's affair, under every strategy
             gradient_as_bucket_view=True,
             static_graph=strategy.static_graph,
             find_unused_parameters=strategy.find_unused_parameters,
         )
+        # the engine's affair, under every strategy; the argument of this name is deprecated since torch 2.13
+        self._ddp.broadcast_buffers = False
         self._ddp.register_comm_hook(None, self._hook)
 
     def _hook(self, state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # noqa: ARG002

@@ -77,7 +77,7 @@ class Engine:
         self.device = device_of(self.world, plan.cluster.device)
         join(self.world, self.device)
         self.parallel, self.optimizer = build(model, optimizer, plan, self.device, shard_units)
-        self._buffers = Buffers(self.parallel.module, self.world.size)
+        self._buffers = Buffers(self.parallel.module, self.world.size, self.device)
         self.precision = Precision(plan.precision, self.device)
         self.schedule = LambdaLR(self.optimizer, lambda done: plan.schedule.factor(done, plan.train.steps))
         own = plan.strategy.sync
@@ -131,14 +131,16 @@ class Engine:
         self._data_s = 0.0
         self._started = time.perf_counter()
         self.parallel.meter.open_window()
-        self.share_buffers()
+        self._buffers.share(self.parallel.meter)
 
     def share_buffers(self) -> None:
-        """Give every rank those of rank 0 that training changes: before a window, an evaluation, a checkpoint."""
+        """Give every rank those of rank 0 that training changes. Each window begins with it; all ranks call it before
+        an evaluation or a checkpoint too."""
+        self._buffers.watch()
         self._buffers.share(self.parallel.meter)
 
     def _batches(self, window: data.Window) -> Iterator[Any]:
-        if self._calibration.rehearses(self._windows_here):
+        if self.plan.strategy.rehearses and self._calibration.rehearses(self._windows_here):
             micro_batches = list(window.micro_batches)
             yield from self._rehearse(micro_batches)
             window = dataclasses.replace(window, micro_batches=iter(micro_batches))
@@ -179,7 +181,7 @@ class Engine:
         self._rehearsed_s = slowest.item()
         self.parallel.meter.open_window()
         self._started = time.perf_counter()
-        self.share_buffers()
+        self._buffers.share(self.parallel.meter)
 
     def _now(self) -> float:
         """The clock, once the device is through with what it was given."""
@@ -271,7 +273,8 @@ class Engine:
             self.steps += 1
         self.precision.update()
         self.parallel.zero_grad()
-        self._buffers.watch()
+        if self._windows_here == 0:
+            self._buffers.watch()
 
         step_s = time.perf_counter() - self._started
         full = agreed.samples == self.plan.batch.global_size

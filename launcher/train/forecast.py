@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import os
 import sys
 import warnings
 from collections.abc import Iterable
@@ -99,8 +98,12 @@ def memory_bytes(plan: RunPlan) -> int | None:
     """What one rank has on the device that it computes on; None where that is not this machine's to say."""
     if plan.cluster.device is Device.cuda:
         return torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else None
-    pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return pages // plan.cluster.workers_per_node
+    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    available = int(lines["MemAvailable"].split()[0]) * 1024
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.exists() and (text := limit.read_text().strip()).isdecimal():
+        available = min(available, int(text))
+    return available // plan.cluster.workers_per_node
 
 
 def main() -> None:

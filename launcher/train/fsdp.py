@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from launcher.config import StrategyKind, Sync
@@ -30,6 +29,7 @@ from launcher.train.exchange import Gather, Scatter
 from launcher.train.meter import Meter
 from launcher.train.parallel import whole_gradients
 from launcher.train.precision import DTYPES
+from launcher.train.step import local
 from launcher.train.units import owned
 
 
@@ -59,11 +59,13 @@ class Fsdp:
         offload = CPUOffloadPolicy() if strategy.cpu_offload else OffloadPolicy()
         for module in (*units, model):
             fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)
-            if plan.train.compile and module is not model:
+            if plan.train.compile and (module is not model or not units):
                 module.compile()
         if recipe is not None:
             model.to_empty(device="cpu" if strategy.cpu_offload else device)
             fill(model, recipe)
+        if strategy.cpu_offload:
+            _move_buffers(model, device)  # only parameters wait in host memory
         self._modules = [module for module in (model, *units) if isinstance(module, FSDPModule)]
         self._gather = Gather(self.meter, device)
         self._scatter = Scatter(self.meter, device)
@@ -84,17 +86,9 @@ class Fsdp:
         self._settings: tuple[bool, ...] | None = None
 
     def _prefetch_in_forward(self) -> None:
-        """On a GPU streams do this by themselves. ``units`` are in the order of the model's definition, which is mostly
-        that of its forward pass; where it is not, a unit is gathered early and waits."""
-        names = {module: name for name, module in self.module.named_modules()}
-        outer = [
-            module
-            for module in self._modules
-            if not any(
-                other is not module and other is not self.module and _inside(names, module, other)
-                for other in self._modules
-            )
-        ]
+        """On a GPU streams do this by themselves. The order of the model's definition is mostly that of its forward
+        pass; where it is not, a unit is gathered early and waits."""
+        outer = [self.module, *_outermost(self.module)]
         for module, following in itertools.pairwise(outer):
             module.set_modules_to_forward_prefetch([following])
 
@@ -146,7 +140,7 @@ class Fsdp:
 
     def gradients(self) -> list[Tensor]:
         self._scatter.finish()
-        return [_local(gradient) for gradient in whole_gradients(self.module, unused_allowed=False)]
+        return [local(gradient) for gradient in whole_gradients(self.module, unused_allowed=False)]
 
     def total_norm(self, gradients: list[Tensor]) -> Tensor:
         own = get_total_norm(gradients)
@@ -213,12 +207,19 @@ def _layout(
     )
 
 
-def _inside(names: dict[nn.Module, str], module: nn.Module, other: nn.Module) -> bool:
-    return names[module].startswith(names[other] + ".")
+def _outermost(module: nn.Module) -> list[FSDPModule]:
+    """The units below ``module`` that are in no other unit, in the order of definition."""
+    return [
+        found
+        for child in module.children()
+        for found in ([child] if isinstance(child, FSDPModule) else _outermost(child))
+    ]
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
 
 
 def _drop_gradients(module: FSDPModule) -> None:

@@ -83,7 +83,7 @@ class Flight:
         """Start and end in seconds: of the host's clock, or since ``first`` took off. What has not landed ends now."""
         if not self._cuda:
             return self.began, now if self.ended is None else self.ended
-        if self.ended is None:
+        if self.ended is None or not self.ended.query():  # on a stream that the step has not waited for
             return 0.0, 0.0
         return first.began.elapsed_time(self.began) / 1e3, first.began.elapsed_time(self.ended) / 1e3
 

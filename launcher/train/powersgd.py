@@ -9,7 +9,7 @@ The bound: the sum of the gradients applied so far is that of the gradients comp
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
@@ -71,7 +71,7 @@ class PowerSgd:
         known = self._layout.get(index)
         if known is not None and len(known) == len(parameters) and all(map(_is, known, parameters)):
             return
-        self._unsettle()
+        self._unsettle({index, *self._holding(parameters)})
         # torch's hook makes its memory itself where a bucket has none; then nothing is known of its parameters either
         self._layout[index] = parameters
         if all(parameter in self._residue for parameter in parameters):
@@ -85,9 +85,16 @@ class PowerSgd:
                 rows = sum(parameter.shape[0] * self._width(parameter) for parameter in compressed)
                 self._state.p_memory_dict[index] = like.new_zeros(rows)
 
-    def _unsettle(self) -> None:
-        """Take everything back from the buckets."""
-        for index, parameters in self._layout.items():
+    def _holding(self, parameters: list[nn.Parameter]) -> list[int]:
+        wanted = set(parameters)
+        return [index for index, held in self._layout.items() if not wanted.isdisjoint(held)]
+
+    def _unsettle(self, buckets: Iterable[int]) -> None:
+        """Take back what ``buckets`` remember."""
+        for index in [index for index in buckets if index in self._layout]:
+            parameters = self._layout.pop(index)
+            if parameters[0].device.type == "cuda":
+                torch.cuda.synchronize(parameters[0].device)  # torch's hook writes it on a stream of its own
             error = self._state.error_dict.pop(index, None)
             if error is not None:
                 pieces = error.split([parameter.numel() for parameter in parameters])
@@ -98,7 +105,6 @@ class PowerSgd:
                 compressed = self._compressed(parameters)
                 sizes = [parameter[0].numel() * self._width(parameter) for parameter in compressed]
                 self._factors.update(zip(compressed, (f.clone() for f in factors.split(sizes)), strict=True))
-        self._layout.clear()
 
     def _compressed(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
         """Those that the hook sends as factors, in its order: by shape, as they first come."""
@@ -115,7 +121,7 @@ class PowerSgd:
 
     def state_dict(self) -> dict[str, Any]:
         """Residue and factors by the parameter's name."""
-        self._unsettle()
+        self._unsettle(list(self._layout))
         return {
             "synchronisations": self._state.iter,
             "items": self._items,
@@ -124,7 +130,7 @@ class PowerSgd:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._unsettle()
+        self._unsettle(list(self._layout))
         parameters = {name: parameter for parameter, name in self._names.items()}
         self._state.iter = int(state["synchronisations"])
         self._items = int(state["items"])

@@ -127,7 +127,8 @@ class WindowTotals:
         assert self._shared is not None
         if self._work is not None:
             self._work.wait()
-        both = torch.cat((self._shared, grad_norm.detach().double().reshape(1)))
+        # of offloaded gradients the norm is on the host
+        both = torch.cat((self._shared, grad_norm.detach().to(self._device, torch.float64).reshape(1)))
         items, loss_sum, samples, more, stop, norm = both.tolist()
         return Agreed(round(items) if math.isfinite(items) else 0, loss_sum, round(samples), more > 0, stop > 0, norm)
 

@@ -92,15 +92,14 @@ def step_metrics(result: StepResult, plan: RunPlan, seen: tuple[int, int], peak_
 
 
 def calibration_metrics(calibrated: Calibrated) -> Metrics:
-    metrics: Metrics = {
+    metrics = {
         "comm/step_s": calibrated.step_s,
+        "comm/step_s_every": calibrated.step_s_every,
+        "comm/speedup": calibrated.speedup,
         "comm/exposed_s": calibrated.exposed_s,
         "comm/overlap": calibrated.overlap,
     }
-    if calibrated.step_s_every is not None and calibrated.speedup is not None:
-        metrics["comm/step_s_every"] = calibrated.step_s_every
-        metrics["comm/speedup"] = calibrated.speedup
-    return metrics
+    return {name: value for name, value in metrics.items() if value is not None}
 
 
 def _flags_bytes(plan: RunPlan) -> int:

@@ -8,13 +8,16 @@ from torch import nn
 
 from launcher.errors import TaskError
 
+CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+
 
 def find_units(model: nn.Module, named: Iterable[nn.Module] | None = None) -> list[nn.Module]:
     """The model's shard units, inner ones first; what lies in none of them belongs to the root.
 
     Args:
         named: what the task's ``shard_units(model)`` returned. Default: the elements of every outermost ModuleList (or
-            Sequential, where there is no such list) that repeats one class with parameters.
+            Sequential, where there is no such list) that repeats one class with parameters. A unit's forward must run
+            once a micro-batch: torch reduces its gradients after each.
 
     Raises:
         TaskError: one is no part of the model, has no parameters, lies under two parents, or shares a parameter with
@@ -33,6 +36,11 @@ def find_units(model: nn.Module, named: Iterable[nn.Module] | None = None) -> li
                 f"shard_units(model): {' and '.join(names[unit][:2])} are one {_shown(unit)} under two parents: its "
                 "gradients would be sent before the last use of it is done.\n"
                 "  Leave it out, or name the module that holds both."
+            )
+        if isinstance(unit, CONTAINERS):
+            raise TaskError(
+                f"shard_units(model): {names[unit][0]} is a {_shown(unit)}, which has no forward of its own.\n"
+                "  Name its elements: list(model.blocks), not model.blocks."
             )
         if next(unit.parameters(), None) is None:
             raise TaskError(f"shard_units(model): {names[unit][0]} has no parameters to shard.\n  Leave it out.")
@@ -65,12 +73,21 @@ def _repeated_blocks(model: nn.Module) -> list[nn.Module]:
     names = _all_names(model)
     blocks: list[nn.Module] = []
     for holder in lists:
-        children = [child for child in holder.children() if next(child.parameters(), None) is not None]
+        children = [child for child in _elements(holder) if next(child.parameters(), None) is not None]
         kinds = [type(child) for child in children]
         # one that is shared cannot be a unit: it stays with the root
         blocks += [child for child in children if kinds.count(type(child)) > 1 and len(names[child]) == 1]
     shared = _shared_parameters(blocks)
     return [block for block in blocks if not any(parameter in shared for parameter in block.parameters())]
+
+
+def _elements(holder: nn.Module) -> list[nn.Module]:
+    """Its children; of those that only hold others and have no forward of their own, theirs."""
+    return [
+        element
+        for child in holder.children()
+        for element in (_elements(child) if isinstance(child, CONTAINERS) else [child])
+    ]
 
 
 def _outermost(module: nn.Module, kind: type[nn.Module]) -> list[nn.Module]:

@@ -16,20 +16,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class World:
-    """This process's place: ``rank`` of ``size`` in the job, ``local_rank`` on its host."""
+    """This process's place: ``rank`` of ``size`` in the job, ``local_rank`` of ``local_size`` on its host."""
 
     rank: int
     size: int
     local_rank: int
+    local_size: int = 1
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> World:
         """Raises SiteError when a variable is missing or out of range, with its name and value."""
-        size = _number(env, "WORLD_SIZE", low=1)
+        size, local_size = _number(env, "WORLD_SIZE", low=1), _number(env, "LOCAL_WORLD_SIZE", low=1)
         return cls(
             rank=_number(env, "RANK", high=size - 1),
             size=size,
-            local_rank=_number(env, "LOCAL_RANK", high=_number(env, "LOCAL_WORLD_SIZE", low=1) - 1),
+            local_rank=_number(env, "LOCAL_RANK", high=local_size - 1),
+            local_size=local_size,
         )
 
     @classmethod

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -316,6 +317,17 @@ def test_a_host_that_is_gone_comes_before_those_who_lost_it() -> None:
     status, summary = first.conclude()
     assert status == 1
     assert summary["failure"]["error"].startswith("node 1 (127.0.0.1) is gone")
+
+
+def test_a_host_that_is_killed_later_is_not_the_first_to_fail() -> None:
+    first, (_, two), ends = star()
+    ago = [(datetime.now(UTC) - timedelta(seconds=seconds)).isoformat() for seconds in (20, 19)]
+    first.ended(1, failed(0, ago[0]))
+    ends[0].close()
+    wait_until(lambda: first.listen(0.01) or first.lost)
+    two.ended(1, failed(2, ago[1]))
+    wait_until(lambda: first.listen(0.01) or first.complete())
+    assert first.conclude()[1]["failure"]["node"] == 0
 
 
 def test_without_node_0_a_host_ends_by_itself() -> None:

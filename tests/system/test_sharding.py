@@ -35,8 +35,9 @@ def test_one_curve_under_every_strategy(precision: str, close: float, launch: La
         seen = records(run)
         curves[name] = [record["train/loss"] for record in seen] + [summary(run)["eval/loss"]]
         assert (run / "checkpoints/step_000008").is_dir()
-        # rehearsals have shown what is exposed; the collectives are told apart by kind
-        assert summary(run)["comm/exposed_s"] == seen[3]["comm/exposed_s"]
+        # rehearsals have shown what is exposed, but where a policy was asked for whose memory nobody has weighed
+        assert summary(run).get("comm/exposed_s") == seen[3].get("comm/exposed_s")
+        assert ("comm/exposed_s" in seen[3]) == (name != "recompute")
         kinds = {key.split("/")[1] for key in seen[-1] if key.count("/") == 2}
         sharded = {"all_gather", "reduce_scatter"} | ({"all_reduce"} if name == "hsdp" else set())
         assert kinds == ({"all_reduce"} if name == "ddp" else sharded)

@@ -104,6 +104,8 @@ def compare(data: Sentences, overrides: list[str]) -> dict[str, Any]:
         worst = max(worst, ((mine - expected).norm() / expected.norm()).item())
         if plan.strategy.compress is Compress.powersgd:
             sum_applied, sum_expected = sum_applied + mine, sum_expected + expected
+        if plan.strategy.compress is Compress.powersgd and result.step in (6, plan.train.steps):
+            assert len(engine.parallel._compression._layout) > 1, "several buckets remember something"
             owed = sum_applied + residue(engine, model, result.items) - sum_expected
             kept = max(kept, (owed.norm() / sum_expected.norm()).item())
         assert result.items == items

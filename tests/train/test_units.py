@@ -43,6 +43,12 @@ def test_blocks_that_share_a_parameter_stay_with_the_root() -> None:
     assert find_units(model) == [model[2]]
 
 
+def test_lists_in_lists_are_looked_into() -> None:
+    """A list has no forward that could be hooked; its elements have."""
+    model = nn.ModuleList(nn.ModuleList([nn.Linear(2, 2), nn.LayerNorm(2)]) for _ in range(2))
+    assert find_units(model) == [model[0][0], model[0][1], model[1][0], model[1][1]]
+
+
 def test_inner_units_come_first_and_own_their_parameters() -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2))
     outer, inner = model[0], model[0][1]
@@ -73,12 +79,18 @@ def empty() -> tuple[nn.Module, list[nn.Module]]:
     return model, [model[1]]
 
 
+def container() -> tuple[nn.Module, list[nn.Module]]:
+    model = Blocks()
+    return model, [model.layers]
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (shared, "layers.2 and last are one Linear under two parents"),
         (tied, "0 and 1 share the parameter weight"),
         (stranger, "Linear is no part of this model"),
+        (container, "layers is a ModuleList, which has no forward of its own"),
         (empty, "1 has no parameters to shard"),
     ],
 )
