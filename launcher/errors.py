@@ -76,7 +76,7 @@ class EngineMisuse(RunError):
 
 
 def _shown(value: object) -> str:
-    return str(getattr(value, "value", value))
+    return str(value).lower() if isinstance(value, bool) else str(getattr(value, "value", value))
 
 
 def did_you_mean(word: str, known: Iterable[str], prefix: str = "") -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from launcher.errors import TaskError
 from launcher.fromjson import build
 from launcher.plan import Forecast, RunPlan
 from launcher.strategy import with_forecasts, with_memory
@@ -15,11 +16,16 @@ def weigh_memory(plan: RunPlan) -> RunPlan:
 
     The task's model goes through a window of each policy on tensors without memory, in a process of its own: that takes
     some seconds. Where it cannot be done, the plan keeps the policy with the fewest bytes, and a note says why.
+
+    Raises:
+        TaskError: the job would fail at its first step.
     """
     answer = ask("launcher.train.forecast", plan.to_json())
+    if answer is not None and "error" in answer:
+        raise TaskError(f"task._target_={plan.task.target}: {answer['error']}")
     problem = "the process that looked ended early" if answer is None else answer.get("problem")
     if answer is None or problem:
-        note = f"The memory of each sync policy is not known: {problem}."
+        note = f"What each sync policy holds is not known, and was not weighed: {str(problem).rstrip('.')}."
         return dataclasses.replace(plan, notes=(*plan.notes, note))
     wire_s = {forecast.sync: forecast.wire_s for forecast in plan.strategy.forecasts}
     found: list[Forecast] = [build(Forecast, fields) for fields in answer["forecasts"]]

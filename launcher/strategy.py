@@ -100,7 +100,7 @@ def with_memory(plan: StrategyPlan, forecasts: Sequence[Forecast], memory_bytes:
     usable = USABLE_MEMORY * memory_bytes
     fitting = [forecast for forecast in forecasts if forecast.peak_bytes is None or forecast.peak_bytes <= usable]
     if fitting:
-        chosen = fewest_bytes(fitting)
+        chosen = min(fitting, key=lambda forecast: (forecast.wire_bytes, forecast.peak_bytes or 0))
         reason = "fewest wire bytes of " + ("all, and all fit" if len(fitting) == len(forecasts) else "those that fit")
     else:
         chosen = min(forecasts, key=lambda forecast: forecast.peak_bytes or 0)
@@ -151,10 +151,13 @@ def _require_own_options(config: StrategyConfig, cluster: ClusterPlan) -> None:
     for name in ("powersgd_rank", "powersgd_start"):
         if getattr(config, name) is not None and config.compress is not Compress.powersgd:
             raise ConfigError(
-                f"strategy.{name}", getattr(config, name), "has an effect with strategy.compress=powersgd only."
+                f"strategy.{name}",
+                getattr(config, name),
+                "has an effect with strategy.compress=powersgd only.",
+                f"Add strategy.compress=powersgd, or leave strategy.{name} out.",
             )
     if config.cpu_offload and cluster.device is Device.cpu:
-        raise ConfigError("strategy.cpu_offload", "true", "has no effect on cluster.device=cpu.", "Leave it out.")
+        raise ConfigError("strategy.cpu_offload", "true", "has no effect where no GPU is used.", "Leave it out.")
 
 
 def _shard_size(config: StrategyConfig, batch: Batch, cluster: ClusterPlan) -> int:

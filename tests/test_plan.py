@@ -112,7 +112,7 @@ def test_schedules() -> None:
         (["strategy=fsdp", "strategy.find_unused_parameters=true"], "has no effect with strategy=fsdp"),
         (["strategy=fsdp", "strategy.compress=bf16"], "strategy.compress=bf16: has no effect with strategy=fsdp"),
         (["strategy=fsdp", "strategy.shard_size=2"], "strategy.shard_size=2: has no effect with strategy=fsdp"),
-        (["strategy=fsdp", "strategy.cpu_offload=true"], "has no effect on cluster.device=cpu"),
+        (["strategy=fsdp", "strategy.cpu_offload=true"], "has no effect where no GPU is used"),
         (["strategy=hsdp"], "2 ranks cannot be split into several shard groups"),
         (["strategy=hsdp", "cluster.workers_per_node=4"], "strategy.shard_size=4 (the workers of one host)"),
         (

@@ -29,6 +29,10 @@ _DERIVED = (
 )  # fmt: skip
 # the plan's names, and the keys that a user sets
 _KEYS = {
+    "task.samples": "the task's data (samples)",
+    "task.parameters": "the task's code (its model's parameters)",
+    "task.unit_parameters": "the task's code (parameters in shard units)",
+    "task.gradient_bytes": "the task's code (bytes of gradients)",
     "strategy.sync": "strategy.sync (or what auto made of it)",
     "cluster.kind": "cluster", "strategy.kind": "strategy", "precision.kind": "precision",
     "optimizer.kind": "optimizer", "schedule.kind": "schedule", "task.target": "task._target_",
@@ -78,7 +82,7 @@ def differences(here: Message, there: Any, host: str, other: str) -> str:
         lines = [*lines[:_LINES], f"  and {len(lines) - _LINES} more"]
     first, last = (
         "The hosts were not given the same job. Nothing was started.",
-        "  Type the same command on every host.",
+        "  Type the same command on every host, where the same code and data are.",
     )
     return "\n".join([first, *lines, last])
 

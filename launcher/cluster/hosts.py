@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from launcher.cluster import local
 from launcher.cluster.agree import differences, facts
 from launcher.cluster.channel import PROTOCOL, Channel, Door, Message, wait
-from launcher.cluster.network import Route, find_route, socket_names
+from launcher.cluster.network import Route, find_route, require_reach, socket_names
 from launcher.cluster.peers import FirstHost, OtherHost, Peers
 from launcher.errors import SiteError, UserError
 from launcher.paths import read_json, write_text
@@ -77,7 +77,7 @@ def lead(plan: P, config_yaml: str, route: Route, known: Message, say: Say) -> t
         run = {"name": plan.run.name, "id": plan.run.id, "created": plan.run.created}
         for node, guest in enumerate(guests, 1):
             guest.send(welcome=run, node=node, store=store)
-        _require_ready(guests, plan)
+        _require_ready(guests, plan, route.rendezvous[1])
         for guest in guests:
             guest.send(go=True)
     except BaseException as error:
@@ -122,8 +122,8 @@ def _wait_for_all(door: Door, guests: list[Channel], nodes: int, known: Message,
             )
 
 
-def _require_ready(guests: list[Channel], plan: LaunchPlan) -> None:
-    """Raises SiteError where a host has not made its directory."""
+def _require_ready(guests: list[Channel], plan: LaunchPlan, port: int) -> None:
+    """Raises SiteError where a host has not made its directory, or cannot be reached where its workers will be."""
     for node, guest in enumerate(guests, 1):
         who = f"node {node} ({guest.peer})"
         answer = guest.next(_ANSWER_WITHIN_S)
@@ -131,6 +131,7 @@ def _require_ready(guests: list[Channel], plan: LaunchPlan) -> None:
             raise SiteError(f"{who} left before the job began. Nothing was started.")
         if "refused" in answer:
             raise SiteError(f"on {who}: {answer['refused']}")
+        require_reach(str(answer.get("address", guest.peer)), port, who)
         if isinstance(plan, RunPlan) and plan.checkpoint.enabled and not answer.get("shared"):
             raise SiteError(
                 f"checkpoint.enabled=true: {who} does not see {plan.run.dir} of node 0, and the parts of a checkpoint "
@@ -157,12 +158,13 @@ def join(plan: P, config_yaml: str, route: Route, known: Message, say: Say) -> t
             store=str(welcome["store"]), shared=False,
         )  # fmt: skip
         try:
+            require_reach(place.store.rpartition(":")[0], route.rendezvous[1], "node 0")
             plan = _placed(plan, _common_run(plan.run, welcome["welcome"]), place)
             plan, made = _make_directory(plan, config_yaml)
         except SiteError as error:
             channel.send(refused=str(error))
             raise
-        channel.send(ready=True, shared=not made)
+        channel.send(ready=True, shared=not made, address=place.address)
         _answer(channel, "go", _ANSWER_WITHIN_S + MEET_WITHIN_S)
     except BaseException:
         channel.close()

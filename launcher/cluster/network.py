@@ -138,3 +138,21 @@ def _wanted(name: str | None, present: list[Interface]) -> Interface | None:
 
 def _shown(present: list[Interface]) -> str:
     return ", ".join(f"{i.address} ({i.name})" for i in present if not i.loopback) or "no address but loopback"
+
+
+def require_reach(address: str, port: int, whose: str, seconds: float = 5.0) -> None:
+    """Raises SiteError where this host cannot open a connection to ``address``. One that is refused is good enough: the
+    host is there. ``whose``: the host that gave this address for its own, in words."""
+    problem = "it is an address of this host too" if any(i.address == address for i in interfaces()) else ""
+    if not problem:
+        try:
+            socket.create_connection((address, port), timeout=seconds).close()
+        except ConnectionRefusedError:
+            pass
+        except OSError as error:
+            problem = error.strerror or str(error)
+    if problem:
+        raise SiteError(
+            f"cluster.interface: {socket.gethostname()} does not reach {address}, where {whose} is to be reached: "
+            f"{problem}.\n  Set cluster.interface there to the one that leads to the other hosts."
+        )

@@ -18,13 +18,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
 from launcher.config import Device, Sync
+from launcher.errors import LauncherError
 from launcher.plan import Forecast, RunPlan
 from launcher.policy import POLICIES, passes
 from launcher.train.build import build
@@ -114,6 +115,10 @@ def main() -> None:
             "forecasts": [dataclasses.asdict(forecast) for forecast in forecasts(plan)],
             "memory_bytes": memory_bytes(plan),
         }
+    except LauncherError as error:  # the job would meet the same mistake
+        answer = {"error": str(error)}
+    except DataDependentOutputException:
+        answer = {"problem": "the model or its loss asks a tensor for its value (.item(), bool(), ...)"}
     except Exception as error:  # a model may do what tensors without values cannot
         answer = {"problem": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
     Path(sys.argv[1]).write_text(json.dumps(answer), encoding="utf-8")

@@ -43,7 +43,10 @@ def probe(target: str, params: dict[str, Any], search_path: list[str], shards: b
         raise TaskError(f"task._target_={target}: model() returned a {type(model).__name__}, not a torch.nn.Module.")
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
-        raise TaskError(f"task._target_={target}: model() has no parameter that requires a gradient.")
+        raise TaskError(
+            f"task._target_={target}: model() has no parameter that requires a gradient.\n"
+            "  Give it parameters, or unfreeze some (requires_grad_(True))."
+        )
     shard_units = getattr(task, "shard_units", None) if shards else None
     units = find_units(model, None if shard_units is None else shard_units(model))
     in_units = {parameter for unit in units for parameter in unit.parameters()}

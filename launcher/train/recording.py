@@ -97,7 +97,7 @@ class Recorder(TorchDispatchMode):
         if name == "set_":  # a new storage for the same tensor: places are read at each use
             return func(*args, **kwargs)
         if torch.Tag.data_dependent_output in func.tags:
-            raise self.refuse(f"{func} asks for a value")
+            raise self.refuse("its constructor asks a tensor for its value (.item(), bool(), ...)")
         needs, writes, covers = self._effects(func, name, args, kwargs)
         stored_args, stored_kwargs = tree_map(self._stored, (args, kwargs))
         meta_args, meta_kwargs = tree_map(lambda x: x.to(_META) if isinstance(x, Tensor) else x, (args, kwargs))

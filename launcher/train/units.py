@@ -31,6 +31,11 @@ def find_units(model: nn.Module, named: Iterable[nn.Module] | None = None) -> li
                 f"shard_units(model): {_shown(unit)} is no part of this model.\n"
                 "  Return modules of the model it is given, such as list(model.blocks)."
             )
+        if unit is model:
+            raise TaskError(
+                "shard_units(model): the model itself is among them: it is the root, and holds what is in no unit.\n"
+                "  Leave it out."
+            )
         if len(names[unit]) > 1:
             raise TaskError(
                 f"shard_units(model): {' and '.join(names[unit][:2])} are one {_shown(unit)} under two parents: its "

@@ -159,6 +159,16 @@ def test_checkpoints_need_a_shared_disk(pair: Hosts, tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("runs/*"))
 
 
+def test_an_interface_that_the_other_host_does_not_reach(pair: Hosts, tmp_path: Path) -> None:
+    """It exists, and has an address: only the other host can tell."""
+    for wrong in (0, 1):
+        each = tuple(("cluster.interface=eth1",) if host == wrong else () for host in range(2))
+        for text in finish(start(pair, tmp_path, "train.steps=2", each=each), 2, 2):
+            assert text.count("launch: error: ") == 1
+            assert f"does not reach 10.99.0.1, where node {wrong}" in text
+        assert not list(tmp_path.glob("*/runs/*")), "nothing is left behind"
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [

@@ -54,6 +54,7 @@ def test_one_curve_under_every_strategy(precision: str, close: float, launch: La
     [
         (["task.trouble=shared unit"], "2 and again are one Linear under two parents"),
         (["task.trouble=empty unit"], "1 has no parameters to shard"),
+        (["task.trouble=unused"], "The loss does not depend on 1 of the model's parameters: forgotten"),
         (["strategy.sync=replicas_at_boundary"], "strategy=fsdp does not have this policy"),
     ],
 )

@@ -74,6 +74,11 @@ def stranger() -> tuple[nn.Module, list[nn.Module]]:
     return nn.Sequential(nn.Linear(4, 4)), [nn.Linear(4, 4)]
 
 
+def whole() -> tuple[nn.Module, list[nn.Module]]:
+    model = Blocks()
+    return model, [model]
+
+
 def empty() -> tuple[nn.Module, list[nn.Module]]:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     return model, [model[1]]
@@ -91,6 +96,7 @@ def container() -> tuple[nn.Module, list[nn.Module]]:
         (tied, "0 and 1 share the parameter weight"),
         (stranger, "Linear is no part of this model"),
         (container, "layers is a ModuleList, which has no forward of its own"),
+        (whole, "the model itself is among them"),
         (empty, "1 has no parameters to shard"),
     ],
 )
