@@ -143,7 +143,11 @@ def _shown(present: list[Interface]) -> str:
 def require_reach(address: str, port: int, whose: str, seconds: float = 5.0) -> None:
     """Raises SiteError where this host cannot open a connection to ``address``. One that is refused is good enough: the
     host is there. ``whose``: the host that gave this address for its own, in words."""
-    problem = "it is an address of this host too" if any(i.address == address for i in interfaces()) else ""
+    problem = (
+        "it is an address of this host too"
+        if any(i.address == address and not i.loopback for i in interfaces())
+        else ""
+    )
     if not problem:
         try:
             socket.create_connection((address, port), timeout=seconds).close()

@@ -466,17 +466,17 @@ def old_weight_norm(self: Any) -> None:
 
 
 NOT_DEFERRABLE: dict[str, tuple[Make, str]] = {
-    "item": (asks(lambda w: w.max().item()), "needs values|asks for a value"),
-    "if": (asks(lambda w: 1 if w.max() > 0 else 2), "asks for a value"),
+    "item": (asks(lambda w: w.max().item()), "needs values|asks a tensor for its value"),
+    "if": (asks(lambda w: 1 if w.max() > 0 else 2), "asks a tensor for its value"),
     "tolist": (asks(lambda w: w.tolist()), "."),
     "numpy": (asks(lambda w: w.numpy()), "TypeError"),
-    "equal": (asks(lambda w: torch.equal(w, w + 1)), "asks for a value"),
+    "equal": (asks(lambda w: torch.equal(w, w + 1)), "asks a tensor for its value"),
     "mask": (asks(lambda w: w[w > 0]), "nonzero"),
     "print": (asks(lambda w: np.asarray(w)), "."),
     "kept aside": (asks(lambda w: w * 2), "neither parameters nor buffers .*answer"),
     "kept in a list": (asks(lambda w: [w[:2]]), r"neither parameters nor buffers .*\(2,\)"),
     "sparse": (asks(lambda w: w.to_sparse()), "."),
-    "swallowed": (module(swallows), "asks for a value"),
+    "swallowed": (module(swallows), "asks a tensor for its value"),
     "swallowed, another": (module(swallows_another), "TypeError"),
     "reseeds": (module(reseeds), "seeds or restores"),
     "forks": (module(forks), "seeds or restores"),
