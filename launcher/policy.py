@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Self
 
 from launcher.config import StrategyKind, Sync
 
@@ -72,6 +73,11 @@ class Layout:
     unit_bytes: int
     root_bytes: int
     gradient_bytes: int
+
+    @classmethod
+    def replicated(cls, gradient_bytes: int, replicas: int) -> Self:
+        """A whole copy on each rank."""
+        return cls(shard_size=1, replicas=replicas, unit_bytes=0, root_bytes=0, gradient_bytes=gradient_bytes)
 
     def payload(self, sent: Passes) -> dict[Collective, int]:
         """Bytes of each kind that ``sent`` comes to; a group of one rank sends nothing."""

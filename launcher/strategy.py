@@ -187,19 +187,17 @@ def _layout(config: StrategyConfig, batch: Batch, shard_size: int, precision: Pr
     """By arithmetic, without the padding of uneven shards. Of an unknown model, any size orders the policies."""
     parameters = 1_000_000 if task.parameters is None else task.parameters
     in_units = parameters // 2 if task.unit_parameters is None else task.unit_parameters
-    if config.kind in SHARDED:
-        gathered, reduced = ITEM_BYTES[precision.kind], ITEM_BYTES[precision.reduce_dtype]
-        gradient_bytes = reduced * parameters
-    else:
-        gathered = 0
+    if config.kind not in SHARDED:
         own = parameters * 4 if task.gradient_bytes is None else task.gradient_bytes
-        gradient_bytes = own // 2 if config.compress in (Compress.bf16, Compress.fp16) else own
+        sent = own // 2 if config.compress in (Compress.bf16, Compress.fp16) else own
+        return Layout.replicated(sent, batch.world_size)
+    gathered = ITEM_BYTES[precision.kind]
     return Layout(
         shard_size=shard_size,
         replicas=batch.world_size // shard_size,
         unit_bytes=gathered * in_units,
         root_bytes=gathered * (parameters - in_units),
-        gradient_bytes=gradient_bytes,
+        gradient_bytes=ITEM_BYTES[precision.reduce_dtype] * parameters,
     )
 
 

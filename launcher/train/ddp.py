@@ -31,14 +31,7 @@ class Ddp:
         strategy, world_size = plan.strategy, plan.batch.world_size
         self.module, self.averaged_over = model, world_size
         self._unused_allowed = strategy.find_unused_parameters
-        layout = Layout(
-            shard_size=1,
-            replicas=world_size,
-            unit_bytes=0,
-            root_bytes=0,
-            gradient_bytes=payload_of_gradients(model),
-        )
-        self.meter = Meter(strategy.kind, layout, device)
+        self.meter = Meter(strategy.kind, Layout.replicated(payload_of_gradients(model), world_size), device)
         self._compression = _compression(strategy, model)
         self.forward = self._ddp = DistributedDataParallel(
             model,

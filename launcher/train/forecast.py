@@ -73,7 +73,7 @@ def _forecast(plan: RunPlan, sync: Sync, task: Task, batch: Any, device: torch.d
         )  # fmt: skip
         tracker.track_external(model, optimizer)
         with tracker:
-            for window, number in itertools.product(range(WINDOWS), range(micro_batches)):
+            for number in itertools.chain(*[range(micro_batches)] * WINDOWS):
                 tracker.reset_mod_stats()
                 last = number == micro_batches - 1
                 with parallel.micro_batch(sync, first=number == 0, last=last), precision.autocast():
@@ -83,7 +83,6 @@ def _forecast(plan: RunPlan, sync: Sync, task: Task, batch: Any, device: torch.d
                     parallel.gradients()
                     optimizer.step()
                     parallel.zero_grad()
-                    del window
     payload = parallel.meter.layout.payload(passes(plan.strategy.kind, sync, plan.batch.accumulation))
     peak: Any = tracker.get_tracker_snapshot("peak")
     return Forecast(

@@ -67,12 +67,12 @@ class Fsdp:
         if strategy.cpu_offload:
             _move_buffers(model, device)  # only parameters wait in host memory
         self._modules = [module for module in (model, *units) if isinstance(module, FSDPModule)]
-        self._gather = Gather(self.meter, device)
+        gather = Gather(self.meter, device)
         self._scatter = Scatter(self.meter, device)
         for module in self._modules:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-            module.set_custom_all_gather(self._gather)  # pyright: ignore[reportArgumentType]
+            module.set_custom_all_gather(gather)  # pyright: ignore[reportArgumentType]
             module.set_custom_reduce_scatter(self._scatter)  # pyright: ignore[reportArgumentType]
             if self._replicated:
                 module.set_all_reduce_hook(self._scatter.reduced_between_replicas)

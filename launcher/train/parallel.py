@@ -153,9 +153,7 @@ class Single:
     def __init__(self, model: nn.Module, plan: RunPlan, device: torch.device) -> None:
         self.module = self.forward = model
         self._unused_allowed = plan.strategy.find_unused_parameters
-        gradient_bytes = payload_of_gradients(model)
-        layout = Layout(shard_size=1, replicas=1, unit_bytes=0, root_bytes=0, gradient_bytes=gradient_bytes)
-        self.meter = Meter(plan.strategy.kind, layout, device)
+        self.meter = Meter(plan.strategy.kind, Layout.replicated(payload_of_gradients(model), 1), device)
 
     def micro_batch(self, sync: Sync, *, first: bool, last: bool) -> AbstractContextManager[object]:  # noqa: ARG002
         return nullcontext()

@@ -9,6 +9,7 @@ The bound: the sum of the gradients applied so far is that of the gradients comp
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
@@ -69,7 +70,7 @@ class PowerSgd:
     def _settle(self, index: int, parameters: list[nn.Parameter]) -> None:
         """Give bucket ``index`` what its parameters remember, if it does not hold just those."""
         known = self._layout.get(index)
-        if known is not None and len(known) == len(parameters) and all(map(_is, known, parameters)):
+        if known is not None and len(known) == len(parameters) and all(map(operator.is_, known, parameters)):
             return
         self._unsettle({index, *self._holding(parameters)})
         # torch's hook makes its memory itself where a bucket has none; then nothing is known of its parameters either
@@ -136,7 +137,3 @@ class PowerSgd:
         self._items = int(state["items"])
         self._residue = {parameters[name]: tensor for name, tensor in state.get("residue", {}).items()}
         self._factors = {parameters[name]: tensor for name, tensor in state.get("factors", {}).items()}
-
-
-def _is(one: object, other: object) -> bool:
-    return one is other

@@ -13,7 +13,7 @@ from tests.system.runs import OWN, records, summary
 pytestmark = pytest.mark.slow
 
 JOB = (
-    "task.width=32", "task.depth=2", "task.heads=2", "task.seq_len=16", "task.eval_samples=70", "train.steps=8",
+    "task.width=32", "task.depth=2", "task.heads=2", "task.seq_len=16", "task.eval_samples=69", "train.steps=8",
     "batch.global_size=32", "batch.micro_size=2", "wandb.mode=disabled", "run.calibrate=1", "optimizer.lr=1e-2",
     "schedule.warmup_steps=2",
 )  # fmt: skip

@@ -11,7 +11,7 @@ from launcher.policy import Collective, Layout
 from launcher.train.meter import Meter
 
 CPU = torch.device("cpu")
-DDP_OF_4 = Layout(shard_size=1, replicas=4, unit_bytes=0, root_bytes=0, gradient_bytes=1000)
+DDP_OF_4 = Layout.replicated(1000, 4)
 # of 800 bytes in units and 200 in the root, in groups of 2, twice
 HSDP_OF_4 = Layout(shard_size=2, replicas=2, unit_bytes=800, root_bytes=200, gradient_bytes=1000)
 
@@ -110,7 +110,7 @@ def test_gathers_of_every_are_those_that_were_seen() -> None:
 
 
 def test_one_rank_sends_nothing() -> None:
-    alone = Layout(shard_size=1, replicas=1, unit_bytes=0, root_bytes=0, gradient_bytes=1000)
+    alone = Layout.replicated(1000, 1)
     stats = Meter(StrategyKind.ddp, alone, CPU).close_window(8, Sync.boundary)
     assert (stats.payload_bytes, stats.wire_bytes_every, stats.saved_fraction) == (0, 0, 0)
 
