@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from launcher import errors
 from launcher.cluster import rounds
 from launcher.cluster.deaths import DeathWatch
+from launcher.cluster.failure import failure
 from launcher.config import WandbMode
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, class_named
 from launcher.paths import RunPaths, read_json, write_json
@@ -135,16 +136,16 @@ def _failed(plan: LaunchPlan, error: ChildFailedError, deaths: DeathWatch) -> in
     kind, _, text = message.partition(": ")
     # by its full name: a user's own class may have the same short one
     ours = class_named(kind) if trace and f"\n{errors.__name__}.{kind}: " in trace else None
-    failure = {
-        "rank": rank,
-        "exit_code": first.exitcode,
-        "kind": kind if ours else None,
-        "error": text if ours else message,
-        "traceback": None if ours else trace,  # the text of our own errors says it all
-        "log": str(plan.paths.newest_rank_log(rank)),
-        "at": deaths.time(first.pid).isoformat(timespec="milliseconds"),
-    }
-    write_json(path, (read_json(path) or {}) | {"verdict": "failed", "failure": failure})
+    told = failure(
+        text if ours else message,
+        plan.paths.newest_rank_log(rank),
+        rank=rank,
+        exit_code=first.exitcode,
+        kind=kind if ours else None,
+        traceback=None if ours else trace,  # the text of our own errors says it all
+        at=deaths.time(first.pid),
+    )
+    write_json(path, (read_json(path) or {}) | {"verdict": "failed", "failure": told})
     return EXIT_FAILED
 
 
@@ -152,43 +153,30 @@ def _parted(plan: LaunchPlan, why: str) -> int:
     """This host's workers could not begin, or begin again, together with those of the others."""
     summary: dict[str, Any] = {"verdict": "killed"}
     if why != rounds.GIVEN_UP:
-        failure = {
-            "rank": None,
-            "exit_code": None,
-            "kind": None,
-            "error": f"the hosts' agents did not come together: {why}",
-            "traceback": None,
-            "log": str(plan.paths.node_log(plan.node)),
-            "at": datetime.now(UTC).isoformat(timespec="milliseconds"),
-        }
-        summary = {"verdict": "failed", "failure": failure}
+        error = f"the hosts' agents did not come together: {why}"
+        told = failure(error, plan.paths.node_log(plan.node), at=datetime.now(UTC))
+        summary = {"verdict": "failed", "failure": told}
     write_json(plan.paths.summary_of(plan.node), summary)
     return EXIT_FAILED
 
 
 def _unfinished(paths: RunPaths) -> int:
     """All workers left with status 0, and none has said that the run is over."""
-    failure = {
-        "rank": None,
-        "exit_code": 0,
-        "kind": None,
-        "error": "the workers left before the run was over, with status 0: does the task call sys.exit or os._exit?",
-        "traceback": None,
-        "log": str(paths.newest_rank_log(0)),
-    }
-    write_json(paths.summary, {"verdict": "failed", "failure": failure})
+    error = "the workers left before the run was over, with status 0: does the task call sys.exit or os._exit?"
+    told = failure(error, paths.newest_rank_log(0), exit_code=0)
+    write_json(paths.summary, {"verdict": "failed", "failure": told})
     return EXIT_FAILED
 
 
-def _own_words(failure: ProcessFailure) -> tuple[str, str | None]:
+def _own_words(death: ProcessFailure) -> tuple[str, str | None]:
     """The exception's message and traceback, or how the process ended."""
-    file = Path(failure.error_file)
-    if failure.error_file and file.exists():
+    file = Path(death.error_file)
+    if death.error_file and file.exists():
         words = json.loads(file.read_text(encoding="utf-8"))["message"]
         return words["message"], words["extraInfo"]["py_callstack"]
-    if failure.exitcode < 0:
-        return f"killed by {signal.Signals(-failure.exitcode).name}", None
-    return f"left with exit status {failure.exitcode}", None
+    if death.exitcode < 0:
+        return f"killed by {signal.Signals(-death.exitcode).name}", None
+    return f"left with exit status {death.exitcode}", None
 
 
 def _start_mirror(plan: LaunchPlan) -> subprocess.Popen[bytes] | None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol
 
+from launcher.cluster.failure import failure
 from launcher.cluster.peers import Peers
 from launcher.errors import EXIT_FAILED, EXIT_INTERRUPTED, SiteError
 from launcher.paths import read_json, write_json, write_text
@@ -177,12 +178,5 @@ def _verdict_without_words(plan: LaunchPlan, status: int) -> dict[str, Any]:
         return {"verdict": "killed"}
     if status == 0:  # a script of the user's own writes no summary, nor do the workers of another host
         return {"verdict": "done"}
-    failure = {
-        "rank": None,
-        "exit_code": status,
-        "kind": None,
-        "error": f"the node agent ended with status {status}",
-        "traceback": None,
-        "log": str(plan.paths.node_log(plan.node)),
-    }
-    return {"verdict": "killed" if status < 0 else "failed", "failure": failure}
+    told = failure(f"the node agent ended with status {status}", plan.paths.node_log(plan.node), exit_code=status)
+    return {"verdict": "killed" if status < 0 else "failed", "failure": told}

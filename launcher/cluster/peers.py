@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from typing import Any, Protocol
 
 from launcher.cluster.channel import LOST_AFTER_S, Channel, Door, Message, wait
+from launcher.cluster.failure import failure
 from launcher.errors import EXIT_FAILED, EXIT_INTERRUPTED
 
 # a connection that is reset is seen at once, but after the workers' own connections to that host may have been
@@ -170,8 +171,8 @@ class FirstHost:
         whoever lost a peer by it came after it."""
         failures: list[tuple[float, Summary]] = []
         for node, result in self._results.items():
-            if (failure := result.summary.get("failure")) is not None:
-                failures.append((result.when, failure | {"node": node, "host": self._hosts[node]}))
+            if (told := result.summary.get("failure")) is not None:
+                failures.append((result.when, told | {"node": node, "host": self._hosts[node]}))
         for node, when in self._gone.items():
             unnoticed = LOST_AFTER_S if self._guests[node].silent else _RESET_MARGIN_S
             failures.append((when - unnoticed, lost_host(node, self._guests[node])))
@@ -227,21 +228,13 @@ class OtherHost:
 
 def seconds_since_failure(summary: Summary) -> float:
     """How long ago the first failure was by this host's clock; 0 for one whose time is not known."""
-    failure: Summary = summary.get("failure") or {}
-    at = failure.get("at")
+    told: Summary = summary.get("failure") or {}
+    at = told.get("at")
     return 0.0 if at is None else (datetime.now(UTC) - datetime.fromisoformat(at)).total_seconds()
 
 
 def lost_host(node: int, channel: Channel) -> Summary:
     """The failure that is nobody's own words."""
     why = f"no answer for {LOST_AFTER_S} s" if channel.silent else "its `launch` was killed, or the host was shut down"
-    return {
-        "rank": None,
-        "exit_code": None,
-        "kind": None,
-        "error": f"node {node} ({channel.peer}) is gone: {why}",
-        "traceback": None,
-        "log": None,
-        "node": node,
-        "host": channel.peer,
-    }
+    told = failure(f"node {node} ({channel.peer}) is gone: {why}", None)
+    return told | {"node": node, "host": channel.peer}

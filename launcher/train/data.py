@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
 from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
 
 from launcher.batch import Batch, share_of_window
@@ -140,7 +139,7 @@ class StreamFeed:
     def _open(self) -> None:
         if callable(getattr(self._dataset, "set_epoch", None)):
             self._dataset.set_epoch(self._epoch)
-        shard = _Shard(self._dataset, self._plan.batch, self._world.rank, self._collate)
+        shard = Shard(self._dataset, self._plan.batch, self._world.rank, self._collate)
         # the same on every rank: each reads the whole stream, and a shuffled one must come in one order
         self._source = prefetch(shard, self._plan, self._device, self._plan.train.seed + self._epoch)
         self._next = next(self._source, None)
@@ -181,43 +180,6 @@ class StreamFeed:
         self._source.close()
 
 
-def eval_batches(
-    dataset: Any, plan: RunPlan, world: World, device: torch.device, collate: Collate | None = None
-) -> Iterator[MicroBatch]:
-    """This rank's share of ``dataset``, once, in micro-batches; the shares of all ranks are the whole.
-
-    Every rank gets as many: a sharded model needs all ranks in each forward pass. A stand-in counts 0 samples.
-    """
-    collate = collate or default_collate
-    size = plan.batch.micro_size
-    if not isinstance(dataset, Sized) or isinstance(dataset, IterableDataset):
-        return _in_step(
-            prefetch(_Shard(dataset, plan.batch, world.rank, collate), plan, device, plan.train.seed), world
-        )
-    mine = range(world.rank, len(dataset), world.size)
-    rounds = -(-len(dataset) // (size * world.size))
-    shares = [mine[at * size : (at + 1) * size] for at in range(rounds)]
-    return prefetch(_InOrder(dataset, collate), plan, device, plan.train.seed, order=shares)
-
-
-def _in_step(batches: Iterator[MicroBatch], world: World) -> Iterator[MicroBatch]:
-    """``batches``, and stand-ins after them until the last rank's have ended."""
-    last: MicroBatch | None = None
-    while True:
-        batch = next(batches, None)
-        more = torch.tensor([batch is not None], dtype=torch.uint8)
-        if world.size > 1:
-            dist.all_reduce(more, dist.ReduceOp.MAX)
-        if not more.item():
-            return
-        last = batch or (last and MicroBatch(last.data, 0))
-        if last is None:
-            raise DataError(
-                f"eval_data() has fewer blocks of batch.micro_size samples than ranks: rank {world.rank} got none."
-            )
-        yield last
-
-
 class _Spec(NamedTuple):
     """A micro-batch by its place: offsets [start, stop) of the window that holds positions [first, first + size)."""
 
@@ -253,17 +215,7 @@ class _Shuffled(Dataset[tuple[Any, int]]):
         return self._collate([self._dataset[index] for index in mine]), spec.stop - spec.start
 
 
-class _InOrder(Dataset[tuple[Any, int]]):
-    """Collates the samples of a range."""
-
-    def __init__(self, dataset: Any, collate: Collate) -> None:
-        self._dataset, self._collate = dataset, collate
-
-    def __getitem__(self, indices: range) -> tuple[Any, int]:
-        return self._collate([self._dataset[index] for index in indices or (0,)]), len(indices)
-
-
-class _Shard(IterableDataset[tuple[Any, int]]):
+class Shard(IterableDataset[tuple[Any, int]]):
     """This rank's blocks of a stream, collated."""
 
     def __init__(self, dataset: Iterable[Any], batch: Batch, rank: int, collate: Collate) -> None:

@@ -21,8 +21,8 @@ from launcher.paths import write_json
 from launcher.plan import OptimizerPlan, RunPlan
 from launcher.train import checkpoint
 from launcher.train.calibration import Calibrated
-from launcher.train.data import eval_batches
 from launcher.train.engine import Engine
+from launcher.train.held_out import eval_batches
 from launcher.train.meter import CommStats
 from launcher.train.step import StepResult
 from launcher.train.task import Loss, Task, eval_data, load_task

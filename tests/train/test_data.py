@@ -12,7 +12,8 @@ from torch.utils.data import IterableDataset
 
 from launcher.errors import DataError
 from launcher.plan import RunPlan
-from launcher.train.data import Feed, eval_batches, open_feed
+from launcher.train.data import Feed, open_feed
+from launcher.train.held_out import eval_batches
 from launcher.train.world import World
 from tests.helpers import make_plan
 
@@ -149,7 +150,7 @@ def test_streams_start_again_for_the_next_epoch() -> None:
 
 @pytest.mark.parametrize("dataset", [list(range(40)), Stream(40)])
 def test_evaluation_sees_every_sample_once(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("launcher.train.data.dist.all_reduce", lambda *_: None)  # each rank alone
+    monkeypatch.setattr("launcher.train.held_out.dist.all_reduce", lambda *_: None)  # each rank alone
     plan = plan_for(4, 3)
     seen: list[int] = []
     for rank in range(3):
