@@ -6,48 +6,19 @@ import dataclasses
 import json
 import socket
 import threading
-import time
-from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from launcher.cluster import hosts, network
+from launcher.cluster import hosts
 from launcher.cluster.agree import differences, facts
-from launcher.cluster.channel import Channel, Door
-from launcher.cluster.network import Interface, Route, find_route, socket_names
+from launcher.cluster.network import Route
 from launcher.cluster.peers import FirstHost, OtherHost
-from launcher.errors import ConfigError, SiteError, UserError
-from launcher.placement import endpoint
+from launcher.errors import UserError
 from launcher.plan import RunPlan
-from tests.conftest import Launch
+from tests.cluster.meeting import LO, TWO, free_port, wait_until
 from tests.helpers import make_plan
-
-TWO = ("cluster=hosts", "cluster.nodes=2", "cluster.rendezvous=10.0.0.1:29400", "checkpoint.enabled=false")
-LO = Interface("lo", "127.0.0.1")
-
-
-@pytest.fixture(autouse=True)
-def closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """In a real `launch` the end of the process closes what a test leaves open."""
-    opened: list[Channel | Door] = []
-    for kind in (Channel, Door):
-
-        def remember(self: Any, place: Any, make: Any = kind.__init__) -> None:
-            make(self, place)
-            opened.append(self)
-
-        monkeypatch.setattr(kind, "__init__", remember)
-    yield
-    for one in opened:
-        one.close()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
 
 
 class Member(threading.Thread):
@@ -77,52 +48,6 @@ class Member(threading.Thread):
 
 def plan_in(place: Path, *overrides: str) -> RunPlan:
     return make_plan(*TWO, *overrides, run_dir=str(place / "run"))
-
-
-def wait_until(condition: Any) -> None:
-    for _ in range(3000):
-        if condition():
-            return
-        time.sleep(0.01)
-    raise AssertionError("it never came true")
-
-
-@pytest.mark.parametrize(("text", "expected"), [("a.b:1", ("a.b", 1)), ("10.0.0.1:65535", ("10.0.0.1", 65535))])
-def test_endpoints(text: str, expected: tuple[str, int]) -> None:
-    assert endpoint(text) == expected
-
-
-@pytest.mark.parametrize("text", ["host", "host:", ":29400", "host:0", "host:65536", "host:http", "host:-1", ""])
-def test_what_is_no_endpoint(text: str) -> None:
-    with pytest.raises(ConfigError, match="must be HOST:PORT"):
-        endpoint(text)
-
-
-def test_ipv6_is_refused() -> None:
-    with pytest.raises(ConfigError, match="IPv6 addresses are not supported"):
-        endpoint("[fe80::1]:29400")
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["cluster.rendezvous=a:1"], "cluster.rendezvous=a:1: has no effect with cluster=local"),
-        (["cluster.interface=eth0"], "cluster.interface=eth0: has no effect with cluster=local"),
-        (["cluster=hosts", "cluster.rendezvous=a:1"], "cluster.nodes=1: cluster=hosts is a job over several machines"),
-        (["cluster=hosts", "cluster.nodes=2"], "cluster.rendezvous: cluster=hosts needs it"),
-        ([*TWO, "strategy=single"], "one rank trains alone, and 2 were asked for"),
-    ],
-)
-def test_impossible_values(overrides: list[str], message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        make_plan(*overrides)
-    assert message in str(caught.value)
-
-
-def test_the_world_is_that_of_all_hosts() -> None:
-    plan = make_plan(*TWO, "cluster.nodes=3", "cluster.workers_per_node=4", "batch.global_size=96")
-    assert plan.batch.world_size == 12
-    assert RunPlan.from_json(plan.to_json()) == plan
 
 
 def test_two_hosts_meet(tmp_path: Path) -> None:
@@ -256,130 +181,3 @@ def test_nobody_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     assert "nobody has answered there" in str(Member(plan_in(tmp_path), port, first=False).wait())
     assert "1 of 2 hosts came" in str(Member(plan_in(tmp_path), port, first=True).wait())
-
-
-def star() -> tuple[FirstHost, list[OtherHost], list[Channel]]:
-    """Node 0, and two others, after their meeting."""
-    door = Door(("127.0.0.1", 0))
-    ends = [Channel(socket.create_connection(("127.0.0.1", door.port))) for _ in range(2)]
-    guests: list[Channel] = []
-    for end in ends:
-        end.send(launch="launcher 1")
-    wait_until(lambda: guests.extend(channel for channel, _ in door.arrivals()) or len(guests) == 2)
-    for end in ends:
-        assert end.next(10) == {"launch": "launcher 1"}
-    by_port = {end._socket.getsockname()[1]: end for end in ends}
-    ends = [by_port[guest._socket.getpeername()[1]] for guest in guests]
-    return FirstHost(door, guests, "a", "full"), [OtherHost(end) for end in ends], ends
-
-
-def failed(rank: int, at: str | None = None) -> dict[str, Any]:
-    return {"verdict": "failed", "failure": {"rank": rank, "error": "boom", "at": at}}
-
-
-def test_the_first_failure_is_everyones_verdict() -> None:
-    first, (one, two), _ = star()
-    one.ended(1, failed(1, "2024-01-01T00:00:05+00:00"))
-    first.ended(1, failed(0, "2024-01-01T00:00:07+00:00"))
-    two.ended(1, failed(2, "2024-01-01T00:00:06+00:00"))
-    wait_until(lambda: first.listen(0.01) or first.complete())
-    status, summary = first.conclude()
-    assert status == 1
-    assert (summary["failure"]["rank"], summary["failure"]["node"]) == (1, 1)
-    for other in (one, two):
-        wait_until(lambda other=other: other.listen(0.01) or other.complete())
-        assert other.trouble is not None
-        assert other.conclude() == (1, summary)
-
-
-def test_a_stop_reaches_every_host_and_is_no_failure() -> None:
-    first, (one, two), _ = star()
-    one.stop()
-    wait_until(lambda: first.listen(0.01) or first.stopped_by)
-    assert first.stopped_by == "node 1 (127.0.0.1)"
-    wait_until(lambda: two.listen(0.01) or two.stopped_by)
-    for peers in (one, first, two):
-        peers.ended(130, {"verdict": "stopped"})
-    wait_until(lambda: first.listen(0.01) or first.complete())
-    assert first.conclude() == (130, {"verdict": "stopped"})
-    wait_until(lambda: two.listen(0.01) or two.complete())
-    assert two.conclude() == (130, {"verdict": "stopped"})
-
-
-def test_a_host_that_is_gone_comes_before_those_who_lost_it() -> None:
-    first, (_, two), ends = star()
-    first.ended(1, failed(0))
-    ends[0].close()
-    wait_until(lambda: first.listen(0.01) or first.lost)
-    wait_until(lambda: two.listen(0.01) or two.lost)
-    two.ended(1, failed(2))
-    wait_until(lambda: first.listen(0.01) or first.complete())
-    status, summary = first.conclude()
-    assert status == 1
-    assert summary["failure"]["error"].startswith("node 1 (127.0.0.1) is gone")
-
-
-def test_a_host_that_is_killed_later_is_not_the_first_to_fail() -> None:
-    first, (_, two), ends = star()
-    ago = [(datetime.now(UTC) - timedelta(seconds=seconds)).isoformat() for seconds in (20, 19)]
-    first.ended(1, failed(0, ago[0]))
-    ends[0].close()
-    wait_until(lambda: first.listen(0.01) or first.lost)
-    two.ended(1, failed(2, ago[1]))
-    wait_until(lambda: first.listen(0.01) or first.complete())
-    assert first.conclude()[1]["failure"]["node"] == 0
-
-
-def test_without_node_0_a_host_ends_by_itself() -> None:
-    first, (one, two), _ = star()
-    for guest in first._guests.values():
-        guest.close()
-    first._door.close()
-    wait_until(lambda: one.listen(0.01) or one.complete())
-    assert one.lost
-    assert one.conclude()[1]["failure"]["node"] == 0
-    two.stop()
-    wait_until(lambda: two.listen(0.01) or two.complete())
-    assert two.conclude() == (130, {"verdict": "killed"})
-
-
-def test_a_plan_contacts_nobody(launch: Launch) -> None:
-    overrides = ("cluster=hosts", "cluster.nodes=2", "cluster.rendezvous=nowhere.invalid:29400")
-    done = launch("plan", *overrides)
-    assert done.returncode == 0, done.stderr
-    assert "2 hosts × 2 workers" in done.stdout
-
-
-def present(monkeypatch: pytest.MonkeyPatch, *found: Interface) -> None:
-    monkeypatch.setattr(network, "interfaces", lambda: [LO, *found])
-
-
-def test_the_owner_of_the_address_is_the_first_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    eth0, ib0 = Interface("eth0", "192.0.2.1"), Interface("ib0", "198.51.100.1")
-    present(monkeypatch, eth0, ib0)
-    assert find_route("192.0.2.1:5", None) == Route(("192.0.2.1", 5), True, eth0)
-    assert find_route("192.0.2.1:5", "ib0") == Route(("192.0.2.1", 5), True, ib0)
-    monkeypatch.delenv(network.GLOO, raising=False)
-    monkeypatch.setenv(network.NCCL, "=ib0")
-    assert socket_names(Route(("192.0.2.1", 5), True, ib0), "ib0") == {network.GLOO: "ib0", network.NCCL: "=ib0"}
-    with pytest.raises(SiteError, match="the environment says NCCL_SOCKET_IFNAME==ib0"):
-        socket_names(Route(("192.0.2.1", 5), True, eth0), "eth0")
-
-
-@pytest.mark.parametrize(
-    ("rendezvous", "interface", "words"),
-    [
-        ("localhost:5", None, ["localhost is 127.0.0.1 here; no other host reaches that", "192.0.2.1 (eth0)"]),
-        ("127.0.1.1:5", None, ["no other host reaches that"]),
-        ("192.0.2.1:5", "lo", ["lo: has no IPv4 address that others reach"]),
-        ("192.0.2.1:5", "eth9", ["eth9: is no interface of this host", "This host has: 192.0.2.1 (eth0)"]),
-    ],
-)
-def test_routes_that_lead_nowhere(
-    monkeypatch: pytest.MonkeyPatch, rendezvous: str, interface: str | None, words: list[str]
-) -> None:
-    present(monkeypatch, Interface("eth0", "192.0.2.1"))
-    with pytest.raises(SiteError) as caught:
-        find_route(rendezvous, interface)
-    for word in words:
-        assert word in str(caught.value)
