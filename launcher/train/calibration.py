@@ -9,12 +9,22 @@ from __future__ import annotations
 
 import random
 import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Self
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from launcher.config import Sync
+from launcher.config import Compress, Sync
+from launcher.errors import PolicyNotObserved
+from launcher.plan import RunPlan
+
+if TYPE_CHECKING:
+    from launcher.train.parallel import Parallel
 
 # DDP lays its buckets out anew after the first synchronised backward pass: neither it nor its successor is typical
 WARM_UP_WINDOWS = 2
@@ -68,14 +78,29 @@ class Calibration:
         own: the job's policy.
         windows: how many of each kind; 0 to leave it out.
         alternates: whether ``own`` differs from syncing every micro-batch here.
+        may_rehearse: whether there is room for the whole model.
     """
 
     own: Sync
     windows: int
     alternates: bool
+    may_rehearse: bool = True
     start: int = WARM_UP_WINDOWS
     _every_s: list[float] = field(default_factory=list[float])
     _own: list[WindowTimes] = field(default_factory=list[WindowTimes])
+
+    @classmethod
+    def of(cls, plan: RunPlan) -> Self:
+        strategy = plan.strategy
+        return cls(
+            strategy.sync,
+            plan.train.calibrate if plan.batch.world_size > 1 else 0,
+            alternates=strategy.sync is not Sync.every
+            and plan.batch.accumulation > 1
+            # what PowerSGD leaves out depends on how often it is asked: only its own policy trains as the job does
+            and strategy.compress is not Compress.powersgd,
+            may_rehearse=strategy.rehearses,
+        )
 
     @property
     def _stop(self) -> int:
@@ -88,7 +113,8 @@ class Calibration:
 
     def rehearses(self, window: int) -> bool:
         """Whether the micro-batches of this window are first run without any collective."""
-        return self.start <= window < self._stop and (not self.alternates or (window - self.start) % 2 == 1)
+        in_turn = self.start <= window < self._stop and (not self.alternates or (window - self.start) % 2 == 1)
+        return in_turn and self.may_rehearse
 
     def observe(self, window: int, times: WindowTimes, full: bool) -> Calibrated | None:
         """Take a window's times in; the result, once, after the last of them."""
@@ -111,6 +137,43 @@ class Calibration:
             exposed_s=statistics.median(exposed) if exposed else None,
             comm_s=statistics.median(times.comm_s for times in self._own),
         )
+
+
+class Rehearsal:
+    """One window's forward and backward passes without any collective; nothing but their time stays."""
+
+    def __init__(self, parallel: Parallel, device: torch.device) -> None:
+        self._parallel, self._device = parallel, device
+        self._took = 0.0
+
+    @contextmanager
+    def under_way(self) -> Iterator[None]:
+        """Around the passes.
+
+        Raises:
+            PolicyNotObserved: they have run a collective.
+        """
+        kept = Kept(self._parallel.module, self._device)
+        with self._parallel.rehearsal():
+            self._parallel.meter.open_window()
+            began = self._now()
+            yield
+            self._took = self._now() - began
+            if not self._parallel.meter.silent:
+                raise PolicyNotObserved("A rehearsal without communication has run collectives.")
+        kept.put_back()
+
+    def slowest_s(self) -> float:
+        """Seconds that the slowest rank took: in a window of its own every rank waits for that one. All call it."""
+        slowest = torch.tensor([self._took], dtype=torch.float64, device=self._device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        return slowest.item()
+
+    def _now(self) -> float:
+        """The clock, once the device is through with what it was given."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
 
 
 class Kept:

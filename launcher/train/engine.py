@@ -26,13 +26,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from launcher.config import Compress, Sync
-from launcher.errors import ConfigError, DataError, EngineMisuse, PolicyNotObserved
+from launcher.errors import ConfigError, DataError, EngineMisuse
 from launcher.plan import RunPlan
 from launcher.train import data, step
 from launcher.train.buffers import Buffers
 from launcher.train.build import ModelFrom, OptimizerFrom, build
-from launcher.train.calibration import Calibration, Kept, WindowTimes
+from launcher.train.calibration import Calibration, Rehearsal, WindowTimes
 from launcher.train.loader import MicroBatch
 from launcher.train.parallel import ShardUnits
 from launcher.train.precision import Precision
@@ -80,15 +79,7 @@ class Engine:
         self._buffers = Buffers(self.parallel.module, self.world.size, self.device)
         self.precision = Precision(plan.precision, self.device)
         self.schedule = LambdaLR(self.optimizer, lambda done: plan.schedule.factor(done, plan.train.steps))
-        own = plan.strategy.sync
-        self._calibration = Calibration(
-            own,
-            plan.train.calibrate if self.world.size > 1 else 0,
-            alternates=own is not Sync.every
-            and plan.batch.accumulation > 1
-            # what it leaves out depends on how often it is asked: only its own policy trains as the job does
-            and plan.strategy.compress is not Compress.powersgd,
-        )
+        self._calibration = Calibration.of(plan)
         self._stop = stop
         self._divisor: float | None = None
         self._totals = WindowTotals(self.world, self.device)
@@ -140,7 +131,7 @@ class Engine:
         self._buffers.share(self.parallel.meter)
 
     def _batches(self, window: data.Window) -> Iterator[Any]:
-        if self.plan.strategy.rehearses and self._calibration.rehearses(self._windows_here):
+        if self._calibration.rehearses(self._windows_here):
             micro_batches = list(window.micro_batches)
             yield from self._rehearse(micro_batches)
             window = dataclasses.replace(window, micro_batches=iter(micro_batches))
@@ -162,32 +153,17 @@ class Engine:
 
     def _rehearse(self, micro_batches: list[MicroBatch]) -> Iterator[Any]:
         """The window's forward and backward passes without any collective, for their time; nothing of them stays."""
-        kept = Kept(self.parallel.module, self.device)
-        with self.parallel.rehearsal():
-            self.parallel.meter.open_window()
-            began = self._now()
-            self._rehearsing = True
+        rehearsal = Rehearsal(self.parallel, self.device)
+        self._rehearsing = True
+        with rehearsal.under_way():
             for micro in micro_batches:
                 self._micro = dataclasses.replace(micro, samples=0)
                 yield from self._hand_out(micro)
-            self._rehearsing = False
-            took = self._now() - began
-            if not self.parallel.meter.silent:
-                raise PolicyNotObserved("A rehearsal without communication has run collectives.")
-        kept.put_back()
-        # the slowest rank's: in a window of its own every rank waits for that one
-        slowest = torch.tensor([took], dtype=torch.float64, device=self.device)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        self._rehearsed_s = slowest.item()
+        self._rehearsing = False
+        self._rehearsed_s = rehearsal.slowest_s()
         self.parallel.meter.open_window()
         self._started = time.perf_counter()
         self._buffers.share(self.parallel.meter)
-
-    def _now(self) -> float:
-        """The clock, once the device is through with what it was given."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
 
     @property
     def samples_in_batch(self) -> int:
