@@ -10,7 +10,8 @@ LauncherError
     ├── PolicyNotObserved   the collectives that ran are not those of the sync policy
     ├── UnusedParameters    the backward pass reached only part of the model
     ├── DataError           the dataset is not what the plan says
-    └── EngineMisuse        the user's loop left out a call
+    ├── EngineMisuse        the user's loop left out a call
+    └── Superseded          the run goes on elsewhere: this process is what is left of an earlier start
 """
 
 from __future__ import annotations
@@ -72,6 +73,10 @@ class DataError(RunError):
 
 
 class EngineMisuse(RunError):
+    pass
+
+
+class Superseded(RunError):
     pass
 
 

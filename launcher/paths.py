@@ -49,6 +49,11 @@ class RunPaths:
         return self.summary if node == 0 else self.root / f"summary.node{node}.json"
 
     @property
+    def incarnation(self) -> Path:
+        """Which start of the run is the newest: only that one may write."""
+        return self.root / "incarnation.json"
+
+    @property
     def logs(self) -> Path:
         return self.root / "logs"
 
