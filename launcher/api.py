@@ -13,12 +13,12 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from launcher.compose import compose
-from launcher.config import Config, RunConfig, Sync, WandbMode
-from launcher.errors import SiteError
+from launcher.config import ClusterConfig, ClusterKind, Config, RunConfig, Sync, WandbMode
+from launcher.errors import ConfigError, SiteError
 from launcher.forecast import weigh_memory
 from launcher.plan import RunInfo, RunPlan, TaskPlan
 from launcher.policy import SHARDED
-from launcher.site import Site
+from launcher.site import Partition, Site, allowed_env
 from launcher.solve import solve
 from launcher.taskinfo import describe_task
 
@@ -31,17 +31,41 @@ def plan_job(config: Config) -> RunPlan:
     Raises:
         ConfigError, TaskError, SiteError: what is wrong with the input.
     """
-    site = Site.here()
+    site = where(config.cluster)
     class_name = str(config.task.get("_target_", "")).rpartition(".")[2]
     run = new_run(config.run, re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", class_name).lower(), site.cwd)
     if config.wandb.mode is WandbMode.online:
-        require_wandb_key(os.environ)
+        # a job of Slurm's finds the key in .netrc, or where the user names the variable in cluster.env
+        everything = config.cluster.kind is not ClusterKind.slurm
+        require_wandb_key(os.environ if everything else allowed_env(os.environ, ("HOME", *config.cluster.env)))
     # what no task could make right is said before the task is looked at, which may take seconds
     solve(config, site, TaskPlan.unknown(ANY_NUMBER), run)
     task = describe_task(config.task, site.cwd, shards=config.strategy.kind in SHARDED)
     plan = solve(config, site, task, run)
     auto = plan.strategy.kind in SHARDED and config.strategy.sync is Sync.auto
     return weigh_memory(plan) if auto else plan
+
+
+def where(config: ClusterConfig) -> Site:
+    """What the machines have that the job will run on: this one, or the nodes of a partition of Slurm's.
+
+    Raises:
+        ConfigError: there is no such partition.
+    """
+    from launcher.cluster.slurm import client
+
+    if config.kind is not ClusterKind.slurm or not client.available():
+        return Site.here()
+    known = client.partitions()
+    wanted = known[0].name if config.partition is None else config.partition
+    # several may be named: the job runs in whichever is free first
+    found = [partition for name in wanted.split(",") for partition in known if partition.name == name]
+    if len(found) < len(wanted.split(",")):
+        raise ConfigError(
+            "cluster.partition", wanted, "Slurm has no such partition.",
+            f"There are: {', '.join(partition.name for partition in known)}.",
+        )  # fmt: skip
+    return Site.of(Partition.least(found))
 
 
 def make_plan(overrides: Sequence[str] | Config = (), *, samples: int | None) -> RunPlan:

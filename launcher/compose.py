@@ -20,6 +20,7 @@ from launcher.paths import CONF
 
 _PRIMARY = "config"
 _SCHEMA = "launcher_schema"
+_OPEN_KEYS = r"(task|cluster\.sbatch)\.[^=]+="
 
 
 def compose(overrides: Sequence[str] = ()) -> Config:
@@ -32,7 +33,7 @@ def compose(overrides: Sequence[str] = ()) -> Config:
     from hydra import initialize_config_dir
 
     _register_schema()
-    overrides = _open_task_keys(overrides)
+    overrides = _open_free_keys(overrides)
     with _errors_in_plain_words(overrides), initialize_config_dir(str(CONF), version_base="1.3"):
         return _to_config(hydra_compose(_PRIMARY, overrides=list(overrides)))[0]
 
@@ -48,7 +49,7 @@ def run_with_config(verb: str, arguments: Sequence[str], act: Callable[[Config, 
 
     _register_schema()
     _require_known_keys(arguments)
-    arguments = _open_task_keys(arguments)
+    arguments = _open_free_keys(arguments)
     statuses = [0]
     wrong: list[Exception] = []
 
@@ -111,9 +112,10 @@ def _is_own_group(key: str, arguments: Sequence[str]) -> bool:
     return any((Path(place) / key).is_dir() for place in places)
 
 
-def _open_task_keys(arguments: Sequence[str]) -> list[str]:
-    """``task.width=64`` -> ``++task.width=64``: a task's parameters are its class's to know, not the schema's."""
-    return [f"++{argument}" if re.match(r"task\.[^=]+=", argument) else argument for argument in arguments]
+def _open_free_keys(arguments: Sequence[str]) -> list[str]:
+    """``task.width=64`` -> ``++task.width=64``: a task's parameters are its class's to know, not the schema's, and
+    sbatch's options are Slurm's."""
+    return [f"++{argument}" if re.match(_OPEN_KEYS, argument) else argument for argument in arguments]
 
 
 @contextmanager

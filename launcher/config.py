@@ -14,6 +14,7 @@ from typing import Any
 class ClusterKind(StrEnum):
     local = "local"
     hosts = "hosts"
+    slurm = "slurm"
 
 
 class Device(StrEnum):
@@ -88,25 +89,47 @@ class ClusterConfig:
     """Where the job runs."""
 
     kind: ClusterKind = ClusterKind.local
-    """local: this machine; hosts: several, on each of which the same command is typed."""
+    """local: this machine; hosts: several, on each of which the same command is typed; slurm: a job of Slurm's."""
     nodes: int = 1
     """Hosts; a local job has one."""
     rendezvous: str | None = None
     """hosts: HOST:PORT where they meet, an address of the first of them."""
     interface: str | None = None
-    """hosts: this host's network interface to the others. Default: the one that leads to rendezvous."""
+    """hosts, slurm: a host's network interface to the others. Default: the one that leads to the first of them."""
     link_gbit: float | None = None
-    """hosts: Gbit/s of a host's link to the others, for the predicted time on the wire."""
+    """hosts, slurm: Gbit/s of a host's link to the others, for the predicted time on the wire."""
     workers_per_node: int | None = None
-    """Ranks a host. Default: the GPUs seen, else 2."""
+    """Ranks a host. Default: the GPUs seen (slurm: of a node of the partition), else 2."""
     device: Device = Device.auto
-    """auto: cuda where a GPU is seen, else cpu."""
+    """auto: cuda where a GPU is seen (slurm: where the partition has some), else cpu."""
     max_restarts: int = 0
     """How often torchrun starts the workers again after one failed. `launch run` only, until runs can be resumed."""
     grace_s: int = 30
     """Seconds that workers get to finish their window and save when they are asked to stop."""
     env: list[str] = field(default_factory=list[str])
     """Names of environment variables that workers get beside the usual ones; a trailing * matches any ending."""
+    partition: str | None = None
+    """slurm: where the job queues. Default: Slurm's."""
+    account: str | None = None
+    """slurm: who pays."""
+    qos: str | None = None
+    """slurm: quality of service."""
+    time: str | None = None
+    """slurm: time limit, "HH:MM:SS" or "D-HH:MM:SS". A run that is longer goes on in the job's next turn."""
+    mem: str | None = None
+    """slurm: memory a node, such as "64G"."""
+    cpus_per_worker: int | None = None
+    """slurm: CPU cores a rank. Default: a node's cores by its GPUs; without GPUs 2."""
+    constraint: str | None = None
+    """slurm: features that nodes must have."""
+    exclude: str | None = None
+    """slurm: nodes not to use."""
+    dependency: str | None = None
+    """slurm: jobs to wait for, such as "afterok:1234"."""
+    setup: list[str] = field(default_factory=list[str])
+    """slurm: shell lines run on the first node before the job, such as "module load cuda"."""
+    sbatch: dict[str, Any] = field(default_factory=dict[str, Any])
+    """slurm: any other option of sbatch by its long name; true for one without a value."""
 
 
 @dataclass(kw_only=True)
@@ -237,9 +260,9 @@ class CheckpointConfig:
     every: int | None = None
     """Optimizer steps between two checkpoints."""
     every_minutes: float | None = None
-    """Minutes between two checkpoints."""
+    """Minutes between two checkpoints. Default, without every: none; slurm: 10."""
     keep: int | None = None
-    """Checkpoints kept, the newest; default: all."""
+    """Checkpoints kept, the newest. Default: all; slurm, where every and every_minutes are not set: 3."""
 
 
 @dataclass(kw_only=True)

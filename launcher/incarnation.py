@@ -38,7 +38,7 @@ class Fence:
     """What an incarnation asks before it writes."""
 
     def __init__(self, paths: RunPaths, own: Incarnation) -> None:
-        self._paths, self.own = paths, own
+        self.paths, self.own = paths, own
 
     @classmethod
     def here(cls, paths: RunPaths) -> Fence:
@@ -47,7 +47,7 @@ class Fence:
 
     def newest(self) -> dict[str, Any]:
         """What the newest incarnation has written of itself; empty before the first."""
-        return read_json(self._paths.incarnation) or {}
+        return read_json(self.paths.incarnation) or {}
 
     def claim(self, **known: Any) -> None:
         """Begin: from here on older incarnations write nothing. ``known``: what others are to know of this one.
@@ -56,7 +56,7 @@ class Fence:
             Superseded: a newer one has begun.
         """
         self.check()
-        write_json(self._paths.incarnation, {"incarnation": str(self.own), **known})
+        write_json(self.paths.incarnation, {"incarnation": str(self.own), **known})
 
     def check(self) -> None:
         """Raises Superseded where a newer incarnation has begun."""

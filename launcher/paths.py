@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,9 +50,33 @@ class RunPaths:
         return self.summary if node == 0 else self.root / f"summary.node{node}.json"
 
     @property
+    def job(self) -> Path:
+        """Who sent the run off, when, as which job; once more for each time it was resumed."""
+        return self.root / "job.json"
+
+    @property
+    def events(self) -> Path:
+        """What happened to the run beside training: one JSON object a start, a stop, a requeue."""
+        return self.root / "events.jsonl"
+
+    @property
+    def code(self) -> Path:
+        """The user's code as it was when the run was submitted."""
+        return self.root / "code"
+
+    @property
+    def slurm(self) -> Path:
+        """submitit's folder: the batch script of each submission, and what was written before the agent's own log."""
+        return self.root / "slurm"
+
+    @property
     def incarnation(self) -> Path:
         """Which start of the run is the newest: only that one may write."""
         return self.root / "incarnation.json"
+
+    def failure_of(self, node: int) -> Path:
+        """How the workers of one node of a Slurm job failed; the summary has the earliest of them."""
+        return self.root / f"failure.node{node}.json"
 
     @property
     def logs(self) -> Path:
@@ -70,6 +95,11 @@ class RunPaths:
         while self.rank_log(rank, attempt + 1).exists():
             attempt += 1
         return self.rank_log(rank, attempt)
+
+    def next_attempt(self) -> int:
+        """The number of the attempt that follows those that have left a log."""
+        numbers = [re.fullmatch(r"rank\d+(?:\.attempt(\d+))?\.log", path.name) for path in self.logs.glob("rank*.log")]
+        return max((int(number[1] or 0) + 1 for number in numbers if number), default=0)
 
     def rank_error(self, rank: int, attempt: int = 0) -> Path:
         """Where torch's ``@record`` leaves a rank's exception."""

@@ -5,25 +5,31 @@ from __future__ import annotations
 from launcher.config import ClusterConfig, ClusterKind, Device, StrategyKind
 from launcher.errors import ConfigError
 from launcher.plan import FORMAT, ClusterPlan, EnvPlan, LaunchPlan, RunInfo
+from launcher.sbatch import solve_sbatch
 from launcher.site import ALLOWED_ENV, Site
 
 CPU_WORKERS = 2
+SCRIPT_COMMAND = ("-P", "-m", "launcher.cluster.script")
 
 
 def solve_script(config: ClusterConfig, site: Site, run: RunInfo, arguments: list[str]) -> LaunchPlan:
     """The plan of `launch run`: a torchrun script of the user's on the same cluster options, without the engine."""
-    cluster = solve_cluster(config, site)
+    cluster = solve_cluster(config, site, run.name)
     return LaunchPlan(
         format=FORMAT,
         run=run,
         cluster=cluster,
         env=solve_env(config, cluster, site),
-        command=("-P", "-m", "launcher.cluster.script", *arguments),
+        command=(*SCRIPT_COMMAND, *arguments),
     )
 
 
 def solve_cluster(
-    config: ClusterConfig, site: Site, strategy: StrategyKind = StrategyKind.ddp, started: tuple[int, int] | None = None
+    config: ClusterConfig,
+    site: Site,
+    name: str,
+    strategy: StrategyKind = StrategyKind.ddp,
+    started: tuple[int, int] | None = None,
 ) -> ClusterPlan:
     _check_kind(config)
     device = config.device
@@ -36,17 +42,21 @@ def solve_cluster(
     if workers < 1:
         raise ConfigError("cluster.workers_per_node", workers, "must be at least 1.")
     # ranks that a user's own torchrun has started, perhaps on several hosts, are checked where each takes its GPU
-    if device is Device.cuda and workers > site.gpus and started is None:
+    if device is Device.cuda and workers > site.gpus and started is None and _gpus_are_known(config, site):
+        where = f"a node of partition {site.partition.name}" if site.partition else "this machine"
         raise ConfigError(
             "cluster.workers_per_node",
             workers,
-            f"this machine shows {site.gpus} GPUs and each worker needs one.",
+            f"{where} shows {site.gpus} GPUs and each worker needs one.",
             f"Use {'cluster.workers_per_node=' + str(site.gpus) + ', or ' if site.gpus else ''}cluster.device=cpu.",
         )
     if strategy is StrategyKind.single and (ranks := nodes * workers) > 1:
         raise ConfigError(
             "strategy", "single", f"one rank trains alone, and {ranks} were asked for.", "Use strategy=ddp."
         )
+    slurm = None
+    if config.kind is ClusterKind.slurm:
+        slurm = solve_sbatch(config, nodes, workers, device, site.partition, name)
     return ClusterPlan(
         kind=config.kind,
         nodes=nodes,
@@ -59,21 +69,43 @@ def solve_cluster(
         max_restarts=config.max_restarts,
         grace_s=config.grace_s,
         cwd=site.cwd,
+        import_from=(site.cwd,),
+        slurm=slurm,
     )
 
 
+def _gpus_are_known(config: ClusterConfig, site: Site) -> bool:
+    """Nodes of a partition differ: one that is chosen by its features may have more than the least of them."""
+    if config.kind is not ClusterKind.slurm:
+        return True
+    return site.partition is not None and config.constraint is None and not {"gres", "gpus"} & set(config.sbatch)
+
+
+_SLURM_KEYS = (
+    "partition", "account", "qos", "time", "mem", "cpus_per_worker", "constraint", "exclude", "dependency", "setup",
+    "sbatch",
+)  # fmt: skip
+# keys that belong to some kinds of cluster only, and which those are
+_KINDS = dict.fromkeys(_SLURM_KEYS, (ClusterKind.slurm,)) | {
+    "rendezvous": (ClusterKind.hosts,),
+    "interface": (ClusterKind.hosts, ClusterKind.slurm),
+    "link_gbit": (ClusterKind.hosts, ClusterKind.slurm),
+}
+
+
 def _check_kind(config: ClusterConfig) -> None:
-    if config.kind is ClusterKind.local:
-        for name in ("rendezvous", "interface", "link_gbit"):
-            if (value := getattr(config, name)) is not None:
-                raise ConfigError(
-                    f"cluster.{name}", value, "has no effect with cluster=local.", "For several hosts: cluster=hosts."
-                )
-        if config.nodes != 1:
+    for name, kinds in _KINDS.items():
+        if (value := getattr(config, name)) not in (None, [], {}) and config.kind not in kinds:
             raise ConfigError(
-                "cluster.nodes", config.nodes, "cluster=local is one machine.",
-                "Use cluster.nodes=1; for several: cluster=hosts.",
+                f"cluster.{name}", value, f"has no effect with cluster={config.kind.value}.",
+                f"It belongs to {' and '.join(f'cluster={kind.value}' for kind in kinds)}.",
             )  # fmt: skip
+    if config.kind is ClusterKind.local and config.nodes != 1:
+        raise ConfigError(
+            "cluster.nodes", config.nodes, "cluster=local is one machine.",
+            "Use cluster.nodes=1; for several: cluster=slurm, or cluster=hosts where there is no scheduler.",
+        )  # fmt: skip
+    if config.kind is not ClusterKind.hosts:
         return
     if config.nodes < 2:
         raise ConfigError(
@@ -105,7 +137,8 @@ def endpoint(rendezvous: str) -> tuple[str, int]:
 
 
 def solve_env(config: ClusterConfig, cluster: ClusterPlan, site: Site) -> EnvPlan:
-    threads = max(1, site.cores // cluster.workers_per_node)
+    cores = site.cores if cluster.slurm is None else cluster.slurm.cpus_per_node
+    threads = max(1, cores // cluster.workers_per_node)
     no_gpu = {"CUDA_VISIBLE_DEVICES": ""} if cluster.device is Device.cpu else dict[str, str]()
     return EnvPlan(
         allow=(*ALLOWED_ENV, *config.env),

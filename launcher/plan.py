@@ -59,9 +59,22 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SlurmPlan:
+    """What Slurm is asked for. ``options``: of sbatch, by their long names; true for one without a value. ``setup``:
+    shell lines. ``cpus_per_node``: cores. ``signal_s``: seconds before the time limit at which SIGUSR2 comes, to save.
+    """
+
+    options: dict[str, Any]
+    setup: tuple[str, ...]
+    cpus_per_node: int
+    signal_s: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class ClusterPlan:
-    """``device``: cpu or cuda, never auto. ``cwd``: where the user typed the command. ``grace_s``: seconds. ``place``:
-    None for a local job, and until the hosts have met. ``link_gbit``: Gbit/s of a host's link, if that was said."""
+    """``device``: cpu or cuda, never auto. ``cwd``: where the user typed the command. ``import_from``: directories with
+    the user's modules. ``grace_s``: seconds. ``place``: None for a job on one host, and until the hosts have met.
+    ``link_gbit``: Gbit/s of a host's link, if that was said."""
 
     kind: ClusterKind
     nodes: int
@@ -74,6 +87,8 @@ class ClusterPlan:
     max_restarts: int
     grace_s: int
     cwd: str
+    import_from: tuple[str, ...]
+    slurm: SlurmPlan | None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,9 @@ import os
 import signal
 import sys
 import threading
-from types import TracebackType
-from typing import NoReturn
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import NoReturn, Self
 
 # What asks a worker to stop after its window: from the agent, a scheduler, or a person.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
@@ -31,6 +32,53 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
     if os.getppid() != parent:  # it died before the call
         os.kill(os.getpid(), number)
+
+
+class StopShield:
+    """A parent of workers, and the signals to stop: the first one is raised as an exception in the main thread, later
+    ones change nothing: the workers have been told, and are given their time.
+
+    Children start with these signals blocked, until they have handlers of their own and call ``lower_shield``: none may
+    meet one before it can handle it. They inherit that from the main thread, so another thread takes the signals here;
+    Python runs the handlers in the main thread all the same.
+    """
+
+    def __init__(self, error: Callable[[int], Exception]) -> None:
+        """``error``: what to raise for a signal's number; may be replaced."""
+        self.error = error
+        self._over = threading.Event()
+        self._taker = threading.Thread(target=self._take, daemon=True)
+
+    def _take(self) -> None:
+        lower_shield()
+        self._over.wait()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        self.hold()
+        raise self.error(number)
+
+    def hold(self) -> None:
+        """From here on a signal changes nothing."""
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
+    def __enter__(self) -> Self:
+        self._before = {number: signal.signal(number, self._handle) for number in STOP_SIGNALS}
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        self._taker.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._taker.join()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+
+
+def lower_shield() -> None:
+    """Take signals to stop from here on, the one that came meanwhile too."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 def join_output_streams() -> None:

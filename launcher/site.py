@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import importlib.metadata
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,25 +23,70 @@ ALLOWED_ENV = (
     "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "CC", "CXX",
 )  # fmt: skip
 WANDB_ENV = ("WANDB_*", "NETRC")
+# what a batch script needs beside that: to find Slurm, and for `module load` in cluster.setup
+BATCH_ENV = (
+    "SLURM_CONF", "BASH_ENV", "BASH_FUNC_*", "MODULEPATH", "MODULESHOME", "MODULES_*", "LOADEDMODULES", "_LMFILES_",
+    "LMOD_*", "__LMOD_*", "_ModuleTable*", "ENV",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Partition:
+    """``nodes``, ``max_nodes``: that it has, and that one job may have (None: no limit). ``cores``, ``gpus``: the least
+    that one of its nodes has. ``limit_s``, ``default_s``: seconds of its longest and of its default time limit, None
+    for no limit."""
+
+    name: str
+    nodes: int
+    max_nodes: int | None
+    cores: int
+    gpus: int
+    gres: tuple[str, ...]
+    limit_s: int | None
+    default_s: int | None
+
+    @classmethod
+    def least(cls, several: Sequence[Partition]) -> Partition:
+        """What a job can count on that may run in any of them."""
+
+        def lowest(values: Iterable[int | None]) -> int | None:
+            return min((value for value in values if value is not None), default=None)
+
+        return cls(
+            name=",".join(partition.name for partition in several),
+            nodes=min(partition.nodes for partition in several),
+            max_nodes=lowest(partition.max_nodes for partition in several),
+            cores=min(partition.cores for partition in several),
+            gpus=min(partition.gpus for partition in several),
+            gres=several[0].gres,
+            limit_s=lowest(partition.limit_s for partition in several),
+            default_s=lowest(partition.default_s for partition in several),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """``gpus``: CUDA devices this process may use; ``cores``: CPU cores it may use; ``cwd``: the working directory."""
+    """A machine that workers run on. ``gpus``: CUDA devices a job may use there; ``cores``: CPU cores; ``cwd``: the
+    working directory; ``partition``: of Slurm's that it is a node of."""
 
     gpus: int
     cores: int
     cwd: str
+    partition: Partition | None = None
 
     @classmethod
     def here(cls) -> Site:
         return cls(gpus=visible_gpus(os.environ), cores=len(os.sched_getaffinity(0)), cwd=str(Path.cwd()))
 
+    @classmethod
+    def of(cls, partition: Partition) -> Site:
+        """The least of its nodes, as Slurm has them in its books."""
+        gpus = partition.gpus if torch_has_cuda() else 0
+        return cls(gpus=gpus, cores=partition.cores, cwd=str(Path.cwd()), partition=partition)
 
-def visible_gpus(env: Mapping[str, str], dev: Path = Path("/dev"), torch_version: str | None = None) -> int:
-    """CUDA devices that torch will see: the driver's device nodes, less what CUDA_VISIBLE_DEVICES hides.
 
-    A CPU build of torch sees none, whatever the machine has.
+def torch_has_cuda(torch_version: str | None = None) -> bool:
+    """Whether this Python's torch is more than a CPU build, which sees no GPU, whatever the machine has.
 
     Raises:
         SiteError: torch is not installed.
@@ -53,7 +98,16 @@ def visible_gpus(env: Mapping[str, str], dev: Path = Path("/dev"), torch_version
             raise SiteError(
                 "torch is not installed in this Python.\n  Install it: pip install 'torch>=2.11'."
             ) from None
-    if torch_version.endswith("+cpu"):
+    return not torch_version.endswith("+cpu")
+
+
+def visible_gpus(env: Mapping[str, str], dev: Path = Path("/dev"), torch_version: str | None = None) -> int:
+    """CUDA devices that torch will see: the driver's device nodes, less what CUDA_VISIBLE_DEVICES hides.
+
+    Raises:
+        SiteError: torch is not installed.
+    """
+    if not torch_has_cuda(torch_version):
         return 0
     present = sum(1 for node in dev.glob("nvidia[0-9]*") if node.name.removeprefix("nvidia").isdecimal())
     listed = env.get("CUDA_VISIBLE_DEVICES")

@@ -8,6 +8,8 @@ import math
 from launcher import batch as contract
 from launcher.config import (
     BatchConfig,
+    CheckpointConfig,
+    ClusterKind,
     Config,
     LrScaling,
     OptimizerConfig,
@@ -39,6 +41,7 @@ from launcher.strategy import solve_precision, solve_strategy
 from launcher.validate import check
 
 DEFAULT_STEPS = 300
+SLURM_SAVES_EVERY_MIN, SLURM_KEEPS = 10.0, 3
 WORKER_COMMAND = ("-P", "-m", "launcher.train.worker")
 
 
@@ -61,7 +64,7 @@ def solve(config: Config, site: Site, task: TaskPlan, run: RunInfo, started: tup
             "cluster.max_restarts", config.cluster.max_restarts, "a training job started again would begin at step 0.",
             "It serves `launch run`, whose script resumes by itself.",
         )  # fmt: skip
-    cluster = solve_cluster(config.cluster, site, config.strategy.kind, started)
+    cluster = solve_cluster(config.cluster, site, run.name, config.strategy.kind, started)
     batch = contract.solve_batch(config.batch, cluster.nodes * cluster.workers_per_node)
     epoch = _epoch(config.batch, batch, task)
     steps = _steps(config.train, epoch)
@@ -93,7 +96,7 @@ def solve(config: Config, site: Site, task: TaskPlan, run: RunInfo, started: tup
             loader_workers=config.train.loader_workers,
             calibrate=config.run.calibrate,
         ),
-        checkpoint=CheckpointPlan(**dataclasses.asdict(config.checkpoint)),
+        checkpoint=_checkpoint(config.checkpoint, config.cluster.kind),
         wandb=WandbPlan(
             mode=config.wandb.mode,
             project=config.wandb.project,
@@ -103,6 +106,14 @@ def solve(config: Config, site: Site, task: TaskPlan, run: RunInfo, started: tup
         ),
         notes=(*_notes(schedule, steps, epoch, batch), *_unit_notes(strategy, task)),
     )
+
+
+def _checkpoint(config: CheckpointConfig, kind: ClusterKind) -> CheckpointPlan:
+    """A job that Slurm may take its nodes from saves now and then, unless the user says otherwise."""
+    plan = CheckpointPlan(**dataclasses.asdict(config))
+    if kind is not ClusterKind.slurm or plan.every is not None or plan.every_minutes is not None:
+        return plan
+    return dataclasses.replace(plan, every_minutes=SLURM_SAVES_EVERY_MIN, keep=plan.keep or SLURM_KEEPS)
 
 
 def _epoch(config: BatchConfig, batch: contract.Batch, task: TaskPlan) -> EpochPlan:

@@ -30,6 +30,7 @@ _BOUNDS: dict[str, tuple[Callable[[Number], bool], str]] = {
     "cluster.link_gbit": _above(0),
     "cluster.max_restarts": _at_least(0),
     "cluster.grace_s": _at_least(1),
+    "cluster.cpus_per_worker": _at_least(1),
     "strategy.bucket_mb": _above(0),
     "strategy.powersgd_rank": _at_least(1),
     "strategy.powersgd_start": _at_least(2),  # PowerSGD's warm start needs two whole synchronisations (torch)

@@ -1,8 +1,9 @@
 """The node agent: one process a node, which runs torchrun's elastic agent as a library and writes the verdict.
 
-    python -m launcher.cluster.agent RUN_DIR NODE PARENT_PID
+    python -m launcher.cluster.agent RUN_DIR NODE PARENT_PID SUBMISSION
 
-Exit status: 0 the workers are done; 1 they failed; 130 they were stopped.
+Exit status: 0 the workers are done; 1 they failed; 130 they were stopped. Under Slurm the agent runs in the job's task,
+launcher/cluster/slurm/node.py, which says what becomes of the job.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,9 +24,10 @@ from launcher.cluster.deaths import DeathWatch
 from launcher.cluster.failure import failure
 from launcher.config import WandbMode
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, class_named
+from launcher.incarnation import INCARNATION, Fence, Incarnation
 from launcher.paths import RunPaths, read_json, write_json
 from launcher.plan import LaunchPlan, RunPlan
-from launcher.process import AGENT_PID, STOP_SIGNALS, die_with_parent
+from launcher.process import AGENT_PID, StopShield, die_with_parent
 from launcher.site import WANDB_ENV, allowed_env
 
 if TYPE_CHECKING:
@@ -35,27 +38,74 @@ if TYPE_CHECKING:
 MIRROR_GRACE_S = 60
 
 
-def main(run_dir: str, node: str, parent: str) -> int:
+class StopAsked(Exception):
+    """A signal came while no worker was there to be told."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How the workers of this node ended. ``words``: what is to be written of it, beside what they wrote themselves."""
+
+    status: int
+    words: dict[str, Any]
+
+
+def main(run_dir: str, node: str, parent: str, submission: str) -> int:
     die_with_parent(int(parent), signal.SIGTERM)
     paths = RunPaths(Path(run_dir))
-    plan = _load(paths.plan_of(int(node)))
-    mirror = _start_mirror(plan)
-    for name in set(os.environ) - set(allowed_env(os.environ, plan.env.allow)):
-        del os.environ[name]  # W&B's key was for the mirror alone
-    os.environ |= {**plan.env.default, **os.environ, **plan.env.set, AGENT_PID: str(os.getpid())}
-    try:
-        status = _run_workers(plan)
-    finally:
-        _finish_mirror(mirror, paths)
-    return status
+    plan_file = paths.plan_of(int(node))
+    plan, own = load_plan(plan_file), Incarnation(int(submission))
+    place = plan.cluster.place
+    if place is None or place.node == 0 or not place.shared:  # else node 0 does it for this one
+        begin(Fence(paths, own))
+    ended = serve(plan, plan_file, own)
+    if ended.words:
+        path = paths.summary_of(plan.node)
+        write_json(path, {"verdict": "killed"} | (read_json(path) or {}) | ended.words)
+    return ended.status
 
 
-def _load(path: Path) -> LaunchPlan:
+def begin(fence: Fence, **known: Any) -> None:
+    """Open a new incarnation: what earlier ones said of their end is over. ``known``: what the nodes are to know."""
+    paths = fence.paths
+    fence.claim(attempt=paths.next_attempt(), **known)
+    for said in (paths.summary, *paths.root.glob("summary.node*.json"), *paths.root.glob("failure.node*.json")):
+        said.unlink(missing_ok=True)
+
+
+def serve(plan: LaunchPlan, plan_file: Path, own: Incarnation) -> Ended:
+    """Run this node's workers, and on node 0 the W&B mirror, to their end. The caller says what becomes of the job.
+
+    The environment is that of the workers meanwhile. Must be called from the main thread.
+    """
+    environment = dict(os.environ)
+    with StopShield(StopAsked) as shield:
+        mirror = _start_mirror(plan)
+        try:
+            for name in set(os.environ) - set(allowed_env(os.environ, plan.env.allow)):
+                del os.environ[name]  # W&B's key was for the mirror alone
+            os.environ |= {**plan.env.default, **os.environ, **plan.env.set}
+            os.environ |= {AGENT_PID: str(os.getpid()), INCARNATION: str(own)}
+            return _run_workers(plan, plan_file, Fence(plan.paths, own).newest().get("attempt", 0), shield)
+        except StopAsked as stop:
+            return Ended(EXIT_INTERRUPTED, {"stopped_by": str(stop)})
+        finally:
+            shield.hold()
+            _finish_mirror(mirror, plan.paths)
+            os.environ.clear()
+            os.environ |= environment
+
+
+def load_plan(path: Path) -> LaunchPlan:
     fields = read_json(path) or {}
     return (RunPlan if "batch" in fields else LaunchPlan).load(path)
 
 
-def _run_workers(plan: LaunchPlan) -> int:
+def _run_workers(plan: LaunchPlan, plan_file: Path, attempt: int, shield: StopShield) -> Ended:
+    """``attempt``: the number of this first one."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousClosedError
@@ -64,7 +114,7 @@ def _run_workers(plan: LaunchPlan) -> int:
     place = plan.cluster.place
     if place is not None:
         rounds.register(plan, place)
-    arguments = (*plan.command, str(plan.paths.plan_of(plan.node))) if isinstance(plan, RunPlan) else plan.command
+    arguments = (*plan.command, str(plan_file)) if isinstance(plan, RunPlan) else plan.command
     config = LaunchConfig(
         min_nodes=plan.cluster.nodes,
         max_nodes=plan.cluster.nodes,
@@ -74,26 +124,29 @@ def _run_workers(plan: LaunchPlan) -> int:
         rdzv_endpoint="localhost:0" if place is None else place.store,
         local_addr=None if place is None else place.address,
         max_restarts=plan.cluster.max_restarts,
-        signals_to_handle=",".join(number.name for number in STOP_SIGNALS),
+        signals_to_handle="SIGHUP",  # the others are the shield's
         shutdown_timeout=plan.cluster.grace_s,
-        logs_specs=_logs(plan.paths),
+        logs_specs=_logs(plan.paths, attempt),
     )
+    # what torch's agent passes on to its workers before it ends
+    shield.error = lambda n: SignalException("asked to stop", signal.Signals(n))  # pyright: ignore[reportUnknownLambdaType]
     deaths = DeathWatch()
     try:
         with deaths:
             elastic_launch(config, sys.executable)(*arguments)
     except SignalException as stop:
-        return _stopped(plan, signal.Signals(stop.sigval).name)
+        return Ended(EXIT_INTERRUPTED, {"stopped_by": signal.Signals(stop.sigval).name})
     except ChildFailedError as failed:
         return _failed(plan, failed, deaths)
     except RendezvousClosedError as closed:
         return _parted(plan, str(closed))
     if isinstance(plan, RunPlan) and plan.node == 0 and not plan.paths.summary.exists():
         return _unfinished(plan.paths)
-    return EXIT_DONE
+    return Ended(EXIT_DONE, {})
 
 
-def _logs(paths: RunPaths) -> LogsSpecs:
+def _logs(paths: RunPaths, first: int) -> LogsSpecs:
+    """``first``: the number of the first attempt; torch counts from 0 in each incarnation of the run."""
     from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
     class RankLogs(LogsSpecs):
@@ -109,8 +162,8 @@ def _logs(paths: RunPaths) -> LogsSpecs:
             self._attempt = attempt = self._attempt + 1
             for local_rank, env in envs.items():
                 rank, env["TORCHELASTIC_RESTART_COUNT"] = int(env["RANK"]), str(attempt)
-                logs[local_rank] = str(paths.rank_log(rank, attempt))
-                errors[local_rank] = env["TORCHELASTIC_ERROR_FILE"] = str(paths.rank_error(rank, attempt))
+                logs[local_rank] = str(paths.rank_log(rank, first + attempt))
+                errors[local_rank] = env["TORCHELASTIC_ERROR_FILE"] = str(paths.rank_error(rank, first + attempt))
             return LogsDest(stdouts=logs, stderrs=dict.fromkeys(envs, ""), error_files=errors)
 
         @property
@@ -120,18 +173,9 @@ def _logs(paths: RunPaths) -> LogsSpecs:
     return RankLogs()
 
 
-def _stopped(plan: LaunchPlan, by: str) -> int:
-    """The workers were asked to stop. Those of a training run have written a summary by now, if they could."""
-    path = plan.paths.summary_of(plan.node)
-    summary = read_json(path) or {"verdict": "killed"}
-    write_json(path, summary | {"stopped_by": by})
-    return EXIT_INTERRUPTED
-
-
-def _failed(plan: LaunchPlan, error: ChildFailedError, deaths: DeathWatch) -> int:
-    """Write down the failure that came first: the others lost their peer, or were ended by torch itself."""
-    path = plan.paths.summary_of(plan.node)
-    rank, first = min(error.failures.items(), key=lambda item: deaths.order(item[1].pid))
+def _failed(plan: LaunchPlan, error: ChildFailedError, deaths: DeathWatch) -> Ended:
+    """The failure that came first: the others lost their peer, or were ended by torch itself."""
+    rank, first = min(error.failures.items(), key=lambda item: _when(item[1], deaths))
     message, trace = _own_words(first)
     kind, _, text = message.partition(": ")
     # by its full name: a user's own class may have the same short one
@@ -143,29 +187,34 @@ def _failed(plan: LaunchPlan, error: ChildFailedError, deaths: DeathWatch) -> in
         exit_code=first.exitcode,
         kind=kind if ours else None,
         traceback=None if ours else trace,  # the text of our own errors says it all
-        at=deaths.time(first.pid),
+        at=_when(first, deaths),
     )
-    write_json(path, (read_json(path) or {}) | {"verdict": "failed", "failure": told})
-    return EXIT_FAILED
+    return Ended(EXIT_FAILED, {"verdict": "failed", "failure": told})
 
 
-def _parted(plan: LaunchPlan, why: str) -> int:
+def _parted(plan: LaunchPlan, why: str) -> Ended:
     """This host's workers could not begin, or begin again, together with those of the others."""
-    summary: dict[str, Any] = {"verdict": "killed"}
-    if why != rounds.GIVEN_UP:
-        error = f"the hosts' agents did not come together: {why}"
-        told = failure(error, plan.paths.node_log(plan.node), at=datetime.now(UTC))
-        summary = {"verdict": "failed", "failure": told}
-    write_json(plan.paths.summary_of(plan.node), summary)
-    return EXIT_FAILED
+    if why == rounds.GIVEN_UP:
+        return Ended(EXIT_FAILED, {"verdict": "killed"})
+    error = f"the hosts' agents did not come together: {why}"
+    told = failure(error, plan.paths.node_log(plan.node), at=datetime.now(UTC))
+    return Ended(EXIT_FAILED, {"verdict": "failed", "failure": told})
 
 
-def _unfinished(paths: RunPaths) -> int:
+def _unfinished(paths: RunPaths) -> Ended:
     """All workers left with status 0, and none has said that the run is over."""
     error = "the workers left before the run was over, with status 0: does the task call sys.exit or os._exit?"
     told = failure(error, paths.newest_rank_log(0), exit_code=0)
-    write_json(paths.summary, {"verdict": "failed", "failure": told})
-    return EXIT_FAILED
+    return Ended(EXIT_FAILED, {"verdict": "failed", "failure": told})
+
+
+def _when(death: ProcessFailure, deaths: DeathWatch) -> datetime:
+    """When it failed: it writes its error down before its connections close, and so before any peer can notice. One
+    that was killed wrote nothing, and was last seen alive before that."""
+    file = Path(death.error_file)
+    if death.error_file and file.exists():
+        return datetime.fromtimestamp(file.stat().st_mtime, UTC)
+    return deaths.time(death.pid)
 
 
 def _own_words(death: ProcessFailure) -> tuple[str, str | None]:

@@ -17,6 +17,7 @@ _OWN = (
     "env",
     "notes",
     "cluster.cwd",
+    "cluster.import_from",
     "cluster.interface",
     "cluster.rendezvous",
     "cluster.link_gbit",

@@ -29,20 +29,18 @@ class DeathWatch(threading.Thread):
         self._over.set()
         self.join()
 
-    def order(self, pid: int) -> float:
-        """When ``pid`` ended, on the monotonic clock; infinity for one that was not seen."""
-        return self._seen.get(pid, float("inf"))
-
     def time(self, pid: int) -> datetime:
-        """When ``pid`` ended, by the clock on the wall; now, for one that was not seen."""
+        """When ``pid`` was last seen alive, by the clock on the wall; now, for one whose end was not seen."""
         return datetime.now(UTC) - timedelta(seconds=time.monotonic() - self._seen.get(pid, time.monotonic()))
 
     def run(self) -> None:
         living: set[int] = set()
+        looked = time.monotonic()
         while not self._over.wait(POLL_S):
+            before, looked = looked, time.monotonic()
             now = {pid for pid in _children() if _lives(pid)}
             for pid in living - now:
-                self._seen.setdefault(pid, time.monotonic())
+                self._seen.setdefault(pid, before)
             living = now
 
 

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol
 
+from launcher.cluster import jobfile
 from launcher.cluster.failure import failure
+from launcher.cluster.jobfile import Submission
 from launcher.cluster.peers import Peers
 from launcher.errors import EXIT_FAILED, EXIT_INTERRUPTED, SiteError
 from launcher.paths import read_json, write_json, write_text
@@ -19,6 +21,7 @@ from launcher.plan import LaunchPlan
 from launcher.site import WANDB_ENV, allowed_env
 
 POLL_S = 0.1
+AGENT = (sys.executable, "-P", "-m", "launcher.cluster.agent")
 # beside the time that the workers get
 AGENT_LEAVES_WITHIN_S = 10
 
@@ -78,10 +81,11 @@ def run(plan: LaunchPlan, display: Display, peers: Peers) -> Verdict:
     def stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
         asked.append(number)
 
+    submission = jobfile.add(plan.paths, Submission.now().by_this_process()) if _writes(plan) else 0
     handlers = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     over = False
     try:
-        agent = _start_agent(plan)
+        agent = _start_agent(plan, submission)
         care = _Care(agent, display, peers, plan.cluster.grace_s)
         while not (over and (peers.complete() or len(asked) > 1)):
             display.refresh()
@@ -147,10 +151,10 @@ class _Care:
             self._agent.send_signal(number)
 
 
-def _start_agent(plan: LaunchPlan) -> subprocess.Popen[bytes]:
+def _start_agent(plan: LaunchPlan, submission: int) -> subprocess.Popen[bytes]:
     with plan.paths.node_log(plan.node).open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", "launcher.cluster.agent", plan.run.dir, str(plan.node), str(os.getpid())],
+            [*AGENT, plan.run.dir, str(plan.node), str(os.getpid()), str(submission)],
             env=allowed_env(os.environ, (*plan.env.allow, *WANDB_ENV)),
             cwd=plan.cluster.cwd,
             stdin=subprocess.DEVNULL,
@@ -167,10 +171,15 @@ def _summary(plan: LaunchPlan, status: int) -> dict[str, Any]:
 
 def _write_summary(plan: LaunchPlan, summary: dict[str, Any]) -> None:
     """Node 0 has the last word; a host that shares its disk writes none, unless node 0 is gone without one."""
-    place, paths = plan.cluster.place, plan.paths
-    writes = place is None or place.node == 0 or not place.shared or not paths.summary.exists()
-    if writes and read_json(paths.summary) != summary:
-        write_json(paths.summary, summary)
+    path = plan.paths.summary
+    if (_writes(plan) or not path.exists()) and read_json(path) != summary:
+        write_json(path, summary)
+
+
+def _writes(plan: LaunchPlan) -> bool:
+    """Whether what is one for all hosts is this one's to write: node 0's, and of each that has a disk of its own."""
+    place = plan.cluster.place
+    return place is None or place.node == 0 or not place.shared
 
 
 def _verdict_without_words(plan: LaunchPlan, status: int) -> dict[str, Any]:

@@ -7,12 +7,13 @@ import runpy
 import sys
 from pathlib import Path
 
-from launcher.process import AGENT_PID, die_with_parent, join_output_streams, leave, mark_last_words
+from launcher.process import AGENT_PID, die_with_parent, join_output_streams, leave, lower_shield, mark_last_words
 
 
 def main() -> None:
     if AGENT_PID in os.environ:
         die_with_parent(int(os.environ[AGENT_PID]))
+        lower_shield()
     join_output_streams()
     mark_last_words()
     del sys.argv[0]

@@ -15,7 +15,7 @@ from launcher.plan import Forecast, RunPlan, StrategyPlan
 from launcher.report.record import last_lines
 
 
-def _table(title: str) -> tuple[Table, Callable[[str, str], None]]:
+def named_lines(title: str) -> tuple[Table, Callable[[str, str], None]]:
     """A table of named lines, and what adds one; brackets in a path are text, not rich's markup."""
     table = Table(title=escape(title), title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
@@ -25,7 +25,7 @@ def _table(title: str) -> tuple[Table, Callable[[str, str], None]]:
 
 def plan_table(plan: RunPlan) -> Table:
     """The plan, a row a decision."""
-    table, add = _table(f"Plan: {plan.run.name}")
+    table, add = named_lines(f"Plan: {plan.run.name}")
     batch, epoch, cluster, strategy = plan.batch, plan.epoch, plan.cluster, plan.strategy
     add(
         "workers",
@@ -65,7 +65,7 @@ def plan_table(plan: RunPlan) -> Table:
             "wire a step",
             f"{_bytes(strategy.wire_bytes)} a rank predicted; {_bytes(strategy.wire_bytes_every)} with sync=every",
         )
-    add("files", _near(plan.run.dir))
+    add("files", near(plan.run.dir))
     add(
         "W&B",
         f"{plan.wandb.mode.value}, project {plan.wandb.project}, id {plan.run.id}"
@@ -120,7 +120,7 @@ def _length(plan: RunPlan) -> str:
 
 def summary_table(plan: RunPlan, summary: dict[str, Any]) -> Table:
     """How a finished or stopped run went, and where everything is."""
-    table, add = _table(f"Run {plan.run.name}: {summary['verdict']}")
+    table, add = named_lines(f"Run {plan.run.name}: {summary['verdict']}")
     if "train/loss" in summary:
         held_out = "" if summary.get("eval/loss") is None else f", held-out {summary['eval/loss']:.4f}"
         add("loss", f"{summary['train/loss']:.4f}{held_out} after {_count(summary['steps'], 'step')}")
@@ -145,15 +145,15 @@ def summary_table(plan: RunPlan, summary: dict[str, Any]) -> Table:
             add("exposed", _exposed(summary))
     if summary.get("amp/skipped_steps"):
         add("skipped", f"{summary['amp/skipped_steps']} windows, by fp16 overflow")
-    add("metrics", _near(plan.paths.metrics))
+    add("metrics", near(plan.paths.metrics))
     if summary.get("checkpoint"):
-        add("checkpoint", _near(summary["checkpoint"]))
+        add("checkpoint", near(summary["checkpoint"]))
     mirror = read_json(plan.paths.wandb_status) or {}
     if mirror.get("url"):
         add("W&B", mirror["url"])
     elif mirror.get("dir"):
-        add("W&B", _near(mirror["dir"]))
-        add("to send it", f"wandb sync {_near(mirror['dir'])}")
+        add("W&B", near(mirror["dir"]))
+        add("to send it", f"wandb sync {near(mirror['dir'])}")
     return table
 
 
@@ -191,10 +191,10 @@ def failure_text(summary: dict[str, Any], node: int = 0) -> str:
     else:  # our own errors say it all; a process that was killed said something before, perhaps
         own_words = [] if failure["kind"] else last_lines(log, 15)
     who = "the job" if failure["rank"] is None else f"rank {failure['rank']}"
-    return "\n".join([*own_words, f"launch: {who} failed: {failure['error']}", f"  Its log: {_near(log)}"])
+    return "\n".join([*own_words, f"launch: {who} failed: {failure['error']}", f"  Its log: {near(log)}"])
 
 
-def _near(path: str | Path) -> str:
+def near(path: str | Path) -> str:
     """``path`` as one would type it here: relative where it lies below the working directory."""
     path = Path(path)
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

@@ -39,7 +39,7 @@ WINDOWS = 2  # the optimizer's state is there from the second on
 
 def forecasts(plan: RunPlan) -> list[Forecast]:
     """Of each policy of the plan's strategy. ``peak_bytes`` is that of the device that the model computes on."""
-    task = load_task(plan.task.target, plan.task.params, [plan.cluster.cwd])
+    task = load_task(plan.task.target, plan.task.params, plan.cluster.import_from)
     batch = _micro_batch(task, plan.batch.micro_size)
     device = torch.device("cuda" if plan.cluster.device is Device.cuda and torch.cuda.is_available() else "cpu")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=plan.batch.world_size)

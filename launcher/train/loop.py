@@ -42,7 +42,7 @@ from launcher.train.world import World
 def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
     """Run the plan on this rank, to its end or until ``stop``. Rank 0 writes metrics.jsonl and summary.json."""
     world = World.here()
-    task = load_task(plan.task.target, plan.task.params, [plan.cluster.cwd])
+    task = load_task(plan.task.target, plan.task.params, plan.cluster.import_from)
     torch.manual_seed(plan.train.seed)  # the same initial parameters on every rank
     torch.use_deterministic_algorithms(plan.train.deterministic)
     engine = Engine(

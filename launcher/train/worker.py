@@ -9,7 +9,15 @@ from pathlib import Path
 from types import FrameType
 
 from launcher.plan import RunPlan
-from launcher.process import AGENT_PID, STOP_SIGNALS, die_with_parent, join_output_streams, leave, mark_last_words
+from launcher.process import (
+    AGENT_PID,
+    STOP_SIGNALS,
+    die_with_parent,
+    join_output_streams,
+    leave,
+    lower_shield,
+    mark_last_words,
+)
 
 
 class StopRequest:
@@ -19,6 +27,7 @@ class StopRequest:
         self.asked = False
         for number in STOP_SIGNALS:
             signal.signal(number, self._ask)
+        lower_shield()
 
     def _ask(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
         self.asked = True

@@ -1,0 +1,187 @@
+"""What a person does with a run that exists: cancel it, let it go on, begin it anew, wait for its end."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import secrets
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+from launcher.cluster import events, jobfile, local
+from launcher.cluster.agent import load_plan
+from launcher.cluster.jobfile import Submission
+from launcher.cluster.ledger import look
+from launcher.cluster.slurm import client, submit
+from launcher.config import ClusterKind
+from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, SiteError, UserError
+from launcher.paths import RunPaths
+from launcher.plan import LaunchPlan
+from launcher.runstate import ACTIVE, Run, State
+
+_LOOK_EVERY_S = 0.5
+_ASK_SLURM_EVERY_S = 2.0
+# beside the time that Slurm, or the launcher, gives the workers
+_ENDS_WITHIN_S = 60
+EXIT_STATUS = {State.done: EXIT_DONE, State.stopped: EXIT_RESUMABLE, State.requeued: EXIT_RESUMABLE}
+
+
+def one(paths: RunPaths) -> Run:
+    return look([paths])[0]
+
+
+def cancel(paths: RunPaths, say: Callable[[str], None]) -> Run:
+    """End a run, and wait until nothing of it is left: no process, and no checkpoint that is not whole.
+
+    The workers finish their window and save first, within the time that Slurm's KillWait or cluster.grace_s gives them.
+
+    Raises:
+        UserError: it is over already.
+        SiteError: it is of another host, or does not end.
+    """
+    run = one(paths)
+    if run.state not in ACTIVE:
+        raise UserError(f"{run.name}: is {run.state.value}: there is nothing to cancel.")
+    jobfile.amend(paths, cancelled=True)
+    events.note(paths, "cancelled", by=Submission.now().user)
+    if run.kind == ClusterKind.slurm:
+        assert run.job is not None
+        client.cancel(run.job)
+    else:
+        _stop_process(jobfile.submissions(paths)[-1])
+    say(f"Cancelling {run.name}: its workers finish their window and save.")
+    wait_s = _patience_s(load_plan(paths.plan))
+    end = time.monotonic() + wait_s
+    while (run := one(paths)).state in ACTIVE:
+        if time.monotonic() > end:
+            raise SiteError(
+                f"{run.name}: is still {run.state.value} ({run.detail}) {wait_s:.0f} s after it was cancelled."
+            )
+        time.sleep(_LOOK_EVERY_S)
+    for partial in paths.checkpoints.glob(".*.partial"):
+        shutil.rmtree(partial, ignore_errors=True)
+    return run
+
+
+def _stop_process(submission: Submission) -> None:
+    assert submission.pid is not None
+    os.kill(submission.pid, signal.SIGTERM)
+
+
+def _patience_s(plan: LaunchPlan) -> float:
+    if plan.cluster.kind is not ClusterKind.slurm:
+        return plan.cluster.grace_s + _ENDS_WITHIN_S
+    said = re.match(r"\d+", client.setting("KillWait") or "")
+    return int(said[0] if said else 30) + _ENDS_WITHIN_S
+
+
+def resume(paths: RunPaths) -> tuple[LaunchPlan, str | None]:
+    """Let a run go on from its newest checkpoint, in its directory. Of a job of Slurm's: submitted, with its id; of
+    this machine's: the plan, for the caller to run.
+
+    Raises:
+        UserError: it is under way, or done.
+        SiteError: it is of several hosts without a scheduler.
+    """
+    run, plan = one(paths), load_plan(paths.plan)
+    _require_over(run, "resume")
+    if run.state is State.done:
+        raise UserError(f"{run.name}: is done. `launch retry {run.name}` begins it anew, under another name.")
+    if plan.cluster.kind is ClusterKind.slurm:
+        return plan, submit.send(plan)
+    _require_local(plan)
+    return plan, None
+
+
+def retry(paths: RunPaths) -> tuple[LaunchPlan, str | None]:
+    """Begin a run anew, as it was planned and with the code it had, under another name. Returns as ``resume``.
+
+    Raises:
+        UserError: it is under way.
+        SiteError: it is of several hosts without a scheduler.
+    """
+    run, plan = one(paths), load_plan(paths.plan)
+    _require_over(run, "retry")
+    if plan.cluster.kind is not ClusterKind.slurm:
+        _require_local(plan)
+    plan = _renamed(plan, paths)
+    local.create(plan, paths.config.read_text(encoding="utf-8"))
+    try:
+        if paths.code.is_dir():
+            shutil.copytree(paths.code, plan.paths.code)
+        return plan, submit.send(plan) if plan.cluster.kind is ClusterKind.slurm else None
+    except BaseException:
+        shutil.rmtree(plan.paths.root, ignore_errors=True)
+        raise
+
+
+def _renamed(plan: LaunchPlan, paths: RunPaths) -> LaunchPlan:
+    """The same plan as another run: its name with a number after it, a new id, paths of its own."""
+    stem = re.sub(r"\.retry\d+$", "", plan.run.name)
+    number = 1
+    while (root := paths.root.with_name(f"{stem}.retry{number}")).exists():
+        number += 1
+    run = dataclasses.replace(
+        plan.run,
+        name=root.name,
+        id=secrets.token_hex(4),
+        dir=str(root),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+    old_code, new_code = str(paths.code), str(RunPaths(root).code)
+
+    def moved(place: str) -> str:
+        return new_code + place[len(old_code) :] if place.startswith(f"{old_code}{os.sep}") else place
+
+    slurm = plan.cluster.slurm
+    if slurm is not None:
+        slurm = dataclasses.replace(slurm, options=slurm.options | {"job-name": run.name})
+    cluster = dataclasses.replace(
+        plan.cluster, slurm=slurm, import_from=tuple(moved(place) for place in plan.cluster.import_from)
+    )
+    return dataclasses.replace(plan, run=run, cluster=cluster, command=tuple(moved(word) for word in plan.command))
+
+
+def _require_over(run: Run, verb: str) -> None:
+    if run.state in ACTIVE or run.state is State.unknown:
+        raise UserError(
+            f"{run.name}: is {run.state.value}{f' ({run.detail})' if run.detail else ''}.\n"
+            f"  `launch {verb}` is for a run that is over; `launch cancel {run.name}` ends it."
+        )
+
+
+def _require_local(plan: LaunchPlan) -> None:
+    if plan.cluster.kind is not ClusterKind.local:
+        raise SiteError(
+            f"{plan.run.name}: cluster={plan.cluster.kind.value}: its hosts have no scheduler to begin it again.\n"
+            "  Type the command again on each host, with another run.name."
+        )
+    if not Path(plan.cluster.cwd).is_dir():
+        raise SiteError(f"{plan.run.name}: {plan.cluster.cwd}, where it was started, is not there on this machine.")
+
+
+def follow(paths: RunPaths, display: local.Display) -> Run:
+    """Show a run of Slurm's until it is over, through every requeue. Ctrl-C only ends the watching."""
+    asked = 0.0
+    try:
+        while True:
+            display.refresh()
+            if time.monotonic() - asked >= _ASK_SLURM_EVERY_S:
+                asked = time.monotonic()
+                run = one(paths)
+                if run.state not in ACTIVE and run.state is not State.unknown:
+                    display.refresh()
+                    return run
+            time.sleep(local.POLL_S)
+    finally:
+        display.close()
+
+
+def exit_status(run: Run) -> int:
+    """Of a command that waited for the run."""
+    return EXIT_STATUS.get(run.state, EXIT_FAILED)

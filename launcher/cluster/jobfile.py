@@ -1,0 +1,89 @@
+"""job.json: who sent a run off, when and as which job, once more for each time it was resumed.
+
+It is what the ledger begins with. Written before a job is submitted, so that none is ever without it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import getpass
+import os
+import socket
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from launcher.paths import RunPaths, read_json, write_json
+
+
+@dataclass(frozen=True)
+class Submission:
+    """``at``: ISO 8601, UTC. ``host``, ``user``: from where and by whom. ``job``: Slurm's id; None for a job of this
+    host's own, and until Slurm has given one. ``pid``, ``born``: of the `launch` that runs such a job. ``cancelled``:
+    whether a person wanted no more of it."""
+
+    at: str
+    host: str
+    user: str
+    job: str | None = None
+    pid: int | None = None
+    born: str | None = None
+    cancelled: bool = False
+
+    @classmethod
+    def now(cls) -> Submission:
+        return cls(datetime.now(UTC).isoformat(timespec="seconds"), socket.gethostname(), _user())
+
+    def by_this_process(self) -> Submission:
+        return dataclasses.replace(self, pid=os.getpid(), born=born(os.getpid()))
+
+    def runs_here(self) -> bool | None:
+        """Whether the `launch` of a job without a scheduler is alive; None where only its own host can tell."""
+        if self.host != socket.gethostname():
+            return None
+        return self.pid is not None and born(self.pid) == self.born
+
+
+def submissions(paths: RunPaths) -> list[Submission]:
+    known: dict[str, Any] = read_json(paths.job) or {}
+    return [Submission(**entry) for entry in known.get("submissions", [])]
+
+
+def add(paths: RunPaths, submission: Submission) -> int:
+    """Note one more; its number, from 0."""
+    earlier = submissions(paths)
+    _write(paths, [*earlier, submission])
+    return len(earlier)
+
+
+def amend(paths: RunPaths, **known: Any) -> None:
+    """Something more is known of the last one: its job, or that it was cancelled."""
+    *earlier, last = submissions(paths)
+    _write(paths, [*earlier, dataclasses.replace(last, **known)])
+
+
+def withdraw(paths: RunPaths) -> None:
+    """Slurm has not taken the last one."""
+    _write(paths, submissions(paths)[:-1])
+
+
+def _write(paths: RunPaths, entries: list[Submission]) -> None:
+    write_json(paths.job, {"submissions": [dataclasses.asdict(entry) for entry in entries]})
+
+
+def born(pid: int) -> str | None:
+    """What tells this process from a later one of the same number; None where there is none."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return None
+    return None if fields[0] == "Z" else f"{boot}/{fields[19]}"
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a user id without a name
+        return str(os.getuid())

@@ -1,0 +1,233 @@
+"""Which runs exist and how they stand: from their directories, and Slurm's answer where it knows the job.
+
+Nothing is kept anywhere else, so nothing can go stale: a run that was moved, or that another user began, is as visible
+as one's own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launcher.cluster import jobfile
+from launcher.cluster.jobfile import Submission
+from launcher.cluster.slurm import client
+from launcher.cluster.slurm.client import Listed, SlurmSilent
+from launcher.config import ClusterKind
+from launcher.errors import UserError, did_you_mean
+from launcher.paths import RunPaths, read_json
+from launcher.runstate import Run, State
+
+_TAIL_BYTES = 64 * 1024
+_SHOWN = 8
+
+
+def find(runs: Path) -> list[RunPaths]:
+    """Every run in a directory of runs."""
+    try:
+        with os.scandir(runs) as entries:
+            return sorted(
+                (RunPaths(Path(entry.path)) for entry in entries if (Path(entry.path) / "plan.json").is_file()),
+                key=lambda paths: paths.root.name,
+            )
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def resolve(word: str, runs: Path) -> RunPaths:
+    """The run that a user means: by its directory, its name, or the beginning of its name.
+
+    Raises:
+        UserError: there is none, or several.
+    """
+    for place in (runs / word, Path(word)):
+        if (place / "plan.json").is_file():
+            return RunPaths(place.resolve())
+    known = [paths for paths in find(runs) if "/" not in word]
+    found = [paths for paths in known if paths.root.name.startswith(word)]
+    if len(found) == 1:
+        return RunPaths(found[0].root.resolve())
+    names = [paths.root.name for paths in found or known]
+    if found:
+        more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+        raise UserError(
+            f"{word}: {len(found)} runs begin like that: {', '.join(names[:_SHOWN])}{more}.\n  Write more of the name."
+        )
+    there = f"`launch runs --dir {runs}` lists them." if known else f"{runs} holds no run."
+    hint = did_you_mean(word, names) or there
+    raise UserError(f"{word}: there is no such run in {runs}.\n  {hint} Elsewhere: --dir DIR, or the run's directory.")
+
+
+def look(runs: Iterable[RunPaths]) -> list[Run]:
+    """How these runs stand, asking Slurm once for all of them."""
+    read = [_Read.of(paths) for paths in runs]
+    asked = [r.job for r in read if r.job is not None and not r.is_over]
+    known: dict[str, Listed] | None = {}
+    if asked and client.available():
+        try:
+            known = client.jobs(asked)
+        except SlurmSilent:
+            known = None
+    elif asked:
+        known = None
+    return [r.judge(known) for r in read]
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A run's directory, as far as it tells."""
+
+    paths: RunPaths
+    plan: dict[str, Any]
+    summary: dict[str, Any]
+    incarnation: dict[str, Any]
+    submissions: Sequence[Submission]
+
+    @classmethod
+    def of(cls, paths: RunPaths) -> _Read:
+        return cls(
+            paths,
+            _object(paths.plan),
+            _object(paths.summary),
+            _object(paths.incarnation),
+            jobfile.submissions(paths),
+        )
+
+    @property
+    def name(self) -> str:
+        return self.plan.get("run", {}).get("name") or self.paths.root.name
+
+    @property
+    def last(self) -> Submission | None:
+        return self.submissions[-1] if self.submissions else None
+
+    @property
+    def begun(self) -> bool:
+        """Whether the last submission has begun."""
+        return self.incarnation.get("incarnation", "").partition(".")[0] == str(len(self.submissions) - 1)
+
+    @property
+    def job(self) -> str | None:
+        """Slurm's id of the last submission. One that was cut off before it was noted is in what the job wrote."""
+        if self.last is None or self.kind != ClusterKind.slurm:
+            return None
+        return self.last.job or (self.incarnation.get("job") if self.begun else None)
+
+    @property
+    def kind(self) -> str:
+        return self.plan.get("cluster", {}).get("kind", "")
+
+    @property
+    def verdict(self) -> str | None:
+        """Of the last submission: what an earlier one said is over when the next has begun."""
+        return self.summary.get("verdict") if self.begun or not self.submissions else None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing that Slurm could say would change the state: rank 0 says "done" when all is saved."""
+        return self.verdict == "done"
+
+    def judge(self, known: dict[str, Listed] | None) -> Run:
+        listed = None if known is None or self.job is None else known.get(self.job)
+        if listed is not None and listed.name != self.name:  # another cluster's job of this number
+            listed = None
+        silent = known is None and not self.is_over
+        state, detail = self._of_slurm(listed, silent) if self.kind == ClusterKind.slurm else self._of_this_host()
+        record = _last_record(self.paths.metrics)
+        names = ",".join(self.incarnation.get("nodes", []))
+        return Run(
+            name=self.name,
+            dir=str(self.paths.root),
+            kind=self.kind,
+            state=state,
+            detail=detail,
+            user=self.last.user if self.last else "",
+            created=self.plan.get("run", {}).get("created", ""),
+            job=self.job,
+            nodes=(listed.nodes if listed else "") or names,
+            submissions=len(self.submissions),
+            step=record.get("step"),
+            steps=self.plan.get("train", {}).get("steps"),
+            loss=record.get("train/loss"),
+            failure=self.summary.get("failure") if state is State.failed else None,
+        )
+
+    def _of_slurm(self, listed: Listed | None, silent: bool) -> tuple[State, str]:
+        if self.is_over:
+            return State.done, ""
+        if listed is not None and listed.state in client.ACTIVE:
+            return self._active(listed)
+        if silent:
+            return State.unknown, "Slurm does not answer here"
+        ended = listed.state if listed is not None else ""
+        if ended == "CANCELLED" or (self.last is not None and self.last.cancelled):
+            return State.cancelled, ""
+        if self.verdict == "failed":
+            return State.failed, _first_line(self.summary)
+        if self.verdict == "stopped" or ended == "PREEMPTED":
+            return State.stopped, f"by {self.summary.get('stopped_by', 'Slurm')}; `launch resume` goes on"
+        if ended:
+            began = "" if self.begun else " before its first line: does the node see the run's directory?"
+            return State.failed, f"Slurm says {ended}{began}"
+        if self.job is None:
+            return State.lost, "it was never submitted"
+        return State.lost, "Slurm has forgotten the job, and it left no verdict"
+
+    def _active(self, listed: Listed) -> tuple[State, str]:
+        reason = "" if listed.reason in ("", "None") else listed.reason
+        if listed.state in client.WAITING:
+            return (State.requeued if self.begun else State.pending), reason
+        if listed.state == "COMPLETING":
+            return State.running, "ending"
+        if not self.begun:
+            return State.running, "starting"
+        return State.running, "its nodes lost each other; waiting for Slurm" if self.verdict == "failed" else ""
+
+    def _of_this_host(self) -> tuple[State, str]:
+        alive = self.last.runs_here() if self.last is not None else False
+        if alive:
+            return State.running, ""
+        if self.verdict is None and alive is None:
+            return State.unknown, f"ask on {self.last.host}" if self.last else ""
+        if self.last is not None and self.last.cancelled and self.verdict != "done":
+            return State.cancelled, ""
+        match self.verdict:
+            case "done":
+                return State.done, ""
+            case "stopped":
+                return State.stopped, "`launch resume` goes on"
+            case "failed":
+                return State.failed, _first_line(self.summary)
+            case "killed":
+                return State.failed, "killed"
+            case _:
+                return State.lost, "its `launch` is gone, and it left no verdict"
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """What another user's file holds; nothing where it cannot be read."""
+    try:
+        return read_json(path) or {}
+    except (OSError, ValueError):
+        return {}
+
+
+def _last_record(metrics: Path) -> dict[str, Any]:
+    """The last whole line of metrics.jsonl."""
+    try:
+        with metrics.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            lines = file.read().split(b"\n")[:-1]
+        return json.loads(lines[-1]) if lines else {}
+    except (OSError, ValueError):
+        return {}
+
+
+def _first_line(summary: dict[str, Any]) -> str:
+    failure: dict[str, Any] = summary.get("failure") or {}
+    who = "" if failure.get("rank") is None else f"rank {failure['rank']}: "
+    return who + str(failure.get("error", "")).partition("\n")[0]

@@ -1,0 +1,219 @@
+"""What Slurm says, from its own commands: partitions, jobs and their states. sacct is not needed: many have none.
+
+Every answer is parsed from formats that Slurm documents as stable: sinfo and squeue with a format of ours, and the
+key=value lines of `scontrol -o`.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from launcher.errors import SiteError
+from launcher.sbatch import seconds
+from launcher.site import Partition
+
+_TIMEOUT_S = 60
+# what a job can still come back from, and what it cannot
+ACTIVE = frozenset(
+    {"PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESIZING",
+     "SIGNALING", "SPECIAL_EXIT", "STAGE_OUT", "STOPPED", "SUSPENDED"}
+)  # fmt: skip
+WAITING = frozenset({"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"})
+
+
+class SlurmSilent(SiteError):
+    """Slurm's controller did not answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A job as `scontrol show job` has it. ``end``: when its time is over, by Slurm's clock; ``preempted``: whether a
+    preemption is under way."""
+
+    id: str
+    name: str
+    user: str
+    state: str
+    reason: str
+    restarts: int
+    nodes: str
+    exit_code: str
+    end: datetime | None
+    time_limit: str
+    preempted: bool
+
+
+def available() -> bool:
+    """Whether Slurm's commands are on this machine."""
+    return all(shutil.which(command) for command in ("sbatch", "squeue", "scontrol", "sinfo"))
+
+
+def require() -> None:
+    """Raises SiteError where Slurm's commands are not on this machine."""
+    missing = [command for command in ("sbatch", "srun", "squeue", "scontrol", "sinfo") if not shutil.which(command)]
+    if missing:
+        raise SiteError(
+            f"cluster=slurm: {missing[0]} is not on this machine's PATH.\n"
+            "  Type this on a login node of the cluster, or use cluster=local."
+        )
+
+
+def ask(*command: str, check: bool = True) -> str:
+    """The output of one of Slurm's commands.
+
+    Raises:
+        SlurmSilent: the controller does not answer.
+        SiteError: the command fails otherwise; its own words.
+    """
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    except FileNotFoundError:
+        raise SiteError(f"{command[0]} is not on this machine's PATH.") from None
+    except subprocess.TimeoutExpired:
+        raise SlurmSilent(f"Slurm does not answer: `{command[0]}` waited {_TIMEOUT_S} s.\n  Is slurmctld up?") from None
+    if done.returncode and check:
+        words = " ".join(done.stderr.split()) or f"status {done.returncode}"
+        if re.search(r"[Uu]nable to contact slurm|Connection refused|timed out|configuration source", words):
+            raise SlurmSilent(f"Slurm does not answer: {words}")
+        raise SiteError(f"`{' '.join(command)}`: {words}")
+    return done.stdout
+
+
+def partitions() -> list[Partition]:
+    """All of them, the default one first."""
+    rows: dict[str, list[list[str]]] = {}
+    default = ""
+    for line in ask("sinfo", "--all", "--noheader", "--format=%P|%D|%s|%c|%G|%l|%L").splitlines():
+        name, *values = line.split("|")
+        default = name.rstrip("*") if name.endswith("*") else default
+        rows.setdefault(name.rstrip("*"), []).append(values)
+    found = [_partition(name, groups) for name, groups in rows.items()]
+    return sorted(found, key=lambda partition: partition.name != default)
+
+
+def _partition(name: str, groups: list[list[str]]) -> Partition:
+    """``groups``: its nodes, those that are alike together."""
+    counts, sizes, cores, gres, limits, defaults = zip(*groups, strict=True)
+    most = sizes[0].rpartition("-")[2]
+    return Partition(
+        name=name,
+        nodes=sum(map(int, counts)),
+        max_nodes=int(most) if most.isdecimal() else None,
+        cores=min(int(count.rstrip("+")) for count in cores),
+        gpus=min(map(count_gpus, gres)),
+        gres=tuple(sorted({entry for entry in gres if entry not in ("(null)", "")})),
+        limit_s=seconds(limits[0]),
+        default_s=seconds(defaults[0]),
+    )
+
+
+def count_gpus(gres: str) -> int:
+    """GPUs in a list of generic resources: ``gpu:4``, ``gpu:a100:4(S:0-1)``, ``(null)``."""
+    total = 0
+    for entry in re.sub(r"\(.*?\)", "", gres).split(","):
+        kind, *rest = entry.split(":")
+        if kind == "gpu":
+            total += int(rest[-1]) if rest and rest[-1].isdecimal() else 1
+    return total
+
+
+def job(job_id: str) -> Job | None:
+    """A job as Slurm knows it, or None for one that it has forgotten."""
+    try:
+        text = ask("scontrol", "--oneliner", "show", "job", job_id)
+    except SlurmSilent:
+        raise
+    except SiteError:  # "Invalid job id specified"
+        return None
+    # a job's name comes second and may hold anything; what is read here stands in its own words after it
+    known = dict(re.findall(r"(?:^| )([A-Z][A-Za-z/:]*)=(\S*)", text))
+    if "JobState" not in known:
+        return None
+    return Job(
+        id=job_id,
+        name=known.get("JobName", ""),
+        user=known.get("UserId", "").partition("(")[0],
+        state=known["JobState"],
+        reason=known.get("Reason", "None"),
+        restarts=int(known.get("Restarts", "0")),
+        nodes=known.get("NodeList", "").replace("(null)", ""),
+        exit_code=known.get("ExitCode", ""),
+        end=_moment(known.get("EndTime", "")),
+        time_limit=known.get("TimeLimit", ""),
+        preempted=_moment(known.get("PreemptTime", "None")) is not None,
+    )
+
+
+def _moment(text: str) -> datetime | None:
+    try:
+        return datetime.fromisoformat(text)
+    except ValueError:  # None, Unknown
+        return None
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A job as a list has it."""
+
+    state: str
+    name: str
+    reason: str
+    nodes: str
+
+
+def jobs(job_ids: Sequence[str]) -> dict[str, Listed]:
+    """What Slurm says of these jobs; those that it has forgotten are left out. squeue first, then sacct where there is
+    one: it remembers longer.
+
+    Raises:
+        SlurmSilent: the controller does not answer.
+    """
+    if not job_ids:
+        return {}
+    # of a single id that it does not know squeue says that it is invalid; of several, nothing
+    wanted = [*job_ids, job_ids[0]]
+    queue = ask("squeue", "--states=all", "--noheader", f"--jobs={','.join(wanted)}", "--format=%A|%T|%r|%N|%j")
+    found = {
+        words[0]: Listed(words[1], words[4], words[2], words[3])
+        for words in (line.split("|", 4) for line in queue.splitlines())
+    }
+    forgotten = [job_id for job_id in job_ids if job_id not in found]
+    if forgotten and shutil.which("sacct"):
+        # on a cluster without accounting it fails, or prints nothing
+        text = ask(
+            "sacct", "--allocations", "--noheader", "--parsable2", f"--jobs={','.join(forgotten)}",
+            "--format=JobID,State,NodeList,JobName", check=False,
+        )  # fmt: skip
+        for line in text.splitlines():
+            job_id, state, nodes, name = line.split("|", 3)
+            found[job_id] = Listed(state.partition(" ")[0], name, "", nodes)
+    return found
+
+
+def host_names(node_list: str) -> list[str]:
+    return ask("scontrol", "show", "hostnames", node_list).split()
+
+
+def node_address(node: str) -> str:
+    """Where Slurm itself reaches a node: a name or an IPv4 address."""
+    found = re.search(r"\bNodeAddr=(\S+)", ask("scontrol", "--oneliner", "show", "node", node))
+    return found[1] if found else node
+
+
+def setting(name: str) -> str | None:
+    """A line of slurm.conf as it is in force, such as SlurmdTimeout."""
+    found = re.search(rf"^{name}\s*=\s*(.*?)\s*$", ask("scontrol", "show", "config"), re.MULTILINE)
+    return found[1] if found else None
+
+
+def requeue(job_id: str) -> None:
+    ask("scontrol", "requeue", job_id)
+
+
+def cancel(job_id: str) -> None:
+    ask("scancel", job_id)

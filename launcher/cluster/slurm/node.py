@@ -1,0 +1,240 @@
+"""What Slurm starts on each node of a job: the agent, and what becomes of the job when it ends.
+
+One task a node, one incarnation of the run for each time Slurm starts the job. Node 0 opens the incarnation and says
+where the nodes meet; all of them read plan.json, which does not change. When Slurm wants the nodes back, or the time is
+over, the workers save and leave, and node 0 has Slurm queue the job again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+from launcher.cluster import events
+from launcher.cluster.agent import Ended, begin, load_plan, serve
+from launcher.cluster.failure import Failure, failure
+from launcher.cluster.network import find_route, socket_names
+from launcher.cluster.slurm import client
+from launcher.cluster.slurm.failures import Reports
+from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, LauncherError, SiteError
+from launcher.incarnation import Fence, Incarnation
+from launcher.paths import RunPaths, read_json, write_json
+from launcher.plan import LaunchPlan, Place, RunPlan
+from launcher.process import STOP_SIGNALS, die_with_parent
+
+_MEET_WITHIN_S = 300
+_LOOK_EVERY_S = 0.2
+# so long a queued job may take to end its own processes
+_REQUEUE_WITHIN_S = 120
+# begun so often without one step more than before, a job is not begun again by itself
+_FRUITLESS = 3
+
+
+@dataclass(frozen=True)
+class Task:
+    """This node's part of the job: its number, the job's id, how often Slurm has restarted it, and its nodes."""
+
+    job: str
+    node: int
+    nodes: int
+    node_list: str
+    restart: int
+
+    @classmethod
+    def here(cls) -> Task:
+        env = os.environ
+        return cls(
+            job=env["SLURM_JOB_ID"],
+            node=int(env["SLURM_NODEID"]),
+            nodes=int(env["SLURM_JOB_NUM_NODES"]),
+            node_list=env["SLURM_JOB_NODELIST"],
+            restart=int(env.get("SLURM_RESTART_COUNT", "0")),
+        )
+
+
+def run_node(run_dir: str, submission: int) -> NoReturn:
+    """The task. Leaves with 0 when the run is done or will go on, 1 when it has failed, 75 when it was stopped."""
+    die_with_parent(os.getppid(), signal.SIGTERM)  # of slurmstepd
+    told: list[int] = []
+    for number in STOP_SIGNALS:
+        signal.signal(number, lambda number, _: told.append(number))
+    task, paths = Task.here(), RunPaths(Path(run_dir))
+    _write_to(paths, task.node)
+    own = Incarnation(submission, task.restart)
+    try:
+        status = _run(task, Fence(paths, own), told)
+    except LauncherError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        status = EXIT_FAILED
+    sys.exit(status)
+
+
+def _write_to(paths: RunPaths, node: int) -> None:
+    """Standard output and error go to the node's log from here on."""
+    with paths.node_log(node).open("ab") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+
+
+def _run(task: Task, fence: Fence, told: list[int]) -> int:
+    paths = fence.paths
+    print(f"--- {datetime.now():%Y-%m-%d %H:%M:%S} incarnation {fence.own} on {socket.gethostname()}", flush=True)
+    plan = load_plan(paths.plan)
+    plan = _meet(plan, task, fence)
+    # a signal that came before there were handlers is lost; what it was about is not
+    missed = "" if told or task.node else _wanted_back(plan, task)
+    if told or missed:
+        ended = Ended(EXIT_RESUMABLE, {"stopped_by": signal.Signals(told[0]).name if told else missed})
+    else:
+        ended = serve(plan, paths.plan, fence.own)
+    fence.check()
+    return _conclude(plan, task, fence, ended)
+
+
+def _meet(plan: LaunchPlan, task: Task, fence: Fence) -> LaunchPlan:
+    """Node 0 opens the incarnation; the others learn from it where to meet.
+
+    Raises:
+        Superseded: Slurm has started the job again meanwhile.
+        SiteError: no interface leads to the others, or node 0 did not come.
+    """
+    paths, cluster = fence.paths, plan.cluster
+    if task.node == 0:
+        route = None
+        store = None
+        if task.nodes > 1:
+            own_name = client.node_address(os.environ["SLURMD_NODENAME"])
+            route = find_route(f"{own_name}:1", cluster.interface)
+            store = f"{route.interface.address}:{_free_port(route.interface.address)}"
+        steps, before = _newest_step(paths), fence.newest()
+        fruitless = before.get("fruitless", 0) + 1 if before.get("from_step") == steps else 0
+        names = client.host_names(task.node_list)
+        begin(fence, job=task.job, nodes=names, store=store, from_step=steps, fruitless=fruitless)
+        events.note(paths, "started", incarnation=str(fence.own), job=task.job, nodes=names, from_step=steps)
+    else:
+        store = _wait_for_first(fence)["store"]
+        route = find_route(store, cluster.interface)
+    if route is None or store is None:
+        return plan
+    place = Place(
+        node=task.node, address=route.interface.address, interface=route.interface.name, store=store, shared=True
+    )
+    names = socket_names(route, cluster.interface)
+    return dataclasses.replace(
+        plan,
+        cluster=dataclasses.replace(cluster, place=place),
+        env=dataclasses.replace(plan.env, default=names | plan.env.default),
+    )
+
+
+def _free_port(address: str) -> int:
+    with socket.create_server((address, 0)) as probe:
+        return probe.getsockname()[1]
+
+
+def _wait_for_first(fence: Fence) -> dict[str, Any]:
+    end = time.monotonic() + _MEET_WITHIN_S
+    while (newest := fence.newest()).get("incarnation") != str(fence.own):
+        fence.check()
+        if time.monotonic() > end:
+            raise SiteError(f"node 0 has not begun incarnation {fence.own} within {_MEET_WITHIN_S} s.")
+        time.sleep(_LOOK_EVERY_S)
+    return newest
+
+
+def _newest_step(paths: RunPaths) -> int:
+    """Of the checkpoints that are there; 0 without one."""
+    return max((int(path.name.removeprefix("step_")) for path in paths.checkpoints.glob("step_*")), default=0)
+
+
+def _conclude(plan: LaunchPlan, task: Task, fence: Fence, ended: Ended) -> int:
+    """What becomes of the job. Returns this task's exit status."""
+    paths = fence.paths
+    said = read_json(paths.summary) or {}
+    if (told := ended.words.get("failure")) is not None:
+        return _failed(plan, task, fence, told)
+    stopped_by = ended.words.get("stopped_by") or (said.get("verdict") == "stopped" and "a signal on another node")
+    if not stopped_by:
+        if task.node == 0 and ended.status == EXIT_DONE:
+            if not isinstance(plan, RunPlan):
+                write_json(paths.summary, {"verdict": "done"})
+            events.note(paths, "done", step=said.get("steps"))
+        return ended.status
+    if task.node:
+        return EXIT_DONE  # node 0 says what follows
+    write_json(paths.summary, {"verdict": "stopped"} | said | {"stopped_by": stopped_by})
+    why = _wanted_back(plan, task, stopped_by)
+    events.note(paths, "stopped", by=stopped_by, why=why or "cancelled", step=said.get("steps"))
+    return _requeue(plan, task, fence, why) if why else EXIT_RESUMABLE
+
+
+def _wanted_back(plan: LaunchPlan, task: Task, signal_name: str = "") -> str:
+    """Why the job is to stop and go on later, by what Slurm says of it; empty where it is not."""
+    assert plan.cluster.slurm is not None
+    try:
+        job = client.job(task.job)
+    except SiteError as error:
+        print(f"{error}", file=sys.stderr, flush=True)
+        job = None
+    if job is not None and job.state != "RUNNING":  # it is being cancelled, or requeued
+        return ""
+    if job is not None and job.preempted:
+        return "preempted"
+    # Slurm looks at the time every 30 s, and so may say it early
+    if job is not None and job.end and (job.end - datetime.now()).total_seconds() < plan.cluster.slurm.signal_s + 60:
+        return "time limit" if signal_name else ""
+    return "told to" if signal_name == "SIGUSR2" else ""
+
+
+def _requeue(plan: LaunchPlan, task: Task, fence: Fence, why: str) -> int:
+    """Have Slurm queue the job again; it then ends this process. Returns only where that did not happen."""
+    paths, newest = fence.paths, fence.newest()
+    if isinstance(plan, RunPlan):
+        if not plan.checkpoint.enabled:
+            print("checkpoint.enabled=false: nothing was saved, and the job is not queued again.", flush=True)
+            return EXIT_RESUMABLE
+        if newest.get("fruitless", 0) >= _FRUITLESS and _newest_step(paths) == newest.get("from_step"):
+            error = (
+                f"begun {_FRUITLESS + 1} times without getting one step further ({why}): cluster.time is too short for "
+                "the start, one step and one checkpoint"
+            )
+            _report(task, fence, failure(error, paths.node_log(task.node), at=datetime.now(UTC)))
+            return EXIT_FAILED
+    fence.check()
+    events.note(paths, "requeued", why=why)  # before it is so: it ends this process
+    try:
+        client.requeue(task.job)
+    except SiteError as error:
+        events.note(paths, "not requeued", why=str(error))
+        print(f"The job could not be queued again: {error}\n  `launch resume` goes on.", file=sys.stderr, flush=True)
+        return EXIT_RESUMABLE
+    time.sleep(_REQUEUE_WITHIN_S)
+    return EXIT_RESUMABLE
+
+
+def _report(task: Task, fence: Fence, told: Failure) -> Reports:
+    reports = Reports(fence, task.node, task.nodes)
+    reports.add(told)
+    events.note(fence.paths, "failed", node=task.node, rank=told["rank"], error=told["error"])
+    return reports
+
+
+def _failed(plan: LaunchPlan, task: Task, fence: Fence, told: Failure) -> int:
+    """Tell a failure of the run from nodes that were lost: those are Slurm's to replace."""
+    reports = _report(task, fence, told)
+    if not reports.of_connections_only():
+        return EXIT_FAILED
+    print("The connection to other nodes is lost. Waiting for what they, or Slurm, say of it.", flush=True)
+    again = reports.wait_for_slurm(task.job)
+    # a script cannot be asked whether it gets anywhere: it would be begun again for ever
+    if not again or not isinstance(plan, RunPlan):
+        return EXIT_FAILED
+    return _requeue(plan, task, fence, "the nodes lost each other")

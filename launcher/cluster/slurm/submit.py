@@ -1,0 +1,161 @@
+"""How a run becomes a job of Slurm's: plan and code are frozen in its directory, submitit writes the script, sbatch
+takes it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from launcher import snapshot
+from launcher.cluster import events, jobfile, local
+from launcher.cluster.jobfile import Submission
+from launcher.cluster.slurm import client, node
+from launcher.cluster.slurm.refusal import refusal
+from launcher.errors import ConfigError
+from launcher.placement import SCRIPT_COMMAND
+from launcher.plan import LaunchPlan, RunPlan
+from launcher.site import BATCH_ENV, allowed_env
+
+P = TypeVar("P", bound=LaunchPlan)
+
+# file systems that live in this machine's memory
+_OWN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
+# signals that come before the agent can handle them must not kill the task: once it is up, it asks Slurm what it missed
+_PYTHON = f'/bin/sh -c \'trap "" TERM USR2; exec "$0" "$@"\' {shlex.quote(sys.executable)} -P'
+
+
+def submit(plan: P, config_yaml: str) -> tuple[P, str]:
+    """Make the run's directory, copy the user's code into it, and submit. Returns the plan as it was frozen, and the
+    job's id.
+
+    Raises:
+        ConfigError: Slurm refuses the job; nothing is left behind then.
+        SiteError: no Slurm here, or a directory that cannot be used.
+    """
+    client.require()
+    _require_shared(plan.paths.root)
+    roots = _roots(plan)
+    local.create(plan, config_yaml)
+    try:
+        plan = _freeze(plan, roots)
+        plan.save()
+        return plan, send(plan)
+    except BaseException:
+        shutil.rmtree(plan.paths.root, ignore_errors=True)
+        raise
+
+
+def send(plan: LaunchPlan) -> str:
+    """Submit a run whose directory is there, for the first time or once more; the job's id."""
+    number = jobfile.add(plan.paths, Submission.now())
+    try:
+        with _submitters_environment(plan):
+            job = _executor(plan).submit(node.run_node, plan.run.dir, number)
+    except BaseException as error:
+        jobfile.withdraw(plan.paths)
+        from submitit.core.utils import FailedJobError, FailedSubmissionError
+
+        if isinstance(error, FailedJobError | FailedSubmissionError):
+            raise refusal(plan, str(error), script(plan)) from None
+        raise
+    jobfile.amend(plan.paths, job=job.job_id)
+    events.note(plan.paths, "submitted", job=job.job_id)
+    return job.job_id
+
+
+def script(plan: LaunchPlan) -> str:
+    """The batch script, as submitit writes it."""
+    executor = _executor(plan)
+    return executor._make_submission_file_text(executor._submitit_command_str, "")
+
+
+def _executor(plan: LaunchPlan) -> Any:
+    import submitit
+
+    class Executor(submitit.SlurmExecutor):
+        """submitit looks for srun before it renders anything; here the caller has looked, where that is needed."""
+
+        @classmethod
+        def affinity(cls) -> int:
+            return 2
+
+    slurm = plan.cluster.slurm
+    assert slurm is not None
+    options = dict(slurm.options)
+    limit = options.pop("time", None)
+    executor = Executor(plan.paths.slurm, python=_PYTHON)
+    executor.update_parameters(
+        job_name=options.pop("job-name"),
+        nodes=options.pop("nodes"),
+        ntasks_per_node=options.pop("ntasks-per-node"),
+        time=limit,
+        signal_delay_s=slurm.signal_s,
+        setup=[*slurm.setup] or None,
+        stderr_to_stdout=True,
+        wckey=None,  # a cluster that checks these knows none called submitit
+        additional_parameters=options,
+        # a task that fails ends the others, which may wait for it; srun does not take the cores over from sbatch
+        srun_args=["--kill-on-bad-exit=1", f"--cpus-per-task={slurm.cpus_per_node}"],
+    )
+    return executor
+
+
+@contextmanager
+def _submitters_environment(plan: LaunchPlan) -> Generator[None, None, None]:
+    """sbatch hands its environment to the job: no secret goes along, and nothing of a job that this one comes from."""
+    before = dict(os.environ)
+    kept = allowed_env(before, (*plan.env.allow, *BATCH_ENV))
+    os.environ.clear()
+    os.environ |= kept
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ |= before
+
+
+def _roots(plan: LaunchPlan) -> list[Path]:
+    if isinstance(plan, RunPlan):
+        return snapshot.roots_of_task(plan.task.target, plan.cluster.cwd)
+    return [_script_of(plan).resolve().parent]
+
+
+def _script_of(plan: LaunchPlan) -> Path:
+    return Path(plan.cluster.cwd) / plan.command[len(SCRIPT_COMMAND)]
+
+
+def _freeze(plan: P, roots: Sequence[Path]) -> P:
+    """``plan`` on copies of the user's code."""
+    copies = snapshot.take(roots, plan.paths.code, plan.paths.root.parent)
+    if not copies:
+        return plan
+    if not isinstance(plan, RunPlan):
+        name = _script_of(plan).resolve().name
+        if not (Path(copies[0]) / name).exists():  # git ignores it, but it was named
+            shutil.copy2(_script_of(plan), copies[0])
+        at = len(SCRIPT_COMMAND)
+        command = (*plan.command[:at], str(Path(copies[0]) / name), *plan.command[at + 1 :])
+        return dataclasses.replace(plan, command=command)
+    return dataclasses.replace(plan, cluster=dataclasses.replace(plan.cluster, import_from=copies))
+
+
+def _require_shared(directory: Path) -> None:
+    """Raises ConfigError for a run directory that no other machine can see. One on a disk of this machine's own cannot
+    be told from a shared one here: `launch doctor` can."""
+    mounts: list[tuple[Path, str]] = []
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        fields, _, rest = line.partition(" - ")
+        mounts.append((Path(fields.split()[4].replace("\\040", " ")), rest.split()[0]))
+    mount, kind = max((m for m in mounts if directory.is_relative_to(m[0])), key=lambda m: len(m[0].parts))
+    if kind in _OWN_MEMORY:
+        raise ConfigError(
+            "run.dir", directory.parent, f"lies in this machine's memory ({kind} on {mount}): the nodes do not see it.",
+            "Use a run.dir on a disk that the login node and all nodes share.",
+        )  # fmt: skip

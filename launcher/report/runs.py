@@ -1,0 +1,97 @@
+"""Runs that exist, as tables and text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from launcher.plan import LaunchPlan
+from launcher.report.tables import failure_text, named_lines, near
+from launcher.runstate import Run, State
+
+_COLOURS = {
+    State.done: "green", State.running: "cyan", State.failed: "red", State.lost: "red", State.pending: "yellow",
+    State.requeued: "yellow", State.stopped: "yellow", State.cancelled: "dim", State.unknown: "magenta",
+}  # fmt: skip
+
+
+def runs_table(runs: Sequence[Run]) -> Table:
+    """A line a run, the newest last."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for column in ("run", "state", "step", "loss", "job", "user", "begun", ""):
+        table.add_column(column, no_wrap=column != "", overflow="fold")
+    for run in sorted(runs, key=lambda run: run.created):
+        table.add_row(
+            escape(run.name),
+            f"[{_COLOURS[run.state]}]{run.state.value}[/]",
+            _step(run),
+            "" if run.loss is None else f"{run.loss:.4f}",
+            run.job or run.kind,
+            escape(run.user),
+            _when(run.created),
+            escape(run.detail),
+        )
+    return table
+
+
+def status_table(run: Run, happened: Sequence[dict[str, Any]] = ()) -> Table:
+    """One run, and what happened to it."""
+    table, add = named_lines(f"Run {run.name}: {run.state.value}")
+    if run.detail:
+        add("why", run.detail)
+    if run.job is not None:
+        add("job", f"{run.job}, submitted {run.submissions} time{'' if run.submissions == 1 else 's'} by {run.user}")
+    if run.nodes:
+        add("nodes", run.nodes)
+    if run.step is not None:
+        add("step", _step(run) + ("" if run.loss is None else f", loss {run.loss:.4f}"))
+    add("files", near(run.dir))
+    for number, event in enumerate(happened):
+        add("" if number else "events", _event(event))
+    return table
+
+
+def failure_of(run: Run) -> str:
+    """The first failing rank's traceback, whichever node it was on: its log is in the run's directory."""
+    assert run.failure is not None
+    where = "" if "host" not in run.failure else f" (on {run.failure['host']})"
+    return failure_text({"failure": run.failure}, run.failure.get("node", 0)) + where
+
+
+def submitted_text(plan: LaunchPlan, job: str) -> str:
+    assert plan.cluster.slurm is not None
+    name, options = called(plan), plan.cluster.slurm.options
+    queue = f", partition {options['partition']}" if "partition" in options else ""
+    nodes = f"{plan.cluster.nodes} node{'' if plan.cluster.nodes == 1 else 's'}"
+    return (
+        f"Submitted {plan.run.name} as Slurm job {job}: {nodes} × {plan.cluster.workers_per_node}{queue}.\n"
+        f"  launch status {name}\n  launch logs {name} --follow\n  launch cancel {name}"
+    )
+
+
+def called(plan: LaunchPlan) -> str:
+    """How the run is named to the other verbs from here."""
+    return plan.run.name if plan.paths.root.parent == Path.cwd() / "runs" else near(plan.run.dir)
+
+
+def _step(run: Run) -> str:
+    if run.step is None:
+        return ""
+    return f"{run.step}/{run.steps}" if run.steps else str(run.step)
+
+
+def _when(iso: str) -> str:
+    return datetime.fromisoformat(iso).astimezone().strftime("%Y-%m-%d %H:%M") if iso else ""
+
+
+def _event(event: dict[str, Any]) -> str:
+    at = datetime.fromisoformat(event["at"]).astimezone()
+    known = {name: value for name, value in event.items() if name not in ("at", "event") and value is not None}
+    known = {name: " ".join(map(str, value)) if name == "nodes" else value for name, value in known.items()}
+    rest = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in known.items())
+    return f"{at:%Y-%m-%d %H:%M:%S}  {event['event']}{f': {rest}' if rest else ''}"

@@ -1,0 +1,50 @@
+"""How a run stands: what the ledger finds out, and what is shown of it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+
+class State(StrEnum):
+    """``requeued``: it has run, and Slurm will begin it again. ``stopped``: it was told to stop, and has saved.
+    ``lost``: nobody runs it, and it left no verdict. ``unknown``: another host, or a Slurm that does not answer, could
+    tell."""
+
+    pending = "pending"
+    running = "running"
+    requeued = "requeued"
+    done = "done"
+    stopped = "stopped"
+    failed = "failed"
+    cancelled = "cancelled"
+    lost = "lost"
+    unknown = "unknown"
+
+
+ACTIVE = frozenset({State.pending, State.running, State.requeued})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One run as it stands. ``detail``: why, in a few words. ``step``, ``steps``: optimizer steps recorded, and
+    planned. ``nodes``: that it runs on, or ran on last. ``submissions``: how often it was sent off."""
+
+    name: str
+    dir: str
+    kind: str
+    state: State
+    detail: str
+    user: str
+    created: str
+    job: str | None
+    nodes: str
+    submissions: int
+    step: int | None
+    steps: int | None
+    loss: float | None
+    failure: dict[str, Any] | None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)

@@ -1,0 +1,164 @@
+"""What Slurm is asked for: ClusterConfig -> SlurmPlan. Pure: what the cluster has comes in as values."""
+
+from __future__ import annotations
+
+import re
+
+from launcher.config import ClusterConfig, Device
+from launcher.errors import ConfigError
+from launcher.plan import SlurmPlan
+from launcher.site import Partition
+
+CPUS_PER_WORKER = 2  # without a GPU: the rank itself, and the process that reads its data
+# Slurm looks at time limits every 30 s, and so sends the signal up to that much early
+_EARLY_S = 30
+_SAVE_MARGIN_S = 15
+_START_S = 30
+
+# sbatch options that have a key of their own
+_KEYS = {
+    "partition": "partition", "account": "account", "qos": "qos", "time": "time", "mem": "mem",
+    "constraint": "constraint", "exclude": "exclude", "dependency": "dependency", "nodes": "nodes",
+    "cpus-per-task": "cpus_per_worker", "gpus-per-node": "workers_per_node", "ntasks-per-node": "workers_per_node",
+}  # fmt: skip
+# and those that the launcher's own work hangs on
+_OURS = (
+    "array", "chdir", "cpus-per-gpu", "error", "export", "input", "job-name", "no-requeue", "ntasks", "ntasks-per-core",
+    "ntasks-per-gpu", "ntasks-per-socket", "open-mode", "output", "requeue", "signal", "test-only", "wait", "wrap",
+)  # fmt: skip
+
+
+def solve_sbatch(
+    config: ClusterConfig, nodes: int, workers: int, device: Device, partition: Partition | None, name: str
+) -> SlurmPlan:
+    """The options of one task a node.
+
+    Args:
+        nodes, workers: of the job; workers on each node.
+        partition: what it has; None where it was not asked.
+        name: of the run, and so of the job.
+
+    Raises:
+        ConfigError: more than the partition has, a time limit that leaves no time to save, an option that is the
+            launcher's own.
+    """
+    if partition is not None:
+        _require_room(config, nodes, partition)
+    signal_s = config.grace_s + _SAVE_MARGIN_S
+    _require_time(config, partition, signal_s)
+    more = {str(key).replace("_", "-"): value for key, value in config.sbatch.items()}
+    _require_free(more)
+    cpus = workers * (config.cpus_per_worker or _default_cpus(workers, device, partition))
+    options: dict[str, object] = {
+        "job-name": name,
+        "nodes": nodes,
+        "ntasks-per-node": 1,
+        "cpus-per-task": cpus,
+        "requeue": True,
+    }
+    if device is Device.cuda and not {"gres", "gpus", "gpus-per-task"} & set(more):
+        options["gpus-per-node"] = workers
+    for key in ("partition", "account", "qos", "time", "mem", "constraint", "exclude", "dependency"):
+        if (value := getattr(config, key)) is not None:
+            options[key] = value
+    return SlurmPlan(options=options | more, setup=tuple(config.setup), cpus_per_node=cpus, signal_s=signal_s)
+
+
+def _default_cpus(workers: int, device: Device, partition: Partition | None) -> int:
+    """A worker's cores: its GPU's share of the node; on a CPU two, or what the node has for each."""
+    if partition is None:
+        return CPUS_PER_WORKER
+    if device is Device.cuda and partition.gpus:
+        return max(1, partition.cores // partition.gpus)
+    return max(1, min(CPUS_PER_WORKER, partition.cores // workers))
+
+
+def _require_room(config: ClusterConfig, nodes: int, partition: Partition) -> None:
+    most = min(partition.nodes, partition.max_nodes or partition.nodes)
+    if nodes > most:
+        raise ConfigError(
+            "cluster.nodes", nodes, f"partition {partition.name} gives a job {most} at most.",
+            f"Use cluster.nodes={most} or less, or another cluster.partition (see `sinfo`).",
+        )  # fmt: skip
+    if config.cpus_per_worker and config.workers_per_node:
+        wanted = config.cpus_per_worker * config.workers_per_node
+        if wanted > partition.cores:
+            raise ConfigError(
+                "cluster.cpus_per_worker", config.cpus_per_worker,
+                f"that is {wanted} cores a node, and a node of partition {partition.name} has {partition.cores}.",
+                f"Use cluster.cpus_per_worker={partition.cores // config.workers_per_node or 1} or fewer workers.",
+            )  # fmt: skip
+
+
+def _require_time(config: ClusterConfig, partition: Partition | None, signal_s: int) -> None:
+    """A job must get something done between its start and the signal to save."""
+    try:
+        limit_s = None if config.time is None else seconds(config.time)
+    except ValueError:
+        raise ConfigError(
+            "cluster.time", config.time, "is no time limit.", 'Write "HH:MM:SS", "D-HH:MM:SS" or minutes.'
+        ) from None
+    most_s = None if partition is None else partition.limit_s
+    if limit_s is not None and most_s is not None and limit_s > most_s:
+        raise ConfigError(
+            "cluster.time", config.time, f"partition {partition and partition.name} allows {clock(most_s)} at most.",
+            f'Use cluster.time="{clock(most_s)}": a longer run goes on in the job\'s next turn.',
+        )  # fmt: skip
+    key = "cluster.time"
+    if limit_s is None and config.time is None and partition is not None:
+        limit_s = partition.default_s if partition.default_s is not None else most_s
+        key = f"cluster.time (by default that of partition {partition.name})"
+    least_s = signal_s + _EARLY_S + _START_S
+    if limit_s is not None and limit_s < least_s:
+        raise ConfigError(
+            key, clock(limit_s),
+            f"is too short for one checkpoint: the job is told to save {signal_s} s before its end, Slurm may say so "
+            f"{_EARLY_S} s early, and it takes a while to start.",
+            f'Use cluster.time="{clock(-(-least_s // 60) * 60)}" or more, or a lower cluster.grace_s.',
+        )  # fmt: skip
+
+
+def _require_free(more: dict[str, object]) -> None:
+    for option, value in more.items():
+        key = f"cluster.sbatch.{option}"
+        if option in _KEYS:
+            raise ConfigError(key, value, "has a key of its own.", f"Use cluster.{_KEYS[option]}.")
+        if option in _OURS:
+            raise ConfigError(key, value, "is the launcher's own to set.", "Leave it out.")
+        if not re.fullmatch(r"[a-z][a-z0-9-]+", option):
+            raise ConfigError(
+                key,
+                value,
+                "is no long option of sbatch.",
+                "Write its long name, such as reservation or mail-user.",
+            )
+        if "\n" in str(value):
+            raise ConfigError(key, None, "must be one line.")
+
+
+def seconds(limit: str) -> int | None:
+    """A time limit in Slurm's forms (minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM, D-HH:MM:SS) in seconds; None for none.
+
+    Raises:
+        ValueError: it has none of these forms.
+    """
+    if limit.lower() in ("infinite", "unlimited", "n/a", "none", ""):
+        return None
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", limit)
+    if not found:
+        raise ValueError(limit)
+    days, *parts = found.groups()
+    first, second, third = (int(part) if part is not None else None for part in parts)
+    assert first is not None
+    if days is not None:
+        return ((int(days) * 24 + first) * 60 + (second or 0)) * 60 + (third or 0)
+    if second is None:
+        return first * 60
+    return first * 60 + second if third is None else (first * 60 + second) * 60 + third
+
+
+def clock(limit_s: int) -> str:
+    """Seconds as Slurm writes them: 04:00:00, or 2-00:00:00."""
+    days, rest = divmod(limit_s, 86400)
+    text = f"{rest // 3600:02d}:{rest // 60 % 60:02d}:{rest % 60:02d}"
+    return f"{days}-{text}" if days else text
