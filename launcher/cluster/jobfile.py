@@ -46,7 +46,10 @@ class Submission:
 
 
 def submissions(paths: RunPaths) -> list[Submission]:
-    known: dict[str, Any] = read_json(paths.job) or {}
+    return parse(read_json(paths.job) or {})
+
+
+def parse(known: dict[str, Any]) -> list[Submission]:
     return [Submission(**entry) for entry in known.get("submissions", [])]
 
 

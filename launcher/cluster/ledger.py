@@ -31,11 +31,16 @@ def find(runs: Path) -> list[RunPaths]:
     try:
         with os.scandir(runs) as entries:
             return sorted(
-                (RunPaths(Path(entry.path)) for entry in entries if (Path(entry.path) / "plan.json").is_file()),
+                (RunPaths(Path(entry.path)) for entry in entries if _has_plan(entry.path)),
                 key=lambda paths: paths.root.name,
             )
     except (FileNotFoundError, NotADirectoryError):
         return []
+
+
+def _has_plan(directory: str | Path) -> bool:
+    """Whether this is a run's directory; another user's, closed to this one, is none."""
+    return os.path.isfile(os.path.join(directory, "plan.json"))  # noqa: PTH113, PTH118 (pathlib raises where closed)
 
 
 def resolve(word: str, runs: Path) -> RunPaths:
@@ -45,7 +50,7 @@ def resolve(word: str, runs: Path) -> RunPaths:
         UserError: there is none, or several.
     """
     for place in (runs / word, Path(word)):
-        if (place / "plan.json").is_file():
+        if _has_plan(place):
             return RunPaths(place.resolve())
     known = [paths for paths in find(runs) if "/" not in word]
     found = [paths for paths in known if paths.root.name.startswith(word)]
@@ -94,7 +99,7 @@ class _Read:
             _object(paths.plan),
             _object(paths.summary),
             _object(paths.incarnation),
-            jobfile.submissions(paths),
+            jobfile.parse(_object(paths.job)),
         )
 
     @property

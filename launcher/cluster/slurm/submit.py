@@ -4,12 +4,13 @@ takes it."""
 from __future__ import annotations
 
 import dataclasses
+import io
 import os
 import shlex
 import shutil
 import sys
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -56,7 +57,8 @@ def send(plan: LaunchPlan) -> str:
     """Submit a run whose directory is there, for the first time or once more; the job's id."""
     number = jobfile.add(plan.paths, Submission.now())
     try:
-        with _submitters_environment(plan):
+        # submitit repeats sbatch's words, which the refusal has too
+        with _submitters_environment(plan), redirect_stderr(io.StringIO()):
             job = _executor(plan).submit(node.run_node, plan.run.dir, number)
     except BaseException as error:
         jobfile.withdraw(plan.paths)

@@ -1,0 +1,145 @@
+"""How a run stands, by what its directory and Slurm say; and which run a word means."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from launcher.cluster import jobfile, ledger
+from launcher.cluster.jobfile import Submission
+from launcher.cluster.slurm import client
+from launcher.cluster.slurm.client import Listed, SlurmSilent
+from launcher.errors import UserError
+from launcher.paths import RunPaths, write_json
+from launcher.runstate import State
+from tests.helpers import make_plan
+
+
+def make_run(root: Path, name: str, *overrides: str, job: str | None = "7", submissions: int = 1) -> RunPaths:
+    paths = RunPaths(root / name)
+    paths.logs.mkdir(parents=True)
+    plan = make_plan(*overrides, run_dir=str(paths.root))
+    dataclasses.replace(plan, run=dataclasses.replace(plan.run, name=name)).save()
+    for _ in range(submissions):
+        jobfile.add(paths, dataclasses.replace(Submission.now(), job=job))
+    return paths
+
+
+def begin(paths: RunPaths, incarnation: str = "0.0") -> None:
+    write_json(paths.incarnation, {"incarnation": incarnation, "job": "7", "nodes": ["node1"]})
+
+
+def slurm_says(monkeypatch: pytest.MonkeyPatch, state: str | None, name: str = "a", reason: str = "None") -> None:
+    monkeypatch.setattr(client, "available", lambda: True)
+    listed = {} if state is None else {"7": Listed(state, name, reason, "node1")}
+    monkeypatch.setattr(client, "jobs", lambda _: listed)
+
+
+@pytest.mark.parametrize(
+    ("slurm", "begun", "verdict", "state"),
+    [
+        ("PENDING", False, None, State.pending),
+        ("PENDING", True, None, State.requeued),
+        ("PENDING", True, "stopped", State.requeued),
+        ("PENDING", True, "failed", State.requeued),  # a node that was lost said so before Slurm began it again
+        ("RUNNING", True, None, State.running),
+        ("RUNNING", True, "failed", State.running),
+        ("RUNNING", True, "done", State.done),
+        ("COMPLETED", True, "done", State.done),
+        ("COMPLETED", True, None, State.failed),
+        ("FAILED", True, "failed", State.failed),
+        ("FAILED", False, None, State.failed),
+        ("TIMEOUT", True, None, State.failed),
+        ("NODE_FAIL", True, None, State.failed),
+        ("CANCELLED", True, "stopped", State.cancelled),
+        ("PREEMPTED", True, None, State.stopped),
+        ("FAILED", True, "stopped", State.stopped),
+        (None, True, "failed", State.failed),
+        (None, True, "stopped", State.stopped),
+        (None, True, None, State.lost),
+        (None, False, None, State.lost),
+    ],
+)
+def test_states_of_a_slurm_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slurm: str | None, begun: bool, verdict: str | None, state: State
+) -> None:
+    paths = make_run(tmp_path, "a", "cluster=slurm")
+    if begun:
+        begin(paths)
+    if verdict is not None:
+        write_json(paths.summary, {"verdict": verdict})
+    slurm_says(monkeypatch, slurm)
+    assert ledger.look([paths])[0].state is state
+
+
+def test_what_an_earlier_submission_said_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = make_run(tmp_path, "a", "cluster=slurm", submissions=2)
+    begin(paths, "0.3")
+    write_json(paths.summary, {"verdict": "failed"})
+    slurm_says(monkeypatch, "PENDING")
+    assert ledger.look([paths])[0].state is State.pending
+    begin(paths, "1.0")
+    slurm_says(monkeypatch, "FAILED")
+    assert ledger.look([paths])[0].state is State.failed
+
+
+def test_another_clusters_job_of_the_same_number_is_not_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = make_run(tmp_path, "a", "cluster=slurm")
+    slurm_says(monkeypatch, "RUNNING", name="somebody's")
+    assert ledger.look([paths])[0].state is State.lost
+
+
+def test_a_slurm_that_does_not_answer_is_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    over, open_ = make_run(tmp_path, "over", "cluster=slurm"), make_run(tmp_path, "open", "cluster=slurm")
+    begin(over)
+    write_json(over.summary, {"verdict": "done"})
+    monkeypatch.setattr(client, "available", lambda: True)
+
+    def silent(_: object) -> None:
+        raise SlurmSilent("no answer")
+
+    monkeypatch.setattr(client, "jobs", silent)
+    assert [run.state for run in ledger.look([over, open_])] == [State.done, State.unknown]
+
+
+def test_local_runs(tmp_path: Path) -> None:
+    paths = make_run(tmp_path, "a", job=None, submissions=0)
+    jobfile.add(paths, Submission.now().by_this_process())
+    assert ledger.look([paths])[0].state is State.running
+    jobfile.amend(paths, born="another process of this number")
+    assert ledger.look([paths])[0].state is State.lost
+    jobfile.amend(paths, host="elsewhere")
+    assert ledger.look([paths])[0].state is State.unknown
+    begin(paths)
+    write_json(paths.summary, {"verdict": "failed", "failure": {"rank": 1, "error": "KeyError: 3\nmore"}})
+    (run,) = ledger.look([paths])
+    assert (run.state, run.detail) == (State.failed, "rank 1: KeyError: 3")
+
+
+def test_a_run_is_found_by_name_directory_or_beginning(tmp_path: Path) -> None:
+    for name in ("alpha-1", "alpha-2", "beta"):
+        make_run(tmp_path, name)
+    (tmp_path / "not-a-run").mkdir()
+    assert ledger.resolve("beta", tmp_path).root.name == "beta"
+    assert ledger.resolve("be", tmp_path).root.name == "beta"
+    assert ledger.resolve(str(tmp_path / "alpha-1"), Path("elsewhere")).root.name == "alpha-1"
+    with pytest.raises(UserError, match="alpha: 2 runs begin like that: alpha-1, alpha-2"):
+        ledger.resolve("alpha", tmp_path)
+    with pytest.raises(UserError, match="did you mean 'beta'"):
+        ledger.resolve("betta", tmp_path)
+
+
+def test_a_broken_directory_does_not_trip_the_others(tmp_path: Path) -> None:
+    make_run(tmp_path, "good", job=None, submissions=0)
+    broken = make_run(tmp_path, "broken", job=None, submissions=0)
+    broken.plan.write_text("{")
+    broken.job.write_text("")
+    broken.metrics.write_text(json.dumps({"step": 3, "train/loss": 1.0}) + '\n{"step": 4, "tr')
+    runs = {run.name: run for run in ledger.look(ledger.find(tmp_path))}
+    assert set(runs) == {"good", "broken"}
+    assert runs["broken"].step == 3
