@@ -28,6 +28,7 @@ _SHOWN = 8
 
 def find(runs: Path) -> list[RunPaths]:
     """Every run in a directory of runs."""
+    runs = runs.absolute()
     try:
         with os.scandir(runs) as entries:
             return sorted(
