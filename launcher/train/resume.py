@@ -64,9 +64,9 @@ def go_on(engine: Engine, paths: RunPaths, fence: Fence) -> Resumed | None:
             print(f"Checkpoint {directory} is damaged and not used: {'; '.join(reasons)}.", flush=True)
     if candidates:
         raise NoGoodCheckpoint(
-            f"None of the {len(candidates)} checkpoints in {paths.checkpoints} can be used: all are damaged, and the log "
-            "of rank 0 says how.\n"
-            "  Put one back from a copy; or, to begin at step 0 again, start a new run."
+            f"None of the {len(candidates)} checkpoints in {paths.checkpoints} can be used: all are damaged.\n"
+            "  The log of rank 0 says how. "
+            "Put one back from a copy; or, to begin at step 0 again, start a new run."
         )
     return None
 
