@@ -103,7 +103,7 @@ class ClusterConfig:
     device: Device = Device.auto
     """auto: cuda where a GPU is seen (slurm: where the partition has some), else cpu."""
     max_restarts: int = 0
-    """How often torchrun starts the workers again after one failed. `launch run` only, until runs can be resumed."""
+    """How often torchrun starts the workers again after one failed; a training job goes on from its last checkpoint."""
     grace_s: int = 30
     """Seconds that workers get to finish their window and save when they are asked to stop."""
     env: list[str] = field(default_factory=list[str])

@@ -11,6 +11,7 @@ LauncherError
     ├── UnusedParameters    the backward pass reached only part of the model
     ├── DataError           the dataset is not what the plan says
     ├── EngineMisuse        the user's loop left out a call
+    ├── NoGoodCheckpoint    there are checkpoints to go on from, and all of them are damaged
     └── Superseded          the run goes on elsewhere: this process is what is left of an earlier start
 """
 
@@ -74,6 +75,10 @@ class DataError(RunError):
 
 
 class EngineMisuse(RunError):
+    pass
+
+
+class NoGoodCheckpoint(RunError):
     pass
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -120,6 +121,27 @@ class RunPaths:
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step_{step:06d}"
+
+    def partial_checkpoint(self, step: int, incarnation: object) -> Path:
+        """A checkpoint that is being written, or taken away. Two incarnations never share one."""
+        return self.checkpoints / f".step_{step:06d}.{incarnation}.partial"
+
+    def partial_checkpoints(self) -> list[tuple[str, Path]]:
+        """What is there of such, each with its incarnation."""
+        return [
+            (path.name.split(".", 2)[2].removesuffix(".partial"), path)
+            for path in self.checkpoints.glob(".step_*.*.partial")
+        ]
+
+    def committed_checkpoints(self) -> list[Path]:
+        """The whole ones, the newest first."""
+        return sorted(self.checkpoints.glob("step_*"), key=lambda path: -int(path.name.removeprefix("step_")))
+
+    def refused_checkpoint(self, checkpoint: Path) -> Path:
+        """Where one goes that was found to be damaged: out of the way, but still there."""
+        first = self.checkpoints / f"refused_{checkpoint.name}"
+        others = (first.with_name(f"{first.name}.{number}") for number in itertools.count(2))
+        return next(path for path in itertools.chain([first], others) if not path.exists())
 
 
 def write_text(path: Path, text: str) -> None:

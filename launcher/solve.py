@@ -59,11 +59,6 @@ def solve(config: Config, site: Site, task: TaskPlan, run: RunInfo, started: tup
         ConfigError: values that are impossible, alone or together.
     """
     check(config)
-    if config.cluster.max_restarts:
-        raise ConfigError(
-            "cluster.max_restarts", config.cluster.max_restarts, "a training job started again would begin at step 0.",
-            "It serves `launch run`, whose script resumes by itself.",
-        )  # fmt: skip
     cluster = solve_cluster(config.cluster, site, run.name, config.strategy.kind, started)
     batch = contract.solve_batch(config.batch, cluster.nodes * cluster.workers_per_node)
     epoch = _epoch(config.batch, batch, task)

@@ -2,6 +2,9 @@
 
     python -m launcher.report.mirror RUN_DIR        standard input: ends when no record follows
 
+A run that was begun again gets a mirror again, for the same W&B id: it goes on after the last step that an earlier one
+is known to have delivered. Steps that it repeats, because an earlier one was killed, W&B drops.
+
 The record is on disk before this process sees it, so nothing here can slow the job, stop it, or lose a step. What goes
 wrong is said once, in wandb.json, for whoever shows the run.
 """
@@ -34,8 +37,13 @@ def main(run_dir: str) -> None:
 
 
 def _mirror(plan: RunPlan) -> None:
+    known: dict[str, Any] = read_json(plan.paths.wandb_status) or {}
+    if known.get("problem"):  # an earlier mirror's
+        _say(plan, problem=None)
     run = _open(plan)
     _say(plan, dir=str(Path(run.dir).parent), url=run.url)
+    # of a run that is resumed online, the server says where it goes on
+    done = max(known.get("delivered") or 0, run.step - 1)
     tail = Tail(plan.paths.metrics)
     more = True
     while more:
@@ -43,10 +51,13 @@ def _mirror(plan: RunPlan) -> None:
         more = not _ended()
         for line in tail.lines():
             record: dict[str, Any] = json.loads(line)
-            run.log(record, step=record["step"])
+            if record["step"] > done:  # a record that was cut back is read again, and its steps come again
+                done = record["step"]
+                run.log(record, step=done)
     summary = read_json(plan.paths.summary) or {}
     run.summary.update({name: value for name, value in summary.items() if value is not None})
     run.finish(exit_code=0 if summary.get("verdict") in ("done", "stopped") else 1)
+    _say(plan, delivered=done)
 
 
 def _open(plan: RunPlan) -> Any:
@@ -86,7 +97,7 @@ def _ended() -> bool:
     return bool(ready) and not os.read(sys.stdin.fileno(), 1)
 
 
-def _say(plan: RunPlan, **words: str | None) -> None:
+def _say(plan: RunPlan, **words: str | int | None) -> None:
     path = plan.paths.wandb_status
     write_json(path, (read_json(path) or {}) | words)
 

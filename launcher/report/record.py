@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 
@@ -14,16 +15,27 @@ def last_lines(path: Path, count: int) -> list[str]:
 
 
 class Tail:
-    """The whole lines that a growing file has gained since the last look."""
+    """The whole lines that a growing file has gained since the last look.
+
+    Where another file has taken its place, or it was cut short, ``lines`` begins again with its first one, and
+    ``replaced`` counts that.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.replaced = 0
         self._offset = 0
+        self._file: tuple[int, int] | None = None
 
     def lines(self) -> list[str]:
         """New lines without their ends; none while the file is not there. A last line without an end waits for it."""
         try:
             with self.path.open("rb") as file:
+                found = os.fstat(file.fileno())
+                known, self._file = self._file, (found.st_dev, found.st_ino)
+                if known is not None and (known != self._file or found.st_size < self._offset):
+                    self.replaced += 1
+                    self._offset = 0
                 file.seek(self._offset)
                 new = file.read()
         except FileNotFoundError:

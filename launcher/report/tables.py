@@ -153,7 +153,9 @@ def summary_table(plan: RunPlan, summary: dict[str, Any]) -> Table:
         add("W&B", mirror["url"])
     elif mirror.get("dir"):
         add("W&B", near(mirror["dir"]))
-        add("to send it", f"wandb sync {near(mirror['dir'])}")
+        all_of_them = Path(mirror["dir"]).parent / "offline-run-*"  # one each time that the run was begun
+        several = len([*all_of_them.parent.glob(all_of_them.name)]) > 1
+        add("to send it", f"wandb sync {near(all_of_them if several else mirror['dir'])}")
     return table
 
 

@@ -49,13 +49,24 @@ class LiveDisplay:
             self._muted = self._muted or LAST_WORDS in line  # torch puts the rank before it
             if not self._muted:
                 self.say(line)
+        replaced = self._metrics.replaced
         records = [json.loads(line) for line in self._metrics.lines()]
-        if records:
+        if self._metrics.replaced > replaced:  # the run was begun again, and its record cut back to where it goes on
+            self._go_on_from(records[-1] if records else None)
+        elif records:
             self._last = records[-1]
             self._show(records[-1])
         if not self._warned and (problem := (read_json(self._paths.wandb_status) or {}).get("problem")):
             self._warned = True
             self.say(f"W&B: {problem}")
+
+    def _go_on_from(self, record: dict[str, Any] | None) -> None:
+        """``record``: of the last step that was kept, which has been shown before."""
+        step = 0 if record is None else record["step"]
+        self._last = record
+        if self._progress is not None:
+            self._progress.update(self._bar, completed=step)
+        self.say(f"--- goes on after step {step} ---")
 
     def _show(self, record: dict[str, Any]) -> None:
         if self._progress is not None:

@@ -17,8 +17,8 @@ class Buffers:
     """The buffers of ``module``, wrapped already. By name: a forward pass may put new tensors in their place."""
 
     def __init__(self, module: nn.Module, world_size: int, device: torch.device) -> None:
-        self._module, self._device = module, device
-        self._still = {name: b.detach().clone() for name, b in module.named_buffers()} if world_size > 1 else {}
+        self._module, self._device, self._alone = module, device, world_size == 1
+        self._still = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
         self._changing: list[str] = []
 
     def watch(self) -> None:
@@ -29,15 +29,27 @@ class Buffers:
         now = dict(self._module.named_buffers())
         flags = [not torch.equal(now[name], before) for name, before in self._still.items()]
         changed = torch.tensor(flags, dtype=torch.uint8, device=self._device)
-        dist.all_reduce(changed, dist.ReduceOp.MAX)
+        if not self._alone:
+            dist.all_reduce(changed, dist.ReduceOp.MAX)
         found = [name for name, flag in zip(self._still, changed.tolist(), strict=True) if flag]
-        self._changing += found
-        for name in found:
+        self.know(found)
+
+    @property
+    def changing(self) -> list[str]:
+        """Names of those that are known to change."""
+        return list(self._changing)
+
+    def know(self, names: list[str]) -> None:
+        """Take it that these change. All ranks are told the same."""
+        self._changing += names
+        for name in names:
             del self._still[name]
 
     @torch.no_grad()
     def share(self, meter: Meter) -> None:
         """Give every rank what rank 0 has, all of one format at once."""
+        if self._alone:
+            return
         now = dict(self._module.named_buffers())
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for name in self._changing:

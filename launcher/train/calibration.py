@@ -7,13 +7,13 @@ that follows it; its gradients are thrown away, and random state and buffers are
 
 from __future__ import annotations
 
-import random
+import dataclasses
 import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from torch import nn
 from launcher.config import Compress, Sync
 from launcher.errors import PolicyNotObserved
 from launcher.plan import RunPlan
+from launcher.train.randomness import random_state, restore_random_state
 
 if TYPE_CHECKING:
     from launcher.train.parallel import Parallel
@@ -107,7 +108,8 @@ class Calibration:
         return self.start + self.windows * (2 if self.alternates else 1)
 
     def sync(self, window: int) -> Sync:
-        """The policy of a window, counted from the start of this process."""
+        """The policy of a window, counted over the whole run: policies round differently, so a run that is resumed
+        must use the one that it would have used."""
         in_turn = self.alternates and self.start <= window < self._stop and (window - self.start) % 2 == 0
         return Sync.every if in_turn else self.own
 
@@ -116,16 +118,29 @@ class Calibration:
         in_turn = self.start <= window < self._stop and (not self.alternates or (window - self.start) % 2 == 1)
         return in_turn and self.may_rehearse
 
-    def observe(self, window: int, times: WindowTimes, full: bool) -> Calibrated | None:
-        """Take a window's times in; the result, once, after the last of them."""
+    def observe(self, window: int, times: WindowTimes, typical: bool) -> Calibrated | None:
+        """Take a window's times in, unless they are not ``typical``: of a short window, or just after a start. The
+        result, once, after the last of them."""
         if not self.start <= window < self._stop:
             return None
-        if full:  # a short window is faster for another reason
+        if typical:
             if self.alternates and self.sync(window) is Sync.every:
                 self._every_s.append(times.step_s)
             else:
                 self._own.append(times)
         return self.result() if window == self._stop - 1 else None
+
+    def result_before(self, window: int) -> Calibrated | None:
+        """The result, if that was known before this window."""
+        return self.result() if window >= self._stop else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The times so far, as JSON has them."""
+        return {"every_s": self._every_s, "own": [dataclasses.asdict(times) for times in self._own]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._every_s = list(state["every_s"])
+        self._own = [WindowTimes(**times) for times in state["own"]]
 
     def result(self) -> Calibrated | None:
         if not self._own or (self.alternates and not self._every_s):
@@ -180,19 +195,13 @@ class Kept:
     """What a rehearsal must leave as it was: random state, and the buffers that forward passes change."""
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
-        self._device = device
-        self._cpu = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        self._python = random.getstate()
+        self._device, self._random = device, random_state(device)
         # by name: a forward pass may put a new tensor in a buffer's place
         self._module = module
         self._buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
 
     @torch.no_grad()
     def put_back(self) -> None:
-        torch.set_rng_state(self._cpu)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda, self._device)
-        random.setstate(self._python)
+        restore_random_state(self._random, self._device)
         for name, buffer in self._module.named_buffers():
             buffer.copy_(self._buffers[name])

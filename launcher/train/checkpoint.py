@@ -1,6 +1,7 @@
 """Checkpoints on torch.distributed.checkpoint: one directory a step, written aside and committed by rename.
 
-A directory called step_NNNNNN is whole. The older ones that `checkpoint.keep` gives up go only after that.
+A directory called step_NNNNNN is whole: tensors and the optimizer's options as torch has them, everything else in
+state.json, and in manifest.json what each file must be. The older ones that `checkpoint.keep` gives up go after that.
 """
 
 from __future__ import annotations
@@ -17,64 +18,114 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from launcher.paths import RunPaths
+from launcher.incarnation import Fence
+from launcher.paths import RunPaths, read_json, write_json
 from launcher.plan import CheckpointPlan
+from launcher.train import manifest
 from launcher.train.engine import Engine
+from launcher.train.randomness import random_state, restore_random_state
+from launcher.train.safeload import Planner, Reader
+from launcher.train.world import World
+
+STATE = "state.json"
 
 
-def save(engine: Engine, paths: RunPaths, keep: int | None = None) -> Path:
+def save(engine: Engine, paths: RunPaths, keep: int | None = None, run: dict[str, Any] | None = None) -> Path:
     """Save parameters, optimizer, schedule, scaler, counters and every rank's random state. All ranks call it.
 
-    Returns the committed directory. Raises OSError when the disk refuses; what was there before is untouched.
+    Args:
+        keep: how many of the newest checkpoints stay; None: all.
+        run: what the caller wants back from ``load``, as JSON has it; rank 0's is kept.
+
+    Returns the committed directory. What was there before is untouched when it raises:
+
+    Raises:
+        OSError: the disk refuses.
+        Superseded: a newer incarnation of the run has begun.
     """
-    target = paths.checkpoint(engine.steps)
-    if target.exists():  # of this very step: it is whole, and saving over it would risk it
+    target, world = paths.checkpoint(engine.steps), engine.world
+    if from_rank_0(world, target.exists()):  # of this very step: it is whole, and saving over it would risk it
         return target
-    partial = target.with_name(f".{target.name}.partial")
-    if engine.world.rank == 0:
+    fence = Fence.here(paths)
+    partial = paths.partial_checkpoint(engine.steps, fence.own)
+    state = {"engine": engine.state_dict(), "run": run or {}}
+    if world.rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-    _wait(engine)
-    dcp.save(_state(engine), checkpoint_id=partial)
-    if engine.world.rank == 0:
+    _wait(world)
+    dcp.save(_tensors(engine, engine.changing_buffers), checkpoint_id=partial)
+    if world.rank == 0:
+        write_json(partial / STATE, state)
+    written = _checksums_of_all(world, partial)
+    if world.rank == 0:
+        manifest.write(partial, written)
+        _sync_directory(partial)
+        fence.check()
         partial.rename(target)
         _sync_directory(target.parent)
-        for old in _committed(paths)[: -keep if keep else 0]:
-            shutil.rmtree(old)
-    _wait(engine)
+        for old in paths.committed_checkpoints()[keep:] if keep else ():
+            shutil.rmtree(old.rename(partial))  # never seen half gone under its own name
+    _wait(world)
     return target
 
 
-def load(engine: Engine, directory: Path) -> None:
-    """Put the engine back to where ``save`` was called. All ranks call it."""
-    state = _state(engine) | _kept_by_strategy(engine, directory)
-    dcp.load(state, checkpoint_id=directory)
+def load(engine: Engine, directory: Path) -> dict[str, Any]:
+    """Put a fresh engine back to where ``save`` was called. All ranks call it. Returns ``run`` of then."""
+    state = read_json(directory / STATE)
+    assert state is not None
+    tensors = _tensors(engine, state["engine"]["changing_buffers"])
+    tensors |= {key: _room(engine, directory, key) for key in (_random_key(engine), _strategy_key(engine))}
+    dcp.load(tensors, storage_reader=Reader(directory), planner=Planner())
     set_state_dict(
-        engine.parallel.module, engine.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-    )
+        engine.parallel.module, engine.optimizer,
+        model_state_dict=tensors["model"], optim_state_dict=tensors["optimizer"],
+    )  # fmt: skip
     engine.load_state_dict(state["engine"])
-    if (kept := state.get(_strategy_key(engine))) is not None:
+    if kept := tensors[_strategy_key(engine)]:
         engine.parallel.load_state_dict(kept)
-    _restore_random_state(state[_random_key(engine)])
+    if random := tensors[_random_key(engine)]:
+        restore_random_state(random, engine.device)
+    return state["run"]
 
 
-def _state(engine: Engine) -> dict[str, Any]:
+def from_rank_0(world: World, value: Any) -> Any:
+    """Rank 0's ``value``, on every rank: they may not see the same of a shared disk."""
+    values = [value]
+    if world.size > 1:
+        dist.broadcast_object_list(values, 0)
+    return values[0]
+
+
+def _checksums_of_all(world: World, directory: Path) -> manifest.Files:
+    """Each rank reads what it wrote, while that is still in its host's memory. On rank 0: of all."""
+    own = [*directory.glob(f"__{world.rank}_*.distcp")]
+    if world.rank == 0:
+        own += [directory / ".metadata", directory / STATE]
+    everyone: list[manifest.Files] = [{}] * world.size
+    everyone[world.rank] = manifest.checksums(own)
+    if world.size > 1:
+        dist.all_gather_object(everyone, everyone[world.rank])
+    return {name: value for files in everyone for name, value in files.items()}
+
+
+def _tensors(engine: Engine, changing_buffers: list[str]) -> dict[str, Any]:
     model, optimizer = get_state_dict(engine.parallel.module, engine.optimizer)
-    state = {
+    buffers = dict(engine.parallel.module.named_buffers())
+    return {
         "model": model,
         "optimizer": optimizer,
-        "engine": engine.state_dict(),
-        _random_key(engine): _random_state(engine.device),
+        # those that the model itself leaves out (persistent=False), and that training changes
+        "buffers": {name: buffers[name] for name in changing_buffers if name not in model},
+        _random_key(engine): random_state(engine.device),
+        _strategy_key(engine): engine.parallel.state_dict(),
     }
-    kept = engine.parallel.state_dict()
-    return state | {_strategy_key(engine): kept} if kept else state
 
 
-def _kept_by_strategy(engine: Engine, directory: Path) -> dict[str, Any]:
-    """Room for what the strategy of this rank had kept. A fresh engine does not have it yet: the checkpoint says."""
-    prefix = f"{_strategy_key(engine)}."
+def _room(engine: Engine, directory: Path, key: str) -> dict[str, Any]:
+    """Room for what is kept of this rank alone. A fresh engine does not know what that is: the checkpoint says."""
+    prefix = f"{key}."
     kept: dict[str, Any] = {}
-    for name, entry in dcp.FileSystemReader(directory).read_metadata().state_dict_metadata.items():
+    for name, entry in Reader(directory).read_metadata().state_dict_metadata.items():
         if not name.startswith(prefix):
             continue
         *parents, last = _path(name.removeprefix(prefix))
@@ -83,11 +134,11 @@ def _kept_by_strategy(engine: Engine, directory: Path) -> dict[str, Any]:
             place = place.setdefault(parent, {})
         tensor = isinstance(entry, TensorStorageMetadata)
         place[last] = torch.empty(entry.size, dtype=entry.properties.dtype, device=engine.device) if tensor else None
-    return {_strategy_key(engine): kept} if kept else {}
+    return kept
 
 
 def _path(name: str) -> list[str]:
-    """A strategy's state is numbers by name, or tensors by kind and then by the parameter's dotted name."""
+    """A rank's state is numbers and tensors by name, or tensors by kind and then by the parameter's dotted name."""
     kind, _, parameter = name.partition(".")
     return [kind, parameter] if parameter else [kind]
 
@@ -100,25 +151,8 @@ def _random_key(engine: Engine) -> str:
     return f"random_rank{engine.world.rank}"
 
 
-def _random_state(device: torch.device) -> dict[str, torch.Tensor]:
-    state = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
-
-
-def _restore_random_state(state: dict[str, torch.Tensor]) -> None:
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])
-
-
-def _committed(paths: RunPaths) -> list[Path]:
-    return sorted(paths.checkpoints.glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
-
-
-def _wait(engine: Engine) -> None:
-    if engine.world.size > 1:
+def _wait(world: World) -> None:
+    if world.size > 1:
         dist.barrier()
 
 

@@ -5,6 +5,7 @@ Window w of an epoch holds the samples at positions [w*G, (w+1)*G) of the epoch'
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
@@ -17,11 +18,24 @@ from launcher.batch import Batch, share_of_window
 from launcher.errors import DataError
 from launcher.plan import RunPlan
 from launcher.train.loader import MicroBatch, prefetch
+from launcher.train.randomness import SampleRandom
 from launcher.train.sampling import Permutation
 from launcher.train.world import World
 
 Collate = Callable[[list[Any]], Any]
 PLACES_AHEAD = 4096
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a window lies: ``index`` in the run, ``window`` in its epoch."""
+
+    index: int = 0
+    epoch: int = 0
+    window: int = 0
+
+
+BEGINNING = Place()
 
 
 @dataclass(frozen=True)
@@ -38,19 +52,25 @@ class Feed(Protocol):
     """A source of windows.
 
     ``has_next``: this rank has a sample for the window after the one under way. ``settle`` takes what all ranks have
-    said of that, and answers whether the window was the last of the plan's epochs.
+    said of that, and answers where the next window lies.
     """
 
     def windows(self) -> Iterator[Window]: ...
     def has_next(self) -> bool: ...
-    def settle(self, anyone_has_next: bool) -> bool: ...
+    def settle(self, anyone_has_next: bool) -> Place: ...
     def close(self) -> None: ...
 
 
 def open_feed(
-    dataset: Any, plan: RunPlan, world: World, device: torch.device, collate: Collate | None = None, start: int = 0
+    dataset: Any,
+    plan: RunPlan,
+    world: World,
+    device: torch.device,
+    collate: Collate | None = None,
+    start: Place = BEGINNING,
 ) -> Feed:
-    """The windows of ``dataset``, from window ``start`` of the run on; a stream begins at its beginning.
+    """The windows of ``dataset``, from ``start`` on. Of a stream, what lies before is read and left out: it must come
+    again as it came before.
 
     Args:
         dataset: map-style (``__len__``, ``__getitem__``), or iterable.
@@ -61,14 +81,14 @@ def open_feed(
     """
     collate = collate or default_collate
     if plan.task.samples is None:
-        return StreamFeed(dataset, plan, world, device, collate)
+        return StreamFeed(dataset, plan, world, device, collate, start)
     if not isinstance(dataset, Sized) or len(dataset) != plan.task.samples:
         found = f"{len(dataset)} samples" if isinstance(dataset, Sized) else "no length"
         raise DataError(
             f"The training data has {found} on rank {world.rank}, and the plan was made for {plan.task.samples}.\n"
             "  The data must be the same on every host, and the same as when the plan was made."
         )
-    return MapFeed(dataset, plan, world, device, collate, start)
+    return MapFeed(dataset, plan, world, device, collate, start.index)
 
 
 class MapFeed:
@@ -82,9 +102,8 @@ class MapFeed:
         self._plan, self._rank, self._start = plan, world.rank, start
         self._samples, self._windows = plan.task.samples, plan.epoch.windows
         specs = itertools.chain.from_iterable(map(self._specs, self._indices()))
-        # of each rank's own: two ranks must not augment their samples alike
-        seed = plan.train.seed * plan.batch.world_size + world.rank
-        self._source = prefetch(_Shuffled(dataset, plan.train.seed, collate), plan, device, seed, order=specs)
+        shuffled = _Shuffled(dataset, plan.train.seed, collate)
+        self._source = prefetch(shuffled, plan, device, plan.train.seed, order=specs)
 
     def _indices(self) -> Iterable[int]:
         epochs = self._plan.train.epochs
@@ -112,9 +131,8 @@ class MapFeed:
     def has_next(self) -> bool:
         return True
 
-    def settle(self, anyone_has_next: bool) -> bool:  # noqa: ARG002 (every rank can count, and needs nobody's word)
-        epochs = self._plan.train.epochs
-        return epochs is not None and self._index + 1 >= epochs * self._windows
+    def settle(self, anyone_has_next: bool) -> Place:  # noqa: ARG002 (every rank can count, and needs nobody's word)
+        return Place(self._index + 1, *divmod(self._index + 1, self._windows))
 
     def close(self) -> None:
         self._source.close()
@@ -128,29 +146,30 @@ class StreamFeed:
     whose share has ended runs weight zero until all have.
     """
 
-    def __init__(self, dataset: Any, plan: RunPlan, world: World, device: torch.device, collate: Collate) -> None:
+    def __init__(
+        self, dataset: Any, plan: RunPlan, world: World, device: torch.device, collate: Collate, start: Place
+    ) -> None:
         self._dataset, self._plan, self._world, self._device, self._collate = dataset, plan, world, device, collate
-        self._index = 0
-        self._epoch = 0
+        self._place = start
         self._stand_in: MicroBatch | None = None
-        self._more = True
         self._open()
 
     def _open(self) -> None:
         if callable(getattr(self._dataset, "set_epoch", None)):
-            self._dataset.set_epoch(self._epoch)
-        shard = Shard(self._dataset, self._plan.batch, self._world.rank, self._collate)
-        # the same on every rank: each reads the whole stream, and a shuffled one must come in one order
-        self._source = prefetch(shard, self._plan, self._device, self._plan.train.seed + self._epoch)
+            self._dataset.set_epoch(self._place.epoch)
+        batch, seed = self._plan.batch, self._plan.train.seed
+        skip = self._place.window * batch.accumulation
+        shard = Shard(self._dataset, batch, self._world.rank, self._collate, seed, self._place.epoch, skip)
+        self._source = prefetch(shard, self._plan, self._device, seed)
         self._next = next(self._source, None)
+        if self._next is not None and not self._next.samples:  # all of this rank's share lies before the place
+            self._stand_in, self._next = self._next, None
 
     def windows(self) -> Iterator[Window]:
         count = self._plan.batch.accumulation
         while True:
-            yield Window(self._index, self._epoch, count, self._micro_batches(count))
-            self._index += 1
-            if not self._more:
-                self._epoch += 1
+            yield Window(self._place.index, self._place.epoch, count, self._micro_batches(count))
+            if not self._place.window:
                 self._open()
 
     def _micro_batches(self, count: int) -> Iterator[MicroBatch]:
@@ -171,10 +190,10 @@ class StreamFeed:
     def has_next(self) -> bool:
         return self._next is not None
 
-    def settle(self, anyone_has_next: bool) -> bool:
-        self._more = anyone_has_next
-        epochs = self._plan.train.epochs
-        return not self._more and epochs is not None and self._epoch + 1 >= epochs
+    def settle(self, anyone_has_next: bool) -> Place:
+        index, epoch, window = dataclasses.astuple(self._place)
+        self._place = Place(index + 1, epoch, window + 1) if anyone_has_next else Place(index + 1, epoch + 1)
+        return self._place
 
     def close(self) -> None:
         self._source.close()
@@ -195,6 +214,7 @@ class _Shuffled(Dataset[tuple[Any, int]]):
 
     def __init__(self, dataset: Any, seed: int, collate: Collate) -> None:
         self._dataset, self._seed, self._collate = dataset, seed, collate
+        self._random = SampleRandom(seed)
         self._epoch, self._first, self._indices = -1, 0, list[int]()
 
     def _window(self, spec: _Spec) -> list[int]:
@@ -212,23 +232,45 @@ class _Shuffled(Dataset[tuple[Any, int]]):
         indices = self._window(spec)
         # without a sample of its own, a rank runs its window's first one with weight zero
         mine = indices[spec.start : spec.stop] or indices[:1]
-        return self._collate([self._dataset[index] for index in mine]), spec.stop - spec.start
+        with self._random.of(spec.epoch, spec.first + spec.start):
+            return self._collate([self._dataset[index] for index in mine]), spec.stop - spec.start
 
 
 class Shard(IterableDataset[tuple[Any, int]]):
-    """This rank's blocks of a stream, collated."""
+    """This rank's blocks of a stream, collated.
 
-    def __init__(self, dataset: Iterable[Any], batch: Batch, rank: int, collate: Collate) -> None:
+    Every rank reads the whole stream, with the same random numbers: one that shuffles must come in one order.
+
+    Args:
+        skip: how many of this rank's blocks to leave out. If it has no more of them, the last one comes, and counts 0
+            samples: the rank's stand-in.
+    """
+
+    def __init__(
+        self, dataset: Iterable[Any], batch: Batch, rank: int, collate: Collate, seed: int, epoch: int, skip: int = 0
+    ) -> None:
         self._dataset, self._batch, self._rank, self._collate = dataset, batch, rank, collate
+        self._random, self._epoch, self._skip = SampleRandom(seed), epoch, skip
 
     def __iter__(self) -> Iterator[tuple[Any, int]]:
         whole = bool(getattr(self._dataset, "sharded", False))
         info = get_worker_info()
         assert info is None or info.num_workers == 1
-        samples = iter(self._dataset)
+        with self._random.of(self._epoch, -1):
+            samples = iter(self._dataset)
+        left_out: list[Any] = []
+        skip = self._skip
         for number in itertools.count():
-            block = list(itertools.islice(samples, self._batch.micro_size))
+            with self._random.of(self._epoch, number):
+                block = list(itertools.islice(samples, self._batch.micro_size))
+                mine = whole or number % self._batch.world_size == self._rank
+                item = self._collate(block) if block and mine and not skip else None
             if not block:
-                return
-            if whole or number % self._batch.world_size == self._rank:
-                yield self._collate(block), len(block)
+                break
+            if mine and skip:
+                left_out, skip = block, skip - 1
+            elif mine:
+                left_out = []
+                yield item, len(block)
+        if left_out:
+            yield self._collate(left_out), 0

@@ -5,7 +5,7 @@ Annotations are evaluated here, unlike elsewhere: DDP compares those of the comm
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,8 @@ class Ddp:
     def __init__(self, model: nn.Module, plan: RunPlan, device: torch.device) -> None:
         strategy, world_size = plan.strategy, plan.batch.world_size
         self.module, self.averaged_over = model, world_size
-        self._unused_allowed = strategy.find_unused_parameters
+        self._unused_allowed, self._static_graph = strategy.find_unused_parameters, strategy.static_graph
+        self._order: list[str] | None = None
         self.meter = Meter(strategy.kind, Layout.replicated(payload_of_gradients(model), world_size), device)
         self._compression = _compression(strategy, model)
         self.forward = self._ddp = DistributedDataParallel(
@@ -84,6 +85,31 @@ class Ddp:
 
     def evaluation(self) -> AbstractContextManager[object]:
         return nullcontext()
+
+    def gradient_order(self) -> list[str]:
+        """DDP lays its buckets out by the order in which the first synchronised backward pass came upon the gradients,
+        and a ring sums a number's parts in an order that depends on its place in the bucket."""
+        if self._order is None:
+            reducer = self._ddp.reducer
+            if self._static_graph or not (self._ddp._has_rebuilt_buckets or reducer._rebuild_buckets()):
+                return []
+            self._ddp._has_rebuilt_buckets = True
+            names = {parameter: name for name, parameter in self.module.named_parameters()}
+            buckets: list[dist.GradBucket] = reducer._get_zeros_like_grad_buckets()
+            self._order = [names[p] for bucket in buckets for p in cast("list[nn.Parameter]", bucket.parameters())]
+        return self._order
+
+    def take_gradient_order(self, names: list[str]) -> None:
+        if not names:
+            return
+        # as after a backward pass that came upon them in this order; every gradient is zero
+        parameters, reducer = dict(self.module.named_parameters()), self._ddp.reducer
+        reducer.prepare_for_forward()
+        reducer.prepare_for_backward([])
+        for name in names:
+            parameters[name].view_as(parameters[name]).backward(torch.zeros_like(parameters[name]))
+        self._ddp._has_rebuilt_buckets = reducer._rebuild_buckets()
+        self.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
         return self._compression.state_dict()

@@ -31,7 +31,7 @@ from launcher.plan import RunPlan
 from launcher.train import data, step
 from launcher.train.buffers import Buffers
 from launcher.train.build import ModelFrom, OptimizerFrom, build
-from launcher.train.calibration import Calibration, Rehearsal, WindowTimes
+from launcher.train.calibration import WARM_UP_WINDOWS, Calibrated, Calibration, Rehearsal, WindowTimes
 from launcher.train.loader import MicroBatch
 from launcher.train.parallel import ShardUnits
 from launcher.train.precision import Precision
@@ -83,11 +83,12 @@ class Engine:
         self._stop = stop
         self._divisor: float | None = None
         self._totals = WindowTotals(self.world, self.device)
-        self._windows_here = 0
+        self._windows_here = 0  # in this process
+        self._place = data.BEGINNING
         self._rehearsing = False
         self._window: data.Window | None = None
         self._micro: MicroBatch | None = None
-        self.steps = self.window_index = self.skipped_steps = self.samples = self.items = 0
+        self.steps = self.skipped_steps = self.samples = self.items = 0
 
     @property
     def model(self) -> Callable[..., Any]:
@@ -96,9 +97,9 @@ class Engine:
 
     def windows(self, dataset: Any, collate: data.Collate | None = None) -> Iterator[Iterator[Any]]:
         """One iterator of this rank's batches for each optimizer step, until the plan's steps or epochs are done."""
-        if self._enough():
+        if self.over:
             return
-        feed = data.open_feed(dataset, self.plan, self.world, self.device, collate, self.window_index)
+        feed = data.open_feed(dataset, self.plan, self.world, self.device, collate, self._place)
         try:
             for window in feed.windows():
                 self._open(window, feed)
@@ -110,13 +111,17 @@ class Engine:
         finally:
             feed.close()
 
-    def _enough(self) -> bool:
-        steps = self.plan.train.steps
-        return self.plan.train.epochs is None and steps is not None and self.steps >= steps
+    @property
+    def over(self) -> bool:
+        """Whether the plan's steps or epochs are done."""
+        steps, epochs = self.plan.train.steps, self.plan.train.epochs
+        if epochs is not None:
+            return self._place.epoch >= epochs
+        return steps is not None and self.steps >= steps
 
     def _open(self, window: data.Window, feed: data.Feed) -> None:
         self._window, self._feed = window, feed
-        self._sync = self._calibration.sync(self._windows_here)
+        self._sync = self._calibration.sync(window.index)
         self._totals.clear()
         self._rehearsed_s: float | None = None
         self._data_s = 0.0
@@ -131,7 +136,7 @@ class Engine:
         self._buffers.share(self.parallel.meter)
 
     def _batches(self, window: data.Window) -> Iterator[Any]:
-        if self._calibration.rehearses(self._windows_here):
+        if self._calibration.rehearses(window.index):
             micro_batches = list(window.micro_batches)
             yield from self._rehearse(micro_batches)
             window = dataclasses.replace(window, micro_batches=iter(micro_batches))
@@ -249,25 +254,28 @@ class Engine:
             self.steps += 1
         self.precision.update()
         self.parallel.zero_grad()
-        if self._windows_here == 0:
+        if window.index == 0:
             self._buffers.watch()
 
         step_s = time.perf_counter() - self._started
+        # a short window is faster for another reason
         full = agreed.samples == self.plan.batch.global_size
         times = WindowTimes(step_s, work_s, comm.time_s, self._rehearsed_s)
-        calibrated = self._calibration.observe(self._windows_here, times, full and not skipped)
+        typical = full and not skipped and self._windows_here >= WARM_UP_WINDOWS
+        calibrated = self._calibration.observe(window.index, times, typical)
         self._windows_here += 1
-        self.window_index += 1
         self.skipped_steps += skipped
         self.samples += agreed.samples
         self.items += agreed.items
         self._window = None
-        self._finished = self._feed.settle(agreed.more) or self._enough() or agreed.stop
+        self._place = self._feed.settle(agreed.more)
+        stopped = agreed.stop and not self.over
+        self._finished = stopped or self.over
         return StepResult(
             step=self.steps, window=window.index, epoch=window.epoch, micro_batches=window.count,
             samples=agreed.samples, items=agreed.items, loss=agreed.loss_sum / agreed.items, grad_norm=norm, lr=lr,
             skipped=skipped, scale=scale, sync=self._sync, comm=comm, calibrated=calibrated,
-            step_s=step_s, data_s=self._data_s, last=self._finished, stopped=agreed.stop,
+            step_s=step_s, data_s=self._data_s, last=self._finished, stopped=stopped,
         )  # fmt: skip
 
     def _require_whole_window(self) -> data.Window:
@@ -278,19 +286,47 @@ class Engine:
     def _named_gradients(self) -> list[tuple[str, Tensor]]:
         return [(name, p.grad) for name, p in self.parallel.module.named_parameters() if p.grad is not None]
 
+    @property
+    def window_index(self) -> int:
+        """Of the next window, counted over the whole run."""
+        return self._place.index
+
+    @property
+    def calibrated(self) -> Calibrated | None:
+        """The calibration's result, once it is over."""
+        return self._calibration.result_before(self.window_index)
+
+    @property
+    def changing_buffers(self) -> list[str]:
+        """Names of the model's buffers that training was seen to change."""
+        return self._buffers.changing
+
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must hold beside model and optimizer: the schedule, the scaler, the place in the data."""
+        """What a checkpoint must hold beside tensors, as JSON has it. All ranks call it, between two windows."""
         return {
+            "progress": {name: getattr(self, name) for name in _PROGRESS},
+            "place": dataclasses.asdict(self._place),
             "schedule": self.schedule.state_dict(),
             "scaler": self.precision.scaler.state_dict(),
-            "progress": {name: getattr(self, name) for name in _PROGRESS},
+            "divisor": self._divisor,
+            "calibration": self._calibration.state_dict(),
+            "gathered_by_every": self.parallel.meter.gathered_by_every,
+            "changing_buffers": self.changing_buffers,
+            "gradient_order": self.parallel.gradient_order(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """All ranks call it, of a fresh engine that has its parameters and optimizer state already."""
+        for name in _PROGRESS:
+            setattr(self, name, state["progress"][name])
+        self._place = data.Place(**state["place"])
         self.schedule.load_state_dict(state["schedule"])
         self.precision.scaler.load_state_dict(state["scaler"])
-        for name in _PROGRESS:
-            setattr(self, name, int(state["progress"][name]))
+        self._divisor = state["divisor"]
+        self._calibration.load_state_dict(state["calibration"])
+        self.parallel.meter.gathered_by_every = state["gathered_by_every"]
+        self._buffers.know(state["changing_buffers"])
+        self.parallel.take_gradient_order(state["gradient_order"])
 
 
-_PROGRESS = ("steps", "window_index", "skipped_steps", "samples", "items")
+_PROGRESS = ("steps", "skipped_steps", "samples", "items")

@@ -161,6 +161,10 @@ class Fsdp:
         for module in self._modules:
             module.reshard()
 
+    def gradient_order(self) -> list[str]:
+        return []
+
+    def take_gradient_order(self, names: list[str]) -> None: ...
     def state_dict(self) -> dict[str, Any]:
         return {}
 

@@ -26,7 +26,8 @@ def eval_batches(
     collate = collate or default_collate
     size = plan.batch.micro_size
     if not isinstance(dataset, Sized) or isinstance(dataset, IterableDataset):
-        return _in_step(prefetch(Shard(dataset, plan.batch, world.rank, collate), plan, device, plan.train.seed), world)
+        shard = Shard(dataset, plan.batch, world.rank, collate, plan.train.seed, epoch=0)
+        return _in_step(prefetch(shard, plan, device, plan.train.seed), world)
     mine = range(world.rank, len(dataset), world.size)
     rounds = -(-len(dataset) // (size * world.size))
     shares = [mine[at * size : (at + 1) * size] for at in range(rounds)]

@@ -8,6 +8,7 @@ import io
 import os
 import pickle
 import signal
+import sys
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
@@ -19,6 +20,12 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from launcher.plan import RunPlan
 from launcher.process import STOP_SIGNALS, die_with_parent
+
+# Loader processes are forked in the middle of a run too, while gloo's threads come and go in Python. Before Python 3.12
+# a fork while one of them registers itself leaves the child waiting for that thread's lock for ever. Taking the lock
+# once, as this call does, waits until nobody is half way.
+if sys.version_info < (3, 12):
+    os.register_at_fork(before=sys._current_frames)  # pyright: ignore[reportPrivateUsage]
 
 # Up to this size a tensor is cheaper sent by value through the loader's pipe. torch sends each one as a file descriptor
 # of shared memory, over a socket connection of its own: about 0.2 ms a tensor, whatever its size.

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,21 +16,21 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from launcher.config import Device, OptimizerKind
 from launcher.errors import DataError, TaskError
+from launcher.incarnation import Fence
 from launcher.paths import write_json
 from launcher.plan import OptimizerPlan, RunPlan
-from launcher.train import checkpoint
-from launcher.train.calibration import Calibrated
+from launcher.train import checkpoint, resume
+from launcher.train.account import Account
 from launcher.train.engine import Engine
 from launcher.train.held_out import eval_batches
-from launcher.train.meter import CommStats
+from launcher.train.randomness import seed_everything
 from launcher.train.step import StepResult
 from launcher.train.task import Loss, Task, eval_data, load_task
 from launcher.train.telemetry import (
     Metrics,
     NoRecord,
-    Record,
     Sink,
-    calibration_metrics,
+    as_record,
     peak_flops,
     peak_memory_bytes,
     step_metrics,
@@ -40,10 +39,19 @@ from launcher.train.world import World
 
 
 def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
-    """Run the plan on this rank, to its end or until ``stop``. Rank 0 writes metrics.jsonl and summary.json."""
-    world = World.here()
+    """Run the plan on this rank, to its end or until ``stop``, from the newest checkpoint in the run's directory on.
+
+    Rank 0 writes metrics.jsonl and summary.json.
+
+    Raises:
+        NoGoodCheckpoint: all that there are are damaged.
+        Superseded: a newer incarnation of the run has begun.
+    """
+    world, fence = World.here(), Fence.here(plan.paths)
+    if world.rank == 0:
+        resume.begin(plan.paths, fence)
     task = load_task(plan.task.target, plan.task.params, plan.cluster.import_from)
-    torch.manual_seed(plan.train.seed)  # the same initial parameters on every rank
+    seed_everything(plan.train.seed)  # the same initial parameters on every rank
     torch.use_deterministic_algorithms(plan.train.deterministic)
     engine = Engine(
         task.model,
@@ -52,12 +60,22 @@ def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
         stop,
         getattr(task, "shard_units", None),
     )
-    torch.manual_seed(plan.train.seed + 1 + world.rank)  # but dropout of its own
-    record: Sink = Record(plan.paths.metrics) if world.rank == 0 else NoRecord()
+    seed_everything(plan.train.seed + 1 + world.rank)  # but dropout of its own
+    samples = task.train_data()  # before the checkpoint is loaded: making data may draw random numbers
+    resumed = resume.go_on(engine, plan.paths, fence) if plan.checkpoint.enabled else None
+    account, last = Account(plan, engine), None
+    if resumed is not None:
+        account.load_state_dict(resumed.run["account"])
+        account.checkpoint, last = str(resumed.directory), resumed.run["record"]
+    record: Sink = resume.open_record(plan.paths, fence, engine.steps, last) if world.rank == 0 else NoRecord()
     try:
-        _Run(plan, task, engine, record).steps()
+        run = _Run(plan, task, engine, record, account, recorded=engine.steps if last else None)
+        verdict = run.steps(samples)
     finally:
         record.close()
+    if world.rank == 0:
+        fence.check()
+        write_json(plan.paths.summary, account.summary(verdict))
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], plan: OptimizerPlan, device: Device) -> Optimizer:
@@ -94,13 +112,8 @@ class _Run:
     task: Task
     engine: Engine
     record: Sink
-    eval_loss: float | None = None
-    calibrated: Calibrated | None = None
-    typical: CommStats | None = None
-    checkpoint_dir: str | None = None
+    account: Account
     recorded: int | None = None
-    step_seconds: list[float] = field(default_factory=list[float])
-    started: float = field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
         self.samples_per_s_at_peak: float | None = None
@@ -108,30 +121,30 @@ class _Run:
         if peak is not None and flops is not None:
             self.samples_per_s_at_peak = peak * self.engine.world.size / flops()
 
-    def steps(self) -> None:
+    def steps(self, samples: Any) -> str:
+        """To the end of the plan's steps, or to a stop; the verdict."""
         engine, plan = self.engine, self.plan
         cadence = checkpoint.Cadence(plan.checkpoint)
-        for window in engine.windows(self.task.train_data(), getattr(self.task, "collate", None)):
+        for window in engine.windows(samples, getattr(self.task, "collate", None)):
             for batch in window:
                 loss = as_loss(self.task.loss(engine.model, batch), engine.samples_in_batch, plan.task.target)
                 engine.backward(loss.total, loss.items)
             result = engine.step()
-            self.take_in(result)
-            extra: Metrics = {}
-            if self.eval_due(result):
-                extra |= self.evaluate()
-            if plan.checkpoint.enabled and (result.last or (not result.skipped and cadence.due(engine))):
-                extra |= self.save()
+            self.account.take_in(result)
+            if result.skipped and engine.world.rank == 0:
+                print(f"step {engine.steps + 1}: skipped, fp16 overflowed at loss scale {result.scale}", flush=True)
+            metrics = self.metrics(result)
+            evaluated = self.evaluate() if self.eval_due(result) else {}
+            saved: Metrics = {}
+            if self.save_due(result, cadence):
+                saved = self.save(as_record(result.step, metrics | evaluated))
                 cadence.saved()
-            self.log(result, extra)
-            if result.last and engine.world.rank == 0:
-                write_json(plan.paths.summary, self.summary(result))
-
-    def take_in(self, result: StepResult) -> None:
-        self.calibrated = result.calibrated or self.calibrated
-        if result.sync is self.plan.strategy.sync and result.samples == self.plan.batch.global_size:
-            self.typical = result.comm
-            self.step_seconds.append(result.step_s)
+            if self.log_due(result, extra=bool(evaluated or saved)):
+                self.record.write(result.step, metrics | evaluated | saved)
+                self.recorded = result.step
+            if result.stopped:
+                return "stopped"
+        return "done"
 
     def eval_due(self, result: StepResult) -> bool:
         every = self.plan.train.eval_every
@@ -139,28 +152,34 @@ class _Run:
             return not result.stopped
         return bool(every) and not result.skipped and result.step % every == 0
 
-    def log(self, result: StepResult, extra: Metrics) -> None:
+    def save_due(self, result: StepResult, cadence: checkpoint.Cadence) -> bool:
+        if not self.plan.checkpoint.enabled or not self.engine.steps:  # of no step there is nothing to save
+            return False
+        return result.last or (not result.skipped and cadence.due(self.engine))
+
+    def metrics(self, result: StepResult) -> Metrics:
         engine = self.engine
-        if result.skipped:  # no step, so no record of one: the next record's amp/skipped_steps has it
-            if engine.world.rank == 0:
-                print(f"step {engine.steps + 1}: skipped, fp16 overflowed at loss scale {result.scale}", flush=True)
-            if not result.last or engine.steps == self.recorded:
-                return
-        if not (extra or result.calibrated or result.last or result.step % self.plan.train.log_every == 0):
-            return
         metrics = step_metrics(result, self.plan, (engine.samples, engine.items), peak_memory_bytes(engine.device))
         if engine.precision.scales:
             metrics["amp/skipped_steps"] = engine.skipped_steps
         if self.samples_per_s_at_peak is not None:
             metrics["throughput/mfu"] = metrics["throughput/samples_per_s"] / self.samples_per_s_at_peak
-        self.record.write(result.step, metrics | extra)
-        self.recorded = result.step
+        return metrics
 
-    def save(self) -> Metrics:
+    def log_due(self, result: StepResult, *, extra: bool) -> bool:
+        # a skipped window is no step, so there is no record of one: the next record's amp/skipped_steps has it
+        if result.skipped and (not result.last or result.step == self.recorded):
+            return False
+        return bool(extra or result.calibrated or result.last or result.step % self.plan.train.log_every == 0)
+
+    def save(self, record: dict[str, Any]) -> Metrics:
+        """``record``: of this very step. It is written after the checkpoint, and would be lost in between."""
         began = time.perf_counter()
         self.engine.share_buffers()
-        path = checkpoint.save(self.engine, self.plan.paths, self.plan.checkpoint.keep)
-        self.checkpoint_dir = str(path)
+        self.record.sync()
+        run = {"account": self.account.state_dict(), "record": record}
+        path = checkpoint.save(self.engine, self.plan.paths, self.plan.checkpoint.keep, run)
+        self.account.checkpoint = str(path)
         return {"time/checkpoint_s": time.perf_counter() - began}
 
     @torch.no_grad()
@@ -192,36 +211,5 @@ class _Run:
                 "eval_data() holds no item: there is nothing to evaluate on.\n  Return None to have no evaluation."
             )
         loss = loss_sum / items
-        self.eval_loss = loss if math.isfinite(loss) else None
+        self.account.eval_loss = loss if math.isfinite(loss) else None
         return {"eval/loss": loss}
-
-    def summary(self, result: StepResult) -> dict[str, Any]:
-        """What summary.json holds. ``train/loss``: of the last window; times: medians over full windows."""
-        engine = self.engine
-        summary: dict[str, Any] = {
-            "verdict": "stopped" if result.stopped else "done",
-            "resumed": 0,
-            "steps": engine.steps,
-            "train/loss": result.loss,
-            "eval/loss": self.eval_loss,
-            "batch/global_size": self.plan.batch.global_size,
-            "progress/samples": engine.samples,
-            "progress/items": engine.items,
-            "memory/peak_bytes": peak_memory_bytes(engine.device),
-            "amp/skipped_steps": engine.skipped_steps,
-            "time/total_s": time.perf_counter() - self.started,
-            "checkpoint": self.checkpoint_dir,
-        }
-        if self.typical is not None:
-            summary["comm/wire_bytes"] = self.typical.wire_bytes
-            summary["comm/wire_bytes_every"] = self.typical.wire_bytes_every
-            summary["comm/saved_fraction"] = self.typical.saved_fraction
-            summary["comm/time_s"] = self.typical.time_s
-            if len(self.typical.kinds) > 1:
-                for kind, traffic in self.typical.kinds.items():
-                    summary[f"comm/{kind.value}/wire_bytes"] = traffic.wire_bytes
-            summary["time/step_s"] = statistics.median(self.step_seconds)
-            summary["throughput/samples_per_s"] = self.plan.batch.global_size / summary["time/step_s"]
-        if self.calibrated is not None:
-            summary |= calibration_metrics(self.calibrated)
-        return summary

@@ -99,7 +99,7 @@ class Meter:
 
     def __init__(self, strategy: StrategyKind, layout: Layout, device: torch.device) -> None:
         self._strategy, self.layout, self._cuda = strategy, layout, device.type == "cuda"
-        self._gathered_by_every: float | None = None  # payload bytes a micro-batch, once seen
+        self.gathered_by_every: float | None = None  # payload bytes a micro-batch, once seen
         self.open_window()
 
     def open_window(self) -> None:
@@ -140,7 +140,7 @@ class Meter:
         """
         self._check(micro_batches, sync)
         if sync is Sync.every:
-            self._gathered_by_every = self._payload[Collective.all_gather] / micro_batches
+            self.gathered_by_every = self._payload[Collective.all_gather] / micro_batches
         layout = self.layout
         kinds = {
             kind: Traffic(number, self._payload[kind], round(self._payload[kind] * layout.wire_factor(kind)))
@@ -160,8 +160,8 @@ class Meter:
             scattered = payload[Collective.reduce_scatter]
             payload[Collective.reduce_scatter] = scattered * every.reduce_scatter // ran.reduce_scatter
         gathered = self.layout.payload(every)[Collective.all_gather]
-        if self._gathered_by_every is not None:
-            gathered = round(self._gathered_by_every * micro_batches)
+        if self.gathered_by_every is not None:
+            gathered = round(self.gathered_by_every * micro_batches)
         payload[Collective.all_gather] = gathered
         return payload
 

@@ -67,6 +67,15 @@ class Parallel(Protocol):
         """Around forward passes of ``module`` between two windows."""
         ...
 
+    def gradient_order(self) -> list[str]:
+        """Names of the parameters in the order in which their gradients travel, where that was found out by the first
+        window and decides how sums are rounded. All ranks call it."""
+        ...
+
+    def take_gradient_order(self, names: list[str]) -> None:
+        """Let the gradients travel in this order from the first window on. All ranks call it, of a fresh model."""
+        ...
+
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must hold of this rank, beside the model."""
         ...
@@ -175,6 +184,10 @@ class Single:
     def evaluation(self) -> AbstractContextManager[object]:
         return nullcontext()
 
+    def gradient_order(self) -> list[str]:
+        return []
+
+    def take_gradient_order(self, names: list[str]) -> None: ...
     def state_dict(self) -> dict[str, Any]:
         return {}
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import resource
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, Any, Protocol
 
 import torch
 
@@ -25,6 +26,7 @@ _PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "
 
 class Sink(Protocol):
     def write(self, step: int, metrics: Metrics) -> None: ...
+    def sync(self) -> None: ...
     def close(self) -> None: ...
 
 
@@ -32,6 +34,7 @@ class NoRecord:
     """On every rank but 0."""
 
     def write(self, step: int, metrics: Metrics) -> None: ...
+    def sync(self) -> None: ...
     def close(self) -> None: ...
 
 
@@ -42,12 +45,19 @@ class Record:
         self._file: IO[str] = path.open("a", encoding="utf-8", buffering=1)
 
     def write(self, step: int, metrics: Metrics) -> None:
-        # JSON has no nan and no inf; a reader must not stumble over the one step that has them
-        clean = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self._file.write(json.dumps({"step": step, **clean}) + "\n")
+        self._file.write(json.dumps(as_record(step, metrics)) + "\n")
+
+    def sync(self) -> None:
+        """Have what was written on the disk."""
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()
+
+
+def as_record(step: int, metrics: Metrics) -> dict[str, Any]:
+    """One line of the record. JSON has no nan and no inf; a reader must not stumble over the one step that has them."""
+    return {"step": step, **{name: value if math.isfinite(value) else None for name, value in metrics.items()}}
 
 
 def step_metrics(result: StepResult, plan: RunPlan, seen: tuple[int, int], peak_memory: int) -> Metrics:

@@ -23,7 +23,7 @@ def test_it_takes_turns_and_compares_medians() -> None:
         calibration.observe(
             window,
             times(1.0 + window / 100, 0.7) if calibration.rehearses(window) else times(4.0 + window / 100),
-            full=True,
+            typical=True,
         )
         for window in range(12)
     ]
@@ -39,8 +39,8 @@ def test_it_takes_turns_and_compares_medians() -> None:
 def test_without_an_alternative_only_rehearsals_are_made() -> None:
     calibration = Calibration(Sync.every, windows=2, alternates=False)
     assert [window for window in range(8) if calibration.rehearses(window)] == [2, 3]
-    calibration.observe(2, times(1.0, 0.8), full=True)
-    result = calibration.observe(3, times(1.2, 0.8), full=True)
+    calibration.observe(2, times(1.0, 0.8), typical=True)
+    result = calibration.observe(3, times(1.2, 0.8), typical=True)
     assert result is not None
     assert result.speedup is None
     assert result.step_s == pytest.approx(1.1)
@@ -49,7 +49,7 @@ def test_without_an_alternative_only_rehearsals_are_made() -> None:
 def test_short_windows_do_not_count() -> None:
     calibration = Calibration(Sync.boundary, windows=2, alternates=True)
     for window in range(6):
-        result = calibration.observe(window, times(1.0, 0.5 if calibration.rehearses(window) else None), full=False)
+        result = calibration.observe(window, times(1.0, 0.5 if calibration.rehearses(window) else None), typical=False)
     assert result is None
     assert calibration.result() is None
 

@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 
 from launcher.errors import DataError
 from launcher.plan import RunPlan
-from launcher.train.data import Feed, open_feed
+from launcher.train.data import BEGINNING, Feed, Place, open_feed
 from launcher.train.held_out import eval_batches
 from launcher.train.world import World
 from tests.helpers import make_plan
@@ -32,14 +32,14 @@ class Stream(IterableDataset[int]):
         return iter(range(self.length))
 
 
-def read(plan: RunPlan, dataset: Any, start: int = 0) -> list[list[int]]:
+def read(plan: RunPlan, dataset: Any, start: Place = BEGINNING) -> list[list[int]]:
     """All windows of all ranks, merged as the ranks would run them together: the samples that count, sorted."""
     size = plan.batch.world_size
     feeds = [open_feed(dataset, plan, World(rank, size, rank), CPU, start=start) for rank in range(size)]
     streams = [feed.windows() for feed in feeds]
     merged: list[list[int]] = []
     limit = plan.train.steps if plan.train.epochs is None else None
-    while limit is None or len(merged) < limit - start:
+    while limit is None or len(merged) < limit - start.index:
         windows = [next(stream, None) for stream in streams]
         if None in windows:
             assert windows == [None] * size, "the ranks must end together"
@@ -56,19 +56,23 @@ def read(plan: RunPlan, dataset: Any, start: int = 0) -> list[list[int]]:
                 assert len(batch.data) >= 1, "a stand-in still carries data"
                 members += batch.data.tolist()[: batch.samples]
         merged.append(sorted(members))
-        if settle(feeds):
+        if over(plan, settle(feeds)):
             break
     for feed in feeds:
         feed.close()
     return merged
 
 
-def settle(feeds: list[Feed]) -> bool:
-    """What the window's collective does: share who has data, and ask each feed whether that was the end."""
+def settle(feeds: list[Feed]) -> Place:
+    """What the window's collective does: share who has data, and ask each feed where the next window lies."""
     more = any(feed.has_next() for feed in feeds)
-    ends = [feed.settle(more) for feed in feeds]
-    assert len(set(ends)) == 1, "the ranks must end together"
-    return ends[0]
+    places = {feed.settle(more) for feed in feeds}
+    assert len(places) == 1, "the ranks must end together"
+    return places.pop()
+
+
+def over(plan: RunPlan, place: Place) -> bool:
+    return plan.train.epochs is not None and place.epoch >= plan.train.epochs
 
 
 def plan_for(micro: int, ranks: int, *overrides: str, samples: int | None = 103) -> RunPlan:
@@ -94,7 +98,7 @@ def test_members_of_a_window_are_the_same_in_every_world(loader_workers: int) ->
 def test_a_resume_needs_one_integer() -> None:
     data = list(range(103))
     plan = plan_for(3, 2, "train.epochs=2")
-    assert read(plan, data, start=7) == read(plan, data)[7:]
+    assert read(plan, data, Place(7)) == read(plan, data)[7:]
 
 
 def test_another_length_than_the_plans_is_refused() -> None:
@@ -130,13 +134,13 @@ def test_ranks_of_unequal_length_end_together() -> None:
     feeds = [open_feed(Uneven(n), plan, World(rank, size, rank), CPU) for rank, n in enumerate((50, 9))]
     streams = [feed.windows() for feed in feeds]
     counted, windows = [0, 0], 0
-    over = False
-    while not over:
+    ended = False
+    while not ended:
         windows += 1
         for rank, stream in enumerate(streams):
             window = next(stream)
             counted[rank] += sum(batch.samples for batch in window.micro_batches)
-        over = settle(feeds)
+        ended = over(plan, settle(feeds))
     assert counted == [50, 9]
     assert windows == 5  # 50 samples, 12 a window
 

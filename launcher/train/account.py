@@ -1,0 +1,112 @@
+"""What summary.json says of the whole run, over all the times that it was begun: it travels in the checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from launcher.plan import RunPlan
+from launcher.policy import Collective
+from launcher.train.engine import Engine
+from launcher.train.meter import CommStats, Traffic
+from launcher.train.step import StepResult
+from launcher.train.telemetry import calibration_metrics, peak_memory_bytes
+
+# the newest so many full windows have their say in the median of the step's time
+SAMPLED_WINDOWS = 1000
+
+
+@dataclass
+class Account:
+    """Kept by every rank, after each window.
+
+    Args:
+        loss: of the last window; eval_loss: of the last evaluation, None where that was not finite or there was none.
+        typical: what the last full window with the job's own policy sent; step_seconds: what such windows took.
+        peak_bytes: the most memory that this rank has held.
+        resumed: how often the run has gone on from a checkpoint, on the way that led here.
+        seconds_before: of training, up to the checkpoint that this process went on from.
+        checkpoint: the newest one's directory.
+    """
+
+    plan: RunPlan
+    engine: Engine
+    loss: float = 0.0
+    eval_loss: float | None = None
+    typical: CommStats | None = None
+    step_seconds: deque[float] = field(default_factory=lambda: deque[float](maxlen=SAMPLED_WINDOWS))
+    peak_bytes: int = 0
+    resumed: int = 0
+    seconds_before: float = 0.0
+    checkpoint: str | None = None
+    started: float = field(default_factory=time.perf_counter)
+
+    def take_in(self, result: StepResult) -> None:
+        self.loss = result.loss
+        if result.sync is self.plan.strategy.sync and result.samples == self.plan.batch.global_size:
+            self.typical = result.comm
+            self.step_seconds.append(result.step_s)
+
+    @property
+    def total_s(self) -> float:
+        return self.seconds_before + time.perf_counter() - self.started
+
+    def memory(self) -> int:
+        """Bytes: the most that this rank has held so far."""
+        self.peak_bytes = max(self.peak_bytes, peak_memory_bytes(self.engine.device))
+        return self.peak_bytes
+
+    def state_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {
+            "loss": self.loss,
+            "eval_loss": self.eval_loss,
+            "typical": None if self.typical is None else dataclasses.asdict(self.typical),
+            "step_seconds": list(self.step_seconds),
+            "peak_bytes": self.memory(),
+            "resumed": self.resumed,
+            "total_s": self.total_s,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loss, self.eval_loss, self.peak_bytes = state["loss"], state["eval_loss"], state["peak_bytes"]
+        if (typical := state["typical"]) is not None:
+            kinds = {Collective(kind): Traffic(**traffic) for kind, traffic in typical["kinds"].items()}
+            self.typical = CommStats(**{**typical, "kinds": kinds})
+        self.step_seconds.extend(state["step_seconds"])
+        self.resumed, self.seconds_before = state["resumed"] + 1, state["total_s"]
+
+    def summary(self, verdict: str) -> dict[str, Any]:
+        """What summary.json holds. ``train/loss``: of the last window; times: medians over full windows."""
+        engine = self.engine
+        summary: dict[str, Any] = {
+            "verdict": verdict,
+            "resumed": self.resumed,
+            "steps": engine.steps,
+            "train/loss": self.loss,
+            "eval/loss": self.eval_loss,
+            "batch/global_size": self.plan.batch.global_size,
+            "progress/samples": engine.samples,
+            "progress/items": engine.items,
+            "memory/peak_bytes": self.memory(),
+            "amp/skipped_steps": engine.skipped_steps,
+            "time/total_s": self.total_s,
+            "checkpoint": self.checkpoint,
+        }
+        if self.typical is not None:
+            summary["comm/wire_bytes"] = self.typical.wire_bytes
+            summary["comm/wire_bytes_every"] = self.typical.wire_bytes_every
+            summary["comm/saved_fraction"] = self.typical.saved_fraction
+            summary["comm/time_s"] = self.typical.time_s
+            if len(self.typical.kinds) > 1:
+                for kind, traffic in self.typical.kinds.items():
+                    summary[f"comm/{kind.value}/wire_bytes"] = traffic.wire_bytes
+            summary["time/step_s"] = statistics.median(self.step_seconds)
+            summary["throughput/samples_per_s"] = self.plan.batch.global_size / summary["time/step_s"]
+        if (calibrated := engine.calibrated) is not None:
+            summary |= calibration_metrics(calibrated)
+        return summary

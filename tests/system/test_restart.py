@@ -1,0 +1,57 @@
+"""Workers that are started again in place go on from the last checkpoint: the run is the one that was never hurt."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import Launch
+from tests.system.runs import OWN, is_agent, processes_of, records, start, summary, wait_for
+from tests.system.test_wandb import read_back
+from tests.train.test_resume import tensors, timeless
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+JOB = ("train.steps=40", "run.calibrate=2", "checkpoint.every=5", "checkpoint.keep=3", "wandb.mode=offline")
+
+
+def worker_of(run: Path, rank: int) -> int:
+    """The process id of a rank, not of its loaders, which look the same but for their parent."""
+    for place in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = Path("/proc") / (place / "stat").read_text().rpartition(")")[2].split()[1]
+            if is_agent(parent / "cmdline", run) and f"RANK={rank}".encode() in words(place / "environ"):
+                return int(place.name)
+        except OSError:
+            continue
+    raise AssertionError(f"there is no rank {rank} of {run}")
+
+
+def words(file: Path) -> list[bytes]:
+    return file.read_bytes().split(b"\0")
+
+
+def test_a_killed_rank_costs_nothing_but_time(launch: Launch, project: Path) -> None:
+    assert launch("train", *OWN, *JOB, "run.name=whole").returncode == 0
+    job = start(project, *JOB, "task.trouble=slow", "cluster.max_restarts=1")
+    run = project / "runs" / "own"
+    wait_for(lambda: len([*run.glob("checkpoints/step_*")]) >= 2 and len(records(run)) >= 12, "twelve steps")
+    os.kill(worker_of(run, 1), signal.SIGKILL)
+    out, _ = job.communicate(timeout=120)
+    assert job.returncode == 0, out
+    assert "Going on from" in out
+    assert "--- goes on after step" in out
+
+    whole = project / "runs" / "whole"
+    mine, wanted = (tensors(place / "checkpoints" / "step_000040") for place in (run, whole))
+    assert mine.keys() == wanted.keys()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in mine.items())
+    assert [timeless(record) for record in records(run)] == [timeless(record) for record in records(whole)]
+    assert (summary(run)["verdict"], summary(run)["resumed"]) == ("done", 1)
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [f"step_{n:06d}" for n in (30, 35, 40)]
+    _, history, _, _ = read_back(run)
+    assert [row["step"] for row in history] == [*range(1, 41)], "the mirror saw each step once"
+    assert processes_of(run) == []
