@@ -1,0 +1,159 @@
+"""The Slurm cluster of the tests is one: several hosts, jobs over them, failures, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.system.netns import pids_in
+from tests.system.runs import wait_for
+from tests.system.slurm import Cluster, cluster, needs_slurm
+from tests.system.slurm_conf import FREEZER, Proctrack, best_proctrack
+
+pytestmark = [pytest.mark.slow, pytest.mark.root, needs_slurm]
+
+TRACKERS: list[Proctrack] = ["linuxproc"] if best_proctrack() == "linuxproc" else ["linuxproc", "cgroup"]
+# says where it is, waits for USR2, and says that it came
+WAITER = """\
+import os, signal, sys
+from pathlib import Path
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
+place = Path(sys.argv[1]) / os.environ["SLURM_PROCID"]
+place.with_suffix(".ready").write_text(os.uname().nodename)
+signal.sigwait([signal.SIGUSR2])
+place.with_suffix(".told").write_text("USR2")
+"""
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Cluster]:
+    with cluster(3, gpus=2, accounting="shim") as there:
+        yield there
+
+
+def submit(there: Cluster, *argv: str, cwd: Path) -> str:
+    return there.login("sbatch", "--parsable", *argv, cwd=cwd).stdout.strip()
+
+
+def ended(there: Cluster, job: str) -> None:
+    wait_for(lambda: job not in there.jobs(), f"job {job} to end\n{there.logs()}", 30)
+
+
+def what_there_is() -> dict[str, list[str]]:
+    """Everything on the machine that a cluster of this process could leave."""
+    stem = f"lt{os.getpid()}-"
+    processes: list[str] = []
+    for place in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (place / "cmdline").read_bytes() + (place / "environ").read_bytes()
+        except OSError:
+            continue
+        if f"/tmp/{stem}".encode() in words:
+            processes.append(f"{place.name} {words[:80]!r}")
+    links = subprocess.run(["ip", "-br", "link"], check=True, capture_output=True, text=True).stdout
+    cgroups = FREEZER.glob(f"{stem}*") if FREEZER.exists() else ()
+    mounts = [line for line in Path("/proc/mounts").read_text().splitlines() if stem in line]
+    return {
+        "processes": processes,
+        "interfaces": sorted(line.split()[0] for line in links.splitlines()),
+        "namespaces": [path.name for path in Path("/run/netns").glob(f"{stem}*")],
+        "directories": [str(path) for path in (*Path("/tmp").glob(f"{stem}*"), *cgroups)],
+        "mounts": mounts,
+    }
+
+
+def test_a_job_runs_on_two_hosts(three: Cluster, tmp_path: Path) -> None:
+    assert three.nodes == three.idle() == ["node1", "node2", "node3"]
+    show = "echo $(hostname) $SLURM_NODEID $CUDA_VISIBLE_DEVICES $(ls /dev/shm | wc -l)"
+    job = submit(
+        three, "--wait", "-N2", "--gpus-per-node=2", "-o", "out", "--wrap", f"srun sh -c '{show}'", cwd=tmp_path
+    )
+    assert sorted((tmp_path / "out").read_text().splitlines()) == ["node1 0 0,1 0", "node2 1 0,1 0"]
+    assert three.state(job) == "COMPLETED"
+    asked = three.login("sacct", "-o", "JobID,State,NodeList", "--parsable2", "-j", f"{job},999")
+    assert asked.stdout == f"JobID|State|NodeList\n{job}|COMPLETED|node[1-2]\n"
+    assert three.on_node("node3", "hostname").stdout == "node3\n"
+    assert three.on_node("node3", "getent", "hosts", "node1").stdout.split() == [three.address("node1"), "node1"]
+    limit = submit(three, "--partition=short", "--hold", "--wrap", "true", cwd=tmp_path)
+    assert "TimeLimit=00:05:00" in three.login("scontrol", "show", "job", limit).stdout
+    three.login("scancel", limit)
+    ended(three, limit)
+
+
+def test_a_job_outlives_a_host_and_a_slurmd(three: Cluster, tmp_path: Path) -> None:
+    waiting = "srun sh -c 'touch $SLURM_RESTART_COUNT-$(hostname); sleep 600'"
+    job = submit(three, "-N2", "--requeue", "-o", "/dev/null", "--wrap", waiting, cwd=tmp_path)
+    wait_for(lambda: len(list(tmp_path.glob("-node[12]"))) == 2, "the first start", 20)
+    assert len(three.pids("node2")) >= 3, "slurmstepd, the shell, sleep"
+    assert three.pids("node3") == []
+    three.fail("node2", "power")
+    assert three.pids("node2") == []
+    wait_for(lambda: len(list(tmp_path.glob("1-node[13]"))) == 2, f"the second start\n{three.logs()}", 40)
+    three.heal("node2")
+    wait_for(lambda: three.idle() == ["node2"], "node2 to be back", 20)
+    three.fail("node3", "slurmd")
+    three.fail("node1", "link")
+    assert three.on_node("node3", "ping", "-c1", "-W1", three.address("node1"), check=False).returncode
+    assert three.state(job) == "RUNNING"
+    assert three.pids("node3")
+    three.heal("node3")
+    three.heal("node1")
+    three.login("scancel", job)
+    ended(three, job)
+    wait_for(lambda: three.idle() == three.nodes, "idle nodes", 20)
+
+
+@pytest.mark.parametrize("proctrack", TRACKERS)
+def test_a_signal_reaches_the_tasks(tmp_path: Path, proctrack: Proctrack) -> None:
+    """And beside another cluster a cluster works, and leaves nothing."""
+    (tmp_path / "waiter.py").write_text(WAITER)
+    before = what_there_is()
+    with cluster(2, proctrack=proctrack) as one, cluster(1, proctrack=proctrack) as other:
+        assert len(what_there_is()["namespaces"]) == len(before["namespaces"]) + 3 + 2
+        jobs: list[tuple[Cluster, str]] = []
+        for there, tasks in ((one, 2), (other, 1)):
+            place = tmp_path / str(tasks)
+            place.mkdir()
+            task = f"srun {sys.executable} -S {tmp_path}/waiter.py {place}"
+            jobs.append((there, submit(there, f"-N{tasks}", "-o", "out", "--wrap", task, cwd=place)))
+        assert jobs[0][1] == jobs[1][1], "the same job id in both: only their clusters tell them apart"
+        wait_for(lambda: len(list(tmp_path.glob("*/*.ready"))) == 3, f"tasks\n{one.logs()}", 20)
+        one.login("scancel", "--signal=USR2", jobs[0][1])
+        ended(*jobs[0])
+        assert len(list(tmp_path.glob("2/*.told"))) == 2
+        assert one.state(jobs[0][1]) == "COMPLETED"
+        assert other.state(jobs[1][1]) == "RUNNING"
+        assert "disabled" in other.login("sacct", check=False).stderr
+        left = other.start("sleep", "600")  # and a job that still runs
+        assert left.pid in pids_in(other.network.switch)
+    assert what_there_is() == before
+
+
+def test_an_error_shows_the_logs(tmp_path: Path) -> None:
+    before = what_there_is()
+    with pytest.raises(ZeroDivisionError) as caught, cluster(1) as there:
+        submit(there, "--wrap", "sleep 600", cwd=tmp_path)
+        _ = 1 / 0
+    assert "--- slurmctld.log" in caught.value.__notes__[0]
+    assert what_there_is() == before
+
+
+def test_a_command_on_a_fresh_cluster() -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "tests.system.slurm",
+        "--nodes",
+        "1",
+        "--",
+        "sh",
+        "-c",
+        "srun -n1 hostname; exit 3",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.returncode) == ("node1\n", 3), done.stderr
