@@ -33,7 +33,7 @@ class Shape:
 
 
 def best_proctrack() -> Proctrack:
-    """cgroup finds processes that left their tree, but wants the root of cgroup v1's freezer, not a container's part."""
+    """cgroup finds processes that left their tree, but wants the root of cgroup v1's freezer, not a part of it."""
     return "cgroup" if os.access(FREEZER / "release_agent", os.W_OK) else "linuxproc"
 
 
@@ -69,8 +69,8 @@ SlurmctldHost={LOGIN}({login})
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-# a requeued job waits for its old credentials to expire: by default two minutes
-AuthInfo=socket={root}/munge/socket,cred_expire=3
+# a requeued job waits for its old credentials to expire, at least 5 s, by default 120
+AuthInfo=socket={root}/munge/socket,cred_expire=5
 StateSaveLocation={root}/state
 SlurmdSpoolDir={root}/spool/%n
 SlurmctldPidFile={root}/state/slurmctld.pid

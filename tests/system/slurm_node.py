@@ -32,9 +32,8 @@ if [ -n "$4" ]; then
     mkdir "$3/slurm_$1"
     mount --bind "$2/freezer/$4" "$3/slurm_$1"
 fi
-trap '' CHLD
 echo ready
-exec sleep infinity < /dev/null > /dev/null 2>&1
+exec env --ignore-signal=CHLD sleep infinity < /dev/null > /dev/null 2>&1
 """
 
 
