@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,9 +45,8 @@ class Cluster:
     members: dict[str, Node] = field(init=False)
 
     def __post_init__(self) -> None:
-        path = f"{os.environ['PATH']}:{SBIN}"
-        if self.shape.accounting == "shim":
-            path = f"{self.root}/bin:{path}"
+        shim = f"{self.root}/bin:" if self.shape.accounting == "shim" else ""
+        path = f"{shim}{os.environ['PATH']}:{SBIN}"
         self.env = {"SLURM_CONF": f"{self.root}/etc/slurm.conf", "PATH": path}
         self.gate = Login(self.network.switch, self.root / "etc/hosts", self.env)
         self.members = {}
@@ -96,9 +95,10 @@ class Cluster:
             pid = member.slurmd()
             assert pid, f"no slurmd on {node}"
             os.kill(pid, signal.SIGKILL)
+            wait_for(lambda: member.slurmd() != pid, "slurmd's end", 10)
 
     def heal(self, node: str) -> None:
-        """Whatever failed; slurmctld sees it seconds later."""
+        """Whatever failed. slurmctld sees it seconds later."""
         member = self.members[node]
         self.network.link_up(self.nodes.index(node))
         if not member.init:
@@ -123,13 +123,25 @@ class Cluster:
 
     def idle(self) -> list[str]:
         """The nodes that are up, without a job, and not left out for a failure that slurmctld remembers."""
-        done = self.login("sinfo", "--noheader", "-N", "--partition=train", "--format=%N %T", check=False)
-        return [line.split()[0] for line in done.stdout.splitlines() if line.endswith(" idle")]
+        shown = self.login("sinfo", "--noheader", "-N", "--partition=train", "--format=%N %T", check=False).stdout
+        return [line.split()[0] for line in shown.splitlines() if line.endswith(" idle")]
+
+    def wait(self, condition: Callable[[], object], what: str, seconds: float = 30) -> None:
+        """Until ``condition`` holds; the error that it does not ends with the daemons' logs."""
+        try:
+            wait_for(condition, what, seconds)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.logs()}") from None
 
     def logs(self, lines: int = 15) -> str:
         """How the daemons' logs end."""
-        found = [(path.name, path.read_text(errors="replace").splitlines()) for path in (self.root / "log").iterdir()]
-        return "\n".join("\n".join([f"--- {name}", *text[-lines:]]) for name, text in sorted(found) if text)
+        parts: list[str] = []
+        for path in sorted((self.root / "log").iterdir()):
+            text = path.read_text(errors="replace").splitlines()
+            # every daemon tries every MPI plugin, and complains of those whose libraries are not there
+            told = [line for line in text if "mpi/pmix" not in line]
+            parts += [f"--- {path.name}", *told[-lines:]] if told else []
+        return "\n".join(parts)
 
     def up(self) -> None:
         slurm_conf.write(self.root, self.shape, f"{NET}.1", {node: self.address(node) for node in self.nodes})
@@ -227,7 +239,7 @@ def main() -> None:
     parser.add_argument("command", nargs="*", metavar="COMMAND")
     options = vars(parser.parse_args())
     command = options.pop("command") or [os.environ.get("SHELL", "sh")]
-    if _missing is not None:
+    if _missing:
         sys.exit(f"a Slurm cluster needs {_missing}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # leaves nothing behind either
     with cluster(**options) as there:

@@ -11,13 +11,11 @@ from pathlib import Path
 import pytest
 
 from tests.system.netns import pids_in
-from tests.system.runs import wait_for
 from tests.system.slurm import Cluster, cluster, needs_slurm
-from tests.system.slurm_conf import FREEZER, Proctrack, best_proctrack
+from tests.system.slurm_conf import FREEZER
 
 pytestmark = [pytest.mark.slow, pytest.mark.root, needs_slurm]
 
-TRACKERS: list[Proctrack] = ["linuxproc"] if best_proctrack() == "linuxproc" else ["linuxproc", "cgroup"]
 # says where it is, waits for USR2, and says that it came
 WAITER = """\
 import os, signal, sys
@@ -41,7 +39,7 @@ def submit(there: Cluster, *argv: str, cwd: Path) -> str:
 
 
 def ended(there: Cluster, job: str) -> None:
-    wait_for(lambda: job not in there.jobs(), f"job {job} to end\n{there.logs()}", 30)
+    there.wait(lambda: job not in there.jobs(), f"job {job} to end")
 
 
 def answers(there: Cluster) -> bool:
@@ -73,12 +71,32 @@ def what_there_is() -> dict[str, list[str]]:
     }
 
 
+def test_a_job_outlives_a_host(three: Cluster, tmp_path: Path) -> None:
+    """First in this file: slurmctld asks its nodes every 15 s, and a node that died before the first time is found then,
+    any other one only the second time after its death.
+    """
+    waiting = "srun sh -c 'touch start$SLURM_RESTART_COUNT-$(hostname); sleep 600'"
+    job = submit(three, "-N2", "--requeue", "-o", "/dev/null", "--wrap", waiting, cwd=tmp_path)
+    three.wait(lambda: len(list(tmp_path.glob("start-node[12]"))) == 2, "the first start", 20)
+    assert len(three.pids("node2")) >= 2, "slurmstepd and sleep"
+    assert three.pids("node3") == []
+    three.fail("node2", "power")
+    assert three.pids("node2") == []
+    three.wait(lambda: len(list(tmp_path.glob("start1-node[13]"))) == 2, "the second start", 60)
+    three.heal("node2")
+    three.wait(lambda: three.idle() == ["node2"], "node2 to be back", 20)
+    assert three.jobs() == [job]
+    three.login("scancel", job)
+    ended(three, job)
+    assert three.pids("node1") == three.pids("node3") == []
+
+
 def test_a_job_runs_on_two_hosts(three: Cluster, tmp_path: Path) -> None:
-    assert three.nodes == three.idle() == ["node1", "node2", "node3"]
+    assert three.nodes == ["node1", "node2", "node3"]
+    three.wait(lambda: three.idle() == three.nodes, "idle nodes", 20)
     show = "echo $(hostname) $SLURM_NODEID $CUDA_VISIBLE_DEVICES $(ls /dev/shm | wc -l)"
-    job = submit(
-        three, "--wait", "-N2", "--gpus-per-node=2", "-o", "out", "--wrap", f"srun sh -c '{show}'", cwd=tmp_path
-    )
+    job = submit(three, "-N2", "--gpus-per-node=2", "-o", "out", "--wrap", f"srun sh -c '{show}'", cwd=tmp_path)
+    ended(three, job)
     ended(three, job)
     assert sorted((tmp_path / "out").read_text().splitlines()) == ["node1 0 0,1 0", "node2 1 0,1 0"]
     assert three.state(job) == "COMPLETED"
@@ -92,53 +110,35 @@ def test_a_job_runs_on_two_hosts(three: Cluster, tmp_path: Path) -> None:
     ended(three, limit)
 
 
-def test_a_job_outlives_a_host(three: Cluster, tmp_path: Path) -> None:
-    waiting = "srun sh -c 'touch start$SLURM_RESTART_COUNT-$(hostname); sleep 600'"
-    job = submit(three, "-N2", "--requeue", "-o", "/dev/null", "--wrap", waiting, cwd=tmp_path)
-    wait_for(lambda: len(list(tmp_path.glob("start-node[12]"))) == 2, "the first start", 20)
-    assert len(three.pids("node2")) >= 2, "slurmstepd and sleep"
-    assert three.pids("node3") == []
-    three.fail("node2", "power")
-    assert three.pids("node2") == []
-    wait_for(lambda: len(list(tmp_path.glob("start1-node[13]"))) == 2, "the second start", 40)
-    three.heal("node2")
-    wait_for(lambda: three.idle() == ["node2"], "node2 to be back", 20)
-    assert three.jobs() == [job]
-    three.login("scancel", job)
-    ended(three, job)
-    assert three.pids("node1") == three.pids("node3") == []
-
-
-@pytest.mark.parametrize("proctrack", TRACKERS)
-def test_a_signal_reaches_the_tasks(tmp_path: Path, proctrack: Proctrack) -> None:
-    """And beside another cluster a cluster works, and leaves nothing."""
+def test_a_signal_reaches_the_tasks_of_one_cluster(tmp_path: Path) -> None:
+    """Of several at once, and under either way to track processes. Nothing is left of them."""
     (tmp_path / "waiter.py").write_text(WAITER)
     before = what_there_is()
-    with cluster(2, proctrack=proctrack) as one, cluster(1, proctrack=proctrack) as other:
-        assert len(what_there_is()["namespaces"]) == len(before["namespaces"]) + 3 + 2
-        jobs: list[tuple[Cluster, str]] = []
-        for there, tasks in ((one, 2), (other, 1)):
-            place = tmp_path / str(tasks)
+    with cluster(2) as one, cluster(1) as other, cluster(1, proctrack="linuxproc") as plain:
+        assert len(what_there_is()["namespaces"]) == len(before["namespaces"]) + 3 + 2 + 2
+        for number, there in enumerate((one, other, plain)):
+            place = tmp_path / str(number)
             place.mkdir()
             task = f"srun {sys.executable} -S {tmp_path}/waiter.py {place}"
-            jobs.append((there, submit(there, f"-N{tasks}", "-o", "out", "--wrap", task, cwd=place)))
-        assert jobs[0][1] == jobs[1][1], "the same job id in both: only their clusters tell them apart"
-        wait_for(lambda: len(list(tmp_path.glob("*/*.ready"))) == 3, f"tasks\n{one.logs()}", 20)
-        one.login("scancel", "--signal=USR2", jobs[0][1])
-        ended(*jobs[0])
-        assert len(list(tmp_path.glob("2/*.told"))) == 2
-        assert one.state(jobs[0][1]) == "COMPLETED"
-        assert other.state(jobs[1][1]) == "RUNNING"
+            job = submit(there, f"-N{len(there.nodes)}", "-o", "out", "--wrap", task, cwd=place)
+            assert job == "1", "the same in all: only their clusters tell them apart"
+        one.wait(lambda: len(list(tmp_path.glob("*/*.ready"))) == 4, "tasks", 20)
+        for there in (one, plain):
+            there.login("scancel", "--signal=USR2", "1")
+            ended(there, "1")
+            assert there.state("1") == "COMPLETED"
+        assert len(list(tmp_path.glob("[02]/*.told"))) == 3
+        assert other.state("1") == "RUNNING"
         assert "disabled" in other.login("sacct", check=False).stderr
         other.fail("node1", "slurmd")
-        assert other.members["node1"].slurmd() is None
         assert other.pids("node1"), "the job goes on"
+        assert not answers(other)
         other.heal("node1")
-        wait_for(lambda: answers(other), "slurmd", 10)
+        other.wait(lambda: answers(other), "slurmd", 10)
         other.fail("node1", "link")
         assert not answers(other)
         other.heal("node1")
-        wait_for(lambda: answers(other), "the link", 10)
+        other.wait(lambda: answers(other), "the link", 10)
         left = other.start("sleep", "600")  # and a job that still runs
         assert left.pid in pids_in(other.network.switch)
     assert what_there_is() == before
