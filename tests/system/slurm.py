@@ -31,7 +31,6 @@ from tests.system.slurm_conf import FREEZER, Accounting, Proctrack, Shape, best_
 from tests.system.slurm_login import Done, Login, run
 from tests.system.slurm_node import Node
 
-TOOLS = ("slurmctld", "slurmd", "munged", "sbatch", "nsenter", "unshare", "setsid")
 SBIN = "/usr/sbin:/sbin"
 
 
@@ -215,7 +214,8 @@ def cluster(
 def what_is_missing() -> str | None:
     if not can_make_namespaces():
         return "root and iproute2 for network namespaces"
-    if missing := [tool for tool in TOOLS if shutil.which(tool, path=f"{os.environ['PATH']}:{SBIN}") is None]:
+    tools = ("slurmctld", "slurmd", "munged", "sbatch", "nsenter", "unshare", "setsid")
+    if missing := [tool for tool in tools if shutil.which(tool, path=f"{os.environ['PATH']}:{SBIN}") is None]:
         return f"{', '.join(missing)} (apt-get install --no-install-recommends slurm-wlm munge)"
     isolate = ["unshare", "--mount", "--uts", "--pid", "--fork", "--mount-proc", "true"]
     if subprocess.run(isolate, capture_output=True, check=False).returncode:
@@ -243,8 +243,7 @@ def main() -> None:
         sys.exit(f"a Slurm cluster needs {_missing}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # leaves nothing behind either
     with cluster(**options) as there:
-        status = there.gate.interactive(command)
-    sys.exit(status)
+        sys.exit(there.gate.interactive(command))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -48,32 +48,27 @@ def answers(there: Cluster) -> bool:
     return there.login(sys.executable, "-S", "-c", connect, check=False).returncode == 0
 
 
-def what_there_is() -> dict[str, list[str]]:
-    """Everything on the machine that a cluster of this process could leave."""
-    stem = f"lt{os.getpid()}-"
-    processes: list[str] = []
+def remains(*clusters: Cluster) -> list[str]:
+    """Everything on the machine that is of one of them."""
+    stems = [there.network.stem for there in clusters]
+    links = Path("/proc/net/dev").read_text().split()
+    found = [name for name in links if re.fullmatch(r"(bridge|(port|spare)\d+):", name)]
     for place in Path("/proc").glob("[0-9]*"):
         try:
             words = (place / "cmdline").read_bytes() + (place / "environ").read_bytes()
         except OSError:
             continue
-        if f"/tmp/{stem}".encode() in words:
-            processes.append(f"{place.name} {words[:80]!r}")
-    links = subprocess.run(["ip", "-br", "link"], check=True, capture_output=True, text=True).stdout
-    cgroups = FREEZER.glob(f"{stem}*") if FREEZER.exists() else ()
-    mounts = [line for line in Path("/proc/mounts").read_text().splitlines() if stem in line]
-    return {
-        "processes": processes,
-        "interfaces": sorted(line.split()[0] for line in links.splitlines()),
-        "namespaces": [path.name for path in Path("/run/netns").glob(f"{stem}*")],
-        "directories": [str(path) for path in (*Path("/tmp").glob(f"{stem}*"), *cgroups)],
-        "mounts": mounts,
-    }
+        if any(f"{stem}-".encode() in words for stem in stems):
+            found.append(f"{place.name} {words[:80]!r}")
+    directories = ("/tmp", "/run/netns", str(FREEZER))
+    found += [str(path) for stem in stems for place in directories for path in Path(place).glob(f"{stem}-*")]
+    mounts = Path("/proc/mounts").read_text().splitlines()
+    return found + [line for stem in stems for line in mounts if f"{stem}-" in line]
 
 
 def test_a_job_outlives_a_host(three: Cluster, tmp_path: Path) -> None:
-    """First in this file: slurmctld asks its nodes every 15 s, and a node that died before the first time is found then,
-    any other one only the second time after its death.
+    """First in this file: slurmctld asks its nodes every 15 s. A node that dies before the first time is found then,
+    one that has answered only the second time after its death.
     """
     waiting = "srun sh -c 'touch start$SLURM_RESTART_COUNT-$(hostname); sleep 600'"
     job = submit(three, "-N2", "--requeue", "-o", "/dev/null", "--wrap", waiting, cwd=tmp_path)
@@ -97,7 +92,6 @@ def test_a_job_runs_on_two_hosts(three: Cluster, tmp_path: Path) -> None:
     show = "echo $(hostname) $SLURM_NODEID $CUDA_VISIBLE_DEVICES $(ls /dev/shm | wc -l)"
     job = submit(three, "-N2", "--gpus-per-node=2", "-o", "out", "--wrap", f"srun sh -c '{show}'", cwd=tmp_path)
     ended(three, job)
-    ended(three, job)
     assert sorted((tmp_path / "out").read_text().splitlines()) == ["node1 0 0,1 0", "node2 1 0,1 0"]
     assert three.state(job) == "COMPLETED"
     asked = three.login("sacct", "-o", "JobID,State,NodeList", "--parsable2", "-j", f"{job},999")
@@ -113,9 +107,8 @@ def test_a_job_runs_on_two_hosts(three: Cluster, tmp_path: Path) -> None:
 def test_a_signal_reaches_the_tasks_of_one_cluster(tmp_path: Path) -> None:
     """Of several at once, and under either way to track processes. Nothing is left of them."""
     (tmp_path / "waiter.py").write_text(WAITER)
-    before = what_there_is()
     with cluster(2) as one, cluster(1) as other, cluster(1, proctrack="linuxproc") as plain:
-        assert len(what_there_is()["namespaces"]) == len(before["namespaces"]) + 3 + 2 + 2
+        assert len(remains(one, other, plain)) > 3 + 2 + 2, "namespaces, daemons, directories"
         for number, there in enumerate((one, other, plain)):
             place = tmp_path / str(number)
             place.mkdir()
@@ -141,15 +134,14 @@ def test_a_signal_reaches_the_tasks_of_one_cluster(tmp_path: Path) -> None:
         other.wait(lambda: answers(other), "the link", 10)
         left = other.start("sleep", "600")  # and a job that still runs
         assert left.pid in pids_in(other.network.switch)
-    assert what_there_is() == before
+    assert remains(one, other, plain) == []
 
 
 def test_an_error_shows_the_logs(tmp_path: Path) -> None:
-    before = what_there_is()
     with pytest.raises(AssertionError) as caught, cluster(1) as there:
         submit(there, "--wrap=sleep 600", "--no-such-option", cwd=tmp_path)
     assert "--- slurmctld.log" in caught.value.__notes__[0]
-    assert what_there_is() == before
+    assert remains(there) == []
 
 
 def test_a_command_on_a_fresh_cluster() -> None:
