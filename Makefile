@@ -34,11 +34,15 @@ bench-sync: $(VENV)/.installed-dev tools
 	$(call ON_HOSTS,100mbit,2)
 	$(BIN)/python jobs/bench_sync.py report --results build/sync.jsonl --to docs
 
-# the tests that count bytes on a wire make hosts of their own; without root they skip, and say so
+# The system tests make hosts of their own, and a Slurm cluster of them; where these are missing they skip, and say so.
+# Whether apt-get can start the daemons as services does not matter: the tests start their own.
+TOOLS = ip slurmctld slurmd munged sbatch
 .PHONY: tools
 tools:
-	@if [ "$$(id -u)" = 0 ] && ! command -v ip >/dev/null && command -v apt-get >/dev/null; then \
-		apt-get update -qq && apt-get install -y -qq --no-install-recommends iproute2; fi
+	@PATH="$$PATH:/usr/sbin:/sbin"; there() { for tool in $(TOOLS); do command -v $$tool >/dev/null || return 1; done; }; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! there; then \
+		apt-get update -qq; DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+			iproute2 slurm-wlm munge >/dev/null; there || echo "still missing: some of $(TOOLS)" >&2; fi
 
 $(BIN)/pip:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "launcher needs Python 3.11 or newer; set PYTHON=")'

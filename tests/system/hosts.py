@@ -13,17 +13,20 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import count as numbers
 from pathlib import Path
 from typing import Any
 
-from tests.system.netns import counters, namespace_named
+from tests.system.netns import counters, namespace_named, pids_in
 
 NET = "10.213.7"
 # 50 ms of queue; a burst never below two of the kernel's 64 KiB packets, or the rate is never reached
 BURST_BYTES, LATENCY = 131072, "50ms"
+serial = numbers()
 
 
 def ip(*arguments: str) -> None:
@@ -34,6 +37,7 @@ def ip(*arguments: str) -> None:
 class Hosts:
     """``names``: of the namespaces, by the host's number. Every host has eth0, and an eth1 that leads nowhere."""
 
+    stem: str
     switch: str
     names: list[str]
     processes: list[subprocess.Popen[str]] = field(default_factory=list["subprocess.Popen[str]"])
@@ -82,11 +86,10 @@ class Hosts:
 
     def pids(self, host: int) -> list[int]:
         """Every process on a host."""
-        done = subprocess.run(["ip", "netns", "pids", self.names[host]], check=True, capture_output=True, text=True)
-        return [int(pid) for pid in done.stdout.split()]
+        return pids_in(self.names[host])
 
     def end(self) -> None:
-        """Kill what still runs on any of them."""
+        """Kill what still runs on any of them, or on the switch."""
         for process in self.processes:
             if process.poll() is None:
                 process.kill()
@@ -94,18 +97,21 @@ class Hosts:
             if process.stdout is not None:
                 process.stdout.close()
         self.processes.clear()
-        for host in range(len(self.names)):
-            for pid in self.pids(host):
+        end = time.monotonic() + 10
+        while left := [pid for name in (self.switch, *self.names) for pid in pids_in(name)]:
+            assert time.monotonic() < end, f"killed processes that do not die: {left}"
+            for pid in left:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
 
 
 @contextmanager
 def hosts(count: int, rate: str = "1gbit") -> Iterator[Hosts]:
     """``count`` hosts that reach each other; all gone afterwards, whatever happened."""
-    stem = f"lt{os.getpid()}"
+    stem = f"lt{os.getpid()}-{next(serial)}"
     made: list[str] = []
-    there = Hosts(f"{stem}-switch", [f"{stem}-host{host}" for host in range(count)])
+    there = Hosts(stem, f"{stem}-switch", [f"{stem}-host{host}" for host in range(count)])
     try:
         for name in (there.switch, *there.names):
             namespace_named(name)

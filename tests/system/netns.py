@@ -28,6 +28,12 @@ def network_namespace() -> Iterator[str]:
         subprocess.run(["ip", "netns", "del", name], check=True)
 
 
+def pids_in(name: str) -> list[int]:
+    """Every process in a namespace."""
+    done = subprocess.run(["ip", "netns", "pids", name], check=True, capture_output=True, text=True)
+    return [int(pid) for pid in done.stdout.split()]
+
+
 def counters(name: str, interface: str) -> list[int]:
     """The line of /proc/net/dev: received bytes and packets are 0 and 1, sent ones 8 and 9."""
     text = subprocess.run(
