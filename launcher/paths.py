@@ -137,6 +137,10 @@ class RunPaths:
         """The whole ones, the newest first."""
         return sorted(self.checkpoints.glob("step_*"), key=lambda path: -int(path.name.removeprefix("step_")))
 
+    def newest_step(self) -> int:
+        """Of the whole checkpoints; 0 without one."""
+        return max((int(path.name.removeprefix("step_")) for path in self.committed_checkpoints()), default=0)
+
     def refused_checkpoint(self, checkpoint: Path) -> Path:
         """Where one goes that was found to be damaged: out of the way, but still there."""
         first = self.checkpoints / f"refused_{checkpoint.name}"

@@ -63,7 +63,7 @@ def cancel(paths: RunPaths, say: Callable[[str], None]) -> Run:
                 f"{run.name}: is still {run.state.value} ({run.detail}) {wait_s:.0f} s after it was cancelled."
             )
         time.sleep(_LOOK_EVERY_S)
-    for partial in paths.checkpoints.glob(".*.partial"):
+    for _, partial in paths.partial_checkpoints():
         shutil.rmtree(partial, ignore_errors=True)
     return run
 

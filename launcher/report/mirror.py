@@ -15,6 +15,7 @@ import json
 import os
 import select
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,18 @@ POLL_S = 0.5
 INIT_TIMEOUT_S = 30
 
 
-def main(run_dir: str) -> None:
+def main(run_dir: str, trial: str = "first") -> None:
     plan = RunPlan.load(RunPaths(Path(run_dir)).plan)
     try:
         _mirror(plan)
     except Exception as error:
-        _say(plan, problem=f"{type(error).__name__}: {error}")
-        raise
+        if trial != "first":
+            _say(plan, problem=f"{type(error).__name__}: {error}")
+            raise
+        # a scheduler that ends a job may end W&B's own process too, which a fresh interpreter starts again
+        traceback.print_exc()
+        sys.stderr.flush()
+        os.execv(sys.executable, [sys.executable, "-P", "-m", "launcher.report.mirror", run_dir, "again"])
 
 
 def _mirror(plan: RunPlan) -> None:
@@ -103,4 +109,4 @@ def _say(plan: RunPlan, **words: str | int | None) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -9,6 +9,7 @@ import os
 import pickle
 import signal
 import sys
+import threading
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
@@ -73,12 +74,20 @@ def prefetch(
 
 
 def _init_loader_process(parent: int, worker: int) -> None:  # noqa: ARG001
-    """A stop request goes to a rank's whole process group, but the rank's last window still needs its data: a loader
-    process leaves the group, and goes when its rank does. SIGTERM keeps its meaning: the rank uses it itself."""
+    """A stop request goes to a rank's whole process group, or to every process of a job, but the rank's last window
+    still needs its data: a loader process goes when its rank does, or by a SIGTERM of its rank's."""
     os.setpgid(0, 0)
     die_with_parent(parent)
     for number in set(STOP_SIGNALS) - {signal.SIGTERM}:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=_obey, args=(parent,), daemon=True).start()
+
+
+def _obey(parent: int) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        pass
+    os._exit(0)
 
 
 def _as_is(item: Any) -> Any:

@@ -114,7 +114,7 @@ def _meet(plan: LaunchPlan, task: Task, fence: Fence) -> LaunchPlan:
             own_name = client.node_address(os.environ["SLURMD_NODENAME"])
             route = find_route(f"{own_name}:1", cluster.interface)
             store = f"{route.interface.address}:{_free_port(route.interface.address)}"
-        steps, before = _newest_step(paths), fence.newest()
+        steps, before = paths.newest_step(), fence.newest()
         fruitless = before.get("fruitless", 0) + 1 if before.get("from_step") == steps else 0
         names = client.host_names(task.node_list)
         begin(fence, job=task.job, nodes=names, store=store, from_step=steps, fruitless=fruitless)
@@ -148,11 +148,6 @@ def _wait_for_first(fence: Fence) -> dict[str, Any]:
             raise SiteError(f"node 0 has not begun incarnation {fence.own} within {_MEET_WITHIN_S} s.")
         time.sleep(_LOOK_EVERY_S)
     return newest
-
-
-def _newest_step(paths: RunPaths) -> int:
-    """Of the checkpoints that are there; 0 without one."""
-    return max((int(path.name.removeprefix("step_")) for path in paths.checkpoints.glob("step_*")), default=0)
 
 
 def _conclude(plan: LaunchPlan, task: Task, fence: Fence, ended: Ended) -> int:
@@ -201,7 +196,7 @@ def _requeue(plan: LaunchPlan, task: Task, fence: Fence, why: str) -> int:
         if not plan.checkpoint.enabled:
             print("checkpoint.enabled=false: nothing was saved, and the job is not queued again.", flush=True)
             return EXIT_RESUMABLE
-        if newest.get("fruitless", 0) >= _FRUITLESS and _newest_step(paths) == newest.get("from_step"):
+        if newest.get("fruitless", 0) >= _FRUITLESS and paths.newest_step() == newest.get("from_step"):
             error = (
                 f"begun {_FRUITLESS + 1} times without getting one step further ({why}): cluster.time is too short for "
                 "the start, one step and one checkpoint"
