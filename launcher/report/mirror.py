@@ -48,8 +48,8 @@ def _mirror(plan: RunPlan) -> None:
         _say(plan, problem=None)
     run = _open(plan)
     _say(plan, dir=str(Path(run.dir).parent), url=run.url)
-    # of a run that is resumed online, the server says where it goes on
-    done = max(known.get("delivered") or 0, run.step - 1)
+    # online the server says where the run goes on; what an earlier mirror kept offline has yet to reach it
+    done = run.step - 1 if run.url else known.get("delivered", 0)
     tail = Tail(plan.paths.metrics)
     more = True
     while more:

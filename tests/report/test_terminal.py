@@ -8,7 +8,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from launcher.paths import write_text
 from launcher.process import LAST_WORDS
+from launcher.report.record import Tail
 from launcher.report.tables import failure_text, plan_table, summary_table
 from launcher.report.terminal import LiveDisplay
 from tests.helpers import make_plan
@@ -88,6 +90,38 @@ def test_a_failure_is_the_ranks_own_words_first() -> None:
         "log": "/l",
     }
     assert failure_text({"failure": failure}) == "Traceback ...\nlaunch: rank 3 failed: ValueError: x\n  Its log: /l"
+
+
+def test_a_record_that_takes_the_place_of_another_is_read_from_its_beginning(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    tail = Tail(path)
+    path.write_text("1\n2\n3\n")
+    assert tail.lines() == ["1", "2", "3"]
+    write_text(path, "1\n2\n3\nand more\n")
+    assert tail.lines() == ["1", "2", "3", "and more"]
+    assert (tail.lines(), tail.replaced) == ([], 1)
+    path.write_text("1\n")  # cut in place
+    assert (tail.lines(), tail.replaced) == (["1"], 2)
+
+
+def test_the_live_display_of_a_run_that_begins_again(tmp_path: Path) -> None:
+    plan = make_plan("train.steps=3", run_dir=str(tmp_path))
+    lines = [f'{{"step": {n}, "train/loss": {n}, "throughput/samples_per_s": 1}}\n' for n in (1, 2, 3)]
+    out = io.StringIO()
+    display = LiveDisplay(plan, Console(file=out, width=100))
+    plan.paths.metrics.write_text("".join(lines))
+    display.refresh()
+    write_text(plan.paths.metrics, lines[0])
+    for line in (None, *lines[1:]):
+        with plan.paths.metrics.open("a") as file:
+            file.write(line or "")
+        display.refresh()
+    display.close()
+    assert out.getvalue().splitlines() == [
+        "step 3/3  loss 3.0000  1 samples/s",
+        "--- goes on after step 1 ---",
+        "step 3/3  loss 3.0000  1 samples/s",
+    ]
 
 
 def test_the_live_display_follows_the_files(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import struct
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,13 @@ from typing import Any
 import pytest
 from wandb.proto import wandb_internal_pb2 as pb
 
+from launcher.paths import write_text
+from launcher.plan import RunPlan
+from launcher.report.tables import summary_table
 from tests.conftest import Launch
+from tests.helpers import make_plan
+from tests.report.test_terminal import shown
+from tests.system.runs import wait_for
 
 pytestmark = pytest.mark.slow
 SMALL = (
@@ -95,6 +103,42 @@ def test_the_key_reaches_no_file(launch: Launch, tmp_path: Path) -> None:
     for path in (tmp_path / "runs").rglob("*"):
         if path.is_file():
             assert key.encode() not in path.read_bytes(), path
+
+
+def mirror(run: Path) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-m", "launcher.report.mirror", str(run)], stdin=subprocess.PIPE)
+
+
+def record_until(plan: RunPlan, step: int) -> None:
+    """As a run that has gone on from step 3 leaves it."""
+    lines = [json.dumps({"step": n, "train/loss": 10.0 - n}) + "\n" for n in range(1, step + 1)]
+    write_text(plan.paths.metrics, "".join(lines))
+
+
+def test_a_later_mirror_goes_on_where_an_earlier_one_is_known_to_have_ended(tmp_path: Path) -> None:
+    plan = make_plan("wandb.mode=offline", run_dir=str(tmp_path))
+    plan.save()
+    for step in (5, 8):
+        record_until(plan, step)
+        done = mirror(tmp_path)
+        done.communicate()
+        assert done.returncode == 0
+        assert json.loads(plan.paths.wandb_status.read_text())["delivered"] == step
+    _, history, _, ids = read_back(tmp_path)
+    assert [row["step"] for row in history] == [*range(1, 9)]
+    record_until(plan, 10)
+    killed = mirror(tmp_path)
+    wait_for(lambda: len([*tmp_path.glob("wandb/offline-run-*")]) == 3, "the third mirror to open its run")
+    killed.kill()
+    killed.communicate()
+    record_until(plan, 11)
+    mirror(tmp_path).communicate()
+    _, history, _, ids = read_back(tmp_path)
+    steps = [row["step"] for row in history]
+    assert steps[:8] == [*range(1, 9)]
+    assert steps[-3:] == [9, 10, 11], "what the killed one had, nobody knows: W&B drops what comes twice"
+    assert set(ids) == {plan.run.id}
+    assert "wandb/offline-run-*" in shown(summary_table(plan, {"verdict": "stopped", "steps": 11}))
 
 
 def test_disabled_leaves_no_trace(launch: Launch, tmp_path: Path) -> None:

@@ -1,12 +1,16 @@
 """Run by torchrun in test_resume.py: argv[1] is a file of jobs, one JSON object a line, run one after the other.
 
-Of each job: ``run`` (its directory), ``overrides``, ``task``, ``stop``: windows after which rank 1 asks for the end.
+Of each job: ``run`` (its directory), ``overrides``, ``task``. If they are there: ``incarnation``; ``stop``: windows
+after which rank 1 asks for the end; ``superseded``: windows after which a newer incarnation begins; ``raises``: the
+error that it must end with; ``dies``: the save in which it is killed.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from launcher.errors import RunError
+from launcher.incarnation import INCARNATION, Fence, Incarnation
+from launcher.paths import RunPaths
 from launcher.plan import RunPlan
+from launcher.train import manifest
 from launcher.train.loop import train
 from launcher.train.world import World
 from tests.helpers import make_plan
@@ -32,6 +40,20 @@ def plan_of(job: dict[str, Any]) -> RunPlan:
     return dataclasses.replace(plan, task=task)
 
 
+def die_while_saving(count: int) -> None:
+    """In the middle of that save: tensors are written, the manifest is not."""
+    write, left = manifest.write, count
+
+    def last_words(*arguments: Any) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(*arguments)
+
+    manifest.write = last_words
+
+
 def main() -> None:
     rank = min(1, World.here().size - 1)
     for line in Path(sys.argv[1]).read_text().splitlines():
@@ -39,12 +61,26 @@ def main() -> None:
         Path(job["run"]).mkdir(exist_ok=True)
         asked = 0
 
-        def stop(after: int | None = job.get("stop")) -> bool:
+        def stop(job: dict[str, Any] = job) -> bool:
             nonlocal asked
             asked += 1
-            return asked == after and World.here().rank == rank
+            if asked == job.get("superseded"):
+                Fence(RunPaths(Path(job["run"])), Incarnation(0, 7)).claim()
+            return asked == job.get("stop") and World.here().rank == rank
 
-        train(plan_of(job), stop)
+        os.environ[INCARNATION] = job.get("incarnation", "0.0")
+        if "dies" in job:
+            die_while_saving(job["dies"])
+        try:
+            train(plan_of(job), stop)
+        except RunError as error:
+            if type(error).__name__ != job.get("raises"):
+                raise
+            print(f"{type(error).__name__} at {job['run']}: {error}")
+        else:
+            assert "raises" not in job, f"{job['run']} went on"
+    if not dist.is_initialized():  # nothing was begun
+        return
     dist.barrier()
     dist.destroy_process_group()
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import IterableDataset
@@ -99,6 +102,64 @@ def test_a_resume_needs_one_integer() -> None:
     data = list(range(103))
     plan = plan_for(3, 2, "train.epochs=2")
     assert read(plan, data, Place(7)) == read(plan, data)[7:]
+
+
+@pytest.mark.parametrize("loader_workers", [0, 1])
+def test_a_stream_goes_on_where_it_was(loader_workers: int) -> None:
+    """Two epochs of 40 samples in windows of 24, resumed before each of them, in its middle and in the next one."""
+    options = ("train.epochs=2", "schedule=constant", f"train.loader_workers={loader_workers}")
+    for micro, ranks in ((4, 1), (2, 3), (6, 4)):
+        plan = plan_for(micro, ranks, *options, samples=None)
+        whole = read(plan, Stream(40))
+        places = [Place(0), Place(1, 0, 1), Place(2, 1, 0), Place(3, 1, 1)]
+        assert [read(plan, Stream(40), place) for place in places] == [whole[n:] for n in range(4)]
+
+
+def test_a_rank_whose_share_of_a_stream_has_ended_keeps_its_stand_in() -> None:
+    class Uneven(Stream):
+        sharded = True
+
+    plan = plan_for(4, 2, "train.epochs=1", "schedule=constant", samples=None)
+    feed = open_feed(Uneven(9), plan, World(1, 2, 1), CPU, start=Place(2, 0, 2))
+    window = next(feed.windows())
+    assert not feed.has_next()
+    assert [(batch.samples, batch.data.tolist()) for batch in window.micro_batches] == [(0, [8])] * 3
+
+
+class Drawing(torch.utils.data.Dataset[Any]):
+    """Samples that are all chance, of each kind."""
+
+    def __len__(self) -> int:
+        return 103
+
+    def __getitem__(self, index: int) -> Any:
+        return index, random.random(), torch.rand(1).item(), np.random.rand(), np.random.normal()
+
+
+def drawn(ranks: int, loader_workers: int, start: int = 0) -> dict[int, Any]:
+    """What each sample drew in the first epoch."""
+    plan = plan_for(2, ranks, f"train.loader_workers={loader_workers}")
+    seen: dict[int, Any] = {}
+    for rank in range(ranks):
+        feed = open_feed(Drawing(), plan, World(rank, ranks, rank), CPU, collate=list, start=Place(start))
+        for window in itertools.islice(feed.windows(), 4 - start):
+            for batch in window.micro_batches:
+                seen |= {index: rest for index, *rest in batch.data}
+        feed.close()
+    return seen
+
+
+def test_what_a_sample_draws_depends_on_its_place_only() -> None:
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False)["state"]["key"].tolist()
+    here = drawn(1, loader_workers=0)
+    after = torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False)["state"]["key"].tolist()
+    assert torch.equal(states[0], after[0]), "dropout draws from this"
+    assert states[1:] == after[1:]
+    assert len({tuple(rest) for rest in here.values()}) == len(here) == 96, "and no two draw alike"
+    assert drawn(2, loader_workers=1) == drawn(3, loader_workers=0) == here
+    resumed = drawn(2, loader_workers=1, start=2)
+    assert resumed == {index: rest for index, rest in here.items() if index in resumed}
+    assert len(resumed) == 48
 
 
 def test_another_length_than_the_plans_is_refused() -> None:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +15,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from launcher.train.safeload import Reader
+from launcher.train.safeload import Planner, Reader
 from tests.helpers import torchrun
 
 WORKER = Path(__file__).parent / "resume_worker.py"
@@ -118,3 +124,108 @@ def test_in_pieces_it_is_the_same_run(ranks: int, tmp_path: Path) -> None:
         run([jobs[Path(piece["run"]).name] for piece in second], ranks, tmp_path)
     for name, (_, _, stops) in CASES[ranks].items():
         assert_same(tmp_path / name, tmp_path / f"{name} whole", resumed=len(stops))
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 4
+    file.write_bytes(data)
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+DAMAGES: dict[str, tuple[str, Callable[[Path], None], str]] = {
+    "flipped": ("__1_0.distcp", flip, "the content of __1_0.distcp has changed"),
+    "cut": ("__0_0.distcp", cut, "bytes instead of"),
+    "gone": ("__1_0.distcp", Path.unlink, "__1_0.distcp: No such file"),
+    "counters": ("state.json", flip, "the content of state.json has changed"),
+    "index": (".metadata", cut, ".metadata has"),
+    "manifest": ("manifest.json", Path.unlink, "it has no manifest.json"),
+    "list": ("manifest.json", cut, "its manifest.json cannot be read"),
+}
+
+
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_serves(tmp_path: Path) -> None:
+    job = {"overrides": [*COMMON, *DDP, "batch.micro_size=4", "checkpoint.keep=3"], "task": {}}
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    run([job | {"run": str(whole)}, job | {"run": str(stopped), "stop": 7}], 2, tmp_path)
+    for name, (file, damage, _) in DAMAGES.items():
+        shutil.copytree(stopped, tmp_path / name)
+        damage(tmp_path / name / "checkpoints" / "step_000007" / file)
+    with (tmp_path / "flipped" / "metrics.jsonl").open("a") as torn:
+        torn.write('{"step": 8, "trai')
+    shutil.copytree(stopped, tmp_path / "none")
+    for checkpoint in (tmp_path / "none" / "checkpoints").iterdir():
+        flip(checkpoint / "__0_0.distcp")
+    last_words = tmp_path / "last words"  # died between its last save and what it had to say of that
+    shutil.copytree(whole, last_words)
+    (last_words / "summary.json").unlink()
+    lines = (last_words / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (last_words / "metrics.jsonl").write_text("".join(lines[:-1]))
+
+    jobs = [job | {"run": str(tmp_path / name)} for name in (*DAMAGES, "last words")]
+    said = run([*jobs, job | {"run": str(tmp_path / "none"), "raises": "NoGoodCheckpoint"}], 2, tmp_path)
+    for name, (file, _, why) in DAMAGES.items():
+        (line,) = (line for line in said.splitlines() if f"{name}/checkpoints/step_000007 is damaged" in line)
+        assert why in line
+        assert_same(tmp_path / name, whole, resumed=1)
+        refused = tmp_path / name / "checkpoints" / "refused_step_000007"
+        assert {p.name for p in refused.iterdir()} | {file} == {
+            p.name for p in (stopped / "checkpoints" / "step_000007").iterdir()
+        }, "it is moved aside, as it was"
+    assert_same(last_words, whole, resumed=1)
+    assert "None of the 3 checkpoints" in said
+    assert len(records(tmp_path / "none")) == 7, "and nothing is begun at step 0"
+
+
+def contents(place: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(place)): path.read_bytes() for path in place.rglob("*") if path.is_file()}
+
+
+def test_what_is_left_of_an_earlier_start_changes_nothing(tmp_path: Path) -> None:
+    job = {"overrides": [*COMMON, "strategy=single", "batch.micro_size=4"], "task": {}}
+    whole, killed, late, never = (job | {"run": str(tmp_path / name)} for name in ("whole", "killed", "late", "never"))
+    never["overrides"] = [*job["overrides"], "checkpoint.enabled=false"]
+    with pytest.raises(AssertionError, match="exitcode  : -9"):
+        run([killed | {"dies": 2}], 1, tmp_path)
+    saved = tmp_path / "killed" / "checkpoints"
+    assert {path.name for path in saved.iterdir()} == {"step_000003", ".step_000006.0.0.partial"}
+    # the whole one is asked to stop in its last window: then it is done
+    first = [whole | {"stop": 10}, killed | {"incarnation": "0.1"}, never | {"stop": 4}, never]
+    run([*first, late | {"superseded": 5, "raises": "Superseded"}], 1, tmp_path)
+    assert_same(tmp_path / "killed", tmp_path / "whole", resumed=1)
+    assert not [*saved.glob(".*")]
+    assert [record["step"] for record in records(tmp_path / "never")] == [*range(1, 11)]
+
+    left = tmp_path / "late"
+    assert {path.name for path in (left / "checkpoints").glob("step_*")} == {"step_000003"}, "6 was not committed"
+    assert not (left / "summary.json").exists()
+    before = contents(left)
+    run([late | {"raises": "Superseded"}], 1, tmp_path)
+    assert contents(left) == before, "an older one that starts late leaves everything as it is"
+    run([late | {"incarnation": "0.7"}], 1, tmp_path)
+    assert_same(left, tmp_path / "whole", resumed=1)
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("evil",)
+
+
+def test_loading_runs_nothing_that_the_files_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for place, state in (("whole", {"x": torch.ones(2), "n": 3}), ("evil state", {"x": torch.ones(2), "n": Evil()})):
+        dcp.save(state, checkpoint_id=tmp_path / place, no_dist=True)
+    state = {"x": torch.zeros(2), "n": 0}
+    dcp.load(state, storage_reader=Reader(tmp_path / "whole"), planner=Planner(), no_dist=True)
+    assert (state["x"].tolist(), state["n"]) == ([1, 1], 3)
+    with pytest.raises(CheckpointException, match="Weights only load failed"):
+        dcp.load(state, storage_reader=Reader(tmp_path / "evil state"), planner=Planner(), no_dist=True)
+    index = io.BytesIO()
+    pickle.dump(Evil(), index)
+    (tmp_path / "whole" / ".metadata").write_bytes(index.getvalue())
+    with pytest.raises(pickle.UnpicklingError, match="mkdir, which no checkpoint needs"):
+        Reader(tmp_path / "whole").read_metadata()
+    assert not (tmp_path / "evil").exists()
