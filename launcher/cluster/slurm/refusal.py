@@ -10,14 +10,15 @@ from launcher.cluster.slurm import client
 from launcher.errors import ConfigError, SiteError, UserError
 from launcher.plan import LaunchPlan
 
+# options that say which nodes will do
+_OF_NODES = (
+    "partition", "nodes", "cpus-per-task", "mem", "gpus-per-node", "gres", "gpus", "constraint", "exclude", "nodelist",
+    "exclusive", "reservation",
+)  # fmt: skip
 
-def refusal(plan: LaunchPlan, said: str, script: str) -> UserError:
-    """Slurm's own words, with the key they are about and what there is.
 
-    Args:
-        said: what sbatch printed.
-        script: that it was given.
-    """
+def refusal(plan: LaunchPlan, said: str) -> UserError:
+    """Slurm's own words (``said``: what sbatch printed), with the key they are about and what there is."""
     lines = [line.strip() for line in said.splitlines() if "error:" in line]
     words = "; ".join(re.sub(r"^sbatch: error: ", "", line) for line in lines) or " ".join(said.split())
     assert plan.cluster.slurm is not None
@@ -38,11 +39,20 @@ def refusal(plan: LaunchPlan, said: str, script: str) -> UserError:
             if option == "gpus-per-node" and "gres" in options:
                 key = "cluster.sbatch.gres"
             return ConfigError(key, value, f"Slurm refuses it: {words}.", there() if there is not None else "")
-    return SiteError(f"Slurm refuses the job: {words}.\n  The script was:\n{script}")
+    asked = ", ".join(f"{name}={value}" for name, value in options.items() if name in _OF_NODES)
+    return SiteError(
+        f"Slurm refuses the job: {words}.\n  Asked for: {asked}.\n  {_nodes()}\n"
+        "  `launch plan` with the same overrides shows the batch script."
+    )
 
 
 def _partitions() -> str:
     return f"There are: {', '.join(partition.name for partition in client.partitions())}."
+
+
+def _nodes() -> str:
+    lines = client.ask("sinfo", "--all", "--noheader", "--format=%R: %D of %c cores, %m MB, gres %G, features %f")
+    return f"Nodes by partition: {'; '.join(lines.replace('(null)', 'none').splitlines())}."
 
 
 def _gres() -> str:

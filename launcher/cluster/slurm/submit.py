@@ -65,7 +65,7 @@ def send(plan: LaunchPlan) -> str:
         from submitit.core.utils import FailedJobError, FailedSubmissionError
 
         if isinstance(error, FailedJobError | FailedSubmissionError):
-            raise refusal(plan, str(error), script(plan)) from None
+            raise refusal(plan, str(error)) from None
         raise
     jobfile.amend(plan.paths, job=job.job_id)
     events.note(plan.paths, "submitted", job=job.job_id)
