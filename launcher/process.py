@@ -43,9 +43,10 @@ class StopShield:
     Python runs the handlers in the main thread all the same.
     """
 
-    def __init__(self, error: Callable[[int], Exception]) -> None:
+    def __init__(self, error: Callable[[int], BaseException]) -> None:
         """``error``: what to raise for a signal's number; may be replaced."""
         self.error = error
+        self._asked: int | None = None
         self._over = threading.Event()
         self._taker = threading.Thread(target=self._take, daemon=True)
 
@@ -54,8 +55,14 @@ class StopShield:
         self._over.wait()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        self._asked = number
         self.hold()
         raise self.error(number)
+
+    def check(self) -> None:
+        """Raise again for a signal that has come: the code that it met first may have taken it for its own error."""
+        if self._asked is not None:
+            raise self.error(self._asked)
 
     def hold(self) -> None:
         """From here on a signal changes nothing."""

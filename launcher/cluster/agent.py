@@ -38,8 +38,9 @@ if TYPE_CHECKING:
 MIRROR_GRACE_S = 60
 
 
-class StopAsked(Exception):
-    """A signal came while no worker was there to be told."""
+class StopAsked(BaseException):
+    """A signal came while no worker was there to be told. It may meet any code, an import too, that takes every
+    Exception for its own."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -132,6 +133,7 @@ def _run_workers(plan: LaunchPlan, plan_file: Path, attempt: int, shield: StopSh
     shield.error = lambda n: SignalException("asked to stop", signal.Signals(n))  # pyright: ignore[reportUnknownLambdaType]
     deaths = DeathWatch()
     try:
+        shield.check()
         with deaths:
             elastic_launch(config, sys.executable)(*arguments)
     except SignalException as stop:
