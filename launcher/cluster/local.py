@@ -15,9 +15,10 @@ from launcher.cluster import jobfile
 from launcher.cluster.failure import failure
 from launcher.cluster.jobfile import Submission
 from launcher.cluster.peers import Peers
-from launcher.errors import EXIT_FAILED, EXIT_INTERRUPTED, SiteError
+from launcher.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESUMABLE, SiteError
 from launcher.paths import read_json, write_json, write_text
 from launcher.plan import LaunchPlan
+from launcher.process import STOP_SIGNALS
 from launcher.site import WANDB_ENV, allowed_env
 
 POLL_S = 0.1
@@ -72,6 +73,7 @@ def create(plan: LaunchPlan, config_yaml: str) -> None:
 
 def run(plan: LaunchPlan, display: Display, peers: Peers) -> Verdict:
     """Run a created plan to its end. Ctrl-C asks the workers to stop after their window; a second one kills them.
+    SIGTERM and SIGUSR2, by which a scheduler around this process wants it to stop, do the first only.
 
     On several hosts, a stop on one of them is one on all, and each gives its own workers the time to notice by
     themselves that the job has failed elsewhere: what they have to say may be the reason.
@@ -79,10 +81,11 @@ def run(plan: LaunchPlan, display: Display, peers: Peers) -> Verdict:
     asked: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
-        asked.append(number)
+        if not asked or number == signal.SIGINT:
+            asked.append(number)
 
     submission = jobfile.add(plan.paths, Submission.now().by_this_process()) if _writes(plan) else 0
-    handlers = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.signal(number, stop) for number in STOP_SIGNALS}
     over = False
     try:
         agent = _start_agent(plan, submission)
@@ -103,7 +106,10 @@ def run(plan: LaunchPlan, display: Display, peers: Peers) -> Verdict:
             signal.signal(number, handler)
     status, summary = peers.conclude()
     _write_summary(plan, summary)
-    return Verdict(EXIT_INTERRUPTED if asked else status, summary)
+    if asked:
+        resumable = asked[0] != signal.SIGINT and summary.get("verdict") == "stopped"
+        status = EXIT_RESUMABLE if resumable else EXIT_INTERRUPTED
+    return Verdict(status, summary)
 
 
 class _Care:
