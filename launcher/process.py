@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import NoReturn, Self
 
@@ -35,18 +34,16 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
 
 
 class StopShield:
-    """A parent of workers, and the signals to stop: the first one is raised as an exception in the main thread, later
-    ones change nothing: the workers have been told, and are given their time.
+    """A parent of workers, and the signals to stop: the first one is kept in ``asked``, for whoever looks. None is
+    raised as an exception: it would come up in any code, logging or an import, that takes it for an error of its own.
 
     Children start with these signals blocked, until they have handlers of their own and call ``lower_shield``: none may
     meet one before it can handle it. They inherit that from the main thread, so another thread takes the signals here;
     Python runs the handlers in the main thread all the same.
     """
 
-    def __init__(self, error: Callable[[int], BaseException]) -> None:
-        """``error``: what to raise for a signal's number; may be replaced."""
-        self.error = error
-        self._asked: int | None = None
+    def __init__(self) -> None:
+        self.asked: signal.Signals | None = None
         self._over = threading.Event()
         self._taker = threading.Thread(target=self._take, daemon=True)
 
@@ -55,19 +52,7 @@ class StopShield:
         self._over.wait()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        self._asked = number
-        self.hold()
-        raise self.error(number)
-
-    def check(self) -> None:
-        """Raise again for a signal that has come: the code that it met first may have taken it for its own error."""
-        if self._asked is not None:
-            raise self.error(self._asked)
-
-    def hold(self) -> None:
-        """From here on a signal changes nothing."""
-        for number in STOP_SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
+        self.asked = self.asked or signal.Signals(number)
 
     def __enter__(self) -> Self:
         self._before = {number: signal.signal(number, self._handle) for number in STOP_SIGNALS}

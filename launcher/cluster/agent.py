@@ -38,14 +38,6 @@ if TYPE_CHECKING:
 MIRROR_GRACE_S = 60
 
 
-class StopAsked(BaseException):
-    """A signal came while no worker was there to be told. It may meet any code, an import too, that takes every
-    Exception for its own."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
-
-
 @dataclass(frozen=True)
 class Ended:
     """How the workers of this node ended. ``words``: what is to be written of it, beside what they wrote themselves."""
@@ -83,7 +75,7 @@ def serve(plan: LaunchPlan, plan_file: Path, own: Incarnation) -> Ended:
     The environment is that of the workers meanwhile. Must be called from the main thread.
     """
     environment = dict(os.environ)
-    with StopShield(StopAsked) as shield:
+    with StopShield() as shield:
         mirror = _start_mirror(plan)
         try:
             for name in set(os.environ) - set(allowed_env(os.environ, plan.env.allow)):
@@ -91,10 +83,7 @@ def serve(plan: LaunchPlan, plan_file: Path, own: Incarnation) -> Ended:
             os.environ |= {**plan.env.default, **os.environ, **plan.env.set}
             os.environ |= {AGENT_PID: str(os.getpid()), INCARNATION: str(own)}
             return _run_workers(plan, plan_file, Fence(plan.paths, own).newest().get("attempt", 0), shield)
-        except StopAsked as stop:
-            return Ended(EXIT_INTERRUPTED, {"stopped_by": str(stop)})
         finally:
-            shield.hold()
             _finish_mirror(mirror, plan.paths)
             os.environ.clear()
             os.environ |= environment
@@ -112,39 +101,45 @@ def _run_workers(plan: LaunchPlan, plan_file: Path, attempt: int, shield: StopSh
     from torch.distributed.elastic.rendezvous import RendezvousClosedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    place = plan.cluster.place
-    if place is not None:
-        rounds.register(plan, place)
+    place = plan.cluster.place or rounds.ALONE
+    rounds.register(plan, place, lambda: shield.asked)
     arguments = (*plan.command, str(plan_file)) if isinstance(plan, RunPlan) else plan.command
     config = LaunchConfig(
         min_nodes=plan.cluster.nodes,
         max_nodes=plan.cluster.nodes,
         nproc_per_node=plan.cluster.workers_per_node,
         run_id=plan.run.id,
-        rdzv_backend="c10d" if place is None else rounds.BACKEND,
-        rdzv_endpoint="localhost:0" if place is None else place.store,
-        local_addr=None if place is None else place.address,
+        rdzv_backend=rounds.BACKEND,
+        rdzv_endpoint=place.store,
+        local_addr=place.address,
         max_restarts=plan.cluster.max_restarts,
-        signals_to_handle="SIGHUP",  # the others are the shield's
+        signals_to_handle="SIGHUP",  # the others are the shield's: the agent finds them in its next round of looking
         shutdown_timeout=plan.cluster.grace_s,
         logs_specs=_logs(plan.paths, attempt),
     )
-    # what torch's agent passes on to its workers before it ends
-    shield.error = lambda n: SignalException("asked to stop", signal.Signals(n))  # pyright: ignore[reportUnknownLambdaType]
     deaths = DeathWatch()
     try:
-        shield.check()
         with deaths:
             elastic_launch(config, sys.executable)(*arguments)
     except SignalException as stop:
-        return Ended(EXIT_INTERRUPTED, {"stopped_by": signal.Signals(stop.sigval).name})
+        return _stopped(stop.sigval)
     except ChildFailedError as failed:
+        # where a scheduler signals every process of a job, a script without a handler is killed by it
+        if shield.asked is not None and failed.get_first_failure()[1].exitcode == -shield.asked:
+            return _stopped(shield.asked)
         return _failed(plan, failed, deaths)
     except RendezvousClosedError as closed:
         return _parted(plan, str(closed))
-    if isinstance(plan, RunPlan) and plan.node == 0 and not plan.paths.summary.exists():
+    said = read_json(plan.paths.summary)
+    if shield.asked is not None and (said or {}).get("verdict") != "done":  # the workers were quicker than the agent
+        return _stopped(shield.asked)
+    if isinstance(plan, RunPlan) and plan.node == 0 and said is None:
         return _unfinished(plan.paths)
     return Ended(EXIT_DONE, {})
+
+
+def _stopped(by: int) -> Ended:
+    return Ended(EXIT_INTERRUPTED, {"stopped_by": signal.Signals(by).name})
 
 
 def _logs(paths: RunPaths, first: int) -> LogsSpecs:

@@ -6,7 +6,10 @@ start workers again, because the store that they share with the agent remembers 
 
 from __future__ import annotations
 
+import signal
+import socket
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -23,15 +26,25 @@ _LOOK_EVERY_S = 0.1
 GIVEN_UP = "another host has given up"
 
 
-def register(plan: LaunchPlan, place: Place) -> None:
-    """Make ``rdzv_backend=BACKEND`` known to torch, for this process."""
+# of a job on one host
+ALONE = Place(node=0, address="localhost", interface="", store="localhost:0", shared=True)
+
+
+def register(plan: LaunchPlan, place: Place, asked: Callable[[], signal.Signals | None]) -> None:
+    """Make ``rdzv_backend=BACKEND`` known to torch, for this process. ``asked``: the signal to stop that has come.
+
+    torch's agent asks the rendezvous several times a second whether more hosts are waiting. That is where a signal is
+    raised as torch's own exception: nothing but the agent can catch it there, and the agent passes it on to its workers
+    and waits for them.
+    """
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 
-    rendezvous_handler_registry.register(BACKEND, lambda _: _handler(plan, place))
+    rendezvous_handler_registry.register(BACKEND, lambda _: _handler(plan, place, asked))
 
 
-def _handler(plan: LaunchPlan, place: Place) -> RendezvousHandler:
+def _handler(plan: LaunchPlan, place: Place, asked: Callable[[], signal.Signals | None]) -> RendezvousHandler:
     from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.rendezvous import (
         RendezvousClosedError,
         RendezvousHandler,
@@ -52,6 +65,7 @@ def _handler(plan: LaunchPlan, place: Place) -> RendezvousHandler:
         def next_rendezvous(self) -> RendezvousInfo:
             if self._store is None:
                 host, _, port = place.store.rpartition(":")
+                self._wait_for_store(host, int(port))
                 within = timedelta(seconds=_JOIN_WITHIN_S)
                 self._store = TCPStore(
                     host, int(port), is_master=place.node == 0, timeout=within, wait_for_workers=False
@@ -63,12 +77,31 @@ def _handler(plan: LaunchPlan, place: Place) -> RendezvousHandler:
             master = RendezvousStoreInfo.build(place.node, store, place.address)
             return RendezvousInfo(store, place.node, plan.cluster.nodes, master)
 
+        def _stop_if_asked(self) -> None:
+            if (number := asked()) is not None:
+                raise SignalException("asked to stop", number)
+
+        def _wait_for_store(self, host: str, port: int) -> None:
+            """Before the store's own way of waiting, which no signal gets through."""
+            end = time.monotonic() + _JOIN_WITHIN_S
+            while True:
+                self._stop_if_asked()
+                if place.node == 0:
+                    return None
+                try:
+                    return socket.create_connection((host, port), timeout=1).close()
+                except OSError as error:
+                    if time.monotonic() > end:
+                        raise RendezvousClosedError(f"{place.store} does not answer: {error}") from error
+                time.sleep(_LOOK_EVERY_S)
+
         def _wait_for_all(self) -> None:
             """A step at a time: a signal must get through, and a host that has given up comes no more."""
             key, end = f"here{self._round}", time.monotonic() + _JOIN_WITHIN_S
             try:
                 here = self._store.add(key, 1)
                 while here < plan.cluster.nodes:
+                    self._stop_if_asked()
                     if self._store.check(["over"]):
                         raise RendezvousClosedError(GIVEN_UP)
                     if time.monotonic() > end:
@@ -80,6 +113,7 @@ def _handler(plan: LaunchPlan, place: Place) -> RendezvousHandler:
 
         def num_nodes_waiting(self) -> int:
             """Whether another host has begun the next round, because a worker of its own failed."""
+            self._stop_if_asked()
             if not plan.cluster.max_restarts:
                 return 0
             try:
