@@ -167,7 +167,7 @@ def _conclude(plan: LaunchPlan, task: Task, fence: Fence, ended: Ended) -> int:
         return EXIT_DONE  # node 0 says what follows
     write_json(paths.summary, {"verdict": "stopped"} | said | {"stopped_by": stopped_by})
     why = _wanted_back(plan, task, stopped_by)
-    events.note(paths, "stopped", by=stopped_by, why=why or "cancelled", step=said.get("steps"))
+    events.note(paths, "stopped", by=stopped_by, why=why or "Slurm ends the job", step=said.get("steps"))
     return _requeue(plan, task, fence, why) if why else EXIT_RESUMABLE
 
 

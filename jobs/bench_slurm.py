@@ -1,0 +1,101 @@
+"""What a run costs a user of Slurm: seconds to submit, to list, from "save" to "queued again", and steps lost by it.
+
+    python -m tests.system.slurm --nodes 2 -- python jobs/bench_slurm.py      # on a cluster made for it (root)
+    python jobs/bench_slurm.py                                                # on the one you are logged in to
+
+The job is the default one, bytes_gpt, on two nodes. Everything is done with `launch`, as a user would.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import subprocess
+import sys
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+LAUNCH = (sys.executable, "-P", "-c", "from launcher.cli import main; main()")
+
+
+def launch(*arguments: str) -> tuple[float, str]:
+    """Seconds, and what was printed."""
+    began = time.perf_counter()
+    done = subprocess.run([*LAUNCH, *arguments], capture_output=True, text=True, check=True)
+    return time.perf_counter() - began, done.stdout
+
+
+def wait_for(run: Path, event: str, count: int, seconds: float = 300) -> dict[str, Any]:
+    end = time.monotonic() + seconds
+    while len(found := [known for known in events(run) if known["event"] == event]) < count:
+        if time.monotonic() > end:
+            sys.exit(f"waited {seconds} s for the {count}th {event} of {run}")
+        time.sleep(0.05)
+    return found[count - 1]
+
+
+def events(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+
+
+def steps(run: Path) -> list[int]:
+    if not (run / "metrics.jsonl").exists():
+        return []
+    return [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def between(run: Path, times: int) -> list[float]:
+    """Seconds from SIGUSR2 to the job's being queued again, ``times`` times, at random moments of its steps."""
+    taken: list[float] = []
+    for turn in range(1, times + 1):
+        start = wait_for(run, "started", turn)
+        while not steps(run) or steps(run)[-1] < start["from_step"] + 5:
+            time.sleep(0.05)
+        time.sleep(random.random())
+        began = time.time()
+        subprocess.run(["scancel", "--signal=USR2", start["job"]], check=True)
+        taken.append(datetime.fromisoformat(wait_for(run, "requeued", turn)["at"]).timestamp() - began)
+    return taken
+
+
+def listing(run: Path, place: Path, count: int) -> float:
+    """Seconds of `launch runs` over so many."""
+    for number in range(count):
+        copy = place / f"run{number}"
+        copy.mkdir(parents=True)
+        for name in ("plan.json", "job.json", "incarnation.json", "metrics.jsonl", "config.yaml"):
+            shutil.copy(run / name, copy)
+    return launch("runs", "--dir", str(place))[0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dir", type=Path, default=Path("build/bench-slurm"))
+    parser.add_argument("--times", type=int, default=3)
+    parser.add_argument("--runs", type=int, default=1000)
+    options = parser.parse_args()
+    shutil.rmtree(options.dir, ignore_errors=True)
+    run, wanted = options.dir / "bench", 60
+    submit_s, _ = launch(
+        "train", "cluster=slurm", "cluster.nodes=2", "cluster.workers_per_node=1", "run.name=bench",
+        f"run.dir={options.dir}", f"train.steps={wanted}",
+    )  # fmt: skip
+    taken = between(run, options.times)
+    wait_for(run, "done", 1, 600)
+    seen = steps(run)
+    begun = [event["from_step"] for event in events(run) if event["event"] == "started"]
+    stopped = [event["step"] for event in events(run) if event["event"] == "stopped"]
+    list_s = listing(run, options.dir / "many", options.runs)
+    print(f"submitted in                          {submit_s:.2f} s")
+    print(f"SIGUSR2 to saved and queued again     {', '.join(f'{s:.2f}' for s in taken)} s")
+    print(f"steps lost by {len(taken)} requeues            {sum(stopped) - sum(begun[1:])}")
+    print(f"steps recorded once each, in order    {seen == list(range(1, wanted + 1))}")
+    print(f"launch runs over {options.runs} runs            {list_s:.2f} s")
+
+
+if __name__ == "__main__":
+    main()
