@@ -6,6 +6,9 @@ Prints one JSON object, the last line of its output. A process of its own, as a 
 process is an answer too.
 """
 
+# pyright: reportUnknownMemberType=false
+# torch.distributed leaves some of its arguments without a type
+
 from __future__ import annotations
 
 import dataclasses

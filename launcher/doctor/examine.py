@@ -6,7 +6,6 @@ import dataclasses
 import os
 import secrets
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -19,8 +18,9 @@ from typing import Any
 from launcher.api import where
 from launcher.cluster.slurm import client
 from launcher.config import ClusterKind, Config, WandbMode
-from launcher.doctor import desk, facts, job, machine, mirror, queue, storage, wires
-from launcher.doctor.check import Check, failure, merge
+from launcher.doctor import desk, facts, job, queue, storage
+from launcher.doctor.check import Check
+from launcher.doctor.judge import judge
 from launcher.doctor.probe import Question
 from launcher.errors import ConfigError
 from launcher.paths import write_json
@@ -69,6 +69,7 @@ def _of_slurm(config: Config, found: Partition) -> list[Check]:
         ]
     return [
         *checks,
+        *queue.gpus(found, metadata.version("torch")),
         queue.time_limits(found, config.cluster),
         queue.requeue(settings),
         queue.accounting(settings, sacct=shutil.which("sacct") is not None),
@@ -77,34 +78,21 @@ def _of_slurm(config: Config, found: Partition) -> list[Check]:
 
 def _of_hosts(config: Config, site: Site, say: Callable[[str], None]) -> list[Check]:
     run_dir = (Path(site.cwd) / config.run.dir).resolve()
-    slurm = config.cluster.kind is ClusterKind.slurm
-    login = facts.here()
-    with _written(Path(site.cwd)) as (token, unwritten):
-        try:
-            with _folder_in(run_dir) as folder:
-                place = facts.directory(folder)
-                if slurm and place["kind"] in OWN_MEMORY:
-                    return [storage.in_memory(run_dir, place, login["host"], shared=True)]
-                plan = _plan(config, site, folder)
-                _put(config, plan, token)
-                if slurm:
-                    asked = job.ask_nodes(plan, say)
-                    checks = [
-                        *job.silent_nodes(asked, plan.cluster.nodes, folder),
-                        *_judge(config, plan, login, asked.answers, unwritten),
-                    ]
-                else:
-                    checks = _judge(config, plan, login, _ask_here(plan), unwritten)
-                return checks
-        except OSError as error:
-            unusable = storage.unusable(run_dir, error.strerror or str(error))
-        if slurm:
-            return [unusable]
-        with tempfile.TemporaryDirectory() as elsewhere:
-            plan = _plan(config, site, Path(elsewhere))
-            _put(config, plan, token)
-            checks = _judge(config, plan, login, _ask_here(plan), unwritten)
-        return [unusable, *(one for one in checks if one.name != unusable.name)]
+    slurm, login = config.cluster.kind is ClusterKind.slurm, facts.here()
+    with _written(Path(site.cwd)) as (token, unwritten), _folder_in(run_dir) as (folder, problem):
+        unusable = [storage.unusable(run_dir, problem)] if problem else []
+        place = facts.directory(folder)
+        if slurm and not problem and place["kind"] in OWN_MEMORY:
+            unusable = [storage.in_memory(run_dir, place, login["host"], shared=True)]
+        if slurm and unusable:  # there is no other way to the nodes and back
+            return unusable
+        plan = _put(config, site, folder, token)
+        asked = job.ask_nodes(plan, say) if slurm else None
+        answers = _ask_here(plan) if asked is None else asked.answers
+        of_job = [] if asked is None else job.judge(asked, plan.cluster.nodes, folder)
+        found = judge(config, plan, login, answers, unwritten)
+    # of the directory that was used instead nobody wants to know
+    return [*of_job, *unusable, *(one for one in found if not unusable or one.name != unusable[0].name)]
 
 
 def _plan(config: Config, site: Site, folder: Path) -> LaunchPlan:
@@ -118,14 +106,17 @@ def _plan(config: Config, site: Site, folder: Path) -> LaunchPlan:
     return LaunchPlan(format=FORMAT, run=run, cluster=solved, env=env, command=())
 
 
-def _put(config: Config, plan: LaunchPlan, token: str) -> None:
+def _put(config: Config, site: Site, folder: Path, token: str) -> LaunchPlan:
+    """Leave the question in ``folder``; the plan of the job that answers it."""
+    plan = _plan(config, site, folder)
     cluster = plan.cluster
     question = Question(
         cwd=cluster.cwd, cwd_token=token, nodes=cluster.nodes, workers=cluster.workers_per_node,
         device=cluster.device.value, interface=cluster.interface, env=plan.env,
         online=config.wandb.mode is WandbMode.online,
     )  # fmt: skip
-    write_json(desk.question_of(plan.paths.root), dataclasses.asdict(question))
+    write_json(desk.question_of(folder), dataclasses.asdict(question))
+    return plan
 
 
 def _ask_here(plan: LaunchPlan) -> dict[int, Answer]:
@@ -137,53 +128,13 @@ def _ask_here(plan: LaunchPlan) -> dict[int, Answer]:
         stdin=subprocess.DEVNULL,
         start_new_session=True,  # a Ctrl-C is this process's to answer: it ends the other one, without a traceback
     )
-    with suppress(subprocess.TimeoutExpired), _ended(process):
-        process.wait(_LOCAL_WITHIN_S)
-    return desk.answers(folder, 1)
-
-
-@contextmanager
-def _ended(process: subprocess.Popen[bytes]) -> Generator[None]:
-    """Gone afterwards; its workers go with it, by the kernel's hand."""
     try:
-        yield
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-
-
-def _judge(config: Config, plan: LaunchPlan, login: Answer, answers: dict[int, Answer], unwritten: str) -> list[Check]:
-    cluster, shared = plan.cluster, plan.cluster.kind is ClusterKind.slurm
-    hosts = [answer["host"] for answer in answers.values()]
-    found: list[Check | None] = []
-    looked = {node: answer for node, answer in answers.items() if "facts" in answer}
-    for judge in (
-        lambda one: machine.python(login, one),
-        lambda one: machine.packages(login, one),
-        machine.torch,
-        lambda one: machine.gpus(one, cluster.device, cluster.workers_per_node),
-    ):
-        found += merge((judged for one in looked.values() if (judged := judge(one)) is not None), hosts)
-    found += merge((judged for one in looked.values() for judged in machine.limits(one)), hosts)
-    run_dir = plan.paths.root.parent
-    found += merge(storage.run_dir(run_dir, login["host"], answers, shared=shared), hosts)
-    found += merge(storage.working_directory(login["host"], unwritten, answers, shared=shared), hosts)
-    found += [wires.interface(one) for one in looked.values()]
-    found += [_told(one) for one in answers.values()]
-    found += wires.connections(answers)
-    found += wires.clocks(answers)
-    found += wires.all_reduce(answers, cluster.device.value, cluster.link_gbit, hosts=cluster.nodes > 1)
-    found.append(mirror.wandb(config.wandb.mode, login["packages"]["wandb"], answers.get(0, {})))
-    return [one for one in found if one is not None]
-
-
-def _told(answer: Answer) -> Check | None:
-    """What ended a host's own look."""
-    if "error" not in answer and answer.get("done"):
-        return None
-    problem, _, remedy = answer.get("error", "its probe did not come to its end").partition("\n")
-    return failure("probe", problem, remedy.strip() or "The lines above say how far it came.", answer["host"])
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_LOCAL_WITHIN_S)
+    finally:  # its workers go with it, by the kernel's hand
+        process.kill()
+        process.wait()
+    return desk.answers(folder, 1)
 
 
 @contextmanager
@@ -202,21 +153,20 @@ def _written(cwd: Path) -> Generator[tuple[str, str]]:
 
 
 @contextmanager
-def _folder_in(run_dir: Path) -> Generator[Path]:
-    """A new directory below ``run_dir``, gone afterwards, as is what had to be made above it.
-
-    Raises:
-        OSError: it cannot be made.
-    """
+def _folder_in(run_dir: Path) -> Generator[tuple[Path, str]]:
+    """A new directory below ``run_dir``, gone afterwards, as is what had to be made above it; or, where that cannot be,
+    one of this machine's own, and why."""
     made = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
+    problem = ""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=".doctor-", dir=run_dir))
-        try:
-            yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+    except OSError as error:
+        problem, folder = error.strerror or str(error), Path(tempfile.mkdtemp(prefix="launch-doctor-"))
+    try:
+        yield folder, problem
     finally:
+        shutil.rmtree(folder, ignore_errors=True)
         for path in made:
             with suppress(OSError):
                 path.rmdir()

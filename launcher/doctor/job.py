@@ -81,7 +81,8 @@ def _follow(job_id: str, folder: Path, nodes: int, say: Callable[[str], None]) -
         job = client.job(job_id)
         if job is None or job.state not in ACTIVE:
             return job
-        news = f"pending: {job.reason}" if job.state in WAITING else f"{job.state.lower()} on {job.nodes}"
+        why = "" if job.reason == "None" else f": {job.reason}"
+        news = f"pending{why}" if job.state in WAITING else f"{job.state.lower()} on {job.nodes}"
         if news != told and job.state != "COMPLETING":
             say(f"job {job_id} is {news}")
             told = news
@@ -119,7 +120,20 @@ def _last_words(folder: Path) -> dict[int, str]:
     return {int(found[1]): found[2] for found in labelled if found}
 
 
-def silent_nodes(asked: Asked, nodes: int, folder: Path) -> list[Check]:
+def judge(asked: Asked, nodes: int, folder: Path) -> list[Check]:
+    """What went wrong with the job itself; what the probes found is in their answers."""
+    return [*_ended(asked), *_silent(asked, nodes, folder)]
+
+
+def _ended(asked: Asked) -> list[Check]:
+    """Where Slurm ended the job, why."""
+    if asked.job is None or asked.job.state in {*ACTIVE, "COMPLETED", "FAILED"}:
+        return []
+    remedy = "See `sinfo -R` and Slurm's logs of the nodes; a job that trains would have ended the same way."
+    return [failure("job", f"Slurm ended job {asked.id}: {asked.job.state} ({asked.job.reason})", remedy)]
+
+
+def _silent(asked: Asked, nodes: int, folder: Path) -> list[Check]:
     """A failure for each node that has said nothing, with what can be known of why."""
     run_dir = folder.parent
     shared = "Use a run.dir on a disk that the login node and all nodes share."

@@ -55,8 +55,8 @@ def reach_all(places: dict[int, tuple[str, int]]) -> list[dict[str, Any]]:
     if not places:
         return []
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        found = list(pool.map(lambda place: reach(*place), places.values()))
-    return [{"node": node} | one for node, one in zip(places, found, strict=True)]
+        calls = {node: pool.submit(reach, address, port) for node, (address, port) in places.items()}
+    return [{"node": node} | call.result() for node, call in calls.items()]
 
 
 def reach(address: str, port: int) -> dict[str, Any]:

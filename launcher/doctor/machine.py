@@ -90,11 +90,14 @@ def gpus(answer: Answer, device: Device, workers: int) -> Check:
             f"{workers} workers need one each",
             "Compare the driver (`nvidia-smi`) with torch's CUDA, and CUDA_VISIBLE_DEVICES.", host,
         )  # fmt: skip
-    busy = [f"GPU {n}: {used} MiB, {work}%" for n, used, work in use or [] if used > _BUSY_MIB or work > _BUSY_PERCENT]
-    if busy:
+    if busy := _busy(use or []):
         return warning("gpu", f"in use: {'; '.join(busy)}", "See `nvidia-smi` for whose process it is.", host)
     idle = "idle" if use else "use not known: no nvidia-smi"
     return ok("gpu", f"{seen['gpus']} GPUs seen by torch (CUDA {seen['cuda']}){by_slurm}, {idle}", host)
+
+
+def _busy(use: list[list[int]]) -> list[str]:
+    return [f"GPU {n}: {used} MiB, {work}%" for n, used, work in use if used > _BUSY_MIB or work > _BUSY_PERCENT]
 
 
 def limits(answer: Answer) -> list[Check]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from launcher.config import ClusterConfig
 from launcher.doctor.check import Check, ok, warning
 from launcher.sbatch import clock, least_s
-from launcher.site import Partition
+from launcher.site import Partition, torch_has_cuda
 
 
 def partition(found: Partition, state: str) -> Check:
@@ -19,6 +19,14 @@ def partition(found: Partition, state: str) -> Check:
         remedy = "Choose another cluster.partition (see `sinfo`)."
         return warning("partition", f"{told}; its state is {state}: no job starts there", remedy)
     return ok("partition", told)
+
+
+def gpus(found: Partition, torch: str) -> list[Check]:
+    """Whether torch, by its version here, can use those that the nodes have."""
+    if not found.gpus or torch_has_cuda(torch):
+        return []
+    told = f"a node of {found.name} has {found.gpus}, and torch {torch} is a build for CPUs"
+    return [warning("gpu", told, "Install the CUDA build of torch; CPU workers run until then.")]
 
 
 def time_limits(found: Partition, config: ClusterConfig) -> Check:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from launcher.cluster.network import GLOO
-from launcher.doctor.check import Check, failure, ok, warning
+from launcher.doctor.check import Check, failure, merge, ok, warning
 
 _CLOCK_WARNING_S, _CLOCK_FAILURE_S = 0.1, 2.0
 # of the link's rate; below it something is wrong
@@ -14,25 +14,36 @@ _FAR_BELOW = 0.5
 Answer = dict[str, Any]
 
 
-def interface(answer: Answer) -> Check | None:
-    """The interface and address towards the others; of a single host, whether it has the interfaces it is told of."""
-    host = answer["host"]
-    if "interfaces" not in answer:
-        return None
+def interfaces(answers: dict[int, Answer]) -> list[Check]:
+    """Each host's interface and address towards the others; and whether it has those that its environment names."""
+    looked = [answer for answer in answers.values() if "interfaces" in answer]
+    hosts = [answer["host"] for answer in answers.values()]
+    checks = merge((missing for answer in looked if (missing := _missing(answer)) is not None), hosts)
+    used = [
+        f"{answer['host']} {answer['interface']} {answer['address']}{_own_name(answer)}"
+        for answer in looked
+        if "address" in answer
+    ]
+    return [*checks, ok("interface", ", ".join(used))] if used else checks
+
+
+def _missing(answer: Answer) -> Check | None:
+    there: list[str] = answer["interfaces"]
     for name, said in answer["said_interfaces"].items():
         # NCCL takes the beginning of a name, or with = the whole; ^: all but these
         wanted, exact = tuple(said.lstrip("=").split(",")), name == GLOO or said.startswith("=")
-        there = [have for have in answer["interfaces"] if have in wanted or (not exact and have.startswith(wanted))]
-        if not there and not said.startswith("^"):
-            return failure(
-                "interface", f"the environment says {name}={said}, which it has not",
-                f"Unset {name}, or name one of these: {', '.join(answer['interfaces'])}.", host,
-            )  # fmt: skip
-    if "address" not in answer:
-        return None
+        if said.startswith("^") or any(have in wanted or (not exact and have.startswith(wanted)) for have in there):
+            continue
+        return failure(
+            "interface", f"the environment says {name}={said}, which it has not",
+            f"Unset {name}, or name one of these: {', '.join(there)}.", answer["host"],
+        )  # fmt: skip
+    return None
+
+
+def _own_name(answer: Answer) -> str:
     own = answer["facts"]["hostname_address"]
-    names_itself = f" (its own name is {own} there, which is not used)" if own and own.startswith("127.") else ""
-    return ok("interface", f"{answer['interface']} {answer['address']}{names_itself}", host)
+    return f" (its own name means {own} there, which is not used)" if own and own.startswith("127.") else ""
 
 
 def connections(answers: dict[int, Answer]) -> list[Check]:
@@ -93,7 +104,7 @@ def all_reduce(answers: dict[int, Answer], device: str, link_gbit: float | None,
         return [failure(name, f"none came about: {error}", remedy, host)]
     first: Answer | None = next((one for one in measured.values() if one.get("times")), None)
     if first is None:
-        if hosts:
+        if hosts and measured:
             return [warning(name, "not measured: not all nodes reach each other", "See the lines above.")]
         return [ok(name, "one worker: nothing to sum")] if measured else []
     gbit, size, latency_s = bandwidth(first["times"], first["world"])
@@ -107,7 +118,6 @@ def all_reduce(answers: dict[int, Answer], device: str, link_gbit: float | None,
 
 
 def bandwidth(times: list[list[float]], world: int) -> tuple[float, float, float]:
-    """Gbit/s at the size that does best, that size in bytes, and the seconds of the smallest size."""
-    factor = 2 * (world - 1) / world
-    best, size = max((8e-9 * size * factor / took, size) for size, took in times)
-    return best, size, times[0][1]
+    """Gbit/s of the largest size, which no buffer on the way takes in, its bytes, and the seconds of the smallest."""
+    size, took = times[-1]
+    return 8e-9 * size * 2 * (world - 1) / world / took, size, times[0][1]
