@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import time
@@ -97,9 +96,8 @@ def test_wrong_input(launch: Launch, arguments: tuple[str, ...], words: str) -> 
     assert words in done.stderr
 
 
-@pytest.mark.skipif(shutil.which("sbatch") is not None, reason="Slurm is on this machine's PATH")
-def test_no_slurm_here(launch: Launch) -> None:
-    done = launch("doctor", "cluster=slurm")
+def test_no_slurm_here(launch: Launch, tmp_path: Path) -> None:
+    done = launch("doctor", "cluster=slurm", env={"PATH": str(tmp_path)})
     assert done.returncode == 2
     assert "sbatch is not on this machine's PATH" in done.stderr
 
