@@ -21,6 +21,9 @@ def judge(config: Config, plan: LaunchPlan, login: Answer, answers: dict[int, An
         unwritten: why ``login`` could not write to the working directory; empty where it could.
     """
     cluster, shared = plan.cluster, plan.cluster.kind is ClusterKind.slurm
+    if not answers and not shared:  # of Slurm's nodes their job says why
+        remedy = "Its own words are above this; try `python -c 'import launcher.doctor.probe'`."
+        return [failure("probe", "this machine's probe gave no answer", remedy)]
     run_dir = plan.paths.root.parent
     looked = {node: answer for node, answer in answers.items() if "facts" in answer}
     each = list(looked.values())

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 
 from launcher.cluster.slurm.client import Job
-from launcher.config import ClusterConfig, Device, WandbMode
+from launcher.config import ClusterConfig, Config, Device, WandbMode
 from launcher.doctor import job, machine, mirror, queue, storage, wires
 from launcher.doctor.check import Check, State, exit_status, failure, merge, ok, warning
 from launcher.doctor.job import Asked
+from launcher.doctor.judge import judge
 from launcher.site import Partition
+from tests.helpers import make_plan
 
 PACKAGES = {
     "launcher": "0.1.0", "torch": "2.13.0", "hydra-core": "1.3.8", "wandb": "0.31.0", "submitit": "1.5.4",
@@ -300,6 +302,14 @@ def asked(state: str, answers: dict[int, dict[str, Any]], words: dict[int, str])
         end=None, time_limit="00:05:00", preempted=False,
     )  # fmt: skip
     return Asked("12", ended, ["node1", "node2"], answers, words)
+
+
+def test_no_answer_is_not_fit() -> None:
+    (check,) = judge(Config(), make_plan(), facts(), {}, "")
+    has(check, State.failure, "gave no answer")
+    half = answer(done=False)
+    assert exit_status(judge(Config(), make_plan(), facts(), {0: half}, "")) == 1
+    assert exit_status(judge(Config(), make_plan(), facts(), {0: answer()}, "")) == 0
 
 
 def test_a_node_without_an_answer_is_named() -> None:
