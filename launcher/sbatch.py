@@ -44,8 +44,8 @@ def solve_sbatch(
     """
     if partition is not None:
         _require_room(config, nodes, partition)
-    signal_s = config.grace_s + _SAVE_MARGIN_S
-    _require_time(config, partition, signal_s)
+    signal_s = _signal_s(config)
+    _require_time(config, partition)
     more = {str(key).replace("_", "-"): value for key, value in config.sbatch.items()}
     _require_free(more)
     cpus = workers * (config.cpus_per_worker or _default_cpus(workers, device, partition))
@@ -90,7 +90,16 @@ def _require_room(config: ClusterConfig, nodes: int, partition: Partition) -> No
             )  # fmt: skip
 
 
-def _require_time(config: ClusterConfig, partition: Partition | None, signal_s: int) -> None:
+def least_s(config: ClusterConfig) -> int:
+    """Seconds of the shortest time limit within which a job starts and saves."""
+    return _signal_s(config) + _EARLY_S + _START_S
+
+
+def _signal_s(config: ClusterConfig) -> int:
+    return config.grace_s + _SAVE_MARGIN_S
+
+
+def _require_time(config: ClusterConfig, partition: Partition | None) -> None:
     """A job must get something done between its start and the signal to save."""
     try:
         limit_s = None if config.time is None else seconds(config.time)
@@ -108,13 +117,13 @@ def _require_time(config: ClusterConfig, partition: Partition | None, signal_s: 
     if limit_s is None and config.time is None and partition is not None:
         limit_s = partition.default_s if partition.default_s is not None else most_s
         key = f"cluster.time (by default that of partition {partition.name})"
-    least_s = signal_s + _EARLY_S + _START_S
-    if limit_s is not None and limit_s < least_s:
+    least = least_s(config)
+    if limit_s is not None and limit_s < least:
         raise ConfigError(
             key, clock(limit_s),
-            f"is too short for one checkpoint: the job is told to save {signal_s} s before its end, Slurm may say so "
-            f"{_EARLY_S} s early, and it takes a while to start.",
-            f'Use cluster.time="{clock(-(-least_s // 60) * 60)}" or more, or a lower cluster.grace_s.',
+            f"is too short for one checkpoint: the job is told to save {_signal_s(config)} s before its end, Slurm may "
+            f"say so {_EARLY_S} s early, and it takes a while to start.",
+            f'Use cluster.time="{clock(-(-least // 60) * 60)}" or more, or a lower cluster.grace_s.',
         )  # fmt: skip
 
 

@@ -29,6 +29,9 @@ BATCH_ENV = (
     "LMOD_*", "__LMOD_*", "_ModuleTable*", "ENV",
 )  # fmt: skip
 
+# file systems that live in a machine's memory
+OWN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
@@ -127,3 +130,13 @@ def visible_gpus(env: Mapping[str, str], dev: Path = Path("/dev"), torch_version
 def allowed_env(env: Mapping[str, str], patterns: tuple[str, ...]) -> dict[str, str]:
     """The part of ``env`` whose names match ``patterns`` (exact, or with a trailing *)."""
     return {name: env[name] for name in env if any(fnmatch.fnmatchcase(name, p) for p in patterns)}
+
+
+def file_system(directory: Path) -> tuple[Path, str]:
+    """Where the file system that an absolute ``directory`` lies on, or will, is mounted, and its type."""
+    mounts: list[tuple[Path, str]] = []
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        fields, _, rest = line.partition(" - ")
+        mounts.append((Path(fields.split()[4].replace("\\040", " ")), rest.split()[0]))
+    # of several mounted on each other the last one is seen
+    return max(reversed([m for m in mounts if directory.is_relative_to(m[0])]), key=lambda m: len(m[0].parts))

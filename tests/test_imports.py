@@ -36,6 +36,7 @@ def room(name: str) -> list[Path]:
     [
         ("cluster", ("launcher.train", "launcher.report")),
         ("train", ("launcher.cluster", "launcher.report", "launcher.api", "launcher.cli")),
+        ("doctor", ("launcher.train", "launcher.report", "launcher.commands")),
         ("report", ("launcher.train", "launcher.cluster")),
         ("tasks", ("launcher.cluster", "launcher.report")),
     ],
@@ -69,6 +70,7 @@ def test_only_world_reads_torchruns_variables() -> None:
         "import launcher.api, launcher.cluster.local, launcher.cluster.agent, launcher.report.terminal",
         "import launcher; launcher.Loss, launcher.Config, launcher.compose",
         "from launcher.cli import run; assert run(['--help']) == 0",
+        "import launcher.commands.doctor, launcher.doctor.examine, launcher.doctor.bandwidth, launcher.report.checks",
         "from launcher.cli import run; assert run(['plan']) == 0",
         "from launcher.cli import run; assert run(['plan', '--json', 'strategy.sync=every']) == 0",
         "from launcher.cli import run; assert run(['plan', 'batch.globl_size=3']) == 2",

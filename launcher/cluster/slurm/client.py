@@ -207,8 +207,17 @@ def node_address(node: str) -> str:
 
 def setting(name: str) -> str | None:
     """A line of slurm.conf as it is in force, such as SlurmdTimeout."""
-    found = re.search(rf"^{name}\s*=\s*(.*?)\s*$", ask("scontrol", "show", "config"), re.MULTILINE)
-    return found[1] if found else None
+    return settings().get(name)
+
+
+def settings() -> dict[str, str]:
+    """All of them."""
+    return dict(re.findall(r"^(\w+)\s*=\s*(.*?)\s*$", ask("scontrol", "show", "config"), re.MULTILINE))
+
+
+def partition_settings(name: str) -> dict[str, str]:
+    """What slurm.conf says of a partition, such as GraceTime."""
+    return dict(re.findall(r"(\w+)=(\S*)", ask("scontrol", "--oneliner", "show", "partition", name)))
 
 
 def requeue(job_id: str) -> None:

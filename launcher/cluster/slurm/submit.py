@@ -9,7 +9,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,12 +22,12 @@ from launcher.cluster.slurm.refusal import refusal
 from launcher.errors import ConfigError
 from launcher.placement import SCRIPT_COMMAND
 from launcher.plan import LaunchPlan, RunPlan
-from launcher.site import BATCH_ENV, allowed_env
+from launcher.site import BATCH_ENV, OWN_MEMORY, allowed_env, file_system
 
 P = TypeVar("P", bound=LaunchPlan)
 
-# file systems that live in this machine's memory
-_OWN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
+# a task that fails ends the others, which may wait for it
+_TOGETHER = ("--kill-on-bad-exit=1",)
 # signals that come before the agent can handle them must not kill the task: once it is up, it asks Slurm what it missed
 _PYTHON = f'/bin/sh -c \'trap "" TERM USR2; exec "$0" "$@"\' {shlex.quote(sys.executable)} -P'
 
@@ -57,28 +57,41 @@ def send(plan: LaunchPlan) -> str:
     """Submit a run whose directory is there, for the first time or once more; the job's id."""
     number = jobfile.add(plan.paths, Submission.now())
     try:
+        job = hand_over(plan, node.run_node, plan.run.dir, number)
+    except BaseException:
+        jobfile.withdraw(plan.paths)
+        raise
+    jobfile.amend(plan.paths, job=job)
+    events.note(plan.paths, "submitted", job=job)
+    return job
+
+
+def hand_over(
+    plan: LaunchPlan, function: Callable[..., object], *arguments: object, srun: Sequence[str] = _TOGETHER
+) -> str:
+    """Have Slurm call ``function(*arguments)`` once on each node, on the plan's options and in its environment; the
+    job's id. ``srun``: options of the step.
+
+    Raises:
+        ConfigError, SiteError: Slurm refuses the job.
+    """
+    from submitit.core.utils import FailedJobError, FailedSubmissionError
+
+    try:
         # submitit repeats sbatch's words, which the refusal has too
         with _submitters_environment(plan), redirect_stderr(io.StringIO()):
-            job = _executor(plan).submit(node.run_node, plan.run.dir, number)
-    except BaseException as error:
-        jobfile.withdraw(plan.paths)
-        from submitit.core.utils import FailedJobError, FailedSubmissionError
-
-        if isinstance(error, FailedJobError | FailedSubmissionError):
-            raise refusal(plan, str(error)) from None
-        raise
-    jobfile.amend(plan.paths, job=job.job_id)
-    events.note(plan.paths, "submitted", job=job.job_id)
-    return job.job_id
+            return _executor(plan, srun).submit(function, *arguments).job_id
+    except (FailedJobError, FailedSubmissionError) as error:
+        raise refusal(plan, str(error)) from None
 
 
-def script(plan: LaunchPlan) -> str:
+def script(plan: LaunchPlan, srun: Sequence[str] = _TOGETHER) -> str:
     """The batch script, as submitit writes it."""
-    executor = _executor(plan)
+    executor = _executor(plan, srun)
     return executor._make_submission_file_text(executor._submitit_command_str, "")
 
 
-def _executor(plan: LaunchPlan) -> Any:
+def _executor(plan: LaunchPlan, srun: Sequence[str]) -> Any:
     import submitit
 
     class Executor(submitit.SlurmExecutor):
@@ -103,8 +116,8 @@ def _executor(plan: LaunchPlan) -> Any:
         stderr_to_stdout=True,
         wckey=None,  # a cluster that checks these knows none called submitit
         additional_parameters=options,
-        # a task that fails ends the others, which may wait for it; srun does not take the cores over from sbatch
-        srun_args=["--kill-on-bad-exit=1", f"--cpus-per-task={slurm.cpus_per_node}"],
+        # srun does not take the cores over from sbatch
+        srun_args=[*srun, f"--cpus-per-task={slurm.cpus_per_node}"],
     )
     return executor
 
@@ -151,12 +164,8 @@ def _freeze(plan: P, roots: Sequence[Path]) -> P:
 def _require_shared(directory: Path) -> None:
     """Raises ConfigError for a run directory that no other machine can see. One on a disk of this machine's own cannot
     be told from a shared one here: `launch doctor` can."""
-    mounts: list[tuple[Path, str]] = []
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        fields, _, rest = line.partition(" - ")
-        mounts.append((Path(fields.split()[4].replace("\\040", " ")), rest.split()[0]))
-    mount, kind = max((m for m in mounts if directory.is_relative_to(m[0])), key=lambda m: len(m[0].parts))
-    if kind in _OWN_MEMORY:
+    mount, kind = file_system(directory)
+    if kind in OWN_MEMORY:
         raise ConfigError(
             "run.dir", directory.parent, f"lies in this machine's memory ({kind} on {mount}): the nodes do not see it.",
             "Use a run.dir on a disk that the login node and all nodes share.",

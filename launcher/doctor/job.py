@@ -1,0 +1,158 @@
+"""The probes as one small job of Slurm's, one task a node, and the wait for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launcher.cluster.slurm import client, submit
+from launcher.cluster.slurm.client import ACTIVE, WAITING, Job
+from launcher.config import ClusterConfig
+from launcher.doctor import desk, probe
+from launcher.doctor.check import Check, failure
+from launcher.plan import LaunchPlan
+from launcher.sbatch import clock
+from launcher.site import Partition
+
+NAME = "launch-doctor"
+_LIMIT_S = 300
+_LOOK_EVERY_S = 0.5
+# a directory on a network may show late what was written there
+_SHOWN_WITHIN_S = 10
+_ENDS_WITHIN_S = 60
+# one task that fails does not end the others, and what each prints reaches the first node, also from where the
+# directory is not
+_APART = ("--kill-on-bad-exit=0", "--output=all", "--label")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """``job``: at its end; None where Slurm has forgotten it. ``hosts``: its nodes, in order; empty where it never ran.
+    ``answers``: by node. ``words``: the last line that each task printed."""
+
+    id: str
+    job: Job | None
+    hosts: list[str]
+    answers: dict[int, dict[str, Any]]
+    words: dict[int, str]
+
+
+def small(config: ClusterConfig, partition: Partition | None) -> ClusterConfig:
+    """The user's options for a job that only looks: a short time limit, nothing to save, nothing to wait for."""
+    longest = None if partition is None else partition.limit_s
+    time_s = _LIMIT_S if longest is None else min(_LIMIT_S, longest)
+    return dataclasses.replace(config, time=clock(time_s), grace_s=1, dependency=None)
+
+
+def ask_nodes(plan: LaunchPlan, say: Callable[[str], None]) -> Asked:
+    """Submit, wait for the end, and read what the nodes say; the job is over afterwards, whatever happens.
+
+    Raises:
+        ConfigError, SiteError: Slurm refuses the job, or does not answer.
+    """
+    folder, nodes = plan.paths.root, plan.cluster.nodes
+    job_id = submit.hand_over(_once(plan), probe.of_slurm, str(folder), srun=_APART)
+    try:
+        job = _follow(job_id, folder, nodes, say)
+    finally:
+        _end(job_id)
+    hosts = client.host_names(job.nodes) if job is not None and job.nodes else []
+    answers = _all(folder, nodes, patient=job is not None and job.state == "COMPLETED")
+    return Asked(job_id, job, hosts, answers, _last_words(plan.paths.slurm))
+
+
+def _once(plan: LaunchPlan) -> LaunchPlan:
+    """Not to be begun again: whoever waits for it would wait twice."""
+    assert plan.cluster.slurm is not None
+    options = {name: value for name, value in plan.cluster.slurm.options.items() if name != "requeue"}
+    slurm = dataclasses.replace(plan.cluster.slurm, options=options | {"no-requeue": True})
+    return dataclasses.replace(plan, cluster=dataclasses.replace(plan.cluster, slurm=slurm))
+
+
+def _follow(job_id: str, folder: Path, nodes: int, say: Callable[[str], None]) -> Job | None:
+    """Until it is over, or the nodes that see the directory have given up on the others."""
+    told = ""
+    while True:
+        job = client.job(job_id)
+        if job is None or job.state not in ACTIVE:
+            return job
+        why = "" if job.reason == "None" else f": {job.reason}"
+        news = f"pending{why}" if job.state in WAITING else f"{job.state.lower()} on {job.nodes}"
+        if news != told and job.state != "COMPLETING":
+            say(f"job {job_id} is {news}")
+            told = news
+        said = desk.answers(folder, nodes)
+        if 0 < len(said) < nodes and all(answer.get("done") for answer in said.values()):
+            return job
+        time.sleep(_LOOK_EVERY_S)
+
+
+def _end(job_id: str) -> None:
+    """Its processes write below the directory: that goes only when they have gone."""
+    end = time.monotonic() + _ENDS_WITHIN_S
+    job = client.job(job_id)
+    if job is not None and job.state in ACTIVE - {"COMPLETING"}:
+        client.cancel(job_id)
+    while job is not None and job.state in ACTIVE and time.monotonic() < end:
+        time.sleep(_LOOK_EVERY_S)
+        job = client.job(job_id)
+
+
+def _all(folder: Path, nodes: int, *, patient: bool) -> dict[int, dict[str, Any]]:
+    end = time.monotonic() + (_SHOWN_WITHIN_S if patient else 0)
+    while True:
+        found = desk.answers(folder, nodes)
+        complete = len(found) == nodes and all(answer.get("done") for answer in found.values())
+        if complete or time.monotonic() >= end:
+            return found
+        time.sleep(_LOOK_EVERY_S)
+
+
+def _last_words(folder: Path) -> dict[int, str]:
+    """Of each task; srun puts its number before every line."""
+    lines = [line for log in sorted(folder.glob("*_log.out")) for line in log.read_text(errors="replace").splitlines()]
+    labelled = [re.fullmatch(r"\s*(\d+): (.*\S)\s*", line) for line in lines]
+    return {int(found[1]): found[2] for found in labelled if found}
+
+
+def judge(asked: Asked, nodes: int, folder: Path) -> list[Check]:
+    """What went wrong with the job itself; what the probes found is in their answers."""
+    return [*_ended(asked), *_silent(asked, nodes, folder)]
+
+
+def _ended(asked: Asked) -> list[Check]:
+    """Where Slurm ended the job, why."""
+    if asked.job is None or asked.job.state in {*ACTIVE, "COMPLETED", "FAILED"}:
+        return []
+    remedy = "See `sinfo -R` and Slurm's logs of the nodes; a job that trains would have ended the same way."
+    return [failure("job", f"Slurm ended job {asked.id}: {asked.job.state} ({asked.job.reason})", remedy)]
+
+
+def _silent(asked: Asked, nodes: int, folder: Path) -> list[Check]:
+    """A failure for each node that has said nothing, with what can be known of why."""
+    run_dir = folder.parent
+    shared = "Use a run.dir on a disk that the login node and all nodes share."
+    job = asked.job
+    if not asked.answers and (job is None or job.state != "COMPLETED"):
+        state = "forgotten" if job is None else f"{job.state} ({job.reason})"
+        # of a job whose first node cannot write its output Slurm says no more than this
+        if job is None or not asked.words:
+            first = asked.hosts[0] if asked.hosts else None
+            found = f"the nodes do not see {run_dir}: job {asked.id} ended without a word, {state}"
+            return [failure("run directory", found, shared, first)]
+    checks: list[Check] = []
+    for node in sorted(set(range(nodes)) - asked.answers.keys()):
+        host = asked.hosts[node] if node < len(asked.hosts) else f"node {node}"
+        words = asked.words.get(node, "")
+        if not words or str(folder) in words:
+            found = f"the node does not see {run_dir}: nothing of it came back"
+            checks.append(failure("run directory", found, shared, host))
+        else:
+            remedy = "The interpreter, its packages and launcher must be where they are on the login node."
+            checks.append(failure("python", f"no probe ran: {words}", remedy, host))
+    return checks

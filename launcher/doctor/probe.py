@@ -1,0 +1,181 @@
+"""What one host finds out, alone and together with the others; the doctor reads the answers and judges.
+
+    python -m launcher.doctor.probe FOLDER PARENT_PID
+
+Under Slurm each task of the job calls ``of_slurm``.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.request import urlopen
+
+from launcher.api import require_wandb_key
+from launcher.cluster.network import GLOO, NCCL, Route, find_route, interfaces, socket_names
+from launcher.cluster.slurm import client
+from launcher.cluster.slurm.node import Task
+from launcher.doctor import bandwidth, desk, facts, links
+from launcher.doctor.bandwidth import Worker
+from launcher.doctor.desk import Desk
+from launcher.errors import LauncherError, SiteError
+from launcher.fromjson import build
+from launcher.paths import read_json
+from launcher.plan import EnvPlan
+from launcher.process import die_with_parent
+from launcher.site import allowed_env
+
+# the first word of every host; whoever has said none by then does not see the directory
+_HELLO_WITHIN_S = 45
+_TELL_WITHIN_S = 60
+_WANDB_WITHIN_S = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """``cwd_token``: a file that the login host has left in the working directory ``cwd``; empty where it could not.
+    ``workers``: on each host. ``device``: cpu or cuda. ``online``: whether W&B is to be live."""
+
+    cwd: str
+    cwd_token: str
+    nodes: int
+    workers: int
+    device: str
+    interface: str | None
+    env: EnvPlan
+    online: bool
+
+
+def of_slurm(folder: str) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # submitit lets it pass; nothing is to be saved here
+    task = Task.here()
+    answer(Path(folder), task.node, os.environ["SLURMD_NODENAME"])
+
+
+def answer(folder: Path, node: int, node_name: str | None) -> None:
+    """Find out, and tell. ``node_name``: Slurm's name of this host, None without Slurm."""
+    question = build(Question, read_json(desk.question_of(folder)) or {})
+    told = Desk(folder, node, question.nodes)
+    try:
+        told.tell(host=node_name or socket.gethostname())
+        _look_around(question, told)
+        wire = _look_at_links(question, told, node_name) if question.nodes > 1 else None
+        names = {} if wire is None else wire.names
+        env = {**question.env.default, **names, **os.environ, **question.env.set}
+        told.tell(bandwidth=_measure(question, told, allowed_env(env, question.env.allow), wire))
+        if node == 0 and question.online:
+            told.tell(wandb=_wandb())
+    except LauncherError as error:
+        told.tell(error=str(error))
+    except Exception as error:  # an answer like any other: the doctor names the host
+        told.tell(error=f"{type(error).__name__}: {error}")
+    finally:
+        told.tell(done=True)
+
+
+def _look_around(question: Question, told: Desk) -> None:
+    cwd, seen = facts.directory(Path(question.cwd)), False
+    if question.cwd_token:
+        token = Path(question.cwd) / question.cwd_token
+        seen = token.exists()
+        if seen and not cwd["problem"]:
+            token.with_name(f"{token.name}.node{told.node}").touch()
+    told.tell(
+        facts=facts.here(),
+        slurm_gpus=os.environ.get("SLURM_GPUS_ON_NODE"),
+        run_dir=facts.directory(told.folder),
+        cwd=cwd | {"same": seen},
+        interfaces=[interface.name for interface in interfaces()],
+        said_interfaces={name: os.environ[name] for name in (GLOO, NCCL) if os.environ.get(name)},
+    )
+
+
+@dataclass(frozen=True)
+class Wire:
+    """The way to the others. ``names``: what tells gloo and NCCL. ``store``: where the workers meet. ``whole``: whether
+    every host is there and reaches every other."""
+
+    names: dict[str, str]
+    store: str
+    whole: bool
+
+
+def _look_at_links(question: Question, told: Desk, node_name: str | None) -> Wire:
+    route = _route(question, told, node_name)
+    names = socket_names(route, question.interface)
+    address, everyone = route.interface.address, set(range(question.nodes))
+    # the workers' own port: a free one as for any run
+    with socket.create_server((address, 0)) as free:
+        port = free.getsockname()[1]
+    with links.listening(address) as clock:
+        told.tell(address=address, interface=route.interface.name, clock_port=clock, store=f"{address}:{port}")
+        present = told.wait("clock_port", everyone, _HELLO_WITHIN_S)
+        others = {k: (one["address"], one["clock_port"]) for k, one in present.items() if k != told.node}
+        told.tell(absent=sorted(everyone - present.keys()), reached=links.reach_all(others))
+        done = told.wait("reached", set(present), _TELL_WITHIN_S)
+    linked = all(not one["absent"] and not any(link["problem"] for link in one["reached"]) for one in done.values())
+    whole = linked and done.keys() == everyone
+    return Wire(names, present[0]["store"] if whole else "", whole)
+
+
+def _route(question: Question, told: Desk, node_name: str | None) -> Route:
+    """Towards node 0, as a run finds it."""
+    if told.node == 0:
+        assert node_name is not None
+        return find_route(f"{client.node_address(node_name)}:1", question.interface)
+    first = told.wait("address", {0}, _HELLO_WITHIN_S)
+    if not first:
+        raise SiteError("the first node has told no address.\n  What it says of itself is the reason.")
+    return find_route(f"{first[0]['address']}:1", question.interface)
+
+
+def _measure(question: Question, told: Desk, env: dict[str, str], wire: Wire | None) -> dict[str, Any]:
+    """Among all hosts one worker each, on a single host all its workers, and where hosts do not reach each other each
+    one alone: what torch sees there is worth knowing."""
+    pid, device = os.getpid(), question.device
+    if wire is None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            store = f"127.0.0.1:{free.getsockname()[1]}"
+        world = question.workers
+        workers = [Worker(rank, world, rank, store, device, pid) for rank in range(world)]
+    else:
+        workers = [Worker(told.node, question.nodes if wire.whole else 1, 0, wire.store, device, pid)]
+    return {"world": workers[0].world} | bandwidth.measure(workers, env)
+
+
+def _wandb() -> dict[str, str]:
+    """``no_key``: what is said of that; ``silent``: why the server is out of reach. Empty where all is well."""
+    try:
+        require_wandb_key(os.environ)
+    except SiteError as error:
+        return {"no_key": str(error), "silent": ""}
+    server = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
+    said: list[str] = []
+    # the look-up of a name knows no time limit
+    asking = threading.Thread(target=lambda: said.append(_call(server)), daemon=True)
+    asking.start()
+    asking.join(_WANDB_WITHIN_S)
+    silent = said[0] if said else f"{server} does not answer within {_WANDB_WITHIN_S} s"
+    return {"no_key": "", "silent": silent}
+
+
+def _call(server: str) -> str:
+    try:
+        urlopen(server, timeout=_WANDB_WITHIN_S).close()
+    except HTTPError:
+        pass  # whatever it thinks of this address, it answers
+    except (URLError, OSError, ValueError) as error:
+        return f"{server} does not answer: {getattr(error, 'reason', error)}"
+    return ""
+
+
+if __name__ == "__main__":
+    die_with_parent(int(sys.argv[2]))
+    answer(Path(sys.argv[1]), 0, None)

@@ -1,0 +1,46 @@
+"""`launch doctor cluster=slurm` on a real cluster: what the nodes say of themselves and of each other."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers import launch_command
+
+slurm = pytest.importorskip("tests.system.slurm", reason="the cluster's fixture")
+pytestmark = pytest.mark.slow
+
+
+def doctor(there: Any, place: Path, *arguments: str, status: int) -> tuple[list[dict[str, Any]], str]:
+    """The checks, and what it said meanwhile; neither job nor directory is left."""
+    command = launch_command("doctor", "--json", "cluster=slurm", *arguments)
+    done = there.login(*command, cwd=place, check=False)
+    assert done.returncode == status, done.stdout + done.stderr
+    assert list(place.iterdir()) == []
+    assert there.login("squeue", "--noheader", cwd=place, check=True).stdout == ""
+    return json.loads(done.stdout), done.stderr
+
+
+def test_the_nodes_are_looked_at(tmp_path: Path) -> None:
+    with slurm.cluster(nodes=2) as there:
+        found, said = doctor(there, tmp_path, "cluster.nodes=2", "cluster.time=01:00:00", status=0)
+        assert "is running on node" in said
+        checks = {check["name"]: check["found"] for check in found}
+        assert "read here, and the other way round" in checks["run directory"]
+        assert "the same everywhere" in checks["working directory"]
+        assert "all 2 ways" in checks["connections"]
+        assert checks["interface"].count("eth0") == 2
+        assert "Gbit/s of 2 nodes (gloo" in checks["all-reduce"]
+        assert {"partition", "preemption", "time limit", "requeue", "accounting", "clocks"} <= checks.keys()
+
+        found, _ = doctor(there, tmp_path, "cluster.nodes=2", "cluster.interface=eth9", status=1)
+        assert any("cluster.interface=eth9: is no interface" in check["found"] for check in found)
+
+        command = launch_command("doctor", "cluster=slurm", "cluster.constraint=nosuch")
+        refused = there.login(*command, cwd=tmp_path, check=False)
+        assert refused.returncode == 2
+        assert "cluster.constraint=nosuch: Slurm refuses it" in refused.stderr
+        assert list(tmp_path.iterdir()) == []
