@@ -54,7 +54,8 @@ def main(run_dir: str, node: str, parent: str, submission: str) -> int:
     place = plan.cluster.place
     if place is None or place.node == 0 or not place.shared:  # else node 0 does it for this one
         begin(Fence(paths, own))
-    ended = serve(plan, plan_file, own)
+    with StopShield() as shield:
+        ended = serve(plan, plan_file, own, shield)
     if ended.words:
         path = paths.summary_of(plan.node)
         write_json(path, {"verdict": "killed"} | (read_json(path) or {}) | ended.words)
@@ -69,24 +70,23 @@ def begin(fence: Fence, **known: Any) -> None:
         said.unlink(missing_ok=True)
 
 
-def serve(plan: LaunchPlan, plan_file: Path, own: Incarnation) -> Ended:
+def serve(plan: LaunchPlan, plan_file: Path, own: Incarnation, shield: StopShield) -> Ended:
     """Run this node's workers, and on node 0 the W&B mirror, to their end. The caller says what becomes of the job.
 
-    The environment is that of the workers meanwhile. Must be called from the main thread.
+    The environment is that of the workers meanwhile. Must be called from the main thread, in ``shield``.
     """
     environment = dict(os.environ)
-    with StopShield() as shield:
-        mirror = _start_mirror(plan)
-        try:
-            for name in set(os.environ) - set(allowed_env(os.environ, plan.env.allow)):
-                del os.environ[name]  # W&B's key was for the mirror alone
-            os.environ |= {**plan.env.default, **os.environ, **plan.env.set}
-            os.environ |= {AGENT_PID: str(os.getpid()), INCARNATION: str(own)}
-            return _run_workers(plan, plan_file, Fence(plan.paths, own).newest().get("attempt", 0), shield)
-        finally:
-            _finish_mirror(mirror, plan.paths)
-            os.environ.clear()
-            os.environ |= environment
+    mirror = _start_mirror(plan)
+    try:
+        for name in set(os.environ) - set(allowed_env(os.environ, plan.env.allow)):
+            del os.environ[name]  # W&B's key was for the mirror alone
+        os.environ |= {**plan.env.default, **os.environ, **plan.env.set}
+        os.environ |= {AGENT_PID: str(os.getpid()), INCARNATION: str(own)}
+        return _run_workers(plan, plan_file, Fence(plan.paths, own).newest().get("attempt", 0), shield)
+    finally:
+        _finish_mirror(mirror, plan.paths)
+        os.environ.clear()
+        os.environ |= environment
 
 
 def load_plan(path: Path) -> LaunchPlan:

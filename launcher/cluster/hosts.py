@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from launcher.cluster import local
 from launcher.cluster.agree import differences, facts
 from launcher.cluster.channel import PROTOCOL, Channel, Door, Message, wait
-from launcher.cluster.network import Route, find_route, require_reach, socket_names
+from launcher.cluster.network import Route, find_route, free_port, require_reach, socket_names
 from launcher.cluster.peers import FirstHost, OtherHost, Peers
 from launcher.errors import SiteError, UserError
 from launcher.paths import read_json, write_text
@@ -69,7 +69,7 @@ def lead(plan: P, config_yaml: str, route: Route, known: Message, say: Say) -> t
     try:
         _wait_for_all(door, guests, plan.cluster.nodes, known, route, say)
         address = route.interface.address
-        store = f"{address}:{_free_port(address)}"
+        store = f"{address}:{free_port(address)}"
         own = Place(node=0, address=address, interface=route.interface.name, store=store, shared=True)
         plan = _placed(plan, plan.run, own)
         local.create(plan, config_yaml)
@@ -239,11 +239,6 @@ def _is_of_this_run(plan: LaunchPlan) -> bool:
             return fields.get("run", {}).get("id") == plan.run.id
         time.sleep(0.1)  # a third host, with which the disk is shared, may be about to write it
     return False
-
-
-def _free_port(address: str) -> int:
-    with socket.create_server((address, 0)) as probe:
-        return probe.getsockname()[1]
 
 
 def _shown(route: Route) -> str:

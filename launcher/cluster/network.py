@@ -136,6 +136,12 @@ def _wanted(name: str | None, present: list[Interface]) -> Interface | None:
     return found
 
 
+def free_port(address: str) -> int:
+    """One that nothing listens on at this host's ``address``."""
+    with socket.create_server((address, 0)) as probe:
+        return probe.getsockname()[1]
+
+
 def _shown(present: list[Interface]) -> str:
     return ", ".join(f"{i.address} ({i.name})" for i in present if not i.loopback) or "no address but loopback"
 

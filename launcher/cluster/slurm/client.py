@@ -212,12 +212,18 @@ def setting(name: str) -> str | None:
 
 def settings() -> dict[str, str]:
     """All of them."""
-    return dict(re.findall(r"^(\w+)\s*=\s*(.*?)\s*$", ask("scontrol", "show", "config"), re.MULTILINE))
+    return dict(re.findall(r"^([\w\[\]]+)\s*=\s*(.*?)\s*$", ask("scontrol", "show", "config"), re.MULTILINE))
 
 
 def partition_settings(name: str) -> dict[str, str]:
     """What slurm.conf says of a partition, such as GraceTime."""
     return dict(re.findall(r"(\w+)=(\S*)", ask("scontrol", "--oneliner", "show", "partition", name)))
+
+
+def controller_address() -> str | None:
+    """The address of the machine that slurmctld runs on, where slurm.conf has it."""
+    found = re.search(r"\((.+)\)", setting("SlurmctldHost[0]") or "")
+    return found[1] if found else None
 
 
 def requeue(job_id: str) -> None:

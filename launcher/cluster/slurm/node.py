@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,14 +22,14 @@ from typing import Any, NoReturn
 from launcher.cluster import events
 from launcher.cluster.agent import Ended, begin, load_plan, serve
 from launcher.cluster.failure import Failure, failure
-from launcher.cluster.network import find_route, socket_names
+from launcher.cluster.network import Route, find_route, free_port, socket_names
 from launcher.cluster.slurm import client
 from launcher.cluster.slurm.failures import Reports
-from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, LauncherError, SiteError
+from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, LauncherError, SiteError, Superseded
 from launcher.incarnation import Fence, Incarnation
 from launcher.paths import RunPaths, read_json, write_json
 from launcher.plan import LaunchPlan, Place, RunPlan
-from launcher.process import STOP_SIGNALS, die_with_parent
+from launcher.process import StopShield, die_with_parent
 
 _MEET_WITHIN_S = 300
 _LOOK_EVERY_S = 0.2
@@ -63,17 +64,20 @@ class Task:
 def run_node(run_dir: str, submission: int) -> NoReturn:
     """The task. Leaves with 0 when the run is done or will go on, 1 when it has failed, 75 when it was stopped."""
     die_with_parent(os.getppid(), signal.SIGTERM)  # of slurmstepd
-    told: list[int] = []
-    for number in STOP_SIGNALS:
-        signal.signal(number, lambda number, _: told.append(number))
-    task, paths = Task.here(), RunPaths(Path(run_dir))
-    _write_to(paths, task.node)
-    own = Incarnation(submission, task.restart)
-    try:
-        status = _run(task, Fence(paths, own), told)
-    except LauncherError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        status = EXIT_FAILED
+    with StopShield() as shield:
+        task, paths = Task.here(), RunPaths(Path(run_dir))
+        _write_to(paths, task.node)
+        fence = Fence(paths, Incarnation(submission, task.restart))
+        try:
+            status = _run(task, fence, shield)
+        except Superseded as error:
+            print(error, flush=True)
+            status = EXIT_FAILED
+        except Exception as error:
+            traceback.print_exc()
+            text = str(error) if isinstance(error, LauncherError) else f"{type(error).__name__}: {error}"
+            told = failure(text, paths.node_log(task.node), kind=type(error).__name__, at=datetime.now(UTC))
+            status = _failed(load_plan(paths.plan), task, fence, told)
     sys.exit(status)
 
 
@@ -84,17 +88,15 @@ def _write_to(paths: RunPaths, node: int) -> None:
         os.dup2(log.fileno(), 2)
 
 
-def _run(task: Task, fence: Fence, told: list[int]) -> int:
+def _run(task: Task, fence: Fence, shield: StopShield) -> int:
     paths = fence.paths
     print(f"--- {datetime.now():%Y-%m-%d %H:%M:%S} incarnation {fence.own} on {socket.gethostname()}", flush=True)
     plan = load_plan(paths.plan)
     plan = _meet(plan, task, fence)
     # a signal that came before there were handlers is lost; what it was about is not
-    missed = "" if told or task.node else _wanted_back(plan, task)
-    if told or missed:
-        ended = Ended(EXIT_RESUMABLE, {"stopped_by": signal.Signals(told[0]).name if told else missed})
-    else:
-        ended = serve(plan, paths.plan, fence.own)
+    if task.node == 0 and shield.asked is None and _wanted_back(plan, task):
+        shield.asked = signal.SIGUSR2
+    ended = serve(plan, paths.plan, fence.own, shield)
     fence.check()
     return _conclude(plan, task, fence, ended)
 
@@ -111,9 +113,8 @@ def _meet(plan: LaunchPlan, task: Task, fence: Fence) -> LaunchPlan:
         route = None
         store = None
         if task.nodes > 1:
-            own_name = client.node_address(os.environ["SLURMD_NODENAME"])
-            route = find_route(f"{own_name}:1", cluster.interface)
-            store = f"{route.interface.address}:{_free_port(route.interface.address)}"
+            route = _way_to_others(cluster.interface)
+            store = f"{route.interface.address}:{free_port(route.interface.address)}"
         steps, before = paths.newest_step(), fence.newest()
         fruitless = before.get("fruitless", 0) + 1 if before.get("from_step") == steps else 0
         names = client.host_names(task.node_list)
@@ -135,9 +136,16 @@ def _meet(plan: LaunchPlan, task: Task, fence: Fence) -> LaunchPlan:
     )
 
 
-def _free_port(address: str) -> int:
-    with socket.create_server((address, 0)) as probe:
-        return probe.getsockname()[1]
+def _way_to_others(interface: str | None) -> Route:
+    """Of the first node: by the address at which Slurm reaches it; where that is a name that this node takes for its
+    loopback, the way to Slurm's controller."""
+    try:
+        return find_route(f"{client.node_address(os.environ['SLURMD_NODENAME'])}:1", interface)
+    except SiteError:
+        controller = client.controller_address()
+        if controller is None:
+            raise
+        return find_route(f"{controller}:1", interface)
 
 
 def _wait_for_first(fence: Fence) -> dict[str, Any]:
@@ -218,7 +226,8 @@ def _requeue(plan: LaunchPlan, task: Task, fence: Fence, why: str) -> int:
 def _report(task: Task, fence: Fence, told: Failure) -> Reports:
     reports = Reports(fence, task.node, task.nodes)
     reports.add(told)
-    events.note(fence.paths, "failed", node=task.node, rank=told["rank"], error=told["error"])
+    event = "disconnected" if reports.of_connections_only() else "failed"
+    events.note(fence.paths, event, node=task.node, rank=told["rank"], error=told["error"])
     return reports
 
 
