@@ -172,6 +172,23 @@ def test_a_node_that_loses_power_is_replaced(by_process_tree: Cluster, project: 
     mine.nothing_is_left()
 
 
+def test_a_link_that_heals_does_not_end_what_goes_on_elsewhere(
+    by_cgroup: Cluster, project: Path, undisturbed: Path
+) -> None:
+    """Of the first node, where Slurm's own srun of the lost start still is: its end was once that of the new start."""
+    mine = Project(by_cgroup, project)
+    mine.submit("cluster.nodes=2", "cluster.workers_per_node=1")
+    mine.wait_for_step(15)
+    lost = mine.events()[-1]["nodes"][0]
+    by_cgroup.fail(lost, "link")
+    mine.wait_for_start(2)
+    by_cgroup.heal(lost)
+    mine.finish()
+    assert_as_undisturbed(mine.run, undisturbed)
+    by_cgroup.wait(lambda: by_cgroup.idle() == by_cgroup.nodes, "the node to come back", 60)
+    mine.nothing_is_left()
+
+
 def test_a_node_that_slurm_has_given_up_overwrites_nothing(
     by_process_tree: Cluster, project: Path, undisturbed: Path
 ) -> None:

@@ -12,7 +12,7 @@ from launcher.errors import SiteError
 from launcher.incarnation import Fence
 from launcher.paths import read_json, write_json
 
-_LOOK_EVERY_S = 0.5
+_LOOK_EVERY_S = 1.0
 # beside the time after which Slurm itself gives a silent node up
 _SLURM_ACTS_WITHIN_S = 60
 _SLURMD_TIMEOUT_S = 300  # Slurm's default
@@ -66,11 +66,15 @@ class Reports:
         end = time.monotonic() + _slurmd_timeout_s() + _SLURM_ACTS_WITHIN_S
         while True:
             self._fence.check()
-            if not self.of_connections_only() or _is_over(job):
+            if not self.of_connections_only():
                 return False
-            told = self.all()
-            if len(told) == self._nodes or time.monotonic() > end:
-                return self._node == min(told)
+            state = _state(job)
+            if state is not None:
+                if state != "RUNNING":  # Slurm has ended the job, or is about to
+                    return False
+                told = self.all()
+                if len(told) == self._nodes or time.monotonic() > end:
+                    return self._node == min(told)
             time.sleep(_LOOK_EVERY_S)
 
 
@@ -82,10 +86,10 @@ def _slurmd_timeout_s() -> int:
     return int(said[0]) if said else _SLURMD_TIMEOUT_S
 
 
-def _is_over(job: str) -> bool:
-    """Whether Slurm has ended the job, or is about to."""
+def _state(job: str) -> str | None:
+    """Slurm's state of the job; None where Slurm does not answer: then this node may be the one that is cut off."""
     try:
         found = client.job(job)
-    except SiteError:  # no answer: no news
-        return False
-    return found is not None and found.state != "RUNNING"
+    except SiteError:
+        return None
+    return None if found is None else found.state

@@ -33,6 +33,7 @@ from launcher.process import StopShield, die_with_parent
 
 _MEET_WITHIN_S = 300
 _LOOK_EVERY_S = 0.2
+_ASK_AGAIN_S = 5
 # so long a queued job may take to end its own processes
 _REQUEUE_WITHIN_S = 120
 # begun so often without one step more than before, a job is not begun again by itself
@@ -78,7 +79,25 @@ def run_node(run_dir: str, submission: int) -> NoReturn:
             text = str(error) if isinstance(error, LauncherError) else f"{type(error).__name__}: {error}"
             told = failure(text, paths.node_log(task.node), kind=type(error).__name__, at=datetime.now(UTC))
             status = _failed(load_plan(paths.plan), task, fence, told)
+        _stay_if_replaced(task, status)
     sys.exit(status)
+
+
+def _stay_if_replaced(task: Task, status: int) -> None:
+    """Do not return where Slurm has begun the job again without this node: its end would be taken for the end of the
+    new start, whose step has the same number. A node that was cut off cannot know, and waits; once Slurm sees the node
+    again, it ends what is left there."""
+    if status == EXIT_DONE and task.node:  # nothing follows from it
+        return
+    while True:
+        try:
+            job = client.job(task.job)
+        except SiteError:
+            job = None
+        else:
+            if job is None or job.state != "RUNNING" or job.restarts == task.restart:
+                return
+        time.sleep(_ASK_AGAIN_S)
 
 
 def _write_to(paths: RunPaths, node: int) -> None:
