@@ -58,6 +58,15 @@ class Fence:
         self.check()
         write_json(self.paths.incarnation, {"incarnation": str(self.own), **known})
 
+    def add(self, **known: Any) -> None:
+        """Let others know more of this incarnation.
+
+        Raises:
+            Superseded: a newer one has begun.
+        """
+        self.check()
+        write_json(self.paths.incarnation, self.newest() | known)
+
     def check(self) -> None:
         """Raises Superseded where a newer incarnation has begun."""
         newest = Incarnation.parse(self.newest().get("incarnation", "0.0"))

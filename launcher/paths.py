@@ -55,6 +55,10 @@ class RunPaths:
         """Who sent the run off, when, as which job; once more for each time it was resumed."""
         return self.root / "job.json"
 
+    def submission(self, number: int) -> Path:
+        """That the number is taken."""
+        return self.root / f".submission.{number}"
+
     @property
     def events(self) -> Path:
         """What happened to the run beside training: one JSON object a start, a stop, a requeue."""

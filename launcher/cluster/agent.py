@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 # the mirror has everything on disk already; what it cannot deliver in this time, `wandb sync` delivers later
-MIRROR_GRACE_S = 60
+MIRROR_GRACE_S, HURRIED_MIRROR_S = 60, 5
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,9 @@ def serve(plan: LaunchPlan, plan_file: Path, own: Incarnation, shield: StopShiel
         os.environ |= {AGENT_PID: str(os.getpid()), INCARNATION: str(own)}
         return _run_workers(plan, plan_file, Fence(plan.paths, own).newest().get("attempt", 0), shield)
     finally:
-        _finish_mirror(mirror, plan.paths)
+        # a scheduler that wants the node back does not wait for W&B's server: the next mirror delivers what is missing
+        hurried = shield.asked is not None and plan.cluster.slurm is not None
+        _finish_mirror(mirror, plan.paths, HURRIED_MIRROR_S if hurried else MIRROR_GRACE_S)
         os.environ.clear()
         os.environ |= environment
 
@@ -122,23 +124,25 @@ def _run_workers(plan: LaunchPlan, plan_file: Path, attempt: int, shield: StopSh
         with deaths:
             elastic_launch(config, sys.executable)(*arguments)
     except SignalException as stop:
-        return _stopped(stop.sigval)
+        return _stopped(plan, stop.sigval)
     except ChildFailedError as failed:
         # where a scheduler signals every process of a job, a script without a handler is killed by it
         if shield.asked is not None and failed.get_first_failure()[1].exitcode == -shield.asked:
-            return _stopped(shield.asked)
+            return _stopped(plan, shield.asked)
         return _failed(plan, failed, deaths)
     except RendezvousClosedError as closed:
         return _parted(plan, str(closed))
-    said = read_json(plan.paths.summary)
-    if shield.asked is not None and (said or {}).get("verdict") != "done":  # the workers were quicker than the agent
-        return _stopped(shield.asked)
-    if isinstance(plan, RunPlan) and plan.node == 0 and said is None:
+    if shield.asked is not None:  # the workers were quicker than the agent
+        return _stopped(plan, shield.asked)
+    if isinstance(plan, RunPlan) and plan.node == 0 and not plan.paths.summary.exists():
         return _unfinished(plan.paths)
     return Ended(EXIT_DONE, {})
 
 
-def _stopped(by: int) -> Ended:
+def _stopped(plan: LaunchPlan, by: int) -> Ended:
+    """Told to stop, unless that came when all was done."""
+    if (read_json(plan.paths.summary) or {}).get("verdict") == "done":
+        return Ended(EXIT_DONE, {})
     return Ended(EXIT_INTERRUPTED, {"stopped_by": signal.Signals(by).name})
 
 
@@ -240,15 +244,15 @@ def _start_mirror(plan: LaunchPlan) -> subprocess.Popen[bytes] | None:
         )
 
 
-def _finish_mirror(mirror: subprocess.Popen[bytes] | None, paths: RunPaths) -> None:
+def _finish_mirror(mirror: subprocess.Popen[bytes] | None, paths: RunPaths, within_s: float) -> None:
     if mirror is None or mirror.stdin is None:
         return
     mirror.stdin.close()
     try:
-        mirror.wait(MIRROR_GRACE_S)
+        mirror.wait(within_s)
     except subprocess.TimeoutExpired:
         mirror.kill()
-        problem = f"W&B had not taken everything {MIRROR_GRACE_S} s after the end; `wandb sync` sends the rest."
+        problem = f"W&B had not taken everything {within_s} s after the end; `wandb sync` sends the rest."
         write_json(paths.wandb_status, (read_json(paths.wandb_status) or {}) | {"problem": problem})
 
 

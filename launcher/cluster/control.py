@@ -28,7 +28,8 @@ _LOOK_EVERY_S = 0.5
 _ASK_SLURM_EVERY_S = 2.0
 # beside the time that Slurm, or the launcher, gives the workers
 _ENDS_WITHIN_S = 60
-EXIT_STATUS = {State.done: EXIT_DONE, State.stopped: EXIT_RESUMABLE, State.requeued: EXIT_RESUMABLE}
+_EXIT_STATUS = {State.done: EXIT_DONE, State.stopped: EXIT_RESUMABLE}
+_MAY_GO_ON = ACTIVE | {State.unknown}
 
 
 def one(paths: RunPaths) -> Run:
@@ -45,19 +46,21 @@ def cancel(paths: RunPaths, say: Callable[[str], None]) -> Run:
         SiteError: it is of another host, or does not end.
     """
     run = one(paths)
+    if run.state is State.unknown:
+        raise SiteError(f"{run.name}: cannot be cancelled from here: {run.detail}.")
     if run.state not in ACTIVE:
         raise UserError(f"{run.name}: is {run.state.value}: there is nothing to cancel.")
-    jobfile.amend(paths, cancelled=True)
+    jobfile.amend(paths, cancelled=True)  # first: it keeps the job from being queued again
+    try:
+        _end(run, jobfile.submissions(paths)[-1])
+    except BaseException:
+        jobfile.amend(paths, cancelled=False)
+        raise
     events.note(paths, "cancelled", by=Submission.now().user)
-    if run.kind == ClusterKind.slurm:
-        assert run.job is not None
-        client.cancel(run.job)
-    else:
-        _stop_process(jobfile.submissions(paths)[-1])
     say(f"Cancelling {run.name}: its workers finish their window and save.")
     wait_s = _patience_s(load_plan(paths.plan))
     end = time.monotonic() + wait_s
-    while (run := one(paths)).state in ACTIVE:
+    while (run := one(paths)).state in _MAY_GO_ON:
         if time.monotonic() > end:
             raise SiteError(
                 f"{run.name}: is still {run.state.value} ({run.detail}) {wait_s:.0f} s after it was cancelled."
@@ -68,9 +71,18 @@ def cancel(paths: RunPaths, say: Callable[[str], None]) -> Run:
     return run
 
 
-def _stop_process(submission: Submission) -> None:
+def _end(run: Run, submission: Submission) -> None:
+    if run.kind == ClusterKind.slurm:
+        assert run.job is not None
+        client.cancel(run.job)
+        return
     assert submission.pid is not None
-    os.kill(submission.pid, signal.SIGTERM)
+    try:
+        os.kill(submission.pid, signal.SIGTERM)
+    except ProcessLookupError:
+        return  # over by now
+    except PermissionError:
+        raise SiteError(f"{run.name}: is {run.user}'s, and only {run.user} can cancel it.") from None
 
 
 def _patience_s(plan: LaunchPlan) -> float:
@@ -148,7 +160,7 @@ def _renamed(plan: LaunchPlan, paths: RunPaths) -> LaunchPlan:
 
 
 def _require_over(run: Run, verb: str) -> None:
-    if run.state in ACTIVE or run.state is State.unknown:
+    if run.state in _MAY_GO_ON:
         raise UserError(
             f"{run.name}: is {run.state.value}{f' ({run.detail})' if run.detail else ''}.\n"
             f"  `launch {verb}` is for a run that is over; `launch cancel {run.name}` ends it."
@@ -174,7 +186,7 @@ def follow(paths: RunPaths, display: local.Display) -> Run:
             if time.monotonic() - asked >= _ASK_SLURM_EVERY_S:
                 asked = time.monotonic()
                 run = one(paths)
-                if run.state not in ACTIVE and run.state is not State.unknown:
+                if run.state not in _MAY_GO_ON:
                     display.refresh()
                     return run
             time.sleep(local.POLL_S)
@@ -184,4 +196,4 @@ def follow(paths: RunPaths, display: local.Display) -> Run:
 
 def exit_status(run: Run) -> int:
     """Of a command that waited for the run."""
-    return EXIT_STATUS.get(run.state, EXIT_FAILED)
+    return _EXIT_STATUS.get(run.state, EXIT_FAILED)

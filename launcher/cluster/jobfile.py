@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from launcher.errors import UserError
 from launcher.paths import RunPaths, read_json, write_json
 
 
@@ -21,7 +22,7 @@ from launcher.paths import RunPaths, read_json, write_json
 class Submission:
     """``at``: ISO 8601, UTC. ``host``, ``user``: from where and by whom. ``job``: Slurm's id; None for a job of this
     host's own, and until Slurm has given one. ``pid``, ``born``: of the `launch` that runs such a job. ``cancelled``:
-    whether a person wanted no more of it."""
+    whether a person wanted no more of it; ``refused``: whether Slurm did not take it."""
 
     at: str
     host: str
@@ -30,6 +31,7 @@ class Submission:
     pid: int | None = None
     born: str | None = None
     cancelled: bool = False
+    refused: bool = False
 
     @classmethod
     def now(cls) -> Submission:
@@ -54,8 +56,16 @@ def parse(known: dict[str, Any]) -> list[Submission]:
 
 
 def add(paths: RunPaths, submission: Submission) -> int:
-    """Note one more; its number, from 0."""
+    """Note one more; its number, from 0, which no other one ever has: two that had it could both write.
+
+    Raises:
+        UserError: somebody else is about to send off the run too.
+    """
     earlier = submissions(paths)
+    try:
+        paths.submission(len(earlier)).touch(exist_ok=False)
+    except FileExistsError:
+        raise UserError(f"{paths.root.name}: is being sent off by somebody else at this moment.") from None
     _write(paths, [*earlier, submission])
     return len(earlier)
 
@@ -64,11 +74,6 @@ def amend(paths: RunPaths, **known: Any) -> None:
     """Something more is known of the last one: its job, or that it was cancelled."""
     *earlier, last = submissions(paths)
     _write(paths, [*earlier, dataclasses.replace(last, **known)])
-
-
-def withdraw(paths: RunPaths) -> None:
-    """Slurm has not taken the last one."""
-    _write(paths, submissions(paths)[:-1])
 
 
 def _write(paths: RunPaths, entries: list[Submission]) -> None:

@@ -108,13 +108,18 @@ class _Read:
         return self.plan.get("run", {}).get("name") or self.paths.root.name
 
     @property
+    def number(self) -> int:
+        """Of the last submission that Slurm took, or that this machine ran; -1 without one."""
+        return max((n for n, submission in enumerate(self.submissions) if not submission.refused), default=-1)
+
+    @property
     def last(self) -> Submission | None:
-        return self.submissions[-1] if self.submissions else None
+        return self.submissions[self.number] if self.number >= 0 else None
 
     @property
     def begun(self) -> bool:
         """Whether the last submission has begun."""
-        return self.incarnation.get("incarnation", "").partition(".")[0] == str(len(self.submissions) - 1)
+        return self.incarnation.get("incarnation", "").partition(".")[0] == str(self.number)
 
     @property
     def job(self) -> str | None:
@@ -130,7 +135,7 @@ class _Read:
     @property
     def verdict(self) -> str | None:
         """Of the last submission: what an earlier one said is over when the next has begun."""
-        return self.summary.get("verdict") if self.begun or not self.submissions else None
+        return self.summary.get("verdict") if self.begun or self.last is None else None
 
     @property
     def is_over(self) -> bool:
@@ -155,7 +160,7 @@ class _Read:
             created=self.plan.get("run", {}).get("created", ""),
             job=self.job,
             nodes=(listed.nodes if listed else "") or names,
-            submissions=len(self.submissions),
+            submissions=sum(not submission.refused for submission in self.submissions),
             step=record.get("step"),
             steps=self.plan.get("train", {}).get("steps"),
             loss=record.get("train/loss"),
@@ -165,7 +170,7 @@ class _Read:
     def _of_slurm(self, listed: Listed | None, silent: bool) -> tuple[State, str]:
         if self.is_over:
             return State.done, ""
-        if listed is not None and listed.state in client.ACTIVE:
+        if listed is not None and listed.state not in client.ENDED:
             return self._active(listed)
         if silent:
             return State.unknown, "Slurm does not answer here"
@@ -174,7 +179,7 @@ class _Read:
             return State.cancelled, ""
         if self.verdict == "failed":
             return State.failed, _first_line(self.summary)
-        if self.verdict == "stopped" or ended == "PREEMPTED":
+        if (self.verdict in ("stopped", "killed") and ended != "COMPLETED") or ended == "PREEMPTED":
             return State.stopped, f"by {self.summary.get('stopped_by', 'Slurm')}; `launch resume` goes on"
         if ended:
             began = "" if self.begun else " before its first line: does the node see the run's directory?"

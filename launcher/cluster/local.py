@@ -15,7 +15,7 @@ from launcher.cluster import jobfile
 from launcher.cluster.failure import failure
 from launcher.cluster.jobfile import Submission
 from launcher.cluster.peers import Peers
-from launcher.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESUMABLE, SiteError
+from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESUMABLE, SiteError
 from launcher.paths import read_json, write_json, write_text
 from launcher.plan import LaunchPlan
 from launcher.process import STOP_SIGNALS
@@ -107,8 +107,9 @@ def run(plan: LaunchPlan, display: Display, peers: Peers) -> Verdict:
     status, summary = peers.conclude()
     _write_summary(plan, summary)
     if asked:
-        resumable = asked[0] != signal.SIGINT and summary.get("verdict") == "stopped"
-        status = EXIT_RESUMABLE if resumable else EXIT_INTERRUPTED
+        by_a_person = asked[0] == signal.SIGINT
+        of_verdict = {"done": EXIT_DONE, "failed": EXIT_FAILED, "stopped": EXIT_RESUMABLE}
+        status = EXIT_INTERRUPTED if by_a_person else of_verdict.get(summary["verdict"], EXIT_INTERRUPTED)
     return Verdict(status, summary)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.cluster.slurm import client, submit
-from launcher.cluster.slurm.client import ACTIVE, WAITING, Job
+from launcher.cluster.slurm.client import ENDED, WAITING, Job
 from launcher.config import ClusterConfig
 from launcher.doctor import desk, probe
 from launcher.doctor.check import Check, failure
@@ -79,7 +79,7 @@ def _follow(job_id: str, folder: Path, nodes: int, say: Callable[[str], None]) -
     told = ""
     while True:
         job = client.job(job_id)
-        if job is None or job.state not in ACTIVE:
+        if job is None or job.state in ENDED:
             return job
         why = "" if job.reason == "None" else f": {job.reason}"
         news = f"pending{why}" if job.state in WAITING else f"{job.state.lower()} on {job.nodes}"
@@ -96,9 +96,9 @@ def _end(job_id: str) -> None:
     """Its processes write below the directory: that goes only when they have gone."""
     end = time.monotonic() + _ENDS_WITHIN_S
     job = client.job(job_id)
-    if job is not None and job.state in ACTIVE - {"COMPLETING"}:
+    if job is not None and job.state not in ENDED | {"COMPLETING"}:
         client.cancel(job_id)
-    while job is not None and job.state in ACTIVE and time.monotonic() < end:
+    while job is not None and job.state not in ENDED and time.monotonic() < end:
         time.sleep(_LOOK_EVERY_S)
         job = client.job(job_id)
 
@@ -127,7 +127,7 @@ def judge(asked: Asked, nodes: int, folder: Path) -> list[Check]:
 
 def _ended(asked: Asked) -> list[Check]:
     """Where Slurm ended the job, why."""
-    if asked.job is None or asked.job.state in {*ACTIVE, "COMPLETED", "FAILED"}:
+    if asked.job is None or asked.job.state not in ENDED - {"COMPLETED", "FAILED"}:
         return []
     remedy = "See `sinfo -R` and Slurm's logs of the nodes; a job that trains would have ended the same way."
     return [failure("job", f"Slurm ended job {asked.id}: {asked.job.state} ({asked.job.reason})", remedy)]

@@ -6,6 +6,7 @@ key=value lines of `scontrol -o`.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -18,10 +19,10 @@ from launcher.sbatch import seconds
 from launcher.site import Partition
 
 _TIMEOUT_S = 60
-# what a job can still come back from, and what it cannot
-ACTIVE = frozenset(
-    {"PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESIZING",
-     "SIGNALING", "SPECIAL_EXIT", "STAGE_OUT", "STOPPED", "SUSPENDED"}
+# what no job comes back from; a state that is not here, and may be newer than this list, is one that goes on
+ENDED = frozenset(
+    {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
+     "PREEMPTED", "REVOKED", "TIMEOUT"}
 )  # fmt: skip
 WAITING = frozenset({"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"})
 
@@ -32,19 +33,14 @@ class SlurmSilent(SiteError):
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A job as `scontrol show job` has it. ``end``: when its time is over, by Slurm's clock; ``preempted``: whether a
-    preemption is under way."""
+    """A job as `scontrol show job` has it. ``reason``: why it waits; ``restarts``: how often Slurm has begun it again;
+    ``end``: when its time is over, by Slurm's clock; ``preempted``: whether a preemption is under way."""
 
-    id: str
-    name: str
-    user: str
     state: str
     reason: str
-    restarts: int
     nodes: str
-    exit_code: str
+    restarts: int
     end: datetime | None
-    time_limit: str
     preempted: bool
 
 
@@ -71,7 +67,9 @@ def ask(*command: str, check: bool = True) -> str:
         SiteError: the command fails otherwise; its own words.
     """
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False, env=_environment()
+        )
     except FileNotFoundError:
         raise SiteError(f"{command[0]} is not on this machine's PATH.") from None
     except subprocess.TimeoutExpired:
@@ -82,6 +80,13 @@ def ask(*command: str, check: bool = True) -> str:
             raise SlurmSilent(f"Slurm does not answer: {words}")
         raise SiteError(f"`{' '.join(command)}`: {words}")
     return done.stdout
+
+
+def _environment() -> dict[str, str]:
+    """Without what would make the commands answer in another form, or for another cluster than jobs are sent to."""
+    ours = ("SLURM_CONF",)
+    foreign = ("SLURM", "SQUEUE_", "SINFO_", "SACCT_", "SCANCEL_", "SBATCH_")
+    return {name: value for name, value in os.environ.items() if name in ours or not name.startswith(foreign)}
 
 
 def partitions() -> list[Partition]:
@@ -128,23 +133,20 @@ def job(job_id: str) -> Job | None:
         text = ask("scontrol", "--oneliner", "show", "job", job_id)
     except SlurmSilent:
         raise
-    except SiteError:  # "Invalid job id specified"
-        return None
+    except SiteError as error:
+        if "Invalid job id" in str(error):
+            return None
+        raise SlurmSilent(str(error)) from None  # while slurmctld starts, it has many words for no answer
     # a job's name comes second and may hold anything; what is read here stands in its own words after it
     known = dict(re.findall(r"(?:^| )([A-Z][A-Za-z/:]*)=(\S*)", text))
     if "JobState" not in known:
         return None
     return Job(
-        id=job_id,
-        name=known.get("JobName", ""),
-        user=known.get("UserId", "").partition("(")[0],
         state=known["JobState"],
         reason=known.get("Reason", "None"),
-        restarts=int(known.get("Restarts", "0")),
         nodes=known.get("NodeList", "").replace("(null)", ""),
-        exit_code=known.get("ExitCode", ""),
+        restarts=int(known.get("Restarts", "0")),
         end=_moment(known.get("EndTime", "")),
-        time_limit=known.get("TimeLimit", ""),
         preempted=_moment(known.get("PreemptTime", "None")) is not None,
     )
 
@@ -177,22 +179,31 @@ def jobs(job_ids: Sequence[str]) -> dict[str, Listed]:
         return {}
     # of a single id that it does not know squeue says that it is invalid; of several, nothing
     wanted = [*job_ids, job_ids[0]]
-    queue = ask("squeue", "--states=all", "--noheader", f"--jobs={','.join(wanted)}", "--format=%A|%T|%r|%N|%j")
+    try:
+        queue = ask("squeue", "--states=all", "--noheader", f"--jobs={','.join(wanted)}", "--format=%A|%T|%r|%N|%j")
+    except SiteError as error:
+        raise SlurmSilent(str(error)) from None
     found = {
         words[0]: Listed(words[1], words[4], words[2], words[3])
-        for words in (line.split("|", 4) for line in queue.splitlines())
+        for words in (line.split("|", 4) for line in queue.splitlines() if line.count("|") >= 4)
     }
     forgotten = [job_id for job_id in job_ids if job_id not in found]
-    if forgotten and shutil.which("sacct"):
-        # on a cluster without accounting it fails, or prints nothing
+    return found | _accounted(forgotten)
+
+
+def _accounted(job_ids: Sequence[str]) -> dict[str, Listed]:
+    """What sacct says; nothing on a cluster without accounting, or where that does not answer."""
+    if not job_ids or not shutil.which("sacct"):
+        return {}
+    fields = "--format=JobID,State,NodeList,JobName"
+    try:
         text = ask(
-            "sacct", "--allocations", "--noheader", "--parsable2", f"--jobs={','.join(forgotten)}",
-            "--format=JobID,State,NodeList,JobName", check=False,
-        )  # fmt: skip
-        for line in text.splitlines():
-            job_id, state, nodes, name = line.split("|", 3)
-            found[job_id] = Listed(state.partition(" ")[0], name, "", nodes)
-    return found
+            "sacct", "--allocations", "--noheader", "--parsable2", f"--jobs={','.join(job_ids)}", fields, check=False
+        )
+    except SiteError:
+        return {}
+    rows = (line.split("|", 3) for line in text.splitlines() if line.count("|") >= 3)
+    return {job_id: Listed(state.partition(" ")[0], name, "", nodes) for job_id, state, nodes, name in rows}
 
 
 def host_names(node_list: str) -> list[str]:
@@ -232,3 +243,8 @@ def requeue(job_id: str) -> None:
 
 def cancel(job_id: str) -> None:
     ask("scancel", job_id)
+
+
+def cancel_named(name: str, user: str) -> None:
+    """All jobs of this name, if there are any."""
+    ask("scancel", f"--name={name}", f"--user={user}", check=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import socket
 import time
+from pathlib import Path
 
 from launcher.cluster.failure import Failure
 from launcher.cluster.slurm import client
@@ -16,11 +17,16 @@ _LOOK_EVERY_S = 1.0
 # beside the time after which Slurm itself gives a silent node up
 _SLURM_ACTS_WITHIN_S = 60
 _SLURMD_TIMEOUT_S = 300  # Slurm's default
-# the words of gloo, NCCL and torch's stores for a peer that is gone
+# the words for a peer that is gone
 _CONNECTION = re.compile(
-    r"onnection (was |has been )?(closed|reset|aborted|refused|lost)|Broken pipe|gloo/transport|DistNetworkError|"
-    r"DistStoreError|NCCL|[Ss]ocket [Tt]imeout|[Tt]imed out|recvValue failed|remote worker|did not come together"
+    r"onnection (was |has been )?(closed|reset|aborted|refused|lost)|Broken pipe|[Ss]ocket [Tt]imeout|[Tt]imed out|"
+    r"recvValue failed|remote worker|NCCL|DistBackendError|DistNetworkError|DistStoreError|did not come together"
 )
+# and what only torch's own connections say or run through: a user's code has connections too
+_OF_TORCH = re.compile(
+    r"gloo|NCCL|c10d|TCPStore|Dist(Backend|Network|Store)Error|torch/distributed/|did not come together"
+)
+_LOG_TAIL_BYTES = 8192
 
 
 class Reports:
@@ -52,7 +58,7 @@ class Reports:
 
     def of_connections_only(self) -> bool:
         """Whether every node that failed has only lost its peers, or some of them: then none of them is the cause."""
-        return self._nodes > 1 and all(_CONNECTION.search(str(failure["error"])) for failure in self.all().values())
+        return self._nodes > 1 and all(map(lost_its_peers, self.all().values()))
 
     def wait_for_slurm(self, job: str) -> bool:
         """Wait for Slurm to find a node gone: it then begins the job again, and ends this process.
@@ -76,6 +82,21 @@ class Reports:
                 if len(told) == self._nodes or time.monotonic() > end:
                     return self._node == min(told)
             time.sleep(_LOOK_EVERY_S)
+
+
+def lost_its_peers(failure: Failure) -> bool:
+    """Whether this is what a rank says whose peer is gone, and not an error of its own."""
+    said = str(failure["error"])
+    if said == "killed by SIGABRT":  # NCCL's watchdog ends the process; why is in its log
+        said += _tail(failure["log"])
+    return bool(_CONNECTION.search(said) and _OF_TORCH.search(said + str(failure["traceback"] or "")))
+
+
+def _tail(log: str | None) -> str:
+    try:
+        return Path(log or "").read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def _slurmd_timeout_s() -> int:

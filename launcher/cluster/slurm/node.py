@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-from launcher.cluster import events
+from launcher.cluster import events, jobfile
 from launcher.cluster.agent import Ended, begin, load_plan, serve
 from launcher.cluster.failure import Failure, failure
 from launcher.cluster.network import Route, find_route, free_port, socket_names
@@ -111,6 +111,8 @@ def _run(task: Task, fence: Fence, shield: StopShield) -> int:
     paths = fence.paths
     print(f"--- {datetime.now():%Y-%m-%d %H:%M:%S} incarnation {fence.own} on {socket.gethostname()}", flush=True)
     plan = load_plan(paths.plan)
+    if _cancelled(paths):
+        return EXIT_RESUMABLE
     plan = _meet(plan, task, fence)
     # a signal that came before there were handlers is lost; what it was about is not
     if task.node == 0 and shield.asked is None and _wanted_back(plan, task):
@@ -121,24 +123,20 @@ def _run(task: Task, fence: Fence, shield: StopShield) -> int:
 
 
 def _meet(plan: LaunchPlan, task: Task, fence: Fence) -> LaunchPlan:
-    """Node 0 opens the incarnation; the others learn from it where to meet.
+    """Node 0 opens the incarnation, and says in it where to meet.
 
     Raises:
         Superseded: Slurm has started the job again meanwhile.
         SiteError: no interface leads to the others, or node 0 did not come.
     """
-    paths, cluster = fence.paths, plan.cluster
+    cluster = plan.cluster
     if task.node == 0:
-        route = None
-        store = None
+        _open(task, fence)
+        route = store = None
         if task.nodes > 1:
             route = _way_to_others(cluster.interface)
             store = f"{route.interface.address}:{free_port(route.interface.address)}"
-        steps, before = paths.newest_step(), fence.newest()
-        fruitless = before.get("fruitless", 0) + 1 if before.get("from_step") == steps else 0
-        names = client.host_names(task.node_list)
-        begin(fence, job=task.job, nodes=names, store=store, from_step=steps, fruitless=fruitless)
-        events.note(paths, "started", incarnation=str(fence.own), job=task.job, nodes=names, from_step=steps)
+        fence.add(store=store)
     else:
         store = _wait_for_first(fence)["store"]
         route = find_route(store, cluster.interface)
@@ -167,9 +165,21 @@ def _way_to_others(interface: str | None) -> Route:
         return find_route(f"{controller}:1", interface)
 
 
+def _open(task: Task, fence: Fence) -> None:
+    paths, before = fence.paths, fence.newest()
+    steps = paths.newest_step()
+    # of this submission: a person who resumes a run has perhaps mended what was in its way
+    restarted = before.get("incarnation", "").partition(".")[0] == str(fence.own.submission)
+    fruitless = before.get("fruitless", 0) + 1 if restarted and before.get("from_step") == steps else 0
+    begin(fence, job=task.job, from_step=steps, fruitless=fruitless)
+    names = client.host_names(task.node_list)
+    fence.add(nodes=names)
+    events.note(paths, "started", incarnation=str(fence.own), job=task.job, nodes=names, from_step=steps)
+
+
 def _wait_for_first(fence: Fence) -> dict[str, Any]:
     end = time.monotonic() + _MEET_WITHIN_S
-    while (newest := fence.newest()).get("incarnation") != str(fence.own):
+    while (newest := fence.newest()).get("incarnation") != str(fence.own) or not newest.get("store"):
         fence.check()
         if time.monotonic() > end:
             raise SiteError(f"node 0 has not begun incarnation {fence.own} within {_MEET_WITHIN_S} s.")
@@ -183,6 +193,9 @@ def _conclude(plan: LaunchPlan, task: Task, fence: Fence, ended: Ended) -> int:
     said = read_json(paths.summary) or {}
     if (told := ended.words.get("failure")) is not None:
         return _failed(plan, task, fence, told)
+    others = Reports(fence, task.node, task.nodes)
+    if others.all() and not others.of_connections_only():  # this node was told to stop because another one has failed
+        return EXIT_FAILED
     stopped_by = ended.words.get("stopped_by") or (said.get("verdict") == "stopped" and "a signal on another node")
     if not stopped_by:
         if task.node == 0 and ended.status == EXIT_DONE:
@@ -192,9 +205,11 @@ def _conclude(plan: LaunchPlan, task: Task, fence: Fence, ended: Ended) -> int:
         return ended.status
     if task.node:
         return EXIT_DONE  # node 0 says what follows
-    write_json(paths.summary, {"verdict": "stopped"} | said | {"stopped_by": stopped_by})
+    # workers that could not save in time leave no word of it
+    verdict = "stopped" if said or not isinstance(plan, RunPlan) else "killed"
+    write_json(paths.summary, {"verdict": verdict} | said | {"stopped_by": stopped_by})
     why = _wanted_back(plan, task, stopped_by)
-    events.note(paths, "stopped", by=stopped_by, why=why or "Slurm ends the job", step=said.get("steps"))
+    events.note(paths, verdict, by=stopped_by, why=why or "Slurm ends the job", step=said.get("steps"))
     return _requeue(plan, task, fence, why) if why else EXIT_RESUMABLE
 
 
@@ -230,6 +245,8 @@ def _requeue(plan: LaunchPlan, task: Task, fence: Fence, why: str) -> int:
             )
             _report(task, fence, failure(error, paths.node_log(task.node), at=datetime.now(UTC)))
             return EXIT_FAILED
+    if _cancelled(paths):
+        return EXIT_RESUMABLE
     fence.check()
     events.note(paths, "requeued", why=why)  # before it is so: it ends this process
     try:
@@ -240,6 +257,11 @@ def _requeue(plan: LaunchPlan, task: Task, fence: Fence, why: str) -> int:
         return EXIT_RESUMABLE
     time.sleep(_REQUEUE_WITHIN_S)
     return EXIT_RESUMABLE
+
+
+def _cancelled(paths: RunPaths) -> bool:
+    """Whether a person wants no more of it, whatever Slurm does with the job."""
+    return jobfile.submissions(paths)[-1].cancelled
 
 
 def _report(task: Task, fence: Fence, told: Failure) -> Reports:

@@ -59,7 +59,9 @@ def send(plan: LaunchPlan) -> str:
     try:
         job = hand_over(plan, node.run_node, plan.run.dir, number)
     except BaseException:
-        jobfile.withdraw(plan.paths)
+        # sbatch may have given up on an answer, or been interrupted, with the job in the queue already
+        client.cancel_named(plan.run.name, Submission.now().user)
+        jobfile.amend(plan.paths, refused=True)
         raise
     jobfile.amend(plan.paths, job=job)
     events.note(plan.paths, "submitted", job=job)
