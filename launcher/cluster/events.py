@@ -10,7 +10,8 @@ from launcher.paths import RunPaths
 
 
 def note(paths: RunPaths, event: str, **known: Any) -> None:
-    """Append an event. ``event``: submitted, started, stopping, saved, requeued, failed, done, cancelled."""
+    """Append an event. ``event``: submitted, started, stopped, killed, requeued, not requeued,
+    disconnected, failed, done, cancelled."""
     line = json.dumps({"at": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **known})
     with paths.events.open("a", encoding="utf-8") as file:
         file.write(line + "\n")

@@ -179,8 +179,9 @@ class _Read:
             return State.cancelled, ""
         if self.verdict == "failed":
             return State.failed, _first_line(self.summary)
-        if (self.verdict in ("stopped", "killed") and ended != "COMPLETED") or ended == "PREEMPTED":
-            return State.stopped, f"by {self.summary.get('stopped_by', 'Slurm')}; `launch resume` goes on"
+        if self.verdict in ("stopped", "killed") or ended == "PREEMPTED":
+            unsaved = ", before it could save" if self.verdict == "killed" else ""
+            return State.stopped, f"by {self.summary.get('stopped_by', 'Slurm')}{unsaved}; `launch resume` goes on"
         if ended:
             began = "" if self.begun else " before its first line: does the node see the run's directory?"
             return State.failed, f"Slurm says {ended}{began}"

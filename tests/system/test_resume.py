@@ -40,7 +40,7 @@ def test_a_scheduler_around_it_finds_a_run_that_goes_on(project: Path, launch: L
     assert again.returncode == 0, again.stderr
     mine, wanted = (tensors(place / "checkpoints" / "step_000012") for place in (run, run.with_name("own.retry1")))
     assert all(torch.equal(mine[name], wanted[name]) for name in wanted)
-    assert "own.retry1: " not in launch("status", "own.retry1").stderr
+    assert "Run own.retry1: done" in launch("status", "own.retry1").stdout
 
 
 def test_cancel_ends_a_run_of_this_machine(project: Path, launch: Launch) -> None:
