@@ -49,6 +49,7 @@ class Engine:
             of the parameters that makes it. One that is given is handed the parameters that sharding makes.
         plan: for a world of as many ranks as this process group has.
         stop: asked once a window; when it is true on any rank, all stop together after that window.
+        save_due: asked once a window, on rank 0; its answer reaches all ranks as StepResult.save_due.
         shard_units: the modules that FSDP gathers as one and recompute works on; default: the model's repeated blocks.
 
     Raises:
@@ -65,6 +66,7 @@ class Engine:
         plan: RunPlan,
         stop: Callable[[], bool] = lambda: False,
         shard_units: ShardUnits | None = None,
+        save_due: Callable[[], bool] = lambda: False,
     ) -> None:
         self.plan = plan
         self.world = World.here()
@@ -81,6 +83,7 @@ class Engine:
         self.schedule = LambdaLR(self.optimizer, lambda done: plan.schedule.factor(done, plan.train.steps))
         self._calibration = Calibration.of(plan)
         self._stop = stop
+        self._save_due = save_due if self.world.rank == 0 else lambda: False
         self._divisor: float | None = None
         self._totals = WindowTotals(self.world, self.device)
         self._windows_here = 0  # in this process
@@ -202,7 +205,7 @@ class Engine:
         if counts:
             self._totals.add(loss_sum, items, samples)
         if self._last:
-            self._totals.send(self._feed.has_next(), self._stop())
+            self._totals.send(self._feed.has_next(), self._stop(), self._save_due())
             self.parallel.before_reduction(self._totals.items_of_all)
         self.precision.backward(loss_sum * (counts / self._divisor))
 
@@ -276,6 +279,7 @@ class Engine:
             samples=agreed.samples, items=agreed.items, loss=agreed.loss_sum / agreed.items, grad_norm=norm, lr=lr,
             skipped=skipped, scale=scale, sync=self._sync, comm=comm, calibrated=calibrated,
             step_s=step_s, data_s=self._data_s, last=self._finished, stopped=stopped,
+            save_due=agreed.save_due,
         )  # fmt: skip
 
     def _require_whole_window(self) -> data.Window:

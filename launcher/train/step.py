@@ -35,6 +35,7 @@ class StepResult:
         calibrated: once, when the calibration is over.
         step_s, data_s: wall seconds of the window, and of those, waiting for data.
         last: no window follows; stopped: because a rank was asked to stop.
+        save_due: a checkpoint is due by rank 0's clock.
     """
 
     step: int
@@ -55,6 +56,7 @@ class StepResult:
     data_s: float
     last: bool
     stopped: bool
+    save_due: bool
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class Agreed:
     samples: int
     more: bool
     stop: bool
+    save_due: bool
     grad_norm: float
 
 
@@ -76,7 +79,7 @@ class WindowTotals:
     reads the device once a window, here.
     """
 
-    BYTES = 5 * 8
+    BYTES = 6 * 8
 
     def __init__(self, world: World, device: torch.device) -> None:
         self._world, self._device = world, device
@@ -98,8 +101,8 @@ class WindowTotals:
         else:
             self._counted_items += items
 
-    def send(self, has_next: bool, stop: bool) -> None:
-        known = [self._counted_items, 0, self._samples, has_next, stop]
+    def send(self, has_next: bool, stop: bool, save_due: bool) -> None:
+        known = [self._counted_items, 0, self._samples, has_next, stop, save_due]
         # from pinned memory: an ordinary copy would hold the host until the GPU is through with the forward pass
         flags = torch.tensor(known, dtype=torch.float64, pin_memory=self._device.type == "cuda")
         flags = flags.to(self._device, non_blocking=True)
@@ -129,8 +132,9 @@ class WindowTotals:
             self._work.wait()
         # of offloaded gradients the norm is on the host
         both = torch.cat((self._shared, grad_norm.detach().to(self._device, torch.float64).reshape(1)))
-        items, loss_sum, samples, more, stop, norm = both.tolist()
-        return Agreed(round(items) if math.isfinite(items) else 0, loss_sum, round(samples), more > 0, stop > 0, norm)
+        items, loss_sum, samples, more, stop, save_due, norm = both.tolist()
+        whole = round(items) if math.isfinite(items) else 0
+        return Agreed(whole, loss_sum, round(samples), more > 0, stop > 0, save_due > 0, norm)
 
 
 def _sum(values: list[Tensor]) -> Tensor:
