@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
 import re
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ from typing import Any
 _PACKAGE = Path(__file__).resolve().parent
 # in a wheel conf/ lies inside the package, in a checkout beside it
 CONF = _PACKAGE / "conf" if (_PACKAGE / "conf").is_dir() else _PACKAGE.parent / "conf"
+
+_STALE_TRIES = 5
 
 
 @dataclass(frozen=True)
@@ -127,11 +131,15 @@ class RunPaths:
         return self.checkpoints / f"step_{step:06d}"
 
     def partial_checkpoint(self, step: int, incarnation: object) -> Path:
-        """A checkpoint that is being written, or taken away. Two incarnations never share one."""
+        """A checkpoint that is being written. Two incarnations never share one."""
         return self.checkpoints / f".step_{step:06d}.{incarnation}.partial"
 
+    def discarded_checkpoint(self, step: int, incarnation: object) -> Path:
+        """One that is being taken away. A new place each time: the last one may not have gone yet."""
+        return self.checkpoints / f".step_{step:06d}-{secrets.token_hex(4)}.{incarnation}.partial"
+
     def partial_checkpoints(self) -> list[tuple[str, Path]]:
-        """What is there of such, each with its incarnation."""
+        """What is there of both, each with its incarnation."""
         return [
             (path.name.split(".", 2)[2].removesuffix(".partial"), path)
             for path in self.checkpoints.glob(".step_*.*.partial")
@@ -154,12 +162,17 @@ class RunPaths:
 
 def write_text(path: Path, text: str) -> None:
     """Write ``path`` so that a reader sees the old text or the new one, never a part, whatever dies in between."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    # hosts that share the disk may write it at the same time, and have processes of one number
+    partial = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}.{secrets.token_hex(4)}")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -168,7 +181,13 @@ def write_json(path: Path, value: Any) -> None:
 
 def read_json(path: Path) -> dict[str, Any] | None:
     """The object in ``path``, or None while the file is not there."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
+    for tries_left in reversed(range(_STALE_TRIES)):
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            # NFS: another host has put a new file in its place since it was opened, and that one is to be read
+            if error.errno != errno.ESTALE or not tries_left:
+                raise
+    raise AssertionError

@@ -76,7 +76,7 @@ def serve(plan: LaunchPlan, plan_file: Path, own: Incarnation, shield: StopShiel
     The environment is that of the workers meanwhile. Must be called from the main thread, in ``shield``.
     """
     environment = dict(os.environ)
-    mirror = _start_mirror(plan)
+    mirror = _start_mirror(plan, own)
     try:
         for name in set(os.environ) - set(allowed_env(os.environ, plan.env.allow)):
             del os.environ[name]  # W&B's key was for the mirror alone
@@ -229,13 +229,13 @@ def _own_words(death: ProcessFailure) -> tuple[str, str | None]:
     return f"left with exit status {death.exitcode}", None
 
 
-def _start_mirror(plan: LaunchPlan) -> subprocess.Popen[bytes] | None:
+def _start_mirror(plan: LaunchPlan, own: Incarnation) -> subprocess.Popen[bytes] | None:
     """W&B runs beside the job, reading its record: it can neither slow nor stop it."""
     if not isinstance(plan, RunPlan) or plan.node != 0 or plan.wandb.mode is WandbMode.disabled:
         return None
     with plan.paths.wandb_log.open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", "launcher.report.mirror", plan.run.dir],
+            [sys.executable, "-P", "-m", "launcher.report.mirror", plan.run.dir, str(own)],
             env=allowed_env(os.environ, (*plan.env.allow, *WANDB_ENV)),
             stdin=subprocess.PIPE,  # its end tells the mirror that no record follows, even when this process is killed
             stdout=log,

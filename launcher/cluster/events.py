@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, cast
 
 from launcher.paths import RunPaths
 
@@ -18,8 +18,19 @@ def note(paths: RunPaths, event: str, **known: Any) -> None:
 
 
 def read(paths: RunPaths) -> list[dict[str, Any]]:
+    """Without lines that are torn, or were written into each other by two hosts: the others still tell the story."""
     try:
-        lines = paths.events.read_text(encoding="utf-8").splitlines()
+        lines = paths.events.read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
         return []
-    return [json.loads(line) for line in lines if line.endswith("}")]
+    return [event for line in lines if (event := _parse(line)) is not None]
+
+
+def _parse(line: str) -> dict[str, Any] | None:
+    try:
+        event: Any = json.loads(line)
+    except ValueError:
+        return None
+    # the end of a torn line may be JSON too: a part of the event
+    whole = isinstance(event, dict) and "at" in event and "event" in event
+    return cast("dict[str, Any]", event) if whole else None

@@ -52,7 +52,15 @@ def submissions(paths: RunPaths) -> list[Submission]:
 
 
 def parse(known: dict[str, Any]) -> list[Submission]:
-    return [Submission(**entry) for entry in known.get("submissions", [])]
+    """What a newer version knows beside is left out; none where it is no job.json at all."""
+    names = {field.name for field in dataclasses.fields(Submission)}
+    try:
+        return [
+            Submission(**{name: value for name, value in entry.items() if name in names})
+            for entry in known.get("submissions", [])
+        ]
+    except (AttributeError, TypeError):
+        return []
 
 
 def add(paths: RunPaths, submission: Submission) -> int:

@@ -75,7 +75,7 @@ def logs(arguments: list[str]) -> int:
     if given.follow:
         control.follow(paths, shown_logs.Following(source))
         return EXIT_DONE
-    lines = source.lines()
+    lines = source.lines(over=True)
     if not lines and not source.exists():
         raise UserError(f"{given.run}: {source.missing()}")
     print("\n".join(lines))

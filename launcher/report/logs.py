@@ -32,15 +32,20 @@ class Source:
     def exists(self) -> bool:
         return bool(self._files())
 
-    def lines(self) -> list[str]:
-        """What was added since the last look; a file that follows another one is announced."""
+    def lines(self, *, over: bool = False) -> list[str]:
+        """What was added since the last look; a file that follows another one is announced.
+
+        ``over``: no look follows, and so a last line without an end is shown too. Of all files but the newest it
+        always is: who wrote those is gone.
+        """
         found: list[str] = []
-        for file in self._files():
+        files = self._files()
+        for file in files:
             if file not in self._read:
                 if self._read:
                     found.append(f"--- {file.name} ---")
                 self._read[file] = Tail(file)
-            found += self._read[file].lines()
+            found += self._read[file].lines(over=over or file != files[-1])
         return found
 
     def missing(self) -> str:
@@ -62,14 +67,15 @@ class Following:
     def __init__(self, source: Source) -> None:
         self._source = source
 
-    def refresh(self) -> None:
-        for line in self._source.lines():
+    def refresh(self, *, over: bool = False) -> None:
+        for line in self._source.lines(over=over):
             print(line, flush=True)
 
     def say(self, text: str) -> None:
         print(text, flush=True)
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self.refresh(over=True)
 
 
 def last_words(paths: RunPaths, run: Run) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -27,8 +28,9 @@ class Tail:
         self._offset = 0
         self._file: tuple[int, int] | None = None
 
-    def lines(self) -> list[str]:
-        """New lines without their ends; none while the file is not there. A last line without an end waits for it."""
+    def lines(self, *, over: bool = False) -> list[str]:
+        """New lines without their ends; none while the file is not there. A last line without an end waits for it,
+        unless it is ``over``: nobody writes to the file any more."""
         try:
             with self.path.open("rb") as file:
                 found = os.fstat(file.fileno())
@@ -38,8 +40,10 @@ class Tail:
                     self._offset = 0
                 file.seek(self._offset)
                 new = file.read()
-        except FileNotFoundError:
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ESTALE):  # NFS: replaced while it was being read
+                raise
             return []
-        whole = new[: new.rfind(b"\n") + 1]
+        whole = new if over else new[: new.rfind(b"\n") + 1]
         self._offset += len(whole)
         return whole.decode("utf-8", errors="replace").splitlines()

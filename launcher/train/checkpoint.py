@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,14 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from launcher.incarnation import Fence
+from launcher.incarnation import Fence, Incarnation
 from launcher.paths import RunPaths, read_json, write_json
 from launcher.plan import CheckpointPlan
 from launcher.train import manifest
 from launcher.train.engine import Engine
 from launcher.train.randomness import random_state, restore_random_state
 from launcher.train.safeload import Planner, Reader
+from launcher.train.step import StepResult
 from launcher.train.world import World
 
 STATE = "state.json"
@@ -50,7 +52,8 @@ def save(engine: Engine, paths: RunPaths, keep: int | None = None, run: dict[str
     partial = paths.partial_checkpoint(engine.steps, fence.own)
     state = {"engine": engine.state_dict(), "run": run or {}}
     if world.rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
+        if partial.exists():  # of a save that failed
+            partial.rename(paths.discarded_checkpoint(engine.steps, fence.own))
         partial.mkdir(parents=True)
     _wait(world)
     dcp.save(_tensors(engine, engine.changing_buffers), checkpoint_id=partial)
@@ -63,8 +66,7 @@ def save(engine: Engine, paths: RunPaths, keep: int | None = None, run: dict[str
         fence.check()
         partial.rename(target)
         _sync_directory(target.parent)
-        for old in paths.committed_checkpoints()[keep:] if keep else ():
-            shutil.rmtree(old.rename(partial))  # never seen half gone under its own name
+        give_up(paths, fence, keep)
     _wait(world)
     return target
 
@@ -86,6 +88,23 @@ def load(engine: Engine, directory: Path) -> dict[str, Any]:
     if random := tensors[_random_key(engine)]:
         restore_random_state(random, engine.device)
     return state["run"]
+
+
+def give_up(paths: RunPaths, fence: Fence, keep: int | None) -> None:
+    """All but the newest ``keep``. On rank 0; no run fails for what cannot be deleted."""
+    for old in paths.committed_checkpoints()[keep:] if keep else ():
+        step = int(old.name.removeprefix("step_"))
+        with suppress(OSError):  # never seen half gone under its own name
+            old.rename(paths.discarded_checkpoint(step, fence.own))
+    clear(paths, fence)
+
+
+def clear(paths: RunPaths, fence: Fence) -> None:
+    """Delete what this incarnation and older ones were writing or taking away, and are no more. On NFS what somebody
+    has open stays; it goes the next time."""
+    for incarnation, partial in paths.partial_checkpoints():
+        if Incarnation.parse(incarnation) <= fence.own:
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 def from_rank_0(world: World, value: Any) -> Any:
@@ -165,26 +184,22 @@ def _sync_directory(path: Path) -> None:
 
 
 class Cadence:
-    """When to save: every so many steps, or minutes by rank 0's clock."""
+    """When to save: every so many steps, or minutes by rank 0's clock. Its word comes with the window's flags."""
 
     def __init__(self, plan: CheckpointPlan) -> None:
         self._plan = plan
-        self._last = time.monotonic()
+        self.start_clock()
 
-    def due(self, engine: Engine) -> bool:
-        """Asked after each step, by all ranks."""
-        if not self._plan.enabled:
-            return False
-        by_step = self._plan.every is not None and engine.steps % self._plan.every == 0
-        return by_step or self._by_clock(engine)
+    def start_clock(self) -> None:
+        """At the beginning, and after each save."""
+        self._since = time.monotonic()
 
-    def _by_clock(self, engine: Engine) -> bool:
-        if self._plan.every_minutes is None:
-            return False
-        late = torch.tensor([time.monotonic() - self._last >= 60 * self._plan.every_minutes], dtype=torch.uint8)
-        if engine.world.size > 1:
-            dist.broadcast(late, 0)
-        return bool(late.item())
+    def by_clock(self) -> bool:
+        """By this rank's: for ``Engine(save_due=...)``."""
+        minutes = self._plan.every_minutes
+        return self._plan.enabled and minutes is not None and time.monotonic() - self._since >= 60 * minutes
 
-    def saved(self) -> None:
-        self._last = time.monotonic()
+    def due(self, result: StepResult) -> bool:
+        """The same on all ranks."""
+        by_step = self._plan.every is not None and result.step % self._plan.every == 0
+        return self._plan.enabled and (by_step or result.save_due)

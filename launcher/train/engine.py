@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -49,6 +48,7 @@ class Engine:
             of the parameters that makes it. One that is given is handed the parameters that sharding makes.
         plan: for a world of as many ranks as this process group has.
         stop: asked once a window; when it is true on any rank, all stop together after that window.
+        save_due: asked once a window, on rank 0; its answer reaches all ranks as StepResult.save_due.
         shard_units: the modules that FSDP gathers as one and recompute works on; default: the model's repeated blocks.
 
     Raises:
@@ -65,6 +65,7 @@ class Engine:
         plan: RunPlan,
         stop: Callable[[], bool] = lambda: False,
         shard_units: ShardUnits | None = None,
+        save_due: Callable[[], bool] = lambda: False,
     ) -> None:
         self.plan = plan
         self.world = World.here()
@@ -81,6 +82,7 @@ class Engine:
         self.schedule = LambdaLR(self.optimizer, lambda done: plan.schedule.factor(done, plan.train.steps))
         self._calibration = Calibration.of(plan)
         self._stop = stop
+        self._save_due = save_due if self.world.rank == 0 else lambda: False
         self._divisor: float | None = None
         self._totals = WindowTotals(self.world, self.device)
         self._windows_here = 0  # in this process
@@ -198,21 +200,15 @@ class Engine:
             return
         counts = samples > 0
         if self._divisor is None:
-            self._divisor = self._agree_on_divisor(items if counts else 0)
+            self._divisor = step.agree_on_divisor(
+                items if counts else 0, self.plan.batch.accumulation, self.world, self.device
+            )
         if counts:
             self._totals.add(loss_sum, items, samples)
         if self._last:
-            self._totals.send(self._feed.has_next(), self._stop())
+            self._totals.send(self._feed.has_next(), self._stop(), self._save_due())
             self.parallel.before_reduction(self._totals.items_of_all)
         self.precision.backward(loss_sum * (counts / self._divisor))
-
-    def _agree_on_divisor(self, items: int | Tensor) -> float:
-        """C: a power of two near the items of a rank's window: scaling by it is exact, and fp16 stays in range."""
-        most = torch.as_tensor(items, dtype=torch.float64, device=self.device).detach().reshape(1)
-        if self.world.size > 1:
-            most = most.clone()
-            dist.all_reduce(most, dist.ReduceOp.MAX)
-        return 2.0 ** round(math.log2(max(1.0, most.item() * self.plan.batch.accumulation)))
 
     def step(self) -> StepResult:
         """The window's optimizer step: agree, check, average exactly, clip, apply, schedule.
@@ -235,25 +231,10 @@ class Engine:
             )
         comm = self.parallel.meter.close_window(window.count, self._sync)
 
-        assert self._divisor is not None
-        factor = self._divisor * self.parallel.averaged_over / agreed.items
-        norm, clip_norm = agreed.grad_norm * factor, self.plan.train.clip_norm
         lr = float(self.schedule.get_last_lr()[0])
         scale = self.precision.scaler.get_scale() if self.precision.scales else None
+        norm = self._apply(gradients, agreed, scale)
         skipped = not math.isfinite(norm)
-        # a scale of 1 changes nothing: what overflows then is the gradient itself, and no smaller scale will help
-        if skipped and (scale is None or scale <= 1):
-            raise step.explain_bad_gradient(self.steps + 1, norm, self._named_gradients())
-        if not skipped:
-            # one pass over the gradients: the exact mean and the clip
-            torch._foreach_mul_(
-                gradients, factor if clip_norm is None else factor * min(1.0, clip_norm / (norm + 1e-6))
-            )
-            self.precision.step(self.optimizer)
-            self.schedule.step()
-            self.steps += 1
-        self.precision.update()
-        self.parallel.zero_grad()
         if window.index == 0:
             self._buffers.watch()
 
@@ -276,15 +257,33 @@ class Engine:
             samples=agreed.samples, items=agreed.items, loss=agreed.loss_sum / agreed.items, grad_norm=norm, lr=lr,
             skipped=skipped, scale=scale, sync=self._sync, comm=comm, calibrated=calibrated,
             step_s=step_s, data_s=self._data_s, last=self._finished, stopped=stopped,
+            save_due=agreed.save_due,
         )  # fmt: skip
+
+    def _apply(self, gradients: list[Tensor], agreed: step.Agreed, scale: float | None) -> float:
+        """Their exact mean, clipped, to the parameters, unless fp16 overflowed. Returns its norm before the clip."""
+        assert self._divisor is not None
+        factor = self._divisor * self.parallel.averaged_over / agreed.items
+        norm, clip_norm = agreed.grad_norm * factor, self.plan.train.clip_norm
+        if math.isfinite(norm):
+            # one pass over the gradients: the exact mean and the clip
+            torch._foreach_mul_(
+                gradients, factor if clip_norm is None else factor * min(1.0, clip_norm / (norm + 1e-6))
+            )
+            self.precision.step(self.optimizer)
+            self.schedule.step()
+            self.steps += 1
+        # a scale of 1 changes nothing: what overflows then is the gradient itself, and no smaller scale will help
+        elif scale is None or scale <= 1:
+            raise step.explain_bad_gradient(self.steps + 1, norm, self.parallel.module)
+        self.precision.update()
+        self.parallel.zero_grad()
+        return norm
 
     def _require_whole_window(self) -> data.Window:
         if self._window is None or not self._totals.sent:
             raise EngineMisuse("engine.step() belongs after the last micro-batch of a window, once.")
         return self._window
-
-    def _named_gradients(self) -> list[tuple[str, Tensor]]:
-        return [(name, p.grad) for name, p in self.parallel.module.named_parameters() if p.grad is not None]
 
     @property
     def window_index(self) -> int:

@@ -53,12 +53,14 @@ def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
     task = load_task(plan.task.target, plan.task.params, plan.cluster.import_from)
     seed_everything(plan.train.seed)  # the same initial parameters on every rank
     torch.use_deterministic_algorithms(plan.train.deterministic)
+    cadence = checkpoint.Cadence(plan.checkpoint)
     engine = Engine(
         task.model,
         lambda parameters: build_optimizer(parameters, plan.optimizer, plan.cluster.device),
         plan,
         stop,
         getattr(task, "shard_units", None),
+        cadence.by_clock,
     )
     seed_everything(plan.train.seed + 1 + world.rank)  # but dropout of its own
     samples = task.train_data()  # before the checkpoint is loaded: making data may draw random numbers
@@ -69,7 +71,7 @@ def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
         account.checkpoint, last = str(resumed.directory), resumed.run["record"]
     record: Sink = resume.open_record(plan.paths, fence, engine.steps, last) if world.rank == 0 else NoRecord()
     try:
-        run = _Run(plan, task, engine, record, account, recorded=engine.steps if last else None)
+        run = _Run(plan, task, engine, record, account, cadence, recorded=engine.steps if last else None)
         verdict = run.steps(samples)
     finally:
         record.close()
@@ -113,6 +115,7 @@ class _Run:
     engine: Engine
     record: Sink
     account: Account
+    cadence: checkpoint.Cadence
     recorded: int | None = None
 
     def __post_init__(self) -> None:
@@ -124,7 +127,7 @@ class _Run:
     def steps(self, samples: Any) -> str:
         """To the end of the plan's steps, or to a stop; the verdict."""
         engine, plan = self.engine, self.plan
-        cadence = checkpoint.Cadence(plan.checkpoint)
+        self.cadence.start_clock()
         for window in engine.windows(samples, getattr(self.task, "collate", None)):
             for batch in window:
                 loss = as_loss(self.task.loss(engine.model, batch), engine.samples_in_batch, plan.task.target)
@@ -136,9 +139,9 @@ class _Run:
             metrics = self.metrics(result)
             evaluated = self.evaluate() if self.eval_due(result) else {}
             saved: Metrics = {}
-            if self.save_due(result, cadence):
+            if self.save_due(result):
                 saved = self.save(as_record(result.step, metrics | evaluated))
-                cadence.saved()
+                self.cadence.start_clock()
             if self.log_due(result, extra=bool(evaluated or saved)):
                 self.record.write(result.step, metrics | evaluated | saved)
                 self.recorded = result.step
@@ -152,10 +155,10 @@ class _Run:
             return not result.stopped
         return bool(every) and not result.skipped and result.step % every == 0
 
-    def save_due(self, result: StepResult, cadence: checkpoint.Cadence) -> bool:
+    def save_due(self, result: StepResult) -> bool:
         if not self.plan.checkpoint.enabled or not self.engine.steps:  # of no step there is nothing to save
             return False
-        return result.last or (not result.skipped and cadence.due(self.engine))
+        return result.last or (not result.skipped and self.cadence.due(result))
 
     def metrics(self, result: StepResult) -> Metrics:
         engine = self.engine

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from launcher.errors import NoGoodCheckpoint
-from launcher.incarnation import Fence, Incarnation
+from launcher.incarnation import Fence
 from launcher.paths import RunPaths, write_text
 from launcher.train import checkpoint, manifest
 from launcher.train.engine import Engine
@@ -34,9 +33,7 @@ def begin(paths: RunPaths, fence: Fence) -> None:
         Superseded: a newer incarnation has begun.
     """
     fence.check()
-    for incarnation, partial in paths.partial_checkpoints():
-        if Incarnation.parse(incarnation) <= fence.own:
-            shutil.rmtree(partial)
+    checkpoint.clear(paths, fence)
 
 
 def go_on(engine: Engine, paths: RunPaths, fence: Fence) -> Resumed | None:

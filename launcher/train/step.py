@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from launcher.config import Sync
@@ -35,6 +35,7 @@ class StepResult:
         calibrated: once, when the calibration is over.
         step_s, data_s: wall seconds of the window, and of those, waiting for data.
         last: no window follows; stopped: because a rank was asked to stop.
+        save_due: a checkpoint is due by rank 0's clock.
     """
 
     step: int
@@ -55,6 +56,7 @@ class StepResult:
     data_s: float
     last: bool
     stopped: bool
+    save_due: bool
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class Agreed:
     samples: int
     more: bool
     stop: bool
+    save_due: bool
     grad_norm: float
 
 
@@ -76,7 +79,7 @@ class WindowTotals:
     reads the device once a window, here.
     """
 
-    BYTES = 5 * 8
+    BYTES = 6 * 8
 
     def __init__(self, world: World, device: torch.device) -> None:
         self._world, self._device = world, device
@@ -98,8 +101,8 @@ class WindowTotals:
         else:
             self._counted_items += items
 
-    def send(self, has_next: bool, stop: bool) -> None:
-        known = [self._counted_items, 0, self._samples, has_next, stop]
+    def send(self, has_next: bool, stop: bool, save_due: bool) -> None:
+        known = [self._counted_items, 0, self._samples, has_next, stop, save_due]
         # from pinned memory: an ordinary copy would hold the host until the GPU is through with the forward pass
         flags = torch.tensor(known, dtype=torch.float64, pin_memory=self._device.type == "cuda")
         flags = flags.to(self._device, non_blocking=True)
@@ -129,12 +132,26 @@ class WindowTotals:
             self._work.wait()
         # of offloaded gradients the norm is on the host
         both = torch.cat((self._shared, grad_norm.detach().to(self._device, torch.float64).reshape(1)))
-        items, loss_sum, samples, more, stop, norm = both.tolist()
-        return Agreed(round(items) if math.isfinite(items) else 0, loss_sum, round(samples), more > 0, stop > 0, norm)
+        items, loss_sum, samples, more, stop, save_due, norm = both.tolist()
+        whole = round(items) if math.isfinite(items) else 0
+        return Agreed(whole, loss_sum, round(samples), more > 0, stop > 0, save_due > 0, norm)
 
 
 def _sum(values: list[Tensor]) -> Tensor:
     return torch.stack([v.reshape(()) for v in values]).sum(dtype=torch.float64)
+
+
+def agree_on_divisor(items: int | Tensor, micro_batches: int, world: World, device: torch.device) -> float:
+    """C: a power of two near the items of a rank's window: scaling by it is exact, and fp16 stays in range.
+
+    Args:
+        items: of this rank's first micro-batch.
+    """
+    most = torch.as_tensor(items, dtype=torch.float64, device=device).detach().reshape(1)
+    if world.size > 1:
+        most = most.clone()
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+    return 2.0 ** round(math.log2(max(1.0, most.item() * micro_batches)))
 
 
 def explain_bad_loss(totals: WindowTotals, world: World, step: int) -> NotFinite:
@@ -158,9 +175,10 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def explain_bad_gradient(step: int, norm: float, named: list[tuple[str, Tensor]]) -> NotFinite:
-    """The loss is finite and its gradient is not. ``named``: the model's gradients."""
-    bad = [name for name, gradient in named if not torch.isfinite(local(gradient)).all().item()]
+def explain_bad_gradient(step: int, norm: float, model: nn.Module) -> NotFinite:
+    """The loss is finite and its gradient is not."""
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    bad = [name for name, gradient in gradients.items() if not torch.isfinite(local(gradient)).all().item()]
     shown = ", ".join(bad[:4]) + (f" and {len(bad) - 4} more" if len(bad) > 4 else "")
     return NotFinite(
         f"The gradient of step {step} has norm {norm}, though its loss is finite: {shown or 'the norm alone'}.\n"

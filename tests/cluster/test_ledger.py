@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.cluster import jobfile, ledger
+from launcher.cluster import events, jobfile, ledger
 from launcher.cluster.jobfile import Submission
 from launcher.cluster.slurm import client
 from launcher.cluster.slurm.client import Listed, SlurmSilent
@@ -143,3 +143,30 @@ def test_a_broken_directory_does_not_trip_the_others(tmp_path: Path) -> None:
     runs = {run.name: run for run in ledger.look(ledger.find(tmp_path))}
     assert set(runs) == {"good", "broken"}
     assert runs["broken"].step == 3
+
+
+def test_lines_that_do_not_parse_are_no_events(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    assert events.read(paths) == []
+    events.note(paths, "submitted", job="7")
+    whole = paths.events.read_text()
+    torn, merged = whole[:20] + "}", whole.strip() + whole.strip()
+    with paths.events.open("ab") as file:
+        file.write(f"{torn}\n{merged}\n{{}}\n[1]\n2\n".encode() + b"\xff}\n")
+    events.note(paths, "started")
+    with paths.events.open("a") as file:
+        file.write(whole[:30])
+    assert [event["event"] for event in events.read(paths)] == ["submitted", "started"]
+
+
+def test_what_a_newer_version_wrote_is_read_as_far_as_it_is_known() -> None:
+    known = {"at": "2025-01-01T00:00:00+00:00", "host": "h", "user": "u", "job": "7"}
+    assert jobfile.parse({"submissions": [known | {"federation": "west"}]}) == [Submission(**known)]
+    for malformed in (
+        {},
+        {"submissions": None},
+        {"submissions": [3]},
+        {"submissions": {"a": 1}},
+        {"submissions": [{}]},
+    ):
+        assert jobfile.parse(malformed) == []

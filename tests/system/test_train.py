@@ -129,7 +129,7 @@ def test_a_constructor_that_computes_with_its_tensors(launch: Launch) -> None:
 
 def test_rarely_used_options_run(launch: Launch, project: Path) -> None:
     done = launch(
-        "train", *OWN, "strategy.static_graph=true", "train.deterministic=true", "checkpoint.every_minutes=0.0001",
+        "train", *OWN, "strategy.static_graph=true", "train.deterministic=true", "checkpoint.every_minutes=0.00001",
         "train.steps=4", "train.log_every=3",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from wandb.proto import wandb_internal_pb2 as pb
 
+from launcher.incarnation import Fence, Incarnation
 from launcher.paths import write_text
 from launcher.plan import RunPlan
 from launcher.report.tables import summary_table
@@ -105,8 +106,9 @@ def test_the_key_reaches_no_file(launch: Launch, tmp_path: Path) -> None:
             assert key.encode() not in path.read_bytes(), path
 
 
-def mirror(run: Path) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-m", "launcher.report.mirror", str(run)], stdin=subprocess.PIPE)
+def mirror(run: Path, incarnation: str = "0.0") -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "launcher.report.mirror", str(run), incarnation]
+    return subprocess.Popen(command, stdin=subprocess.PIPE)
 
 
 def record_until(plan: RunPlan, step: int) -> None:
@@ -139,6 +141,32 @@ def test_a_later_mirror_goes_on_where_an_earlier_one_is_known_to_have_ended(tmp_
     assert steps[-3:] == [9, 10, 11], "what the killed one had, nobody knows: W&B drops what comes twice"
     assert set(ids) == {plan.run.id}
     assert "wandb/offline-run-*" in shown(summary_table(plan, {"verdict": "stopped", "steps": 11}))
+
+
+def test_a_mirror_whose_run_goes_on_elsewhere_goes_without_a_word(tmp_path: Path) -> None:
+    plan = make_plan("wandb.mode=offline", run_dir=str(tmp_path))
+    plan.save()
+    record_until(plan, 3)
+    old = mirror(tmp_path)
+    wait_for(plan.paths.wandb_status.exists, "the first mirror to open its run")
+    Fence(plan.paths, Incarnation(0, 1)).claim()
+    record_until(plan, 8)
+    newer = json.dumps({"dir": "the newer one's"})
+    write_text(plan.paths.wandb_status, newer)
+    write_text(plan.paths.summary, json.dumps({"verdict": "done"}))
+    assert old.wait(30) == 0, "it need not be told"
+    old.communicate()
+    assert plan.paths.wandb_status.read_text() == newer
+    _, history, summary, _ = read_back(tmp_path)
+    assert [row["step"] for row in history] in ([], [1, 2, 3])
+    assert "verdict" not in summary
+    late = mirror(tmp_path)
+    late.communicate()
+    assert late.returncode == 0
+    assert plan.paths.wandb_status.read_text() == newer
+    assert len([*tmp_path.glob("wandb/offline-run-*")]) == 1, "it opens nothing"
+    mirror(tmp_path, "0.1").communicate()
+    assert json.loads(plan.paths.wandb_status.read_text())["delivered"] == 8
 
 
 def test_disabled_leaves_no_trace(launch: Launch, tmp_path: Path) -> None:

@@ -1,0 +1,66 @@
+"""Durable writes and reads on disks that hosts share."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from launcher.paths import read_json, write_json, write_text
+
+
+def test_no_two_writers_share_a_partial_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes on several nodes may have one number, and in containers one host name."""
+    partials: list[str] = []
+    replace = Path.replace
+
+    def noted(self: Path, target: Path) -> Path:
+        partials.append(self.name)
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", noted)
+    for text in ("one", "two"):
+        write_text(tmp_path / "summary.json", text)
+    assert (tmp_path / "summary.json").read_text() == "two"
+    first, second = partials
+    assert first != second
+    assert first.startswith(f".summary.json.{os.uname().nodename}.{os.getpid()}.")
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_text(tmp_path / "file", "old")
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="no space left"):
+        write_text(tmp_path / "file", "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert (tmp_path / "file").read_text() == "old"
+
+
+@pytest.mark.parametrize("stale", [1, 3, 1000])
+def test_a_file_that_another_host_replaces_is_opened_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stale: int
+) -> None:
+    path = tmp_path / "incarnation.json"
+    write_json(path, {"incarnation": "0.1"})
+    read_text, asked = Path.read_text, 0
+
+    def read(self: Path, encoding: str) -> str:
+        nonlocal asked
+        asked += 1
+        if asked <= stale:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return read_text(self, encoding=encoding)
+
+    monkeypatch.setattr(Path, "read_text", read)
+    if stale < 1000:
+        assert read_json(path) == {"incarnation": "0.1"}
+        return
+    with pytest.raises(OSError, match="Stale"):
+        read_json(path)
+    assert asked < 20
