@@ -139,7 +139,7 @@ def _submitters_environment(plan: LaunchPlan) -> Generator[None, None, None]:
 def _roots(plan: LaunchPlan) -> list[Path]:
     if isinstance(plan, RunPlan):
         return snapshot.roots_of_task(plan.task.target, plan.cluster.cwd)
-    return [_script_of(plan).resolve().parent]
+    return snapshot.roots_of_script(_script_of(plan))
 
 
 def _script_of(plan: LaunchPlan) -> Path:
@@ -157,7 +157,10 @@ def _freeze(plan: P, roots: Sequence[Path]) -> P:
             shutil.copy2(_script_of(plan), copies[0])
         at = len(SCRIPT_COMMAND)
         command = (*plan.command[:at], str(Path(copies[0]) / name), *plan.command[at + 1 :])
-        return dataclasses.replace(plan, command=command)
+        env = plan.env
+        if path := snapshot.moved_pythonpath(roots, copies):
+            env = dataclasses.replace(env, set=env.set | {"PYTHONPATH": path})
+        return dataclasses.replace(plan, command=command, env=env)
     return dataclasses.replace(plan, cluster=dataclasses.replace(plan.cluster, import_from=copies))
 
 
