@@ -13,13 +13,13 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from launcher.api import where
+from launcher.check import Check
 from launcher.cluster.slurm import client
 from launcher.config import ClusterKind, Config, WandbMode
 from launcher.doctor import desk, facts, job, queue, storage
-from launcher.doctor.check import Check
+from launcher.doctor.desk import Answer
 from launcher.doctor.judge import judge
 from launcher.doctor.probe import Question
 from launcher.errors import ConfigError
@@ -30,8 +30,6 @@ from launcher.site import OWN_MEMORY, WANDB_ENV, Partition, Site, allowed_env
 from launcher.validate import check
 
 _LOCAL_WITHIN_S = 240
-
-Answer = dict[str, Any]
 
 
 def examine(config: Config, say: Callable[[str], None]) -> list[Check]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from launcher.check import Check, ok, warning
 from launcher.config import ClusterConfig
-from launcher.doctor.check import Check, ok, warning
 from launcher.sbatch import clock, least_s
 from launcher.site import Partition, torch_has_cuda
 

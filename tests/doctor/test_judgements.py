@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from launcher.check import Check, State, exit_status, failure, merge, ok, warning
 from launcher.cluster.slurm.client import Job
 from launcher.config import ClusterConfig, Config, Device, WandbMode
 from launcher.doctor import job, machine, mirror, queue, storage, wires
-from launcher.doctor.check import Check, State, exit_status, failure, merge, ok, warning
 from launcher.doctor.job import Asked
 from launcher.doctor.judge import judge
 from launcher.site import Partition

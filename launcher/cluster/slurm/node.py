@@ -22,9 +22,10 @@ from typing import Any, NoReturn
 from launcher.cluster import events
 from launcher.cluster.agent import Ended, begin, load_plan, serve
 from launcher.cluster.failure import Failure, failure
-from launcher.cluster.network import Route, find_route, free_port, socket_names
+from launcher.cluster.network import find_route, free_port, socket_names
 from launcher.cluster.slurm import client
 from launcher.cluster.slurm.failures import Reports
+from launcher.cluster.slurm.route import way_to_others
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, LauncherError, SiteError, Superseded
 from launcher.incarnation import Fence, Incarnation
 from launcher.paths import RunPaths, read_json, write_json
@@ -132,7 +133,7 @@ def _meet(plan: LaunchPlan, task: Task, fence: Fence) -> LaunchPlan:
         route = None
         store = None
         if task.nodes > 1:
-            route = _way_to_others(cluster.interface)
+            route = way_to_others(cluster.interface)
             store = f"{route.interface.address}:{free_port(route.interface.address)}"
         steps, before = paths.newest_step(), fence.newest()
         fruitless = before.get("fruitless", 0) + 1 if before.get("from_step") == steps else 0
@@ -153,18 +154,6 @@ def _meet(plan: LaunchPlan, task: Task, fence: Fence) -> LaunchPlan:
         cluster=dataclasses.replace(cluster, place=place),
         env=dataclasses.replace(plan.env, default=names | plan.env.default),
     )
-
-
-def _way_to_others(interface: str | None) -> Route:
-    """Of the first node: by the address at which Slurm reaches it; where that is a name that this node takes for its
-    loopback, the way to Slurm's controller."""
-    try:
-        return find_route(f"{client.node_address(os.environ['SLURMD_NODENAME'])}:1", interface)
-    except SiteError:
-        controller = client.controller_address()
-        if controller is None:
-            raise
-        return find_route(f"{controller}:1", interface)
 
 
 def _wait_for_first(fence: Fence) -> dict[str, Any]:
