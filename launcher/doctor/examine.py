@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 
-from launcher.api import where
+from launcher.api import partitions, where
 from launcher.check import Check
 from launcher.cluster.slurm import client
 from launcher.config import ClusterKind, Config, WandbMode
@@ -59,10 +59,10 @@ def _of_slurm(config: Config, found: Partition) -> list[Check]:
         solve_cluster(config.cluster, Site.of(found), job.NAME, config.strategy.kind)
     settings = client.settings()
     checks: list[Check] = []
-    for name in found.name.split(","):
-        told = client.partition_settings(name)
+    for one in partitions(config.cluster):
+        told = client.partition_settings(one.name)
         checks += [
-            queue.partition(dataclasses.replace(found, name=name), told.get("State", "UP")),
+            queue.partition(one, told.get("State", "UP")),
             queue.preemption(settings, told, config.cluster.grace_s),
         ]
     return [

@@ -248,7 +248,7 @@ def test_wandb() -> None:
 
 def partition(**other: Any) -> Partition:
     known: dict[str, Any] = {
-        "name": "train", "nodes": 8, "max_nodes": None, "cores": 64, "gpus": 0, "gres": (), "limit_s": 86400,
+        "name": "train", "nodes": 8, "max_nodes": None, "shapes": ((64, 0),), "gres": (), "limit_s": 86400,
         "default_s": 3600,
     }  # fmt: skip
     return Partition(**known | other)
@@ -257,8 +257,11 @@ def partition(**other: Any) -> Partition:
 def test_partition() -> None:
     has(queue.partition(partition(gres=("gpu:4",)), "UP"), State.ok, "8 nodes, 64 cores, gpu:4 a node")
     has(queue.partition(partition(), "DOWN"), State.warning, "its state is DOWN", "sinfo")
-    assert queue.gpus(partition(gpus=4), "2.13.0") == queue.gpus(partition(), "2.13.0+cpu") == []
-    has(queue.gpus(partition(gpus=4), "2.13.0+cpu")[0], State.warning, "has 4, and torch 2.13.0+cpu", "CUDA build")
+    unlike = partition(shapes=((32, 0), (64, 4)), gres=("gpu:4",))
+    has(queue.partition(unlike, "UP"), State.ok, "8 nodes, 32 to 64 cores, gpu:4 or none a node")
+    four = partition(shapes=((64, 4),))
+    assert queue.gpus(four, "2.13.0") == queue.gpus(partition(), "2.13.0+cpu") == []
+    has(queue.gpus(four, "2.13.0+cpu")[0], State.warning, "has 4, and torch 2.13.0+cpu", "CUDA build")
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from launcher.cluster.slurm.refusal import refusal
 from launcher.errors import ConfigError
 from launcher.placement import SCRIPT_COMMAND
 from launcher.plan import LaunchPlan, RunPlan
-from launcher.site import BATCH_ENV, OWN_MEMORY, allowed_env, file_system
+from launcher.site import OWN_MEMORY, batch_env, file_system
 
 P = TypeVar("P", bound=LaunchPlan)
 
@@ -126,7 +126,7 @@ def _executor(plan: LaunchPlan, srun: Sequence[str]) -> Any:
 def _submitters_environment(plan: LaunchPlan) -> Generator[None, None, None]:
     """sbatch hands its environment to the job: no secret goes along, and nothing of a job that this one comes from."""
     before = dict(os.environ)
-    kept = allowed_env(before, (*plan.env.allow, *BATCH_ENV))
+    kept = batch_env(before, plan.env.allow)
     os.environ.clear()
     os.environ |= kept
     try:
