@@ -18,7 +18,7 @@ from launcher.errors import ConfigError, SiteError
 from launcher.forecast import weigh_memory
 from launcher.plan import RunInfo, RunPlan, TaskPlan
 from launcher.policy import SHARDED
-from launcher.site import Partition, Site, allowed_env
+from launcher.site import Partition, Site, batch_env
 from launcher.solve import solve
 from launcher.taskinfo import describe_task
 
@@ -37,7 +37,7 @@ def plan_job(config: Config) -> RunPlan:
     if config.wandb.mode is WandbMode.online:
         # a job of Slurm's finds the key in .netrc, or where the user names the variable in cluster.env
         everything = config.cluster.kind is not ClusterKind.slurm
-        require_wandb_key(os.environ if everything else allowed_env(os.environ, ("HOME", *config.cluster.env)))
+        require_wandb_key(os.environ if everything else batch_env(os.environ, ("HOME", *config.cluster.env)))
     # what no task could make right is said before the task is looked at, which may take seconds
     solve(config, site, TaskPlan.unknown(ANY_NUMBER), run)
     task = describe_task(config.task, site.cwd, shards=config.strategy.kind in SHARDED)
@@ -56,16 +56,26 @@ def where(config: ClusterConfig) -> Site:
 
     if config.kind is not ClusterKind.slurm or not client.available():
         return Site.here()
+    return Site.of(Partition.joined(partitions(config)))
+
+
+def partitions(config: ClusterConfig) -> list[Partition]:
+    """Those of Slurm's that a job may run in: whichever is free first.
+
+    Raises:
+        ConfigError: there is no such partition.
+    """
+    from launcher.cluster.slurm import client
+
     known = client.partitions()
     wanted = known[0].name if config.partition is None else config.partition
-    # several may be named: the job runs in whichever is free first
     found = [partition for name in wanted.split(",") for partition in known if partition.name == name]
     if len(found) < len(wanted.split(",")):
         raise ConfigError(
             "cluster.partition", wanted, "Slurm has no such partition.",
             f"There are: {', '.join(partition.name for partition in known)}.",
         )  # fmt: skip
-    return Site.of(Partition.least(found))
+    return found
 
 
 def make_plan(overrides: Sequence[str] | Config = (), *, samples: int | None) -> RunPlan:

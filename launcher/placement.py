@@ -5,7 +5,7 @@ from __future__ import annotations
 from launcher.config import ClusterConfig, ClusterKind, Device, StrategyKind
 from launcher.errors import ConfigError
 from launcher.plan import FORMAT, ClusterPlan, EnvPlan, LaunchPlan, RunInfo
-from launcher.sbatch import solve_sbatch
+from launcher.sbatch import names_gpus, solve_sbatch
 from launcher.site import ALLOWED_ENV, Site
 
 CPU_WORKERS = 2
@@ -34,6 +34,7 @@ def solve_cluster(
     _check_kind(config)
     device = config.device
     if device is Device.auto:
+        _require_one_kind(config, site)
         device = Device.cuda if site.gpus else Device.cpu
     nodes, workers = started or (config.nodes, config.workers_per_node)
     if workers is None:
@@ -42,13 +43,14 @@ def solve_cluster(
     if workers < 1:
         raise ConfigError("cluster.workers_per_node", workers, "must be at least 1.")
     # ranks that a user's own torchrun has started, perhaps on several hosts, are checked where each takes its GPU
-    if device is Device.cuda and workers > site.gpus and started is None and _gpus_are_known(config, site):
+    most = site.partition.most_gpus if site.partition is not None and site.gpus else site.gpus
+    if device is Device.cuda and workers > most and started is None and _gpus_are_known(config, site):
         where = f"a node of partition {site.partition.name}" if site.partition else "this machine"
         raise ConfigError(
             "cluster.workers_per_node",
             workers,
-            f"{where} shows {site.gpus} GPUs and each worker needs one.",
-            f"Use {'cluster.workers_per_node=' + str(site.gpus) + ', or ' if site.gpus else ''}cluster.device=cpu.",
+            f"{where} shows {most} GPUs and each worker needs one.",
+            f"Use {'cluster.workers_per_node=' + str(most) + ', or ' if most else ''}cluster.device=cpu.",
         )
     if strategy is StrategyKind.single and (ranks := nodes * workers) > 1:
         raise ConfigError(
@@ -75,10 +77,19 @@ def solve_cluster(
 
 
 def _gpus_are_known(config: ClusterConfig, site: Site) -> bool:
-    """Nodes of a partition differ: one that is chosen by its features may have more than the least of them."""
-    if config.kind is not ClusterKind.slurm:
-        return True
-    return site.partition is not None and config.constraint is None and not {"gres", "gpus"} & set(config.sbatch)
+    """Generic resources of the user's own may be parts of a GPU."""
+    return config.kind is not ClusterKind.slurm or (site.partition is not None and not names_gpus(config))
+
+
+def _require_one_kind(config: ClusterConfig, site: Site) -> None:
+    """Where the nodes of a partition have GPUs or not, which of them are meant is the user's to say."""
+    partition = site.partition
+    if partition is None or not partition.mixed or not site.gpus or config.constraint or names_gpus(config):
+        return
+    raise ConfigError(
+        "cluster.device", "auto", f"some nodes of partition {partition.name} have GPUs, and others have none.",
+        "Set cluster.device=cuda or cluster.device=cpu.",
+    )  # fmt: skip
 
 
 _SLURM_KEYS = (

@@ -35,7 +35,8 @@ def solve_sbatch(
 
     Args:
         nodes, workers: of the job; workers on each node.
-        partition: what it has; None where it was not asked.
+        partition: what it has; None where it was not asked. Its nodes may differ: what is not said is by the least of
+            those that will do, and refused is what none of them has.
         name: of the run, and so of the job.
 
     Raises:
@@ -43,11 +44,14 @@ def solve_sbatch(
             launcher's own.
     """
     if partition is not None:
-        _require_room(config, nodes, partition)
+        if device is Device.cuda:
+            partition = partition.with_gpus(workers)
+        _require_room(config, nodes, workers, partition)
     signal_s = _signal_s(config)
     _require_time(config, partition)
     more = {str(key).replace("_", "-"): value for key, value in config.sbatch.items()}
     _require_free(more)
+    more = {option: value for option, value in more.items() if value is not None and value is not False}
     cpus = workers * (config.cpus_per_worker or _default_cpus(workers, device, partition))
     options: dict[str, object] = {
         "job-name": name,
@@ -56,7 +60,7 @@ def solve_sbatch(
         "cpus-per-task": cpus,
         "requeue": True,
     }
-    if device is Device.cuda and not {"gres", "gpus", "gpus-per-task"} & set(more):
+    if device is Device.cuda and not names_gpus(config):
         options["gpus-per-node"] = workers
     for key in ("partition", "account", "qos", "time", "mem", "constraint", "exclude", "dependency"):
         if (value := getattr(config, key)) is not None:
@@ -64,29 +68,36 @@ def solve_sbatch(
     return SlurmPlan(options=options | more, setup=tuple(config.setup), cpus_per_node=cpus, signal_s=signal_s)
 
 
+def names_gpus(config: ClusterConfig) -> bool:
+    """Whether options of the user's own say which GPUs, or which parts of them, a job gets."""
+    said = {str(key).replace("_", "-"): value for key, value in config.sbatch.items() if value}
+    by_gres = re.search(r"\b(gpu|mps|shard)\b", str(said.get("gres", "")))
+    return by_gres is not None or bool({"gpus", "gpus-per-task"} & said.keys())
+
+
 def _default_cpus(workers: int, device: Device, partition: Partition | None) -> int:
     """A worker's cores: its GPU's share of the node; on a CPU two, or what the node has for each."""
     if partition is None:
         return CPUS_PER_WORKER
     if device is Device.cuda and partition.gpus:
-        return max(1, partition.cores // partition.gpus)
+        return max(1, min(cores // max(gpus, workers) for cores, gpus in partition.shapes if gpus))
     return max(1, min(CPUS_PER_WORKER, partition.cores // workers))
 
 
-def _require_room(config: ClusterConfig, nodes: int, partition: Partition) -> None:
+def _require_room(config: ClusterConfig, nodes: int, workers: int, partition: Partition) -> None:
     most = min(partition.nodes, partition.max_nodes or partition.nodes)
     if nodes > most:
         raise ConfigError(
             "cluster.nodes", nodes, f"partition {partition.name} gives a job {most} at most.",
             f"Use cluster.nodes={most} or less, or another cluster.partition (see `sinfo`).",
         )  # fmt: skip
-    if config.cpus_per_worker and config.workers_per_node:
-        wanted = config.cpus_per_worker * config.workers_per_node
-        if wanted > partition.cores:
+    if config.cpus_per_worker:
+        wanted, most = config.cpus_per_worker * workers, partition.most_cores
+        if wanted > most:
             raise ConfigError(
                 "cluster.cpus_per_worker", config.cpus_per_worker,
-                f"that is {wanted} cores a node, and a node of partition {partition.name} has {partition.cores}.",
-                f"Use cluster.cpus_per_worker={partition.cores // config.workers_per_node or 1} or fewer workers.",
+                f"that is {wanted} cores a node, and a node of partition {partition.name} has {most}.",
+                f"Use cluster.cpus_per_worker={most // workers or 1} or fewer workers.",
             )  # fmt: skip
 
 

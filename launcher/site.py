@@ -6,7 +6,7 @@ import fnmatch
 import importlib.metadata
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher.errors import SiteError
@@ -26,8 +26,10 @@ WANDB_ENV = ("WANDB_*", "NETRC")
 # what a batch script needs beside that: to find Slurm, and for `module load` in cluster.setup
 BATCH_ENV = (
     "SLURM_CONF", "BASH_ENV", "BASH_FUNC_*", "MODULEPATH", "MODULESHOME", "MODULES_*", "LOADEDMODULES", "_LMFILES_",
-    "LMOD_*", "__LMOD_*", "_ModuleTable*", "ENV",
+    "LMOD_*", "__LMOD_*", "_ModuleTable*", "ENV", "WANDB_BASE_URL",
 )  # fmt: skip
+# addresses that may hold a name and a password
+_URLS = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "WANDB_BASE_URL")
 
 # file systems that live in a machine's memory
 OWN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
@@ -35,21 +37,47 @@ OWN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """``nodes``, ``max_nodes``: that it has, and that one job may have (None: no limit). ``cores``, ``gpus``: the least
-    that one of its nodes has. ``limit_s``, ``default_s``: seconds of its longest and of its default time limit, None
-    for no limit."""
+    """``nodes``, ``max_nodes``: that it has, and that one job may have (None: no limit). ``shapes``: cores and GPUs of
+    its nodes, those that are alike once. ``limit_s``, ``default_s``: seconds of its longest and of its default time
+    limit, None for no limit."""
 
     name: str
     nodes: int
     max_nodes: int | None
-    cores: int
-    gpus: int
+    shapes: tuple[tuple[int, int], ...]
     gres: tuple[str, ...]
     limit_s: int | None
     default_s: int | None
 
+    @property
+    def gpus(self) -> int:
+        """The least of a node that has some; 0 where none has."""
+        return min((gpus for _, gpus in self.shapes if gpus), default=0)
+
+    @property
+    def most_gpus(self) -> int:
+        return max(gpus for _, gpus in self.shapes)
+
+    @property
+    def mixed(self) -> bool:
+        """Whether some nodes have GPUs and others have none."""
+        return bool(self.most_gpus) and not all(gpus for _, gpus in self.shapes)
+
+    @property
+    def cores(self) -> int:
+        """The least of a node."""
+        return min(cores for cores, _ in self.shapes)
+
+    @property
+    def most_cores(self) -> int:
+        return max(cores for cores, _ in self.shapes)
+
+    def with_gpus(self, gpus: int) -> Partition:
+        """Of its nodes those that have so many; all of them where none has."""
+        return replace(self, shapes=tuple(shape for shape in self.shapes if shape[1] >= gpus) or self.shapes)
+
     @classmethod
-    def least(cls, several: Sequence[Partition]) -> Partition:
+    def joined(cls, several: Sequence[Partition]) -> Partition:
         """What a job can count on that may run in any of them."""
 
         def lowest(values: Iterable[int | None]) -> int | None:
@@ -59,9 +87,8 @@ class Partition:
             name=",".join(partition.name for partition in several),
             nodes=min(partition.nodes for partition in several),
             max_nodes=lowest(partition.max_nodes for partition in several),
-            cores=min(partition.cores for partition in several),
-            gpus=min(partition.gpus for partition in several),
-            gres=several[0].gres,
+            shapes=tuple(sorted({shape for partition in several for shape in partition.shapes})),
+            gres=tuple(sorted({entry for partition in several for entry in partition.gres})),
             limit_s=lowest(partition.limit_s for partition in several),
             default_s=lowest(partition.default_s for partition in several),
         )
@@ -70,7 +97,8 @@ class Partition:
 @dataclass(frozen=True, kw_only=True)
 class Site:
     """A machine that workers run on. ``gpus``: CUDA devices a job may use there; ``cores``: CPU cores; ``cwd``: the
-    working directory; ``partition``: of Slurm's that it is a node of."""
+    working directory; ``partition``: of Slurm's that it is a node of. Its nodes may differ: these are the least that
+    one of them has, GPUs of those with some."""
 
     gpus: int
     cores: int
@@ -83,7 +111,7 @@ class Site:
 
     @classmethod
     def of(cls, partition: Partition) -> Site:
-        """The least of its nodes, as Slurm has them in its books."""
+        """As Slurm has its nodes in its books."""
         gpus = partition.gpus if torch_has_cuda() else 0
         return cls(gpus=gpus, cores=partition.cores, cwd=str(Path.cwd()), partition=partition)
 
@@ -130,6 +158,18 @@ def visible_gpus(env: Mapping[str, str], dev: Path = Path("/dev"), torch_version
 def allowed_env(env: Mapping[str, str], patterns: tuple[str, ...]) -> dict[str, str]:
     """The part of ``env`` whose names match ``patterns`` (exact, or with a trailing *)."""
     return {name: env[name] for name in env if any(fnmatch.fnmatchcase(name, p) for p in patterns)}
+
+
+def batch_env(env: Mapping[str, str], allow: Sequence[str]) -> dict[str, str]:
+    """The part of ``env`` that goes to sbatch, where Slurm stores it. ``allow``: what workers inherit; an address with
+    a password in it must be named there beside ALLOWED_ENV."""
+    usual: list[str] = list(ALLOWED_ENV)
+    named: list[str] = []
+    for pattern in allow:
+        (usual.remove if pattern in usual else named.append)(pattern)
+    told = set(allowed_env(env, tuple(named)))
+    kept = allowed_env(env, (*allow, *BATCH_ENV))
+    return {name: kept[name] for name in kept if name in told or name not in _URLS or "@" not in kept[name]}
 
 
 def file_system(directory: Path) -> tuple[Path, str]:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from launcher.errors import SiteError
-from launcher.paths import write_json
+from launcher.paths import RunPaths, write_json
 
 _MOST_FILES, _MOST_BYTES = 20_000, 200 * 2**20
 _SMALL_BYTES = 2**20
@@ -27,14 +27,29 @@ _NOT_CODE = {"__pycache__", "node_modules", "wandb", "site-packages", "build", "
 def roots_of_task(target: str, cwd: str) -> list[Path]:
     """The directories that hold a task's own modules: the one in which its package is found, and those that PYTHONPATH
     names. None of them is where packages are installed."""
-    top = target.partition(".")[0]
-    found = [_origin(top, cwd)]
-    found += [Path(place).resolve() for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
-    roots: list[Path] = []
-    for root in found:
-        if root is not None and root.is_dir() and not _is_installed(root) and root not in roots:
-            roots.append(root)
-    return roots
+    origin = _origin(target.partition(".")[0], cwd)
+    own = [] if origin is None or not origin.is_dir() or _is_installed(origin) else [origin]
+    return list(dict.fromkeys([*own, *_roots_of_pythonpath()]))
+
+
+def roots_of_script(script: Path) -> list[Path]:
+    """The directory that a script lies in, and those that PYTHONPATH names."""
+    return list(dict.fromkeys([script.resolve().parent, *_roots_of_pythonpath()]))
+
+
+def _pythonpath() -> list[str]:
+    return [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
+
+
+def _roots_of_pythonpath() -> list[Path]:
+    roots = [Path(place).resolve() for place in _pythonpath()]
+    return [root for root in roots if root.is_dir() and not _is_installed(root)]
+
+
+def moved_pythonpath(roots: Sequence[Path], copies: Sequence[str]) -> str:
+    """PYTHONPATH with the copy of each directory in its place; what was not copied stays as it is."""
+    moved = dict(zip(roots, copies, strict=True))
+    return os.pathsep.join(moved.get(Path(place).resolve(), place) for place in _pythonpath())
 
 
 def _origin(module: str, cwd: str) -> Path | None:
@@ -56,22 +71,23 @@ def _is_installed(root: Path) -> bool:
 
 
 def take(roots: Sequence[Path], target: Path, leave_out: Path) -> tuple[str, ...]:
-    """Copy the code in ``roots`` below ``target``.
+    """Copy the code in ``roots`` below ``target``, a new directory in that of the run.
 
     Args:
-        leave_out: a directory that is not copied, whatever lies in it: where runs are written.
+        leave_out: a directory that is not copied, whatever lies in it: where runs are written. Where that is one of
+            the roots, or holds it, the runs in the root are left out.
 
     Returns:
         The copies, in the order of ``roots``.
 
     Raises:
-        SiteError: there is far more than code.
+        SiteError: there is far more than code, or none.
     """
     copies: list[str] = []
     notes: list[dict[str, object]] = []
     for number, root in enumerate(roots):
         copy = target / (root.name if number == 0 else f"{root.name}.{number}")
-        files = _copy(root, copy, leave_out)
+        files = _copy(root, copy, _Omitted(root, leave_out, target.parent))
         copies.append(str(copy))
         notes.append({"from": str(root), "files": files, "commit": _git(root, "rev-parse", "HEAD").decode().strip()})
     target.mkdir(exist_ok=True)
@@ -79,12 +95,29 @@ def take(roots: Sequence[Path], target: Path, leave_out: Path) -> tuple[str, ...
     return tuple(copies)
 
 
-def _copy(root: Path, copy: Path, leave_out: Path) -> int:
+class _Omitted:
+    """Directories below ``root`` that hold runs. ``this_run``: it has no plan yet."""
+
+    def __init__(self, root: Path, leave_out: Path, this_run: Path) -> None:
+        self._root = root
+        self._by_plan = root.is_relative_to(leave_out)
+        self._known = {place: True for place in (leave_out, this_run) if place != root and place.is_relative_to(root)}
+
+    def __contains__(self, folder: Path) -> bool:
+        if folder == self._root or not folder.is_relative_to(self._root):
+            return False
+        if folder not in self._known:
+            is_run = self._by_plan and RunPaths(folder).plan.is_file()
+            self._known[folder] = is_run or folder.parent in self
+        return self._known[folder]
+
+
+def _copy(root: Path, copy: Path, omitted: _Omitted) -> int:
     copy.mkdir(parents=True)
     files = size = 0
-    for name in _git_files(root) or _small_files(root, leave_out):
+    for name in _git_files(root) or _small_files(root, omitted):
         source = root / name
-        if not source.is_file() or source.is_relative_to(leave_out):  # deleted, but not yet in git's index
+        if not source.is_file() or source.parent in omitted:  # deleted, but not yet in git's index
             continue
         files, size = files + 1, size + source.stat().st_size
         if files > _MOST_FILES or size > _MOST_BYTES:
@@ -95,6 +128,12 @@ def _copy(root: Path, copy: Path, leave_out: Path) -> int:
         place = copy / name
         place.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(source, place)
+    if not files:
+        raise SiteError(
+            f"{root} holds nothing to be copied as the job's code: no file that git tracks or does not ignore, and "
+            f"without git none up to {_SMALL_BYTES >> 20} MiB outside of hidden directories and of runs.\n"
+            "  Put the code there, or take the directory off PYTHONPATH; let run.dir be one of its own, such as runs."
+        )
     return files
 
 
@@ -106,19 +145,26 @@ def _git(root: Path, *command: str) -> bytes:
 
 
 def _git_files(root: Path) -> list[str]:
-    listed = _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
-    return [os.fsdecode(name) for name in listed.split(b"\0") if name]
+    """Those of the work trees in it too, such as submodules: git lists each of them as a directory."""
+    found: list[str] = []
+    for entry in _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard").split(b"\0"):
+        name = os.fsdecode(entry).rstrip("/")
+        if name and (root / name / ".git").exists() and not (root / name).is_symlink():
+            found += [f"{name}/{inner}" for inner in _git_files(root / name)]
+        elif name:
+            found.append(name)
+    return found
 
 
-def _small_files(root: Path, leave_out: Path) -> Iterator[str]:
+def _small_files(root: Path, omitted: _Omitted) -> Iterator[str]:
     for place, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if not _holds_no_code(Path(place) / name, leave_out)]
+        folders[:] = [name for name in folders if not _holds_no_code(Path(place) / name, omitted)]
         for name in names:
             path = Path(place) / name
             if not name.startswith(".") and path.is_file() and path.stat().st_size <= _SMALL_BYTES:
                 yield str(path.relative_to(root))
 
 
-def _holds_no_code(folder: Path, leave_out: Path) -> bool:
+def _holds_no_code(folder: Path, omitted: _Omitted) -> bool:
     is_environment = (folder / "pyvenv.cfg").exists()
-    return folder.name.startswith(".") or folder.name in _NOT_CODE or folder == leave_out or is_environment
+    return folder.name.startswith(".") or folder.name in _NOT_CODE or folder in omitted or is_environment

@@ -13,6 +13,8 @@ import pytest
 import launcher
 
 PACKAGE = Path(launcher.__file__).parent
+# what a person types: it asks the other rooms, and none of them asks it
+ON_TOP = ("launcher.doctor", "launcher.commands", "launcher.cli")
 HEAVY = {"torch", "wandb", "submitit", "sklearn", "numpy"}
 
 
@@ -34,11 +36,12 @@ def room(name: str) -> list[Path]:
 @pytest.mark.parametrize(
     ("of", "never"),
     [
-        ("cluster", ("launcher.train", "launcher.report")),
-        ("train", ("launcher.cluster", "launcher.report", "launcher.api", "launcher.cli")),
-        ("doctor", ("launcher.train", "launcher.report", "launcher.commands")),
-        ("report", ("launcher.train", "launcher.cluster")),
-        ("tasks", ("launcher.cluster", "launcher.report")),
+        ("cluster", ("launcher.train", "launcher.report", *ON_TOP)),
+        ("train", ("launcher.cluster", "launcher.report", "launcher.api", *ON_TOP)),
+        ("doctor", ("launcher.train", "launcher.report", "launcher.commands", "launcher.cli")),
+        ("commands", ("launcher.train", "launcher.tasks", "launcher.cli")),
+        ("report", ("launcher.train", "launcher.cluster", *ON_TOP)),
+        ("tasks", ("launcher.cluster", "launcher.report", *ON_TOP)),
     ],
 )
 def test_rooms_do_not_import_each_other(of: str, never: tuple[str, ...]) -> None:

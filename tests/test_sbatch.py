@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 import sys
 
 import pytest
 
-from launcher.cluster.slurm import submit
+from launcher.cluster.slurm import client, submit
 from launcher.cluster.slurm.client import count_gpus
 from launcher.compose import compose
 from launcher.errors import ConfigError
@@ -18,7 +19,7 @@ from launcher.site import Partition, Site
 from tests.helpers import make_plan
 
 GPUS = Partition(
-    name="gpu", nodes=8, max_nodes=4, cores=64, gpus=8, gres=("gpu:8",), limit_s=86400, default_s=3600
+    name="gpu", nodes=8, max_nodes=4, shapes=((64, 8),), gres=("gpu:8",), limit_s=86400, default_s=3600
 )  # fmt: skip
 
 
@@ -79,6 +80,74 @@ def test_gpus_and_cores_follow_the_partition() -> None:
     assert by_gres.options["gres"] == "gpu:a100:4"
 
 
+def joint(*shapes: tuple[int, int]) -> Partition:
+    return dataclasses.replace(GPUS, shapes=shapes)
+
+
+def test_of_unlike_nodes_the_least_is_the_default_and_the_most_the_bound() -> None:
+    unlike = joint((32, 4), (64, 8))
+    least = solve(partition=unlike, gpus=4)
+    assert least.workers_per_node == 4
+    assert least.slurm is not None
+    assert least.slurm.cpus_per_node == 32
+    most = solve("cluster.workers_per_node=8", partition=unlike, gpus=4)
+    assert most.slurm is not None
+    assert most.slurm.cpus_per_node == 64
+    with pytest.raises(ConfigError, match="shows 8 GPUs"):
+        solve("cluster.workers_per_node=9", "cluster.constraint=big", partition=unlike, gpus=4)
+    large = ("cluster.device=cpu", "cluster.workers_per_node=4")
+    assert solve(*large, "cluster.cpus_per_worker=12", partition=unlike, gpus=4).slurm is not None
+    with pytest.raises(ConfigError, match="has 64"):
+        solve(*large, "cluster.cpus_per_worker=17", partition=unlike, gpus=4)
+    with pytest.raises(ConfigError, match="that is 48 cores a node, and a node of partition gpu has 32"):
+        solve("cluster.workers_per_node=8", "cluster.cpus_per_worker=6", partition=joint((64, 4), (32, 8)), gpus=4)
+
+
+def test_cores_that_are_not_said_fit_a_node_that_has_the_gpus() -> None:
+    plan = solve("cluster.workers_per_node=8", partition=joint((64, 4), (64, 8)), gpus=4)
+    assert plan.slurm is not None
+    assert plan.slurm.cpus_per_node == 64
+    plan = solve("cluster.workers_per_node=4", "cluster.device=cuda", partition=joint((128, 0), (16, 8)), gpus=8)
+    assert plan.slurm is not None
+    assert plan.slurm.cpus_per_node == 8
+
+
+def test_nodes_with_and_without_gpus() -> None:
+    mixed = joint((32, 0), (64, 8))
+    for other in ((), ("cluster.sbatch.gres=lscratch:10",), ("cluster.sbatch.gpus=null",)):
+        with pytest.raises(ConfigError, match=r"cluster.device=auto: some nodes .*\n  Set cluster.device=cuda"):
+            solve(*other, partition=mixed)
+    for said in ("cluster.constraint=h100", "cluster.sbatch.gres=gpu:8", "cluster.device=cuda"):
+        plan = solve(said, partition=mixed)
+        assert (plan.device.value, plan.workers_per_node) == ("cuda", 8)
+    assert solve("cluster.device=cpu", partition=mixed).workers_per_node == 2
+    assert solve(partition=mixed, gpus=0).device.value == "cpu", "torch sees none of them"
+
+
+def test_partitions_are_read_from_sinfo(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = ("cpu|4|1-infinite|32|(null)|infinite|n/a", "gpu*|2|1-3|32|gpu:4|1-00:00:00|01:00:00",
+            "gpu*|1|1-3|64|gpu:h100:8(S:0-1)|1-00:00:00|01:00:00")  # fmt: skip
+
+    def sinfo(*command: str) -> str:
+        assert "--exact" in command, "of nodes with unlike cores it tells the least alone otherwise"
+        return "\n".join(rows)
+
+    monkeypatch.setattr(client, "ask", sinfo)
+    gpu, cpu = client.partitions()
+    assert (gpu.name, gpu.nodes, gpu.max_nodes, gpu.shapes) == ("gpu", 3, 3, ((32, 4), (64, 8)))
+    assert (gpu.cores, gpu.most_cores, gpu.gpus, gpu.most_gpus, gpu.mixed) == (32, 64, 4, 8, False)
+    assert (cpu.gpus, cpu.most_gpus, cpu.mixed) == (0, 0, False)
+    both = Partition.joined([gpu, cpu])
+    assert (both.name, both.nodes, both.max_nodes, both.mixed, both.gpus) == ("gpu,cpu", 3, 3, True, 4)
+
+
+def test_an_option_that_is_off_is_left_out() -> None:
+    plan = solve("cluster.sbatch.exclusive=false", "cluster.sbatch.nice=null", "cluster.sbatch.oversubscribe=true")
+    assert plan.slurm is not None
+    assert not {"exclusive", "nice"} & plan.slurm.options.keys()
+    assert plan.slurm.options["oversubscribe"] is True
+
+
 def test_every_slurm_option_has_one_way_to_say_it() -> None:
     for option, key in (("partition", "cluster.partition"), ("cpus_per_task", "cluster.cpus_per_worker")):
         with pytest.raises(ConfigError, match=f"has a key of its own.\n  Use {key}"):
@@ -105,7 +174,7 @@ def test_what_the_partition_cannot_give_is_refused(override: str, words: str) ->
 
 
 def test_a_default_limit_that_is_too_short_is_refused_too() -> None:
-    short = Partition(name="p", nodes=1, max_nodes=None, cores=4, gpus=0, gres=(), limit_s=None, default_s=60)
+    short = Partition(name="p", nodes=1, max_nodes=None, shapes=((4, 0),), gres=(), limit_s=None, default_s=60)
     with pytest.raises(ConfigError, match=r"by default that of partition p\)=00:01:00: is too short"):
         solve(partition=short, gpus=0)
     solve("cluster.time=01:00:00", partition=short, gpus=0)

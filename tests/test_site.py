@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.site import ALLOWED_ENV, allowed_env, visible_gpus
+from launcher.site import ALLOWED_ENV, allowed_env, batch_env, visible_gpus
 
 
 @pytest.mark.parametrize(
@@ -31,3 +31,16 @@ def test_the_environment_is_an_allow_list() -> None:
     }
     assert set(allowed_env(shell, ALLOWED_ENV)) == {"PATH", "NCCL_DEBUG"}
     assert set(allowed_env(shell, ("AWS_*",))) == {"AWS_SECRET_ACCESS_KEY"}
+
+
+def test_slurm_stores_no_password() -> None:
+    shell = {
+        "http_proxy": "http://me:secret@proxy:3128",
+        "https_proxy": "http://proxy:3128",
+        "WANDB_BASE_URL": "https://wandb.here",
+        "WANDB_API_KEY": "y",
+        "MODULEPATH": "/modules",
+    }
+    assert set(batch_env(shell, ALLOWED_ENV)) == {"https_proxy", "WANDB_BASE_URL", "MODULEPATH"}
+    assert set(batch_env(shell, (*ALLOWED_ENV, "http_proxy"))) == set(shell) - {"WANDB_API_KEY"}
+    assert "WANDB_BASE_URL" not in batch_env({"WANDB_BASE_URL": "https://me:secret@wandb.here"}, ALLOWED_ENV)

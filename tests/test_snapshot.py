@@ -8,8 +8,13 @@ from pathlib import Path
 import pytest
 
 from launcher import snapshot
+from launcher.cluster.slurm import submit
+from launcher.compose import compose
 from launcher.errors import SiteError
 from launcher.paths import read_json
+from launcher.placement import solve_script
+from launcher.plan import RunInfo
+from launcher.site import Site
 
 
 def files(copy: str) -> set[str]:
@@ -72,3 +77,69 @@ def test_a_directory_of_data_is_refused(project: Path, tmp_path: Path, monkeypat
     monkeypatch.setattr(snapshot, "_MOST_FILES", 1)
     with pytest.raises(SiteError, match="holds more than 1 files"):
         snapshot.take([project], tmp_path / "code", project / "runs")
+
+
+@pytest.mark.parametrize("with_git", [False, True])
+@pytest.mark.parametrize("where", [".", ".."])
+def test_runs_beside_the_code_are_left_out(project: Path, where: str, *, with_git: bool) -> None:
+    """run.dir is the project itself, or holds it: neither older runs nor the new one are code."""
+    (project / "runs" / "old" / "plan.json").write_text("{}")
+    new = project / "new"
+    new.mkdir()
+    (new / "config.yaml").write_text("")
+    if with_git:
+        (project / ".gitignore").write_text("venv/\ndata.bin\n")
+        git(project, "init")
+    (copy,) = snapshot.take([project], new / "code", (project / where).resolve())
+    assert files(copy) - {".gitignore"} == {"pkg/tasks.py", "pkg/words.json"}
+
+
+def test_a_copy_of_nothing_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(SiteError, match=r"empty holds nothing .*\n  Put the code there"):
+        snapshot.take([tmp_path / "empty"], tmp_path / "code", tmp_path / "runs")
+
+
+def test_work_trees_in_the_work_tree_are_copied_too(project: Path, tmp_path: Path) -> None:
+    library, nested = tmp_path / "library", project / "nested"
+    for place in (library, nested, project):
+        place.mkdir(exist_ok=True)
+        git(place, "init")
+    (library / "words.py").write_text("x = 1\n")
+    git(library, "add", ".")
+    git(library, "commit", "-m", "first")
+    (nested / ".gitignore").write_text("*.log\n")
+    (nested / "more.py").write_text("")
+    (nested / "said.log").write_text("")
+    git(project, "-c", "protocol.file.allow=always", "submodule", "add", str(library), "third/words")
+    (project / "third" / "words" / "new.py").write_text("")
+    (project / ".gitignore").write_text("venv/\nruns/\ndata.bin\n")
+    (copy,) = snapshot.take([project], tmp_path / "code", project / "runs")
+    assert {"third/words/words.py", "third/words/new.py", "nested/more.py"} <= files(copy)
+    assert "nested/said.log" not in files(copy)
+
+
+def test_a_script_has_pythonpath_too_and_the_copies_take_its_places(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library, script = tmp_path / "library", project / "pkg" / "main.py"
+    library.mkdir()
+    (library / "helper.py").write_text("")
+    script.write_text("")
+    missing, ours = str(tmp_path / "missing"), str(Path(snapshot.__file__).parent.parent)
+    monkeypatch.setenv("PYTHONPATH", f"{missing}:{library}:{ours}:{project / 'pkg'}")
+    plan = solve_script(
+        compose(["cluster=slurm"]).cluster, Site(gpus=0, cores=2, cwd=str(project)),
+        RunInfo(name="r", id="0", dir=str(tmp_path / "runs" / "r"), created="", version=""), ["pkg/main.py", "--x"],
+    )  # fmt: skip
+    plan.paths.root.mkdir(parents=True)
+    roots = submit._roots(plan)
+    assert roots == [project / "pkg", library]
+    code = plan.paths.code
+    frozen = submit._freeze(plan, roots)
+    assert frozen.command[-2:] == (str(code / "pkg" / "main.py"), "--x")
+    assert frozen.env.set["PYTHONPATH"] == f"{missing}:{code / 'library.1'}:{ours}:{code / 'pkg'}"
+    assert frozen.env.set.items() > plan.env.set.items()
+    assert files(str(code / "library.1")) == {"helper.py"}
+    monkeypatch.delenv("PYTHONPATH")
+    assert snapshot.moved_pythonpath([], []) == ""

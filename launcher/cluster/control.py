@@ -156,7 +156,10 @@ def _renamed(plan: LaunchPlan, paths: RunPaths) -> LaunchPlan:
     cluster = dataclasses.replace(
         plan.cluster, slurm=slurm, import_from=tuple(moved(place) for place in plan.cluster.import_from)
     )
-    return dataclasses.replace(plan, run=run, cluster=cluster, command=tuple(moved(word) for word in plan.command))
+    command = tuple(moved(word) for word in plan.command)
+    own = {name: os.pathsep.join(map(moved, value.split(os.pathsep))) for name, value in plan.env.set.items()}
+    env = dataclasses.replace(plan.env, set=own)
+    return dataclasses.replace(plan, run=run, cluster=cluster, command=command, env=env)
 
 
 def _require_over(run: Run, verb: str) -> None:

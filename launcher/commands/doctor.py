@@ -18,7 +18,7 @@ def doctor(arguments: list[str]) -> int:
     as_json = take("--json", arguments)
 
     def act(config: Config, yaml: str) -> int:  # noqa: ARG001
-        from launcher.doctor.check import exit_status
+        from launcher.check import exit_status
         from launcher.doctor.examine import examine
         from launcher.report import checks, terminal
 

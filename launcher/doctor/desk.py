@@ -13,12 +13,15 @@ from launcher.paths import read_json, write_json
 
 _LOOK_EVERY_S = 0.1
 
+# what one host says, by subject: plain values that travel as JSON
+Answer = dict[str, Any]
+
 
 def question_of(folder: Path) -> Path:
     return folder / "question.json"
 
 
-def answers(folder: Path, nodes: int) -> dict[int, dict[str, Any]]:
+def answers(folder: Path, nodes: int) -> dict[int, Answer]:
     """What each host has said so far; those that have said nothing are left out."""
     list(folder.iterdir())  # of a directory on a network a fresh look, not what was remembered of it
     found = {node: read_json(_answer_of(folder, node)) for node in range(nodes)}
@@ -34,14 +37,14 @@ class Desk:
 
     def __init__(self, folder: Path, node: int, nodes: int) -> None:
         self.folder, self.node, self.nodes = folder, node, nodes
-        self._told: dict[str, Any] = {}
+        self._told: Answer = {}
 
     def tell(self, **known: Any) -> None:
         """Something more is known of this host."""
         self._told |= known
         write_json(_answer_of(self.folder, self.node), self._told)
 
-    def wait(self, key: str, of: set[int], within_s: float) -> dict[int, dict[str, Any]]:
+    def wait(self, key: str, of: set[int], within_s: float) -> dict[int, Answer]:
         """The answers of those hosts that have told ``key``, once all have, or are done without, or time is over."""
         end = time.monotonic() + within_s
         while True:

@@ -13,13 +13,13 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
-from launcher.api import where
+from launcher.api import partitions, where
+from launcher.check import Check
 from launcher.cluster.slurm import client
 from launcher.config import ClusterKind, Config, WandbMode
 from launcher.doctor import desk, facts, job, queue, storage
-from launcher.doctor.check import Check
+from launcher.doctor.desk import Answer
 from launcher.doctor.judge import judge
 from launcher.doctor.probe import Question
 from launcher.errors import ConfigError
@@ -30,8 +30,6 @@ from launcher.site import OWN_MEMORY, WANDB_ENV, Partition, Site, allowed_env
 from launcher.validate import check
 
 _LOCAL_WITHIN_S = 240
-
-Answer = dict[str, Any]
 
 
 def examine(config: Config, say: Callable[[str], None]) -> list[Check]:
@@ -61,10 +59,10 @@ def _of_slurm(config: Config, found: Partition) -> list[Check]:
         solve_cluster(config.cluster, Site.of(found), job.NAME, config.strategy.kind)
     settings = client.settings()
     checks: list[Check] = []
-    for name in found.name.split(","):
-        told = client.partition_settings(name)
+    for one in partitions(config.cluster):
+        told = client.partition_settings(one.name)
         checks += [
-            queue.partition(dataclasses.replace(found, name=name), told.get("State", "UP")),
+            queue.partition(one, told.get("State", "UP")),
             queue.preemption(settings, told, config.cluster.grace_s),
         ]
     return [

@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from launcher.check import Check, failure
 from launcher.cluster.slurm import client, submit
 from launcher.cluster.slurm.client import ENDED, WAITING, Job
 from launcher.config import ClusterConfig
 from launcher.doctor import desk, probe
-from launcher.doctor.check import Check, failure
+from launcher.doctor.desk import Answer
 from launcher.plan import LaunchPlan
 from launcher.sbatch import clock
 from launcher.site import Partition
@@ -38,7 +38,7 @@ class Asked:
     id: str
     job: Job | None
     hosts: list[str]
-    answers: dict[int, dict[str, Any]]
+    answers: dict[int, Answer]
     words: dict[int, str]
 
 
@@ -103,7 +103,7 @@ def _end(job_id: str) -> None:
         job = client.job(job_id)
 
 
-def _all(folder: Path, nodes: int, *, patient: bool) -> dict[int, dict[str, Any]]:
+def _all(folder: Path, nodes: int, *, patient: bool) -> dict[int, Answer]:
     end = time.monotonic() + (_SHOWN_WITHIN_S if patient else 0)
     while True:
         found = desk.answers(folder, nodes)

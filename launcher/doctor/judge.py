@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from launcher.check import Check, failure, merge
 from launcher.config import ClusterKind, Config
 from launcher.doctor import machine, mirror, storage, wires
-from launcher.doctor.check import Check, failure, merge
+from launcher.doctor.desk import Answer
 from launcher.plan import LaunchPlan
-
-Answer = dict[str, Any]
 
 
 def judge(config: Config, plan: LaunchPlan, login: Answer, answers: dict[int, Answer], unwritten: str) -> list[Check]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
+from launcher.check import Check, failure, ok, warning
 from launcher.config import Device
-from launcher.doctor.check import Check, failure, ok, warning
+from launcher.doctor.desk import Answer
 from launcher.doctor.facts import PACKAGES
 
 TORCH = (2, 11)
@@ -14,8 +14,6 @@ _OPTIONAL = ("numpy",)
 _BUSY_MIB, _BUSY_PERCENT = 1024, 10
 _SHM_BYTES = 2**30
 _OPEN_FILES = 1024
-
-Answer = dict[str, Any]
 
 
 def python(login: Answer, answer: Answer) -> Check:

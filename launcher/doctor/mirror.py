@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from launcher.check import Check, failure, ok, warning
 from launcher.config import WandbMode
-from launcher.doctor.check import Check, failure, ok, warning
+from launcher.doctor.desk import Answer
 
 _OFFLINE = "use wandb.mode=offline and `wandb sync` later."
 
 
-def wandb(mode: WandbMode, version: str | None, answer: dict[str, Any]) -> Check | None:
+def wandb(mode: WandbMode, version: str | None, answer: Answer) -> Check | None:
     """``answer``: of the host that rank 0 is to run on. None where it was not asked."""
     if mode is not WandbMode.online:
         return ok("W&B", f"wandb {version}, wandb.mode={mode.value}: no server is needed")

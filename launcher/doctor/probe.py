@@ -19,9 +19,9 @@ from urllib.error import HTTPError, URLError
 from urllib.request import urlopen
 
 from launcher.api import require_wandb_key
-from launcher.cluster.network import GLOO, NCCL, Route, find_route, interfaces, socket_names
-from launcher.cluster.slurm import client
+from launcher.cluster.network import GLOO, NCCL, Route, interfaces, socket_names
 from launcher.cluster.slurm.node import Task
+from launcher.cluster.slurm.route import way_to, way_to_others
 from launcher.doctor import bandwidth, desk, facts, links
 from launcher.doctor.bandwidth import Worker
 from launcher.doctor.desk import Desk
@@ -66,7 +66,7 @@ def answer(folder: Path, node: int, node_name: str | None) -> None:
     try:
         told.tell(host=node_name or socket.gethostname())
         _look_around(question, told)
-        wire = _look_at_links(question, told, node_name) if question.nodes > 1 else None
+        wire = _look_at_links(question, told) if question.nodes > 1 else None
         names = {} if wire is None else wire.names
         env = {**question.env.default, **names, **os.environ, **question.env.set}
         told.tell(bandwidth=_measure(question, told, allowed_env(env, question.env.allow), wire))
@@ -107,8 +107,8 @@ class Wire:
     whole: bool
 
 
-def _look_at_links(question: Question, told: Desk, node_name: str | None) -> Wire:
-    route = _route(question, told, node_name)
+def _look_at_links(question: Question, told: Desk) -> Wire:
+    route = _route(question, told)
     names = socket_names(route, question.interface)
     address, everyone = route.interface.address, set(range(question.nodes))
     # the workers' own port: a free one as for any run
@@ -125,15 +125,14 @@ def _look_at_links(question: Question, told: Desk, node_name: str | None) -> Wir
     return Wire(names, present[0]["store"] if whole else "", whole)
 
 
-def _route(question: Question, told: Desk, node_name: str | None) -> Route:
+def _route(question: Question, told: Desk) -> Route:
     """Towards node 0, as a run finds it."""
     if told.node == 0:
-        assert node_name is not None
-        return find_route(f"{client.node_address(node_name)}:1", question.interface)
+        return way_to_others(question.interface)
     first = told.wait("address", {0}, _HELLO_WITHIN_S)
     if not first:
         raise SiteError("the first node has told no address.\n  What it says of itself is the reason.")
-    return find_route(f"{first[0]['address']}:1", question.interface)
+    return way_to(first[0]["address"], question.interface)
 
 
 def _measure(question: Question, told: Desk, env: dict[str, str], wire: Wire | None) -> dict[str, Any]:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from launcher.check import Check, ok, warning
 from launcher.config import ClusterConfig
-from launcher.doctor.check import Check, ok, warning
 from launcher.sbatch import clock, least_s
 from launcher.site import Partition, torch_has_cuda
 
 
 def partition(found: Partition, state: str) -> Check:
     """``state``: UP, or why no job starts there."""
-    gres = f", {', '.join(found.gres)} a node" if found.gres else ""
-    told = f"{found.name}: {found.nodes} nodes, {found.cores} cores{gres}"
+    cores = str(found.cores) if found.cores == found.most_cores else f"{found.cores} to {found.most_cores}"
+    gres = f", {' or '.join([*found.gres, *(['none'] if found.mixed else [])])} a node" if found.gres else ""
+    told = f"{found.name}: {found.nodes} nodes, {cores} cores{gres}"
     if state != "UP":
         remedy = "Choose another cluster.partition (see `sinfo`)."
         return warning("partition", f"{told}; its state is {state}: no job starts there", remedy)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from launcher.doctor.check import Check, failure, ok, warning
+from launcher.check import Check, failure, ok, warning
+from launcher.doctor.desk import Answer
 from launcher.doctor.machine import gigabytes
 from launcher.site import OWN_MEMORY
 
 _FREE_BYTES = 10e9
-
-Answer = dict[str, Any]
 
 
 def run_dir(run_dir: Path, login: str, answers: dict[int, Answer], *, shared: bool) -> list[Check]:

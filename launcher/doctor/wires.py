@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from launcher.check import Check, failure, merge, ok, warning
 from launcher.cluster.network import GLOO
-from launcher.doctor.check import Check, failure, merge, ok, warning
+from launcher.doctor.desk import Answer
 
 _CLOCK_WARNING_S, _CLOCK_FAILURE_S = 0.1, 2.0
 # of the link's rate; below it something is wrong
 _FAR_BELOW = 0.5
-
-Answer = dict[str, Any]
 
 
 def interfaces(answers: dict[int, Answer]) -> list[Check]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rich.markup import escape
 from rich.table import Table
 
-from launcher.doctor.check import Check, State
+from launcher.check import Check, State
 
 _COLOURS = {State.ok: "green", State.warning: "yellow", State.failure: "red"}
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from launcher.check import Check, State, exit_status, failure, merge, ok, warning
 from launcher.cluster.slurm.client import Job
 from launcher.config import ClusterConfig, Config, Device, WandbMode
 from launcher.doctor import job, machine, mirror, queue, storage, wires
-from launcher.doctor.check import Check, State, exit_status, failure, merge, ok, warning
 from launcher.doctor.job import Asked
 from launcher.doctor.judge import judge
 from launcher.site import Partition
@@ -248,7 +248,7 @@ def test_wandb() -> None:
 
 def partition(**other: Any) -> Partition:
     known: dict[str, Any] = {
-        "name": "train", "nodes": 8, "max_nodes": None, "cores": 64, "gpus": 0, "gres": (), "limit_s": 86400,
+        "name": "train", "nodes": 8, "max_nodes": None, "shapes": ((64, 0),), "gres": (), "limit_s": 86400,
         "default_s": 3600,
     }  # fmt: skip
     return Partition(**known | other)
@@ -257,8 +257,11 @@ def partition(**other: Any) -> Partition:
 def test_partition() -> None:
     has(queue.partition(partition(gres=("gpu:4",)), "UP"), State.ok, "8 nodes, 64 cores, gpu:4 a node")
     has(queue.partition(partition(), "DOWN"), State.warning, "its state is DOWN", "sinfo")
-    assert queue.gpus(partition(gpus=4), "2.13.0") == queue.gpus(partition(), "2.13.0+cpu") == []
-    has(queue.gpus(partition(gpus=4), "2.13.0+cpu")[0], State.warning, "has 4, and torch 2.13.0+cpu", "CUDA build")
+    unlike = partition(shapes=((32, 0), (64, 4)), gres=("gpu:4",))
+    has(queue.partition(unlike, "UP"), State.ok, "8 nodes, 32 to 64 cores, gpu:4 or none a node")
+    four = partition(shapes=((64, 4),))
+    assert queue.gpus(four, "2.13.0") == queue.gpus(partition(), "2.13.0+cpu") == []
+    has(queue.gpus(four, "2.13.0+cpu")[0], State.warning, "has 4, and torch 2.13.0+cpu", "CUDA build")
 
 
 @pytest.mark.parametrize(
@@ -297,10 +300,7 @@ def test_requeue_and_accounting() -> None:
 
 
 def asked(state: str, answers: dict[int, dict[str, Any]], words: dict[int, str]) -> Asked:
-    ended = Job(
-        id="12", name=job.NAME, user="me", state=state, reason="Why", restarts=0, nodes="node[1-2]", exit_code="0:0",
-        end=None, time_limit="00:05:00", preempted=False,
-    )  # fmt: skip
+    ended = Job(state=state, reason="Why", nodes="node[1-2]", restarts=0, end=None, preempted=False)
     return Asked("12", ended, ["node1", "node2"], answers, words)
 
 

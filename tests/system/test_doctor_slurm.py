@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from tests.helpers import launch_command
+from tests.system.slurm import Cluster, cluster, needs_slurm
 
-slurm = pytest.importorskip("tests.system.slurm", reason="the cluster's fixture")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.root, needs_slurm]
 
 
-def doctor(there: Any, place: Path, *arguments: str, status: int) -> tuple[list[dict[str, Any]], str]:
+def doctor(there: Cluster, place: Path, *arguments: str, status: int) -> tuple[list[dict[str, Any]], str]:
     """The checks, and what it said meanwhile; neither job nor directory is left."""
     command = launch_command("doctor", "--json", "cluster=slurm", *arguments)
     done = there.login(*command, cwd=place, check=False)
@@ -25,7 +25,7 @@ def doctor(there: Any, place: Path, *arguments: str, status: int) -> tuple[list[
 
 
 def test_the_nodes_are_looked_at(tmp_path: Path) -> None:
-    with slurm.cluster(nodes=2) as there:
+    with cluster(nodes=2) as there:
         found, said = doctor(there, tmp_path, "cluster.nodes=2", "cluster.time=01:00:00", status=0)
         assert "is running on node" in said
         checks = {check["name"]: check["found"] for check in found}

@@ -93,7 +93,7 @@ def partitions() -> list[Partition]:
     """All of them, the default one first."""
     rows: dict[str, list[list[str]]] = {}
     default = ""
-    for line in ask("sinfo", "--all", "--noheader", "--format=%P|%D|%s|%c|%G|%l|%L").splitlines():
+    for line in ask("sinfo", "--all", "--exact", "--noheader", "--format=%P|%D|%s|%c|%G|%l|%L").splitlines():
         name, *values = line.split("|")
         default = name.rstrip("*") if name.endswith("*") else default
         rows.setdefault(name.rstrip("*"), []).append(values)
@@ -109,8 +109,7 @@ def _partition(name: str, groups: list[list[str]]) -> Partition:
         name=name,
         nodes=sum(map(int, counts)),
         max_nodes=int(most) if most.isdecimal() else None,
-        cores=min(int(count.rstrip("+")) for count in cores),
-        gpus=min(map(count_gpus, gres)),
+        shapes=tuple(sorted({(int(n.rstrip("+")), count_gpus(has)) for n, has in zip(cores, gres, strict=True)})),
         gres=tuple(sorted({entry for entry in gres if entry not in ("(null)", "")})),
         limit_s=seconds(limits[0]),
         default_s=seconds(defaults[0]),

@@ -22,9 +22,10 @@ from typing import Any, NoReturn
 from launcher.cluster import events, jobfile
 from launcher.cluster.agent import Ended, begin, load_plan, serve
 from launcher.cluster.failure import Failure, failure
-from launcher.cluster.network import Route, find_route, free_port, socket_names
+from launcher.cluster.network import free_port, socket_names
 from launcher.cluster.slurm import client
 from launcher.cluster.slurm.failures import Reports
+from launcher.cluster.slurm.route import way_to, way_to_others
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, LauncherError, SiteError, Superseded
 from launcher.incarnation import Fence, Incarnation
 from launcher.paths import RunPaths, read_json, write_json
@@ -134,12 +135,12 @@ def _meet(plan: LaunchPlan, task: Task, fence: Fence) -> LaunchPlan:
         _open(task, fence)
         route = store = None
         if task.nodes > 1:
-            route = _way_to_others(cluster.interface)
+            route = way_to_others(cluster.interface)
             store = f"{route.interface.address}:{free_port(route.interface.address)}"
         fence.add(store=store)
     else:
         store = _wait_for_first(fence)["store"]
-        route = find_route(store, cluster.interface)
+        route = way_to(store.rpartition(":")[0], cluster.interface)
     if route is None or store is None:
         return plan
     place = Place(
@@ -151,18 +152,6 @@ def _meet(plan: LaunchPlan, task: Task, fence: Fence) -> LaunchPlan:
         cluster=dataclasses.replace(cluster, place=place),
         env=dataclasses.replace(plan.env, default=names | plan.env.default),
     )
-
-
-def _way_to_others(interface: str | None) -> Route:
-    """Of the first node: by the address at which Slurm reaches it; where that is a name that this node takes for its
-    loopback, the way to Slurm's controller."""
-    try:
-        return find_route(f"{client.node_address(os.environ['SLURMD_NODENAME'])}:1", interface)
-    except SiteError:
-        controller = client.controller_address()
-        if controller is None:
-            raise
-        return find_route(f"{controller}:1", interface)
 
 
 def _open(task: Task, fence: Fence) -> None:

@@ -22,7 +22,7 @@ from launcher.cluster.slurm.refusal import refusal
 from launcher.errors import ConfigError
 from launcher.placement import SCRIPT_COMMAND
 from launcher.plan import LaunchPlan, RunPlan
-from launcher.site import BATCH_ENV, OWN_MEMORY, allowed_env, file_system
+from launcher.site import OWN_MEMORY, batch_env, file_system
 
 P = TypeVar("P", bound=LaunchPlan)
 
@@ -128,7 +128,7 @@ def _executor(plan: LaunchPlan, srun: Sequence[str]) -> Any:
 def _submitters_environment(plan: LaunchPlan) -> Generator[None, None, None]:
     """sbatch hands its environment to the job: no secret goes along, and nothing of a job that this one comes from."""
     before = dict(os.environ)
-    kept = allowed_env(before, (*plan.env.allow, *BATCH_ENV))
+    kept = batch_env(before, plan.env.allow)
     os.environ.clear()
     os.environ |= kept
     try:
@@ -141,7 +141,7 @@ def _submitters_environment(plan: LaunchPlan) -> Generator[None, None, None]:
 def _roots(plan: LaunchPlan) -> list[Path]:
     if isinstance(plan, RunPlan):
         return snapshot.roots_of_task(plan.task.target, plan.cluster.cwd)
-    return [_script_of(plan).resolve().parent]
+    return snapshot.roots_of_script(_script_of(plan))
 
 
 def _script_of(plan: LaunchPlan) -> Path:
@@ -159,7 +159,10 @@ def _freeze(plan: P, roots: Sequence[Path]) -> P:
             shutil.copy2(_script_of(plan), copies[0])
         at = len(SCRIPT_COMMAND)
         command = (*plan.command[:at], str(Path(copies[0]) / name), *plan.command[at + 1 :])
-        return dataclasses.replace(plan, command=command)
+        env = plan.env
+        if path := snapshot.moved_pythonpath(roots, copies):
+            env = dataclasses.replace(env, set=env.set | {"PYTHONPATH": path})
+        return dataclasses.replace(plan, command=command, env=env)
     return dataclasses.replace(plan, cluster=dataclasses.replace(plan.cluster, import_from=copies))
 
 

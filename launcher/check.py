@@ -1,4 +1,4 @@
-"""One line of the doctor's: what was looked at, how it stands, what was found, and what to do about it."""
+"""One line of what was looked at, by the doctor first of all: how it stands, what was found, what to do about it."""
 
 from __future__ import annotations
 
