@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -19,23 +18,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher import errors
-from launcher.cluster import rounds
+from launcher.cluster import mirroring, rounds
 from launcher.cluster.deaths import DeathWatch
 from launcher.cluster.failure import failure
-from launcher.config import WandbMode
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, class_named
 from launcher.incarnation import INCARNATION, Fence, Incarnation
 from launcher.paths import RunPaths, read_json, write_json
 from launcher.plan import LaunchPlan, RunPlan
 from launcher.process import AGENT_PID, StopShield, die_with_parent
-from launcher.site import WANDB_ENV, allowed_env
+from launcher.site import allowed_env
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import LogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-
-# the mirror has everything on disk already; what it cannot deliver in this time, `wandb sync` delivers later
-MIRROR_GRACE_S, HURRIED_MIRROR_S = 60, 5
 
 
 @dataclass(frozen=True)
@@ -76,7 +71,7 @@ def serve(plan: LaunchPlan, plan_file: Path, own: Incarnation, shield: StopShiel
     The environment is that of the workers meanwhile. Must be called from the main thread, in ``shield``.
     """
     environment = dict(os.environ)
-    mirror = _start_mirror(plan, own)
+    mirror = mirroring.start(plan, own)
     try:
         for name in set(os.environ) - set(allowed_env(os.environ, plan.env.allow)):
             del os.environ[name]  # W&B's key was for the mirror alone
@@ -86,7 +81,7 @@ def serve(plan: LaunchPlan, plan_file: Path, own: Incarnation, shield: StopShiel
     finally:
         # a scheduler that wants the node back does not wait for W&B's server: the next mirror delivers what is missing
         hurried = shield.asked is not None and plan.cluster.slurm is not None
-        _finish_mirror(mirror, plan.paths, HURRIED_MIRROR_S if hurried else MIRROR_GRACE_S)
+        mirroring.finish(mirror, plan.paths, mirroring.HURRIED_S if hurried else mirroring.GRACE_S)
         os.environ.clear()
         os.environ |= environment
 
@@ -227,33 +222,6 @@ def _own_words(death: ProcessFailure) -> tuple[str, str | None]:
     if death.exitcode < 0:
         return f"killed by {signal.Signals(-death.exitcode).name}", None
     return f"left with exit status {death.exitcode}", None
-
-
-def _start_mirror(plan: LaunchPlan, own: Incarnation) -> subprocess.Popen[bytes] | None:
-    """W&B runs beside the job, reading its record: it can neither slow nor stop it."""
-    if not isinstance(plan, RunPlan) or plan.node != 0 or plan.wandb.mode is WandbMode.disabled:
-        return None
-    with plan.paths.wandb_log.open("ab") as log:
-        return subprocess.Popen(
-            [sys.executable, "-P", "-m", "launcher.report.mirror", plan.run.dir, str(own)],
-            env=allowed_env(os.environ, (*plan.env.allow, *WANDB_ENV)),
-            stdin=subprocess.PIPE,  # its end tells the mirror that no record follows, even when this process is killed
-            stdout=log,
-            stderr=log,
-            start_new_session=True,  # so that a Ctrl-C meant for the job does not reach it
-        )
-
-
-def _finish_mirror(mirror: subprocess.Popen[bytes] | None, paths: RunPaths, within_s: float) -> None:
-    if mirror is None or mirror.stdin is None:
-        return
-    mirror.stdin.close()
-    try:
-        mirror.wait(within_s)
-    except subprocess.TimeoutExpired:
-        mirror.kill()
-        problem = f"W&B had not taken everything {within_s} s after the end; `wandb sync` sends the rest."
-        write_json(paths.wandb_status, (read_json(paths.wandb_status) or {}) | {"problem": problem})
 
 
 if __name__ == "__main__":

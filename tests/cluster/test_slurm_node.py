@@ -12,10 +12,10 @@ from launcher.cluster import events, jobfile
 from launcher.cluster.agent import Ended
 from launcher.cluster.failure import Failure, failure
 from launcher.cluster.jobfile import Submission
-from launcher.cluster.slurm import client, failures, node
+from launcher.cluster.slurm import client, ending, failures, node
 from launcher.cluster.slurm.client import Job, SlurmSilent
 from launcher.cluster.slurm.failures import Reports, lost_its_peers
-from launcher.cluster.slurm.node import Task
+from launcher.cluster.slurm.task import Task
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, SiteError, Superseded
 from launcher.incarnation import Fence, Incarnation
 from launcher.paths import RunPaths, read_json, write_json
@@ -46,7 +46,7 @@ class Situation:
         monkeypatch.setattr(client, "requeue", self.requeued.append)
         monkeypatch.setattr(client, "setting", lambda _: "0 sec")
         monkeypatch.setattr(client, "host_names", lambda _: ["node1", "node2"])
-        for module, name in ((node, "_REQUEUE_WITHIN_S"), (failures, "_SLURM_ACTS_WITHIN_S")):
+        for module, name in ((ending, "_REQUEUE_WITHIN_S"), (failures, "_SLURM_ACTS_WITHIN_S")):
             monkeypatch.setattr(module, name, 0)
         monkeypatch.setattr(failures, "_LOOK_EVERY_S", 0.01)
 
@@ -65,7 +65,7 @@ class Situation:
         return Task(job="7", node=number, nodes=2, node_list="node[1-2]", restart=restart)
 
     def conclude(self, ended: Ended, number: int = 0) -> int:
-        return node._conclude(self.plan, self.task(number), self.fence, ended)
+        return ending.conclude(self.plan, self.task(number), self.fence, ended)
 
     def told(self) -> list[str]:
         return [event["event"] for event in events.read(self.paths)]
@@ -97,7 +97,7 @@ def broken(error: str, **known: Any) -> Ended:
 )
 def test_why_a_job_is_to_go_on_later(now: Situation, job: Job, signal: str, why: str) -> None:
     now.job = job
-    assert node._wanted_back(now.plan, now.task(), signal) == why
+    assert ending.wanted_back(now.plan, now.task(), signal) == why
 
 
 def test_what_was_saved_is_queued_again(now: Situation) -> None:
@@ -205,7 +205,7 @@ def test_a_node_without_a_way_says_so_in_the_runs_verdict(tmp_path: Path, monkey
     monkeypatch.setenv("SLURMD_NODENAME", "node1")
     with pytest.raises(SiteError):
         node._meet(now.plan, now.task(), now.fence)
-    node._failed(now.plan, now.task(), now.fence, failure("no interface leads there", None))
+    ending.failed(now.plan, now.task(), now.fence, failure("no interface leads there", None))
     assert now.fence.newest()["incarnation"] == "0.0", "the verdict is of a start that has begun"
     assert (read_json(now.paths.summary) or {})["verdict"] == "failed"
 
