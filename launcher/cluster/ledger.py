@@ -191,6 +191,8 @@ class _Read:
 
     def _active(self, listed: Listed) -> tuple[State, str]:
         reason = "" if listed.reason in ("", "None") else listed.reason
+        if "held" in reason.lower():  # Slurm does so after a failed launch, or a person did
+            reason += f": `scontrol release {self.job}` lets it go on"
         if listed.state in client.WAITING:
             return (State.requeued if self.begun else State.pending), reason
         if listed.state == "COMPLETING":

@@ -25,6 +25,8 @@ _LOOK_EVERY_S = 0.5
 # a directory on a network may show late what was written there
 _SHOWN_WITHIN_S = 10
 _ENDS_WITHIN_S = 60
+# a question that waits longer for its answer is better asked again
+QUEUED_AT_MOST_S = 180
 # one task that fails does not end the others, and what each prints reaches the first node, also from where the
 # directory is not
 _APART = ("--kill-on-bad-exit=0", "--output=all", "--label")
@@ -75,8 +77,9 @@ def _once(plan: LaunchPlan) -> LaunchPlan:
 
 
 def _follow(job_id: str, folder: Path, nodes: int, say: Callable[[str], None]) -> Job | None:
-    """Until it is over, or the nodes that see the directory have given up on the others."""
+    """Until it is over, or the nodes that see the directory have given up on the others, or none come."""
     told = ""
+    end = time.monotonic() + QUEUED_AT_MOST_S
     while True:
         job = client.job(job_id)
         if job is None or job.state in ENDED:
@@ -86,6 +89,8 @@ def _follow(job_id: str, folder: Path, nodes: int, say: Callable[[str], None]) -
         if news != told and job.state != "COMPLETING":
             say(f"job {job_id} is {news}")
             told = news
+        if job.state in WAITING and time.monotonic() > end:
+            return job
         said = desk.answers(folder, nodes)
         if 0 < len(said) < nodes and all(answer.get("done") for answer in said.values()):
             return job
@@ -122,6 +127,9 @@ def _last_words(folder: Path) -> dict[int, str]:
 
 def judge(asked: Asked, nodes: int, folder: Path) -> list[Check]:
     """What went wrong with the job itself; what the probes found is in their answers."""
+    if asked.job is not None and asked.job.state in WAITING:
+        found = f"Slurm gave none within {QUEUED_AT_MOST_S} s: job {asked.id} was pending ({asked.job.reason})"
+        return [failure("nodes", found, "See `sinfo` and `sinfo -R`; or ask again when the queue is shorter.")]
     return [*_ended(asked), *_silent(asked, nodes, folder)]
 
 

@@ -328,3 +328,8 @@ def test_a_node_without_an_answer_is_named() -> None:
     assert check.node == "node1"
     (check,) = job.judge(asked("NODE_FAIL", two({}, {}), {}), 2, folder)
     has(check, State.failure, "Slurm ended job 12: NODE_FAIL (Why)", "sinfo -R")
+
+
+def test_nodes_that_do_not_come_are_not_waited_for_without_end() -> None:
+    (check,) = job.judge(asked("PENDING", {}, {}), 2, Path("/runs/.doctor-1"))
+    has(check, State.failure, "Slurm gave none within 180 s: job 12 was pending (Why)")
