@@ -104,8 +104,10 @@ def test_no_slurm_here(launch: Launch, tmp_path: Path) -> None:
 
 def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     process = subprocess.Popen(
-        launch_command("doctor", "cluster.device=cpu"), cwd=tmp_path, start_new_session=True, stderr=subprocess.PIPE
-    )
+        launch_command("doctor", "cluster.device=cpu"), cwd=tmp_path, start_new_session=True, stderr=subprocess.PIPE,
+        # tests that a shell runs in the background have it ignored, and hand that on
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
     end = time.monotonic() + 30
     while not list(tmp_path.glob("runs/.doctor-*")):
         assert time.monotonic() < end
