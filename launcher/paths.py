@@ -160,6 +160,33 @@ class RunPaths:
         return next(path for path in itertools.chain([first], others) if not path.exists())
 
 
+@dataclass(frozen=True)
+class SweepPaths:
+    """The files of one sweep, from its directory, in which those of its runs lie."""
+
+    root: Path
+
+    @property
+    def book(self) -> Path:
+        """Which cells there are, and the run of each."""
+        return self.root / "sweep.json"
+
+    @property
+    def code(self) -> Path:
+        """The user's code as it was when cells were submitted: a directory for each time that it was another one."""
+        return self.root / "code"
+
+    @property
+    def slurm(self) -> Path:
+        """submitit's folder for the arrays."""
+        return self.root / "slurm"
+
+    @property
+    def report(self) -> Path:
+        """The page of `launch report`."""
+        return self.root / "report.html"
+
+
 def write_text(path: Path, text: str) -> None:
     """Write ``path`` so that a reader sees the old text or the new one, never a part, whatever dies in between."""
     # hosts that share the disk may write it at the same time, and have processes of one number
