@@ -30,9 +30,9 @@ class Cell:
 
     @property
     def label(self) -> str:
-        """Its overrides without the groups of their keys, where that is as clear: ``accumulation=4 lr=0.1``."""
-        return " ".join(override.lstrip("+").rpartition(".")[2] if "=" not in override.rpartition(".")[0] else override
-                        for override in self.overrides)  # fmt: skip
+        """Its overrides without the groups of their keys: ``accumulation=4 workers_per_node=2``."""
+        pairs = (override.lstrip("+").partition("=") for override in self.overrides)
+        return " ".join(f"{key.rpartition('.')[2]}={value}" for key, _, value in pairs)
 
 
 @dataclass(frozen=True, kw_only=True)
