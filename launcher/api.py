@@ -6,10 +6,11 @@ import netrc
 import os
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from launcher.compose import compose
@@ -22,28 +23,52 @@ from launcher.site import Partition, Site, batch_env
 from launcher.solve import solve
 from launcher.taskinfo import describe_task
 
+T = TypeVar("T")
+
 ANY_NUMBER = 2**62  # of samples: enough for every window
 
 
-def plan_job(config: Config) -> RunPlan:
+class Once:
+    """Calls a function once for equal arguments. The jobs of a sweep ask the same of the same task and cluster."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Any] = {}
+
+    def __call__(self, function: Callable[..., T], *arguments: object, **named: object) -> T:
+        key = repr((function, arguments, named))
+        if key not in self._known:
+            self._known[key] = function(*arguments, **named)
+        return self._known[key]
+
+
+def plan_job(config: Config, once: Once | None = None) -> RunPlan:
     """The plan of `launch train` with this config. Looks at the task and at this machine; starts and writes nothing.
+
+    Args:
+        once: what was found out for other jobs of the same moment.
 
     Raises:
         ConfigError, TaskError, SiteError: what is wrong with the input.
     """
-    site = where(config.cluster)
-    class_name = str(config.task.get("_target_", "")).rpartition(".")[2]
-    run = new_run(config.run, re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", class_name).lower(), site.cwd)
+    once = once or Once()
+    site = once(where, config.cluster)
+    run = new_run(config.run, task_stem(config), site.cwd)
     if config.wandb.mode is WandbMode.online:
         # a job of Slurm's finds the key in .netrc, or where the user names the variable in cluster.env
         everything = config.cluster.kind is not ClusterKind.slurm
         require_wandb_key(os.environ if everything else batch_env(os.environ, ("HOME", *config.cluster.env)))
     # what no task could make right is said before the task is looked at, which may take seconds
     solve(config, site, TaskPlan.unknown(ANY_NUMBER), run)
-    task = describe_task(config.task, site.cwd, shards=config.strategy.kind in SHARDED)
+    task = once(describe_task, config.task, site.cwd, shards=config.strategy.kind in SHARDED)
     plan = solve(config, site, task, run)
     auto = plan.strategy.kind in SHARDED and config.strategy.sync is Sync.auto
     return weigh_memory(plan) if auto else plan
+
+
+def task_stem(config: Config) -> str:
+    """What runs of a task are called: ``bytes_gpt`` for ``BytesGPT``."""
+    class_name = str(config.task.get("_target_", "")).rpartition(".")[2]
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", class_name).lower()
 
 
 def where(config: ClusterConfig) -> Site:

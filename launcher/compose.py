@@ -17,9 +17,11 @@ from typing import Any
 from launcher.config import Config
 from launcher.errors import ConfigError, did_you_mean
 from launcher.paths import CONF
+from launcher.sweep.sweeper import BEGIN, AskedCell, Begin, Result
 
 _PRIMARY = "config"
 _SCHEMA = "launcher_schema"
+_CELL_LAUNCHER = "hydra_plugins.launcher_cells.CellLauncher"
 _OPEN_KEYS = r"(task|cluster\.sbatch)\.[^=]+="
 
 
@@ -38,9 +40,23 @@ def compose(overrides: Sequence[str] = ()) -> Config:
         return _to_config(hydra_compose(_PRIMARY, overrides=list(overrides)))[0]
 
 
-def run_with_config(verb: str, arguments: Sequence[str], act: Callable[[Config, str], int]) -> int:
+def run_with_config(
+    verb: str,
+    arguments: Sequence[str],
+    act: Callable[[Config, str], int],
+    cells: Callable[[Sequence[AskedCell], bool], Sequence[Result]] | None = None,
+    *,
+    confirmed: bool = False,
+    keep: Callable[[Path], None] = lambda _: None,
+) -> int:
     """Let Hydra read a verb's arguments, its own flags among them (--help, --cfg, --config-dir, -m), and call ``act``
-    with the config and its YAML, once a job. Returns the highest of its exit statuses.
+    with the config and its YAML. Returns the highest of its exit statuses.
+
+    Args:
+        cells: what -m does with the cells that a sweeper asks for, and whether it needs their results. Default: ``act``
+            for each.
+        confirmed: whether there may be very many of them.
+        keep: called with the directory in which a sweeper has left its own files, before that goes.
 
     Raises:
         ConfigError: as ``compose``.
@@ -62,6 +78,10 @@ def run_with_config(verb: str, arguments: Sequence[str], act: Callable[[Config, 
             return
         statuses.append(act(config, yaml))
 
+    def one_by_one(asked: Sequence[AskedCell], with_results: bool) -> Sequence[Result]:  # noqa: ARG001
+        statuses.extend(act(cell.config, cell.yaml) for cell in asked)
+        return [None] * len(asked)
+
     application = hydra_main(version_base="1.3", config_path=str(CONF), config_name=_PRIMARY)(job)
     argv, environment = sys.argv, dict(os.environ)
     try:
@@ -69,7 +89,12 @@ def run_with_config(verb: str, arguments: Sequence[str], act: Callable[[Config, 
             sys.argv = [f"launch {verb}", *arguments]
             # Hydra then raises, instead of printing and exiting with status 1
             os.environ |= {"HYDRA_FULL_ERROR": "1", "LAUNCHER_SWEEP_DIR": sweep_dir}
-            application()
+            token = BEGIN.set(Begin(cells or one_by_one, _to_config, confirmed))
+            try:
+                application()
+            finally:
+                BEGIN.reset(token)
+                keep(Path(sweep_dir))
             if wrong:
                 raise wrong[0]
     finally:
@@ -83,6 +108,7 @@ def _register_schema() -> None:
     from hydra.core.config_store import ConfigStore
 
     ConfigStore.instance().store(name=_SCHEMA, node=Config)
+    ConfigStore.instance().store(group="hydra/launcher", name="cells", node={"_target_": _CELL_LAUNCHER})
 
 
 def _to_config(composed: Any) -> tuple[Config, str]:

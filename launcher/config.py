@@ -295,6 +295,20 @@ class RunConfig:
 
 
 @dataclass(kw_only=True)
+class SweepConfig:
+    """Many runs from one command (-m)."""
+
+    name: str | None = None
+    """Its directory's name, and W&B's group. Default: the task's name and what was typed, as a digest: the same command
+    goes on with the same sweep."""
+    at_once: int | None = None
+    """slurm: cells of one array that run at the same time. Default: as many as there is room for."""
+    objective: str | None = None
+    """What a sweeper that learns from results, such as Optuna's, is told of a cell: a number in its summary.json.
+    Default: eval/loss where there is one, else train/loss."""
+
+
+@dataclass(kw_only=True)
 class Config:
     """Everything a user can set."""
 
@@ -310,3 +324,4 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)

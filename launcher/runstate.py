@@ -10,7 +10,7 @@ from typing import Any
 class State(StrEnum):
     """``requeued``: it has run, and Slurm will begin it again. ``stopped``: it was told to stop, and has saved.
     ``lost``: nobody runs it, and it left no verdict. ``unknown``: another host, or a Slurm that does not answer, could
-    tell."""
+    tell. ``impossible``: of a sweep's cell: its configuration cannot run."""
 
     pending = "pending"
     running = "running"
@@ -21,6 +21,7 @@ class State(StrEnum):
     cancelled = "cancelled"
     lost = "lost"
     unknown = "unknown"
+    impossible = "impossible"
 
 
 ACTIVE = frozenset({State.pending, State.running, State.requeued})
@@ -29,7 +30,8 @@ ACTIVE = frozenset({State.pending, State.running, State.requeued})
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """One run as it stands. ``detail``: why, in a few words. ``step``, ``steps``: optimizer steps recorded, and
-    planned. ``nodes``: that it runs on, or ran on last. ``submissions``: how often it was sent off."""
+    planned. ``nodes``: that it runs on, or ran on last. ``submissions``: how often it was sent off. ``sweep``,
+    ``cell``: the directory of the sweep that it is of, and what tells its cell from the others."""
 
     name: str
     dir: str
@@ -45,6 +47,8 @@ class Run:
     steps: int | None
     loss: float | None
     failure: dict[str, Any] | None
+    sweep: str | None = None
+    cell: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -6,6 +6,7 @@ changes and all; elsewhere everything small. Installed packages are not copied.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import os
 import shutil
@@ -21,6 +22,7 @@ from launcher.paths import RunPaths, write_json
 
 _MOST_FILES, _MOST_BYTES = 20_000, 200 * 2**20
 _SMALL_BYTES = 2**20
+_WHOLE = "code.json"  # written last
 _NOT_CODE = {"__pycache__", "node_modules", "wandb", "site-packages", "build", "dist"}
 
 
@@ -83,16 +85,44 @@ def take(roots: Sequence[Path], target: Path, leave_out: Path) -> tuple[str, ...
     Raises:
         SiteError: there is far more than code, or none.
     """
-    copies: list[str] = []
+    copies = _places(roots, target)
     notes: list[dict[str, object]] = []
-    for number, root in enumerate(roots):
-        copy = target / (root.name if number == 0 else f"{root.name}.{number}")
+    for root, copy in zip(roots, copies, strict=True):
         files = _copy(root, copy, _Omitted(root, leave_out, target.parent))
-        copies.append(str(copy))
         notes.append({"from": str(root), "files": files, "commit": _git(root, "rev-parse", "HEAD").decode().strip()})
-    target.mkdir(exist_ok=True)
-    write_json(target / "code.json", notes)
-    return tuple(copies)
+    target.mkdir(parents=True, exist_ok=True)
+    write_json(target / _WHOLE, notes)
+    return tuple(map(str, copies))
+
+
+def take_once(roots: Sequence[Path], target: Path, leave_out: Path) -> tuple[str, ...]:
+    """As ``take``, unless the copies are there already."""
+    if (target / _WHOLE).is_file():
+        return tuple(map(str, _places(roots, target)))
+    shutil.rmtree(target, ignore_errors=True)  # what was cut off half-way
+    return take(roots, target, leave_out)
+
+
+def digest_of_modules(roots: Sequence[Path], leave_out: Path, this_run: Path) -> str:
+    """What the Python files among those that ``take`` would copy say; any edit of one gives another digest."""
+    read = hashlib.sha256()
+    for number, root in enumerate(roots):
+        for name in sorted(_files(root, _Omitted(root, leave_out, this_run))):
+            if name.endswith(".py"):
+                read.update(f"{number}/{name}\0".encode() + (root / name).read_bytes() + b"\0")
+    return read.hexdigest()[:16]
+
+
+def _places(roots: Sequence[Path], target: Path) -> list[Path]:
+    return [target / (root.name if number == 0 else f"{root.name}.{number}") for number, root in enumerate(roots)]
+
+
+def _files(root: Path, omitted: _Omitted) -> Iterator[str]:
+    """Names of what is to be copied."""
+    for name in _git_files(root) or _small_files(root, omitted):
+        source = root / name
+        if source.is_file() and source.parent not in omitted:  # deleted, but not yet in git's index
+            yield name
 
 
 class _Omitted:
@@ -115,10 +145,8 @@ class _Omitted:
 def _copy(root: Path, copy: Path, omitted: _Omitted) -> int:
     copy.mkdir(parents=True)
     files = size = 0
-    for name in _git_files(root) or _small_files(root, omitted):
+    for name in _files(root, omitted):
         source = root / name
-        if not source.is_file() or source.parent in omitted:  # deleted, but not yet in git's index
-            continue
         files, size = files + 1, size + source.stat().st_size
         if files > _MOST_FILES or size > _MOST_BYTES:
             raise SiteError(

@@ -55,6 +55,7 @@ _BOUNDS: dict[str, tuple[Callable[[Number], bool], str]] = {
     "checkpoint.every_minutes": _above(0),
     "checkpoint.keep": _at_least(1),
     "run.calibrate": _at_least(0),
+    "sweep.at_once": _at_least(1),
 }
 
 
@@ -74,9 +75,8 @@ def check(config: Config) -> None:
         raise ConfigError(
             "train.epochs", config.train.epochs, f"train.steps={config.train.steps} is set too.", "Leave one out."
         )
-    if config.run.name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.=,+-]{0,127}", config.run.name):
-        raise ConfigError(
-            "run.name",
-            config.run.name,
-            "must be letters, digits and _ . = , + - only, starting with a letter or digit.",
-        )
+    for key, name in (("run.name", config.run.name), ("sweep.name", config.sweep.name)):
+        if name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.=,+-]{0,127}", name):
+            raise ConfigError(
+                key, name, "must be letters, digits and _ . = , + - only, starting with a letter or digit."
+            )

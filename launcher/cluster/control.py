@@ -9,7 +9,7 @@ import secrets
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -36,46 +36,58 @@ def one(paths: RunPaths) -> Run:
     return look([paths])[0]
 
 
-def cancel(paths: RunPaths, say: Callable[[str], None]) -> Run:
-    """End a run, and wait until nothing of it is left: no process, and no checkpoint that is not whole.
+def cancel(runs: Sequence[Run], say: Callable[[str], None]) -> list[Run]:
+    """End runs, and wait until nothing of them is left: no process, and no checkpoint that is not whole.
 
     The workers finish their window and save first, within the time that Slurm's KillWait or cluster.grace_s gives them.
 
     Raises:
-        UserError: it is over already.
-        SiteError: it is of another host, or does not end.
+        UserError: one is over already.
+        SiteError: one is of another host, or does not end.
     """
-    run = one(paths)
-    if run.state is State.unknown:
-        raise SiteError(f"{run.name}: cannot be cancelled from here: {run.detail}.")
-    if run.state not in ACTIVE:
-        raise UserError(f"{run.name}: is {run.state.value}: there is nothing to cancel.")
-    jobfile.amend(paths, cancelled=True)  # first: it keeps the job from being queued again
+    for run in runs:
+        if run.state is State.unknown:
+            raise SiteError(f"{run.name}: cannot be cancelled from here: {run.detail}.")
+        if run.state not in ACTIVE:
+            raise UserError(f"{run.name}: is {run.state.value}: there is nothing to cancel.")
+    places = [RunPaths(Path(run.dir)) for run in runs]
+    for paths in places:
+        jobfile.amend(paths, cancelled=True)  # first: it keeps the job from being queued again
     try:
-        _end(run, jobfile.submissions(paths)[-1])
+        _end(runs)
     except BaseException:
-        jobfile.amend(paths, cancelled=False)
+        for paths in places:
+            jobfile.amend(paths, cancelled=False)
         raise
-    events.note(paths, "cancelled", by=Submission.now().user)
-    say(f"Cancelling {run.name}: its workers finish their window and save.")
-    wait_s = _patience_s(load_plan(paths.plan))
+    for paths in places:
+        events.note(paths, "cancelled", by=Submission.now().user)
+    what, whose = (runs[0].name, "its") if len(runs) == 1 else (f"{len(runs)} runs", "their")
+    say(f"Cancelling {what}: {whose} workers finish their window and save.")
+    wait_s = max(_patience_s(load_plan(paths.plan)) for paths in places)
     end = time.monotonic() + wait_s
-    while (run := one(paths)).state in _MAY_GO_ON:
+    while left := [run for run in look(places) if run.state in _MAY_GO_ON]:
         if time.monotonic() > end:
             raise SiteError(
-                f"{run.name}: is still {run.state.value} ({run.detail}) {wait_s:.0f} s after it was cancelled."
+                f"{left[0].name}: is still {left[0].state.value} ({left[0].detail}) {wait_s:.0f} s after it was "
+                "cancelled."
             )
         time.sleep(_LOOK_EVERY_S)
-    for _, partial in paths.partial_checkpoints():
-        shutil.rmtree(partial, ignore_errors=True)
-    return run
+    for paths in places:
+        for _, partial in paths.partial_checkpoints():
+            shutil.rmtree(partial, ignore_errors=True)
+    return look(places)
 
 
-def _end(run: Run, submission: Submission) -> None:
-    if run.kind == ClusterKind.slurm:
-        assert run.job is not None
-        client.cancel(run.job)
-        return
+def _end(runs: Sequence[Run]) -> None:
+    jobs = [run.job for run in runs if run.kind == ClusterKind.slurm and run.job is not None]
+    if jobs:
+        client.cancel(*jobs)
+    for run in runs:
+        if run.kind != ClusterKind.slurm:
+            _end_here(run, jobfile.submissions(RunPaths(Path(run.dir)))[-1])
+
+
+def _end_here(run: Run, submission: Submission) -> None:
     assert submission.pid is not None
     try:
         os.kill(submission.pid, signal.SIGTERM)
@@ -92,43 +104,49 @@ def _patience_s(plan: LaunchPlan) -> float:
     return int(said[0] if said else 30) + _ENDS_WITHIN_S
 
 
-def resume(paths: RunPaths) -> tuple[LaunchPlan, str | None]:
-    """Let a run go on from its newest checkpoint, in its directory. Of a job of Slurm's: submitted, with its id; of
-    this machine's: the plan, for the caller to run.
+def to_resume(run: Run) -> LaunchPlan:
+    """The plan of a run that is to go on from its newest checkpoint, in its directory.
 
     Raises:
         UserError: it is under way, or done.
         SiteError: it is of several hosts without a scheduler.
     """
-    run, plan = one(paths), load_plan(paths.plan)
+    plan = load_plan(RunPaths(Path(run.dir)).plan)
     _require_over(run, "resume")
     if run.state is State.done:
         raise UserError(f"{run.name}: is done. `launch retry {run.name}` begins it anew, under another name.")
-    if plan.cluster.kind is ClusterKind.slurm:
-        return plan, submit.send(plan)
-    _require_local(plan)
-    return plan, None
+    _require_begins_again(plan)
+    return plan
 
 
-def retry(paths: RunPaths) -> tuple[LaunchPlan, str | None]:
-    """Begin a run anew, as it was planned and with the code it had, under another name. Returns as ``resume``.
+def to_retry(run: Run) -> LaunchPlan:
+    """The plan of a run that is to begin anew, as it was planned and with the code it had, under another name; its
+    directory is made.
 
     Raises:
         UserError: it is under way.
         SiteError: it is of several hosts without a scheduler.
     """
-    run, plan = one(paths), load_plan(paths.plan)
+    paths = RunPaths(Path(run.dir))
+    plan = load_plan(paths.plan)
     _require_over(run, "retry")
-    if plan.cluster.kind is not ClusterKind.slurm:
-        _require_local(plan)
+    _require_begins_again(plan)
     plan = _renamed(plan, paths)
     local.create(plan, paths.config.read_text(encoding="utf-8"))
+    if paths.code.is_dir():
+        shutil.copytree(paths.code, plan.paths.code)
+    return plan
+
+
+def send(plan: LaunchPlan) -> str:
+    """Submit what ``to_resume`` or ``to_retry`` have made; the job's id. What Slurm refuses before it ever ran leaves
+    no directory behind."""
+    first = not jobfile.submissions(plan.paths)
     try:
-        if paths.code.is_dir():
-            shutil.copytree(paths.code, plan.paths.code)
-        return plan, submit.send(plan) if plan.cluster.kind is ClusterKind.slurm else None
+        return submit.send(plan)
     except BaseException:
-        shutil.rmtree(plan.paths.root, ignore_errors=True)
+        if first:
+            shutil.rmtree(plan.paths.root, ignore_errors=True)
         raise
 
 
@@ -170,13 +188,13 @@ def _require_over(run: Run, verb: str) -> None:
         )
 
 
-def _require_local(plan: LaunchPlan) -> None:
-    if plan.cluster.kind is not ClusterKind.local:
+def _require_begins_again(plan: LaunchPlan) -> None:
+    if plan.cluster.kind is ClusterKind.hosts:
         raise SiteError(
             f"{plan.run.name}: cluster={plan.cluster.kind.value}: its hosts have no scheduler to begin it again.\n"
             "  Type the command again on each host, with another run.name."
         )
-    if not Path(plan.cluster.cwd).is_dir():
+    if plan.cluster.kind is ClusterKind.local and not Path(plan.cluster.cwd).is_dir():
         raise SiteError(f"{plan.run.name}: {plan.cluster.cwd}, where it was started, is not there on this machine.")
 
 
@@ -195,6 +213,16 @@ def follow(paths: RunPaths, display: local.Display) -> Run:
             time.sleep(local.POLL_S)
     finally:
         display.close()
+
+
+def wait_for(places: Sequence[RunPaths], say: Callable[[Sequence[Run]], None]) -> list[Run]:
+    """Runs once all of them are over, through every requeue. ``say``: called with how they stand, now and then."""
+    while True:
+        found = look(places)
+        if not any(run.state in _MAY_GO_ON for run in found):
+            return found
+        say(found)
+        time.sleep(_ASK_SLURM_EVERY_S)
 
 
 def exit_status(run: Run) -> int:

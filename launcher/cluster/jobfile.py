@@ -22,7 +22,8 @@ from launcher.paths import RunPaths, read_json, write_json
 class Submission:
     """``at``: ISO 8601, UTC. ``host``, ``user``: from where and by whom. ``job``: Slurm's id; None for a job of this
     host's own, and until Slurm has given one. ``pid``, ``born``: of the `launch` that runs such a job. ``cancelled``:
-    whether a person wanted no more of it; ``refused``: whether Slurm did not take it."""
+    whether a person wanted no more of it; ``refused``: whether Slurm did not take it. ``name``: the
+    job's, where that is not the run's."""
 
     at: str
     host: str
@@ -32,6 +33,7 @@ class Submission:
     born: str | None = None
     cancelled: bool = False
     refused: bool = False
+    name: str | None = None
 
     @classmethod
     def now(cls) -> Submission:

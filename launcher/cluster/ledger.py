@@ -1,4 +1,4 @@
-"""Which runs exist and how they stand: from their directories, and Slurm's answer where it knows the job.
+"""How runs stand: from their directories, and Slurm's answer where it knows the job.
 
 Nothing is kept anywhere else, so nothing can go stale: a run that was moved, or that another user began, is as visible
 as one's own.
@@ -18,54 +18,10 @@ from launcher.cluster.jobfile import Submission
 from launcher.cluster.slurm import client
 from launcher.cluster.slurm.client import Listed, SlurmSilent
 from launcher.config import ClusterKind
-from launcher.errors import UserError, did_you_mean
 from launcher.paths import RunPaths, read_json
 from launcher.runstate import Run, State
 
 _TAIL_BYTES = 64 * 1024
-_SHOWN = 8
-
-
-def find(runs: Path) -> list[RunPaths]:
-    """Every run in a directory of runs."""
-    runs = runs.absolute()
-    try:
-        with os.scandir(runs) as entries:
-            return sorted(
-                (RunPaths(Path(entry.path)) for entry in entries if _has_plan(entry.path)),
-                key=lambda paths: paths.root.name,
-            )
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-
-
-def _has_plan(directory: str | Path) -> bool:
-    """Whether this is a run's directory; another user's, closed to this one, is none."""
-    return os.path.isfile(os.path.join(directory, "plan.json"))  # noqa: PTH113, PTH118 (pathlib raises where closed)
-
-
-def resolve(word: str, runs: Path) -> RunPaths:
-    """The run that a user means: by its directory, its name, or the beginning of its name.
-
-    Raises:
-        UserError: there is none, or several.
-    """
-    for place in (runs / word, Path(word)):
-        if _has_plan(place):
-            return RunPaths(place.resolve())
-    known = [paths for paths in find(runs) if "/" not in word]
-    found = [paths for paths in known if paths.root.name.startswith(word)]
-    if len(found) == 1:
-        return RunPaths(found[0].root.resolve())
-    names = [paths.root.name for paths in found or known]
-    if found:
-        more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-        raise UserError(
-            f"{word}: {len(found)} runs begin like that: {', '.join(names[:_SHOWN])}{more}.\n  Write more of the name."
-        )
-    there = f"`launch runs --dir {runs}` lists them." if known else f"{runs} holds no run."
-    hint = did_you_mean(word, names) or there
-    raise UserError(f"{word}: there is no such run in {runs}.\n  {hint} Elsewhere: --dir DIR, or the run's directory.")
 
 
 def look(runs: Iterable[RunPaths]) -> list[Run]:
@@ -129,6 +85,10 @@ class _Read:
         return self.last.job or (self.incarnation.get("job") if self.begun else None)
 
     @property
+    def job_name(self) -> str:
+        return (self.last.name if self.last else None) or self.name
+
+    @property
     def kind(self) -> str:
         return self.plan.get("cluster", {}).get("kind", "")
 
@@ -144,7 +104,7 @@ class _Read:
 
     def judge(self, known: dict[str, Listed] | None) -> Run:
         listed = None if known is None or self.job is None else known.get(self.job)
-        if listed is not None and listed.name != self.name:  # another cluster's job of this number
+        if listed is not None and listed.name != self.job_name:  # another cluster's job of this number
             listed = None
         silent = known is None and not self.is_over
         state, detail = self._of_slurm(listed, silent) if self.kind == ClusterKind.slurm else self._of_this_host()

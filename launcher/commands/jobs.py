@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from functools import partial
 from pathlib import Path
@@ -89,15 +90,26 @@ def _require_no_wait(config: Config, *, wait: bool) -> None:
         raise UserError(f"--wait: has no effect with cluster={config.cluster.kind.value}, which is waited for anyway.")
 
 
+def _require_no_sweep(config: Config) -> None:
+    for name, value in dataclasses.asdict(config.sweep).items():
+        if value is not None:
+            raise ConfigError(f"sweep.{name}", value, "has no effect on a single run.", "Add -m for a sweep.")
+
+
 def train(arguments: list[str]) -> int:
     from launcher.api import plan_job
     from launcher.cluster.slurm import client
     from launcher.report import tables, terminal
 
-    quiet, wait = take("--quiet", arguments), take("--wait", arguments)
+    quiet, wait, yes = (take(flag, arguments) for flag in ("--quiet", "--wait", "--yes"))
+    if {"-m", "--multirun"} & set(arguments) and not {"--help", "-h", "--cfg", "-c"} & set(arguments):
+        from launcher.commands.sweep import train_sweep
+
+        return train_sweep(arguments, quiet=quiet, wait=wait, confirmed=yes)
 
     def act(config: Config, yaml: str) -> int:
         _require_no_wait(config, wait=wait)
+        _require_no_sweep(config)
         if config.cluster.kind is ClusterKind.slurm:
             client.require()
         plan = plan_job(config)

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable, Container
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from launcher.cluster import control, events
-from launcher.cluster.ledger import find, look, resolve
+from launcher.cluster.ledger import look
+from launcher.cluster.naming import find, find_sweeps, resolve, resolve_any
+from launcher.cluster.peers import Alone
+from launcher.cluster.sweeps import look_at_sweeps
 from launcher.errors import EXIT_DONE, UserError
-from launcher.plan import RunPlan
+from launcher.paths import SweepPaths
+from launcher.plan import LaunchPlan, RunPlan
 from launcher.report import logs as shown_logs
 from launcher.report import runs as shown
+from launcher.report import sweeps as shown_sweeps
 from launcher.report import terminal
+from launcher.runstate import ACTIVE, Run, State
 
 
 class _Parser(argparse.ArgumentParser):
@@ -33,16 +40,32 @@ def _parser(verb: str, does: str, *, run: bool = True) -> _Parser:
 
 
 def runs(arguments: list[str]) -> int:
-    parser = _parser("runs", "What runs exist, and how they stand.", run=False)
-    parser.add_argument("--json", action="store_true", help="a list of objects")
+    parser = _parser("runs", "What runs exist, and how they stand; or the cells of a sweep.", run=False)
+    parser.add_argument("sweep", metavar="SWEEP", nargs="?", help="a sweep's name, directory, or the beginning of one")
+    parser.add_argument("--json", action="store_true", help="a list of objects, those of sweeps too")
     given = parser.parse_args(arguments)
-    found = look(find(given.dir))
+    if given.sweep is not None:
+        paths = resolve_any(given.sweep, given.dir)
+        if not isinstance(paths, SweepPaths):
+            raise UserError(f"{given.sweep}: is a run, and no sweep.\n  `launch status {given.sweep}` shows it.")
+        return _show_cells(paths, as_json=given.json)
+    found, sweeps = look(find(given.dir)), look_at_sweeps(find_sweeps(given.dir))
     if given.json:
-        print(json.dumps([run.to_json() for run in found], indent=2))
-    elif not found:
+        cells = [cell for several in sweeps.values() for cell in several]
+        print(json.dumps([run.to_json() for run in [*found, *cells]], indent=2))
+    elif not found and not sweeps:
         print(f"{given.dir} holds no run. Elsewhere: launch runs --dir DIR.")
     else:
-        terminal.console().print(shown.runs_table(found))
+        terminal.console().print(shown.runs_table(found, {Path(sweep).name: its for sweep, its in sweeps.items()}))
+    return EXIT_DONE
+
+
+def _show_cells(paths: SweepPaths, *, as_json: bool) -> int:
+    cells = look_at_sweeps([paths])[str(paths.root)]
+    if as_json:
+        print(json.dumps([cell.to_json() for cell in cells], indent=2))
+    else:
+        terminal.console().print(shown_sweeps.sweep_table(paths, cells))
     return EXIT_DONE
 
 
@@ -50,7 +73,9 @@ def status(arguments: list[str]) -> int:
     parser = _parser("status", "One run: where it is, what happened to it, and why it failed.")
     parser.add_argument("--json", action="store_true", help="one object")
     given = parser.parse_args(arguments)
-    paths = resolve(given.run, given.dir)
+    paths = resolve_any(given.run, given.dir)
+    if isinstance(paths, SweepPaths):
+        return _show_cells(paths, as_json=given.json)
     run, happened = control.one(paths), events.read(paths)
     if given.json:
         known: dict[str, Any] = run.to_json() | {"events": happened}
@@ -83,34 +108,60 @@ def logs(arguments: list[str]) -> int:
 
 
 def cancel(arguments: list[str]) -> int:
-    given = _parser("cancel", "End a run; its workers save first.").parse_args(arguments)
-    paths = resolve(given.run, given.dir)
-    run = control.cancel(paths, partial(print, flush=True))
-    print(f"{run.name}: {run.state.value}. `launch resume {given.run}` goes on from its newest checkpoint.")
+    given = _parser("cancel", "End a run, or all of a sweep's; their workers save first.").parse_args(arguments)
+    runs = _chosen(given.run, given.dir, ACTIVE, "there is nothing to cancel")
+    ended = control.cancel(runs, partial(print, flush=True))
+    for run in ended:
+        print(f"{run.name}: {run.state.value}.")
+    print(f"`launch resume {given.run}` goes on from the newest checkpoint{'' if len(ended) == 1 else 's'}.")
     return EXIT_DONE
 
 
-def _again(verb: str, does: str, arguments: list[str]) -> int:
+def _chosen(word: str, directory: Path, states: Container[State], otherwise: str) -> list[Run]:
+    """The run that is meant, as it stands; of a sweep, those in one of ``states``.
+
+    Raises:
+        UserError: no cell of the sweep is.
+    """
+    paths = resolve_any(word, directory)
+    if not isinstance(paths, SweepPaths):
+        return [control.one(paths)]
+    cells = look_at_sweeps([paths])[str(paths.root)]
+    # of two cells with the same content one run
+    chosen = list({cell.dir: cell for cell in cells if cell.dir and cell.state in states}.values())
+    if not chosen:
+        raise UserError(f"{word}: {shown_sweeps.states_text(cells)}: {otherwise}.")
+    return chosen
+
+
+def _again(
+    verb: str, does: str, arguments: list[str], states: Container[State], again: Callable[[Run], LaunchPlan]
+) -> int:
     parser = _parser(verb, does)
     parser.add_argument("--wait", action="store_true", help="of Slurm: follow it to its end")
     parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
     given = parser.parse_args(arguments)
-    from launcher.commands import jobs
+    from launcher.commands import jobs, sweep
 
-    plan, job = (control.resume if verb == "resume" else control.retry)(resolve(given.run, given.dir))
+    runs = _chosen(given.run, given.dir, states, f"there is nothing to {verb}")
     console = terminal.console(quiet=given.quiet)
-    if job is not None:
-        return jobs.submitted(plan, job, console, wait=given.wait)
-    from launcher.cluster.peers import Alone
-
+    target = resolve_any(given.run, given.dir)
+    if isinstance(target, SweepPaths):
+        return sweep.again(target, runs, again, console, wait=given.wait)
+    plan = again(runs[0])
+    if plan.cluster.slurm is not None:
+        return jobs.submitted(plan, control.send(plan), console, wait=given.wait)
     if isinstance(plan, RunPlan):
         return jobs.run_here(plan, Alone(), console)
     return jobs.run_script_here(plan, Alone(), console)
 
 
 def resume(arguments: list[str]) -> int:
-    return _again("resume", "Let a run go on from its newest checkpoint, in its own directory.", arguments)
+    over = frozenset(State) - ACTIVE - {State.done, State.unknown, State.impossible}
+    does = "Let a run go on from its newest checkpoint, in its own directory; or all of a sweep's that are not done."
+    return _again("resume", does, arguments, over, control.to_resume)
 
 
 def retry(arguments: list[str]) -> int:
-    return _again("retry", "Begin a run anew, with the plan and the code that it had, under another name.", arguments)
+    does = "Begin a run anew, with the plan and the code that it had, under another name; of a sweep those that failed."
+    return _again("retry", does, arguments, {State.failed, State.lost}, control.to_retry)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from launcher.errors import EXIT_FAILED, EXIT_INTERRUPTED, UserError, did_you_mean
 
@@ -19,7 +19,7 @@ _HYDRA_FLAGS = {
     "--info": True, "-i": True, "--config-name": True, "-cn": True, "--config-dir": True, "-cd": True,
     "--config-path": True, "-cp": True,
 }  # fmt: skip
-_OWN_FLAGS = ("--quiet", "--json", "--wait")
+_OWN_FLAGS = ("--quiet", "--json", "--wait", "--yes")
 
 
 def explain(error: UserError) -> int:
@@ -57,7 +57,8 @@ def _require_overrides(arguments: list[str]) -> None:
             raise UserError(f"{argument}: is no override.\n  Write key=value, such as train.steps=100.")
 
 
-def with_config(verb: str, arguments: list[str], act: Callable[[Config, str], int]) -> int:
+def with_config(verb: str, arguments: list[str], act: Callable[[Config, str], int], **sweep: Any) -> int:
+    """``sweep``: what -m does, as of `launcher.compose.run_with_config`."""
     from launcher.compose import run_with_config
 
     _require_overrides(arguments)
@@ -73,4 +74,4 @@ def with_config(verb: str, arguments: list[str], act: Callable[[Config, str], in
             raise KeyboardInterrupt  # of a sweep, the cells that have not begun are left out too
         return status
 
-    return run_with_config(verb, arguments, act_or_explain)
+    return run_with_config(verb, arguments, act_or_explain, **sweep)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -14,28 +15,35 @@ from launcher.plan import LaunchPlan
 from launcher.report.tables import failure_text, named_lines, near
 from launcher.runstate import Run, State
 
-_COLOURS = {
+COLOURS = {
     State.done: "green", State.running: "cyan", State.failed: "red", State.lost: "red", State.pending: "yellow",
     State.requeued: "yellow", State.stopped: "yellow", State.cancelled: "dim", State.unknown: "magenta",
+    State.impossible: "magenta",
 }  # fmt: skip
 
 
-def runs_table(runs: Sequence[Run]) -> Table:
-    """A line a run, the newest last."""
+def runs_table(runs: Sequence[Run], sweeps: Mapping[str, Sequence[Run]]) -> Table:
+    """A line a run, the newest last; then one a sweep, by name, with how many of its cells stand how."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for column in ("run", "state", "step", "loss", "job", "user", "begun", ""):
         table.add_column(column, no_wrap=column != "", overflow="fold")
     for run in sorted(runs, key=lambda run: run.created):
         table.add_row(
             escape(run.name),
-            f"[{_COLOURS[run.state]}]{run.state.value}[/]",
-            _step(run),
+            f"[{COLOURS[run.state]}]{run.state.value}[/]",
+            step_text(run),
             "" if run.loss is None else f"{run.loss:.4f}",
             run.job or run.kind,
             escape(run.user),
             _when(run.created),
             escape(run.detail),
         )
+    for sweep, cells in sorted(sweeps.items()):
+        counted = Counter(cell.state for cell in cells)
+        states = ", ".join(f"[{COLOURS[state]}]{counted[state]} {state.value}[/]" for state in State if counted[state])
+        begun = min((cell.created for cell in cells if cell.created), default="")
+        users = ",".join(sorted({cell.user for cell in cells if cell.user}))
+        table.add_row(escape(sweep), "sweep", "", "", "", escape(users), _when(begun), f"{len(cells)} cells: {states}")
     return table
 
 
@@ -49,7 +57,7 @@ def status_table(run: Run, happened: Sequence[dict[str, Any]] = ()) -> Table:
     if run.nodes:
         add("nodes", run.nodes)
     if run.step is not None:
-        add("step", _step(run) + ("" if run.loss is None else f", loss {run.loss:.4f}"))
+        add("step", step_text(run) + ("" if run.loss is None else f", loss {run.loss:.4f}"))
     add("files", near(run.dir))
     for number, event in enumerate(happened):
         add("" if number else "events", _event(event))
@@ -79,7 +87,7 @@ def called(plan: LaunchPlan) -> str:
     return plan.run.name if plan.paths.root.parent == Path.cwd() / "runs" else near(plan.run.dir)
 
 
-def _step(run: Run) -> str:
+def step_text(run: Run) -> str:
     if run.step is None:
         return ""
     return f"{run.step}/{run.steps}" if run.steps else str(run.step)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from launcher.errors import UserError
+from launcher.errors import SiteError, UserError
 from launcher.fromjson import build
 from launcher.paths import RunPaths, SweepPaths, read_json, write_json
 
@@ -37,12 +39,14 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """``created``: ISO 8601, UTC. ``arguments``: what all cells come from, as it was typed."""
+    """``created``: ISO 8601, UTC. ``arguments``: what all cells come from, as it was typed. ``at_once``: how many of an
+    array may run together; None: as many as there is room for."""
 
     format: int
     name: str
     created: str
     arguments: tuple[str, ...]
+    at_once: int | None
     cells: tuple[Cell, ...]
 
     def with_cells(self, new: tuple[Cell, ...]) -> Sweep:
@@ -66,5 +70,25 @@ def load(paths: SweepPaths) -> Sweep:
     return build(Sweep, fields)
 
 
-def is_sweep(directory: Path) -> bool:
-    return SweepPaths(directory).book.is_file()
+@contextmanager
+def alone(paths: SweepPaths) -> Generator[None]:
+    """Nobody else begins cells of the sweep meanwhile: each would be begun twice.
+
+    Raises:
+        SiteError: somebody else does, or the directory cannot be used.
+    """
+    try:
+        paths.root.mkdir(parents=True, exist_ok=True)
+        lock = (paths.root / ".lock").open("w")
+    except OSError as error:
+        raise SiteError(
+            f"sweep.name: {paths.root} cannot be used: {error.strerror}.\n  Choose another run.dir."
+        ) from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{paths.root.name}: another `launch` is beginning cells of this sweep.") from None
+        except OSError:  # a file system without locks
+            pass
+        yield

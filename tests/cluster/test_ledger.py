@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.cluster import events, jobfile, ledger
+from launcher.cluster import events, jobfile, ledger, naming
 from launcher.cluster.jobfile import Submission
 from launcher.cluster.slurm import client
 from launcher.cluster.slurm.client import Listed, SlurmSilent
@@ -125,13 +125,13 @@ def test_a_run_is_found_by_name_directory_or_beginning(tmp_path: Path) -> None:
     for name in ("alpha-1", "alpha-2", "beta"):
         make_run(tmp_path, name)
     (tmp_path / "not-a-run").mkdir()
-    assert ledger.resolve("beta", tmp_path).root.name == "beta"
-    assert ledger.resolve("be", tmp_path).root.name == "beta"
-    assert ledger.resolve(str(tmp_path / "alpha-1"), Path("elsewhere")).root.name == "alpha-1"
+    assert naming.resolve("beta", tmp_path).root.name == "beta"
+    assert naming.resolve("be", tmp_path).root.name == "beta"
+    assert naming.resolve(str(tmp_path / "alpha-1"), Path("elsewhere")).root.name == "alpha-1"
     with pytest.raises(UserError, match="alpha: 2 runs begin like that: alpha-1, alpha-2"):
-        ledger.resolve("alpha", tmp_path)
+        naming.resolve("alpha", tmp_path)
     with pytest.raises(UserError, match="did you mean 'beta'"):
-        ledger.resolve("betta", tmp_path)
+        naming.resolve("betta", tmp_path)
 
 
 def test_a_broken_directory_does_not_trip_the_others(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_a_broken_directory_does_not_trip_the_others(tmp_path: Path) -> None:
     broken.plan.write_text("{")
     broken.job.write_text("")
     broken.metrics.write_text(json.dumps({"step": 3, "train/loss": 1.0}) + '\n{"step": 4, "tr')
-    runs = {run.name: run for run in ledger.look(ledger.find(tmp_path))}
+    runs = {run.name: run for run in ledger.look(naming.find(tmp_path))}
     assert set(runs) == {"good", "broken"}
     assert runs["broken"].step == 3
 

@@ -176,10 +176,13 @@ def jobs(job_ids: Sequence[str]) -> dict[str, Listed]:
     """
     if not job_ids:
         return {}
-    # of a single id that it does not know squeue says that it is invalid; of several, nothing
-    wanted = [*job_ids, job_ids[0]]
+    # of an array all tasks; of a single id that it does not know squeue says that it is invalid, of several, nothing
+    wanted = list(dict.fromkeys(job_id.partition("_")[0] for job_id in job_ids))
+    wanted.append(wanted[0])
     try:
-        queue = ask("squeue", "--states=all", "--noheader", f"--jobs={','.join(wanted)}", "--format=%A|%T|%r|%N|%j")
+        queue = ask(
+            "squeue", "--states=all", "--array", "--noheader", f"--jobs={','.join(wanted)}", "--format=%i|%T|%r|%N|%j"
+        )
     except SiteError as error:
         raise SlurmSilent(str(error)) from None
     found = {
@@ -240,8 +243,8 @@ def requeue(job_id: str) -> None:
     ask("scontrol", "requeue", job_id)
 
 
-def cancel(job_id: str) -> None:
-    ask("scancel", job_id)
+def cancel(*job_ids: str) -> None:
+    ask("scancel", *job_ids)
 
 
 def cancel_named(name: str, user: str) -> None:

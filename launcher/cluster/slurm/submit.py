@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import json
 import os
+import secrets
 import shlex
 import shutil
 import sys
@@ -19,7 +21,7 @@ from launcher.cluster import events, jobfile, local
 from launcher.cluster.jobfile import Submission
 from launcher.cluster.slurm import client, node
 from launcher.cluster.slurm.refusal import refusal
-from launcher.errors import ConfigError
+from launcher.errors import ConfigError, UserError
 from launcher.placement import SCRIPT_COMMAND
 from launcher.plan import LaunchPlan, RunPlan
 from launcher.site import OWN_MEMORY, batch_env, file_system
@@ -41,7 +43,7 @@ def submit(plan: P, config_yaml: str) -> tuple[P, str]:
         SiteError: no Slurm here, or a directory that cannot be used.
     """
     client.require()
-    _require_shared(plan.paths.root)
+    require_shared(plan.paths.root)
     roots = _roots(plan)
     local.create(plan, config_yaml)
     try:
@@ -55,17 +57,66 @@ def submit(plan: P, config_yaml: str) -> tuple[P, str]:
 
 def send(plan: LaunchPlan) -> str:
     """Submit a run whose directory is there, for the first time or once more; the job's id."""
-    number = jobfile.add(plan.paths, Submission.now())
+    return send_array([plan], plan.run.name, plan.paths.slurm)[0]
+
+
+def send_all(plans: Sequence[LaunchPlan], stem: str, folder: Path, at_once: int | None) -> list[str | UserError]:
+    """Submit runs whose directories are there, those of one ``shape`` as one array; for each its job's id, or why Slurm
+    refuses it. ``stem``: what the arrays are called, with an ending that no other job has; the rest as ``send_array``.
+    """
+    alike: dict[str, list[int]] = {}
+    for number, plan in enumerate(plans):
+        alike.setdefault(shape(plan), []).append(number)
+    most = most_in_array()
+    answers: dict[int, str | UserError] = {}
+    for numbers in alike.values():
+        for chunk in (numbers[at : at + most] for at in range(0, len(numbers), most)):
+            name = f"{stem}.{secrets.token_hex(2)}"
+            try:
+                jobs: Sequence[str | UserError] = send_array([plans[n] for n in chunk], name, folder, at_once)
+            except UserError as error:
+                jobs = [error] * len(chunk)
+            answers |= zip(chunk, jobs, strict=True)
+    return [answers[number] for number in range(len(plans))]
+
+
+def send_array(plans: Sequence[LaunchPlan], name: str, folder: Path, at_once: int | None = None) -> list[str]:
+    """Submit runs of one ``shape`` whose directories are there, as one array where they are several; a job's id for
+    each. None of them is submitted where Slurm refuses.
+
+    Args:
+        name: of the job. No other job of this user's may have it.
+        folder: submitit's.
+        at_once: how many of them may run together; None: as many as there is room for.
+    """
+    submission = dataclasses.replace(Submission.now(), name=name)
+    numbers = [jobfile.add(plan.paths, submission) for plan in plans]
+    each = [(plan.run.dir, number) for plan, number in zip(plans, numbers, strict=True)]
     try:
-        job = hand_over(plan, node.run_node, plan.run.dir, number)
+        jobs = _hand_over(plans[0], node.run_node, each, name=name, folder=folder, at_once=at_once)
     except BaseException:
         # sbatch may have given up on an answer, or been interrupted, with the job in the queue already
-        client.cancel_named(plan.run.name, Submission.now().user)
-        jobfile.amend(plan.paths, refused=True)
+        client.cancel_named(name, submission.user)
+        for plan in plans:
+            jobfile.amend(plan.paths, refused=True)
         raise
-    jobfile.amend(plan.paths, job=job)
-    events.note(plan.paths, "submitted", job=job)
-    return job
+    for plan, job in zip(plans, jobs, strict=True):
+        jobfile.amend(plan.paths, job=job)
+        events.note(plan.paths, "submitted", job=job)
+    return jobs
+
+
+def shape(plan: LaunchPlan) -> str:
+    """What the jobs of one array have in common: all that Slurm is asked for."""
+    assert plan.cluster.slurm is not None
+    slurm = dataclasses.asdict(plan.cluster.slurm)
+    slurm["options"].pop("job-name")
+    return json.dumps([slurm, plan.env.allow], sort_keys=True)
+
+
+def most_in_array() -> int:
+    """How many jobs Slurm takes in one array."""
+    return int(client.setting("MaxArraySize") or 1)
 
 
 def hand_over(
@@ -77,23 +128,43 @@ def hand_over(
     Raises:
         ConfigError, SiteError: Slurm refuses the job.
     """
+    return _hand_over(plan, function, [arguments], name=plan.run.name, folder=plan.paths.slurm, srun=srun)[0]
+
+
+def _hand_over(
+    plan: LaunchPlan,
+    function: Callable[..., object],
+    each: Sequence[Sequence[object]],
+    *,
+    name: str,
+    folder: Path,
+    srun: Sequence[str] = _TOGETHER,
+    at_once: int | None = None,
+) -> list[str]:
+    """As ``hand_over``, for ``each`` arguments; the jobs' ids.
+
+    Raises:
+        ConfigError, SiteError: Slurm refuses the job.
+    """
     from submitit.core.utils import FailedJobError, FailedSubmissionError
 
     try:
         # submitit repeats sbatch's words, which the refusal has too
         with _submitters_environment(plan), redirect_stderr(io.StringIO()):
-            return _executor(plan, srun).submit(function, *arguments).job_id
+            executor = _executor(plan, srun, name, folder)
+            executor.update_parameters(array_parallelism=at_once or len(each))
+            return [job.job_id for job in executor.map_array(function, *zip(*each, strict=True))]
     except (FailedJobError, FailedSubmissionError) as error:
         raise refusal(plan, str(error)) from None
 
 
 def script(plan: LaunchPlan, srun: Sequence[str] = _TOGETHER) -> str:
     """The batch script, as submitit writes it."""
-    executor = _executor(plan, srun)
+    executor = _executor(plan, srun, plan.run.name, plan.paths.slurm)
     return executor._make_submission_file_text(executor._submitit_command_str, "")
 
 
-def _executor(plan: LaunchPlan, srun: Sequence[str]) -> Any:
+def _executor(plan: LaunchPlan, srun: Sequence[str], name: str, folder: Path) -> Any:
     import submitit
 
     class Executor(submitit.SlurmExecutor):
@@ -107,9 +178,10 @@ def _executor(plan: LaunchPlan, srun: Sequence[str]) -> Any:
     assert slurm is not None
     options = dict(slurm.options)
     limit = options.pop("time", None)
-    executor = Executor(plan.paths.slurm, python=_PYTHON)
+    del options["job-name"]  # of the run; an array has one of its own
+    executor = Executor(folder, python=_PYTHON)
     executor.update_parameters(
-        job_name=options.pop("job-name"),
+        job_name=name,
         nodes=options.pop("nodes"),
         ntasks_per_node=options.pop("ntasks-per-node"),
         time=limit,
@@ -166,7 +238,7 @@ def _freeze(plan: P, roots: Sequence[Path]) -> P:
     return dataclasses.replace(plan, cluster=dataclasses.replace(plan.cluster, import_from=copies))
 
 
-def _require_shared(directory: Path) -> None:
+def require_shared(directory: Path) -> None:
     """Raises ConfigError for a run directory that no other machine can see. One on a disk of this machine's own cannot
     be told from a shared one here: `launch doctor` can."""
     mount, kind = file_system(directory)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -20,9 +21,15 @@ class Task:
     def here(cls) -> Task:
         env = os.environ
         return cls(
-            job=env["SLURM_JOB_ID"],
+            job=_job_id(env),
             node=int(env["SLURM_NODEID"]),
             nodes=int(env["SLURM_JOB_NUM_NODES"]),
             node_list=env["SLURM_JOB_NODELIST"],
             restart=int(env.get("SLURM_RESTART_COUNT", "0")),
         )
+
+
+def _job_id(env: Mapping[str, str]) -> str:
+    """``12``, or ``12_3`` for a task of an array: a plain number may also mean the whole array."""
+    array = env.get("SLURM_ARRAY_JOB_ID")
+    return env["SLURM_JOB_ID"] if array is None else f"{array}_{env['SLURM_ARRAY_TASK_ID']}"

@@ -1,0 +1,93 @@
+"""`launch train -m`, and `launch resume` and `retry` of a sweep: many runs from one command."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from launcher.cluster import control
+from launcher.cluster.peers import Alone
+from launcher.cluster.sweeps import look_at_sweeps
+from launcher.commands.jobs import run_here
+from launcher.commands.overrides import with_config
+from launcher.errors import EXIT_DONE, EXIT_INTERRUPTED
+from launcher.paths import SweepPaths
+from launcher.plan import LaunchPlan, RunPlan
+from launcher.report import sweeps as shown
+from launcher.report import terminal
+from launcher.runstate import Run
+from launcher.sweep.again import begin_again
+from launcher.sweep.conduct import Conductor
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from launcher.config import Config
+
+
+def train_sweep(arguments: list[str], *, quiet: bool, wait: bool, confirmed: bool) -> int:
+    """Exit status: the highest of the cells'; 2 where one is impossible. The others run all the same."""
+    console = terminal.console(quiet=quiet)
+    conductor = Conductor(arguments, _here(console), _watching(console), wait=wait)
+
+    def keep(files: Path) -> None:
+        """What a sweeper leaves beside its cells, such as Optuna's optimization_results.yaml."""
+        for file in files.glob("*_results.yaml"):
+            if conductor.paths is not None and conductor.paths.root.is_dir():
+                shutil.copy2(file, conductor.paths.root)
+
+    try:
+        status = with_config("train", arguments, _never, cells=conductor.begin, confirmed=confirmed, keep=keep)
+    except KeyboardInterrupt:
+        status = conductor.status or EXIT_INTERRUPTED
+    if conductor.paths is not None and conductor.paths.book.exists():
+        _show(conductor.paths, conductor.submitted, len(conductor.known), console)
+    return max(status, conductor.status)
+
+
+def again(
+    paths: SweepPaths, runs: Sequence[Run], planned: Callable[[Run], LaunchPlan], console: Console, *, wait: bool
+) -> int:
+    """Begin these runs of a sweep's once more."""
+    places, jobs, statuses = begin_again(paths, runs, planned, _here(console))
+    if jobs and wait:
+        statuses += [control.exit_status(run) for run in control.wait_for(places, _watching(console))]
+    _show(paths, jobs, 0, console)
+    return max(statuses, default=EXIT_DONE)
+
+
+def _here(console: Console) -> Callable[[LaunchPlan], int]:
+    def run(plan: LaunchPlan) -> int:
+        assert isinstance(plan, RunPlan)
+        return run_here(plan, Alone(), console)
+
+    return run
+
+
+def _watching(console: Console) -> Callable[[Sequence[Run]], None]:
+    last = ""
+
+    def watch(runs: Sequence[Run]) -> None:
+        """A line each time that something has changed."""
+        nonlocal last
+        if (line := shown.states_text(runs)) != last:
+            last = line
+            console.print(line, markup=False, highlight=False)
+
+    return watch
+
+
+def _show(paths: SweepPaths, jobs: Sequence[str], known: int, console: Console) -> None:
+    cells = look_at_sweeps([paths])[str(paths.root)]
+    console.print(shown.sweep_table(paths, cells))
+    console.print(shown.what_next(paths, jobs, known), markup=False, highlight=False)
+    if console.quiet:
+        for line in shown.impossible_lines(cells):
+            print(line, file=sys.stderr)
+
+
+def _never(config: Config, yaml: str) -> int:  # noqa: ARG001
+    raise AssertionError("a sweep's cells come by way of the conductor")

@@ -1,0 +1,280 @@
+"""What becomes of a sweep's cells: planned, recognised where they are done already, begun, waited for."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from launcher import snapshot
+from launcher.api import Once, plan_job, task_stem
+from launcher.cluster import control, local
+from launcher.cluster.ledger import look
+from launcher.cluster.naming import is_run
+from launcher.cluster.slurm import client, submit
+from launcher.config import ClusterKind
+from launcher.errors import (
+    EXIT_DONE,
+    EXIT_INTERRUPTED,
+    EXIT_RESUMABLE,
+    EXIT_USER,
+    ConfigError,
+    RunError,
+    UserError,
+)
+from launcher.paths import RunPaths, SweepPaths, read_json
+from launcher.plan import RunPlan
+from launcher.runstate import Run
+from launcher.sweep import book
+from launcher.sweep.book import Cell, Sweep
+from launcher.sweep.content import content_of, digest
+from launcher.sweep.recognise import run_name, standing
+from launcher.sweep.sweeper import AskedCell, Result
+
+_SHOWN = 4
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A cell that can run. ``roots``: directories of the user's modules; ``code``: a digest of those."""
+
+    asked: AskedCell
+    plan: RunPlan
+    roots: tuple[Path, ...]
+    code: str
+    content: str
+
+
+class Conductor:
+    """One command's part in a sweep, over all batches of cells that a sweeper asks for.
+
+    Args:
+        arguments: what was typed, which names the sweep.
+        run_here: runs a plan whose directory is there on this machine, and returns its exit status.
+        watch: called with how Slurm's jobs stand, now and then, while they are waited for.
+        wait: whether jobs of Slurm's are waited for.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        run_here: Callable[[RunPlan], int],
+        watch: Callable[[Sequence[Run]], None],
+        *,
+        wait: bool,
+    ) -> None:
+        self.paths: SweepPaths | None = None
+        self.status = EXIT_DONE
+        self.submitted: list[str] = []
+        self.known: list[RunPaths] = []
+        self._arguments = tuple(arguments)
+        self._run_here, self._watch, self._wait = run_here, watch, wait
+        self._once = Once()
+
+    def begin(self, asked: Sequence[AskedCell], with_results: bool) -> list[Result]:
+        """Begin a batch of cells. ``with_results``: whether the sweeper needs what comes of them; returned is None for
+        each where it does not.
+
+        Raises:
+            UserError: no cell can begin.
+            KeyboardInterrupt: a cell was stopped, and so the others do not begin.
+        """
+        _require_one_sweep(asked)
+        on_slurm = asked[0].config.cluster.kind is ClusterKind.slurm
+        if on_slurm:
+            client.require()
+            if with_results and not self._wait:
+                raise UserError(
+                    "hydra/sweeper: it learns from the cells' results, and with cluster=slurm nobody waits for them.\n"
+                    "  Add --wait: this command then stays until the last cell is done."
+                )
+        self.paths = paths = self._sweep_paths(asked[0])
+        cells = [self._plan(cell, paths) for cell in asked]
+        if not with_results:
+            _require_a_possible_one(asked, cells)
+        runs, statuses = self._begin_planned(asked, cells, paths)
+        if on_slurm and self._wait:
+            control.wait_for(runs, self._watch)
+        self.status = max(self.status, *statuses, self._status_of(runs) if on_slurm and self._wait else EXIT_DONE)
+        if not with_results:
+            return [None] * len(asked)
+        found = book.load(paths).runs(paths)
+        return [_result(cell, found.get(cell.overrides)) for cell in asked]
+
+    def _sweep_paths(self, first: AskedCell) -> SweepPaths:
+        config = first.config
+        name = config.sweep.name or f"{task_stem(config)}-sweep-{digest(sorted(self._arguments))[:8]}"
+        root = (Path.cwd() / config.run.dir / name).resolve()
+        if is_run(root):
+            raise ConfigError("sweep.name", name, f"{root} is a run.", "Choose another sweep.name.")
+        return SweepPaths(root)
+
+    def _plan(self, asked: AskedCell, paths: SweepPaths) -> _Planned | UserError:
+        try:
+            plan = plan_job(asked.config, self._once)
+        except UserError as error:
+            return error
+        runs = paths.root.parent
+        roots = tuple(self._once(snapshot.roots_of_task, plan.task.target, plan.cluster.cwd))
+        code = self._once(snapshot.digest_of_modules, roots, runs, paths.root)
+        return _Planned(asked, plan, roots, code, content_of(plan, code))
+
+    def _begin_planned(
+        self, asked: Sequence[AskedCell], cells: Sequence[_Planned | UserError], paths: SweepPaths
+    ) -> tuple[list[RunPaths], list[int]]:
+        """Returns the runs that the cells have, those of impossible ones left out, and what is known of their ends."""
+        entries = [_entry(cell, words) for cell, words in zip(cells, asked, strict=True)]
+        statuses = [EXIT_USER for entry in entries if entry.problem]
+        with book.alone(paths):
+            sweep = self._opened(paths, asked)
+            there = standing([entry for entry in entries if entry.content], paths)
+            self.known += there.values()
+            new: dict[str, _Planned] = {}
+            for number, cell in enumerate(cells):
+                if not isinstance(cell, _Planned):
+                    continue
+                if cell.content not in there:  # the second of two that are the same gets the run of the first
+                    cell = self._named(cell, paths, run_name(entries[number]))
+                    new[cell.content], there[cell.content] = cell, cell.plan.paths
+                run = there[cell.content].root
+                entries[number] = dataclasses.replace(entries[number], run=_relative(run, paths.root))
+            begin = [cell for cell in new.values() if _of_slurm(cell.plan)]
+            statuses += self._submit(paths, sweep, entries, begin) if begin else []
+            begin = [cell for cell in new.values() if not _of_slurm(cell.plan)]
+            statuses += self._run(paths, sweep, entries, begin)
+        return [run for run in there.values() if is_run(run.root)], statuses
+
+    def _opened(self, paths: SweepPaths, asked: Sequence[AskedCell]) -> Sweep:
+        if paths.book.exists():
+            return book.load(paths)
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        return Sweep(
+            format=book.FORMAT,
+            name=paths.root.name,
+            created=now,
+            arguments=self._arguments,
+            at_once=asked[0].config.sweep.at_once,
+            cells=(),
+        )
+
+    def _named(self, cell: _Planned, paths: SweepPaths, name: str) -> _Planned:
+        """As a run of the sweep's, on code that is frozen there."""
+        root, number = paths.root / name, 1
+        while root.exists():
+            root, number = paths.root / f"{name}.retry{number}", number + 1
+        plan = cell.plan
+        copies = self._once(snapshot.take_once, cell.roots, paths.code / cell.code, paths.root.parent)
+        cluster = dataclasses.replace(plan.cluster, import_from=copies or plan.cluster.import_from)
+        if (slurm := cluster.slurm) is not None:
+            options = slurm.options | {"job-name": root.name}
+            cluster = dataclasses.replace(cluster, slurm=dataclasses.replace(slurm, options=options))
+        plan = dataclasses.replace(
+            plan,
+            run=dataclasses.replace(plan.run, name=root.name, dir=str(root)),
+            cluster=cluster,
+            wandb=dataclasses.replace(plan.wandb, group=plan.wandb.group or paths.root.name),
+        )
+        return dataclasses.replace(cell, plan=plan)
+
+    def _submit(self, paths: SweepPaths, sweep: Sweep, entries: list[Cell], new: Sequence[_Planned]) -> list[int]:
+        submit.require_shared(paths.root)
+        for cell in new:
+            local.create(cell.plan, cell.asked.yaml)
+        # before they are submitted: whatever happens then, the book knows of them
+        sweep.with_cells(tuple(entries)).save(paths)
+        answers = submit.send_all([cell.plan for cell in new], paths.root.name, paths.slurm, sweep.at_once)
+        refused: dict[str, str] = {}
+        for cell, answer in zip(new, answers, strict=True):
+            if isinstance(answer, UserError):
+                shutil.rmtree(cell.plan.paths.root, ignore_errors=True)
+                refused[cell.content] = str(answer)
+            else:
+                self.submitted.append(answer)
+        if refused:
+            entries = [
+                dataclasses.replace(entry, run=None, problem=refused[str(entry.content)])
+                if entry.content in refused
+                else entry
+                for entry in entries
+            ]
+            sweep.with_cells(tuple(entries)).save(paths)
+        return [EXIT_USER for _ in refused]
+
+    def _run(self, paths: SweepPaths, sweep: Sweep, entries: list[Cell], new: Sequence[_Planned]) -> list[int]:
+        """One after the other; a cell that fails is no reason to leave the rest out."""
+        sweep.with_cells(tuple(entries)).save(paths)
+        statuses: list[int] = []
+        for cell in new:
+            local.create(cell.plan, cell.asked.yaml)
+            statuses.append(self._run_here(cell.plan))
+            if statuses[-1] in (EXIT_INTERRUPTED, EXIT_RESUMABLE):  # the person, or the machine, wants no more of it
+                self.status = statuses[-1]
+                raise KeyboardInterrupt
+        return statuses
+
+    def _status_of(self, runs: Sequence[RunPaths]) -> int:
+        return max((control.exit_status(run) for run in look(runs)), default=EXIT_DONE)
+
+
+def _require_a_possible_one(asked: Sequence[AskedCell], cells: Sequence[_Planned | UserError]) -> None:
+    """Raises UserError where no cell can run; in one message, which is the cells' own where they all say the same."""
+    problems = {str(cell): words.overrides for cell, words in zip(cells, asked, strict=True)}
+    if not all(isinstance(cell, UserError) for cell in cells):
+        return
+    if len(problems) == 1:
+        raise next(cell for cell in cells if isinstance(cell, UserError))
+    lines = [f"{' '.join(overrides)}: {problem}" for problem, overrides in problems.items()]
+    more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+    raise UserError("No cell of this sweep can run.\n  " + "\n  ".join([*lines[:_SHOWN], *more]))
+
+
+def _entry(cell: _Planned | UserError, asked: AskedCell) -> Cell:
+    if isinstance(cell, UserError):
+        return Cell(overrides=asked.overrides, content=None, run=None, problem=str(cell))
+    return Cell(overrides=asked.overrides, content=cell.content, run=None, problem=None)
+
+
+def _require_one_sweep(asked: Sequence[AskedCell]) -> None:
+    for cell in asked:
+        config = cell.config
+        if config.run.name is not None:
+            raise ConfigError(
+                "run.name", config.run.name, "names one run, and a sweep has many.",
+                "Use sweep.name; its runs are named by what varies.",
+            )  # fmt: skip
+        if config.cluster.kind is ClusterKind.hosts:
+            raise ConfigError(
+                "cluster", "hosts", "has no scheduler that could begin the cells of a sweep on all hosts.",
+                "Use cluster=slurm, or type the command for each cell.",
+            )  # fmt: skip
+        first = asked[0].config
+        for key in ("sweep.name", "sweep.at_once", "sweep.objective", "run.dir"):
+            group, name = key.split(".")
+            value = getattr(getattr(config, group), name)
+            if value != getattr(getattr(first, group), name):
+                raise ConfigError(key, value, "is one for all cells of a sweep.", "Leave it out of what varies.")
+
+
+def _of_slurm(plan: RunPlan) -> bool:
+    return plan.cluster.kind is ClusterKind.slurm
+
+
+def _relative(run: Path, sweep: Path) -> str:
+    return run.name if run.parent == sweep else f"../{run.relative_to(sweep.parent)}"
+
+
+def _result(cell: AskedCell, paths: RunPaths | None) -> Result:
+    """What a sweeper learns from: a number of the run's summary."""
+    summary = {} if paths is None else read_json(paths.summary) or {}
+    if paths is None or summary.get("verdict") != "done":
+        return RunError(f"{' '.join(cell.overrides)}: did not finish, and so has no result.")
+    wanted = cell.config.sweep.objective
+    key = wanted or ("eval/loss" if summary.get("eval/loss") is not None else "train/loss")
+    value = summary.get(key)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    numbers = sorted(name for name, known in summary.items() if isinstance(known, int | float))
+    return ConfigError("sweep.objective", key, "is no number in the summary.", f"There are: {', '.join(numbers)}.")
