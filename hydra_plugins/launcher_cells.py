@@ -1,4 +1,4 @@
-"""Hydra's Launcher plugin of this project: any sweeper of Hydra's says which cells, and the rest is launcher/sweep/.
+"""Hydra's Launcher plugin of this project: any sweeper of Hydra's says which cells, and the rest is launcher/sweeps/.
 
 Hydra finds plugins in packages of this name, and nowhere else.
 """
@@ -18,14 +18,14 @@ class CellLauncher(Launcher):
     """Hands a sweeper's cells to whoever has called `launcher.compose.run_with_config`, and their results back."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:  # noqa: ARG002
-        from launcher.sweep import sweeper
+        from launcher.sweeps import sweeper
 
         self._config = config
         self._loader = hydra_context.config_loader = sweeper.CellLoader(hydra_context.config_loader)
         sweeper.confirm_size(self._loader, config)
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:  # noqa: ARG002
-        from launcher.sweep import sweeper
+        from launcher.sweeps import sweeper
 
         composed = [self._loader.load_sweep_config(self._config, list(overrides)) for overrides in job_overrides]
         return [self._returned(result) for result in sweeper.begin(self._config, job_overrides, composed)]

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from launcher.compose import compose as compose
     from launcher.config import Config as Config
     from launcher.plan import RunPlan as RunPlan
+    from launcher.study import Job as Job
+    from launcher.study import Study as Study
+    from launcher.study import submit as submit
+    from launcher.study import sweep as sweep
     from launcher.train.engine import Engine as Engine
     from launcher.train.step import StepResult as StepResult
     from launcher.train.task import Loss as Loss
@@ -21,12 +25,16 @@ if TYPE_CHECKING:
 _HOMES = {
     "Config": "launcher.config",
     "Engine": "launcher.train.engine",
+    "Job": "launcher.study",
     "Loss": "launcher.train.task",
     "RunPlan": "launcher.plan",
     "StepResult": "launcher.train.step",
+    "Study": "launcher.study",
     "compose": "launcher.compose",
     "make_plan": "launcher.api",
     "plan_job": "launcher.api",
+    "submit": "launcher.study",
+    "sweep": "launcher.study",
 }
 __all__ = list(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 

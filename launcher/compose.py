@@ -17,7 +17,7 @@ from typing import Any
 from launcher.config import Config
 from launcher.errors import ConfigError, did_you_mean
 from launcher.paths import CONF
-from launcher.sweep.sweeper import BEGIN, AskedCell, Begin, Result
+from launcher.sweeps.sweeper import BEGIN, AskedCell, Begin, Result
 
 _PRIMARY = "config"
 _SCHEMA = "launcher_schema"
@@ -31,13 +31,18 @@ def compose(overrides: Sequence[str] = ()) -> Config:
     Raises:
         ConfigError: an unknown key or option, or a value of the wrong type.
     """
+    return compose_with_yaml(overrides)[0]
+
+
+def compose_with_yaml(overrides: Sequence[str] = ()) -> tuple[Config, str]:
+    """The same, and as the YAML that is kept with the run."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
 
     _register_schema()
     overrides = _open_free_keys(overrides)
     with _errors_in_plain_words(overrides), initialize_config_dir(str(CONF), version_base="1.3"):
-        return _to_config(hydra_compose(_PRIMARY, overrides=list(overrides)))[0]
+        return _to_config(hydra_compose(_PRIMARY, overrides=list(overrides)))
 
 
 def run_with_config(

@@ -9,8 +9,8 @@ from launcher.cluster.ledger import look
 from launcher.cluster.naming import is_run
 from launcher.paths import RunPaths, SweepPaths
 from launcher.runstate import Run, State
-from launcher.sweep import book
-from launcher.sweep.book import Cell
+from launcher.sweeps import book
+from launcher.sweeps.book import Cell
 
 
 def look_at_sweeps(several: Sequence[SweepPaths]) -> dict[str, list[Run]]:

@@ -13,14 +13,14 @@ from launcher.cluster.peers import Alone
 from launcher.cluster.sweeps import look_at_sweeps
 from launcher.commands.jobs import run_here
 from launcher.commands.overrides import with_config
-from launcher.errors import EXIT_DONE, EXIT_INTERRUPTED
+from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, RunError
 from launcher.paths import SweepPaths
 from launcher.plan import LaunchPlan, RunPlan
 from launcher.report import sweeps as shown
 from launcher.report import terminal
 from launcher.runstate import Run
-from launcher.sweep.again import begin_again
-from launcher.sweep.conduct import Conductor
+from launcher.sweeps.again import begin_again
+from launcher.sweeps.conduct import Conductor
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -43,6 +43,9 @@ def train_sweep(arguments: list[str], *, quiet: bool, wait: bool, confirmed: boo
         status = with_config("train", arguments, _never, cells=conductor.begin, confirmed=confirmed, keep=keep)
     except KeyboardInterrupt:
         status = conductor.status or EXIT_INTERRUPTED
+    except RunError as error:  # by a sweeper that cannot go on without the cell's result
+        print(f"launch: {error}", file=sys.stderr)
+        status = EXIT_FAILED
     if conductor.paths is not None and conductor.paths.book.exists():
         _show(conductor.paths, conductor.submitted, len(conductor.known), console)
     return max(status, conductor.status)

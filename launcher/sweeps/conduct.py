@@ -28,11 +28,11 @@ from launcher.errors import (
 from launcher.paths import RunPaths, SweepPaths, read_json
 from launcher.plan import RunPlan
 from launcher.runstate import Run
-from launcher.sweep import book
-from launcher.sweep.book import Cell, Sweep
-from launcher.sweep.content import content_of, digest
-from launcher.sweep.recognise import run_name, standing
-from launcher.sweep.sweeper import AskedCell, Result
+from launcher.sweeps import book
+from launcher.sweeps.book import Cell, Sweep
+from launcher.sweeps.content import content_of, digest
+from launcher.sweeps.recognise import run_name, standing
+from launcher.sweeps.sweeper import AskedCell, Result
 
 _SHOWN = 4
 

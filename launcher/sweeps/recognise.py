@@ -11,8 +11,8 @@ from launcher.cluster.naming import find_sweeps, is_run
 from launcher.errors import UserError
 from launcher.paths import RunPaths, SweepPaths
 from launcher.runstate import ACTIVE, State
-from launcher.sweep import book
-from launcher.sweep.book import Cell
+from launcher.sweeps import book
+from launcher.sweeps.book import Cell
 
 _LONGEST_LABEL = 80
 _UNDER_WAY = ACTIVE | {State.unknown}

@@ -10,7 +10,7 @@ from launcher.errors import EXIT_INTERRUPTED, EXIT_RESUMABLE, EXIT_USER, UserErr
 from launcher.paths import RunPaths, SweepPaths
 from launcher.plan import LaunchPlan
 from launcher.runstate import Run
-from launcher.sweep import book
+from launcher.sweeps import book
 
 
 def begin_again(

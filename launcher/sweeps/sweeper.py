@@ -110,12 +110,11 @@ class CellLoader:
 
     def load_sweep_config(self, master_config: Any, sweep_overrides: Sequence[str]) -> Any:
         key = tuple(sweep_overrides)
-        # asked for twice: by the sweeper, which checks it, and by the plugin
-        known = self._known.pop(key, None)
-        if known is not None:
-            return known
-        self._known[key] = found = self._compose(master_config, key)
-        return copy.deepcopy(found)
+        # asked for twice: by the sweeper, which only checks it, and by the plugin, which gets it for its own
+        if key in self._known:
+            return self._known.pop(key)
+        self._known[key] = self._compose(master_config, key)
+        return self._known[key]
 
     def _compose(self, master: Any, words: tuple[str, ...]) -> Any:
         from hydra.core.override_parser.overrides_parser import OverridesParser

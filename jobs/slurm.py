@@ -1,0 +1,44 @@
+"""Submit a job to Slurm from Python, and wait for its end.
+
+    python jobs/slurm.py cluster.nodes=2 train.steps=50
+
+Every key of `launch train` may follow. Ctrl-C ends the waiting only: the job goes on.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from launcher import submit
+from launcher.errors import UserError
+from launcher.runstate import Run, State
+
+
+def main(overrides: list[str]) -> int:
+    job = submit(["cluster=slurm", *overrides])
+    print(f"{job.name}: submitted as Slurm job {job.look().job}")
+
+    said = ""
+
+    def watch(run: Run) -> None:
+        nonlocal said
+        now = f"{run.state.value} {run.detail}".strip()
+        if now != said:
+            print(f"{run.name}: {now}", flush=True)
+            said = now
+
+    run = job.wait(watch)
+    print(f"{run.name}: {run.state.value} {run.detail}".rstrip())
+    if run.state is not State.done:
+        return 1
+    summary = job.summary()
+    print(f"loss {summary['train/loss']:.4f}, {summary['throughput/samples_per_s']:,.1f} samples/s")
+    print(f"bytes saved on the wire: {summary['comm/saved_fraction']:.1%}")
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except UserError as error:
+        sys.exit(f"jobs/slurm.py: {error}")

@@ -1,0 +1,110 @@
+"""Jobs and sweeps from Python: begun, waited for, looked at. `jobs/` is made of it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launcher.api import plan_job
+from launcher.cluster import control, local
+from launcher.cluster.peers import Alone
+from launcher.cluster.slurm import submit as slurm
+from launcher.cluster.sweeps import look_at_sweeps
+from launcher.compose import compose_with_yaml
+from launcher.config import ClusterKind
+from launcher.errors import SiteError
+from launcher.paths import RunPaths, SweepPaths, read_json
+from launcher.plan import LaunchPlan, RunPlan
+from launcher.report.terminal import Silence
+from launcher.runstate import Run
+from launcher.sweeps.conduct import Conductor
+from launcher.sweeps.sweeper import AskedCell
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run that was begun: ``dir`` is its directory."""
+
+    dir: Path
+
+    @property
+    def name(self) -> str:
+        return self.dir.name
+
+    def look(self) -> Run:
+        """How it stands."""
+        return control.one(RunPaths(self.dir))
+
+    def wait(self, watch: Callable[[Run], None] = lambda _: None) -> Run:
+        """How it stands once it is over, through every requeue. ``watch``: called now and then with how it stands."""
+        return control.wait_for([RunPaths(self.dir)], lambda runs: watch(runs[0]))[0]
+
+    def summary(self) -> dict[str, Any]:
+        """What summary.json holds; empty before the end."""
+        return read_json(RunPaths(self.dir).summary) or {}
+
+
+@dataclass(frozen=True)
+class Study:
+    """A sweep that was begun: ``dir`` is its directory."""
+
+    dir: Path
+
+    def cells(self) -> list[Run]:
+        """How each stands, in the order in which they were asked for."""
+        return look_at_sweeps([SweepPaths(self.dir)])[str(self.dir)]
+
+
+def submit(overrides: Sequence[str] = ()) -> Job:
+    """Begin the job of ``launch train OVERRIDES``. With cluster=slurm it is in the queue when this returns; on this
+    machine it is over.
+
+    Raises:
+        UserError: what is wrong with the input; nothing was begun.
+    """
+    config, yaml = compose_with_yaml(overrides)
+    if config.cluster.kind is ClusterKind.hosts:
+        raise SiteError("cluster=hosts: is begun by `launch train`, typed on each host.")
+    plan = plan_job(config)
+    if plan.cluster.slurm is not None:
+        plan, _ = slurm.submit(plan, yaml)
+    else:
+        local.create(plan, yaml)
+        _run_here(plan)
+    return Job(plan.paths.root)
+
+
+def sweep(
+    over: Mapping[str, Sequence[object]],
+    overrides: Sequence[str] = (),
+    *,
+    wait: bool = True,
+    watch: Callable[[Sequence[Run]], None] = lambda _: None,
+) -> Study:
+    """Begin a run for each combination of the values of ``over``, as ``launch train -m`` does.
+
+    Args:
+        over: keys, and the values that each takes.
+        overrides: of all runs.
+        wait: whether to return when all are over; on this machine they are in any case.
+        watch: called now and then with how Slurm's stand.
+
+    Raises:
+        UserError: no cell can begin, or a value is of the wrong type.
+    """
+    fixed = tuple(f"{key}={','.join(map(str, values))}" for key, values in over.items())
+    cells: list[AskedCell] = []
+    for values in itertools.product(*over.values()):
+        words = tuple(f"{key}={value}" for key, value in zip(over, values, strict=True))
+        cells.append(AskedCell(words, *compose_with_yaml([*overrides, *words])))
+    conductor = Conductor(["-m", *overrides, *fixed], _run_here, watch, wait=wait)
+    conductor.begin(cells, False)
+    assert conductor.paths is not None
+    return Study(conductor.paths.root)
+
+
+def _run_here(plan: LaunchPlan | RunPlan) -> int:
+    return local.run(plan, Silence(), Alone()).status
