@@ -1,0 +1,101 @@
+"""Hydra's sweepers and the launcher: each cell's config is Hydra's own, and nothing begins by a slip."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from launcher.compose import compose, run_with_config
+from launcher.config import Config
+from launcher.errors import ConfigError, UserError
+from launcher.sweeps import sweeper
+from launcher.sweeps.sweeper import AskedCell, Result
+
+
+def cells_of(*arguments: str, confirmed: bool = False) -> list[AskedCell]:
+    """What a sweeper asks for, in batches or all at once."""
+    asked: list[AskedCell] = []
+
+    def take(cells: Sequence[AskedCell], with_results: bool) -> Sequence[Result]:
+        asked.extend(cells)
+        return [cell.config.optimizer.lr if with_results else None for cell in cells]
+
+    run_with_config("train", ["-m", *arguments], never, cells=take, confirmed=confirmed)
+    return asked
+
+
+def never(config: Config, yaml: str) -> int:
+    raise AssertionError((config, yaml))
+
+
+def test_each_cell_has_the_config_that_hydra_composes() -> None:
+    """Groups, values, new keys, deletions and lists, in one sweep: the quick way and Hydra's own agree."""
+    cells = cells_of(
+        "optimizer=sgd,adamw", "batch.accumulation=1,2", "task.width=64,96", "cluster.env=[A],[B,C]", "strategy=fsdp",
+        "~train.clip_norm",
+    )  # fmt: skip
+    assert len(cells) == 16
+    assert len({cell.overrides for cell in cells}) == 16
+    for cell in cells:
+        # of fixed overrides a cell does not speak: those are the whole sweep's
+        assert not any("strategy" in word or "clip_norm" in word for word in cell.overrides)
+        assert cell.config == compose([*cell.overrides, "strategy=fsdp", "~train.clip_norm"]), cell.overrides
+
+
+def test_a_wrong_type_in_any_cell_is_said_before_the_first_one() -> None:
+    with pytest.raises(ConfigError, match="batch.accumulation: must be a whole number, not 'two'"):
+        cells_of("batch.accumulation=1,two")
+    with pytest.raises(ConfigError, match="did you mean 'batch.accumulation'"):
+        cells_of("batch.acumulation=1,2")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["train.seed=range(0,10000)"], ["train.seed=range(100)", "train.steps=range(1,101)"]]
+)
+def test_ten_thousand_cells_are_not_begun_by_a_slip(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"10,000 cells.*\n.*--yes"):
+        cells_of(*arguments)
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    answers = iter(["n", ""])
+    monkeypatch.setattr("builtins.input", lambda _: next(answers))
+    for _ in range(2):
+        with pytest.raises(UserError, match="Nothing was begun"):
+            cells_of(*arguments)
+
+
+def test_many_cells_begin_when_that_is_meant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweeper, "MANY_CELLS", 3)
+    assert len(cells_of("train.seed=1,2,3,4", confirmed=True)) == 4
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", lambda _: "y")
+    assert len(cells_of("train.seed=1,2,3,4")) == 4
+
+
+def test_a_sweeper_with_batches_gets_all_of_them() -> None:
+    assert len(cells_of("train.seed=1,2,3,4,5", "hydra.sweeper.max_batch_size=2")) == 5
+
+
+def test_optuna_is_told_the_results(capfd: pytest.CaptureFixture[str]) -> None:
+    cells = cells_of(
+        "hydra/sweeper=optuna", "hydra.sweeper.n_trials=12", "hydra.sweeper.n_jobs=3", "hydra.sweeper.sampler.seed=1",
+        "hydra.sweeper.direction=minimize", "optimizer.lr=tag(log,interval(1e-4,1))", "train.steps=4",
+    )  # fmt: skip
+    assert len(cells) == 12
+    rates = [cell.config.optimizer.lr for cell in cells]
+    assert all(cell.overrides == (f"optimizer.lr={rate}",) for cell, rate in zip(cells, rates, strict=True))
+    assert len(set(rates)) == 12
+    capfd.readouterr()  # Optuna's own lines
+
+
+def test_the_plugin_is_found_where_hydra_looks(tmp_path: Path) -> None:
+    """From another directory, without anything of the launcher's having been imported before."""
+    code = (
+        "from hydra.core.plugins import Plugins; from hydra.plugins.launcher import Launcher;"
+        "print([c.__name__ for c in Plugins.instance().discover(Launcher)])"
+    )
+    said = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    assert "CellLauncher" in said
