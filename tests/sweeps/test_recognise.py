@@ -94,12 +94,8 @@ def test_an_edit_of_any_module_changes_the_code(tmp_path: Path) -> None:
     assert code() not in (first, second)
 
 
-@pytest.mark.parametrize(
-    ("verdict", "needless"), [("done", True), ("failed", False), ("stopped", False), (None, False)]
-)
-def test_a_finished_run_is_known_by_its_content_in_any_sweep(
-    tmp_path: Path, verdict: str | None, needless: bool
-) -> None:
+@pytest.mark.parametrize("verdict", ["done", "failed", "stopped", None])
+def test_a_finished_run_is_known_by_its_content_in_any_sweep(tmp_path: Path, verdict: str | None) -> None:
     make_run(tmp_path / "first" / "lr=1-c0ffee00", verdict)
     keep(tmp_path / "first", cell("optimizer.lr=1", run="lr=1-c0ffee00"))
     there = standing([cell("optimizer.lr=1.0")], SweepPaths(tmp_path / "second"))
