@@ -15,7 +15,7 @@ Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
 # These wait for others most of their time: Slurm's timers, slow links, processes that end. `make test` runs them beside
 # the rest, which keep the cores busy; each of the two groups in order, one test at a time.
-WAITING = {"test_slurm", "test_slurm_fixture", "test_doctor_slurm", "test_hosts", "test_trouble"}
+WAITING = {"test_slurm", "test_slurm_fixture", "test_doctor_slurm", "test_hosts", "test_sweep", "test_trouble"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -141,10 +141,14 @@ class Conductor:
                     new[cell.content], there[cell.content] = cell, cell.plan.paths
                 run = there[cell.content].root
                 entries[number] = dataclasses.replace(entries[number], run=_relative(run, paths.root))
-            begin = [cell for cell in new.values() if _of_slurm(cell.plan)]
-            statuses += self._submit(paths, sweep, entries, begin) if begin else []
-            begin = [cell for cell in new.values() if not _of_slurm(cell.plan)]
-            statuses += self._run(paths, sweep, entries, begin)
+            # before they begin: whatever happens then, the book knows of them
+            sweep = sweep.with_cells(tuple(entries))
+            sweep.save(paths)
+            if of_slurm := [cell for cell in new.values() if cell.plan.cluster.kind is ClusterKind.slurm]:
+                refused = self._submit(paths, sweep, of_slurm)
+                statuses += [EXIT_USER] * len(refused)
+                sweep.with_cells(tuple(_refused(cell, refused) for cell in sweep.cells)).save(paths)
+            statuses += self._run([cell for cell in new.values() if cell.plan.cluster.kind is ClusterKind.local])
         return [run for run in there.values() if is_run(run.root)], statuses
 
     def _opened(self, paths: SweepPaths, asked: Sequence[AskedCell]) -> Sweep:
@@ -179,12 +183,11 @@ class Conductor:
         )
         return dataclasses.replace(cell, plan=plan)
 
-    def _submit(self, paths: SweepPaths, sweep: Sweep, entries: list[Cell], new: Sequence[_Planned]) -> list[int]:
+    def _submit(self, paths: SweepPaths, sweep: Sweep, new: Sequence[_Planned]) -> dict[str, str]:
+        """Returns why Slurm refuses some, by their contents."""
         submit.require_shared(paths.root)
         for cell in new:
             local.create(cell.plan, cell.asked.yaml)
-        # before they are submitted: whatever happens then, the book knows of them
-        sweep.with_cells(tuple(entries)).save(paths)
         answers = submit.send_all([cell.plan for cell in new], paths.root.name, paths.slurm, sweep.at_once)
         refused: dict[str, str] = {}
         for cell, answer in zip(new, answers, strict=True):
@@ -193,19 +196,10 @@ class Conductor:
                 refused[cell.content] = str(answer)
             else:
                 self.submitted.append(answer)
-        if refused:
-            entries = [
-                dataclasses.replace(entry, run=None, problem=refused[str(entry.content)])
-                if entry.content in refused
-                else entry
-                for entry in entries
-            ]
-            sweep.with_cells(tuple(entries)).save(paths)
-        return [EXIT_USER for _ in refused]
+        return refused
 
-    def _run(self, paths: SweepPaths, sweep: Sweep, entries: list[Cell], new: Sequence[_Planned]) -> list[int]:
+    def _run(self, new: Sequence[_Planned]) -> list[int]:
         """One after the other; a cell that fails is no reason to leave the rest out."""
-        sweep.with_cells(tuple(entries)).save(paths)
         statuses: list[int] = []
         for cell in new:
             local.create(cell.plan, cell.asked.yaml)
@@ -258,8 +252,9 @@ def _require_one_sweep(asked: Sequence[AskedCell]) -> None:
                 raise ConfigError(key, value, "is one for all cells of a sweep.", "Leave it out of what varies.")
 
 
-def _of_slurm(plan: RunPlan) -> bool:
-    return plan.cluster.kind is ClusterKind.slurm
+def _refused(cell: Cell, refused: dict[str, str]) -> Cell:
+    problem = refused.get(str(cell.content))
+    return cell if problem is None else dataclasses.replace(cell, run=None, problem=problem)
 
 
 def _relative(run: Path, sweep: Path) -> str:

@@ -14,7 +14,7 @@ _NOT_CONTENT = ("format", "run", "env", "command", "checkpoint", "wandb", "notes
 _CLUSTER = ("kind", "nodes", "workers_per_node", "device")
 _QUEUEING = (
     "job-name", "time", "account", "qos", "dependency", "mem", "requeue", "comment", "mail-type", "mail-user",
-    "reservation", "nice", "begin", "exclude",
+    "nice", "begin",
 )  # fmt: skip
 # what is predicted, and may come out otherwise another time
 _PREDICTED = ("sync_reason", "forecasts", "memory_bytes", "rehearses")

@@ -54,9 +54,10 @@ def begin(master: Any, overrides: Sequence[Sequence[str]], composed: Sequence[An
     fixed = {_key(word) for word in master.hydra.overrides.task if not _sweeps(word)}
     asked: list[AskedCell] = []
     for words, config in zip(overrides, composed, strict=True):
-        HydraConfig.instance().set_config(config)
-        with open_dict(config):
-            del config["hydra"]
+        if "hydra" in config:  # of two cells that are the same the second has no other config
+            HydraConfig.instance().set_config(config)
+            with open_dict(config):
+                del config["hydra"]
         asked.append(
             AskedCell(
                 tuple(word.removeprefix("++") for word in words if _key(word) not in fixed),
@@ -111,9 +112,8 @@ class CellLoader:
     def load_sweep_config(self, master_config: Any, sweep_overrides: Sequence[str]) -> Any:
         key = tuple(sweep_overrides)
         # asked for twice: by the sweeper, which only checks it, and by the plugin, which gets it for its own
-        if key in self._known:
-            return self._known.pop(key)
-        self._known[key] = self._compose(master_config, key)
+        if key not in self._known:
+            self._known[key] = self._compose(master_config, key)
         return self._known[key]
 
     def _compose(self, master: Any, words: tuple[str, ...]) -> Any:
