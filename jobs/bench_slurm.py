@@ -1,4 +1,4 @@
-"""What a run costs a user of Slurm: seconds to submit, to list, from "save" to "queued again", and steps lost by it.
+"""What runs and sweeps cost a user of Slurm: seconds to submit, to list, from "save" to "queued again", steps lost.
 
     python -m tests.system.slurm --nodes 2 -- python jobs/bench_slurm.py      # on a cluster made for it (root)
     python jobs/bench_slurm.py                                                # on the one you are logged in to
@@ -72,6 +72,18 @@ def listing(run: Path, place: Path, count: int) -> float:
     return launch("runs", "--dir", str(place))[0]
 
 
+def sweep(place: Path) -> tuple[float, float, int]:
+    """Seconds to submit 200 cells of two shapes, and to see how all of them stand; how many were seen in the queue."""
+    submit_s, _ = launch(
+        "train", "-m", "cluster=slurm", "cluster.workers_per_node=1,2", "train.seed=range(0,100)", "sweep.name=cells",
+        f"run.dir={place}", "train.steps=60", "--quiet",
+    )  # fmt: skip
+    list_s, listed = launch("runs", "cells", "--dir", str(place), "--json")
+    queued = sum(cell["state"] in ("pending", "running") for cell in json.loads(listed))
+    launch("cancel", "cells", "--dir", str(place))
+    return submit_s, list_s, queued
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dir", type=Path, default=Path("build/bench-slurm"))
@@ -90,11 +102,14 @@ def main() -> None:
     begun = [event["from_step"] for event in events(run) if event["event"] == "started"]
     stopped = [event["step"] for event in events(run) if event["event"] == "stopped"]
     list_s = listing(run, options.dir / "many", options.runs)
+    cells_s, cells_list_s, queued = sweep(options.dir)
     print(f"submitted in                          {submit_s:.2f} s")
     print(f"SIGUSR2 to saved and queued again     {', '.join(f'{s:.2f}' for s in taken)} s")
     print(f"steps lost by {len(taken)} requeues            {sum(stopped) - sum(begun[1:])}")
     print(f"steps recorded once each, in order    {seen == list(range(1, wanted + 1))}")
     print(f"launch runs over {options.runs} runs            {list_s:.2f} s")
+    print(f"a sweep of 200 cells submitted in     {cells_s:.2f} s; {queued} of them in the queue")
+    print(f"launch runs of that sweep             {cells_list_s:.2f} s")
 
 
 if __name__ == "__main__":

@@ -47,17 +47,13 @@ BEGIN: ContextVar[Begin] = ContextVar("BEGIN")
 
 
 def begin(master: Any, overrides: Sequence[Sequence[str]], composed: Sequence[Any]) -> Sequence[Result]:
-    """Begin cells. ``master``: the config that they come from, with hydra's own part; ``composed``: theirs."""
+    """Begin cells. ``master``: the config that they come from, with Hydra's own part; ``composed``: theirs, without."""
     from hydra.core.hydra_config import HydraConfig
-    from omegaconf import open_dict
 
+    HydraConfig.instance().set_config(master)  # for what a config takes from it: ${hydra:...}
     fixed = {_key(word) for word in master.hydra.overrides.task if not _sweeps(word)}
     asked: list[AskedCell] = []
     for words, config in zip(overrides, composed, strict=True):
-        if "hydra" in config:  # of two cells that are the same the second has no other config
-            HydraConfig.instance().set_config(config)
-            with open_dict(config):
-                del config["hydra"]
         asked.append(
             AskedCell(
                 tuple(word.removeprefix("++") for word in words if _key(word) not in fixed),
@@ -99,7 +95,8 @@ def confirm_size(loader: Any, master: Any) -> None:
 
 class CellLoader:
     """Hydra's config loader, which takes 50 ms for each of a sweep's cells, and as much to check it beforehand. Cells
-    that choose the same groups differ in values only: those are put into a copy of the first one's config."""
+    that choose the same groups differ in values only: those are put into a copy of the first one's config. Hydra's own
+    part, which nobody reads, is left out."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -118,13 +115,13 @@ class CellLoader:
 
     def _compose(self, master: Any, words: tuple[str, ...]) -> Any:
         from hydra.core.override_parser.overrides_parser import OverridesParser
-        from omegaconf import OmegaConf, open_dict
+        from omegaconf import OmegaConf
 
         parsed = OverridesParser.create(config_loader=self._loader).parse_overrides(list(words))
         values = [override for override in parsed if self._is_value(override)]
         groups = tuple(word for word, override in zip(words, parsed, strict=True) if override not in values)
         if groups not in self._by_groups:
-            self._by_groups[groups] = self._loader.load_sweep_config(master, list(groups))
+            self._by_groups[groups] = self._load(master, groups)
         config = copy.deepcopy(self._by_groups[groups])
         try:
             for override in values:
@@ -132,9 +129,15 @@ class CellLoader:
                     config, override.key_or_group, override.value(), merge=True, force_add=override.is_force_add()
                 )
         except Exception:
-            return self._loader.load_sweep_config(master, list(words))  # which finds the words for what is wrong
-        with open_dict(config.hydra):
-            config.hydra.overrides.task = list(words)
+            return self._load(master, words)  # which finds the words for what is wrong
+        return config
+
+    def _load(self, master: Any, words: tuple[str, ...]) -> Any:
+        from omegaconf import open_dict
+
+        config = self._loader.load_sweep_config(master, list(words))
+        with open_dict(config):
+            del config["hydra"]
         return config
 
     def _is_value(self, override: Any) -> bool:
