@@ -14,7 +14,7 @@ from launcher.plan import LaunchPlan
 from launcher.report.tables import failure_text, named_lines, near
 from launcher.runstate import Run, State
 
-_COLOURS = {
+COLOURS: dict[str, str] = {
     State.done: "green", State.running: "cyan", State.failed: "red", State.lost: "red", State.pending: "yellow",
     State.requeued: "yellow", State.stopped: "yellow", State.cancelled: "dim", State.unknown: "magenta",
 }  # fmt: skip
@@ -28,7 +28,7 @@ def runs_table(runs: Sequence[Run]) -> Table:
     for run in sorted(runs, key=lambda run: run.created):
         table.add_row(
             escape(run.name),
-            f"[{_COLOURS[run.state]}]{run.state.value}[/]",
+            f"[{COLOURS[run.state]}]{run.state.value}[/]",
             _step(run),
             "" if run.loss is None else f"{run.loss:.4f}",
             run.job or run.kind,
