@@ -141,4 +141,6 @@ def _write_page(compared: Comparison, place: Path) -> None:
     try:
         write_text(place, page(compared, datetime.now().astimezone()))
     except OSError as error:
-        raise UserError(f"{near(place.absolute())}: cannot be written: {error.strerror}.\n  Name another: --html FILE.") from error
+        raise UserError(
+            f"{near(place.absolute())}: cannot be written: {error.strerror}.\n  Name another: --html FILE."
+        ) from error

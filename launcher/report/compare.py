@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher.report import series
-from launcher.report.figures import Facts, Figures, Measured
+from launcher.report.facts import Facts
+from launcher.report.figures import Figures, Measured
 from launcher.report.series import Efficiency
 from launcher.runstate import State
 
@@ -97,6 +98,15 @@ class TaskGroup:
         """What a worker's hour is called."""
         devices = {row.facts.device for row in self.rows if row.facts}
         return "GPU-hours" if devices == {"cuda"} else "worker-hours"
+
+    @property
+    def time_unit(self) -> tuple[str, float]:
+        """What suits these runs: its name, and what hours are multiplied by."""
+        longest = max((row.hours for row in self.rows if row.hours is not None), default=0.0)
+        who = self.hours.partition("-")[0]
+        if longest * 60 < 2:
+            return f"{who}-seconds", 3600
+        return (f"{who}-minutes", 60) if longest < 2 else (self.hours, 1)
 
 
 @dataclass(frozen=True, kw_only=True)

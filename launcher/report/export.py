@@ -17,8 +17,8 @@ from launcher.report.runs import COLOURS
 # figure: how it comes out of metrics.jsonl. "Own windows" are full ones that sent the fewest bytes of all full ones:
 # what the job's own policy sends. The others are calibration's.
 DEFINITIONS = {
-    "own windows": "records with batch/samples = batch/global_size that sent the fewest comm/wire_bytes of such records:"
-    " full windows with the job's own sync policy, without those that calibration ran with sync=every",
+    "own windows": "records with batch/samples = batch/global_size that sent the fewest comm/wire_bytes of all such "
+    "records: full windows with the job's own sync policy, without those that calibration ran with sync=every",
     "time/step_s": "median of time/step_s over own windows; seconds",
     "time/data_s": "median of time/data_s over own windows: the part of a step that waited for data; seconds",
     "comm/exposed_s": "as calibration measured it: a step less the same micro-batches without any collective; seconds. "

@@ -16,31 +16,10 @@ from typing import Any
 from launcher.paths import RunPaths
 from launcher.plan import FORMAT
 from launcher.report.curve import Curve, thinned
+from launcher.report.facts import Facts, facts_of
 
 # the newest so many logged losses are averaged before a loss counts as reached: one lucky window does not
 SMOOTHED_OVER = 10
-# of the settings: what names a run, or says where a copy of it goes, does not change what is measured
-_NO_SETTINGS = ("run.", "wandb.", "sweep.", "hydra.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Facts:
-    """What was decided before the start. ``steps``: planned, None for a stream. ``settings``: config.yaml, flat, with
-    what the plan solved in place of what was left open."""
-
-    name: str
-    version: str
-    created: str
-    target: str
-    device: str
-    strategy: str
-    sync: str
-    world_size: int
-    global_size: int
-    micro_size: int
-    accumulation: int
-    steps: int | None
-    settings: dict[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +84,7 @@ def read(paths: RunPaths) -> Figures:
             return Figures(facts=None, measured=None, problem="its plan was written by another version of launcher")
         if "batch" not in plan:
             return Figures(facts=None, measured=None, problem="a script of its own, which leaves no record")
-        facts = _facts(plan, _settings(paths))  # pyright: ignore[reportUnknownArgumentType]
+        facts = facts_of(plan, paths)  # pyright: ignore[reportUnknownArgumentType]
     except FileNotFoundError as error:
         name = str(error.filename).rpartition("/")[2]
         return Figures(facts=None, measured=None, problem=f"its {name} is not there")
@@ -117,48 +96,6 @@ def read(paths: RunPaths) -> Figures:
     except OSError as error:
         return Figures(facts=facts, measured=None, problem=f"unreadable: {error.strerror}: metrics.jsonl")
     return Figures(facts=facts, measured=measured, problem="" if measured else "nothing was recorded")
-
-
-def _facts(plan: dict[str, Any], settings: dict[str, str]) -> Facts:
-    batch, cluster, run = plan["batch"], plan["cluster"], plan["run"]
-    solved = ("nodes", "workers_per_node", "device")
-    return Facts(
-        name=run["name"],
-        version=run["version"],
-        created=run["created"],
-        target=plan["task"]["target"],
-        device=cluster["device"],
-        strategy=plan["strategy"]["kind"],
-        sync=plan["strategy"]["sync"],
-        world_size=batch["world_size"],
-        global_size=batch["global_size"],
-        micro_size=batch["micro_size"],
-        accumulation=batch["accumulation"],
-        steps=plan["train"]["steps"],
-        settings=settings | {f"cluster.{name}": _text(cluster[name]) for name in solved},
-    )
-
-
-def _settings(paths: RunPaths) -> dict[str, str]:
-    import yaml
-
-    # the C one is ten times as fast, and not in every build
-    loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    config = yaml.load(paths.config.read_text(encoding="utf-8"), loader)
-    return {key: value for key, value in _flat(config, "").items() if not key.startswith(_NO_SETTINGS)}
-
-
-def _flat(value: Any, prefix: str) -> dict[str, str]:
-    if isinstance(value, dict) and value:
-        flat: dict[str, str] = {}
-        for key, inner in value.items():  # pyright: ignore[reportUnknownVariableType]
-            flat |= _flat(inner, f"{prefix}.{key}" if prefix else str(key))  # pyright: ignore[reportUnknownArgumentType]
-        return flat
-    return {prefix: _text(value)}
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 class _Reading:

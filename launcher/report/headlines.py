@@ -73,10 +73,11 @@ def _cheapest(rows: Sequence[Row], group: TaskGroup) -> Headline | None:
     if group.loss is None or len(there) < 2:
         return None
     (least, best), (most, worst) = min(there, key=lambda pair: pair[0]), max(there, key=lambda pair: pair[0])
+    unit, times = group.time_unit
     return Headline(
-        f"{least:.3g} {group.hours}",
-        f"to a training loss of {group.loss:.4g} is the least: {best.entry.label}. The most was {most / least:.2f} times "
-        f"that: {worst.entry.label}.",
+        f"{least * times:.3g} {unit}",
+        f"to a training loss of {group.loss:.4g} is the least: {best.entry.label}. The most was "
+        f"{most / least:.2f} times that: {worst.entry.label}.",
     )
 
 

@@ -26,7 +26,7 @@ def page(comparison: Comparison, now: datetime) -> str:
     import jinja2
     import orjson
     from markupsafe import Markup
-    from plotly.offline import get_plotlyjs
+    from plotly.offline import get_plotlyjs  # pyright: ignore[reportMissingTypeStubs]
 
     drawn: list[Plot] = []
     sections: list[dict[str, Any]] = []

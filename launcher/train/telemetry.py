@@ -60,9 +60,7 @@ def as_record(step: int, metrics: Metrics) -> dict[str, Any]:
     return {"step": step, **{name: value if math.isfinite(value) else None for name, value in metrics.items()}}
 
 
-def step_metrics(
-    result: StepResult, plan: RunPlan, seen: tuple[int, int], total_s: float, peak_memory: int
-) -> Metrics:
+def step_metrics(result: StepResult, plan: RunPlan, seen: tuple[int, int], total_s: float, peak_memory: int) -> Metrics:
     """``seen``: samples and items of the run so far. ``total_s``: wall seconds of training so far, over all starts.
     ``peak_memory``: bytes."""
     samples, items = seen
