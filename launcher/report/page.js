@@ -1,6 +1,6 @@
 const OPTIONS = {
   responsive: true, displaylogo: false,
-  modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d", "zoomIn2d", "zoomOut2d", "zoom2d", "pan2d", "sendDataToCloud"],
+  modeBarButtons: [["toImage", "resetScale2d"]],
 };
 
 function drawn(plot) { return document.querySelector(`.plot[data-plot="${plot}"]`); }
