@@ -26,7 +26,7 @@ from launcher.site import Site
 from launcher.solve import solve
 
 # what a record holds beside the figures below
-REST = {f"comm/all_reduce/figure_{number}": 0.1234567890123 + number for number in range(20)}
+REST = {f"comm/all_reduce/figure_{number}": 0.1234567890123 + number for number in range(26)}
 
 
 def make(place: Path, name: str, steps: int, accumulation: int, workers: int, seed: int) -> None:

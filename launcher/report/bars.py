@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from launcher.report.compare import Row, TaskGroup
-from launcher.report.plot import MANY_BARS, Plot, layout, ms, names
+from launcher.report.plot import MANY_BARS, Plot, hover_names, layout, ms, names
 from launcher.report.style import Style
 
 _PARTS = {
@@ -21,7 +21,7 @@ def step_split(group: TaskGroup) -> Plot | None:
         return None
     split = [row for row in rows if row.exposed_s is not None]
     whole = [row for row in rows if row.exposed_s is None]
-    called, flat = names(group), len(rows) <= MANY_BARS
+    called, hovers, flat = names(group), hover_names(group), len(rows) <= MANY_BARS
     parts: list[tuple[str, list[Row], Callable[[Row], float | None], dict[str, Any]]] = [
         ("compute", split, lambda row: row.rest_s, {"color": _PARTS["compute"]}),
         (
@@ -48,7 +48,7 @@ def step_split(group: TaskGroup) -> Plot | None:
                 "type": "bar", "name": name, "orientation": "h" if flat else "v",
                 "marker": {**marker, "line": {"width": 0}},
                 "x": values if flat else along, "y": along if flat else values,
-                "text": [called[id(row)] for row in which], "textposition": "none",
+                "text": [hovers[id(row)] for row in which], "textposition": "none",
                 "hovertemplate": f"%{{text}}<br>{name}: %{{{'x' if flat else 'y'}:.4g}} ms<extra></extra>",
             }
         )  # fmt: skip
@@ -68,14 +68,14 @@ def step_split(group: TaskGroup) -> Plot | None:
 def hours(group: TaskGroup, style: Style) -> Plot | None:
     if group.loss is None or not group.rows:
         return None
-    rows, called = list(group.rows), names(group)
+    rows, called, hovers = list(group.rows), names(group), hover_names(group)
     flat = len(rows) <= MANY_BARS
     values = [0.0 if row.hours is None else row.hours for row in rows]
     heading, times = group.time_unit
     sizes = [value * times for value in values]
     said = ["  not reached" if row.hours is None else f"  {size:.3g}" for row, size in zip(rows, sizes, strict=True)]
     hover = [
-        f"{called[id(row)]}<br>"
+        f"{hovers[id(row)]}<br>"
         + ("not reached" if row.hours is None else f"{size:.4g} {heading}, at step {row.reached_step:,}")
         for row, size in zip(rows, sizes, strict=True)
     ]

@@ -14,6 +14,8 @@ from launcher.report.series import Efficiency
 from launcher.runstate import State
 
 IMPOSSIBLE = "impossible"
+# of the settings that vary, beside a run's name
+_SAID = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +94,13 @@ class TaskGroup:
     varying: tuple[str, ...]
     loss: float | None
     given: bool
+
+    def said(self, row: Row) -> str:
+        """Which run this is: a cell's label says what was varied, a run's name does not."""
+        if row.facts is None or "=" in row.entry.label or not self.varying:
+            return row.entry.label
+        settings = tuple((key, row.facts.settings.get(key, "null")) for key in self.varying[:_SAID])
+        return f"{row.entry.label} ({series.said(settings)})"
 
     @property
     def hours(self) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 # of a drawn curve: more than a screen has columns for
 POINTS = 300
+SMOOTH_POINTS = 150
 
 
 @dataclass(frozen=True)
@@ -21,18 +22,21 @@ class Curve:
 
 
 def thinned(
-    steps: Sequence[float], samples: Sequence[float], seconds: Sequence[float], losses: Sequence[float]
+    steps: Sequence[float],
+    samples: Sequence[float],
+    seconds: Sequence[float],
+    losses: Sequence[float],
+    points: int = POINTS,
 ) -> Curve:
-    """At most POINTS records: the first and the last, and of each of equally long stretches the one with the lowest
+    """About ``points`` records: the first and the last, and of each of equally long stretches the one with the lowest
     and the one with the highest loss, so that no spike is lost. A loss that is not finite breaks the curve."""
     count = len(steps)
-    kept = range(count) if count <= POINTS else _extremes(losses, count)
+    kept = range(count) if count <= points else _extremes(losses, count, points // 2 - 1)
     columns = ([column[place] for place in kept] for column in (steps, samples, seconds, losses))
     return Curve(*(array("d", column) for column in columns))
 
 
-def _extremes(losses: Sequence[float], count: int) -> list[int]:
-    stretches = POINTS // 2 - 1
+def _extremes(losses: Sequence[float], count: int, stretches: int) -> list[int]:
     kept = {0, count - 1}
     for number in range(stretches):
         places = range(number * count // stretches, (number + 1) * count // stretches)

@@ -15,7 +15,7 @@ from typing import Any
 
 from launcher.paths import RunPaths
 from launcher.plan import FORMAT
-from launcher.report.curve import Curve, thinned
+from launcher.report.curve import SMOOTH_POINTS, Curve, thinned
 from launcher.report.facts import Facts, facts_of
 
 # the newest so many logged losses are averaged before a loss counts as reached: one lucky window does not
@@ -57,6 +57,7 @@ class Measured:
     reached_s: array[float]
     reached_step: array[float]
     curve: Curve
+    smooth: Curve
     held_out: Curve
 
     def reached(self, loss: float) -> tuple[int, float] | None:
@@ -174,7 +175,7 @@ def _sum_up(reading: _Reading) -> Measured:
     exposed = reading.calibrated.get("comm/exposed_s")
     if last["batch/world_size"] == 1:
         exposed = 0.0
-    eval_points = [array("d", column) for column in zip(*reading.held_out, strict=True)] or [array("d")] * 4
+    held_out = [[point[column] for point in reading.held_out] for column in range(4)]
     return Measured(
         records=len(reading.steps),
         damaged=reading.damaged,
@@ -197,7 +198,8 @@ def _sum_up(reading: _Reading) -> Measured:
         reached_s=reached[1],
         reached_step=reached[2],
         curve=thinned(reading.steps, reading.samples, reading.seconds, reading.losses),
-        held_out=thinned(*eval_points),
+        smooth=thinned(reading.steps, reading.samples, reading.seconds, smoothed, SMOOTH_POINTS),
+        held_out=thinned(held_out[0], held_out[1], held_out[2], held_out[3]),
     )
 
 

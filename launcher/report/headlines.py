@@ -19,7 +19,7 @@ class Headline:
 def headlines(group: TaskGroup) -> list[Headline]:
     """At most four; none where no run has finished."""
     done = [row for row in group.rows if row.done]
-    found = [_fastest(done, group), _scaling(done, group), _saved(done), _cheapest(done, group)]
+    found = [_fastest(done, group), _scaling(done, group), _saved(done, group), _cheapest(done, group)]
     return [each for each in found if each is not None]
 
 
@@ -30,7 +30,7 @@ def _fastest(rows: Sequence[Row], group: TaskGroup) -> Headline | None:
     best = max(fast, key=lambda row: row.samples_per_s or 0.0)
     assert best.facts is not None
     who = _count(best.facts.world_size, "GPU" if group.hours == "GPU-hours" else "worker")
-    which = f"the fastest of {len(fast)} finished runs: {best.entry.label}" if len(fast) > 1 else best.entry.label
+    which = f"the fastest of {len(fast)} finished runs: {group.said(best)}" if len(fast) > 1 else group.said(best)
     return Headline(f"{best.samples_per_s:,.4g} samples/s", f"on {who}: {which}.")
 
 
@@ -52,7 +52,7 @@ def _scaling(rows: Sequence[Row], group: TaskGroup) -> Headline | None:
     return Headline(f"{gained} the speed", f"from {baseline} to {most} {who}: {span} scaling efficiency{over}.")
 
 
-def _saved(rows: Sequence[Row]) -> Headline | None:
+def _saved(rows: Sequence[Row], group: TaskGroup) -> Headline | None:
     saving = [(saved, row) for row in rows if (saved := row.saved_fraction) and row.measured]
     if not saving:
         return None
@@ -64,7 +64,7 @@ def _saved(rows: Sequence[Row]) -> Headline | None:
     return Headline(
         f"{saved:.1%} fewer bytes",
         f"on the wire with accumulation {best.facts.accumulation} than if every micro-batch were synchronised{gain} "
-        f"({best.entry.label}).",
+        f"({group.said(best)}).",
     )
 
 
@@ -76,8 +76,8 @@ def _cheapest(rows: Sequence[Row], group: TaskGroup) -> Headline | None:
     unit, times = group.time_unit
     return Headline(
         f"{least * times:.3g} {unit}",
-        f"to a training loss of {group.loss:.4g} is the least: {best.entry.label}. The most was "
-        f"{most / least:.2f} times that: {worst.entry.label}.",
+        f"to a training loss of {group.loss:.4g} is the least: {group.said(best)}. The most was "
+        f"{most / least:.2f} times that: {group.said(worst)}.",
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from launcher.report import series
 from launcher.report.compare import Row, TaskGroup
-from launcher.report.plot import MANY, QUIET, Plot, called, layout, level, mb, text
+from launcher.report.plot import MANY, QUIET, Plot, hover_names, layout, level, mb, text
 from launcher.report.series import Key
 from launcher.report.style import Style
 
@@ -23,6 +23,7 @@ def over_workers(group: TaskGroup, style: Style) -> list[Plot]:
     size = _constant(list(lines.values()), "workers")
     who = "workers" if group.hours == "worker-hours" else "GPUs"
     speed = _line_plot(
+        hover_names(group),
         lines,
         style,
         lambda row: row.facts and row.facts.world_size,
@@ -45,7 +46,7 @@ def over_workers(group: TaskGroup, style: Style) -> list[Plot]:
     found = [
         Plot(
             title=f"Speed over {who}",
-            caption=f"Global batch / median step. Dotted: in proportion to the fewest {who}. {size}",
+            caption=f"Global batch / median step. Dotted: in proportion to the fewest {who}. {size}{_unnamed(lines)}",
             data=speed,
             layout=_log_x(layout(f"{who} (world size)", "samples/s, whole job", legend=len(lines) <= MANY), worlds),
         )
@@ -53,8 +54,9 @@ def over_workers(group: TaskGroup, style: Style) -> list[Plot]:
     compared = [row for row in rows if row.efficiency]
     if compared:
         kept = {key: [row for row in line if row.efficiency] for key, line in lines.items()}
+        kept = {key: line for key, line in kept.items() if line}
         data = _line_plot(
-            {key: line for key, line in kept.items() if line}, style, lambda row: row.facts and row.facts.world_size,
+            hover_names(group), kept, style, lambda row: row.facts and row.facts.world_size,
             lambda row: row.efficiency and 100 * row.efficiency.value, "%{y:.1f}%",
         )  # fmt: skip
         form = layout(f"{who} (world size)", "scaling efficiency, %", legend=len(lines) <= MANY)
@@ -85,9 +87,16 @@ def over_accumulation(group: TaskGroup, style: Style) -> list[Plot]:
     few = len(lines) <= MANY
     at: Callable[[Row], Any] = lambda row: row.facts and row.facts.accumulation  # noqa: E731
     sent = _line_plot(
-        lines, style, at, lambda row: mb(row.measured and row.measured.wire_bytes), "%{y:,.2f} MB as run", neutral=True
+        hover_names(group),
+        lines,
+        style,
+        at,
+        lambda row: mb(row.measured and row.measured.wire_bytes),
+        "%{y:,.2f} MB as run",
+        neutral=True,
     )
     every = _line_plot(
+        hover_names(group),
         lines,
         style,
         at,
@@ -110,7 +119,7 @@ def over_accumulation(group: TaskGroup, style: Style) -> list[Plot]:
         Plot(
             title="Bytes on the wire over accumulation",
             caption=f"Counted where the collectives ran. Dotted: had every micro-batch been synchronised. {size} "
-            "Runs on one worker send nothing, and are left out.",
+            f"Runs on one worker send nothing, and are left out.{_unnamed(lines)}",
             data=sent + every,
             layout=form,
         )
@@ -119,7 +128,13 @@ def over_accumulation(group: TaskGroup, style: Style) -> list[Plot]:
     timed = {key: line for key, line in timed.items() if line}
     if timed:
         data = _line_plot(
-            timed, style, at, lambda row: row.measured and row.measured.speedup, "%{y:.3f}× as fast", neutral=True
+            hover_names(group),
+            timed,
+            style,
+            at,
+            lambda row: row.measured and row.measured.speedup,
+            "%{y:.3f}× as fast",
+            neutral=True,
         )
         if len(timed) == 1:
             data[0]["name"] = "measured speed-up"
@@ -147,6 +162,7 @@ def _lines(rows: Sequence[Row], keys: Sequence[Key]) -> dict[Key, list[Row]]:
 
 
 def _line_plot(
+    hovers: dict[int, str],
     lines: dict[Key, list[Row]],
     style: Style,
     x: Callable[[Row], Any],
@@ -171,7 +187,7 @@ def _line_plot(
                     "size": 9, "color": colours if neutral else colours[0],
                     "symbol": ["circle" if row.done else "circle-open" for row in ordered],
                 },
-                "text": [called(row) for row in ordered],
+                "text": [hovers[id(row)] for row in ordered],
                 "hovertemplate": f"%{{text}}<br>{hover}<extra></extra>",
             }
         )  # fmt: skip
@@ -202,3 +218,7 @@ def _log_x(form: dict[str, Any], ticks: Sequence[int]) -> dict[str, Any]:
     }
     form["yaxis"]["rangemode"] = "tozero"
     return form
+
+
+def _unnamed(lines: dict[Key, list[Row]]) -> str:
+    return " Hover for the names." if len(lines) > MANY else ""

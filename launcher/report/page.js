@@ -30,7 +30,7 @@ FIGURES.forEach((figure, number) => {
   const kinds = [...new Set(figure.data.map((trace) => trace.meta).filter(Boolean))];
   if (kinds.length > 1) {
     buttons(choices, kinds, kinds[0], (kind) => {
-      const y = kind + " (mean over items)";
+      const y = (kind === "smoothed" ? "training loss, smoothed" : kind) + " (mean over items)";
       Plotly.update(place, { visible: figure.data.map((trace) => trace.meta === kind) }, { "yaxis.title.text": y, "yaxis.autorange": true });
     });
   }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict
 from datetime import datetime
 from importlib import metadata
 from typing import Any
@@ -58,7 +57,7 @@ def page(comparison: Comparison, now: datetime) -> str:
         definitions=DEFINITIONS,
         plotly=Markup(get_plotlyjs()),
         # inside <script> nothing may look like its end
-        figures=Markup(orjson.dumps([asdict(plot) for plot in drawn]).decode().replace("<", "\\u003c")),
+        figures=Markup(orjson.dumps(drawn).decode().replace("<", "\\u003c")),
     )
 
 

@@ -54,6 +54,11 @@ def names(group: TaskGroup) -> dict[int, str]:
     return {id(row): called(row) for row in group.rows}
 
 
+def hover_names(group: TaskGroup) -> dict[int, str]:
+    """The same with what was varied, where the label does not say it."""
+    return {id(row): text(group.said(row) + ("" if row.done else f" ({row.entry.state})")) for row in group.rows}
+
+
 def called(row: Row) -> str:
     return text(row.entry.label if row.done else f"{row.entry.label} ({row.entry.state})")
 

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from launcher.report.bars import hours, step_split
 from launcher.report.compare import TaskGroup
 from launcher.report.curve import Curve
+from launcher.report.figures import SMOOTHED_OVER, Measured
 from launcher.report.lines import over_accumulation, over_workers
-from launcher.report.plot import MANY, Plot, layout, level, names, said_at, short
+from launcher.report.plot import MANY, Plot, hover_names, layout, level, names, said_at, short
 from launcher.report.style import Style
+
+_KINDS: dict[str, Callable[[Measured], Curve]] = {
+    "training loss": lambda measured: measured.curve,
+    "smoothed": lambda measured: measured.smooth,
+    "held-out loss": lambda measured: measured.held_out,
+}
 
 
 def plots(group: TaskGroup) -> list[Plot]:
@@ -22,28 +30,24 @@ def plots(group: TaskGroup) -> list[Plot]:
 
 
 def loss(group: TaskGroup, style: Style) -> Plot | None:
-    called, few = names(group), len(group.rows) <= MANY
+    called, hovers, few = names(group), hover_names(group), len(group.rows) <= MANY
     data: list[dict[str, Any]] = []
     columns: dict[str, list[list[float]]] = {"steps": [], "samples": [], "wall time": []}
-    held_out = any(row.measured and row.measured.held_out.steps for row in group.rows)
-    for kind in ("training loss", "held-out loss") if held_out else ("training loss",):
+    for kind in _KINDS:
         for row in group.rows:
-            if row.measured is None:
-                continue
-            curve: Curve = row.measured.curve if kind == "training loss" else row.measured.held_out
-            if not curve.steps:
+            if row.measured is None or not (curve := _KINDS[kind](row.measured)).steps:
                 continue
             for column, values in zip(columns.values(), (curve.steps, curve.samples, curve.seconds), strict=True):
                 column.append([short(value) for value in values])
             data.append(
                 {
-                    "type": "scatter", "mode": "lines" if kind == "training loss" else "lines+markers",
+                    "type": "scatter", "mode": "lines+markers" if kind == "held-out loss" else "lines",
                     "name": called[id(row)], "meta": kind, "visible": kind == "training loss",
                     "x": columns["steps"][-1],
                     "y": [None if value != value else short(value) for value in curve.losses],
                     "line": {"color": style.colour(row), "dash": style.dash(row), "width": 1.8 if few else 1},
                     "opacity": 0.95 if few else 0.6, "connectgaps": False,
-                    "text": called[id(row)],
+                    "text": hovers[id(row)],
                     "hovertemplate": f"%{{text}}<br>{kind} %{{y:.4f}} at %{{x:,.6g}}<extra></extra>",
                 }
             )  # fmt: skip
@@ -57,7 +61,8 @@ def loss(group: TaskGroup, style: Style) -> Plot | None:
     return Plot(
         title="Loss",
         caption=f"{style.said} Long records are drawn with the lowest and the highest loss of each stretch, so that no "
-        f"spike is hidden. {_spread(group)}" + ("" if few else "Hover for a run's name."),
+        f"spike is hidden; smoothed: the mean of the newest {SMOOTHED_OVER} logged. {_spread(group)}"
+        + ("" if few else "Hover for a run's name."),
         data=data,
         layout=form,
         wide=True,
