@@ -44,9 +44,8 @@ def _scaling(rows: Sequence[Row], group: TaskGroup) -> Headline | None:
     baseline = min(efficiency.baseline for efficiency, _ in there)
     values = [efficiency.value for efficiency, _ in there if efficiency.baseline == baseline]
     gains = [value * most / baseline for value in values]
-    gained = f"{min(gains):.2f}×" if len(gains) == 1 else f"{min(gains):.2f}× to {max(gains):.2f}×"
-    lowest, highest = f"{min(values):.0%}", f"{max(values):.0%}"
-    span = lowest if lowest == highest else f"{lowest} to {highest}"
+    gained = _span(f"{min(gains):.2f}×", f"{max(gains):.2f}×")
+    span = _span(f"{min(values):.0%}", f"{max(values):.0%}")
     over = "" if len(gains) == 1 else f", over {len(gains)} settings"
     who = "GPUs" if group.hours == "GPU-hours" else "workers"
     return Headline(f"{gained} the speed", f"from {baseline} to {most} {who}: {span} scaling efficiency{over}.")
@@ -79,6 +78,10 @@ def _cheapest(rows: Sequence[Row], group: TaskGroup) -> Headline | None:
         f"to a training loss of {group.loss:.4g} is the least: {group.said(best)}. The most was "
         f"{most / least:.2f} times that: {group.said(worst)}.",
     )
+
+
+def _span(lowest: str, highest: str) -> str:
+    return lowest if lowest == highest else f"{lowest} to {highest}"
 
 
 def _count(number: int, noun: str) -> str:

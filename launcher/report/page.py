@@ -105,7 +105,7 @@ def _unsaid(group: TaskGroup) -> list[str]:
     words: list[str] = []
     worlds, counts = {each.world_size for each in facts}, {each.accumulation for each in facts if each.world_size > 1}
     if len(worlds) == 1:
-        words.append(f"All runs have {worlds.pop()} worker(s), so there is no scaling to show.")
+        words.append(f"Workers: {worlds.pop()} in all runs, so there is no scaling to show.")
     if len(counts) == 1:
         words.append(
             f"All runs on several workers have accumulation {counts.pop()}: bytes and speed-up are in the table."

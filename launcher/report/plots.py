@@ -9,8 +9,9 @@ from launcher.report.bars import hours, step_split
 from launcher.report.compare import TaskGroup
 from launcher.report.curve import Curve
 from launcher.report.figures import SMOOTHED_OVER, Measured
-from launcher.report.lines import over_accumulation, over_workers
 from launcher.report.plot import MANY, Plot, hover_names, layout, level, names, said_at, short
+from launcher.report.saving import over_accumulation
+from launcher.report.scaling import over_workers
 from launcher.report.style import Style
 
 _KINDS: dict[str, Callable[[Measured], Curve]] = {

@@ -15,6 +15,8 @@ Key = tuple[tuple[str, str], ...]
 WORKERS = frozenset({"cluster.nodes", "cluster.workers_per_node"})
 _ACCUMULATION = frozenset({"batch.accumulation", "batch.micro_size"})
 _GLOBAL = "batch.global_size"
+# how long a run goes on, and what it does between steps: no step takes longer or shorter for it
+_BETWEEN_STEPS = ("train.steps", "train.epochs", "train.eval_every", "train.log_every", "checkpoint.")
 
 
 def varying(facts: Iterable[Facts]) -> tuple[str, ...]:
@@ -26,14 +28,14 @@ def varying(facts: Iterable[Facts]) -> tuple[str, ...]:
 
 def over_workers(facts: Sequence[Facts]) -> list[Key]:
     """Of each run, what tells its line in a plot over the world size from the others."""
-    keys = [key for key in varying(facts) if key not in WORKERS]
+    keys = [key for key in varying(facts) if key not in WORKERS and not key.startswith(_BETWEEN_STEPS)]
     return [_key(each, keys) for each in facts]
 
 
 def over_accumulation(facts: Sequence[Facts]) -> list[Key]:
     """The same for a plot over accumulation. ``batch.global_size`` tells lines apart, unless it follows from the
     accumulation, as where a study holds the micro-batch constant."""
-    keys = [key for key in varying(facts) if key not in _ACCUMULATION]
+    keys = [key for key in varying(facts) if key not in _ACCUMULATION and not key.startswith(_BETWEEN_STEPS)]
     without = [key for key in keys if key != _GLOBAL]
     sizes: dict[Key, set[tuple[int, int]]] = defaultdict(set)
     for each in facts:
