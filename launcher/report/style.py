@@ -46,6 +46,8 @@ class Style:
     @property
     def said(self) -> str:
         """What a reader of the legend should know."""
+        if len(self._of) == 1:
+            return ""
         if self._by_world:
             return "A colour for each number of workers, the same in all plots."
         if len(self._worlds) == 1:
