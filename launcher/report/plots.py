@@ -61,9 +61,9 @@ def loss(group: TaskGroup, style: Style) -> Plot | None:
     titles = {"steps": "optimizer steps", "samples": "samples seen", "wall time": "wall seconds of training"}
     return Plot(
         title="Loss",
-        caption=f"{style.said}{' ' if style.said else ''}Long records are drawn with the lowest and the highest loss of each stretch, so that no "
+        caption=f"{style.said} Long records are drawn with the lowest and the highest loss of each stretch, so that no "
         f"spike is hidden; smoothed: the mean of the newest {SMOOTHED_OVER} logged. {_spread(group)}"
-        + ("" if few else "Hover for a run's name."),
+        f"{'' if few else 'Hover for the names.'}".strip(),
         data=data,
         layout=form,
         wide=True,
