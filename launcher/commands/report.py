@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -41,6 +42,8 @@ def report(arguments: list[str]) -> int:
     form.add_argument("--csv", action="store_true", help="a line a run; no page without --html")
     form.add_argument("--json", action="store_true", help="one object; no page without --html")
     given = parser.parse_args(arguments)
+    if given.loss is not None and not math.isfinite(given.loss):
+        raise UserError(f"--loss {given.loss}: must be a number, in the unit of train/loss.")
     if given.html is not None and not given.html.absolute().parent.is_dir():
         raise UserError(f"--html {given.html}: there is no directory {given.html.parent}.\n  Make it, or name another.")
     asked = [_asked(word, given.dir) for word in given.what]

@@ -219,7 +219,13 @@ def test_nothing_to_report(word: str, tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_words_that_are_refused(tmp_path: Path) -> None:
     make_run(tmp_path, "a")
-    for words in (["a", "--csv", "--json"], ["a", "--loss", "low"], [], ["a", "--html", "/nowhere/x.html"]):
+    for words in (
+        ["a", "--csv", "--json"],
+        ["a", "--loss", "low"],
+        ["a", "--loss", "nan"],
+        [],
+        ["a", "--html", "/nowhere/x.html"],
+    ):
         with pytest.raises(UserError):
             report([*words, "--dir", str(tmp_path)])
     (tmp_path / "s").mkdir()
