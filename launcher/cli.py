@@ -23,12 +23,14 @@ launch: distributed training where the effective global batch is a contract.
   launch cancel RUN                           end it; its workers save first
   launch resume RUN                           let it go on from its newest checkpoint
   launch retry  RUN                           begin it anew, with the plan and the code that it had
+  launch report RUN... | SWEEP                compare runs: a table, CSV, JSON, and one HTML page with plots
   launch doctor [key=value ...]               is this machine, or the cluster, fit to run?
 
   train, run   --quiet      print nothing but errors           --wait         with cluster=slurm: until the end
   plan         --json       the plan as JSON
   RUN          a run's name, its directory, or the beginning of its name; --dir DIR: where runs lie (default: runs)
   what reads   --json       for scripts
+  report       --csv        for spreadsheets                   --html FILE    where the page goes; --loss X: hours to X
   overrides    --help       the config's groups and values     --cfg job      the composed config
                --config-dir DIR   more config files of your own
   launch --version
@@ -47,6 +49,7 @@ _VERBS = {
     "cancel": "ledger:cancel",
     "resume": "ledger:resume",
     "retry": "ledger:retry",
+    "report": "report:report",
     "doctor": "doctor:doctor",
 }
 

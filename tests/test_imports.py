@@ -74,6 +74,8 @@ def test_only_world_reads_torchruns_variables() -> None:
         "import launcher; launcher.Loss, launcher.Config, launcher.compose",
         "from launcher.cli import run; assert run(['--help']) == 0",
         "import launcher.commands.doctor, launcher.doctor.examine, launcher.doctor.bandwidth, launcher.report.checks",
+        "from launcher.cli import run; assert run(['runs', '--dir', '.']) == 0",
+        "import launcher.commands.report, launcher.report.page, launcher.report.plots",
         "from launcher.cli import run; assert run(['plan']) == 0",
         "from launcher.cli import run; assert run(['plan', '--json', 'strategy.sync=every']) == 0",
         "from launcher.cli import run; assert run(['plan', 'batch.globl_size=3']) == 2",
@@ -84,6 +86,14 @@ def test_the_control_side_imports_nothing_heavy(code: str, tmp_path: Path) -> No
     done = subprocess.run([sys.executable, "-c", check], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "HEAVY []"
+
+
+def test_only_the_report_needs_what_the_report_is_made_of(tmp_path: Path) -> None:
+    """Not even its modules, until there is something to report: `launch runs` answers without them."""
+    modules = "{'plotly', 'orjson', 'jinja2'}"
+    code = "from launcher.cli import run; import sys; run(['--help']); run(['runs']); import launcher.commands.report"
+    check = f"{code}; assert not {modules} & set(sys.modules), 'imported too early'"
+    subprocess.run([sys.executable, "-c", check], cwd=tmp_path, capture_output=True, check=True)
 
 
 def test_public_names_exist() -> None:

@@ -22,6 +22,7 @@ def test_the_wheel_works_from_any_directory(tmp_path: Path) -> None:
     wheel = next(built.glob("*.whl"))
     names = zipfile.ZipFile(wheel).namelist()
     assert "launcher/conf/config.yaml" in names
+    assert {f"launcher/report/page.{kind}" for kind in ("html.j2", "css", "js")} <= {*names}
     assert not [name for name in names if name.startswith(("tests/", "jobs/"))]
     place = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(place)
@@ -39,3 +40,6 @@ def test_the_wheel_works_from_any_directory(tmp_path: Path) -> None:
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
     assert len(list((elsewhere / "runs").glob("*/checkpoints/step_000002"))) == 1
+    report = [sys.executable, "-P", "-c", check, "report", "runs"]
+    subprocess.run(report, cwd=elsewhere, env={**os.environ, "PYTHONPATH": str(place)}, check=True)
+    assert (elsewhere / "runs" / "report.html").exists()

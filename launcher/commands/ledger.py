@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable, Container
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from launcher.cluster import control, events
 from launcher.cluster.ledger import look
 from launcher.cluster.naming import find, find_sweeps, resolve, resolve_any
 from launcher.cluster.peers import Alone
 from launcher.cluster.sweeps import look_at_sweeps
+from launcher.commands.parser import Parser
 from launcher.errors import EXIT_DONE, UserError
 from launcher.paths import SweepPaths
 from launcher.plan import LaunchPlan, RunPlan
@@ -24,15 +24,8 @@ from launcher.report import terminal
 from launcher.runstate import ACTIVE, Run, State
 
 
-class _Parser(argparse.ArgumentParser):
-    """One whose complaints look like all others of `launch`."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{self.prog}: {message}.\n  {' '.join(self.format_usage().split())}")
-
-
-def _parser(verb: str, does: str, *, run: bool = True) -> _Parser:
-    parser = _Parser(prog=f"launch {verb}", description=does, allow_abbrev=False)
+def _parser(verb: str, does: str, *, run: bool = True) -> Parser:
+    parser = Parser(prog=f"launch {verb}", description=does, allow_abbrev=False)
     if run:
         parser.add_argument("run", metavar="RUN", help="its name, its directory, or the beginning of its name")
     parser.add_argument("--dir", type=Path, default=Path("runs"), help="where runs lie (default: runs)")

@@ -15,7 +15,7 @@ from launcher.plan import LaunchPlan
 from launcher.report.tables import failure_text, named_lines, near
 from launcher.runstate import Run, State
 
-COLOURS = {
+COLOURS: dict[str, str] = {
     State.done: "green", State.running: "cyan", State.failed: "red", State.lost: "red", State.pending: "yellow",
     State.requeued: "yellow", State.stopped: "yellow", State.cancelled: "dim", State.unknown: "magenta",
     State.impossible: "magenta",

@@ -162,7 +162,8 @@ class _Run:
 
     def metrics(self, result: StepResult) -> Metrics:
         engine = self.engine
-        metrics = step_metrics(result, self.plan, (engine.samples, engine.items), peak_memory_bytes(engine.device))
+        seen, peak = (engine.samples, engine.items), peak_memory_bytes(engine.device)
+        metrics = step_metrics(result, self.plan, seen, self.account.total_s, peak)
         if engine.precision.scales:
             metrics["amp/skipped_steps"] = engine.skipped_steps
         if self.samples_per_s_at_peak is not None:

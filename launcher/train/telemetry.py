@@ -60,8 +60,9 @@ def as_record(step: int, metrics: Metrics) -> dict[str, Any]:
     return {"step": step, **{name: value if math.isfinite(value) else None for name, value in metrics.items()}}
 
 
-def step_metrics(result: StepResult, plan: RunPlan, seen: tuple[int, int], peak_memory: int) -> Metrics:
-    """``seen``: samples and items of the run so far. ``peak_memory``: bytes."""
+def step_metrics(result: StepResult, plan: RunPlan, seen: tuple[int, int], total_s: float, peak_memory: int) -> Metrics:
+    """``seen``: samples and items of the run so far. ``total_s``: wall seconds of training so far, over all starts.
+    ``peak_memory``: bytes."""
     samples, items = seen
     metrics: Metrics = {
         "train/loss": result.loss,
@@ -86,6 +87,7 @@ def step_metrics(result: StepResult, plan: RunPlan, seen: tuple[int, int], peak_
         "comm/flags_bytes": _flags_bytes(plan),
         "time/step_s": result.step_s,
         "time/data_s": result.data_s,
+        "time/total_s": total_s,
         "throughput/samples_per_s": result.samples / result.step_s,
         "throughput/items_per_s": result.items / result.step_s,
         "memory/peak_bytes": peak_memory,

@@ -101,6 +101,9 @@ def assert_same(run: Path, undisturbed: Path, resumed: int) -> None:
     for record in seen:  # a stop is recorded, even where its step would not have been
         assert record == by_step.get(record["step"], record)
     summaries = [json.loads((path / "summary.json").read_text()) for path in (run, undisturbed)]
+    seconds = [record["time/total_s"] for record in records(run)]
+    assert seconds == sorted({*seconds}), "the clock goes on where the run does"
+    assert seconds[-1] <= summaries[0]["time/total_s"]
     assert [summary.pop("resumed") for summary in summaries] == [resumed, 0]
     assert [summary.pop("checkpoint") for summary in summaries] == [str(ours), str(theirs)]
     assert timeless(summaries[0]) == timeless(summaries[1])

@@ -1,0 +1,77 @@
+"""How long `launch report` takes for many long runs, and how large its page is.
+
+    python jobs/bench_report.py [--runs 200] [--steps 10000] [--keep DIR]     # writes 3 GB, to a temporary directory
+
+The runs are made up: accumulation × workers × seeds, each with as many and as long lines as a real one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from launcher.cluster import local
+from launcher.compose import compose
+from launcher.paths import write_json
+from launcher.plan import RunInfo, TaskPlan
+from launcher.site import Site
+from launcher.solve import solve
+
+# what a record holds beside the figures below
+REST = {f"comm/all_reduce/figure_{number}": 0.1234567890123 + number for number in range(26)}
+
+
+def make(place: Path, name: str, steps: int, accumulation: int, workers: int, seed: int) -> None:
+    """One finished run."""
+    sizes = [f"batch.accumulation={accumulation}", f"cluster.workers_per_node={workers}", f"train.seed={seed}"]
+    config, noise = compose([*sizes, f"train.steps={steps}", "batch.global_size=256"]), random.Random(name)
+    task = TaskPlan(target="a.Task", params={}, samples=10**9, parameters=1, gradient_bytes=4, unit_parameters=1)
+    run = RunInfo(name=name, id=name, dir=str(place / name), created="2026-01-01T00:00:00+00:00", version="0")
+    plan = solve(config, Site(gpus=0, cores=2, cwd=str(place)), task, run)
+    local.create(plan, json.dumps(dataclasses.asdict(config)))  # which is YAML too
+    step_s, sent, rest = (0.3 + 0.01 * accumulation) / workers**0.9, 8e6 * (workers > 1), json.dumps(REST)[1:]
+    fixed = {f"batch/{key}": size for key, size in dataclasses.asdict(plan.batch).items()} | {
+        "batch/samples": 256, "comm/wire_bytes": sent, "comm/wire_bytes_every": sent * accumulation,
+    }  # fmt: skip
+    with plan.paths.metrics.open("w") as file:
+        for step in range(1, steps + 1):
+            own = {
+                "step": step, "train/loss": 6 * (1 + step / 50) ** -0.3 + noise.gauss(0, 0.05), "time/data_s": 0.001,
+                "time/step_s": step_s * noise.uniform(0.9, 1.2), "time/total_s": step * step_s,
+                "progress/samples": step * 256, **fixed,
+            }  # fmt: skip
+            if step == 20:
+                own |= {"comm/step_s": step_s, "comm/exposed_s": 0.01, "comm/speedup": 1 + 0.1 * accumulation}
+            file.write(f"{json.dumps(own)[:-1]}, {rest}\n")
+    write_json(plan.paths.summary, {"verdict": "done"})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--runs", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--keep", type=Path, help="where the runs stay")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        place = given.keep or Path(temporary) / "runs"
+        grid = itertools.product(range(100), (1, 2, 4, 8), (1, 2, 4, 8))
+        for number, (seed, accumulation, workers) in enumerate(itertools.islice(grid, given.runs)):
+            make(place, f"run{number:03}", given.steps, accumulation, workers, seed)
+        size = sum(path.stat().st_size for path in place.glob("*/metrics.jsonl"))
+        began = time.perf_counter()
+        code = "from launcher.cli import main; main()"
+        subprocess.run([sys.executable, "-P", "-c", code, "report", str(place)], check=True, stdout=subprocess.DEVNULL)
+        seconds, page = time.perf_counter() - began, (place / "report.html").stat().st_size
+    print(f"{given.runs} runs of {given.steps:,} steps, {size / 1e9:.2f} GB: {seconds:.1f} s, page {page / 1e6:.1f} MB")
+
+
+if __name__ == "__main__":
+    main()

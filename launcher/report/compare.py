@@ -1,0 +1,218 @@
+"""Runs side by side: what was asked for, what each of them measured, and what may not be compared."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from launcher.report import series
+from launcher.report.facts import Facts
+from launcher.report.figures import Figures, Measured
+from launcher.report.series import Efficiency
+from launcher.runstate import State
+
+IMPOSSIBLE = "impossible"
+# of the settings that vary, beside a run's name
+_SAID = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A line of the report. ``state``: of the run, or "impossible" for a cell that cannot be one. ``detail``: why.
+    ``dir``: None without a run. ``elsewhere``: the directory of the other sweep that has the cell's run, or ''."""
+
+    label: str
+    state: str
+    detail: str
+    dir: Path | None
+    elsewhere: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """``same_as``: the label of an earlier row with this very run, which counts once. ``hours``: worker-hours until
+    the loss that the task's runs are compared at; None where it was not reached."""
+
+    entry: Entry
+    figures: Figures
+    same_as: str = ""
+    efficiency: Efficiency | None = None
+    reached_step: int | None = None
+    hours: float | None = None
+
+    @property
+    def facts(self) -> Facts | None:
+        return self.figures.facts
+
+    @property
+    def measured(self) -> Measured | None:
+        return self.figures.measured
+
+    @property
+    def counts(self) -> bool:
+        """Whether it is in plots and comparisons."""
+        return self.facts is not None and self.measured is not None and not self.same_as
+
+    @property
+    def done(self) -> bool:
+        return self.entry.state == State.done
+
+    @property
+    def samples_per_s(self) -> float | None:
+        return series.samples_per_s(self.figures)
+
+    @property
+    def exposed_s(self) -> float | None:
+        """The part of a step, never below zero; None where it was not measured."""
+        if self.measured is None or self.measured.exposed_s is None:
+            return None
+        return max(0.0, self.measured.exposed_s)
+
+    @property
+    def rest_s(self) -> float | None:
+        """A step without its wait for data and, where that was measured, without its exposed communication."""
+        if self.measured is None or self.measured.step_s is None or self.measured.data_s is None:
+            return None
+        return self.measured.step_s - self.measured.data_s - (self.exposed_s or 0.0)
+
+    @property
+    def saved_fraction(self) -> float | None:
+        sent = self.measured.wire_bytes if self.measured else None
+        every = self.measured.wire_bytes_every if self.measured else None
+        return None if sent is None or not every else 1 - sent / every
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskGroup:
+    """The runs of one task; speeds and losses are compared within it only. ``loss``: that hours are counted to, None
+    where no finished run has one. ``given``: whether the user asked for that loss."""
+
+    target: str
+    rows: tuple[Row, ...]
+    varying: tuple[str, ...]
+    loss: float | None
+    given: bool
+
+    def said(self, row: Row) -> str:
+        """Which run this is: a cell's label says what was varied, a run's name does not."""
+        if row.facts is None or "=" in row.entry.label or not self.varying:
+            return row.entry.label
+        settings = tuple((key, row.facts.settings.get(key, "null")) for key in self.varying[:_SAID])
+        return f"{row.entry.label} ({series.said(settings)})"
+
+    @property
+    def hours(self) -> str:
+        """What a worker's hour is called."""
+        devices = {row.facts.device for row in self.rows if row.facts}
+        return "GPU-hours" if devices == {"cuda"} else "worker-hours"
+
+    @property
+    def time_unit(self) -> tuple[str, float]:
+        """What suits these runs: its name, and what hours are multiplied by."""
+        longest = max((row.hours for row in self.rows if row.hours is not None), default=0.0)
+        who = self.hours.partition("-")[0]
+        if longest * 60 < 2:
+            return f"{who}-seconds", 3600
+        return (f"{who}-minutes", 60) if longest < 2 else (self.hours, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """``rows``: as they were asked for. ``groups``: the same ones that count, by task."""
+
+    title: str
+    rows: tuple[Row, ...]
+    groups: tuple[TaskGroup, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def varying(self) -> tuple[str, ...]:
+        return series.varying(row.facts for row in self.rows if row.facts is not None)
+
+
+def compare(title: str, entries: Sequence[Entry], figures: Mapping[Path, Figures], loss: float | None) -> Comparison:
+    """``loss``: that hours are counted to; None: the lowest one that all finished runs of a task have reached."""
+    rows: list[Row] = []
+    first: dict[Path, str] = {}
+    for entry in entries:
+        if entry.dir is None:
+            rows.append(Row(entry=entry, figures=Figures(facts=None, measured=None)))
+            continue
+        rows.append(Row(entry=entry, figures=figures[entry.dir], same_as=first.get(entry.dir, "")))
+        first.setdefault(entry.dir, entry.label)
+    targets = dict.fromkeys(row.facts.target for row in rows if row.counts and row.facts)
+    groups = [_group(target, rows, loss) for target in targets]
+    derived = {row.entry.dir: row for group in groups for row in group.rows}
+    rows = [replace(derived.get(row.entry.dir, row), entry=row.entry, same_as=row.same_as) for row in rows]
+    return Comparison(title=title, rows=tuple(rows), groups=tuple(groups), notes=tuple(_notes(rows, groups)))
+
+
+def _group(target: str, rows: Sequence[Row], given: float | None) -> TaskGroup:
+    mine = [row for row in rows if row.counts and row.facts and row.facts.target == target]
+    lowest = [row.measured.lowest for row in mine if row.done and row.measured and row.measured.lowest is not None]
+    loss = given if given is not None else max(lowest, default=None)
+    fast = [(row.facts, speed) for row in mine if row.facts and (speed := row.samples_per_s) is not None]
+    found = iter(series.efficiencies(fast))
+    with_all: list[Row] = []
+    for row in mine:
+        assert row.facts is not None
+        assert row.measured is not None
+        efficiency = next(found) if row.samples_per_s is not None else None
+        reached = None if loss is None else row.measured.reached(loss)
+        step, hours = (None, None) if reached is None else (reached[0], row.facts.world_size * reached[1] / 3600)
+        with_all.append(replace(row, efficiency=efficiency, reached_step=step, hours=hours))
+    return TaskGroup(
+        target=target,
+        rows=tuple(with_all),
+        varying=series.varying(row.facts for row in mine if row.facts),
+        loss=loss,
+        given=given is not None,
+    )
+
+
+def _notes(rows: Sequence[Row], groups: Sequence[TaskGroup]) -> list[str]:
+    """What a reader must know before they compare."""
+    notes: list[str] = []
+    unlike = Counter(row.entry.state for row in rows if not row.done)
+    if unlike:
+        counted = ", ".join(f"{number} {state}" for state, number in unlike.items())
+        notes.append(
+            f"Not every row is a finished run: {counted}. Their figures are of the steps they recorded; "
+            "only finished runs set the loss that hours are counted to."
+        )
+    if len(groups) > 1:
+        notes.append(f"{len(groups)} tasks: losses and speeds are compared within each only.")
+    versions = sorted({row.facts.version for row in rows if row.facts})
+    if len(versions) > 1:
+        notes.append(f"The runs are of different versions of launcher: {', '.join(versions)}.")
+    devices = sorted({row.facts.device for row in rows if row.facts})
+    if len(devices) > 1:
+        notes.append(f"The runs are on different devices: {', '.join(devices)}; these are lines of their own.")
+    for row in rows:
+        if row.figures.problem:
+            notes.append(f"{row.entry.label}: {row.figures.problem}.")
+        elif row.same_as and row.same_as != row.entry.label:
+            notes.append(f"{row.entry.label} is the same run as {row.same_as}, and counts once.")
+    measured = [(row, row.measured) for row in rows if row.measured and not row.same_as]
+    for why, which in (
+        ("no full window with the job's own policy yet: no speed", [row for row, m in measured if not m.windows]),
+        (
+            "exposed communication was not measured: it is inside their computation",
+            [row for row, m in measured if m.exposed_s is None and m.windows],
+        ),
+        (
+            "records without time/total_s (an older version): wall time is time/step_s added up",
+            [row for row, m in measured if m.estimated_time],
+        ),
+        ("lines of metrics.jsonl were damaged, and left out", [row for row, m in measured if m.damaged]),
+    ):
+        if which:
+            notes.append(f"{_named(which)}: {why}.")
+    return notes
+
+
+def _named(rows: Sequence[Row]) -> str:
+    names = [row.entry.label for row in rows]
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
