@@ -5,19 +5,24 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from launcher.api import plan_job
 from launcher.cluster import control, local
+from launcher.cluster.ledger import look
 from launcher.cluster.peers import Alone
 from launcher.cluster.slurm import submit as slurm
 from launcher.cluster.sweeps import look_at_sweeps
 from launcher.compose import compose_with_yaml
 from launcher.config import ClusterKind
-from launcher.errors import SiteError
-from launcher.paths import RunPaths, SweepPaths, read_json
+from launcher.errors import SiteError, UserError
+from launcher.paths import RunPaths, SweepPaths, read_json, write_text
 from launcher.plan import LaunchPlan, RunPlan
+from launcher.report.comparison.compare import Comparison, Entry
+from launcher.report.comparison.compare import compare as side_by_side
+from launcher.report.comparison.reading import read_all
 from launcher.report.terminal import Silence
 from launcher.runstate import Run
 from launcher.sweeps.conduct import Conductor
@@ -56,6 +61,12 @@ class Study:
     def cells(self) -> list[Run]:
         """How each stands, in the order in which they were asked for."""
         return look_at_sweeps([SweepPaths(self.dir)])[str(self.dir)]
+
+    def report(self, loss: float | None = None) -> Path:
+        """Write the page of `launch report`, and return where it is. ``loss``: that hours are counted to."""
+        paths = SweepPaths(self.dir)
+        write_page(compare([paths], title=self.dir.name, loss=loss), paths.report)
+        return paths.report
 
 
 def submit(overrides: Sequence[str] = ()) -> Job:
@@ -104,6 +115,46 @@ def sweep(
     conductor.begin(cells, False)
     assert conductor.paths is not None
     return Study(conductor.paths.root)
+
+
+def compare(asked: Sequence[RunPaths | SweepPaths], *, title: str, loss: float | None = None) -> Comparison:
+    """Runs, and the cells of sweeps, side by side, with all figures of `launch report`.
+
+    Args:
+        loss: training loss that hours are counted to; None: the lowest that all finished runs of a task have reached.
+    """
+    sweeps = look_at_sweeps([paths for paths in asked if isinstance(paths, SweepPaths)])
+    runs = {run.dir: run for run in look([paths for paths in asked if isinstance(paths, RunPaths)])}
+    entries: list[Entry] = []
+    for paths in asked:
+        for run in sweeps.get(str(paths.root)) or [runs[str(paths.root)]]:
+            label = run.cell or run.name
+            if run.cell is not None and len(asked) > 1:
+                label = f"{paths.root.name}: {label}"
+            place = Path(run.dir) if run.dir else None
+            elsewhere = place is not None and run.cell is not None and place.parent != paths.root
+            entries.append(
+                Entry(
+                    label=label,
+                    state=run.state.value,
+                    detail=run.detail,
+                    dir=place,
+                    elsewhere=str(place.parent) if place is not None and elsewhere else "",
+                )
+            )
+    places = list(dict.fromkeys(entry.dir for entry in entries if entry.dir is not None))
+    return side_by_side(title, entries, read_all(places), loss)
+
+
+def write_page(compared: Comparison, place: Path) -> None:
+    """Raises UserError where it cannot be written."""
+    from launcher.report.page.page import page
+
+    text = page(compared, datetime.now().astimezone())
+    try:
+        write_text(place, text)
+    except OSError as error:
+        raise UserError(f"{place}: cannot be written: {error.strerror}.\n  Name another: --html FILE.") from error
 
 
 def _run_here(plan: LaunchPlan | RunPlan) -> int:

@@ -75,7 +75,7 @@ def test_only_world_reads_torchruns_variables() -> None:
         "from launcher.cli import run; assert run(['--help']) == 0",
         "import launcher.commands.doctor, launcher.doctor.examine, launcher.doctor.bandwidth, launcher.report.checks",
         "from launcher.cli import run; assert run(['runs', '--dir', '.']) == 0",
-        "import launcher.commands.report, launcher.report.page, launcher.report.plots",
+        "import launcher.commands.report, launcher.report.page, launcher.report.page.plots",
         "from launcher.cli import run; assert run(['plan']) == 0",
         "from launcher.cli import run; assert run(['plan', '--json', 'strategy.sync=every']) == 0",
         "from launcher.cli import run; assert run(['plan', 'batch.globl_size=3']) == 2",

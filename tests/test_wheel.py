@@ -22,7 +22,7 @@ def test_the_wheel_works_from_any_directory(tmp_path: Path) -> None:
     wheel = next(built.glob("*.whl"))
     names = zipfile.ZipFile(wheel).namelist()
     assert "launcher/conf/config.yaml" in names
-    assert {f"launcher/report/page.{kind}" for kind in ("html.j2", "css", "js")} <= {*names}
+    assert {f"launcher/report/page/page.{kind}" for kind in ("html.j2", "css", "js")} <= {*names}
     assert not [name for name in names if name.startswith(("tests/", "jobs/"))]
     place = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(place)

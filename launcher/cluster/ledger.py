@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from launcher.cluster import jobfile
 from launcher.cluster.jobfile import Submission
@@ -197,7 +197,8 @@ def _last_record(metrics: Path) -> dict[str, Any]:
         with metrics.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
             lines = file.read().split(b"\n")[:-1]
-        return json.loads(lines[-1]) if lines else {}
+        last: Any = json.loads(lines[-1]) if lines else {}
+        return cast("dict[str, Any]", last) if isinstance(last, dict) else {}
     except (OSError, ValueError):
         return {}
 

@@ -18,10 +18,10 @@ from launcher.cli import run as launch
 from launcher.commands.report import report
 from launcher.errors import UserError
 from launcher.paths import RunPaths
-from launcher.report.curve import POINTS, thinned
-from launcher.report.facts import facts_of
-from launcher.report.figures import read
-from launcher.report.series import efficiencies, over_accumulation
+from launcher.report.comparison.curve import POINTS, thinned
+from launcher.report.comparison.facts import facts_of
+from launcher.report.comparison.figures import read
+from launcher.report.comparison.series import efficiencies, over_accumulation
 from tests.report.made import cell, make_run, make_sweep, read_records, write_records
 
 GRID = [(accumulation, workers) for accumulation in (1, 2, 4) for workers in (1, 2)]
@@ -120,7 +120,7 @@ def test_a_cell_whose_run_lies_in_another_sweep(grid: Path) -> None:
     make_sweep(other, cell("../grid/a1w1", "batch.accumulation=1"), cell("gone", "batch.accumulation=2"))
     runs = by_name("oth", "--dir", grid.parent)
     assert runs["accumulation=1"]["elsewhere"].endswith("grid")
-    assert runs["accumulation=2"]["state"] == "missing"
+    assert runs["accumulation=2"]["state"] == "pending"
 
 
 def test_csv_has_a_line_a_run_and_no_page_is_written(grid: Path, capsys: pytest.CaptureFixture[str]) -> None:

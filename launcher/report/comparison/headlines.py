@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from launcher.report.compare import Row, TaskGroup
+from launcher.report.comparison.compare import Row, TaskGroup
 
 
 @dataclass(frozen=True)

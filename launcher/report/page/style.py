@@ -5,8 +5,8 @@ from __future__ import annotations
 import colorsys
 from collections.abc import Sequence
 
-from launcher.report import series
-from launcher.report.compare import Row
+from launcher.report.comparison import series
+from launcher.report.comparison.compare import Row
 
 _COLOURS = (
     "#2563eb", "#e8710a", "#16935a", "#c62f4b", "#7c4dcc", "#0e8fa8", "#b8860b", "#d1529b", "#6b4f3a", "#556070",

@@ -6,7 +6,7 @@ import html
 from dataclasses import dataclass, field
 from typing import Any
 
-from launcher.report.compare import Row, TaskGroup
+from launcher.report.comparison.compare import Row, TaskGroup
 
 INK, GRID, QUIET = "#1f2937", "#e5e7eb", "#94a3b8"
 _FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, sans-serif"

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from launcher.report.bars import hours, step_split
-from launcher.report.compare import TaskGroup
-from launcher.report.curve import Curve
-from launcher.report.figures import SMOOTHED_OVER, Measured
-from launcher.report.plot import MANY, Plot, hover_names, layout, level, names, said_at, short
-from launcher.report.saving import over_accumulation
-from launcher.report.scaling import over_workers
-from launcher.report.style import Style
+from launcher.report.comparison.compare import TaskGroup
+from launcher.report.comparison.curve import Curve
+from launcher.report.comparison.figures import SMOOTHED_OVER, Measured
+from launcher.report.page.bars import hours, step_split
+from launcher.report.page.plot import MANY, Plot, hover_names, layout, level, names, said_at, short
+from launcher.report.page.saving import over_accumulation
+from launcher.report.page.scaling import over_workers
+from launcher.report.page.style import Style
 
 _KINDS: dict[str, Callable[[Measured], Curve]] = {
     "training loss": lambda measured: measured.curve,

@@ -7,8 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from launcher.report.facts import Facts
-from launcher.report.figures import Figures
+from launcher.report.comparison.facts import Facts
+from launcher.report.comparison.figures import Figures
 
 Key = tuple[tuple[str, str], ...]
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from launcher.report import series
-from launcher.report.compare import Row, TaskGroup
-from launcher.report.plot import hover_names, layout, text
-from launcher.report.series import Key
-from launcher.report.style import Style
+from launcher.report.comparison import series
+from launcher.report.comparison.compare import Row, TaskGroup
+from launcher.report.comparison.series import Key
+from launcher.report.page.plot import hover_names, layout, text
+from launcher.report.page.style import Style
 
 # of a plot that has half of the page
 _NAMED = 9

@@ -9,7 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from launcher.paths import RunPaths
-from launcher.report.figures import Figures, read
+from launcher.report.comparison.figures import Figures, read
 
 # below so many bytes of records the processes take longer to begin than to read
 _ALONE_BYTES = 30_000_000

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from launcher.report.compare import Row, TaskGroup
-from launcher.report.plot import MANY_BARS, Plot, hover_names, layout, ms, names
-from launcher.report.style import Style
+from launcher.report.comparison.compare import Row, TaskGroup
+from launcher.report.page.plot import MANY_BARS, Plot, hover_names, layout, ms, names
+from launcher.report.page.style import Style
 
 _PARTS = {
     "compute": "#44576f", "not told apart": "#a9b8cc", "communication that shows": "#e8710a",

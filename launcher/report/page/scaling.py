@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from launcher.report import series
-from launcher.report.compare import Row, TaskGroup
-from launcher.report.lines import Lines
-from launcher.report.plot import Plot, level
-from launcher.report.style import Style
+from launcher.report.comparison import series
+from launcher.report.comparison.compare import Row, TaskGroup
+from launcher.report.page.lines import Lines
+from launcher.report.page.plot import Plot, level
+from launcher.report.page.style import Style
 
 
 def over_workers(group: TaskGroup, style: Style) -> list[Plot]:

@@ -7,11 +7,11 @@ from datetime import datetime
 from importlib import metadata
 from typing import Any
 
-from launcher.report import series
-from launcher.report.compare import Comparison, Row, TaskGroup
-from launcher.report.export import DEFINITIONS
-from launcher.report.headlines import headlines
-from launcher.report.plots import Plot, plots
+from launcher.report.comparison import series
+from launcher.report.comparison.compare import Comparison, Row, TaskGroup
+from launcher.report.comparison.export import DEFINITIONS
+from launcher.report.comparison.headlines import headlines
+from launcher.report.page.plots import Plot, plots
 
 _CONSTANT = {
     "cluster.device": "device", "batch.global_size": "", "strategy.kind": "strategy", "precision.kind": "precision",
@@ -37,7 +37,7 @@ def page(comparison: Comparison, now: datetime) -> str:
             {"target": group.target, "headlines": headlines(group), "plots": numbered, "unsaid": _unsaid(group)}
         )
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("launcher", "report"),
+        loader=jinja2.PackageLoader("launcher", "report/page"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,

@@ -10,8 +10,8 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from launcher.report.compare import Comparison, Row, TaskGroup
-from launcher.report.figures import SMOOTHED_OVER
+from launcher.report.comparison.compare import Comparison, Row, TaskGroup
+from launcher.report.comparison.figures import SMOOTHED_OVER
 from launcher.report.runs import COLOURS
 
 # figure: how it comes out of metrics.jsonl. "Own windows" are full ones that sent the fewest bytes of all full ones:

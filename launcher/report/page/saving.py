@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from launcher.report import series
-from launcher.report.compare import Row, TaskGroup
-from launcher.report.lines import Lines
-from launcher.report.plot import QUIET, Plot, level, mb
-from launcher.report.style import Style
+from launcher.report.comparison import series
+from launcher.report.comparison.compare import Row, TaskGroup
+from launcher.report.page.lines import Lines
+from launcher.report.page.plot import QUIET, Plot, level, mb
+from launcher.report.page.style import Style
 
 _EVERY = "had every micro-batch been synchronised"
 

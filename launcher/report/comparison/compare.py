@@ -7,20 +7,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from launcher.report import series
-from launcher.report.facts import Facts
-from launcher.report.figures import Figures, Measured
-from launcher.report.series import Efficiency
+from launcher.report.comparison import series
+from launcher.report.comparison.facts import Facts
+from launcher.report.comparison.figures import Figures, Measured
+from launcher.report.comparison.series import Efficiency
 from launcher.runstate import State
 
-IMPOSSIBLE = "impossible"
 # of the settings that vary, beside a run's name
 _SAID = 5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A line of the report. ``state``: of the run, or "impossible" for a cell that cannot be one. ``detail``: why.
+    """A line of the report. ``state``: of the run or cell. ``detail``: why.
     ``dir``: None without a run. ``elsewhere``: the directory of the other sweep that has the cell's run, or ''."""
 
     label: str

@@ -15,8 +15,8 @@ from typing import Any
 
 from launcher.paths import RunPaths
 from launcher.plan import FORMAT
-from launcher.report.curve import SMOOTH_POINTS, Curve, thinned
-from launcher.report.facts import Facts, facts_of
+from launcher.report.comparison.curve import SMOOTH_POINTS, Curve, thinned
+from launcher.report.comparison.facts import Facts, facts_of
 
 # the newest so many logged losses are averaged before a loss counts as reached: one lucky window does not
 SMOOTHED_OVER = 10

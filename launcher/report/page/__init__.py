@@ -1,0 +1,1 @@
+"""The report as one page for the browser: its plots, and the template that holds them."""
