@@ -20,13 +20,16 @@ system() {
 }
 
 dependencies() {
+    local links=()
+    # wheels that whoever builds lends, such as a CPU build of torch: `podman build -v DIR:/opt/wheels`
+    if [ -d /opt/wheels ]; then links=(--find-links /opt/wheels); fi
     "$VENV/bin/python" - > /tmp/requirements.txt <<'PYTHON'
 import tomllib
 
 with open("pyproject.toml", "rb") as file:
     print(*tomllib.load(file)["project"]["dependencies"], sep="\n")
 PYTHON
-    "$VENV/bin/pip" install --no-cache-dir -c constraints.txt torch numpy -r /tmp/requirements.txt
+    "$VENV/bin/pip" install --no-cache-dir "${links[@]}" -c constraints.txt torch numpy -r /tmp/requirements.txt
     rm /tmp/requirements.txt
 }
 
