@@ -8,15 +8,21 @@ from pathlib import Path
 
 import pytest
 
+from launcher import site
+from launcher.check import exit_status
 from launcher.cluster import events
 from launcher.cluster.slurm import client, ending, failures, node, route, submit
 from launcher.cluster.slurm.task import Task
+from launcher.config import ClusterConfig, Config
 from launcher.container import srun_options
+from launcher.doctor.judge import judge
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, ConfigError, SiteError
 from launcher.paths import write_json
 from launcher.plan import RunPlan
 from tests.cluster.test_slurm_node import PEER_GONE, STOPPED, Situation, broken
+from tests.doctor.test_judgements import facts, two
 from tests.helpers import make_plan
+from tests.test_sbatch import GPUS
 
 IMAGE = 'cluster.container="me.example#team/launcher:1"'  # Hydra wants quotes around a #
 
@@ -175,3 +181,17 @@ def test_the_way_is_by_the_address_that_srun_has_told(monkeypatch: pytest.Monkey
     monkeypatch.setenv("SLURM_LAUNCH_NODE_IPADDR", "10.0.0.1")
     route.way_to_others(None)
     assert ways == ["10.0.0.1"]
+
+
+def test_the_gpus_are_for_the_torch_in_the_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(site, "torch_has_cuda", lambda: False)
+    assert site.Site.of(GPUS).gpus == 0
+    assert site.Site.of(GPUS, "launcher:1").gpus == 8
+
+
+def test_the_doctor_compares_images_with_each_other_only() -> None:
+    inside = {"of": {"python": "3.12.3", "package_dir": "/opt/launcher"}}
+    config = Config(cluster=ClusterConfig(container="launcher:1"))
+    assert exit_status(judge(config, make_plan(), facts(), two(inside, inside), "")) == 0
+    assert exit_status(judge(config, make_plan(), facts(), two(inside, {}), "")) == 1
+    assert exit_status(judge(Config(), make_plan(), facts(), two(inside, inside), "")) == 1
