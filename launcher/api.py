@@ -81,7 +81,7 @@ def where(config: ClusterConfig) -> Site:
 
     if config.kind is not ClusterKind.slurm or not client.available():
         return Site.here()
-    return Site.of(Partition.joined(partitions(config)))
+    return Site.of(Partition.joined(partitions(config)), config.container)
 
 
 def partitions(config: ClusterConfig) -> list[Partition]:

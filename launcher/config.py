@@ -128,6 +128,8 @@ class ClusterConfig:
     """slurm: jobs to wait for, such as "afterok:1234"."""
     setup: list[str] = field(default_factory=list[str])
     """slurm: shell lines run on the first node before the job, such as "module load cuda"."""
+    container: str | None = None
+    """slurm: container image for the job's tasks (pyxis)."""
     sbatch: dict[str, Any] = field(default_factory=dict[str, Any])
     """slurm: any other option of sbatch by its long name; true for one without a value."""
 

@@ -94,7 +94,7 @@ def _require_one_kind(config: ClusterConfig, site: Site) -> None:
 
 _SLURM_KEYS = (
     "partition", "account", "qos", "time", "mem", "cpus_per_worker", "constraint", "exclude", "dependency", "setup",
-    "sbatch",
+    "container", "sbatch",
 )  # fmt: skip
 # keys that belong to some kinds of cluster only, and which those are
 _KINDS = dict.fromkeys(_SLURM_KEYS, (ClusterKind.slurm,)) | {

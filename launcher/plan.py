@@ -62,12 +62,13 @@ class Place:
 class SlurmPlan:
     """What Slurm is asked for. ``options``: of sbatch, by their long names; true for one without a value. ``setup``:
     shell lines. ``cpus_per_node``: cores. ``signal_s``: seconds before the time limit at which SIGUSR2 comes, to save.
-    """
+    ``container``: image that the tasks run in, None for none; its further options are among ``options``."""
 
     options: dict[str, Any]
     setup: tuple[str, ...]
     cpus_per_node: int
     signal_s: int
+    container: str | None
 
 
 @dataclass(frozen=True, kw_only=True)

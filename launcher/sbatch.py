@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from launcher.config import ClusterConfig, Device
+from launcher.container import require_image
 from launcher.errors import ConfigError
 from launcher.plan import SlurmPlan
 from launcher.site import Partition
@@ -20,6 +21,7 @@ _KEYS = {
     "partition": "partition", "account": "account", "qos": "qos", "time": "time", "mem": "mem",
     "constraint": "constraint", "exclude": "exclude", "dependency": "dependency", "nodes": "nodes",
     "cpus-per-task": "cpus_per_worker", "gpus-per-node": "workers_per_node", "ntasks-per-node": "workers_per_node",
+    "container-image": "container",
 }  # fmt: skip
 # and those that the launcher's own work hangs on
 _OURS = (
@@ -51,6 +53,7 @@ def solve_sbatch(
     _require_time(config, partition)
     more = {str(key).replace("_", "-"): value for key, value in config.sbatch.items()}
     _require_free(more)
+    require_image(config.container, more)
     more = {option: value for option, value in more.items() if value is not None and value is not False}
     cpus = workers * (config.cpus_per_worker or _default_cpus(workers, device, partition))
     options: dict[str, object] = {
@@ -65,7 +68,13 @@ def solve_sbatch(
     for key in ("partition", "account", "qos", "time", "mem", "constraint", "exclude", "dependency"):
         if (value := getattr(config, key)) is not None:
             options[key] = value
-    return SlurmPlan(options=options | more, setup=tuple(config.setup), cpus_per_node=cpus, signal_s=signal_s)
+    return SlurmPlan(
+        options=options | more,
+        setup=tuple(config.setup),
+        cpus_per_node=cpus,
+        signal_s=signal_s,
+        container=config.container,
+    )
 
 
 def names_gpus(config: ClusterConfig) -> bool:

@@ -110,9 +110,10 @@ class Site:
         return cls(gpus=visible_gpus(os.environ), cores=len(os.sched_getaffinity(0)), cwd=str(Path.cwd()))
 
     @classmethod
-    def of(cls, partition: Partition) -> Site:
-        """As Slurm has its nodes in its books."""
-        gpus = partition.gpus if torch_has_cuda() else 0
+    def of(cls, partition: Partition, image: str | None = None) -> Site:
+        """As Slurm has its nodes in its books. ``image``: that the job runs in, with a torch of its own; None: with the
+        torch that is here."""
+        gpus = partition.gpus if image is not None or torch_has_cuda() else 0
         return cls(gpus=gpus, cores=partition.cores, cwd=str(Path.cwd()), partition=partition)
 
 

@@ -56,7 +56,7 @@ def examine(config: Config, say: Callable[[str], None]) -> list[Check]:
 
 def _of_slurm(config: Config, found: Partition) -> list[Check]:
     if config.cluster.time is not None:  # what is wrong with it is wrong input
-        solve_cluster(config.cluster, Site.of(found), job.NAME, config.strategy.kind)
+        solve_cluster(config.cluster, Site.of(found, config.cluster.container), job.NAME, config.strategy.kind)
     settings = client.settings()
     checks: list[Check] = []
     for one in partitions(config.cluster):

@@ -24,9 +24,11 @@ def judge(config: Config, plan: LaunchPlan, login: Answer, answers: dict[int, An
     run_dir = plan.paths.root.parent
     looked = {node: answer for node, answer in answers.items() if "facts" in answer}
     each = list(looked.values())
+    # in a container Python is the image's, the same on all nodes
+    model = each[0]["facts"] if each and config.cluster.container else login
     several = [
-        [machine.python(login, one) for one in each],
-        [machine.packages(login, one) for one in each],
+        [machine.python(model, one) for one in each],
+        [machine.packages(model, one) for one in each],
         [torch for one in each if (torch := machine.torch(one)) is not None],
         [machine.gpus(one, cluster.device, cluster.workers_per_node) for one in each],
         [limit for one in each for limit in machine.limits(one)],

@@ -29,6 +29,7 @@ def content_of(plan: RunPlan, code: str) -> str:
     if cluster["slurm"] is not None:
         options: dict[str, Any] = cluster["slurm"]["options"]
         known["nodes"] = {name: value for name, value in options.items() if name not in _QUEUEING}
+        known["container"] = cluster["slurm"]["container"]
     known["strategy"] = {name: value for name, value in strategy.items() if name not in _PREDICTED}
     return digest([known, plan.run.version, code])
 

@@ -117,7 +117,7 @@ def failed(plan: LaunchPlan, task: Task, fence: Fence, told: Failure) -> int:
     if not reports.of_connections_only():
         return EXIT_FAILED
     print("The connection to other nodes is lost. Waiting for what they, or Slurm, say of it.", flush=True)
-    again = reports.wait_for_slurm(task.job)
+    again = reports.wait_for_slurm(task.job, can_ask=task.can_ask)
     # a script cannot be asked whether it gets anywhere: it would be begun again for ever
     if not again or not isinstance(plan, RunPlan):
         return EXIT_FAILED

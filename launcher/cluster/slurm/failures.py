@@ -60,11 +60,12 @@ class Reports:
         """Whether every node that failed has only lost its peers, or some of them: then none of them is the cause."""
         return self._nodes > 1 and all(map(lost_its_peers, self.all().values()))
 
-    def wait_for_slurm(self, job: str) -> bool:
+    def wait_for_slurm(self, job: str, *, can_ask: bool = True) -> bool:
         """Wait for Slurm to find a node gone: it then begins the job again, and ends this process.
 
         Returns whether this node is to have it begun again instead: all nodes are there, and lost each other, or one
-        says nothing and Slurm does not mind. False where a node has told the cause, or Slurm is at it.
+        says nothing and Slurm does not mind. False where a node has told the cause, or Slurm is at it, or would have
+        been: not ``can_ask``.
 
         Raises:
             Superseded: the job goes on elsewhere.
@@ -74,7 +75,9 @@ class Reports:
             self._fence.check()
             if not self.of_connections_only():
                 return False
-            state = _state(job)
+            if not can_ask and time.monotonic() > end:
+                return False
+            state = _state(job) if can_ask else None
             if state is not None:
                 if state != "RUNNING":  # Slurm has ended the job, or is about to
                     return False

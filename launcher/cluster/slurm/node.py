@@ -44,6 +44,7 @@ def run_node(run_dir: str, submission: int) -> NoReturn:
         task, paths = Task.here(), RunPaths(Path(run_dir))
         _write_to(paths, task.node)
         fence = Fence(paths, Incarnation(submission, task.restart))
+        task = dataclasses.replace(task, can_ask=_can_ask(load_plan(paths.plan), task))
         try:
             status = _run(task, fence, shield)
         except Superseded as error:
@@ -58,11 +59,26 @@ def run_node(run_dir: str, submission: int) -> NoReturn:
     sys.exit(status)
 
 
+def _can_ask(plan: LaunchPlan, task: Task) -> bool:
+    """A container may lack Slurm's commands, or have those of a version that Slurm does not speak with; then it is
+    silent for ever, and who waits for its answer would never leave."""
+    assert plan.cluster.slurm is not None
+    if plan.cluster.slurm.container is None:
+        return True
+    try:
+        client.job(task.job)
+    except SiteError as error:
+        print(f"From within the container Slurm cannot be asked: {error}", flush=True)
+        print("A job that is stopped is not queued again by itself: `launch resume` goes on.", flush=True)
+        return False
+    return True
+
+
 def _stay_if_replaced(task: Task, status: int) -> None:
     """Do not return where Slurm has begun the job again without this node: its end would be taken for the end of the
     new start, whose step has the same number. A node that was cut off cannot know, and waits; once Slurm sees the node
     again, it ends what is left there."""
-    if status == EXIT_DONE and task.node:  # nothing follows from it
+    if not task.can_ask or (status == EXIT_DONE and task.node):  # the latter: nothing follows from it
         return
     while True:
         try:
@@ -135,7 +151,7 @@ def _open(task: Task, fence: Fence) -> None:
     restarted = before.get("incarnation", "").partition(".")[0] == str(fence.own.submission)
     fruitless = before.get("fruitless", 0) + 1 if restarted and before.get("from_step") == steps else 0
     begin(fence, job=task.job, from_step=steps, fruitless=fruitless)
-    names = client.host_names(task.node_list)
+    names = client.host_names(task.node_list) if task.can_ask else [task.node_list]
     fence.add(nodes=names)
     events.note(paths, "started", incarnation=str(fence.own), job=task.job, nodes=names, from_step=steps)
 

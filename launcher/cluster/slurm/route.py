@@ -11,7 +11,8 @@ from launcher.errors import SiteError, UserError
 
 def way_to_others(interface: str | None) -> Route:
     """Of the first node: by the address at which Slurm reaches it; where that is a name that this node takes for its
-    loopback, the way to Slurm's controller.
+    loopback, the way to Slurm's controller. Where Slurm cannot be asked, by the address that srun has told its tasks:
+    it runs on the first node.
 
     Raises:
         SiteError: neither leads anywhere; no such interface.
@@ -19,10 +20,17 @@ def way_to_others(interface: str | None) -> Route:
     try:
         return way_to(client.node_address(os.environ["SLURMD_NODENAME"]), interface)
     except SiteError:
-        controller = client.controller_address()
-        if controller is None:
+        address = _of_controller() or os.environ.get("SLURM_LAUNCH_NODE_IPADDR")
+        if address is None:
             raise
-        return way_to(controller, interface)
+        return way_to(address, interface)
+
+
+def _of_controller() -> str | None:
+    try:
+        return client.controller_address()
+    except SiteError:
+        return None
 
 
 def way_to(address: str, interface: str | None) -> Route:

@@ -16,7 +16,7 @@ from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any, TypeVar
 
-from launcher import snapshot
+from launcher import container, snapshot
 from launcher.cluster import events, jobfile, local
 from launcher.cluster.jobfile import Submission
 from launcher.cluster.slurm import client, node
@@ -31,7 +31,7 @@ P = TypeVar("P", bound=LaunchPlan)
 # a task that fails ends the others, which may wait for it
 _TOGETHER = ("--kill-on-bad-exit=1",)
 # signals that come before the agent can handle them must not kill the task: once it is up, it asks Slurm what it missed
-_PYTHON = f'/bin/sh -c \'trap "" TERM USR2; exec "$0" "$@"\' {shlex.quote(sys.executable)} -P'
+_PYTHON = '/bin/sh -c \'trap "" TERM USR2; exec "$0" "$@"\' {} -P'
 
 
 def submit(plan: P, config_yaml: str) -> tuple[P, str]:
@@ -44,6 +44,7 @@ def submit(plan: P, config_yaml: str) -> tuple[P, str]:
     """
     client.require()
     require_shared(plan.paths.root)
+    container.srun_options(plan, os.environ)  # refuses what cannot be mounted
     roots = _roots(plan)
     local.create(plan, config_yaml)
     try:
@@ -107,11 +108,11 @@ def send_array(plans: Sequence[LaunchPlan], name: str, folder: Path, at_once: in
 
 
 def shape(plan: LaunchPlan) -> str:
-    """What the jobs of one array have in common: all that Slurm is asked for."""
+    """What the jobs of one array have in common: all that Slurm is asked for, and where they lie on the disk."""
     assert plan.cluster.slurm is not None
     slurm = dataclasses.asdict(plan.cluster.slurm)
     slurm["options"].pop("job-name")
-    return json.dumps([slurm, plan.env.allow], sort_keys=True)
+    return json.dumps([slurm, plan.env.allow, plan.cluster.cwd, str(plan.paths.root.parent)], sort_keys=True)
 
 
 def most_in_array() -> int:
@@ -176,10 +177,11 @@ def _executor(plan: LaunchPlan, srun: Sequence[str], name: str, folder: Path) ->
 
     slurm = plan.cluster.slurm
     assert slurm is not None
-    options = dict(slurm.options)
+    options = {name: value for name, value in slurm.options.items() if not container.is_option(name)}
+    python = sys.executable if slurm.container is None else container.PYTHON
     limit = options.pop("time", None)
     del options["job-name"]  # of the run; an array has one of its own
-    executor = Executor(folder, python=_PYTHON)
+    executor = Executor(folder, python=_PYTHON.format(shlex.quote(python)))
     executor.update_parameters(
         job_name=name,
         nodes=options.pop("nodes"),
@@ -191,7 +193,7 @@ def _executor(plan: LaunchPlan, srun: Sequence[str], name: str, folder: Path) ->
         wckey=None,  # a cluster that checks these knows none called submitit
         additional_parameters=options,
         # srun does not take the cores over from sbatch
-        srun_args=[*srun, f"--cpus-per-task={slurm.cpus_per_node}"],
+        srun_args=[*srun, f"--cpus-per-task={slurm.cpus_per_node}", *container.srun_options(plan, os.environ)],
     )
     return executor
 

@@ -9,13 +9,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Task:
-    """This node's part of the job: its number, the job's id, how often Slurm has restarted it, and its nodes."""
+    """This node's part of the job: its number, the job's id, how often Slurm has restarted it, and its nodes.
+    ``can_ask``: whether Slurm's commands are here, and Slurm answers them."""
 
     job: str
     node: int
     nodes: int
     node_list: str
     restart: int
+    can_ask: bool = True
 
     @classmethod
     def here(cls) -> Task:
