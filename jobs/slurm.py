@@ -41,4 +41,5 @@ if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
     except UserError as error:
-        sys.exit(f"jobs/slurm.py: {error}")
+        print(f"jobs/slurm.py: {error}", file=sys.stderr)
+        sys.exit(error.exit_status)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import pytest
 
 from launcher.paths import SweepPaths
 from launcher.sweeps import book
-from tests.helpers import launch, launch_command
+from tests.helpers import ROOT, launch, launch_command
 from tests.system.runs import OWN, records, wait_for
 from tests.system.slurm import Cluster, cluster, needs_slurm
 
@@ -90,8 +92,8 @@ def test_cells_are_arrays_by_shape_and_each_one_stands_for_itself(typed: Typed) 
     said = typed(*sweep, "task.trouble=null", "wandb.tags=[again]", "sweep.name=other", "--wait", status=2)
     assert "2 of this content had been done" in said
     others = typed.cells("other")
-    assert {name: cell["dir"] for name, cell in others.items() if cell["state"] == "done"} == {
-        name: cell["dir"] for name, cell in after.items() if cell["state"] == "done"
+    assert {cell["dir"] for cell in others.values() if cell["state"] == "done"} == {
+        cell["dir"] for cell in after.values() if cell["state"] == "done"
     }
 
 
@@ -175,3 +177,21 @@ def test_on_one_machine_cells_run_one_after_the_other_on_frozen_code(project: Pa
     begun = {cell.overrides: cell.run for cell in sweep_now.cells}
     assert begun[("train.seed=1",)] not in first
     assert begun[("train.seed=2",)] in first
+
+
+@pytest.mark.root
+@needs_slurm
+def test_the_jobs_run_as_they_stand_and_copied_into_a_project(typed: Typed) -> None:
+    def run(script: Path, *overrides: str) -> str:
+        done = typed.there.login(sys.executable, str(script), *overrides, cwd=typed.place, check=False, timeout=240)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    shutil.copy(ROOT / "jobs" / "slurm.py", typed.place / "mine.py")
+    assert "done\nloss 3." in run(typed.place / "mine.py", *CELL, "train.steps=4")
+    small = ("cluster=slurm", *CELL, "train.steps=2", "run.calibrate=0", "sweep.name=grid")
+    said = run(ROOT / "jobs" / "sweep.py", *small)
+    assert "accumulation=8 workers_per_node=2: impossible" in said  # 24 samples, and 16 micro-batches
+    assert "7 done, 1 impossible; the page: " in said
+    page = (typed.place / "runs" / "grid" / "report.html").read_text()
+    assert all(f"accumulation={number} workers_per_node=1" in page for number in (1, 2, 4, 8))
