@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from launcher.compose import compose
 from launcher.config import ClusterConfig, ClusterKind, Config, RunConfig, Sync, WandbMode
-from launcher.errors import ConfigError, SiteError
+from launcher.errors import ConfigError, SiteError, UserError
 from launcher.forecast import weigh_memory
 from launcher.plan import RunInfo, RunPlan, TaskPlan
 from launcher.policy import SHARDED
@@ -32,13 +32,19 @@ class Once:
     """Calls a function once for equal arguments. The jobs of a sweep ask the same of the same task and cluster."""
 
     def __init__(self) -> None:
-        self._known: dict[str, Any] = {}
+        self._known: dict[str, tuple[Any, UserError | None]] = {}
 
     def __call__(self, function: Callable[..., T], *arguments: object, **named: object) -> T:
         key = repr((function, arguments, named))
         if key not in self._known:
-            self._known[key] = function(*arguments, **named)
-        return self._known[key]
+            try:
+                self._known[key] = function(*arguments, **named), None
+            except UserError as error:  # what is wrong for one is wrong for all
+                self._known[key] = None, error
+        found, error = self._known[key]
+        if error is not None:
+            raise error
+        return found
 
 
 def plan_job(config: Config, once: Once | None = None) -> RunPlan:

@@ -83,24 +83,35 @@ def run_with_config(
             return
         statuses.append(act(config, yaml))
 
-    def one_by_one(asked: Sequence[AskedCell], with_results: bool) -> Sequence[Result]:  # noqa: ARG001
-        statuses.extend(act(cell.config, cell.yaml) for cell in asked)
-        return [None] * len(asked)
+    def begin(asked: Sequence[AskedCell], with_results: bool) -> Sequence[Result]:
+        try:
+            if cells is not None:
+                return cells(asked, with_results)
+            statuses.extend(act(cell.config, cell.yaml) for cell in asked)
+            return [None] * len(asked)
+        except Exception as error:
+            wrong.append(error)
+            raise
 
     application = hydra_main(version_base="1.3", config_path=str(CONF), config_name=_PRIMARY)(job)
     argv, environment = sys.argv, dict(os.environ)
     try:
-        with tempfile.TemporaryDirectory() as sweep_dir, _errors_in_plain_words(arguments):
+        with tempfile.TemporaryDirectory() as sweep_dir:
             sys.argv = [f"launch {verb}", *arguments]
             # Hydra then raises, instead of printing and exiting with status 1
             os.environ |= {"HYDRA_FULL_ERROR": "1", "LAUNCHER_SWEEP_DIR": sweep_dir}
-            token = BEGIN.set(Begin(cells or one_by_one, _to_config, confirmed))
+            # cells that only are shown may be as many as they like
+            token = BEGIN.set(Begin(begin, _to_config, confirmed or cells is None))
             try:
-                application()
+                with _errors_in_plain_words(arguments):
+                    application()
+            except Exception:
+                if not wrong:
+                    raise
             finally:
                 BEGIN.reset(token)
                 keep(Path(sweep_dir))
-            if wrong:
+            if wrong:  # not by way of Hydra's, which are put in other words
                 raise wrong[0]
     finally:
         sys.argv = argv

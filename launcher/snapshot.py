@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from launcher.errors import SiteError
-from launcher.paths import RunPaths, write_json
+from launcher.paths import RunPaths, SweepPaths, write_json
 
 _MOST_FILES, _MOST_BYTES = 20_000, 200 * 2**20
 _SMALL_BYTES = 2**20
@@ -76,8 +76,8 @@ def take(roots: Sequence[Path], target: Path, leave_out: Path) -> tuple[str, ...
     """Copy the code in ``roots`` below ``target``, a new directory in that of the run.
 
     Args:
-        leave_out: a directory that is not copied, whatever lies in it: where runs are written. Where that is one of
-            the roots, or holds it, the runs in the root are left out.
+        leave_out: a directory that is not copied, whatever lies in it: where runs are written. Runs and sweeps that lie
+            elsewhere are left out too.
 
     Returns:
         The copies, in the order of ``roots``.
@@ -103,13 +103,17 @@ def take_once(roots: Sequence[Path], target: Path, leave_out: Path) -> tuple[str
     return take(roots, target, leave_out)
 
 
-def digest_of_modules(roots: Sequence[Path], leave_out: Path, this_run: Path) -> str:
-    """What the Python files among those that ``take`` would copy say; any edit of one gives another digest."""
+def digest(roots: Sequence[Path], leave_out: Path, this_run: Path) -> str:
+    """Of all files that ``take`` would copy: any edit of one gives another.
+
+    Raises:
+        SiteError: as ``take``.
+    """
     read = hashlib.sha256()
     for number, root in enumerate(roots):
-        for name in sorted(_files(root, _Omitted(root, leave_out, this_run))):
-            if name.endswith(".py"):
-                read.update(f"{number}/{name}\0".encode() + (root / name).read_bytes() + b"\0")
+        for name in _counted(root, _Omitted(root, leave_out, this_run)):
+            read.update(f"{number}/{name}\0".encode(errors="surrogateescape"))
+            read.update(hashlib.sha256((root / name).read_bytes()).digest())
     return read.hexdigest()[:16]
 
 
@@ -130,39 +134,55 @@ class _Omitted:
 
     def __init__(self, root: Path, leave_out: Path, this_run: Path) -> None:
         self._root = root
-        self._by_plan = root.is_relative_to(leave_out)
         self._known = {place: True for place in (leave_out, this_run) if place != root and place.is_relative_to(root)}
 
     def __contains__(self, folder: Path) -> bool:
         if folder == self._root or not folder.is_relative_to(self._root):
             return False
         if folder not in self._known:
-            is_run = self._by_plan and RunPaths(folder).plan.is_file()
-            self._known[folder] = is_run or folder.parent in self
+            self._known[folder] = _is_run_or_sweep(folder) or folder.parent in self
         return self._known[folder]
+
+
+def _is_run_or_sweep(folder: Path) -> bool:
+    """A plan.json alone may be a user's own."""
+    paths = RunPaths(folder)
+    return SweepPaths(folder).book.is_file() or (paths.plan.is_file() and paths.config.is_file())
 
 
 def _copy(root: Path, copy: Path, omitted: _Omitted) -> int:
     copy.mkdir(parents=True)
-    files = size = 0
+    names = _counted(root, omitted)
+    for name in names:
+        place = copy / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(root / name, place)
+    return len(names)
+
+
+def _counted(root: Path, omitted: _Omitted) -> list[str]:
+    """Names of what is to be copied, in order.
+
+    Raises:
+        SiteError: there is far more than code, or none.
+    """
+    names: list[str] = []
+    size = 0
     for name in _files(root, omitted):
-        source = root / name
-        files, size = files + 1, size + source.stat().st_size
-        if files > _MOST_FILES or size > _MOST_BYTES:
+        names.append(name)
+        size += (root / name).stat().st_size
+        if len(names) > _MOST_FILES or size > _MOST_BYTES:
             raise SiteError(
                 f"{root} holds more than {_MOST_FILES:,} files or {_MOST_BYTES >> 20} MiB to be copied as the job's "
                 "code.\n  Type the command where little but code lies, or have git ignore the rest."
             )
-        place = copy / name
-        place.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(source, place)
-    if not files:
+    if not names:
         raise SiteError(
             f"{root} holds nothing to be copied as the job's code: no file that git tracks or does not ignore, and "
             f"without git none up to {_SMALL_BYTES >> 20} MiB outside of hidden directories and of runs.\n"
             "  Put the code there, or take the directory off PYTHONPATH; let run.dir be one of its own, such as runs."
         )
-    return files
+    return sorted(names)
 
 
 def _git(root: Path, *command: str) -> bytes:

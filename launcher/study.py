@@ -14,7 +14,6 @@ from launcher.cluster import control, local
 from launcher.cluster.ledger import look
 from launcher.cluster.peers import Alone
 from launcher.cluster.slurm import submit as slurm
-from launcher.cluster.sweeps import look_at_sweeps
 from launcher.compose import compose_with_yaml
 from launcher.config import ClusterKind
 from launcher.errors import SiteError, UserError
@@ -26,6 +25,7 @@ from launcher.report.comparison.reading import read_all
 from launcher.report.terminal import Silence
 from launcher.runstate import Run
 from launcher.sweeps.conduct import Conductor
+from launcher.sweeps.standing import look_at_sweeps
 from launcher.sweeps.sweeper import AskedCell
 
 

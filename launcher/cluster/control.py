@@ -63,7 +63,7 @@ def cancel(runs: Sequence[Run], say: Callable[[str], None]) -> list[Run]:
         events.note(paths, "cancelled", by=Submission.now().user)
     what, whose = (runs[0].name, "its") if len(runs) == 1 else (f"{len(runs)} runs", "their")
     say(f"Cancelling {what}: {whose} workers finish their window and save.")
-    wait_s = max(_patience_s(load_plan(paths.plan)) for paths in places)
+    wait_s = _patience_s([load_plan(paths.plan) for paths in places])
     end = time.monotonic() + wait_s
     while left := [run for run in look(places) if run.state in _MAY_GO_ON]:
         if time.monotonic() > end:
@@ -97,11 +97,13 @@ def _end_here(run: Run, submission: Submission) -> None:
         raise SiteError(f"{run.name}: is {run.user}'s, and only {run.user} can cancel it.") from None
 
 
-def _patience_s(plan: LaunchPlan) -> float:
-    if plan.cluster.kind is not ClusterKind.slurm:
-        return plan.cluster.grace_s + _ENDS_WITHIN_S
-    said = re.match(r"\d+", client.setting("KillWait") or "")
-    return int(said[0] if said else 30) + _ENDS_WITHIN_S
+def _patience_s(plans: Sequence[LaunchPlan]) -> float:
+    """Seconds in which runs that are told to end must have done so."""
+    least = [plan.cluster.grace_s for plan in plans if plan.cluster.kind is not ClusterKind.slurm]
+    if len(least) < len(plans):
+        said = re.match(r"\d+", client.setting("KillWait") or "")
+        least.append(int(said[0] if said else 30))
+    return max(least) + _ENDS_WITHIN_S
 
 
 def to_resume(run: Run) -> LaunchPlan:

@@ -23,7 +23,8 @@ class Submission:
     """``at``: ISO 8601, UTC. ``host``, ``user``: from where and by whom. ``job``: Slurm's id; None for a job of this
     host's own, and until Slurm has given one. ``pid``, ``born``: of the `launch` that runs such a job. ``cancelled``:
     whether a person wanted no more of it; ``refused``: whether Slurm did not take it. ``name``: the
-    job's, where that is not the run's."""
+    job's, where that is not the run's. ``ended``: whether the `launch` of a job of this host's own is through with it:
+    its process may live on, and run others."""
 
     at: str
     host: str
@@ -34,6 +35,7 @@ class Submission:
     cancelled: bool = False
     refused: bool = False
     name: str | None = None
+    ended: bool = False
 
     @classmethod
     def now(cls) -> Submission:
@@ -46,7 +48,7 @@ class Submission:
         """Whether the `launch` of a job without a scheduler is alive; None where only its own host can tell."""
         if self.host != socket.gethostname():
             return None
-        return self.pid is not None and born(self.pid) == self.born
+        return not self.ended and self.pid is not None and born(self.pid) == self.born
 
 
 def submissions(paths: RunPaths) -> list[Submission]:

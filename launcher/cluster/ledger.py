@@ -163,8 +163,7 @@ class _Read:
 
     def _of_this_host(self) -> tuple[State, str]:
         alive = self.last.runs_here() if self.last is not None else False
-        # one run of a sweep after the other has the process that looks here now
-        if alive and not (self.verdict and self.last is not None and self.last.pid == os.getpid()):
+        if alive:
             return State.running, ""
         if self.verdict is None and alive is None:
             return State.unknown, f"ask on {self.last.host}" if self.last else ""

@@ -106,6 +106,8 @@ def run(plan: LaunchPlan, display: Display, peers: Peers) -> Verdict:
             signal.signal(number, handler)
     status, summary = peers.conclude()
     _write_summary(plan, summary)
+    if _writes(plan):
+        jobfile.amend(plan.paths, ended=True)
     if asked:
         by_a_person = asked[0] == signal.SIGINT
         of_verdict = {"done": EXIT_DONE, "failed": EXIT_FAILED, "stopped": EXIT_RESUMABLE}

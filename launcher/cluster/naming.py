@@ -68,7 +68,7 @@ def resolve_any(word: str, runs: Path) -> RunPaths | SweepPaths:
     beginning, _, cell = word.rstrip("/").rpartition("/")
     sweeps = find_sweeps(runs)
     inside = [sweep for sweep in sweeps if beginning and sweep.root.name.startswith(beginning)]
-    if is_sweep(beginning):
+    if beginning and is_sweep(beginning):
         inside = [SweepPaths(Path(beginning).resolve())]
     if len(inside) == 1:
         return resolve_any(cell, inside[0].root)

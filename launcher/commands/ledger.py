@@ -10,18 +10,18 @@ from typing import Any
 
 from launcher.cluster import control, events
 from launcher.cluster.ledger import look
-from launcher.cluster.naming import find, find_sweeps, resolve, resolve_any
+from launcher.cluster.naming import find, find_sweeps, is_sweep, resolve, resolve_any
 from launcher.cluster.peers import Alone
-from launcher.cluster.sweeps import look_at_sweeps
 from launcher.commands.parser import Parser
 from launcher.errors import EXIT_DONE, UserError
-from launcher.paths import SweepPaths
+from launcher.paths import RunPaths, SweepPaths
 from launcher.plan import LaunchPlan, RunPlan
 from launcher.report import logs as shown_logs
 from launcher.report import runs as shown
 from launcher.report import sweeps as shown_sweeps
 from launcher.report import terminal
 from launcher.runstate import ACTIVE, Run, State
+from launcher.sweeps.standing import look_at_sweeps
 
 
 def _parser(verb: str, does: str, *, run: bool = True) -> Parser:
@@ -102,7 +102,7 @@ def logs(arguments: list[str]) -> int:
 
 def cancel(arguments: list[str]) -> int:
     given = _parser("cancel", "End a run, or all of a sweep's; their workers save first.").parse_args(arguments)
-    runs = _chosen(given.run, given.dir, ACTIVE, "there is nothing to cancel")
+    runs = _chosen(resolve_any(given.run, given.dir), ACTIVE, "there is nothing to cancel")
     ended = control.cancel(runs, partial(print, flush=True))
     for run in ended:
         print(f"{run.name}: {run.state.value}.")
@@ -110,20 +110,19 @@ def cancel(arguments: list[str]) -> int:
     return EXIT_DONE
 
 
-def _chosen(word: str, directory: Path, states: Container[State], otherwise: str) -> list[Run]:
-    """The run that is meant, as it stands; of a sweep, those in one of ``states``.
+def _chosen(paths: RunPaths | SweepPaths, states: Container[State], otherwise: str) -> list[Run]:
+    """The run, as it stands; of a sweep, those in one of ``states``.
 
     Raises:
         UserError: no cell of the sweep is.
     """
-    paths = resolve_any(word, directory)
     if not isinstance(paths, SweepPaths):
         return [control.one(paths)]
     cells = look_at_sweeps([paths])[str(paths.root)]
     # of two cells with the same content one run
     chosen = list({cell.dir: cell for cell in cells if cell.dir and cell.state in states}.values())
     if not chosen:
-        raise UserError(f"{word}: {shown_sweeps.states_text(cells)}: {otherwise}.")
+        raise UserError(f"{paths.root.name}: {shown_sweeps.states_text(cells)}: {otherwise}.")
     return chosen
 
 
@@ -136,12 +135,14 @@ def _again(
     given = parser.parse_args(arguments)
     from launcher.commands import jobs, sweep
 
-    runs = _chosen(given.run, given.dir, states, f"there is nothing to {verb}")
-    console = terminal.console(quiet=given.quiet)
     target = resolve_any(given.run, given.dir)
-    if isinstance(target, SweepPaths):
-        return sweep.again(target, runs, again, console, wait=given.wait)
-    plan = again(runs[0])
+    choose = partial(_chosen, target, states, f"there is nothing to {verb}")
+    console = terminal.console(quiet=given.quiet)
+    # a run of a sweep's too: the sweep has to know which run is its cell's now
+    its_sweep = target if isinstance(target, SweepPaths) else SweepPaths(target.root.parent)
+    if is_sweep(its_sweep.root):
+        return sweep.again(its_sweep, choose, again, console, wait=given.wait)
+    plan = again(*choose())
     if plan.cluster.slurm is not None:
         return jobs.submitted(plan, control.send(plan), console, wait=given.wait)
     if isinstance(plan, RunPlan):

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 
 from launcher.cluster import control
 from launcher.cluster.peers import Alone
-from launcher.cluster.sweeps import look_at_sweeps
 from launcher.commands.jobs import run_here
 from launcher.commands.overrides import with_config
-from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, RunError
+from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESUMABLE, RunError
 from launcher.paths import SweepPaths
 from launcher.plan import LaunchPlan, RunPlan
 from launcher.report import sweeps as shown
@@ -21,6 +20,7 @@ from launcher.report import terminal
 from launcher.runstate import Run
 from launcher.sweeps.again import begin_again
 from launcher.sweeps.conduct import Conductor
+from launcher.sweeps.standing import look_at_sweeps
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -42,7 +42,9 @@ def train_sweep(arguments: list[str], *, quiet: bool, wait: bool, confirmed: boo
     try:
         status = with_config("train", arguments, _never, cells=conductor.begin, confirmed=confirmed, keep=keep)
     except KeyboardInterrupt:
-        status = conductor.status or EXIT_INTERRUPTED
+        status = EXIT_RESUMABLE if conductor.status == EXIT_RESUMABLE else EXIT_INTERRUPTED
+        if conductor.submitted:
+            console.print("No longer watching; the jobs go on.", markup=False)
     except RunError as error:  # by a sweeper that cannot go on without the cell's result
         print(f"launch: {error}", file=sys.stderr)
         status = EXIT_FAILED
@@ -52,13 +54,21 @@ def train_sweep(arguments: list[str], *, quiet: bool, wait: bool, confirmed: boo
 
 
 def again(
-    paths: SweepPaths, runs: Sequence[Run], planned: Callable[[Run], LaunchPlan], console: Console, *, wait: bool
+    paths: SweepPaths,
+    choose: Callable[[], Sequence[Run]],
+    planned: Callable[[Run], LaunchPlan],
+    console: Console,
+    *,
+    wait: bool,
 ) -> int:
-    """Begin these runs of a sweep's once more."""
-    places, jobs, statuses = begin_again(paths, runs, planned, _here(console))
-    if jobs and wait:
-        statuses += [control.exit_status(run) for run in control.wait_for(places, _watching(console))]
-    _show(paths, jobs, 0, console)
+    """Begin runs of a sweep's once more: ``launcher.sweeps.again.begin_again`` on a terminal."""
+    begun = begin_again(paths, choose, planned, _here(console))
+    for problem in begun.refused:
+        print(f"launch: {problem}", file=sys.stderr)
+    statuses = begun.statuses
+    if begun.jobs and wait:
+        statuses += [control.exit_status(run) for run in control.wait_for(begun.runs, _watching(console))]
+    _show(paths, begun.jobs, 0, console)
     return max(statuses, default=EXIT_DONE)
 
 

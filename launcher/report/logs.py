@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launcher.paths import RunPaths
+from launcher.paths import RunPaths, SweepPaths
 from launcher.report.record import Tail, last_lines
 from launcher.runstate import Run
 
@@ -80,7 +80,9 @@ class Following:
 
 def last_words(paths: RunPaths, run: Run) -> list[str]:
     """The end of what Slurm's own script, or the first node, has left of a run that says nothing more."""
-    files = [paths.slurm / f"{run.job}_0_log.out", paths.node_log(0)]
+    of_array = SweepPaths(paths.root.parent).slurm
+    files = [folder / f"{run.job}_0_log.out" for folder in (paths.slurm, of_array)]
+    files.append(paths.node_log(0))
     for file in files:
         if lines := last_lines(file, _LAST):
             return ["", *lines, f"  From: {file}"]

@@ -39,13 +39,11 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """``created``: ISO 8601, UTC. ``arguments``: what all cells come from, as it was typed. ``at_once``: how many of an
-    array may run together; None: as many as there is room for."""
+    """``fixed``: key=value that all cells share, as it was typed. ``at_once``: how many of an array may run together;
+    None: as many as there is room for."""
 
     format: int
-    name: str
-    created: str
-    arguments: tuple[str, ...]
+    fixed: tuple[str, ...]
     at_once: int | None
     cells: tuple[Cell, ...]
 
@@ -63,11 +61,14 @@ class Sweep:
 
 
 def load(paths: SweepPaths) -> Sweep:
-    """Raises UserError for what another version has written."""
-    fields: dict[str, Any] = read_json(paths.book) or {}
-    if fields.get("format") != FORMAT:
-        raise UserError(f"{paths.book} has not format {FORMAT}: it was written by another version of launcher.")
-    return build(Sweep, fields)
+    """Raises UserError for what another version has written, or nobody can read."""
+    try:
+        fields: dict[str, Any] = read_json(paths.book) or {}
+        if fields.get("format") == FORMAT:
+            return build(Sweep, fields)
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise UserError(f"{paths.book}: cannot be read: {type(error).__name__}: {error}.") from None
+    raise UserError(f"{paths.book} has not format {FORMAT}: it was written by another version of launcher.")
 
 
 @contextmanager
@@ -75,14 +76,15 @@ def alone(paths: SweepPaths) -> Generator[None]:
     """Nobody else begins cells of the sweep meanwhile: each would be begun twice.
 
     Raises:
-        SiteError: somebody else does, or the directory cannot be used.
+        UserError: somebody else does.
+        SiteError: the directory cannot be used.
     """
     try:
         paths.root.mkdir(parents=True, exist_ok=True)
         lock = (paths.root / ".lock").open("w")
     except OSError as error:
         raise SiteError(
-            f"sweep.name: {paths.root} cannot be used: {error.strerror}.\n  Choose another run.dir."
+            f"{paths.root}: cannot be written to: {error.strerror}.\n  Only who may write there can begin cells there."
         ) from None
     with lock:
         try:

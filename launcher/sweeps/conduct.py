@@ -6,7 +6,6 @@ import dataclasses
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 from launcher import snapshot
@@ -31,21 +30,25 @@ from launcher.runstate import Run
 from launcher.sweeps import book
 from launcher.sweeps.book import Cell, Sweep
 from launcher.sweeps.content import content_of, digest
-from launcher.sweeps.recognise import run_name, standing
+from launcher.sweeps.recognise import recognise, run_name
 from launcher.sweeps.sweeper import AskedCell, Result
 
 _SHOWN = 4
+# what does not make it another sweep
+_OF_THIS_COMMAND = ("sweep.", "hydra", "-", "wandb.", "run.dir=")
 
 
 @dataclass(frozen=True)
 class _Planned:
-    """A cell that can run. ``roots``: directories of the user's modules; ``code``: a digest of those."""
+    """A cell that can run. ``roots``: directories of the user's modules; ``code``: a digest of those.
+    ``goes_on``: whether its directory is there, with a checkpoint."""
 
     asked: AskedCell
     plan: RunPlan
     roots: tuple[Path, ...]
     code: str
     content: str
+    goes_on: bool = False
 
 
 class Conductor:
@@ -92,6 +95,8 @@ class Conductor:
                     "  Add --wait: this command then stays until the last cell is done."
                 )
         self.paths = paths = self._sweep_paths(asked[0])
+        if on_slurm:
+            submit.require_shared(paths.root)
         cells = [self._plan(cell, paths) for cell in asked]
         if not with_results:
             _require_a_possible_one(asked, cells)
@@ -119,7 +124,10 @@ class Conductor:
             return error
         runs = paths.root.parent
         roots = tuple(self._once(snapshot.roots_of_task, plan.task.target, plan.cluster.cwd))
-        code = self._once(snapshot.digest_of_modules, roots, runs, paths.root)
+        try:
+            code = self._once(snapshot.digest, roots, runs, paths.root)
+        except UserError as error:
+            return error
         return _Planned(asked, plan, roots, code, content_of(plan, code))
 
     def _begin_planned(
@@ -130,14 +138,18 @@ class Conductor:
         statuses = [EXIT_USER for entry in entries if entry.problem]
         with book.alone(paths):
             sweep = self._opened(paths, asked)
-            there = standing([entry for entry in entries if entry.content], paths)
+            known = recognise([entry for entry in entries if entry.content], paths)
+            there = known.standing
             self.known += there.values()
             new: dict[str, _Planned] = {}
             for number, cell in enumerate(cells):
                 if not isinstance(cell, _Planned):
                     continue
                 if cell.content not in there:  # the second of two that are the same gets the run of the first
-                    cell = self._named(cell, paths, run_name(entries[number]))
+                    if (before := known.resumable.get(cell.content)) is not None:
+                        cell = _going_on(cell, before)
+                    else:
+                        cell = self._named(cell, paths, run_name(entries[number]))
                     new[cell.content], there[cell.content] = cell, cell.plan.paths
                 run = there[cell.content].root
                 entries[number] = dataclasses.replace(entries[number], run=_relative(run, paths.root))
@@ -152,17 +164,27 @@ class Conductor:
         return [run for run in there.values() if is_run(run.root)], statuses
 
     def _opened(self, paths: SweepPaths, asked: Sequence[AskedCell]) -> Sweep:
-        if paths.book.exists():
-            return book.load(paths)
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        return Sweep(
-            format=book.FORMAT,
-            name=paths.root.name,
-            created=now,
-            arguments=self._arguments,
-            at_once=asked[0].config.sweep.at_once,
-            cells=(),
+        """Raises ConfigError where the sweep of this name was begun with something else."""
+        varying = {word.partition("=")[0] for cell in asked for word in cell.overrides}
+        fixed = tuple(
+            sorted(
+                word
+                for word in self._arguments
+                if "=" in word and not word.startswith(_OF_THIS_COMMAND) and word.partition("=")[0] not in varying
+            )
         )
+        at_once = asked[0].config.sweep.at_once
+        if not paths.book.exists():
+            return Sweep(format=book.FORMAT, fixed=fixed, at_once=at_once, cells=())
+        sweep = book.load(paths)
+        if sweep.fixed != fixed:
+            was, now = (" ".join(sorted({*one} - {*other})) or "nothing more"
+                        for one, other in ((sweep.fixed, fixed), (fixed, sweep.fixed)))  # fmt: skip
+            raise ConfigError(
+                "sweep.name", paths.root.name, f"was begun with {was}, not with {now}: cells would replace each other.",
+                "Choose another sweep.name, or leave it out.",
+            )  # fmt: skip
+        return dataclasses.replace(sweep, at_once=at_once)
 
     def _named(self, cell: _Planned, paths: SweepPaths, name: str) -> _Planned:
         """As a run of the sweep's, on code that is frozen there."""
@@ -185,14 +207,16 @@ class Conductor:
 
     def _submit(self, paths: SweepPaths, sweep: Sweep, new: Sequence[_Planned]) -> dict[str, str]:
         """Returns why Slurm refuses some, by their contents."""
-        submit.require_shared(paths.root)
+        most = submit.most_in_array()
         for cell in new:
-            local.create(cell.plan, cell.asked.yaml)
-        answers = submit.send_all([cell.plan for cell in new], paths.root.name, paths.slurm, sweep.at_once)
+            if not cell.goes_on:
+                local.create(cell.plan, cell.asked.yaml)
+        answers = submit.send_all([cell.plan for cell in new], paths.root.name, paths.slurm, most, sweep.at_once)
         refused: dict[str, str] = {}
         for cell, answer in zip(new, answers, strict=True):
             if isinstance(answer, UserError):
-                shutil.rmtree(cell.plan.paths.root, ignore_errors=True)
+                if not cell.goes_on:
+                    shutil.rmtree(cell.plan.paths.root, ignore_errors=True)
                 refused[cell.content] = str(answer)
             else:
                 self.submitted.append(answer)
@@ -202,7 +226,8 @@ class Conductor:
         """One after the other; a cell that fails is no reason to leave the rest out."""
         statuses: list[int] = []
         for cell in new:
-            local.create(cell.plan, cell.asked.yaml)
+            if not cell.goes_on:
+                local.create(cell.plan, cell.asked.yaml)
             statuses.append(self._run_here(cell.plan))
             if statuses[-1] in (EXIT_INTERRUPTED, EXIT_RESUMABLE):  # the person, or the machine, wants no more of it
                 self.status = statuses[-1]
@@ -223,6 +248,11 @@ def _require_a_possible_one(asked: Sequence[AskedCell], cells: Sequence[_Planned
     lines = [f"{' '.join(overrides)}: {problem}" for problem, overrides in problems.items()]
     more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
     raise UserError("No cell of this sweep can run.\n  " + "\n  ".join([*lines[:_SHOWN], *more]))
+
+
+def _going_on(cell: _Planned, run: RunPaths) -> _Planned:
+    """From where it was stopped, as it was planned then."""
+    return dataclasses.replace(cell, plan=RunPlan.load(run.plan), goes_on=True)
 
 
 def _entry(cell: _Planned | UserError, asked: AskedCell) -> Cell:
@@ -264,12 +294,15 @@ def _relative(run: Path, sweep: Path) -> str:
 def _result(cell: AskedCell, paths: RunPaths | None) -> Result:
     """What a sweeper learns from: a number of the run's summary."""
     summary = {} if paths is None else read_json(paths.summary) or {}
+    name = " ".join(cell.overrides)
     if paths is None or summary.get("verdict") != "done":
-        return RunError(f"{' '.join(cell.overrides)}: did not finish, and so has no result.")
-    wanted = cell.config.sweep.objective
-    key = wanted or ("eval/loss" if summary.get("eval/loss") is not None else "train/loss")
+        return RunError(f"{name}: did not finish, and so has no result.")
+    plan = RunPlan.load(paths.plan)
+    key = cell.config.sweep.objective or ("eval/loss" if plan.train.eval_every else "train/loss")
     value = summary.get(key)
     if isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
+    if key in summary and value is None:
+        return RunError(f"{name}: its {key} was not finite at the end.")
     numbers = sorted(name for name, known in summary.items() if isinstance(known, int | float))
     return ConfigError("sweep.objective", key, "is no number in the summary.", f"There are: {', '.join(numbers)}.")

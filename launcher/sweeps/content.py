@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib.metadata
 import json
+import socket
 from typing import Any
 
 from launcher.plan import RunPlan
 
-# who and where, what is shown and kept: a run that differs in these only is not run again
-_NOT_CONTENT = ("format", "run", "env", "command", "checkpoint", "wandb", "notes")
-_CLUSTER = ("kind", "nodes", "workers_per_node", "device")
+# who and where, and what is shown: a run that differs in these only is not run again
+_NOT_CONTENT = ("format", "run", "command", "wandb", "notes")
+_NOT_OF_CLUSTER = ("cwd", "import_from", "link_gbit", "grace_s", "max_restarts", "slurm")
 _QUEUEING = (
     "job-name", "time", "account", "qos", "dependency", "mem", "requeue", "comment", "mail-type", "mail-user",
     "nice", "begin",
@@ -21,17 +23,19 @@ _PREDICTED = ("sync_reason", "forecasts", "memory_bytes", "rehearses")
 
 
 def content_of(plan: RunPlan, code: str) -> str:
-    """A digest of what a plan computes. ``code``: one of the user's modules."""
+    """A digest of what a plan computes, and of where its speed is measured. ``code``: one of the user's files."""
     fields: dict[str, Any] = dataclasses.asdict(plan)
     cluster, strategy = fields["cluster"], fields["strategy"]
     known = {name: value for name, value in fields.items() if name not in _NOT_CONTENT}
-    known["cluster"] = {name: cluster[name] for name in _CLUSTER}
-    if cluster["slurm"] is not None:
-        options: dict[str, Any] = cluster["slurm"]["options"]
-        known["nodes"] = {name: value for name, value in options.items() if name not in _QUEUEING}
-        known["container"] = cluster["slurm"]["container"]
+    known["cluster"] = {name: value for name, value in cluster.items() if name not in _NOT_OF_CLUSTER}
+    if (slurm := cluster["slurm"]) is None:
+        known["machine"] = socket.gethostname()  # a home may be shared by unlike ones
+    else:
+        options: dict[str, Any] = slurm["options"]
+        known["options"] = {name: value for name, value in options.items() if name not in _QUEUEING}
+        known["slurm"] = [slurm["container"], slurm["setup"]]
     known["strategy"] = {name: value for name, value in strategy.items() if name not in _PREDICTED}
-    return digest([known, plan.run.version, code])
+    return digest([known, plan.run.version, importlib.metadata.version("torch"), code])
 
 
 def digest(value: Any) -> str:

@@ -1,9 +1,10 @@
-"""Which cells need not begin: the same has been computed, or is being computed now."""
+"""Which cells need not begin, or need not begin from nothing."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.cluster.ledger import look
@@ -16,6 +17,16 @@ from launcher.sweeps.book import Cell
 
 _LONGEST_LABEL = 80
 _UNDER_WAY = ACTIVE | {State.unknown}
+_SAVED = frozenset({State.stopped, State.cancelled})
+
+
+@dataclass(frozen=True)
+class Known:
+    """Runs by what they compute. ``standing``: finished, in any sweep beside this one, or under way in this one;
+    ``resumable``: stopped in this one, with a checkpoint to go on from."""
+
+    standing: dict[str, RunPaths]
+    resumable: dict[str, RunPaths]
 
 
 def run_name(cell: Cell) -> str:
@@ -24,37 +35,42 @@ def run_name(cell: Cell) -> str:
     return f"{label or 'cell'}-{str(cell.content)[:8]}"
 
 
-def standing(wanted: Iterable[Cell], paths: SweepPaths) -> dict[str, RunPaths]:
-    """By content, a run that makes it needless to begin one: finished, in any sweep beside this one, or finished or
-    under way in this one."""
-    own = {str(cell.content): [*_of_name(paths.root / run_name(cell))] for cell in wanted}
-    others = {content: [run for run, its in _recorded(paths) if its == content] for content in own}
-    every = {str(run.root): run for several in (*own.values(), *others.values()) for run in several}
+def recognise(wanted: Iterable[Cell], paths: SweepPaths) -> Known:
+    """What there is already of the cells that are ``wanted``; a run of this sweep's own comes before another's."""
+    own = {str(cell.content): _of_name(paths.root / run_name(cell)) for cell in wanted}
+    recorded = _recorded(paths, set(own))
+    every = {str(run.root): run for several in (*own.values(), *recorded.values()) for run in several}
     state = {run.dir: run.state for run in look(every.values())}
-    found: dict[str, RunPaths] = {}
-    for content in own:
-        done = [run for run in (*own[content], *others[content]) if state[str(run.root)] is State.done]
-        active = [run for run in own[content] if state[str(run.root)] in _UNDER_WAY]
+    known = Known({}, {})
+    for content, mine in own.items():
+        newest_first = mine[::-1]
+        done = [run for run in (*newest_first, *recorded.get(content, ())) if state[str(run.root)] is State.done]
+        active = [run for run in newest_first if state[str(run.root)] in _UNDER_WAY]
+        saved = [run for run in newest_first if state[str(run.root)] in _SAVED and run.newest_step()]
         if done or active:
-            found[content] = (done or active)[-1]
-    return found
+            known.standing[content] = (done or active)[0]
+        elif saved:
+            known.resumable[content] = saved[0]
+    return known
 
 
 def _of_name(place: Path) -> list[RunPaths]:
-    """The run of a cell in its sweep, and those that began it again."""
-    places = [place, *sorted(place.parent.glob(f"{place.name}.retry*"))]
+    """The run of a cell in its sweep, then those that began it again, as they did."""
+    again = [found for found in place.parent.glob(f"{place.name}.retry*") if found.suffix[6:].isdecimal()]
+    places = [place, *sorted(again, key=lambda found: int(found.suffix[6:]))]
     return [RunPaths(found) for found in places if is_run(found)]
 
 
-def _recorded(paths: SweepPaths) -> list[tuple[RunPaths, str]]:
-    """Runs of all sweeps beside this one, and this one, with their contents."""
-    found: list[tuple[RunPaths, str]] = []
+def _recorded(paths: SweepPaths, contents: set[str]) -> dict[str, list[RunPaths]]:
+    """Runs of these contents, of all sweeps beside this one and of this one."""
+    found: dict[str, list[RunPaths]] = {}
     for sweep_paths in find_sweeps(paths.root.parent):
         try:
             sweep = book.load(sweep_paths)
-        except UserError:  # another version's: it has computed something else
+        except UserError:  # another version's, which has computed something else, or not for us to read
             continue
         runs = sweep.runs(sweep_paths)
-        known = ((runs[cell.overrides], cell.content) for cell in sweep.cells if cell.overrides in runs)
-        found += [(run, content) for run, content in known if content is not None and is_run(run.root)]
+        for cell in sweep.cells:
+            if cell.content in contents and cell.overrides in runs and is_run(runs[cell.overrides].root):
+                found.setdefault(str(cell.content), []).append(runs[cell.overrides])
     return found

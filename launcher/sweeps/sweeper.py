@@ -51,7 +51,8 @@ def begin(master: Any, overrides: Sequence[Sequence[str]], composed: Sequence[An
     from hydra.core.hydra_config import HydraConfig
 
     HydraConfig.instance().set_config(master)  # for what a config takes from it: ${hydra:...}
-    fixed = {_key(word) for word in master.hydra.overrides.task if not _sweeps(word)}
+    typed = {_key(word): word for word in master.hydra.overrides.task}  # of a key that comes twice, the last one holds
+    fixed = {key for key, word in typed.items() if not _sweeps(word)}
     asked: list[AskedCell] = []
     for words, config in zip(overrides, composed, strict=True):
         asked.append(

@@ -100,7 +100,4 @@ def cell(run: str | None, *overrides: str, problem: str | None = None) -> Cell:
 def make_sweep(root: Path, *cells: Cell) -> None:
     from launcher.paths import SweepPaths
 
-    sweep = Sweep(
-        format=1, name=root.name, created="2026-01-01T00:00:00+00:00", arguments=(), at_once=None, cells=cells
-    )
-    sweep.save(SweepPaths(root))
+    Sweep(format=1, fixed=(), at_once=None, cells=cells).save(SweepPaths(root))

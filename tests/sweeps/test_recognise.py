@@ -11,7 +11,6 @@ from launcher import snapshot
 from launcher.cluster import jobfile
 from launcher.cluster.jobfile import Submission
 from launcher.cluster.naming import resolve, resolve_any
-from launcher.cluster.sweeps import look_at_sweeps
 from launcher.errors import UserError
 from launcher.paths import RunPaths, SweepPaths, write_json
 from launcher.plan import RunPlan
@@ -19,7 +18,8 @@ from launcher.runstate import State
 from launcher.sweeps import book
 from launcher.sweeps.book import Cell, Sweep
 from launcher.sweeps.content import content_of
-from launcher.sweeps.recognise import run_name, standing
+from launcher.sweeps.recognise import recognise, run_name
+from launcher.sweeps.standing import look_at_sweeps
 from tests.helpers import make_plan
 
 
@@ -30,7 +30,7 @@ def cell(*overrides: str, content: str | None = "c0ffee00c0ffee00", run: str | N
 def keep(root: Path, *cells: Cell) -> SweepPaths:
     paths = SweepPaths(root)
     root.mkdir(parents=True, exist_ok=True)
-    Sweep(format=1, name=root.name, created="", arguments=(), at_once=None, cells=cells).save(paths)
+    Sweep(format=1, fixed=(), at_once=None, cells=cells).save(paths)
     return paths
 
 
@@ -48,7 +48,7 @@ def make_run(place: Path, verdict: str | None) -> None:
 @pytest.mark.parametrize(
     "overrides",
     [["train.steps=5"], ["batch.accumulation=4"], ["cluster.workers_per_node=4"], ["optimizer.lr=0.5"],
-     ["precision=fp32"], ["strategy=fsdp"], ["train.seed=3"], ["run.calibrate=0"]],
+     ["precision=fp32"], ["strategy=fsdp"], ["train.seed=3"], ["run.calibrate=0"], ["checkpoint.every=7"]],
 )  # fmt: skip
 def test_what_changes_what_is_computed_or_measured_changes_the_content(overrides: list[str]) -> None:
     assert content_of(make_plan(*overrides), "") != content_of(make_plan(), "")
@@ -56,7 +56,7 @@ def test_what_changes_what_is_computed_or_measured_changes_the_content(overrides
 
 @pytest.mark.parametrize(
     "overrides",
-    [["wandb.mode=disabled"], ["wandb.tags=[a]"], ["checkpoint.every=7"], ["run.dir=elsewhere"], ["sweep.name=x"],
+    [["wandb.mode=disabled"], ["wandb.tags=[a]"], ["run.dir=elsewhere"], ["sweep.name=x"],
      ["cluster.max_restarts=3"], ["cluster.grace_s=5"]],
 )  # fmt: skip
 def test_what_is_only_shown_or_kept_does_not(overrides: list[str]) -> None:
@@ -80,13 +80,17 @@ def test_an_edit_of_any_module_changes_the_code(tmp_path: Path) -> None:
     (project / "deep" / "more.py").write_text("b = 1\n")
 
     def code() -> str:
-        return snapshot.digest_of_modules([project], runs, runs / "s")
+        return snapshot.digest([project], runs, runs / "s")
 
     first = code()
-    (project / "notes.txt").write_text("results")
     (runs / "s" / "code").mkdir(parents=True)
     (runs / "s" / "code" / "task.py").write_text("a = 3\n")  # a copy that a sweep has made
+    elsewhere = keep(project / "study")
+    (elsewhere.root / "task.py").write_text("a = 4\n")  # of a sweep in another directory
     assert code() == first
+    (project / "sizes.json").write_text("[1]")  # a task may read it
+    assert code() != first
+    (project / "sizes.json").unlink()
     (project / "deep" / "more.py").write_text("b = 2\n")
     second = code()
     assert second != first
@@ -98,17 +102,31 @@ def test_an_edit_of_any_module_changes_the_code(tmp_path: Path) -> None:
 def test_a_finished_run_is_known_by_its_content_in_any_sweep(tmp_path: Path, verdict: str | None) -> None:
     make_run(tmp_path / "first" / "lr=1-c0ffee00", verdict)
     keep(tmp_path / "first", cell("optimizer.lr=1", run="lr=1-c0ffee00"))
-    there = standing([cell("optimizer.lr=1.0")], SweepPaths(tmp_path / "second"))
-    assert set(there) == ({"c0ffee00c0ffee00"} if verdict == "done" else set())
-    assert not standing([cell("optimizer.lr=1.0", content="another000000000")], SweepPaths(tmp_path / "second"))
+    there = recognise([cell("optimizer.lr=1.0")], SweepPaths(tmp_path / "second"))
+    assert not there.resumable  # another sweep's is not this one's to go on with
+    assert set(there.standing) == ({"c0ffee00c0ffee00"} if verdict == "done" else set())
+    another = recognise([cell("optimizer.lr=1.0", content="another000000000")], SweepPaths(tmp_path / "second"))
+    assert not another.standing
 
 
 def test_of_a_sweep_cut_off_before_its_book_was_written_the_runs_are_known(tmp_path: Path) -> None:
     wanted = cell("optimizer.lr=1")
     make_run(tmp_path / "s" / run_name(wanted), "failed")
     make_run(tmp_path / "s" / f"{run_name(wanted)}.retry1", "done")
-    found = standing([wanted], SweepPaths(tmp_path / "s"))
-    assert found[str(wanted.content)].root.name.endswith(".retry1")
+    found = recognise([wanted], SweepPaths(tmp_path / "s"))
+    assert found.standing[str(wanted.content)].root.name.endswith(".retry1")
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_cell_that_was_stopped_goes_on_if_it_has_saved(tmp_path: Path, saved: bool) -> None:
+    wanted = cell("optimizer.lr=1")
+    place = tmp_path / "s" / run_name(wanted)
+    make_run(place, "stopped")
+    if saved:
+        (RunPaths(place).checkpoints / "step_000007").mkdir(parents=True)
+    found = recognise([wanted], SweepPaths(tmp_path / "s"))
+    assert found.resumable == ({"c0ffee00c0ffee00": RunPaths(place)} if saved else {})
+    assert not found.standing
 
 
 def test_names_are_short_plain_and_never_shared() -> None:

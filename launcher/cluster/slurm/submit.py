@@ -61,18 +61,20 @@ def send(plan: LaunchPlan) -> str:
     return send_array([plan], plan.run.name, plan.paths.slurm)[0]
 
 
-def send_all(plans: Sequence[LaunchPlan], stem: str, folder: Path, at_once: int | None) -> list[str | UserError]:
+def send_all(
+    plans: Sequence[LaunchPlan], stem: str, folder: Path, most: int, at_once: int | None
+) -> list[str | UserError]:
     """Submit runs whose directories are there, those of one ``shape`` as one array; for each its job's id, or why Slurm
-    refuses it. ``stem``: what the arrays are called, with an ending that no other job has; the rest as ``send_array``.
+    refuses it. ``stem``: what the arrays are called, with an ending that no other job has; ``most``: jobs in one array,
+    as ``most_in_array`` has it; the rest as ``send_array``.
     """
     alike: dict[str, list[int]] = {}
     for number, plan in enumerate(plans):
         alike.setdefault(shape(plan), []).append(number)
-    most = most_in_array()
     answers: dict[int, str | UserError] = {}
     for numbers in alike.values():
         for chunk in (numbers[at : at + most] for at in range(0, len(numbers), most)):
-            name = f"{stem}.{secrets.token_hex(2)}"
+            name = f"{stem}.{secrets.token_hex(4)}"
             try:
                 jobs: Sequence[str | UserError] = send_array([plans[n] for n in chunk], name, folder, at_once)
             except UserError as error:
@@ -91,18 +93,19 @@ def send_array(plans: Sequence[LaunchPlan], name: str, folder: Path, at_once: in
         at_once: how many of them may run together; None: as many as there is room for.
     """
     submission = dataclasses.replace(Submission.now(), name=name)
-    numbers = [jobfile.add(plan.paths, submission) for plan in plans]
-    each = [(plan.run.dir, number) for plan, number in zip(plans, numbers, strict=True)]
+    each: list[tuple[str, int]] = []
     try:
+        each += ((plan.run.dir, jobfile.add(plan.paths, submission)) for plan in plans)
         jobs = _hand_over(plans[0], node.run_node, each, name=name, folder=folder, at_once=at_once)
+        for plan, job in zip(plans, jobs, strict=True):
+            jobfile.amend(plan.paths, job=job)
     except BaseException:
         # sbatch may have given up on an answer, or been interrupted, with the job in the queue already
         client.cancel_named(name, submission.user)
-        for plan in plans:
+        for plan in plans[: len(each)]:
             jobfile.amend(plan.paths, refused=True)
         raise
     for plan, job in zip(plans, jobs, strict=True):
-        jobfile.amend(plan.paths, job=job)
         events.note(plan.paths, "submitted", job=job)
     return jobs
 
@@ -117,7 +120,7 @@ def shape(plan: LaunchPlan) -> str:
 
 def most_in_array() -> int:
     """How many jobs Slurm takes in one array."""
-    return int(client.setting("MaxArraySize") or 1)
+    return max(1, int(client.setting("MaxArraySize") or 1))
 
 
 def hand_over(

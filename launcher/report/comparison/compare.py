@@ -9,7 +9,7 @@ from pathlib import Path
 
 from launcher.report.comparison import series
 from launcher.report.comparison.facts import Facts
-from launcher.report.comparison.figures import Figures, Measured
+from launcher.report.comparison.figures import SMOOTHED_OVER, Figures, Measured
 from launcher.report.comparison.series import Efficiency
 from launcher.runstate import State
 
@@ -71,10 +71,12 @@ class Row:
 
     @property
     def rest_s(self) -> float | None:
-        """A step without its wait for data and, where that was measured, without its exposed communication."""
+        """A step without its wait for data and, where that was measured, without its exposed communication; None where
+        these are longer than the step."""
         if self.measured is None or self.measured.step_s is None or self.measured.data_s is None:
             return None
-        return self.measured.step_s - self.measured.data_s - (self.exposed_s or 0.0)
+        rest = self.measured.step_s - self.measured.data_s - (self.exposed_s or 0.0)
+        return rest if rest >= 0 else None
 
     @property
     def saved_fraction(self) -> float | None:
@@ -152,7 +154,7 @@ def _group(target: str, rows: Sequence[Row], given: float | None) -> TaskGroup:
     mine = [row for row in rows if row.counts and row.facts and row.facts.target == target]
     lowest = [row.measured.lowest for row in mine if row.done and row.measured and row.measured.lowest is not None]
     loss = given if given is not None else max(lowest, default=None)
-    fast = [(row.facts, speed) for row in mine if row.facts and (speed := row.samples_per_s) is not None]
+    fast = [(row.facts, speed, row.done) for row in mine if row.facts and (speed := row.samples_per_s) is not None]
     found = iter(series.efficiencies(fast))
     with_all: list[Row] = []
     for row in mine:
@@ -179,7 +181,7 @@ def _notes(rows: Sequence[Row], groups: Sequence[TaskGroup]) -> list[str]:
         counted = ", ".join(f"{number} {state}" for state, number in unlike.items())
         notes.append(
             f"Not every row is a finished run: {counted}. Their figures are of the steps they recorded; "
-            "only finished runs set the loss that hours are counted to."
+            "only finished runs are what efficiency is reckoned from, and set the loss that hours are counted to."
         )
     if len(groups) > 1:
         notes.append(f"{len(groups)} tasks: losses and speeds are compared within each only.")
@@ -189,6 +191,12 @@ def _notes(rows: Sequence[Row], groups: Sequence[TaskGroup]) -> list[str]:
     devices = sorted({row.facts.device for row in rows if row.facts})
     if len(devices) > 1:
         notes.append(f"The runs are on different devices: {', '.join(devices)}; these are lines of their own.")
+    unlike_points = [group for group in groups if {"train.log_every", "batch.global_size"} & {*group.varying}]
+    if any(row.hours is not None for group in unlike_points for row in group.rows):
+        notes.append(
+            f"The smoothed loss is of {SMOOTHED_OVER} logged steps, which here are of unlike numbers of samples: "
+            "train.log_every or batch.global_size varies."
+        )
     for row in rows:
         if row.figures.problem:
             notes.append(f"{row.entry.label}: {row.figures.problem}.")
@@ -200,6 +208,10 @@ def _notes(rows: Sequence[Row], groups: Sequence[TaskGroup]) -> list[str]:
         (
             "exposed communication was not measured: it is inside their computation",
             [row for row, m in measured if m.exposed_s is None and m.windows],
+        ),
+        (
+            "the exposed communication that calibration measured is longer than their step: no computation is told",
+            [row for row, m in measured if m.windows and row.rest_s is None],
         ),
         (
             "records without time/total_s (an older version): wall time is time/step_s added up",

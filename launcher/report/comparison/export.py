@@ -24,11 +24,11 @@ DEFINITIONS = {
     "comm/exposed_s": "as calibration measured it: a step less the same micro-batches without any collective; seconds. "
     "0 on one worker; below zero: none shows; absent: not measured",
     "time/compute_s": "time/step_s - time/data_s - comm/exposed_s (no less than 0); absent where the latter was not "
-    "measured",
+    "measured, or is longer than the step",
     "throughput/samples_per_s": "batch/global_size / time/step_s; the whole job",
     "scaling/efficiency": "(samples/s on W workers) / (W / W0 × samples/s on W0 workers), W0 the fewest workers among "
-    "the runs with the same other settings (but for length, evaluation, logging and checkpoints); of several such runs "
-    "the fastest",
+    "the finished runs with the same other settings (but for length, evaluation, logging and checkpoints); of several "
+    "such runs the fastest",
     "comm/wire_bytes": "median over own windows: bytes one rank puts on the wire a step, as counted",
     "comm/wire_bytes_every": "the same, had each micro-batch been synchronised",
     "comm/saved_fraction": "1 - comm/wire_bytes / comm/wire_bytes_every",

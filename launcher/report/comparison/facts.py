@@ -35,7 +35,8 @@ class Facts:
 def facts_of(plan: dict[str, Any], paths: RunPaths) -> Facts:
     """Raises OSError, KeyError and the like for what another version has written. ``plan``: plan.json's object."""
     batch, cluster, run = plan["batch"], plan["cluster"], plan["run"]
-    solved = ("nodes", "workers_per_node", "device")
+    solved = {f"cluster.{name}": cluster[name] for name in ("nodes", "workers_per_node", "device")}
+    solved["optimizer.lr"] = plan["optimizer"]["lr"]
     return Facts(
         name=run["name"],
         version=run["version"],
@@ -49,7 +50,7 @@ def facts_of(plan: dict[str, Any], paths: RunPaths) -> Facts:
         micro_size=batch["micro_size"],
         accumulation=batch["accumulation"],
         steps=plan["train"]["steps"],
-        settings=_settings(paths) | {f"cluster.{name}": _text(cluster[name]) for name in solved},
+        settings=_settings(paths) | {name: _text(value) for name, value in solved.items()},
     )
 
 

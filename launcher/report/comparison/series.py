@@ -78,19 +78,25 @@ def samples_per_s(figures: Figures) -> float | None:
     return figures.facts.global_size / figures.measured.step_s
 
 
-def efficiencies(runs: Sequence[tuple[Facts, float]]) -> list[Efficiency | None]:
-    """Of runs of one task, each with its samples/s; None for one without another world size to compare with.
+def efficiencies(runs: Sequence[tuple[Facts, float, bool]]) -> list[Efficiency | None]:
+    """Of runs of one task, each with its samples/s and whether it is finished; None for one without another world size
+    to compare with.
 
-    The baseline is the fastest run on the fewest workers of the same line.
+    The baseline is the fastest finished run on the fewest workers of the same line.
     """
-    lines = over_workers([facts for facts, _ in runs])
-    worlds: dict[Key, dict[int, float]] = defaultdict(dict)
-    for line, (facts, speed) in zip(lines, runs, strict=True):
-        known = worlds[line].get(facts.world_size, 0.0)
-        worlds[line][facts.world_size] = max(known, speed)
+    lines = over_workers([facts for facts, *_ in runs])
+    worlds: dict[Key, set[int]] = defaultdict(set)
+    baselines: dict[Key, tuple[int, float]] = {}
+    for line, (facts, speed, done) in zip(lines, runs, strict=True):
+        worlds[line].add(facts.world_size)
+        known = baselines.get(line, (facts.world_size, 0.0))
+        if done and (facts.world_size, -speed) <= (known[0], -known[1]):
+            baselines[line] = facts.world_size, speed
     found: list[Efficiency | None] = []
-    for line, (facts, speed) in zip(lines, runs, strict=True):
-        smallest = min(worlds[line])
-        expected = facts.world_size / smallest * worlds[line][smallest]
-        found.append(Efficiency(value=speed / expected, baseline=smallest) if len(worlds[line]) > 1 else None)
+    for line, (facts, speed, _) in zip(lines, runs, strict=True):
+        if line not in baselines or len(worlds[line]) == 1:
+            found.append(None)
+            continue
+        smallest, base = baselines[line]
+        found.append(Efficiency(value=speed / (facts.world_size / smallest * base), baseline=smallest))
     return found

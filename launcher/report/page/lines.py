@@ -51,7 +51,8 @@ class Lines:
         data: list[dict[str, Any]] = []
         hovers = hover_names(self.group)
         for number, (key, line) in enumerate(self.lines.items()):
-            points = sorted((self.x(row), value, hovers[id(row)], row) for row in line if (value := y(row)) is not None)
+            points = [(self.x(row), value, hovers[id(row)], row) for row in line if (value := y(row)) is not None]
+            points.sort(key=lambda point: point[:2])
             if not points:
                 continue
             colours = [self.style.colour(row) for *_, row in points]

@@ -14,7 +14,7 @@ from launcher.report.comparison.headlines import headlines
 from launcher.report.page.plots import Plot, plots
 
 _CONSTANT = {
-    "cluster.device": "device", "batch.global_size": "", "strategy.kind": "strategy", "precision.kind": "precision",
+    "cluster.device": "device", "strategy.kind": "strategy", "precision.kind": "precision",
     "optimizer.kind": "optimizer", "optimizer.lr": "learning rate", "train.steps": "steps",
 }  # fmt: skip
 _SHOWN_VALUES = 8
@@ -90,7 +90,7 @@ def _constant(comparison: Comparison) -> list[tuple[str, str]]:
     }
     found = [(name, values.pop()) for name, values in known.items() if len(values) == 1]
     for key, name in _CONSTANT.items():
-        if name and key not in comparison.varying and key in same.settings:
+        if key not in comparison.varying and key in same.settings:
             found.append((name, _open(same.settings[key])))
     return found
 
