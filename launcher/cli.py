@@ -17,7 +17,7 @@ launch: distributed training where the effective global batch is a contract.
   launch plan  [key=value ...]                what would run, solved and predicted; starts nothing
   launch run   [key=value ...] -- SCRIPT ...  any torchrun script on the same cluster options, without the engine
 
-  launch runs                                 what runs exist, and how they stand
+  launch runs   [SWEEP]                       what runs exist, and how they stand
   launch status RUN                           one of them: where it is, what happened, why it failed
   launch logs   RUN [--rank R] [--follow]     what a rank printed
   launch cancel RUN                           end it; its workers save first
@@ -27,6 +27,7 @@ launch: distributed training where the effective global batch is a contract.
   launch doctor [key=value ...]               is this machine, or the cluster, fit to run?
 
   train, run   --quiet      print nothing but errors           --wait         with cluster=slurm: until the end
+  train        -m           a sweep: one run for each combination of key=1,2,4     --yes    however many these are
   plan         --json       the plan as JSON
   RUN          a run's name, its directory, or the beginning of its name; --dir DIR: where runs lie (default: runs)
   what reads   --json       for scripts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -16,7 +17,7 @@ from launcher.cluster.peers import Alone
 from launcher.cluster.slurm import submit as slurm
 from launcher.compose import compose_with_yaml
 from launcher.config import ClusterKind
-from launcher.errors import SiteError, UserError
+from launcher.errors import EXIT_INTERRUPTED, SiteError, UserError
 from launcher.paths import RunPaths, SweepPaths, read_json, write_text
 from launcher.plan import LaunchPlan, RunPlan
 from launcher.report.comparison.compare import Comparison, Entry
@@ -27,6 +28,9 @@ from launcher.runstate import Run
 from launcher.sweeps.conduct import Conductor
 from launcher.sweeps.standing import look_at_sweeps
 from launcher.sweeps.sweeper import AskedCell
+
+# what Hydra would read as something else
+_NO_TEXT = ("null", "true", "false", "nan", "inf")
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,8 @@ def submit(overrides: Sequence[str] = ()) -> Job:
         plan, _ = slurm.submit(plan, yaml)
     else:
         local.create(plan, yaml)
-        _run_here(plan)
+        if _run_here(plan) == EXIT_INTERRUPTED:
+            raise KeyboardInterrupt
     return Job(plan.paths.root)
 
 
@@ -106,12 +111,13 @@ def sweep(
     Raises:
         UserError: no cell can begin, or a value is of the wrong type.
     """
-    fixed = tuple(f"{key}={','.join(map(str, values))}" for key, values in over.items())
+    words_of = {key: [typed(value) for value in values] for key, values in over.items()}
+    varying = tuple(f"{key}={','.join(values)}" for key, values in words_of.items())
     cells: list[AskedCell] = []
-    for values in itertools.product(*over.values()):
-        words = tuple(f"{key}={value}" for key, value in zip(over, values, strict=True))
+    for values in itertools.product(*words_of.values()):
+        words = tuple(f"{key}={value}" for key, value in zip(words_of, values, strict=True))
         cells.append(AskedCell(words, *compose_with_yaml([*overrides, *words])))
-    conductor = Conductor(["-m", *overrides, *fixed], _run_here, watch, wait=wait)
+    conductor = Conductor(["-m", *overrides, *varying], _run_here, watch, wait=wait)
     conductor.begin(cells, False)
     assert conductor.paths is not None
     return Study(conductor.paths.root)
@@ -155,6 +161,21 @@ def write_page(compared: Comparison, place: Path) -> None:
         write_text(place, text)
     except OSError as error:
         raise UserError(f"{place}: cannot be written: {error.strerror}.\n  Name another: --html FILE.") from error
+
+
+def typed(value: object) -> str:
+    """``value`` as one types it on the command line, in the grammar of Hydra's overrides."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(typed, value))}]"  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+    text = str(value)
+    if re.fullmatch(r"[A-Za-z_][\w.+/:@%-]*", text) and text.lower() not in _NO_TEXT:
+        return text
+    escaped = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), text)
+    return f"'{escaped}'"
 
 
 def _run_here(plan: LaunchPlan | RunPlan) -> int:

@@ -85,7 +85,7 @@ def submitted(plan: LaunchPlan, job: str, console: Console, *, wait: bool) -> in
     return control.exit_status(run)
 
 
-def _require_no_wait(config: Config, *, wait: bool) -> None:
+def require_no_wait(config: Config, *, wait: bool) -> None:
     if wait and config.cluster.kind is not ClusterKind.slurm:
         raise UserError(f"--wait: has no effect with cluster={config.cluster.kind.value}, which is waited for anyway.")
 
@@ -106,9 +106,11 @@ def train(arguments: list[str]) -> int:
         from launcher.commands.sweep import train_sweep
 
         return train_sweep(arguments, quiet=quiet, wait=wait, confirmed=yes)
+    if yes:
+        raise UserError("--yes: has no effect on a single run.\n  It begins a sweep (-m) of very many cells.")
 
     def act(config: Config, yaml: str) -> int:
-        _require_no_wait(config, wait=wait)
+        require_no_wait(config, wait=wait)
         _require_no_sweep(config)
         if config.cluster.kind is ClusterKind.slurm:
             client.require()
@@ -166,7 +168,7 @@ def run_script(arguments: list[str]) -> int:
 
     def act(config: Config, yaml: str) -> int:
         check(config)
-        _require_no_wait(config, wait=wait)
+        require_no_wait(config, wait=wait)
         if config.cluster.kind is ClusterKind.slurm:
             client.require()
         if not script or not Path(script[0]).is_file():

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from launcher.cluster import control
 from launcher.cluster.peers import Alone
-from launcher.commands.jobs import run_here
+from launcher.commands.jobs import require_no_wait, run_here
 from launcher.commands.overrides import with_config
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESUMABLE, RunError
 from launcher.paths import SweepPaths
@@ -21,6 +21,7 @@ from launcher.runstate import Run
 from launcher.sweeps.again import begin_again
 from launcher.sweeps.conduct import Conductor
 from launcher.sweeps.standing import look_at_sweeps
+from launcher.sweeps.sweeper import AskedCell, Result
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,6 +34,10 @@ def train_sweep(arguments: list[str], *, quiet: bool, wait: bool, confirmed: boo
     console = terminal.console(quiet=quiet)
     conductor = Conductor(arguments, _here(console), _watching(console), wait=wait)
 
+    def begin(asked: Sequence[AskedCell], with_results: bool) -> Sequence[Result]:
+        require_no_wait(asked[0].config, wait=wait)
+        return conductor.begin(asked, with_results)
+
     def keep(files: Path) -> None:
         """What a sweeper leaves beside its cells, such as Optuna's optimization_results.yaml."""
         for file in files.glob("*_results.yaml"):
@@ -40,7 +45,7 @@ def train_sweep(arguments: list[str], *, quiet: bool, wait: bool, confirmed: boo
                 shutil.copy2(file, conductor.paths.root)
 
     try:
-        status = with_config("train", arguments, _never, cells=conductor.begin, confirmed=confirmed, keep=keep)
+        status = with_config("train", arguments, _never, cells=begin, confirmed=confirmed, keep=keep)
     except KeyboardInterrupt:
         status = EXIT_RESUMABLE if conductor.status == EXIT_RESUMABLE else EXIT_INTERRUPTED
         if conductor.submitted:

@@ -280,6 +280,12 @@ def _require_one_sweep(asked: Sequence[AskedCell]) -> None:
             value = getattr(getattr(config, group), name)
             if value != getattr(getattr(first, group), name):
                 raise ConfigError(key, value, "is one for all cells of a sweep.", "Leave it out of what varies.")
+    config = asked[0].config
+    if config.sweep.at_once is not None and config.cluster.kind is ClusterKind.local:
+        raise ConfigError(
+            "sweep.at_once", config.sweep.at_once, "has no effect with cluster=local.",
+            "Leave it out: there one cell runs after the other.",
+        )  # fmt: skip
 
 
 def _refused(cell: Cell, refused: dict[str, str]) -> Cell:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from launcher import snapshot
 from launcher.cluster import jobfile
 from launcher.cluster.jobfile import Submission
+from launcher.cluster.ledger import look
 from launcher.cluster.naming import resolve, resolve_any
 from launcher.errors import UserError
 from launcher.paths import RunPaths, SweepPaths, write_json
@@ -147,6 +149,25 @@ def test_cells_that_cannot_run_or_have_not_begun_are_shown_as_that(tmp_path: Pat
     assert [run.state for run in runs] == [State.done, State.impossible, State.pending, State.pending]
     assert [run.cell for run in runs] == ["x=1", "accumulation=3", "x=2", "x=3"]
     assert runs[1].detail == "64 samples ..."
+
+
+def test_a_sweep_that_cannot_be_read_stands_beside_the_others(tmp_path: Path) -> None:
+    broken, whole = keep(tmp_path / "broken"), keep(tmp_path / "whole", cell("x=1"))
+    broken.book.write_text("{")
+    found = look_at_sweeps([broken, whole])
+    (line,) = found[str(broken.root)]
+    assert line.state is State.unknown
+    assert "cannot be read" in line.detail
+    assert [run.state for run in found[str(whole.root)]] == [State.pending]
+
+
+def test_a_run_is_over_when_its_launch_says_so_though_the_process_runs_others(tmp_path: Path) -> None:
+    make_run(tmp_path / "s" / "a", "done")
+    paths = RunPaths(tmp_path / "s" / "a")
+    jobfile.amend(paths, pid=os.getpid(), born=jobfile.born(os.getpid()))
+    assert look([paths])[0].state is State.running
+    jobfile.amend(paths, ended=True)
+    assert look([paths])[0].state is State.done
 
 
 def test_words_for_sweeps_and_their_cells(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,9 @@ from launcher.sweeps import sweeper
 from launcher.sweeps.sweeper import AskedCell, Result
 
 
-def cells_of(*arguments: str, confirmed: bool = False) -> list[AskedCell]:
+def cells_of(
+    *arguments: str, confirmed: bool = False, keep: Callable[[Path], None] = lambda _: None
+) -> list[AskedCell]:
     """What a sweeper asks for, in batches or all at once."""
     asked: list[AskedCell] = []
 
@@ -24,7 +26,7 @@ def cells_of(*arguments: str, confirmed: bool = False) -> list[AskedCell]:
         asked.extend(cells)
         return [cell.config.optimizer.lr if with_results else None for cell in cells]
 
-    run_with_config("train", ["-m", *arguments], never, cells=take, confirmed=confirmed)
+    run_with_config("train", ["-m", *arguments], never, cells=take, confirmed=confirmed, keep=keep)
     return asked
 
 
@@ -69,6 +71,27 @@ def test_ten_thousand_cells_are_not_begun_by_a_slip(arguments: list[str], monkey
             cells_of(*arguments)
 
 
+def test_ten_thousand_cells_may_be_looked_at() -> None:
+    seen: list[int] = []
+
+    def show(config: Config, yaml: str) -> int:  # noqa: ARG001
+        seen.append(config.train.seed)
+        return 0
+
+    assert run_with_config("plan", ["-m", "train.seed=range(600)"], show) == 0
+    assert seen == list(range(600))
+
+
+@pytest.mark.parametrize("error", [ConfigError("batch.micro_size", 3, "is odd."), ValueError("of the verb's own")])
+def test_what_a_verb_raises_is_not_put_in_other_words(error: Exception) -> None:
+    def refuse(*_: object) -> Sequence[Result]:
+        raise error
+
+    with pytest.raises(type(error)) as raised:
+        run_with_config("train", ["-m", "train.seed=1,2"], never, cells=refuse)
+    assert raised.value is error
+
+
 def test_many_cells_begin_when_that_is_meant(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweeper, "MANY_CELLS", 3)
     assert len(cells_of("train.seed=1,2,3,4", confirmed=True)) == 4
@@ -83,14 +106,21 @@ def test_a_sweeper_with_batches_gets_all_of_them() -> None:
 
 @pytest.mark.filterwarnings("ignore")  # Optuna's own, of its age
 def test_optuna_is_told_the_results(capfd: pytest.CaptureFixture[str]) -> None:
+    kept: dict[str, str] = {}
+
+    def keep(files: Path) -> None:
+        kept.update({file.name: file.read_text() for file in files.glob("*.yaml")})
+
     cells = cells_of(
         "hydra/sweeper=optuna", "hydra.sweeper.n_trials=12", "hydra.sweeper.n_jobs=3", "hydra.sweeper.sampler.seed=1",
         "hydra.sweeper.direction=minimize", "optimizer.lr=tag(log,interval(1e-4,1))", "train.steps=4",
+        keep=keep,
     )  # fmt: skip
     assert len(cells) == 12
     rates = [cell.config.optimizer.lr for cell in cells]
     assert all(cell.overrides == (f"optimizer.lr={rate}",) for cell, rate in zip(cells, rates, strict=True))
     assert len(set(rates)) == 12
+    assert f"best_value: {min(rates)}" in kept["optimization_results.yaml"]
     capfd.readouterr()  # Optuna's own lines
 
 

@@ -177,6 +177,11 @@ def test_on_one_machine_cells_run_one_after_the_other_on_frozen_code(project: Pa
     begun = {cell.overrides: cell.run for cell in sweep_now.cells}
     assert begun[("train.seed=1",)] not in first
     assert begun[("train.seed=2",)] in first
+    for run in runs.glob("*/plan.json"):
+        (copy,) = (Path(place) for place in json.loads(run.read_text())["cluster"]["import_from"])
+        assert copy.is_relative_to(runs / "code")
+        remarked = "# another remark" in (copy / "speech" / "tasks.py").read_text()
+        assert remarked is (run.parent.name not in first)
 
 
 @pytest.mark.root

@@ -1,0 +1,99 @@
+"""What becomes of cells on this machine: begun once, gone on with, refused before any begins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from launcher import api
+from launcher.cluster import jobfile
+from launcher.cluster.jobfile import Submission
+from launcher.compose import compose_with_yaml
+from launcher.errors import EXIT_DONE, EXIT_RESUMABLE, ConfigError, RunError
+from launcher.paths import RunPaths, write_json
+from launcher.plan import RunPlan, TaskPlan
+from launcher.sweeps.conduct import Conductor
+from launcher.sweeps.sweeper import AskedCell, Result
+
+TASK = ("task._target_=made.Task", "batch.global_size=8", "batch.micro_size=2", "train.steps=4")
+
+
+class Machine:
+    """Runs what it is given, as ``verdict`` and ``numbers`` say."""
+
+    def __init__(self) -> None:
+        self.verdict, self.numbers = "done", dict[str, object]()
+        self.ran: list[str] = []
+
+    def __call__(self, plan: RunPlan) -> int:
+        self.ran.append(plan.paths.root.name)
+        if not jobfile.submissions(plan.paths):
+            jobfile.add(plan.paths, Submission.now())
+        write_json(plan.paths.incarnation, {"incarnation": "0.0"})
+        write_json(plan.paths.summary, {"verdict": self.verdict, **self.numbers})
+        jobfile.amend(plan.paths, ended=True)
+        return EXIT_RESUMABLE if self.verdict == "stopped" else EXIT_DONE
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    (tmp_path / "made.py").write_text("class Task: ...")
+    monkeypatch.chdir(tmp_path)
+    seen = TaskPlan(target="made.Task", params={}, samples=64, parameters=2, gradient_bytes=8, unit_parameters=2)
+    monkeypatch.setattr(api, "describe_task", lambda *_, **__: seen)  # a process of its own looks at a real one
+    return Machine()
+
+
+def begin(machine: Machine, *fixed: str, seeds: Sequence[int], results: bool = False) -> list[Result]:
+    """A sweep over seeds, as one command does it."""
+    words = [(f"train.seed={seed}",) for seed in seeds]
+    cells = [AskedCell(each, *compose_with_yaml([*TASK, *fixed, *each])) for each in words]
+    arguments = ["-m", *TASK, *fixed, f"train.seed={','.join(map(str, seeds))}"]
+    return Conductor(arguments, machine, print, wait=False).begin(cells, results)
+
+
+def test_a_sweep_that_was_stopped_goes_on_where_it_was(machine: Machine) -> None:
+    machine.verdict = "stopped"
+    with pytest.raises(KeyboardInterrupt):
+        begin(machine, "sweep.name=s", seeds=(1, 2))
+    (stopped,) = machine.ran
+    (RunPaths(Path("runs/s") / stopped).checkpoints / "step_000002").mkdir(parents=True)
+    machine.verdict = "done"
+    begin(machine, "sweep.name=s", seeds=(1, 2))
+    assert machine.ran[1] == stopped
+    assert len(machine.ran) == 3
+    begin(machine, "sweep.name=s", seeds=(1, 2))
+    assert len(machine.ran) == 3, "both are done"
+
+
+def test_a_name_belongs_to_one_sweep(machine: Machine) -> None:
+    begin(machine, "sweep.name=s", "optimizer.lr=0.1", seeds=(1,))
+    with pytest.raises(ConfigError, match=r"sweep.name.* begun with optimizer.lr=0.1, not with optimizer.lr=0.2"):
+        begin(machine, "sweep.name=s", "optimizer.lr=0.2", seeds=(1,))
+    assert len(machine.ran) == 1
+    begin(machine, "sweep.name=s", "optimizer.lr=0.1", "wandb.tags=[x]", seeds=(1, 2))  # more of the same
+    assert len(machine.ran) == 2
+
+
+def test_a_setting_without_effect_is_refused(machine: Machine) -> None:
+    with pytest.raises(ConfigError, match=r"sweep.at_once=2: has no effect with cluster=local"):
+        begin(machine, "sweep.at_once=2", seeds=(1,))
+    assert not machine.ran
+
+
+def test_sweepers_learn_what_sweep_objective_names(machine: Machine) -> None:
+    machine.numbers = {"train/loss": 2.0, "throughput/samples_per_s": 70, "eval/loss": None}
+    assert begin(machine, seeds=(1,), results=True) == [2.0]
+    assert begin(machine, "sweep.objective=throughput/samples_per_s", seeds=(1,), results=True) == [70.0]
+    (result,) = begin(machine, "sweep.objective=eval/loss", seeds=(1,), results=True)
+    assert isinstance(result, RunError)
+    assert "was not finite" in str(result)
+    (result,) = begin(machine, "sweep.objective=los", seeds=(1,), results=True)
+    assert isinstance(result, ConfigError)
+    assert "throughput/samples_per_s, train/loss" in str(result)
+    machine.verdict = "failed"
+    (result,) = begin(machine, seeds=(2,), results=True)
+    assert isinstance(result, RunError)
+    assert "train.seed=2: did not finish" in str(result)
