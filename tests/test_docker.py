@@ -114,3 +114,11 @@ def test_the_template_of_slurm_conf_has_its_places() -> None:
     assert "SlurmctldHost=@CONTROLLER@" in lines
     assert "@NODES@" in lines
     assert {"ProctrackType=proctrack/linuxproc", "ReturnToService=2"} <= set(lines)
+
+
+def test_what_the_wheel_is_made_of_is_in_the_context() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
+    needed = {*wheel["packages"], *wheel["force-include"], project["project"]["readme"], "pyproject.toml"}
+    let_in = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert needed <= let_in

@@ -28,7 +28,7 @@ def imports(path: Path) -> Iterator[str]:
 
 
 def room(name: str) -> list[Path]:
-    found = sorted((PACKAGE / name).glob("*.py"))
+    found = sorted((PACKAGE / name).rglob("*.py"))
     assert found
     return found
 
@@ -40,7 +40,8 @@ def room(name: str) -> list[Path]:
         ("train", ("launcher.cluster", "launcher.report", "launcher.api", *ON_TOP)),
         ("doctor", ("launcher.train", "launcher.report", "launcher.commands", "launcher.cli")),
         ("commands", ("launcher.train", "launcher.tasks", "launcher.cli")),
-        ("report", ("launcher.train", "launcher.cluster", *ON_TOP)),
+        ("report", ("launcher.train", "launcher.cluster", "launcher.sweeps", *ON_TOP)),
+        ("sweeps", ("launcher.train", "launcher.report", *ON_TOP)),
         ("tasks", ("launcher.cluster", "launcher.report", *ON_TOP)),
     ],
 )

@@ -209,7 +209,7 @@ def test_a_killed_worker_ends_the_job_everywhere(pair: Hosts, tmp_path: Path) ->
     assert f"launch: the job failed on node 1 ({pair.address(1)}): rank 1: killed by SIGKILL" in first
     assert "launch: rank 1 failed: killed by SIGKILL" in other
     assert summary(one)["failure"]["rank"] == summary(two)["failure"]["rank"] == 1
-    wait_for(lambda: not processes_of(tmp_path), "every process of the run to end", 15)
+    wait_for(lambda: not processes_of(tmp_path), "every process of the run to end", 60)
 
 
 def test_ctrl_c_on_one_host_stops_all_after_the_window(pair: Hosts, tmp_path: Path) -> None:
@@ -237,7 +237,7 @@ def test_a_dead_link_ends_the_job_on_both_sides(pair: Hosts, tmp_path: Path) -> 
         peer = 1 - host
         assert f"launch: the job failed: node {peer} ({pair.address(peer)}) is gone: no answer for" in outputs[host]
         assert summary(runs[host])["failure"]["node"] == peer
-    wait_for(lambda: not processes_of(tmp_path), "every process of the run to end", 15)
+    wait_for(lambda: not processes_of(tmp_path), "every process of the run to end", 60)
 
 
 SCRIPT = """

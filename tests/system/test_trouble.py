@@ -45,7 +45,7 @@ def test_trouble_ends_the_run_with_its_own_words_first(
     assert "Traceback" not in done.stdout
     run = project / "runs" / "own"
     assert summary(run)["verdict"] == "failed"
-    wait_for(lambda: not processes_of(run), "every process of the failed run to end", 15)
+    wait_for(lambda: not processes_of(run), "every process of the failed run to end", 60)
 
 
 def test_the_one_who_raised_is_named_not_the_one_who_was_ended_for_it(launch: Launch, project: Path) -> None:
@@ -89,7 +89,7 @@ def test_a_second_ctrl_c_kills_at_once(project: Path) -> None:
     out, _ = job.communicate(timeout=60)
     assert job.returncode == 130, out
     assert summary(run) == {"verdict": "killed"}
-    wait_for(lambda: not processes_of(run), "every process of the run to end", 30)
+    wait_for(lambda: not processes_of(run), "every process of the run to end", 60)
 
 
 def test_ctrl_c_before_the_first_step(project: Path) -> None:
@@ -100,7 +100,7 @@ def test_ctrl_c_before_the_first_step(project: Path) -> None:
     out, _ = job.communicate(timeout=60)
     assert job.returncode == 130, out
     assert "Traceback" not in out
-    wait_for(lambda: not processes_of(run), "every process of the run to end", 30)
+    wait_for(lambda: not processes_of(run), "every process of the run to end", 60)
 
 
 def test_a_hanging_worker_does_not_outlive_ctrl_c(project: Path) -> None:
@@ -127,7 +127,7 @@ def test_kill_9_leaves_nothing_behind(project: Path, victim: str) -> None:
         assert len(agents) == 1
         os.kill(agents[0], signal.SIGKILL)
     job.communicate(timeout=60)
-    wait_for(lambda: not processes_of(run), "every process of the run to end", 30)
+    wait_for(lambda: not processes_of(run), "every process of the run to end", 60)
 
 
 def test_a_run_never_writes_into_another_ones_directory(launch: Launch, project: Path) -> None:
