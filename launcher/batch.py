@@ -5,9 +5,11 @@ Standard library only; the plan, the workers and the tests all count with these 
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from launcher.config import BatchConfig
 from launcher.errors import ConfigError
@@ -17,13 +19,35 @@ DEFAULT_MICRO_SIZE = 4
 
 
 @dataclass(frozen=True, kw_only=True)
+class Stage:
+    """``steps`` windows of ``global_size`` samples."""
+
+    steps: int
+    global_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Batch:
-    """A solved global batch: ``global_size == micro_size * accumulation * world_size``."""
+    """A solved global batch: ``global_size == micro_size * accumulation * world_size``. ``ramp``: the stages before it
+    holds, in which accumulation is lower."""
 
     global_size: int
     micro_size: int
     accumulation: int
     world_size: int
+    ramp: tuple[Stage, ...] = ()
+
+    def accumulation_at(self, index: int) -> int:
+        """Of window ``index`` of the run, where it is full."""
+        return self.global_size_at(index) // (self.micro_size * self.world_size)
+
+    def global_size_at(self, index: int) -> int:
+        """Of window ``index`` of the run, where it is full."""
+        for stage in self.ramp:
+            if index < stage.steps:
+                return stage.global_size
+            index -= stage.steps
+        return self.global_size
 
 
 def solve_batch(config: BatchConfig, world_size: int) -> Batch:
@@ -53,7 +77,33 @@ def solve_batch(config: BatchConfig, world_size: int) -> Batch:
             f"{micro * accumulation * world_size}, not {total}.",
             "Leave one of the three out (=null) and it is derived from the other two.",
         )
-    return Batch(global_size=total, micro_size=micro, accumulation=accumulation, world_size=world_size)
+    ramp = _solve_ramp(config.ramp, micro * world_size, total)
+    return Batch(global_size=total, micro_size=micro, accumulation=accumulation, world_size=world_size, ramp=ramp)
+
+
+def _solve_ramp(stages: list[list[int]], unit: int, total: int) -> tuple[Stage, ...]:
+    """``unit``: samples of one micro-batch on every rank; ``total``: the global batch after the ramp."""
+    ramp: list[Stage] = []
+    for stage in stages:
+        if len(stage) != 2 or min(stage) < 1:
+            raise ConfigError(
+                "batch.ramp", stages, f"{stage} is no stage.",
+                "Write [steps, samples] for each, both at least 1, such as batch.ramp=[[100,16],[200,32]].",
+            )  # fmt: skip
+        steps, size = stage
+        if size % unit:
+            raise ConfigError(
+                "batch.ramp", stages, f"{size} samples cannot be shared by the ranks in micro-batches: {unit} at once.",
+                f"Nearest choices: {_or_list(_nearest_multiples(size, unit))}; or a smaller batch.micro_size.",
+            )  # fmt: skip
+        before = ramp[-1].global_size if ramp else 0
+        if not before < size < total:
+            raise ConfigError(
+                "batch.ramp", stages, f"{size} samples after {before} do not lead up to batch.global_size={total}.",
+                "Let every stage be larger than the one before it, and the last one smaller than global_size.",
+            )  # fmt: skip
+        ramp.append(Stage(steps=steps, global_size=size))
+    return tuple(ramp)
 
 
 def _derive_micro(total: int, accumulation: int | None, world_size: int) -> int:
@@ -100,6 +150,77 @@ def _nearest_divisors(value: int, target: int) -> list[int]:
     low = [d for d in range(1, math.isqrt(value) + 1) if value % d == 0]
     divisors = sorted({*low, *(value // d for d in low)} - {target})
     return [*[d for d in divisors if d < target][-1:], *[d for d in divisors if d > target][:1]]
+
+
+class Span(NamedTuple):
+    """Where a window lies: ``window`` in its epoch, at positions [first, first + size) of that."""
+
+    epoch: int
+    window: int
+    first: int
+    size: int
+
+
+class Windows:
+    """Where each window of a run lies in its data: a function of its number alone, whatever the world.
+
+    Args:
+        samples: of an epoch, at least as many as any full window has.
+        batch: global batch, and the ramp up to it.
+        keep_short: whether the samples at an epoch's end that fill no window are a short one, or left out.
+    """
+
+    def __init__(self, samples: int, batch: Batch, *, keep_short: bool) -> None:
+        self._samples, self._size = samples, batch.global_size
+        self._keep_short = keep_short
+        self._per_epoch, _ = count_windows(samples, batch.global_size, keep_short=keep_short)
+        # as far as the ramp, and the epoch in which it ends, reach: the first window of each stretch of one size
+        self._begins: list[int] = []
+        self._stretches: list[Span] = []
+        self._index, at = 0, Span(0, 0, 0, 0)
+        for stage in batch.ramp:
+            at = self._lay(at, stage.steps, stage.global_size)
+        while at.first:
+            at = self._lay(at, self._per_epoch, batch.global_size, only=at.epoch)
+        self._regular_from, self._regular_epoch = self._index, at.epoch
+
+    def _lay(self, at: Span, steps: int, size: int, only: int | None = None) -> Span:
+        """Note ``steps`` windows of ``size`` from ``at`` on, or as many as epoch ``only`` still has; what follows."""
+        while steps and (only is None or at.epoch == only):
+            rest = self._samples - at.first
+            count = min(steps, rest // size)
+            if count:
+                self._note(at._replace(size=size), count)
+                steps -= count
+                at = at._replace(window=at.window + count, first=at.first + count * size)
+            elif rest and self._keep_short:
+                self._note(at._replace(size=rest), 1)
+                steps -= 1
+                at = Span(at.epoch + 1, 0, 0, 0)
+            else:
+                at = Span(at.epoch + 1, 0, 0, 0)
+        return Span(at.epoch + 1, 0, 0, 0) if at.first == self._samples else at
+
+    def _note(self, at: Span, count: int) -> None:
+        self._begins.append(self._index)
+        self._stretches.append(at)
+        self._index += count
+
+    def at(self, index: int) -> Span:
+        """Of window ``index`` of the run, from 0."""
+        if index >= self._regular_from:
+            epochs, window = divmod(index - self._regular_from, self._per_epoch)
+            first = window * self._size
+            return Span(self._regular_epoch + epochs, window, first, min(self._size, self._samples - first))
+        number = bisect.bisect_right(self._begins, index) - 1
+        ahead, begin = index - self._begins[number], self._stretches[number]
+        return begin._replace(window=begin.window + ahead, first=begin.first + ahead * begin.size)
+
+    def before(self, epoch: int) -> int:
+        """How many windows lie before an epoch."""
+        if epoch >= self._regular_epoch:
+            return self._regular_from + (epoch - self._regular_epoch) * self._per_epoch
+        return next(begin for begin, at in zip(self._begins, self._stretches, strict=True) if at.epoch >= epoch)
 
 
 def count_windows(samples: int, global_size: int, *, keep_short: bool) -> tuple[int, int]:

@@ -198,7 +198,8 @@ def _explain(error: Exception, arguments: Sequence[str]) -> ConfigError:
         if key not in known and key.split(".")[0] not in ("task", "hydra") and "@" not in key and "/" not in key:
             return ConfigError(key, value, "there is no such key.", _nearest(key, known))
     cause = error.__cause__ if error.__cause__ is not None else error
-    key: str | None = getattr(cause, "full_key", None)
+    full_key: str | None = getattr(cause, "full_key", None)
+    key = full_key and full_key.partition("[")[0]  # of an element of a list, the list's
     lines = str(getattr(cause, "msg", None) or cause).splitlines()
     if key and key not in known and not key.startswith(("task", "hydra")):
         return ConfigError(key, None, "there is no such key.", _nearest(key, known))

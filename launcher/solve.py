@@ -62,7 +62,7 @@ def solve(config: Config, site: Site, task: TaskPlan, run: RunInfo, started: tup
     cluster = solve_cluster(config.cluster, site, run.name, config.strategy.kind, started)
     batch = contract.solve_batch(config.batch, cluster.nodes * cluster.workers_per_node)
     epoch = _epoch(config.batch, batch, task)
-    steps = _steps(config.train, epoch)
+    steps = _steps(config.train, epoch, batch, task)
     precision = solve_precision(config.precision, config.strategy.kind)
     strategy = solve_strategy(config.strategy, batch, cluster, precision, task)
     schedule = _schedule(config.schedule, steps)
@@ -131,10 +131,13 @@ def _epoch(config: BatchConfig, batch: contract.Batch, task: TaskPlan) -> EpochP
     return EpochPlan(windows=windows, short_window=short, short_window_policy=policy)
 
 
-def _steps(config: TrainConfig, epoch: EpochPlan) -> int | None:
+def _steps(config: TrainConfig, epoch: EpochPlan, batch: contract.Batch, task: TaskPlan) -> int | None:
     if config.epochs is None:
         return DEFAULT_STEPS if config.steps is None else config.steps
-    return None if epoch.windows is None else config.epochs * epoch.windows
+    if task.samples is None:
+        return None
+    keep_short = epoch.short_window_policy is ShortWindow.exact
+    return contract.Windows(task.samples, batch, keep_short=keep_short).before(config.epochs)
 
 
 def _optimizer(config: OptimizerConfig, global_size: int) -> OptimizerPlan:
@@ -196,6 +199,9 @@ def _unit_notes(strategy: StrategyPlan, task: TaskPlan) -> list[str]:
 
 def _notes(schedule: SchedulePlan, steps: int | None, epoch: EpochPlan, batch: contract.Batch) -> tuple[str, ...]:
     notes: list[str] = []
+    ramp = sum(stage.steps for stage in batch.ramp)
+    if steps is not None and ramp >= steps:
+        notes.append(f"batch.ramp is not over within {steps} steps: the global batch stays below {batch.global_size}.")
     if steps is not None and schedule.warmup_steps >= steps:
         notes.append(f"schedule.warmup_steps={schedule.warmup_steps} is not over within {steps} steps.")
     if epoch.short_window and epoch.short_window < batch.world_size:

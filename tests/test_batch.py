@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.batch import Batch, count_windows, share_of_window, solve_batch
+from launcher.batch import Batch, Span, Stage, Windows, count_windows, share_of_window, solve_batch
 from launcher.config import BatchConfig
 from launcher.errors import ConfigError
 
@@ -85,3 +85,48 @@ def test_an_epoch_is_its_windows(samples: int, size: int) -> None:
     windows, short = count_windows(samples, size, keep_short=True)
     assert (windows - bool(short)) * size + short == samples
     assert count_windows(samples, size, keep_short=False) == (samples // size, 0)
+
+
+@given(
+    st.integers(40, 300),
+    st.lists(st.tuples(st.integers(1, 30), st.integers(1, 39)), max_size=3),
+    st.booleans(),
+)
+def test_where_a_window_lies_is_its_number_alone(samples: int, stages: list[tuple[int, int]], keep_short: bool) -> None:
+    """Against a walk through the run, one window after the other."""
+    ramp = tuple(Stage(steps=steps, global_size=size) for steps, size in stages)
+    batch = Batch(global_size=40, micro_size=1, accumulation=40, world_size=1, ramp=ramp)
+    windows = Windows(samples, batch, keep_short=keep_short)
+    epoch = window = first = 0
+    begins = [0]
+    for index in range(150):
+        size = batch.global_size_at(index)
+        rest = samples - first
+        if rest < size and not (rest and keep_short):
+            epoch, window, first, rest = epoch + 1, 0, 0, samples
+            begins.append(index)
+        span = Span(epoch, window, first, min(size, rest))
+        assert windows.at(index) == span
+        window, first = window + 1, first + span.size
+    assert [windows.before(number) for number in range(len(begins))] == begins
+
+
+def test_a_ramp_grows_by_accumulation() -> None:
+    batch = solve_batch(BatchConfig(global_size=64, micro_size=4, ramp=[[10, 16], [20, 32]]), 2)
+    assert [batch.global_size_at(index) for index in (0, 9, 10, 29, 30, 1000)] == [16, 16, 32, 32, 64, 64]
+    assert [batch.accumulation_at(index) for index in (0, 10, 30)] == [2, 4, 8]
+
+
+@pytest.mark.parametrize(
+    ("ramp", "says"),
+    [
+        ([[10, 12]], r"12 samples cannot be shared by the ranks in micro-batches: 8 at once.*\n.*8 or 16"),
+        ([[10]], r"\[10\] is no stage"),
+        ([[0, 16]], "is no stage"),
+        ([[10, 64]], r"64 samples after 0 do not lead up to batch.global_size=64"),
+        ([[10, 32], [5, 16]], "16 samples after 32 do not lead up"),
+    ],
+)
+def test_a_ramp_that_is_none_is_said(ramp: list[list[int]], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        solve_batch(BatchConfig(global_size=64, micro_size=4, ramp=ramp), 2)

@@ -36,6 +36,9 @@ def plan_table(plan: RunPlan) -> Table:
         f"{_count(batch.global_size, 'sample')} = {batch.micro_size} micro-batch × {batch.accumulation} accumulation × "
         f"{_count(batch.world_size, 'rank')}",
     )
+    if batch.ramp:
+        stages = ", then ".join(f"{stage.global_size} for {_count(stage.steps, 'step')}" for stage in batch.ramp)
+        add("", f"at first {stages}")
     add("task", _task(plan))
     add("windows", _windows(plan))
     if epoch.windows is not None and epoch.short_window_policy is ShortWindow.drop and plan.task.samples is not None:
@@ -115,7 +118,7 @@ def _length(plan: RunPlan) -> str:
     steps, windows = plan.train.steps, plan.epoch.windows
     if steps is None:
         return f"{_count(plan.train.epochs or 0, 'epoch')} of a stream"
-    return _count(steps, "step") + (f" = {steps / windows:.3g} epochs" if windows else "")
+    return _count(steps, "step") + (f" = {steps / windows:.3g} epochs" if windows and not plan.batch.ramp else "")
 
 
 def summary_table(plan: RunPlan, summary: dict[str, Any]) -> Table:

@@ -101,6 +101,8 @@ class Calibration:
             # what PowerSGD leaves out depends on how often it is asked: only its own policy trains as the job does
             and strategy.compress is not Compress.powersgd,
             may_rehearse=strategy.rehearses,
+            # what is measured is a step of the global batch itself
+            start=WARM_UP_WINDOWS + sum(stage.steps for stage in plan.batch.ramp),
         )
 
     @property

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
 
-from launcher.batch import Batch, share_of_window
+from launcher.batch import Batch, Windows, share_of_window
+from launcher.config import ShortWindow
 from launcher.errors import DataError
 from launcher.plan import RunPlan
 from launcher.train.loader import MicroBatch, prefetch
@@ -98,41 +99,37 @@ class MapFeed:
         self, dataset: Any, plan: RunPlan, world: World, device: torch.device, collate: Collate, start: int
     ) -> None:
         assert plan.task.samples is not None
-        assert plan.epoch.windows is not None
         self._plan, self._rank, self._start = plan, world.rank, start
-        self._samples, self._windows = plan.task.samples, plan.epoch.windows
+        keep_short = plan.epoch.short_window_policy is ShortWindow.exact
+        self._spans = Windows(plan.task.samples, plan.batch, keep_short=keep_short)
         specs = itertools.chain.from_iterable(map(self._specs, self._indices()))
         shuffled = _Shuffled(dataset, plan.train.seed, collate)
         self._source = prefetch(shuffled, plan, device, plan.train.seed, order=specs)
 
     def _indices(self) -> Iterable[int]:
         epochs = self._plan.train.epochs
-        return itertools.count(self._start) if epochs is None else range(self._start, epochs * self._windows)
-
-    def _size(self, index: int) -> int:
-        """Samples in a window of the run, over all ranks."""
-        first = index % self._windows * self._plan.batch.global_size
-        return min(self._plan.batch.global_size, self._samples - first)
+        return itertools.count(self._start) if epochs is None else range(self._start, self._spans.before(epochs))
 
     def _specs(self, index: int) -> Iterator[_Spec]:
         """This rank's micro-batches of a window."""
-        epoch, window = divmod(index, self._windows)
-        first, size = window * self._plan.batch.global_size, self._size(index)
-        for offsets in share_of_window(size, self._plan.batch, self._rank):
-            yield _Spec(epoch, first, size, offsets.start, offsets.stop)
+        span = self._spans.at(index)
+        for offsets in share_of_window(span.size, self._plan.batch, self._rank):
+            yield _Spec(span.epoch, span.first, span.size, offsets.start, offsets.stop)
 
     def windows(self) -> Iterator[Window]:
         unit = self._plan.batch.micro_size * self._plan.batch.world_size
         for index in self._indices():
             self._index = index
-            count = -(-self._size(index) // unit)
-            yield Window(index, index // self._windows, count, itertools.islice(self._source, count))
+            span = self._spans.at(index)
+            count = -(-span.size // unit)
+            yield Window(index, span.epoch, count, itertools.islice(self._source, count))
 
     def has_next(self) -> bool:
         return True
 
     def settle(self, anyone_has_next: bool) -> Place:  # noqa: ARG002 (every rank can count, and needs nobody's word)
-        return Place(self._index + 1, *divmod(self._index + 1, self._windows))
+        following = self._spans.at(self._index + 1)
+        return Place(self._index + 1, following.epoch, following.window)
 
     def close(self) -> None:
         self._source.close()
@@ -158,7 +155,8 @@ class StreamFeed:
         if callable(getattr(self._dataset, "set_epoch", None)):
             self._dataset.set_epoch(self._place.epoch)
         batch, seed = self._plan.batch, self._plan.train.seed
-        skip = self._place.window * batch.accumulation
+        window = self._place.index - self._place.window  # the epoch's first
+        skip = sum(batch.accumulation_at(index) for index in range(window, self._place.index))
         shard = Shard(self._dataset, batch, self._world.rank, self._collate, seed, self._place.epoch, skip)
         self._source = prefetch(shard, self._plan, self._device, seed)
         self._next = next(self._source, None)
@@ -166,8 +164,8 @@ class StreamFeed:
             self._stand_in, self._next = self._next, None
 
     def windows(self) -> Iterator[Window]:
-        count = self._plan.batch.accumulation
         while True:
+            count = self._plan.batch.accumulation_at(self._place.index)
             yield Window(self._place.index, self._place.epoch, count, self._micro_batches(count))
             if not self._place.window:
                 self._open()

@@ -68,7 +68,7 @@ def step_metrics(result: StepResult, plan: RunPlan, seen: tuple[int, int], total
         "train/loss": result.loss,
         "train/grad_norm": result.grad_norm,
         "train/lr": result.lr,
-        "batch/global_size": plan.batch.global_size,
+        "batch/global_size": plan.batch.global_size_at(result.window),
         "batch/micro_size": plan.batch.micro_size,
         "batch/accumulation": result.micro_batches,
         "batch/world_size": plan.batch.world_size,

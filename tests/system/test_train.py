@@ -162,3 +162,21 @@ def test_users_own_config_dir(launch: Launch, project: Path) -> None:
     plan = json.loads((project / "runs" / "own" / "plan.json").read_text())
     assert plan["task"]["params"] == {"width": 12, "samples": 60}
     assert plan["task"]["samples"] == 60
+
+
+def test_a_ramp_is_one_curve_whatever_the_world(launch: Launch, project: Path) -> None:
+    """Each stage has its own global batch, an epoch's short window among them; calibration waits for the last stage."""
+    shape = ("batch.global_size=24", "batch.micro_size=2", "batch.ramp=[[3,8],[4,16]]", "train.steps=20")
+    curves: list[list[float]] = []
+    for world in (1, 2):
+        done = launch("train", *OWN, *shape, f"cluster.workers_per_node={world}", f"run.name=w{world}")
+        assert done.returncode == 0, done.stderr
+        lines = records(project / "runs" / f"w{world}")
+        assert [line["batch/global_size"] for line in lines] == [8] * 3 + [16] * 4 + [24] * 13
+        assert [line["batch/samples"] for line in lines][:9] == [8, 8, 8, 16, 16, 16, 16, 12, 24]
+        assert lines[0]["batch/accumulation"] * world == 4
+        calibrated = [line["step"] for line in lines if "comm/speedup" in line]
+        assert all(step > 7 for step in calibrated)
+        assert bool(calibrated) is (world == 2)
+        curves.append([line["train/loss"] for line in lines])
+    assert curves[0] == pytest.approx(curves[1], rel=1e-6)

@@ -229,3 +229,33 @@ def test_every_rank_evaluates_as_often() -> None:
     plan = plan_for(4, 2)
     rounds = [[batch.samples for batch in eval_batches(list(range(25)), plan, World(r, 2, r), CPU)] for r in range(2)]
     assert rounds == [[4, 4, 4, 1], [4, 4, 4, 0]]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_ramp_has_the_same_windows_in_every_world(stream: bool) -> None:
+    """100 samples: windows of 8, then of 16, then of 24, across the ends of epochs."""
+
+    def windows(*overrides: str) -> list[list[int]]:
+        plan = make_plan(
+            "batch.global_size=24", "batch.ramp=[[3,8],[9,16]]", "train.epochs=3", "schedule=constant",
+            "schedule.warmup_steps=0", *overrides, samples=None if stream else 100,
+        )  # fmt: skip
+        return read(plan, Stream(100) if stream else list(range(100)))
+
+    one = windows("cluster.workers_per_node=1", "batch.micro_size=8", "strategy=single")
+    sizes = [len(window) for window in one]
+    # 24 + 4 x 16 + 12; 5 x 16 + 20; then 4 x 24 + 4
+    assert sizes == [8, 8, 8, 16, 16, 16, 16, 12, 16, 16, 16, 16, 24, 12, 24, 24, 24, 24, 4]
+    for world, micro in ((2, 4), (4, 2), (8, 1), (2, 2)):
+        assert windows(f"cluster.workers_per_node={world}", f"batch.micro_size={micro}") == one
+    samples = sorted(chain.from_iterable(one[:8]))
+    assert samples == list(range(100)), "an epoch is every sample once"
+
+
+def test_a_run_that_is_resumed_within_a_ramp_goes_on_with_the_next_window() -> None:
+    plan = make_plan("batch.global_size=24", "batch.micro_size=2", "batch.ramp=[[3,8],[9,16]]", "train.steps=20",
+                     samples=100)  # fmt: skip
+    data = list(range(100))
+    whole = read(plan, data)
+    for at in (1, 3, 7, 8, 12, 15):
+        assert read(plan, data, Place(at)) == whole[at:]

@@ -110,6 +110,7 @@ class _Reading:
         self.calibrated: dict[str, Any] = {}
         self.damaged = 0
         self.estimated = False
+        self._global_size = 0
 
     def take(self, record: dict[str, Any]) -> None:
         """Everything is looked up before anything is kept, so that a line that is no record changes nothing."""
@@ -127,7 +128,10 @@ class _Reading:
             record["time/data_s"],
         )
         value = float("nan") if loss is None else float(loss)
-        if record["batch/samples"] == record["batch/global_size"]:
+        if record["batch/global_size"] > self._global_size:  # a ramp has come one stage further
+            self._global_size = record["batch/global_size"]
+            self.full.clear()
+        if record["batch/samples"] == self._global_size:
             self.full.append(window)
         for column, number in zip((self.steps, self.samples, self.seconds), point, strict=True):
             column.append(number)
