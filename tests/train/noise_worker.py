@@ -1,6 +1,6 @@
 """Run by torchrun in test_noise.py: a problem whose gradient noise scale is known, under each argv line's options.
 
-Sample j has m_j items, each a vector x ~ N(mean, deviation^2) of WIDTH numbers; the loss of an item is |w - x|^2 / 2 and
+Sample j has m_j items, each a vector x of WIDTH numbers, N(mean, deviation^2); the loss of an item is |w - x|^2 / 2 and
 w stays 0. So the gradient of an item is -x: |G|^2 = |mean|^2 = 1, and tr(Sigma) of an item is SCALE.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from launcher import Engine, make_plan
 from launcher.train.telemetry import WindowTotals
 
-WIDTH, SCALE, WINDOWS, GLOBAL = 256, 48.0, 200, 32
+WIDTH, SCALE, WINDOWS, GLOBAL = 256, 24.0, 120, 32
 
 
 class Shift(nn.Module):
