@@ -5,7 +5,8 @@
 `fsdp`: FSDP2 by hand with the collectives of sync=gather_once. `meter`, `noise`: not by hand, but the engine with its
 meter off, or without the norms that the gradient noise scale is made of.
 
-The two loops take turns, step by step, on the same ranks, so that a noisy machine is noisy for both. The engine's side
+The two loops take turns, step by step, on the same ranks, so that a noisy machine is noisy for both: `ratio` is that of
+the two medians, `paired` the median of each step's own ratio to the one beside it, which noise moves least. The engine's side
 writes its metrics record too, as `launch train` does. The hand-written loop is the least one can write that logs its
 mean loss: no exact average over items, no check, no record.
 """
@@ -187,9 +188,11 @@ def compare(case: Case, steps: int, loader_workers: int) -> str:
         for loop in loops.values():
             loop.close()
     other_ms, engine_ms = (statistics.median(times[name]) * 1e3 for name in ("other", "engine"))
+    paired = statistics.median(mine / others for mine, others in zip(times["engine"], times["other"], strict=True))
     name = f"{without} off" if without else "hand-written"
     return (
-        f"{case.name:<10} {name:<12} {other_ms:9.3f} ms   engine {engine_ms:9.3f} ms   ratio {engine_ms / other_ms:.3f}"
+        f"{case.name:<10} {name:<12} {other_ms:9.3f} ms   engine {engine_ms:9.3f} ms   "
+        f"ratio {engine_ms / other_ms:.3f}   paired {paired:.3f}"
     )
 
 

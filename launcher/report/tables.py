@@ -188,14 +188,14 @@ def _noise_advice(scale: float, global_size: int) -> str:
     the progress of one on endless samples (McCandlish et al. 2018, section 2.2, equation 2.7)."""
     share = 1 / (1 + scale / global_size)
     if global_size * FAR < scale:
-        where, advice = "far below", "a larger one would take almost as many fewer steps, for few samples more"
+        where, advice = "far below", "a larger one would save many steps for few more samples"
     elif global_size > scale * FAR:
-        where, advice = "far above", "a smaller one would take few steps more, for many fewer samples"
+        where, advice = "far above", "a smaller one would save many samples for few more steps"
     else:
         where, advice = "near", "steps and samples are in balance"
     return (
-        f"about {scale:,.{0 if scale >= 10 else 1}f} samples; the global batch of {global_size:,} is {where} it: a step "
-        f"makes {share:.0%} of the progress of one without noise; {advice}"
+        f"about {scale:,.{0 if scale >= 10 else 1}f} samples; the global batch of {global_size:,} is {where} this critical "
+        f"size: a step makes {share:.0%} of the progress of one without noise; {advice}"
     )
 
 

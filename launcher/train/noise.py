@@ -102,7 +102,7 @@ class NoiseScale:
             unit: C / s, by which the gradient of a sum lies there too small.
         """
         square = gradient.square(self._device)
-        if square is None or self._part is None:  # nobody to compare with
+        if square is None or self._part is None or self._part[1] == samples:  # nobody to compare with
             return
         own_items, own_samples = self._part
         # all of the window's items where the parts make it up; of first micro-batches what their samples' share is

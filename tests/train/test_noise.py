@@ -34,8 +34,6 @@ CASES: dict[int, list[tuple[str, bool | None]]] = {
         ("batch.micro_size=16 strategy.compress=powersgd strategy.powersgd_start=2", None),
     ],
     4: [
-        ("batch.micro_size=4", True),
-        ("batch.micro_size=4 strategy=fsdp", True),
         ("batch.micro_size=4 strategy=hsdp strategy.shard_size=2 strategy.sync=boundary", True),
         ("batch.micro_size=4 strategy=hsdp strategy.shard_size=2 strategy.sync=replicas_at_boundary", False),
     ],
