@@ -70,9 +70,9 @@ def dot_product() -> None:
     model.zero_grad()
     for batch in data.split(2):
         (model(batch).mean() / 3).backward()
-    print("  3 of 2, each divided by 3:", model.weight.grad[0].tolist())
+    print("  3 of 2, normalised by 3: ", model.weight.grad[0].tolist())
     ((gradient, _),) = gradients(model, list(data), "batch.micro_size=2", "batch.accumulation=3", "train.epochs=1")
-    print("  3 of 2, the engine:      ", gradient.tolist(), "\n")
+    print("  3 of 2, the engine:      ", gradient.tolist(), end="\n\n")
 
 
 def short_window() -> None:

@@ -58,7 +58,10 @@ def test_dropped_samples_are_said() -> None:
 @pytest.mark.parametrize(
     ("scale", "words"),
     [
-        (257.0, "257 samples; the global batch of 64 is far below this critical size: a step makes 20% of the progress"),
+        (
+            257.0,
+            "257 samples; the global batch of 64 is far below this critical size: a step makes 20% of the progress",
+        ),
         (256.0, "256 samples; the global batch of 64 is near this critical size: a step makes 20% of the progress"),
         (64.0, "64 samples; the global batch of 64 is near this critical size: a step makes 50% of"),
         (16.0, "16 samples; the global batch of 64 is near this critical size: a step makes 80% of"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,9 +16,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from launcher import Engine, make_plan
-from launcher.train.telemetry import WindowTotals
 
 WIDTH, SCALE, WINDOWS, GLOBAL = 256, 24.0, 120, 32
+
+
+def counted(place: Any, name: str, counts: Callable[..., bool]) -> list[int]:
+    """A list whose one element grows with each such call of ``place.name`` from now on."""
+    function, calls = getattr(place, name), [0]
+
+    def calling(*arguments: Any, **named: Any) -> Any:
+        calls[0] += counts(*arguments)
+        return function(*arguments, **named)
+
+    setattr(place, name, calling)
+    return calls
+
+
+# gradients are fp32 at most: these are the engine's own numbers
+SMALL_REDUCES = counted(dist, "all_reduce", lambda tensor, *_: tensor.dtype == torch.float64)
+BACKWARDS = counted(torch.autograd, "backward", lambda *_: True)
 
 
 class Shift(nn.Module):
@@ -58,6 +75,7 @@ def run(options: list[str]) -> dict[str, Any]:
     plan = make_plan([*base, "run.calibrate=2", *[o for o in options if o != "items"]], samples=len(data))
     engine = Engine(Model, lambda parameters: torch.optim.SGD(parameters, lr=0.0), plan)
     seen: list[int] = []
+    work: set[tuple[int, int]] = set()
     for window in engine.windows(data):
         for vectors, numbers in window:
             valid = torch.arange(most_items) < numbers[:, None]
@@ -65,6 +83,10 @@ def run(options: list[str]) -> dict[str, Any]:
         result = engine.step()
         if result.noise is not None:
             seen.append(result.window)
+        work.add((SMALL_REDUCES[0], BACKWARDS[0] - result.micro_batches))
+        if result.window < plan.train.calibrate * 2 + 2:  # these may be rehearsed
+            work.clear()
+        SMALL_REDUCES[0] = BACKWARDS[0] = 0
     noise = engine.noise
     values = None if noise is None else {"scale": noise.scale, "grad_sq": noise.grad_sq, "variance": noise.variance}
     before = engine.state_dict()["noise"]  # settles what waits; once
@@ -73,8 +95,9 @@ def run(options: list[str]) -> dict[str, Any]:
     dist.all_gather_object(everyone, (values, before, engine.state_dict()["noise"]))
     assert all(other == everyone[0] for other in everyone), "all ranks keep the same"
     assert everyone[0][1] == everyone[0][2]
-    return {"noise": values, "items": items, "first": seen[0] if seen else None, "flags": WindowTotals.BYTES,
-            "micro": plan.batch.micro_size, "windows": before["windows"]}  # fmt: skip
+    return {"noise": values, "items": items, "first": seen[0] if seen else None,
+            "micro": plan.batch.micro_size, "windows": before["windows"], "work": sorted(work),
+            "shards": plan.strategy.shard_size}  # fmt: skip
 
 
 def main() -> None:

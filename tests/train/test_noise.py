@@ -72,6 +72,8 @@ def deviations(small: float, ranks: int, scale: float) -> tuple[float, float]:
 def test_a_known_scale_is_found(ranks: int, tmp_path: Path) -> None:
     seen = run_all(ranks, [case for case, _ in CASES[ranks]], tmp_path)
     for (case, whole), found in zip(CASES[ranks], seen, strict=True):
+        collectives = (ranks > 1) + (found["shards"] > 1)  # the flags; sharded, the norm that clips
+        assert found["work"] == [[collectives, 0]], f"{case}: no other collective, no other backward pass"
         if whole is None:
             assert found["noise"] is None, f"{case}: nothing is said"
             continue
