@@ -6,9 +6,9 @@
 meter off, or without the norms that the gradient noise scale is made of.
 
 The two loops take turns, step by step, on the same ranks, so that a noisy machine is noisy for both: `ratio` is that of
-the two medians, `paired` the median of each step's own ratio to the one beside it, which noise moves least. The engine's side
-writes its metrics record too, as `launch train` does. The hand-written loop is the least one can write that logs its
-mean loss: no exact average over items, no check, no record.
+the two medians, `paired` the median of each step's own ratio to the one beside it, which a noisy machine moves less.
+The engine's side writes its metrics record too, as `launch train` does. The hand-written loop is the least one can
+write that logs its mean loss: no exact average over items, no check, no record.
 """
 
 from __future__ import annotations

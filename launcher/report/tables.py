@@ -184,8 +184,11 @@ def _exposed(summary: dict[str, Any]) -> str:
 
 
 def _noise_advice(scale: float, global_size: int) -> str:
-    """What the noise scale says of the global batch, both in samples. A step on B samples makes ``1 / (1 + scale / B)`` of
-    the progress of one on endless samples (McCandlish et al. 2018, section 2.2, equation 2.7)."""
+    """What the noise scale says of the global batch, both in samples.
+
+    A step on B samples makes ``1 / (1 + scale / B)`` of the progress of one on endless samples (McCandlish et al. 2018,
+    section 2.2, equation 2.7).
+    """
     share = 1 / (1 + scale / global_size)
     if global_size * FAR < scale:
         where, advice = "far below", "a larger one would save many steps for few more samples"
@@ -194,8 +197,8 @@ def _noise_advice(scale: float, global_size: int) -> str:
     else:
         where, advice = "near", "steps and samples are in balance"
     return (
-        f"about {scale:,.{0 if scale >= 10 else 1}f} samples; the global batch of {global_size:,} is {where} this critical "
-        f"size: a step makes {share:.0%} of the progress of one without noise; {advice}"
+        f"about {scale:,.{0 if scale >= 10 else 1}f} samples; the global batch of {global_size:,} is {where} this "
+        f"critical size: a step makes {share:.0%} of the progress of one without noise; {advice}"
     )
 
 
