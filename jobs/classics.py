@@ -43,7 +43,7 @@ def one_big_batch() -> None:
 
 
 def gradients(model: nn.Module, data: list[Tensor], *options: str) -> list[tuple[Tensor, list[Tensor]]]:
-    """Of each window its gradient, which is what a step of SGD with rate 1 takes off the weights, and its micro-batches.
+    """Of each window its gradient, which a step of SGD with rate 1 takes off the weights, and its micro-batches.
 
     The loss of a sample is its dot product with the weights, so that the sample itself is its gradient.
     """

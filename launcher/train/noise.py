@@ -3,8 +3,8 @@
 After McCandlish, Kaplan, Amodei et al., "An Empirical Model of Large-Batch Training" (2018), appendix A.1. The squared
 norm of a mean gradient over B samples is expected to be ``|G|^2 + tr(Sigma) / B``, with G the true gradient and Sigma
 the covariance of one sample's. Two sizes of batch are two equations: the large one is the window, the small one what a
-rank has summed by itself before any other rank's gradient was added. Both unknowns are averaged over windows, and only
-then divided: ``noise/scale = tr(Sigma) / |G|^2``, in samples.
+rank has summed by itself before any other rank's gradient was added. Both unknowns are averaged over windows (weighted,
+see _Averages), and only then divided: ``noise/scale = tr(Sigma) / |G|^2``, in samples.
 
 What the norms are of: a rank's gradient lies there as ``g_r = s / C * sum of its items' gradients`` (C the engine's
 divisor, s the loss scale), so the mean over its n_r items is ``G_r = C / (s * n_r) * g_r``. A rank with more items
@@ -115,7 +115,7 @@ class NoiseScale:
         """``shared``: what ``own`` comes to over all ranks."""
         window, self._waiting, self.own = self._waiting, None, 0.0
         if window is not None and math.isfinite(shared):
-            self._averages.take_in(*window.estimates(shared))
+            self._averages.take_in(window.large_sq, *window.estimates(shared))
 
     @property
     def now(self) -> Noise | None:
@@ -160,18 +160,35 @@ class _Measured:
 
 @dataclass
 class _Averages:
+    """Weighted, over the windows.
+
+    A gradient's norm falls by orders of magnitude while a run begins: in plain averages its first few windows would
+    drown a hundred later ones. So each window counts by one over the squared norm of the window before it, which knows
+    the size of the gradient, and nothing of this window's noise: the averages stay unbiased.
+
+    Args:
+        windows: that are in them.
+        before_sq: squared norm of the newest window's mean gradient; 0 before there is one.
+        weight, grad_sq, variance: averages of the weights, and of the two estimates times their weights.
+    """
+
     windows: int = 0
+    before_sq: float = 0.0
+    weight: float = 0.0
     grad_sq: float = 0.0
     variance: float = 0.0
 
-    def take_in(self, grad_sq: float, variance: float) -> None:
-        self.windows += 1
-        self.grad_sq += (1 - SMOOTHING) * (grad_sq - self.grad_sq)
-        self.variance += (1 - SMOOTHING) * (variance - self.variance)
+    def take_in(self, large_sq: float, grad_sq: float, variance: float) -> None:
+        if self.before_sq > 0:
+            weight = 1 / self.before_sq
+            self.windows += 1
+            self.weight += (1 - SMOOTHING) * (weight - self.weight)
+            self.grad_sq += (1 - SMOOTHING) * (weight * grad_sq - self.grad_sq)
+            self.variance += (1 - SMOOTHING) * (weight * variance - self.variance)
+        self.before_sq = large_sq
 
     @property
     def noise(self) -> Noise | None:
         if self.windows < FEWEST_WINDOWS:
             return None
-        weight = 1 - SMOOTHING**self.windows  # the rest is the zeros that they began with
-        return Noise(self.grad_sq / weight, self.variance / weight)
+        return Noise(self.grad_sq / self.weight, self.variance / self.weight)
