@@ -1,12 +1,14 @@
 """What the engine costs: the same model and data in a hand-written loop and in `launch train`'s engine, in one run.
 
-    launch run -- jobs/bench.py [--steps 60] [--case bytes_gpt|mlp|fsdp|meter] [--loader-workers 1]
+    launch run -- jobs/bench.py [--steps 60] [--case bytes_gpt|mlp|fsdp|meter|noise] [--loader-workers 1]
 
-`fsdp`: FSDP2 by hand with the collectives of sync=gather_once. `meter`: not by hand, but the engine with its meter off.
+`fsdp`: FSDP2 by hand with the collectives of sync=gather_once. `meter`, `noise`: not by hand, but the engine with its
+meter off, or without the norms that the gradient noise scale is made of.
 
-The two loops take turns, step by step, on the same ranks, so that a noisy machine is noisy for both. The engine's side
-writes its metrics record too, as `launch train` does. The hand-written loop is the least one can write that logs its
-mean loss: no exact average over items, no check, no record.
+The two loops take turns, step by step, on the same ranks, so that a noisy machine is noisy for both: `ratio` is that of
+the two medians, `paired` the median of each step's own ratio to the one beside it, which a noisy machine moves less.
+The engine's side writes its metrics record too, as `launch train` does. The hand-written loop is the least one can
+write that logs its mean loss: no exact average over items, no check, no record.
 """
 
 from __future__ import annotations
@@ -32,9 +34,11 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from launcher import Engine, RunPlan, make_plan
 from launcher.tasks.bytes_gpt import BytesGPT
 from launcher.train.meter import CommStats
+from launcher.train.noise import OwnGradient
 from launcher.train.telemetry import Record, peak_memory_bytes, step_metrics
 
 WARM_UP = 5
+CASES = ["bytes_gpt", "mlp", "fsdp", "meter", "noise"]
 
 
 class Case:
@@ -116,19 +120,22 @@ def by_hand(case: Case, plan: RunPlan) -> Iterator[float]:
         yield seen.item() / dist.get_world_size()
 
 
-def by_engine(case: Case, plan: RunPlan, place: Path, *, metered: bool = True) -> Iterator[float]:
+def by_engine(case: Case, plan: RunPlan, place: Path, *, without: str | None = None) -> Iterator[float]:
     model, optimizer = fresh(case)
     engine = Engine(model, optimizer, plan)
-    if not metered:
+    if without == "meter":
         engine.parallel.meter = cast("Any", Unmetered())
+    if without == "noise":
+        engine.parallel.own = Unmeasured()
+    began = time.perf_counter()
     record = Record(place / "metrics.jsonl") if engine.world.rank == 0 else None
     for window in engine.windows(case.data):
         for batch in window:
             engine.backward(*case.loss(engine.model, batch))
         result = engine.step()
         if record:
-            seen = (engine.samples, engine.items)
-            record.write(result.step, step_metrics(result, plan, seen, peak_memory_bytes(engine.device)))
+            seen, total_s = (engine.samples, engine.items), time.perf_counter() - began
+            record.write(result.step, step_metrics(result, plan, seen, total_s, peak_memory_bytes(engine.device)))
         yield result.loss
 
 
@@ -146,9 +153,16 @@ class Unmetered:
         return CommStats({}, 0, 0.0)
 
 
+class Unmeasured(OwnGradient):
+    """In the place of this rank's own gradient: no part of a window is ever due."""
+
+    def await_part(self, *, due: bool) -> None: ...
+
+
 def compare(case: Case, steps: int, loader_workers: int) -> str:
     sizes = ["batch.global_size=64", "batch.micro_size=4"]
-    if case.name in ("mlp", "meter"):  # short steps, in which little is much
+    without = case.name if case.name in ("meter", "noise") else None
+    if without or case.name == "mlp":  # short steps, in which little is much
         sizes = ["batch.global_size=512", "batch.micro_size=32"] if case.name == "mlp" else [
             "batch.global_size=16", "batch.micro_size=1"]  # fmt: skip
     options = [
@@ -161,7 +175,7 @@ def compare(case: Case, steps: int, loader_workers: int) -> str:
     ]
     plan = make_plan(options, samples=len(case.data))
     with tempfile.TemporaryDirectory() as place:
-        other = by_engine(case, plan, Path(place), metered=False) if case.name == "meter" else by_hand(case, plan)
+        other = by_engine(case, plan, Path(place), without=without) if without else by_hand(case, plan)
         loops = {"engine": by_engine(case, plan, Path(place)), "other": other}
         times: dict[str, list[float]] = {name: [] for name in loops}
         for step in range(WARM_UP + steps):
@@ -174,21 +188,23 @@ def compare(case: Case, steps: int, loader_workers: int) -> str:
         for loop in loops.values():
             loop.close()
     other_ms, engine_ms = (statistics.median(times[name]) * 1e3 for name in ("other", "engine"))
-    name = "meter off" if case.name == "meter" else "hand-written"
+    paired = statistics.median(mine / others for mine, others in zip(times["engine"], times["other"], strict=True))
+    name = f"{without} off" if without else "hand-written"
     return (
-        f"{case.name:<10} {name:<12} {other_ms:9.3f} ms   engine {engine_ms:9.3f} ms   ratio {engine_ms / other_ms:.3f}"
+        f"{case.name:<10} {name:<12} {other_ms:9.3f} ms   engine {engine_ms:9.3f} ms   "
+        f"ratio {engine_ms / other_ms:.3f}   paired {paired:.3f}"
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, help="measured steps of each loop; default: 60, and 1000 of the MLP")
-    parser.add_argument("--case", choices=["bytes_gpt", "mlp", "fsdp", "meter"], action="append")
+    parser.add_argument("--case", choices=CASES, action="append")
     parser.add_argument("--loader-workers", type=int, default=1, help="loader processes a rank, in both loops")
     arguments = parser.parse_args()
     dist.init_process_group("gloo")
-    for name in arguments.case or ["bytes_gpt", "mlp", "fsdp", "meter"]:
-        steps = arguments.steps or {"mlp": 1000, "meter": 200}.get(name, 60)
+    for name in arguments.case or CASES:
+        steps = arguments.steps or {"mlp": 1000, "meter": 200, "noise": 200}.get(name, 60)
         line = compare(Case(name), steps, arguments.loader_workers)
         if dist.get_rank() == 0:
             print(line, flush=True)

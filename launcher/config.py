@@ -215,7 +215,8 @@ class OptimizerConfig:
     nesterov: bool | None = None
     """sgd: Nesterov's form of it."""
     lr_scaling: LrScaling = LrScaling.none
-    """linear: lr x global/reference; sqrt: lr x sqrt(global/reference)."""
+    """linear: lr x global/reference (SGD: Goyal et al. 2017); sqrt: lr x sqrt(global/reference) (Adam: Malladi et al.
+    2022); both with schedule.warmup_steps up to that rate."""
     reference_batch: int | None = None
     """Samples: the global batch that lr was tuned for."""
 

@@ -69,6 +69,20 @@ def test_lr_scaling(rule: str, expected: float) -> None:
     )
 
 
+@pytest.mark.parametrize("micro_size", [4, 32])
+def test_warm_up_rises_to_the_scaled_rate_in_steps_whatever_the_accumulation(micro_size: int) -> None:
+    rule = (
+        "optimizer.lr=0.1",
+        "optimizer.lr_scaling=linear",
+        "optimizer.reference_batch=16",
+        "schedule.warmup_steps=4",
+    )
+    plan = make_plan(*rule, "schedule=constant", "batch.global_size=64", f"batch.micro_size={micro_size}")
+    assert plan.batch.accumulation == 32 // micro_size
+    rates = [plan.optimizer.lr * plan.schedule.factor(step, plan.train.steps) for step in range(6)]
+    assert rates == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4, 0.4])
+
+
 def test_epochs_count_the_short_window() -> None:
     assert make_plan("train.epochs=3", samples=130).train.steps == 9
     assert make_plan("train.epochs=3", "batch.short_window=drop", samples=130).train.steps == 6

@@ -14,6 +14,10 @@ from launcher.paths import read_json
 from launcher.plan import Forecast, RunPlan, StrategyPlan
 from launcher.report.record import last_lines
 
+# a global batch that is so many times smaller or larger than the noise scale is far from it: a step makes less than a
+# fifth of the progress of one without noise, or more than four fifths
+FAR = 4
+
 
 def named_lines(title: str) -> tuple[Table, Callable[[str, str], None]]:
     """A table of named lines, and what adds one; brackets in a path are text, not rich's markup."""
@@ -146,6 +150,8 @@ def summary_table(plan: RunPlan, summary: dict[str, Any]) -> Table:
         add("speed-up", _speedup(plan, summary))
         if "comm/exposed_s" in summary:
             add("exposed", _exposed(summary))
+    if summary.get("noise/scale"):
+        add("noise scale", _noise_advice(summary["noise/scale"], plan.batch.global_size))
     if summary.get("amp/skipped_steps"):
         add("skipped", f"{summary['amp/skipped_steps']} windows, by fp16 overflow")
     add("metrics", near(plan.paths.metrics))
@@ -178,6 +184,25 @@ def _exposed(summary: dict[str, Any]) -> str:
     if exposed_s <= 0:
         return "no communication shows: it is hidden behind computation"
     return f"{exposed_s * 1e3:,.1f} ms of a step is communication that shows; {summary['comm/overlap']:.0%} is hidden"
+
+
+def _noise_advice(scale: float, global_size: int) -> str:
+    """What the noise scale says of the global batch, both in samples.
+
+    A step on B samples makes ``1 / (1 + scale / B)`` of the progress of one on endless samples (McCandlish et al. 2018,
+    section 2.2, equation 2.7).
+    """
+    share = 1 / (1 + scale / global_size)
+    if global_size * FAR < scale:
+        where, advice = "far below", "a larger one would save many steps for few more samples"
+    elif global_size > scale * FAR:
+        where, advice = "far above", "a smaller one would save many samples for few more steps"
+    else:
+        where, advice = "near", "steps and samples are in balance"
+    return (
+        f"about {scale:,.{0 if scale >= 10 else 1}f} samples; the global batch of {global_size:,} is {where} this "
+        f"critical size: a step makes {share:.0%} of the progress of one without noise; {advice}"
+    )
 
 
 def failure_text(summary: dict[str, Any], node: int = 0) -> str:

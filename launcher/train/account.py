@@ -14,7 +14,7 @@ from launcher.policy import Collective
 from launcher.train.engine import Engine
 from launcher.train.meter import CommStats, Traffic
 from launcher.train.step import StepResult
-from launcher.train.telemetry import calibration_metrics, peak_memory_bytes
+from launcher.train.telemetry import calibration_metrics, noise_metrics, peak_memory_bytes
 
 # the newest so many full windows have their say in the median of the step's time
 SAMPLED_WINDOWS = 1000
@@ -109,4 +109,6 @@ class Account:
             summary["throughput/samples_per_s"] = self.plan.batch.global_size / summary["time/step_s"]
         if (calibrated := engine.calibrated) is not None:
             summary |= calibration_metrics(calibrated)
+        if (noise := engine.noise) is not None:
+            summary |= noise_metrics(noise)
         return summary

@@ -26,6 +26,7 @@ def build(
     recipe: Recipe | None = None
     if not isinstance(model, nn.Module):
         model, recipe = _made(model, deferred=plan.strategy.kind in SHARDED)
+    model.zero_grad()  # what an earlier backward pass left there would be added to the first window
     if not isinstance(optimizer, Optimizer):
         parallel = wrap(model, plan, device, shard_units, recipe)
         optimizer = optimizer(parameter for parameter in model.parameters() if parameter.requires_grad)

@@ -19,6 +19,7 @@ from launcher.config import Compress, Sync
 from launcher.plan import RunPlan, StrategyPlan
 from launcher.policy import Collective, Layout
 from launcher.train.meter import Meter
+from launcher.train.noise import OwnGradient
 from launcher.train.parallel import payload_of_gradients, trained, whole_gradients
 
 Hook = Callable[[Any, dist.GradBucket], Future[Tensor]]
@@ -34,6 +35,9 @@ class Ddp:
         self._order: list[str] | None = None
         self.meter = Meter(strategy.kind, Layout.replicated(payload_of_gradients(model), world_size), device)
         self._compression = _compression(strategy, model)
+        self.own = OwnGradient()
+        # what PowerSGD leaves out for later makes of the reduced gradient another one than the mean of the ranks'
+        self._comparable = strategy.compress is not Compress.powersgd
         self.forward = self._ddp = DistributedDataParallel(
             model,
             device_ids=[device.index] if device.type == "cuda" else None,
@@ -48,6 +52,7 @@ class Ddp:
 
     def _hook(self, state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # noqa: ARG002
         gradients = bucket.buffer()
+        self.own.take([gradients])
         flight = self.meter.take_off()
         sent, payload, collectives = self._compression.reduce(bucket)
         self.meter.count(Collective.all_reduce, payload, covers=gradients.nbytes, collectives=collectives)
@@ -58,8 +63,9 @@ class Ddp:
 
         return sent.then(landed)
 
-    def micro_batch(self, sync: Sync, *, first: bool, last: bool) -> AbstractContextManager[object]:  # noqa: ARG002
+    def micro_batch(self, sync: Sync, *, first: bool, last: bool) -> AbstractContextManager[object]:
         self._sync = sync
+        self.own.await_part(due=self._comparable and (first if sync is Sync.every else last))
         # DDP decides in forward, so the context must be open before it
         return nullcontext() if last or sync is Sync.every else self._ddp.no_sync()
 

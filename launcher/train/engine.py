@@ -32,6 +32,7 @@ from launcher.train.buffers import Buffers
 from launcher.train.build import ModelFrom, OptimizerFrom, build
 from launcher.train.calibration import WARM_UP_WINDOWS, Calibrated, Calibration, Rehearsal, WindowTimes
 from launcher.train.loader import MicroBatch
+from launcher.train.noise import Noise, NoiseScale
 from launcher.train.parallel import ShardUnits
 from launcher.train.precision import Precision
 from launcher.train.step import StepResult, WindowTotals
@@ -85,6 +86,7 @@ class Engine:
         self._save_due = save_due if self.world.rank == 0 else lambda: False
         self._divisor: float | None = None
         self._totals = WindowTotals(self.world, self.device)
+        self._noise = NoiseScale(self.world.size, self.device)
         self._windows_here = 0  # in this process
         self._place = data.BEGINNING
         self._rehearsing = False
@@ -205,8 +207,10 @@ class Engine:
             )
         if counts:
             self._totals.add(loss_sum, items, samples)
+        if self.parallel.own.due:
+            self._noise.begin(*self._totals.here)
         if self._last:
-            self._totals.send(self._feed.has_next(), self._stop(), self._save_due())
+            self._totals.send(self._feed.has_next(), self._stop(), self._save_due(), self._noise.own)
             self.parallel.before_reduction(self._totals.items_of_all)
         self.precision.backward(loss_sum * (counts / self._divisor))
 
@@ -230,6 +234,7 @@ class Engine:
                 f"The window of step {self.steps + 1} holds no item: the loss has nothing to be averaged over."
             )
         comm = self.parallel.meter.close_window(window.count, self._sync)
+        self._noise.settle(agreed.own_squares)
 
         lr = float(self.schedule.get_last_lr()[0])
         scale = self.precision.scaler.get_scale() if self.precision.scales else None
@@ -241,6 +246,8 @@ class Engine:
         step_s = time.perf_counter() - self._started
         # a short window is faster for another reason
         full = agreed.samples == self.plan.batch.global_size
+        if full and not skipped:
+            self._measure_noise(agreed, norm, scale or 1.0)
         times = WindowTimes(step_s, work_s, comm.time_s, self._rehearsed_s)
         typical = full and not skipped and self._windows_here >= WARM_UP_WINDOWS
         calibrated = self._calibration.observe(window.index, times, typical)
@@ -256,7 +263,7 @@ class Engine:
             step=self.steps, window=window.index, epoch=window.epoch, micro_batches=window.count,
             samples=agreed.samples, items=agreed.items, loss=agreed.loss_sum / agreed.items, grad_norm=norm, lr=lr,
             skipped=skipped, scale=scale, sync=self._sync, comm=comm, calibrated=calibrated,
-            step_s=step_s, data_s=self._data_s, last=self._finished, stopped=stopped,
+            noise=self._noise.now, step_s=step_s, data_s=self._data_s, last=self._finished, stopped=stopped,
             save_due=agreed.save_due,
         )  # fmt: skip
 
@@ -280,6 +287,10 @@ class Engine:
         self.parallel.zero_grad()
         return norm
 
+    def _measure_noise(self, agreed: step.Agreed, norm: float, scale: float) -> None:
+        assert self._divisor is not None
+        self._noise.measure(self.parallel.own, norm, agreed.items, agreed.samples, self._divisor / scale)
+
     def _require_whole_window(self) -> data.Window:
         if self._window is None or not self._totals.sent:
             raise EngineMisuse("engine.step() belongs after the last micro-batch of a window, once.")
@@ -296,12 +307,19 @@ class Engine:
         return self._calibration.result_before(self.window_index)
 
     @property
+    def noise(self) -> Noise | None:
+        """What the windows so far say of the gradient's noise; None while too few of them do."""
+        return self._noise.now
+
+    @property
     def changing_buffers(self) -> list[str]:
         """Names of the model's buffers that training was seen to change."""
         return self._buffers.changing
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must hold beside tensors, as JSON has it. All ranks call it, between two windows."""
+        if self._noise.waits:
+            self._noise.settle(step.share_own_square(self._noise.own, self.world, self.device))
         return {
             "progress": {name: getattr(self, name) for name in _PROGRESS},
             "place": dataclasses.asdict(self._place),
@@ -309,6 +327,7 @@ class Engine:
             "scaler": self.precision.scaler.state_dict(),
             "divisor": self._divisor,
             "calibration": self._calibration.state_dict(),
+            "noise": self._noise.state_dict(),
             "gathered_by_every": self.parallel.meter.gathered_by_every,
             "changing_buffers": self.changing_buffers,
             "gradient_order": self.parallel.gradient_order(),
@@ -323,6 +342,7 @@ class Engine:
         self.precision.scaler.load_state_dict(state["scaler"])
         self._divisor = state["divisor"]
         self._calibration.load_state_dict(state["calibration"])
+        self._noise.load_state_dict(state["noise"])
         self.parallel.meter.gathered_by_every = state["gathered_by_every"]
         self._buffers.know(state["changing_buffers"])
         self.parallel.take_gradient_order(state["gradient_order"])

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from launcher.policy import Collective
 from launcher.train.meter import Flight, Meter
+from launcher.train.noise import OwnGradient
 
 # torch 2.13 has new names for these two, and warns of the old ones
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -92,8 +93,8 @@ class Scatter:
     """Reduce-scatter of one unit's gradients. On a CPU one is under way at a time, which keeps the wire busy while the
     memory that it takes stays small, and always the same."""
 
-    def __init__(self, meter: Meter, device: torch.device) -> None:
-        self._meter = meter
+    def __init__(self, meter: Meter, device: torch.device, own: OwnGradient) -> None:
+        self._meter, self._own = meter, own
         self._exchanger = Exchanger(2) if device.type == "cpu" else None
         self._pending: tuple[Exchange, Tensor, Tensor] | None = None
         self._between_replicas: Flight | None = None
@@ -111,6 +112,7 @@ class Scatter:
         op: dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work | None:
+        self._own.take([input_tensor])
         work: dist.Work | None = None
         if self._exchanger is not None:
             self._exchange(self._exchanger, output_tensor, input_tensor, group)

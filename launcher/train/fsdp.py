@@ -27,6 +27,7 @@ from launcher.policy import Layout
 from launcher.train.deferred import Recipe, fill
 from launcher.train.exchange import Gather, Scatter
 from launcher.train.meter import Meter
+from launcher.train.noise import OwnGradient
 from launcher.train.parallel import whole_gradients
 from launcher.train.precision import DTYPES
 from launcher.train.step import local
@@ -68,7 +69,8 @@ class Fsdp:
             _move_buffers(model, device)  # only parameters wait in host memory
         self._modules = [module for module in (model, *units) if isinstance(module, FSDPModule)]
         gather = Gather(self.meter, device)
-        self._scatter = Scatter(self.meter, device)
+        self.own = OwnGradient()
+        self._scatter = Scatter(self.meter, device, self.own)
         for module in self._modules:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
@@ -94,8 +96,10 @@ class Fsdp:
 
     def micro_batch(self, sync: Sync, *, first: bool, last: bool) -> AbstractContextManager[object]:
         keeps = sync is Sync.gather_once
+        reduces_each = sync in (Sync.every, Sync.replicas_at_boundary)
+        self.own.await_part(due=first if reduces_each else last)
         self._set(
-            reduce=last or sync in (Sync.every, Sync.replicas_at_boundary),
+            reduce=last or reduces_each,
             all_reduce=last or sync is Sync.every,
             reshard_after_forward=not keeps,
             reshard_after_backward=last or not keeps,

@@ -4,8 +4,8 @@ elsewhere."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -18,6 +18,7 @@ from launcher.errors import UnusedParameters
 from launcher.plan import RunPlan
 from launcher.policy import SHARDED, Layout
 from launcher.train.meter import Meter
+from launcher.train.noise import OwnGradient
 from launcher.train.units import find_units, require_parameters
 
 if TYPE_CHECKING:
@@ -34,12 +35,14 @@ class Parallel(Protocol):
         module: the user's model, for evaluation and checkpoints.
         meter: of the collectives that this strategy runs.
         averaged_over: how many ranks' gradients the collectives have averaged; 1 where they sum.
+        own: what this rank's gradient was before they ran.
     """
 
     forward: Callable[..., Any]
     module: nn.Module
     meter: Meter
     averaged_over: int
+    own: OwnGradient
 
     def micro_batch(self, sync: Sync, *, first: bool, last: bool) -> AbstractContextManager[object]:
         """Around forward *and* backward of one micro-batch: the first of its window, the last, or one between."""
@@ -163,9 +166,14 @@ class Single:
         self.module = self.forward = model
         self._unused_allowed = plan.strategy.find_unused_parameters
         self.meter = Meter(plan.strategy.kind, Layout.replicated(payload_of_gradients(model), 1), device)
+        self.own = OwnGradient()
 
-    def micro_batch(self, sync: Sync, *, first: bool, last: bool) -> AbstractContextManager[object]:  # noqa: ARG002
-        return nullcontext()
+    @contextmanager
+    def micro_batch(self, sync: Sync, *, first: bool, last: bool) -> Iterator[None]:  # noqa: ARG002
+        self.own.await_part(due=first and not last)
+        yield
+        if self.own.due:  # a part of the window by itself, though no other rank has the rest
+            self.own.take([p.grad for p in trained(self.module) if p.grad is not None])
 
     def before_reduction(self, items: Callable[[], int]) -> None: ...
     def rehearsal(self) -> AbstractContextManager[object]:

@@ -14,6 +14,7 @@ from launcher.config import Sync
 from launcher.errors import NotFinite
 from launcher.train.calibration import Calibrated
 from launcher.train.meter import CommStats
+from launcher.train.noise import Noise
 from launcher.train.world import World
 
 
@@ -33,6 +34,7 @@ class StepResult:
         scale: fp16 loss scale of this window; None without scaling.
         sync: the policy of this window; comm: what it sent, on this rank.
         calibrated: once, when the calibration is over.
+        noise: what the windows before this one say of the gradient's noise; None while too few of them do.
         step_s, data_s: wall seconds of the window, and of those, waiting for data.
         last: no window follows; stopped: because a rank was asked to stop.
         save_due: a checkpoint is due by rank 0's clock.
@@ -52,6 +54,7 @@ class StepResult:
     sync: Sync
     comm: CommStats
     calibrated: Calibrated | None
+    noise: Noise | None
     step_s: float
     data_s: float
     last: bool
@@ -61,7 +64,8 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Agreed:
-    """What all ranks know after the window's small collective. ``grad_norm`` is of the gradients as they stand."""
+    """What all ranks know after the window's small collective. ``own_squares``: of the window before, what the ranks'
+    own gradients come to (noise.py). ``grad_norm`` is of the gradients as they stand."""
 
     items: int
     loss_sum: float
@@ -69,7 +73,11 @@ class Agreed:
     more: bool
     stop: bool
     save_due: bool
+    own_squares: float
     grad_norm: float
+
+
+_OWN_SQUARE = 6  # its place among the flags
 
 
 class WindowTotals:
@@ -79,7 +87,7 @@ class WindowTotals:
     reads the device once a window, here.
     """
 
-    BYTES = 6 * 8
+    BYTES = 7 * 8
 
     def __init__(self, world: World, device: torch.device) -> None:
         self._world, self._device = world, device
@@ -101,8 +109,14 @@ class WindowTotals:
         else:
             self._counted_items += items
 
-    def send(self, has_next: bool, stop: bool, save_due: bool) -> None:
-        known = [self._counted_items, 0, self._samples, has_next, stop, save_due]
+    @property
+    def here(self) -> tuple[Tensor | float, int]:
+        """Items and samples of this rank so far; the host does not wait for them."""
+        counted = float(self._counted_items)
+        return (counted + _sum(self._items) if self._items else counted), self._samples
+
+    def send(self, has_next: bool, stop: bool, save_due: bool, own_square: Tensor | float) -> None:
+        known = [self._counted_items, 0, self._samples, has_next, stop, save_due, 0]
         # from pinned memory: an ordinary copy would hold the host until the GPU is through with the forward pass
         flags = torch.tensor(known, dtype=torch.float64, pin_memory=self._device.type == "cuda")
         flags = flags.to(self._device, non_blocking=True)
@@ -110,6 +124,7 @@ class WindowTotals:
             flags[1] = _sum(self.losses)
         if self._items:
             flags[0] += _sum(self._items)
+        flags[_OWN_SQUARE] = own_square
         if self._world.size > 1:
             self._work = dist.all_reduce(flags, async_op=True)
         self._shared = flags
@@ -132,9 +147,19 @@ class WindowTotals:
             self._work.wait()
         # of offloaded gradients the norm is on the host
         both = torch.cat((self._shared, grad_norm.detach().to(self._device, torch.float64).reshape(1)))
-        items, loss_sum, samples, more, stop, save_due, norm = both.tolist()
+        items, loss_sum, samples, more, stop, save_due, own_squares, norm = both.tolist()
         whole = round(items) if math.isfinite(items) else 0
-        return Agreed(whole, loss_sum, round(samples), more > 0, stop > 0, save_due > 0, norm)
+        return Agreed(whole, loss_sum, round(samples), more > 0, stop > 0, save_due > 0, own_squares, norm)
+
+
+def share_own_square(own_square: Tensor | float, world: World, device: torch.device) -> float:
+    """The sum over ranks that the next window's flags would bring, to the last bit: in which order the ranks' numbers
+    are added up depends on their place among others, so it is the same place among as many."""
+    flags = torch.zeros(WindowTotals.BYTES // 8, dtype=torch.float64, device=device)
+    flags[_OWN_SQUARE] = own_square
+    if world.size > 1:
+        dist.all_reduce(flags)
+    return flags[_OWN_SQUARE].item()
 
 
 def _sum(values: list[Tensor]) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 
 from launcher.plan import RunPlan
 from launcher.train.calibration import Calibrated
+from launcher.train.noise import Noise
 from launcher.train.step import StepResult, WindowTotals
 
 Metrics = dict[str, float]
@@ -96,6 +97,8 @@ def step_metrics(result: StepResult, plan: RunPlan, seen: tuple[int, int], total
         metrics["amp/scale"] = result.scale
     if result.calibrated is not None:
         metrics |= calibration_metrics(result.calibrated)
+    if result.noise is not None:
+        metrics |= noise_metrics(result.noise)
     for kind, traffic in result.comm.kinds.items():
         metrics[f"comm/{kind.value}/collectives"] = traffic.collectives
         metrics[f"comm/{kind.value}/payload_bytes"] = traffic.payload_bytes
@@ -112,6 +115,11 @@ def calibration_metrics(calibrated: Calibrated) -> Metrics:
         "comm/overlap": calibrated.overlap,
     }
     return {name: value for name, value in metrics.items() if value is not None}
+
+
+def noise_metrics(noise: Noise) -> Metrics:
+    metrics = {"noise/grad_sq": noise.grad_sq, "noise/variance": noise.variance}
+    return metrics if noise.scale is None else metrics | {"noise/scale": noise.scale}
 
 
 def _flags_bytes(plan: RunPlan) -> int:

@@ -6,6 +6,7 @@ import io
 import json
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from launcher.paths import write_text
@@ -52,6 +53,30 @@ def test_dropped_samples_are_said() -> None:
     assert "batch.short_window=drop leaves out 40 samples an epoch" in shown(
         plan_table(make_plan("batch.short_window=drop"))
     )
+
+
+@pytest.mark.parametrize(
+    ("scale", "words"),
+    [
+        (
+            257.0,
+            "257 samples; the global batch of 64 is far below this critical size: a step makes 20% of the progress",
+        ),
+        (256.0, "256 samples; the global batch of 64 is near this critical size: a step makes 20% of the progress"),
+        (64.0, "64 samples; the global batch of 64 is near this critical size: a step makes 50% of"),
+        (16.0, "16 samples; the global batch of 64 is near this critical size: a step makes 80% of"),
+        (4.25, "4.2 samples; the global batch of 64 is far above this critical size: a step makes 94% of"),
+    ],
+)
+def test_what_the_noise_scale_says_of_the_global_batch(scale: float, words: str) -> None:
+    summary = {"verdict": "done", "noise/scale": scale}
+    text = " ".join(shown(summary_table(make_plan(), summary)).split())
+    assert f"noise scale about {words}" in text
+    assert ("a larger one" in text, "a smaller one" in text) == ("far below" in words, "far above" in words)
+
+
+def test_without_a_noise_scale_nothing_is_said_of_it() -> None:
+    assert "noise" not in shown(summary_table(make_plan(), {"verdict": "done"}))
 
 
 def test_the_summary(tmp_path: Path) -> None:

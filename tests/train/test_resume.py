@@ -127,6 +127,8 @@ def test_in_pieces_it_is_the_same_run(ranks: int, tmp_path: Path) -> None:
         run([jobs[Path(piece["run"]).name] for piece in second], ranks, tmp_path)
     for name, (_, _, stops) in CASES[ranks].items():
         assert_same(tmp_path / name, tmp_path / f"{name} whole", resumed=len(stops))
+        state = json.loads(max((tmp_path / name / "checkpoints").glob("step_*/state.json")).read_text())["engine"]
+        assert (state["noise"]["windows"] > 3) == (name != "powersgd"), "its averages are compared too"
 
 
 def flip(file: Path) -> None:
