@@ -1,0 +1,153 @@
+"""Runs cells of the grid on real ranks, one after the other; started by torchrun from test_equivalence.py.
+
+argv: strategies, comma-separated, and what to do wrong ("" for nothing). Prints one JSON object a cell from rank 0.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import json
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+from launcher import Engine, make_plan
+from launcher.compose import compose
+from launcher.config import Config, StrategyKind, Sync
+from launcher.errors import LauncherError
+from launcher.plan import RunPlan, SchedulePlan
+from launcher.train.sampling import Permutation
+from tests.equivalence.grid import GLOBAL_SIZE, SHORT, STEPS, Cell, Problem, cells
+
+VOCABULARY, WIDTH, LONGEST, SAMPLES = 13, 6, 10, GLOBAL_SIZE + SHORT
+LOOKED_AT = (0, 1, STEPS - 2, STEPS - 1)  # windows: a sharded gradient takes a collective to look at
+LR = {"sgd": 0.3, "adamw": 0.01}
+
+
+def tokens(items: str) -> Tensor:
+    """[samples, longest]: 0 is padding; a sample has one item less than it has tokens."""
+    generator = torch.Generator().manual_seed(7)
+    table = torch.randint(1, VOCABULARY, (SAMPLES, LONGEST), generator=generator)
+    lengths = torch.randint(2, LONGEST + 1, (SAMPLES, 1), generator=generator)
+    return torch.where(torch.arange(LONGEST) < (7 if items == "fixed" else lengths), table, 0)
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    hidden = nn.Linear(WIDTH, WIDTH, bias=False)
+    return nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), hidden, nn.Tanh(), nn.Linear(WIDTH, VOCABULARY, bias=False))
+
+
+def loss_sum(model: Any, batch: Tensor) -> tuple[Tensor, Tensor]:
+    targets = batch[:, 1:].flatten()
+    total = functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), targets, ignore_index=0, reduction="sum")
+    return total, (targets != 0).sum()
+
+
+def optimizer_of(model: nn.Module, name: str) -> torch.optim.Optimizer:
+    if name == "sgd":
+        return torch.optim.SGD(model.parameters(), LR[name], momentum=0.9)
+    return torch.optim.AdamW(model.parameters(), LR[name], weight_decay=0.1)
+
+
+def flat(tensors: list[Tensor]) -> Tensor:
+    whole = (t.full_tensor() if isinstance(t, DTensor) else t for t in tensors)
+    return torch.cat([t.detach().double().flatten() for t in whole])
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """One process, one big batch, fp64: gradients before the clip and as applied, and the last parameters."""
+
+    gradients: list[Tensor]
+    norms: list[float]
+    parameters: Tensor
+
+
+@functools.cache
+def reference(problem: Problem, schedule: SchedulePlan, seed: int) -> Reference:
+    model, table = build().double(), tokens(problem.items)
+    optimizer = optimizer_of(model, problem.optimizer)
+    parameters = list(model.parameters())
+    gradients: list[Tensor] = []
+    norms: list[float] = []
+    for step in range(STEPS):
+        epoch, place = divmod(step, 2)
+        order = Permutation(SAMPLES, seed, epoch).take(0, SAMPLES)
+        total, items = loss_sum(model, table[order[GLOBAL_SIZE:] if place else order[:GLOBAL_SIZE]])
+        optimizer.zero_grad()
+        (total / items).backward()
+        norms.append(nn.utils.clip_grad_norm_(parameters, problem.clip or torch.inf).item())
+        gradients.append(flat([p.grad for p in parameters]))
+        optimizer.param_groups[0]["lr"] = LR[problem.optimizer] * schedule.factor(step, STEPS)
+        optimizer.step()
+    return Reference(gradients, norms, flat(parameters))
+
+
+@functools.cache
+def composed() -> Config:
+    options = ["precision=fp32", "run.calibrate=0", "train.loader_workers=0", "schedule.warmup_steps=4"]
+    return compose([*options, f"train.steps={STEPS}", f"batch.global_size={GLOBAL_SIZE}"])
+
+
+def plan_of(cell: Cell) -> RunPlan:
+    config = copy.deepcopy(composed())
+    config.strategy.kind, config.strategy.sync = StrategyKind(cell.strategy), Sync(cell.sync)
+    config.strategy.shard_size = 2 if cell.strategy == "hsdp" else None
+    config.batch.accumulation, config.train.clip_norm = cell.accumulation, cell.problem.clip
+    return make_plan(config, samples=SAMPLES)
+
+
+def compare(cell: Cell) -> dict[str, Any]:
+    """The largest relative errors of a run, as the test judges them."""
+    plan = plan_of(cell)
+    expected = reference(cell.problem, plan.schedule, plan.train.seed)
+    table, model = tokens(cell.problem.items), build()
+    optimizer = optimizer_of(model, cell.problem.optimizer)
+    engine = Engine(model, optimizer, plan, shard_units=lambda m: [m[1]])
+    applied: list[Tensor] = []
+
+    def keep(*_: object) -> None:
+        if engine.steps in LOOKED_AT:
+            applied.append(flat([p.grad for p in model.parameters()]))
+
+    optimizer.register_step_pre_hook(keep)
+    worst = {"full": 0.0, "short": 0.0, "norm": 0.0}
+    for number, window in enumerate(engine.windows(range(SAMPLES), lambda indices: table[indices])):
+        for batch in window:
+            engine.backward(*loss_sum(engine.model, batch))
+        result = engine.step()
+        if applied:
+            kind = "full" if result.samples == GLOBAL_SIZE else "short"
+            wanted = expected.gradients[number]
+            worst[kind] = max(worst[kind], ((applied.pop() - wanted).norm() / wanted.norm()).item())
+        worst["norm"] = max(worst["norm"], abs(result.grad_norm / expected.norms[number] - 1))
+    drift = (flat(list(model.parameters())) - expected.parameters).norm() / expected.parameters.norm()
+    return {**worst, "parameters": drift.item()}
+
+
+def main() -> None:
+    for strategy in sys.argv[1].split(","):
+        began = time.perf_counter()
+        for cell in cells(strategy):
+            try:
+                seen = compare(cell)
+            except LauncherError as error:
+                seen = {"error": f"{type(error).__name__}: {error}"}
+            if dist.get_rank() == 0:
+                print(json.dumps({"cell": str(cell), **seen}), flush=True)
+        print(strategy, time.perf_counter() - began, file=sys.stderr)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
