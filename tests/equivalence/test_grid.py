@@ -1,4 +1,4 @@
-"""The engine is one big batch in fp64, wherever its ranks and micro-batches are; and the suite sees each classic mistake.
+"""The engine is one big batch in fp64 wherever ranks and micro-batches are, and the suite sees the classic mistakes.
 
 `make test` runs the covering cells, an eighth of the grid; `python -m tests.equivalence.run` runs all 576 of them.
 """
