@@ -2,7 +2,7 @@
 
     python jobs/invariance.py                                # 100 steps of bytes_gpt in fp32: some minutes on two cores
     python jobs/invariance.py --to docs                      # also writes docs/invariance.md and docs/invariance.png
-    python jobs/invariance.py train.steps=20 task.width=48   # every key of `launch train` may follow, but batch and ranks
+    python jobs/invariance.py train.steps=20 task.width=48   # any key of `launch train`, but batch and ranks
 
 Shapes are ranks x accumulation (x micro-batch): 1x8, 2x4, 4x2 and, with micro-batches twice as large, 4x1.
 """
