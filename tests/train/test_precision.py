@@ -1,4 +1,4 @@
-"""bf16 and fp16 with accumulation: what is lost is the rounding of the arithmetic, however large the window; all that is
+"""bf16 and fp16 with accumulation: what is lost is the rounding of the arithmetic, however large the window; what is
 kept is fp32; and where one rank overflows, all skip."""
 
 from __future__ import annotations
