@@ -143,8 +143,8 @@ class WindowTotals:
         return Agreed(round(items), loss_sum, round(samples), more > 0, stop > 0, save_due > 0, norm)
 
     def _explain_bad_items(self) -> TaskError:
-        counts = [count.item() for count in self._items]
-        bad = [(n + 1, count) for n, count in enumerate(counts) if not (count >= 0 and count == round(count))]
+        counts = [float(count.item()) for count in self._items]
+        bad = [(n + 1, count) for n, count in enumerate(counts) if not (count >= 0 and count.is_integer())]
         where = "; ".join(
             f"rank {rank}, micro-batch {number} has {count:g}"
             for rank, found in enumerate(_of_all_ranks(bad, self._world))

@@ -44,6 +44,7 @@ ANSWERS: dict[str, Answer] = {
     "negative on one rank": on_rank_1(-3.0),
     "half an item on one rank": on_rank_1(1.5),
     "nan items on one rank": on_rank_1(torch.nan),
+    "inf items on one rank": on_rank_1(torch.inf),
     "a sum in fp16": lambda values, mask: (right(values.half() * 250, mask.half())[0], mask.sum()),
 }
 

@@ -27,6 +27,7 @@ SAID = {
     "negative on one rank": "0 or more: rank 1, micro-batch 1 has -3; rank 1, micro-batch 2 has -3.",
     "half an item on one rank": "rank 1, micro-batch 1 has 1.5; rank 1, micro-batch 2 has 1.5.",
     "nan items on one rank": "rank 1, micro-batch 1 has nan; rank 1, micro-batch 2 has nan.",
+    "inf items on one rank": "rank 1, micro-batch 1 has inf; rank 1, micro-batch 2 has inf.",
     "a sum in fp16": "it is summed in float16, which ends at 65504: call .float() before the sum",
     "no item anywhere": "DataError: No window of epoch 1 holds an item",
     "powersgd": "DataError: The window of step 1 holds no item, and with strategy.compress=powersgd",
