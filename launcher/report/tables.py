@@ -154,6 +154,8 @@ def summary_table(plan: RunPlan, summary: dict[str, Any]) -> Table:
         add("noise scale", _noise_advice(summary["noise/scale"], plan.batch.global_size))
     if summary.get("amp/skipped_steps"):
         add("skipped", f"{summary['amp/skipped_steps']} windows, by fp16 overflow")
+    if summary.get("batch/empty_windows"):
+        add("empty", f"{summary['batch/empty_windows']} windows held no item, and were left out")
     add("metrics", near(plan.paths.metrics))
     if summary.get("checkpoint"):
         add("checkpoint", near(summary["checkpoint"]))

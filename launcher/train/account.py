@@ -46,7 +46,8 @@ class Account:
     started: float = field(default_factory=time.perf_counter)
 
     def take_in(self, result: StepResult) -> None:
-        self.loss = result.loss
+        if result.items:
+            self.loss = result.loss
         if result.sync is self.plan.strategy.sync and result.samples == self.plan.batch.global_size:
             self.typical = result.comm
             self.step_seconds.append(result.step_s)
@@ -94,6 +95,7 @@ class Account:
             "progress/items": engine.items,
             "memory/peak_bytes": self.memory(),
             "amp/skipped_steps": engine.skipped_steps,
+            "batch/empty_windows": engine.empty_windows,
             "time/total_s": self.total_s,
             "checkpoint": self.checkpoint,
         }

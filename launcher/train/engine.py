@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
+from launcher.config import Compress
 from launcher.errors import ConfigError, DataError, EngineMisuse
 from launcher.plan import RunPlan
 from launcher.train import data, step
@@ -92,7 +93,8 @@ class Engine:
         self._rehearsing = False
         self._window: data.Window | None = None
         self._micro: MicroBatch | None = None
-        self.steps = self.skipped_steps = self.samples = self.items = 0
+        self._empty_since: int | None = None  # epoch; None unless the last window was empty
+        self.steps = self.skipped_steps = self.empty_windows = self.samples = self.items = 0
 
     @property
     def model(self) -> Callable[..., Any]:
@@ -188,9 +190,13 @@ class Engine:
         Args:
             loss_sum: scalar, the loss summed over the micro-batch's items.
             items: how many items that is.
+
+        Raises:
+            TaskError: these are no sum and no count.
         """
         if self._micro is None:
             raise EngineMisuse("engine.backward() belongs once into each micro-batch of `for batch in window`.")
+        step.require_sum(loss_sum, items)
         if not loss_sum.requires_grad:
             raise EngineMisuse(
                 "The loss does not require a gradient: it was detached, made from a number, or computed under no_grad."
@@ -218,6 +224,7 @@ class Engine:
         """The window's optimizer step: agree, check, average exactly, clip, apply, schedule.
 
         Raises:
+            DataError: windows without items have followed each other for an epoch.
             NotFinite: a loss, or a gradient that no loss scale helps; on all ranks, before anything is applied.
             PolicyNotObserved: the collectives that ran are not those of the sync policy.
             UnusedParameters: a parameter got no gradient.
@@ -229,30 +236,28 @@ class Engine:
         work_s = time.perf_counter() - self._work_began
         if not math.isfinite(agreed.loss_sum):
             raise step.explain_bad_loss(self._totals, self.world, self.steps + 1)
-        if agreed.items <= 0:
-            raise DataError(
-                f"The window of step {self.steps + 1} holds no item: the loss has nothing to be averaged over."
-            )
         comm = self.parallel.meter.close_window(window.count, self._sync)
         self._noise.settle(agreed.own_squares)
 
         lr = float(self.schedule.get_last_lr()[0])
         scale = self.precision.scaler.get_scale() if self.precision.scales else None
-        norm = self._apply(gradients, agreed, scale)
+        assert self._divisor is not None
+        unit = self._divisor / (scale or 1.0)
+        norm = self._apply(gradients, agreed, scale) if agreed.items else self._leave_out(window.epoch)
         skipped = not math.isfinite(norm)
         if window.index == 0:
             self._buffers.watch()
 
         step_s = time.perf_counter() - self._started
-        # a short window is faster for another reason
-        full = agreed.samples == self.plan.batch.global_size
+        # a short window is faster for another reason, and its ranks' parts are not of one size
+        full = agreed.samples == self.plan.batch.global_size_at(window.index)
         if full and not skipped:
-            self._measure_noise(agreed, norm, scale or 1.0)
+            self._noise.measure(self.parallel.own, norm, agreed.items, agreed.samples, unit)
         times = WindowTimes(step_s, work_s, comm.time_s, self._rehearsed_s)
         typical = full and not skipped and self._windows_here >= WARM_UP_WINDOWS
         calibrated = self._calibration.observe(window.index, times, typical)
         self._windows_here += 1
-        self.skipped_steps += skipped
+        self.skipped_steps += skipped and agreed.items > 0
         self.samples += agreed.samples
         self.items += agreed.items
         self._window = None
@@ -261,7 +266,8 @@ class Engine:
         self._finished = stopped or self.over
         return StepResult(
             step=self.steps, window=window.index, epoch=window.epoch, micro_batches=window.count,
-            samples=agreed.samples, items=agreed.items, loss=agreed.loss_sum / agreed.items, grad_norm=norm, lr=lr,
+            samples=agreed.samples, items=agreed.items, grad_norm=norm, lr=lr,
+            loss=agreed.loss_sum / agreed.items if agreed.items else math.nan,
             skipped=skipped, scale=scale, sync=self._sync, comm=comm, calibrated=calibrated,
             noise=self._noise.now, step_s=step_s, data_s=self._data_s, last=self._finished, stopped=stopped,
             save_due=agreed.save_due,
@@ -285,11 +291,30 @@ class Engine:
             raise step.explain_bad_gradient(self.steps + 1, norm, self.parallel.module)
         self.precision.update()
         self.parallel.zero_grad()
+        self._empty_since = None
+        if self.precision.scales and not self.items:
+            # the first micro-batch was a guess, and may have had few items, or none
+            self._divisor = step.divisor(agreed.items / self.world.size)
         return norm
 
-    def _measure_noise(self, agreed: step.Agreed, norm: float, scale: float) -> None:
-        assert self._divisor is not None
-        self._noise.measure(self.parallel.own, norm, agreed.items, agreed.samples, self._divisor / scale)
+    def _leave_out(self, epoch: int) -> float:
+        """A window without items: there is no mean, so nothing moves, and nothing is learned of the loss scale."""
+        if self.plan.strategy.compress is Compress.powersgd:
+            raise DataError(
+                f"The window of step {self.steps + 1} holds no item, and with strategy.compress=powersgd it cannot be "
+                "left out: what was kept back of earlier gradients would be lost.\n"
+                "  Leave the samples without items out of train_data(), or use another strategy.compress."
+            )
+        self._empty_since = epoch if self._empty_since is None else self._empty_since
+        if epoch - self._empty_since > 1:
+            raise DataError(
+                f"No window of epoch {self._empty_since + 1} holds an item: the loss cannot be averaged.\n"
+                "  Look at the data, and at the items that the loss returns."
+            )
+        self.empty_windows += 1
+        self.precision.stay()
+        self.parallel.zero_grad()
+        return math.nan
 
     def _require_whole_window(self) -> data.Window:
         if self._window is None or not self._totals.sent:
@@ -336,7 +361,7 @@ class Engine:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """All ranks call it, of a fresh engine that has its parameters and optimizer state already."""
         for name in _PROGRESS:
-            setattr(self, name, state["progress"][name])
+            setattr(self, name, state["progress"].get(name, 0))  # older checkpoints have not all of them
         self._place = data.Place(**state["place"])
         self.schedule.load_state_dict(state["schedule"])
         self.precision.scaler.load_state_dict(state["scaler"])
@@ -348,4 +373,4 @@ class Engine:
         self.parallel.take_gradient_order(state["gradient_order"])
 
 
-_PROGRESS = ("steps", "skipped_steps", "samples", "items")
+_PROGRESS = ("steps", "skipped_steps", "empty_windows", "samples", "items")

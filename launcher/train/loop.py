@@ -24,7 +24,7 @@ from launcher.train.account import Account
 from launcher.train.engine import Engine
 from launcher.train.held_out import eval_batches
 from launcher.train.randomness import seed_everything
-from launcher.train.step import StepResult
+from launcher.train.step import StepResult, require_sum
 from launcher.train.task import Loss, Task, eval_data, load_task
 from launcher.train.telemetry import (
     Metrics,
@@ -135,7 +135,8 @@ class _Run:
             result = engine.step()
             self.account.take_in(result)
             if result.skipped and engine.world.rank == 0:
-                print(f"step {engine.steps + 1}: skipped, fp16 overflowed at loss scale {result.scale}", flush=True)
+                why = f"fp16 overflowed at loss scale {result.scale}" if result.items else "the window holds no item"
+                print(f"step {engine.steps + 1}: skipped, {why}", flush=True)
             metrics = self.metrics(result)
             evaluated = self.evaluate() if self.eval_due(result) else {}
             saved: Metrics = {}
@@ -164,6 +165,7 @@ class _Run:
         engine = self.engine
         seen, peak = (engine.samples, engine.items), peak_memory_bytes(engine.device)
         metrics = step_metrics(result, self.plan, seen, self.account.total_s, peak)
+        metrics["batch/empty_windows"] = engine.empty_windows
         if engine.precision.scales:
             metrics["amp/skipped_steps"] = engine.skipped_steps
         if self.samples_per_s_at_peak is not None:
@@ -171,7 +173,7 @@ class _Run:
         return metrics
 
     def log_due(self, result: StepResult, *, extra: bool) -> bool:
-        # a skipped window is no step, so there is no record of one: the next record's amp/skipped_steps has it
+        # a skipped window is no step, so there is no record of one: the counters of the next record have it
         if result.skipped and (not result.last or result.step == self.recorded):
             return False
         return bool(extra or result.calibrated or result.last or result.step % self.plan.train.log_every == 0)
@@ -202,6 +204,7 @@ class _Run:
             for batch in batches:
                 with engine.precision.autocast():
                     loss = as_loss(self.task.loss(module, batch.data), batch.samples, self.plan.task.target)
+                require_sum(loss.total, loss.items)
                 if batch.samples:
                     totals[0] += loss.total.double()
                     totals[1] += loss.items
@@ -210,7 +213,7 @@ class _Run:
         if engine.world.size > 1:
             dist.all_reduce(totals)
         loss_sum, items = totals.tolist()
-        if not items:
+        if not items > 0:
             raise DataError(
                 "eval_data() holds no item: there is nothing to evaluate on.\n  Return None to have no evaluation."
             )

@@ -6,9 +6,11 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.optim import Optimizer
 
 from launcher.config import PrecisionKind
+from launcher.errors import ConfigError
 from launcher.plan import PrecisionPlan
 
 # of what is computed and sent narrower than it is kept
@@ -19,8 +21,11 @@ class Precision:
     """Parameters, gradients and optimizer state stay fp32; only the forward and backward arithmetic is narrow."""
 
     def __init__(self, plan: PrecisionPlan, device: torch.device) -> None:
+        """Raises ConfigError where ``device`` cannot compute in the format."""
         self._device = device.type
         self._dtype = DTYPES.get(plan.kind)
+        if self._dtype is not None:
+            _require(plan.kind, self._dtype, device)
         fp16 = plan.kind is PrecisionKind.fp16
         self.scaler = torch.amp.GradScaler(
             self._device, init_scale=plan.init_scale, growth_interval=plan.growth_interval, enabled=fp16
@@ -54,3 +59,20 @@ class Precision:
         """Let the loss scale grow or fall. Also called when a step was skipped: that is when it falls."""
         if self.scales:
             self.scaler.update()
+
+    def stay(self) -> None:
+        """Close a window that says nothing of the loss scale: it stays, and its growth is no nearer."""
+        if self.scales:
+            self.scaler.update(self.scaler.get_scale())
+
+
+def _require(kind: PrecisionKind, dtype: torch.dtype, device: torch.device) -> None:
+    """Tried, not looked up: what a device can do depends on its generation and on how torch was built."""
+    try:
+        with torch.autocast(device.type, dtype):
+            functional.linear(torch.ones(1, 1, device=device), torch.ones(1, 1, device=device))
+    except RuntimeError as error:
+        raise ConfigError(
+            "precision", kind, f"this device ({device}) cannot compute in it: {error}",
+            f"Use precision={'bf16 or fp32' if kind is PrecisionKind.fp16 else 'fp32'}.",
+        ) from None  # fmt: skip

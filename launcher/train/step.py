@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import numbers
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from launcher.config import Sync
-from launcher.errors import NotFinite
+from launcher.errors import NotFinite, TaskError
 from launcher.train.calibration import Calibrated
 from launcher.train.meter import CommStats
 from launcher.train.noise import Noise
@@ -25,12 +27,12 @@ class StepResult:
     Args:
         step: optimizer steps taken so far, this one included unless it was skipped.
         window: index of the window in the run, from 0; epoch: from 0.
-        loss: sum over the window's items divided by their number.
+        loss: sum over the window's items divided by their number; nan in a window without items, as is grad_norm.
         grad_norm: global norm of the gradient of that mean, unscaled, before clipping.
         lr: learning rate that was applied, of the first parameter group.
         samples, items: what the window held, on all ranks.
         micro_batches: run by each rank.
-        skipped: fp16 overflowed, and neither parameters nor schedule moved.
+        skipped: fp16 overflowed, or the window held no item: neither parameters, schedule nor step count moved.
         scale: fp16 loss scale of this window; None without scaling.
         sync: the policy of this window; comm: what it sent, on this rank.
         calibrated: once, when the calibration is over.
@@ -95,7 +97,7 @@ class WindowTotals:
 
     def clear(self) -> None:
         self.losses: list[Tensor] = []
-        self._items: list[Tensor] = []
+        self._items: list[Tensor] = []  # of the same micro-batches, where the device has counted them
         self._counted_items = 0
         self._samples = 0
         self._shared: Tensor | None = None
@@ -113,7 +115,7 @@ class WindowTotals:
     def here(self) -> tuple[Tensor | float, int]:
         """Items and samples of this rank so far; the host does not wait for them."""
         counted = float(self._counted_items)
-        return (counted + _sum(self._items) if self._items else counted), self._samples
+        return (counted + _stack(self._items).sum() if self._items else counted), self._samples
 
     def send(self, has_next: bool, stop: bool, save_due: bool, own_square: Tensor | float) -> None:
         known = [self._counted_items, 0, self._samples, has_next, stop, save_due, 0]
@@ -121,9 +123,11 @@ class WindowTotals:
         flags = torch.tensor(known, dtype=torch.float64, pin_memory=self._device.type == "cuda")
         flags = flags.to(self._device, non_blocking=True)
         if self.losses:
-            flags[1] = _sum(self.losses)
+            flags[1] = _stack(self.losses).sum()
         if self._items:
-            flags[0] += _sum(self._items)
+            counts = _stack(self._items)
+            # what is no count spoils the sum, on every rank: that needs neither a flag of its own nor the host
+            flags[0] += counts.where((counts >= 0) & (counts == counts.round()), torch.nan).sum()
         flags[_OWN_SQUARE] = own_square
         if self._world.size > 1:
             self._work = dist.all_reduce(flags, async_op=True)
@@ -142,14 +146,26 @@ class WindowTotals:
         return round(items) if math.isfinite(items) else 0
 
     def receive(self, grad_norm: Tensor) -> Agreed:
+        """Raises TaskError, on all ranks, where one has counted items that are no number of items."""
         assert self._shared is not None
         if self._work is not None:
             self._work.wait()
         # of offloaded gradients the norm is on the host
         both = torch.cat((self._shared, grad_norm.detach().to(self._device, torch.float64).reshape(1)))
         items, loss_sum, samples, more, stop, save_due, own_squares, norm = both.tolist()
-        whole = round(items) if math.isfinite(items) else 0
-        return Agreed(whole, loss_sum, round(samples), more > 0, stop > 0, save_due > 0, own_squares, norm)
+        if not math.isfinite(items):
+            raise self._explain_bad_items()
+        return Agreed(round(items), loss_sum, round(samples), more > 0, stop > 0, save_due > 0, own_squares, norm)
+
+    def _explain_bad_items(self) -> TaskError:
+        counts = [float(count.item()) for count in self._items]
+        bad = [(n + 1, count) for n, count in enumerate(counts) if not (count >= 0 and count.is_integer())]
+        where = "; ".join(
+            f"rank {rank}, micro-batch {number} has {count:g}"
+            for rank, found in enumerate(_of_all_ranks(bad, self._world))
+            for number, count in found
+        )
+        return TaskError(_NO_COUNT.format(where))
 
 
 def share_own_square(own_square: Tensor | float, world: World, device: torch.device) -> float:
@@ -162,32 +178,70 @@ def share_own_square(own_square: Tensor | float, world: World, device: torch.dev
     return flags[_OWN_SQUARE].item()
 
 
-def _sum(values: list[Tensor]) -> Tensor:
-    return torch.stack([v.reshape(()) for v in values]).sum(dtype=torch.float64)
+_NO_COUNT = (
+    "The items of a micro-batch must be a whole number, 0 or more: {}.\n"
+    "  Return how many items the loss is a sum over: target tokens, or samples."
+)
+
+
+def require_sum(loss_sum: object, items: object) -> None:
+    """Raises TaskError for what is no sum and no count, as far as that shows without a look at the device."""
+    if not isinstance(loss_sum, Tensor) or loss_sum.numel() != 1:
+        found = f"of shape {list(loss_sum.shape)}" if isinstance(loss_sum, Tensor) else f"a {type(loss_sum).__name__}"
+        raise TaskError(
+            f"The loss of a micro-batch is {found}: want a scalar tensor, its sum over the items.\n"
+            '  Sum it: reduction="sum" in torch\'s losses, or .sum().'
+        )
+    if isinstance(items, Tensor):
+        if items.numel() != 1:
+            raise TaskError(
+                f"The items of a micro-batch are a tensor of shape {list(items.shape)}: want how many there are.\n"
+                "  Sum the mask, or count the samples."
+            )
+        if items.requires_grad:
+            raise TaskError(
+                "The items of a micro-batch require grad: their number must not depend on the parameters.\n"
+                "  Count targets or samples; what weighs them belongs into the loss. Or .detach() it."
+            )
+    elif not (isinstance(items, numbers.Real) and float(items) >= 0 and float(items).is_integer()):
+        raise TaskError(_NO_COUNT.format(f"this one has {items!r}"))
+
+
+def _stack(values: list[Tensor]) -> Tensor:
+    return torch.stack([v.reshape(()) for v in values]).double()
+
+
+def _of_all_ranks(mine: list[Any], world: World) -> list[list[Any]]:
+    everyone = [mine] * world.size
+    if world.size > 1:
+        dist.all_gather_object(everyone, mine)
+    return everyone
 
 
 def agree_on_divisor(items: int | Tensor, micro_batches: int, world: World, device: torch.device) -> float:
-    """C: a power of two near the items of a rank's window: scaling by it is exact, and fp16 stays in range.
-
-    Args:
-        items: of this rank's first micro-batch.
-    """
+    """C, before anything is known but the items of each rank's first micro-batch."""
     most = torch.as_tensor(items, dtype=torch.float64, device=device).detach().reshape(1)
     if world.size > 1:
         most = most.clone()
         dist.all_reduce(most, dist.ReduceOp.MAX)
-    return 2.0 ** round(math.log2(max(1.0, most.item() * micro_batches)))
+    return divisor(most.item() * micro_batches)
+
+
+def divisor(items: float) -> float:
+    """C: a power of two near the ``items`` of a rank's window: scaling by it is exact, and fp16 stays in range."""
+    return 2.0 ** round(math.log2(min(max(1.0, items), 2.0**60)))
 
 
 def explain_bad_loss(totals: WindowTotals, world: World, step: int) -> NotFinite:
     """The error that every rank raises together: which rank and micro-batch it was, and what to try."""
     bad = [n + 1 for n, loss in enumerate(totals.losses) if not torch.isfinite(loss).item()]
-    everyone: list[list[int]] = [bad] * world.size
-    if world.size > 1:
-        dist.all_gather_object(everyone, bad)
     where = "; ".join(
-        f"rank {rank}, micro-batch {', '.join(map(str, numbers))}" for rank, numbers in enumerate(everyone) if numbers
+        f"rank {rank}, micro-batch {', '.join(map(str, found))}"
+        for rank, found in enumerate(_of_all_ranks(bad, world))
+        if found
     )
+    if any(loss.dtype is torch.float16 for loss in totals.losses):
+        where += "; it is summed in float16, which ends at 65504: call .float() before the sum"
     return NotFinite(
         f"The loss of step {step} is not finite (inf or nan): {where or 'only its sum overflows'}.\n"
         "  Nothing was applied. Try a lower optimizer.lr, a longer schedule.warmup_steps, a lower train.clip_norm, or "

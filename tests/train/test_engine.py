@@ -25,14 +25,10 @@ def run(ranks: int, samples: int, tmp_path: Path, *overrides: str) -> dict[str, 
     return run_all(ranks, samples, tmp_path, [list(overrides)])[0]
 
 
-# 48 samples a window; 203 = 4 full windows and a short one of 11, which 4 ranks cannot share evenly
+# 48 samples a window; 203 = 4 full windows and a short one of 11. All shapes and policies: tests/equivalence
 CASES = [
-    (1, "batch.micro_size=48", "train.clip_norm=null"),
     (1, "batch.micro_size=6", "train.clip_norm=null"),
-    (2, "batch.micro_size=8", "train.clip_norm=null"),
     (2, "batch.micro_size=3", "train.clip_norm=0.05"),
-    (4, "batch.micro_size=4", "train.clip_norm=null"),
-    (4, "batch.micro_size=2", "strategy.sync=every"),
 ]
 
 
@@ -54,16 +50,6 @@ def test_fewer_samples_than_ranks(tmp_path: Path) -> None:
     seen = run(4, 50, tmp_path, "batch.global_size=48", "batch.micro_size=4", "train.clip_norm=null")
     assert seen["samples"] == [48, 2] * 2
     assert seen["gradient"] < 1e-6
-
-
-@pytest.mark.slow
-def test_one_loss_curve_for_every_world(tmp_path: Path) -> None:
-    curves = [
-        run(ranks, 203, tmp_path, "batch.global_size=48", f"batch.micro_size={micro}")["losses"]
-        for ranks, micro in ((1, 6), (2, 12), (4, 3))
-    ]
-    for curve in curves[1:]:
-        assert curve == pytest.approx(curves[0], rel=1e-5)
 
 
 @pytest.mark.slow

@@ -1,0 +1,106 @@
+"""The grid of the equivalence suite: how windows are spread over ranks and micro-batches, and what they equal.
+
+A run is one cell of all factors but {full, short window}: its epochs are a full window and a short one in turn, and the
+gradients of the two kinds are compared apart.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+STEPS = 20
+GRADIENT, PARAMETERS = 1e-6, 1e-5  # relative, against fp64
+GLOBAL_SIZE = 96  # of which each world and accumulation of the grid has its share
+SHORT = 13  # samples of a short window: no world divides it
+CLIP = 0.05  # below every gradient's norm
+
+SYNCS = {
+    "single": ("every",),
+    "ddp": ("every", "boundary"),
+    "fsdp": ("every", "boundary", "gather_once"),
+    "hsdp": ("every", "boundary", "gather_once", "replicas_at_boundary"),
+}
+# hsdp needs several shard groups of several ranks; ddp of one rank is single
+STRATEGIES = {1: ("single", "fsdp"), 2: ("ddp", "fsdp"), 4: ("ddp", "fsdp", "hsdp")}
+ACCUMULATIONS = (1, 2, 3, 8)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is learned: the same in one process at once. ``items``: a sample has 6 of them, or 1 to 9."""
+
+    items: str
+    optimizer: str
+    clip: float | None
+
+
+@dataclass(frozen=True)
+class Cell:
+    """``problem`` on a world, spread as the rest says."""
+
+    strategy: str
+    sync: str
+    accumulation: int
+    problem: Problem
+
+    def __str__(self) -> str:
+        clip = "clip" if self.problem.clip else "no clip"
+        return (
+            f"{self.strategy} {self.sync}, accumulation {self.accumulation}, {self.problem.items} items, "
+            f"{self.problem.optimizer}, {clip}"
+        )
+
+
+PROBLEMS = tuple(itertools.starmap(Problem, itertools.product(("fixed", "variable"), ("sgd", "adamw"), (None, CLIP))))
+# each half has every pair of the three factors' values; the two differ in every three of them
+HALVES = ((0, 3, 5, 6), (1, 2, 4, 7))
+
+
+def whole(world: int) -> Iterator[Cell]:
+    """Every cell of a world."""
+    for strategy in STRATEGIES[world]:
+        for sync, accumulation, problem in itertools.product(SYNCS[strategy], ACCUMULATIONS, PROBLEMS):
+            yield Cell(strategy, sync, accumulation, problem)
+
+
+def covering(world: int) -> Iterator[Cell]:
+    """An eighth of them: every policy of every strategy with every accumulation, each with one problem, so that every
+    two values of two factors meet (test_grid.py)."""
+    groups = [(w, strategy, sync) for w in STRATEGIES for strategy in STRATEGIES[w] for sync in SYNCS[strategy]]
+    for number, (of, strategy, sync) in enumerate(groups):
+        for place, accumulation in enumerate(ACCUMULATIONS if of == world else ()):
+            problem = PROBLEMS[HALVES[number % 2][(place + number // 2) % 4]]
+            yield Cell(strategy, sync, accumulation, problem)
+
+
+def mutated(world: int) -> Iterator[Cell]:
+    """Where each mistake is made: all problems, accumulated."""
+    assert world == 2
+    for problem in PROBLEMS:
+        yield Cell("ddp", "boundary", 3, problem)
+
+
+SELECTIONS = {"whole": whole, "covering": covering, "mutated": mutated}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of a cell's run, the largest relative error of: ``full`` and ``short`` windows' gradients as they are applied,
+    their norms before the clip, the last parameters. ``error``: what the engine refused to go on with."""
+
+    cell: str
+    mistake: str = ""
+    full: float = 0.0
+    short: float = 0.0
+    norm: float = 0.0
+    parameters: float = 0.0
+    error: str = ""
+
+    @property
+    def failures(self) -> list[str]:
+        """What is not as it is to be; the suite passes where there is none."""
+        bounds = {"full": GRADIENT, "short": GRADIENT, "norm": GRADIENT, "parameters": PARAMETERS}
+        found = [name for name, bound in bounds.items() if not getattr(self, name) <= bound]
+        return ["error", *found] if self.error else found

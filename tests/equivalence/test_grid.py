@@ -1,0 +1,69 @@
+"""The engine is one big batch in fp64 wherever ranks and micro-batches are, and the suite sees the classic mistakes.
+
+`make test` runs the covering cells, an eighth of the grid; `python -m tests.equivalence.run` runs all 576 of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from tests.equivalence.grid import ACCUMULATIONS, PROBLEMS, STRATEGIES, SYNCS, Cell, covering, mutated, whole
+from tests.equivalence.run import run
+
+
+def factors(world: int, cell: Cell) -> dict[str, object]:
+    problem = cell.problem
+    return {
+        "world": world, "policy": (cell.strategy, cell.sync), "accumulation": cell.accumulation,
+        "items": problem.items, "optimizer": problem.optimizer, "clip": problem.clip,
+    }  # fmt: skip
+
+
+def pairs(world: int, cell: Cell) -> set[object]:
+    return set(itertools.combinations(factors(world, cell).items(), 2))
+
+
+def test_two_values_of_two_factors_always_meet() -> None:
+    everywhere = [(world, cell) for world in STRATEGIES for cell in whole(world)]
+    chosen = [(world, cell) for world in STRATEGIES for cell in covering(world)]
+    policies = sum(len(SYNCS[strategy]) for world in STRATEGIES for strategy in STRATEGIES[world])
+    assert len(everywhere) == len(set(everywhere)) == policies * len(ACCUMULATIONS) * len(PROBLEMS) == 576
+    assert len(chosen) == len(set(chosen)) == 576 // 8
+    assert set(chosen) <= set(everywhere)
+    assert set().union(*itertools.starmap(pairs, chosen)) == set().union(*itertools.starmap(pairs, everywhere))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", list(STRATEGIES))
+def test_one_big_batch(world: int, tmp_path: Path) -> None:
+    outcomes = run(world, "covering", tmp_path)
+    assert [outcome.cell for outcome in outcomes] == [str(cell) for cell in covering(world)]
+    assert not [outcome for outcome in outcomes if outcome.failures]
+
+
+# by mistake: which cells fail, and how. Each one leaves the others as they are, or it would be seen by accident.
+VARIABLE, CLIPPED, ALL = (
+    {str(cell) for cell in mutated(2) if holds(cell.problem)}
+    for holds in (lambda p: p.items == "variable", lambda p: p.clip, lambda _: True)
+)
+SEEN = {
+    "none": (set[str](), set[str]()),
+    "mean_of_means": (ALL, {"short"}),
+    "no_division": (ALL, {"norm"}),
+    "full_count": (ALL, {"norm"}),
+    "clip_per_micro_batch": (CLIPPED, {"full", "short", "norm", "parameters"}),
+    "schedule_per_micro_batch": (ALL, {"parameters"}),
+    "sync_outside_forward": (ALL, {"error"}),
+}
+
+
+@pytest.mark.slow
+def test_every_classic_mistake_is_seen(tmp_path: Path) -> None:
+    outcomes = run(2, "mutated", tmp_path, *SEEN)
+    for mistake, (cells, wrong) in SEEN.items():
+        failed = {o.cell: set(o.failures) for o in outcomes if o.mistake == mistake and o.failures}
+        assert set(failed) == cells, mistake
+        assert all(wrong <= failures for failures in failed.values()), (mistake, failed)

@@ -1,0 +1,158 @@
+"""Runs cells of the grid on real ranks, one after the other; started by torchrun from run.py.
+
+argv: a selection of grid.py, then mistakes of mistakes.py, or "none". Prints one Outcome a cell from rank 0.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import json
+import os
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+from launcher import Engine, make_plan
+from launcher.compose import compose
+from launcher.config import Config, StrategyKind, Sync
+from launcher.errors import LauncherError
+from launcher.plan import RunPlan, SchedulePlan
+from launcher.train.sampling import Permutation
+from tests.equivalence.grid import GLOBAL_SIZE, SELECTIONS, SHORT, STEPS, Cell, Outcome, Problem
+from tests.equivalence.mistakes import MISTAKES
+
+# no world divides the vocabulary, so shards are padded; narrower matrices are summed without blocks, and one process
+# with one fp32 batch is then itself more than 1e-6 away from fp64
+VOCABULARY, WIDTH, LONGEST, SAMPLES = 17, 12, 10, GLOBAL_SIZE + SHORT
+LOOKED_AT = (0, 1, STEPS - 2, STEPS - 1)  # windows: a sharded gradient takes a collective to look at
+LR = {"sgd": 0.1, "adamw": 0.003}
+
+
+def tokens(items: str) -> Tensor:
+    """[samples, longest]: 0 is padding; a sample has one item less than it has tokens."""
+    generator = torch.Generator().manual_seed(7)
+    # frequent ones and rare ones: gradients that do not cancel, or their relative error would say little
+    table = 1 + (torch.rand(SAMPLES, LONGEST, generator=generator).square() * (VOCABULARY - 1)).long()
+    lengths = torch.randint(2, LONGEST + 1, (SAMPLES, 1), generator=generator)
+    return torch.where(torch.arange(LONGEST) < (7 if items == "fixed" else lengths), table, 0)
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    hidden = nn.Linear(WIDTH, WIDTH)
+    return nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), hidden, nn.Tanh(), nn.Linear(WIDTH, VOCABULARY))
+
+
+def loss_sum(model: Any, batch: Tensor) -> tuple[Tensor, Tensor]:
+    targets = batch[:, 1:].flatten()
+    total = functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), targets, ignore_index=0, reduction="sum")
+    return total, (targets != 0).sum()
+
+
+def optimizer_of(model: nn.Module, name: str) -> torch.optim.Optimizer:
+    if name == "sgd":
+        return torch.optim.SGD(model.parameters(), LR[name], momentum=0.9)
+    return torch.optim.AdamW(model.parameters(), LR[name], weight_decay=0.1)
+
+
+def flat(tensors: list[Tensor]) -> Tensor:
+    whole = (t.full_tensor() if isinstance(t, DTensor) else t for t in tensors)
+    return torch.cat([t.detach().double().flatten() for t in whole])
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """One process, one big batch, fp64: gradients before the clip and as applied, and the last parameters."""
+
+    gradients: list[Tensor]
+    norms: list[float]
+    parameters: Tensor
+
+
+@functools.cache
+def reference(problem: Problem, schedule: SchedulePlan, seed: int) -> Reference:
+    model, table = build().double(), tokens(problem.items)
+    optimizer = optimizer_of(model, problem.optimizer)
+    parameters = list(model.parameters())
+    gradients: list[Tensor] = []
+    norms: list[float] = []
+    for step in range(STEPS):
+        epoch, place = divmod(step, 2)
+        order = Permutation(SAMPLES, seed, epoch).take(0, SAMPLES)
+        total, items = loss_sum(model, table[order[GLOBAL_SIZE:] if place else order[:GLOBAL_SIZE]])
+        optimizer.zero_grad()
+        (total / items).backward()
+        norms.append(nn.utils.clip_grad_norm_(parameters, problem.clip or torch.inf).item())
+        gradients.append(flat([p.grad for p in parameters]))
+        optimizer.param_groups[0]["lr"] = LR[problem.optimizer] * schedule.factor(step, STEPS)
+        optimizer.step()
+    return Reference(gradients, norms, flat(parameters))
+
+
+@functools.cache
+def composed() -> Config:
+    options = ["precision=fp32", "run.calibrate=0", "train.loader_workers=0", "schedule.warmup_steps=4"]
+    return compose([*options, f"train.steps={STEPS}", f"batch.global_size={GLOBAL_SIZE}"])
+
+
+def plan_of(cell: Cell) -> RunPlan:
+    config = copy.deepcopy(composed())
+    config.strategy.kind, config.strategy.sync = StrategyKind(cell.strategy), Sync(cell.sync)
+    config.strategy.shard_size = 2 if cell.strategy == "hsdp" else None
+    config.batch.accumulation, config.train.clip_norm = cell.accumulation, cell.problem.clip
+    return make_plan(config, samples=SAMPLES)
+
+
+def compare(cell: Cell, mistake: str) -> Outcome:
+    """The largest relative errors of a run."""
+    plan = plan_of(cell)
+    expected = reference(cell.problem, plan.schedule, plan.train.seed)
+    table, model = tokens(cell.problem.items), build()
+    optimizer = optimizer_of(model, cell.problem.optimizer)
+    engine = Engine(model, optimizer, plan, shard_units=lambda m: [m[1]])
+    if mistake != "none":
+        MISTAKES[mistake](engine)
+    applied: list[Tensor] = []
+
+    def keep(*_: object) -> None:
+        if engine.steps in LOOKED_AT:
+            applied.append(flat([p.grad for p in model.parameters()]))
+
+    optimizer.register_step_pre_hook(keep)
+    worst = {"full": 0.0, "short": 0.0, "norm": 0.0}
+    for number, window in enumerate(engine.windows(range(SAMPLES), lambda indices: table[indices])):
+        for batch in window:
+            engine.backward(*loss_sum(engine.model, batch))
+        result = engine.step()
+        if applied:
+            kind = "full" if result.samples == GLOBAL_SIZE else "short"
+            wanted = expected.gradients[number]
+            worst[kind] = max(worst[kind], ((applied.pop() - wanted).norm() / wanted.norm()).item())
+        worst["norm"] = max(worst["norm"], abs(result.grad_norm / expected.norms[number] - 1))
+    drift = (flat(list(model.parameters())) - expected.parameters).norm() / expected.parameters.norm()
+    return Outcome(str(cell), mistake, parameters=drift.item(), **worst)
+
+
+def main() -> None:
+    selection, mistakes = SELECTIONS[sys.argv[1]], sys.argv[2:]
+    for mistake in mistakes:
+        for cell in selection(int(os.environ["WORLD_SIZE"])):
+            try:
+                outcome = compare(cell, mistake)
+            except LauncherError as error:
+                outcome = Outcome(str(cell), mistake, error=f"{type(error).__name__}: {error}")
+            if dist.get_rank() == 0:
+                print(json.dumps(dataclasses.asdict(outcome)), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
