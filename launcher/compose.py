@@ -73,6 +73,7 @@ def run_with_config(
     arguments = _open_free_keys(arguments)
     statuses = [0]
     wrong: list[Exception] = []
+    of_verb: list[Exception] = []
 
     def job(composed: Any) -> None:
         # kept, and raised below: Hydra prints lines of its own about whatever a job raises
@@ -90,7 +91,7 @@ def run_with_config(
             statuses.extend(act(cell.config, cell.yaml) for cell in asked)
             return [None] * len(asked)
         except Exception as error:
-            wrong.append(error)
+            of_verb.append(error)
             raise
 
     application = hydra_main(version_base="1.3", config_path=str(CONF), config_name=_PRIMARY)(job)
@@ -105,14 +106,16 @@ def run_with_config(
             try:
                 with _errors_in_plain_words(arguments):
                     application()
+                    if wrong:
+                        raise wrong[0]
             except Exception:
-                if not wrong:
+                if not of_verb:
                     raise
             finally:
                 BEGIN.reset(token)
                 keep(Path(sweep_dir))
-            if wrong:  # not by way of Hydra's, which are put in other words
-                raise wrong[0]
+            if of_verb:  # not by way of Hydra's, which are put in other words
+                raise of_verb[0]
     finally:
         sys.argv = argv
         os.environ.clear()

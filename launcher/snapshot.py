@@ -22,6 +22,10 @@ from launcher.paths import RunPaths, SweepPaths, write_json
 
 _MOST_FILES, _MOST_BYTES = 20_000, 200 * 2**20
 _SMALL_BYTES = 2**20
+_CODE = (
+    ".py", ".pyi", ".pyx", ".so", ".c", ".h", ".cc", ".cpp", ".cu", ".cuh",
+    ".json", ".yaml", ".yml", ".toml", ".cfg", ".ini",
+)  # fmt: skip
 _WHOLE = "code.json"  # written last
 _NOT_CODE = {"__pycache__", "node_modules", "wandb", "site-packages", "build", "dist"}
 
@@ -103,18 +107,22 @@ def take_once(roots: Sequence[Path], target: Path, leave_out: Path) -> tuple[str
     return take(roots, target, leave_out)
 
 
-def digest(roots: Sequence[Path], leave_out: Path, this_run: Path) -> str:
-    """Of all files that ``take`` would copy: any edit of one gives another.
+def digests(roots: Sequence[Path], leave_out: Path, this_run: Path) -> tuple[str, str]:
+    """Of all files that ``take`` would copy, and of the code and settings among them: logs and tables that lie beside
+    the code change with every command.
 
     Raises:
         SiteError: as ``take``.
     """
-    read = hashlib.sha256()
+    everything, code = hashlib.sha256(), hashlib.sha256()
     for number, root in enumerate(roots):
         for name in _counted(root, _Omitted(root, leave_out, this_run)):
-            read.update(f"{number}/{name}\0".encode(errors="surrogateescape"))
-            read.update(hashlib.sha256((root / name).read_bytes()).digest())
-    return read.hexdigest()[:16]
+            line = f"{number}/{name}\0".encode(errors="surrogateescape")
+            line += hashlib.sha256((root / name).read_bytes()).digest()
+            everything.update(line)
+            if name.endswith(_CODE):
+                code.update(line)
+    return everything.hexdigest()[:16], code.hexdigest()[:16]
 
 
 def _places(roots: Sequence[Path], target: Path) -> list[Path]:

@@ -117,7 +117,7 @@ def sweep(
     for values in itertools.product(*words_of.values()):
         words = tuple(f"{key}={value}" for key, value in zip(words_of, values, strict=True))
         cells.append(AskedCell(words, *compose_with_yaml([*overrides, *words])))
-    conductor = Conductor(["-m", *overrides, *varying], _run_here, watch, wait=wait)
+    conductor = Conductor(["-m", *overrides, *varying], _run_here, watch, lambda _: None, wait=wait)
     conductor.begin(cells, False)
     assert conductor.paths is not None
     return Study(conductor.paths.root)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from launcher.commands.overrides import take, with_config
+from launcher.commands.overrides import explain, take, with_config
 from launcher.config import ClusterKind
 from launcher.errors import EXIT_DONE, ConfigError, UserError
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from launcher.cluster.peers import Peers
     from launcher.config import Config
     from launcher.plan import LaunchPlan, RunPlan
+    from launcher.sweeps.sweeper import AskedCell, Result
 
 P = TypeVar("P", bound="LaunchPlan")
 
@@ -76,7 +78,9 @@ def submitted(plan: LaunchPlan, job: str, console: Console, *, wait: bool) -> in
     try:
         run = control.follow(plan.paths, terminal.Silence() if console.quiet else terminal.LiveDisplay(plan, console))
     except KeyboardInterrupt:
-        console.print(f"No longer watching; the job goes on: launch status {runs.called(plan)}", markup=False)
+        console.print(
+            f"No longer watching; the job goes on: launch status {runs.called(plan.paths.root)}", markup=False
+        )
         raise
     if run.failure is None and not console.quiet:
         console.print(runs.status_table(run))
@@ -128,12 +132,14 @@ def train(arguments: list[str]) -> int:
 
 
 def plan(arguments: list[str]) -> int:
-    from launcher.api import plan_job
+    from launcher.api import Once, plan_job
 
     as_json = take("--json", arguments)
+    once = Once()
+    statuses = [EXIT_DONE]
 
     def act(config: Config, yaml: str) -> int:  # noqa: ARG001
-        solved = plan_job(config)
+        solved = plan_job(config, once)
         if as_json:
             print(solved.to_json())
         else:
@@ -146,7 +152,22 @@ def plan(arguments: list[str]) -> int:
                 print(f"\nThe batch script:\n\n{submit.script(solved)}", end="")
         return EXIT_DONE
 
-    return with_config("plan", arguments, act)
+    def cells(asked: Sequence[AskedCell], with_results: bool) -> Sequence[Result]:
+        """One after the other, under its name; what is wrong with one is said there."""
+        if with_results:
+            raise UserError(
+                "hydra/sweeper: it learns from results, and a plan has none.\n  Leave it out, or use train."
+            )
+        for cell in asked:
+            if not as_json:
+                print(f"\n{' '.join(cell.overrides)}")
+            try:
+                act(cell.config, cell.yaml)
+            except UserError as error:
+                statuses.append(explain(error))
+        return [None] * len(asked)
+
+    return max(with_config("plan", arguments, act, cells=cells, confirmed=True), *statuses)
 
 
 def run_script(arguments: list[str]) -> int:

@@ -10,9 +10,10 @@ from typing import Any
 
 from launcher.cluster import control, events
 from launcher.cluster.ledger import look
-from launcher.cluster.naming import find, find_sweeps, is_sweep, resolve, resolve_any
+from launcher.cluster.naming import find, find_sweeps, is_sweep
 from launcher.cluster.peers import Alone
 from launcher.commands.parser import Parser
+from launcher.commands.words import resolve, resolve_any
 from launcher.errors import EXIT_DONE, UserError
 from launcher.paths import RunPaths, SweepPaths
 from launcher.plan import LaunchPlan, RunPlan
@@ -102,11 +103,13 @@ def logs(arguments: list[str]) -> int:
 
 def cancel(arguments: list[str]) -> int:
     given = _parser("cancel", "End a run, or all of a sweep's; their workers save first.").parse_args(arguments)
-    runs = _chosen(resolve_any(given.run, given.dir), ACTIVE, "there is nothing to cancel")
+    target = resolve_any(given.run, given.dir)
+    runs = _chosen(target, ACTIVE, "there is nothing to cancel")
     ended = control.cancel(runs, partial(print, flush=True))
     for run in ended:
         print(f"{run.name}: {run.state.value}.")
-    print(f"`launch resume {given.run}` goes on from the newest checkpoint{'' if len(ended) == 1 else 's'}.")
+    newest = f"the newest checkpoint{'' if len(ended) == 1 else 's'}"
+    print(f"`launch resume {shown.called(target.root)}` goes on from {newest}.")
     return EXIT_DONE
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from rich.markup import escape
 
-from launcher.cluster.naming import find, find_sweeps, is_run, is_sweep, resolve_any
+from launcher.cluster.naming import find, find_sweeps, is_run, is_sweep
 from launcher.commands.parser import Parser
+from launcher.commands.words import resolve_any
 from launcher.errors import EXIT_DONE, UserError
 from launcher.paths import RunPaths, SweepPaths
 from launcher.report import terminal
@@ -51,7 +52,7 @@ def report(arguments: list[str]) -> int:
 
 def _asked(word: str, runs: Path) -> list[RunPaths | SweepPaths]:
     """A run, a sweep, or all that a directory holds. Raises UserError where it is none of them."""
-    for place in (runs / word, Path(word)):
+    for place in (runs / word, Path(word)) if word else ():
         if place.is_dir() and not is_run(place) and not is_sweep(place):
             if held := [*find(place), *find_sweeps(place)]:
                 return held
@@ -80,6 +81,7 @@ def _show(compared: Comparison) -> None:
     for group in compared.groups:
         if group.loss is not None:
             which = "the loss asked for" if group.given else "the lowest that every finished run has reached"
-            lines.append(f"Hours to a smoothed training loss of {group.loss:.4f} ({which}).")
+            of = f" of {group.target}" if len(compared.groups) > 1 else ""
+            lines.append(f"Hours to a smoothed training loss{of} of {group.loss:.4g} ({which}).")
     for line in [*lines, *compared.notes]:
         console.print(escape(line), soft_wrap=True, highlight=False)

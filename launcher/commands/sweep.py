@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
 def train_sweep(arguments: list[str], *, quiet: bool, wait: bool, confirmed: bool) -> int:
     """Exit status: the highest of the cells'; 2 where one is impossible. The others run all the same."""
     console = terminal.console(quiet=quiet)
-    conductor = Conductor(arguments, _here(console), _watching(console), wait=wait)
+    say = partial(console.print, markup=False, highlight=False)
+    conductor = Conductor(arguments, _here(console), _watching(console), say, wait=wait)
 
     def begin(asked: Sequence[AskedCell], with_results: bool) -> Sequence[Result]:
         require_no_wait(asked[0].config, wait=wait)

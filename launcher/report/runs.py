@@ -73,7 +73,7 @@ def failure_of(run: Run) -> str:
 
 def submitted_text(plan: LaunchPlan, job: str) -> str:
     assert plan.cluster.slurm is not None
-    name, options = called(plan), plan.cluster.slurm.options
+    name, options = called(plan.paths.root), plan.cluster.slurm.options
     queue = f", partition {options['partition']}" if "partition" in options else ""
     nodes = f"{plan.cluster.nodes} node{'' if plan.cluster.nodes == 1 else 's'}"
     return (
@@ -82,9 +82,9 @@ def submitted_text(plan: LaunchPlan, job: str) -> str:
     )
 
 
-def called(plan: LaunchPlan) -> str:
-    """How the run is named to the other verbs from here."""
-    return plan.run.name if plan.paths.root.parent == Path.cwd() / "runs" else near(plan.run.dir)
+def called(place: Path) -> str:
+    """How a run or sweep is named to the verbs from here. ``place``: its directory."""
+    return place.name if place.parent == Path.cwd() / "runs" else near(place)
 
 
 def step_text(run: Run) -> str:

@@ -10,8 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from launcher.paths import SweepPaths
-from launcher.report.runs import COLOURS, step_text
-from launcher.report.tables import near
+from launcher.report.runs import COLOURS, called, step_text
 from launcher.runstate import Run, State
 
 
@@ -45,7 +44,7 @@ def states_text(runs: Sequence[Run]) -> str:
 
 def what_next(paths: SweepPaths, submitted: Sequence[str], known: int) -> str:
     """What was begun, and the commands that follow."""
-    name = called(paths)
+    name = called(paths.root)
     arrays = dict.fromkeys(job.partition("_")[0] for job in submitted)
     lines: list[str] = []
     if arrays:
@@ -61,11 +60,6 @@ def what_next(paths: SweepPaths, submitted: Sequence[str], known: int) -> str:
 
 def impossible_lines(cells: Sequence[Run]) -> list[str]:
     return [f"launch: {cell.cell}: {cell.detail}" for cell in cells if cell.state is State.impossible]
-
-
-def called(paths: SweepPaths) -> str:
-    """How the sweep is named to the verbs from here."""
-    return paths.root.name if paths.root.parent == Path.cwd() / "runs" else near(paths.root)
 
 
 def _named_from(paths: SweepPaths, cell: Run) -> str:

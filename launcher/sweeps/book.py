@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
+import os
+import socket
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from launcher.errors import SiteError, UserError
+from launcher.errors import ConfigError, SiteError, UserError
 from launcher.fromjson import build
 from launcher.paths import RunPaths, SweepPaths, read_json, write_json
 
@@ -71,6 +73,37 @@ def load(paths: SweepPaths) -> Sweep:
     raise UserError(f"{paths.book} has not format {FORMAT}: it was written by another version of launcher.")
 
 
+def opened(paths: SweepPaths, fixed: tuple[str, ...], varying: set[str], at_once: int | None) -> Sweep:
+    """The sweep's book, a new one where there is none. ``fixed``: key=value of all its cells; ``varying``: keys.
+
+    Raises:
+        ConfigError: it was begun with something else.
+    """
+    if not paths.book.exists():
+        return Sweep(format=FORMAT, fixed=fixed, at_once=at_once, cells=())
+    sweep = load(paths)
+    before = {override_key(word) for cell in sweep.cells[:1] for word in cell.overrides}
+    was, now = {*sweep.fixed, *map("{}=...".format, before or varying)}, {*fixed, *map("{}=...".format, varying)}
+    if was != now:
+        raise ConfigError(
+            "sweep.name", paths.root.name, f"was begun with {_but(was, now)}, not with {_but(now, was)}: cells would "
+            "replace each other, or be compared with others than themselves.",
+            "Choose another sweep.name, or leave it out.",
+        )  # fmt: skip
+    return dataclasses.replace(sweep, at_once=at_once)
+
+
+def override_key(word: str) -> str:
+    """Of ``+key=value``."""
+    return word.lstrip("+~").partition("=")[0]
+
+
+def _but(words: set[str], others: set[str]) -> str:
+    """What ``words`` have that the others have not, and the keys that they lack."""
+    lacking = {override_key(word) for word in others} - {override_key(word) for word in words}
+    return " ".join([*sorted(words - others), *(f"no {key}" for key in sorted(lacking))])
+
+
 @contextmanager
 def alone(paths: SweepPaths) -> Generator[None]:
     """Nobody else begins cells of the sweep meanwhile: each would be begun twice.
@@ -81,7 +114,8 @@ def alone(paths: SweepPaths) -> Generator[None]:
     """
     try:
         paths.root.mkdir(parents=True, exist_ok=True)
-        lock = (paths.root / ".lock").open("w")
+        lock_file = paths.root / ".lock"
+        lock = lock_file.open("a")
     except OSError as error:
         raise SiteError(
             f"{paths.root}: cannot be written to: {error.strerror}.\n  Only who may write there can begin cells there."
@@ -89,8 +123,14 @@ def alone(paths: SweepPaths) -> Generator[None]:
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock.truncate(0)
+            print(f"process {os.getpid()} on {socket.gethostname()}", file=lock, flush=True)
         except BlockingIOError:
-            raise UserError(f"{paths.root.name}: another `launch` is beginning cells of this sweep.") from None
+            holder = lock_file.read_text().strip()
+            raise UserError(
+                f"{paths.root.name}: another `launch` is at work on this sweep's cells: {holder}.\n"
+                "  Let it end, or stop it with Ctrl-C there; then this command goes on with the sweep."
+            ) from None
         except OSError:  # a file system without locks
             pass
         yield

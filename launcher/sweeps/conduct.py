@@ -26,9 +26,9 @@ from launcher.errors import (
 )
 from launcher.paths import RunPaths, SweepPaths, read_json
 from launcher.plan import RunPlan
-from launcher.runstate import Run
+from launcher.runstate import ACTIVE, Run
 from launcher.sweeps import book
-from launcher.sweeps.book import Cell, Sweep
+from launcher.sweeps.book import Cell, Sweep, override_key
 from launcher.sweeps.content import content_of, digest
 from launcher.sweeps.recognise import recognise, run_name
 from launcher.sweeps.sweeper import AskedCell, Result
@@ -40,13 +40,13 @@ _OF_THIS_COMMAND = ("sweep.", "hydra", "-", "wandb.", "run.dir=")
 
 @dataclass(frozen=True)
 class _Planned:
-    """A cell that can run. ``roots``: directories of the user's modules; ``code``: a digest of those.
+    """A cell that can run. ``roots``: directories of the user's modules; ``files``: a digest of those.
     ``goes_on``: whether its directory is there, with a checkpoint."""
 
     asked: AskedCell
     plan: RunPlan
     roots: tuple[Path, ...]
-    code: str
+    files: str
     content: str
     goes_on: bool = False
 
@@ -58,6 +58,7 @@ class Conductor:
         arguments: what was typed, which names the sweep.
         run_here: runs a plan whose directory is there on this machine, and returns its exit status.
         watch: called with how Slurm's jobs stand, now and then, while they are waited for.
+        say: called with what the user should know before cells begin.
         wait: whether jobs of Slurm's are waited for.
     """
 
@@ -66,6 +67,7 @@ class Conductor:
         arguments: Sequence[str],
         run_here: Callable[[RunPlan], int],
         watch: Callable[[Sequence[Run]], None],
+        say: Callable[[str], None],
         *,
         wait: bool,
     ) -> None:
@@ -74,7 +76,7 @@ class Conductor:
         self.submitted: list[str] = []
         self.known: list[RunPaths] = []
         self._arguments = tuple(arguments)
-        self._run_here, self._watch, self._wait = run_here, watch, wait
+        self._run_here, self._watch, self._say, self._wait = run_here, watch, say, wait
         self._once = Once()
 
     def begin(self, asked: Sequence[AskedCell], with_results: bool) -> list[Result]:
@@ -125,10 +127,10 @@ class Conductor:
         runs = paths.root.parent
         roots = tuple(self._once(snapshot.roots_of_task, plan.task.target, plan.cluster.cwd))
         try:
-            code = self._once(snapshot.digest, roots, runs, paths.root)
+            files, code = self._once(snapshot.digests, roots, runs, paths.root)
         except UserError as error:
             return error
-        return _Planned(asked, plan, roots, code, content_of(plan, code))
+        return _Planned(asked, plan, roots, files, content_of(plan, code))
 
     def _begin_planned(
         self, asked: Sequence[AskedCell], cells: Sequence[_Planned | UserError], paths: SweepPaths
@@ -138,6 +140,7 @@ class Conductor:
         statuses = [EXIT_USER for entry in entries if entry.problem]
         with book.alone(paths):
             sweep = self._opened(paths, asked)
+            self._look_at_replaced(paths, sweep, entries)
             known = recognise([entry for entry in entries if entry.content], paths)
             there = known.standing
             self.known += there.values()
@@ -164,27 +167,37 @@ class Conductor:
         return [run for run in there.values() if is_run(run.root)], statuses
 
     def _opened(self, paths: SweepPaths, asked: Sequence[AskedCell]) -> Sweep:
-        """Raises ConfigError where the sweep of this name was begun with something else."""
-        varying = {word.partition("=")[0] for cell in asked for word in cell.overrides}
-        fixed = tuple(
-            sorted(
-                word
-                for word in self._arguments
-                if "=" in word and not word.startswith(_OF_THIS_COMMAND) and word.partition("=")[0] not in varying
+        varying = {override_key(word) for word in asked[0].overrides}
+        # of a key that comes twice the last one holds
+        typed = {
+            override_key(word): word
+            for word in self._arguments
+            if "=" in word and not word.startswith(_OF_THIS_COMMAND) and override_key(word) not in varying
+        }
+        return book.opened(paths, tuple(sorted(typed.values())), varying, asked[0].config.sweep.at_once)
+
+    def _look_at_replaced(self, paths: SweepPaths, sweep: Sweep, entries: Sequence[Cell]) -> None:
+        """Say which cells have a run that no longer is theirs, by its content.
+
+        Raises:
+            UserError: such a run is under way, and nobody would know of it any more.
+        """
+        contents = {cell.overrides: cell.content for cell in entries if cell.content}
+        other = [cell for cell in sweep.cells if contents.get(cell.overrides, cell.content) != cell.content]
+        runs = sweep.runs(paths)
+        replaced = {str(runs[cell.overrides].root): cell.label for cell in other if cell.overrides in runs}
+        found = look([RunPaths(Path(run)) for run in replaced if is_run(run)])
+        if active := [replaced[run.dir] for run in found if run.state in ACTIVE]:
+            raise UserError(
+                f"sweep.name={paths.root.name}: {len(active)} of these cells are under way with other code or another "
+                f"torch: {', '.join(active[:_SHOWN])}{' ...' if len(active) > _SHOWN else ''}.\n"
+                "  `launch cancel` ends them; or choose another sweep.name."
             )
-        )
-        at_once = asked[0].config.sweep.at_once
-        if not paths.book.exists():
-            return Sweep(format=book.FORMAT, fixed=fixed, at_once=at_once, cells=())
-        sweep = book.load(paths)
-        if sweep.fixed != fixed:
-            was, now = (" ".join(sorted({*one} - {*other})) or "nothing more"
-                        for one, other in ((sweep.fixed, fixed), (fixed, sweep.fixed)))  # fmt: skip
-            raise ConfigError(
-                "sweep.name", paths.root.name, f"was begun with {was}, not with {now}: cells would replace each other.",
-                "Choose another sweep.name, or leave it out.",
-            )  # fmt: skip
-        return dataclasses.replace(sweep, at_once=at_once)
+        if found:
+            self._say(
+                f"The code, or torch, is another one than that of {len(found)} run{'' if len(found) == 1 else 's'}: "
+                "these cells begin anew, and the old runs stay where they are."
+            )
 
     def _named(self, cell: _Planned, paths: SweepPaths, name: str) -> _Planned:
         """As a run of the sweep's, on code that is frozen there."""
@@ -192,7 +205,7 @@ class Conductor:
         while root.exists():
             root, number = paths.root / f"{name}.retry{number}", number + 1
         plan = cell.plan
-        copies = self._once(snapshot.take_once, cell.roots, paths.code / cell.code, paths.root.parent)
+        copies = self._once(snapshot.take_once, cell.roots, paths.code / cell.files, paths.root.parent)
         cluster = dataclasses.replace(plan.cluster, import_from=copies or plan.cluster.import_from)
         if (slurm := cluster.slurm) is not None:
             options = slurm.options | {"job-name": root.name}

@@ -44,7 +44,7 @@ def _line(cell: Cell, run: RunPaths | None, by_dir: dict[str, Run], paths: Sweep
     if run is not None:
         return dataclasses.replace(by_dir[str(run.root)], cell=cell.label, sweep=str(paths.root))
     if cell.problem is not None:
-        return _without_run(State.impossible, cell.problem.splitlines()[0], paths, cell.label)
+        return _without_run(State.impossible, " ".join(cell.problem.split()), paths, cell.label)
     return _without_run(State.pending, "not begun: the same command goes on with it", paths, cell.label)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from launcher.config import Config
 from launcher.errors import UserError
+from launcher.sweeps.book import override_key
 
 # more than that is asked for on purpose
 MANY_CELLS = 500
@@ -51,13 +52,15 @@ def begin(master: Any, overrides: Sequence[Sequence[str]], composed: Sequence[An
     from hydra.core.hydra_config import HydraConfig
 
     HydraConfig.instance().set_config(master)  # for what a config takes from it: ${hydra:...}
-    typed = {_key(word): word for word in master.hydra.overrides.task}  # of a key that comes twice, the last one holds
+    typed = {
+        override_key(word): word for word in master.hydra.overrides.task
+    }  # of a key that comes twice, the last one holds
     fixed = {key for key, word in typed.items() if not _sweeps(word)}
     asked: list[AskedCell] = []
     for words, config in zip(overrides, composed, strict=True):
         asked.append(
             AskedCell(
-                tuple(word.removeprefix("++") for word in words if _key(word) not in fixed),
+                tuple(word.removeprefix("++") for word in words if override_key(word) not in fixed),
                 *BEGIN.get().to_config(config),
             )
         )
@@ -150,7 +153,3 @@ def _sweeps(word: str) -> bool:
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     return OverridesParser.create().parse_override(word).is_sweep_override()
-
-
-def _key(word: str) -> str:
-    return word.lstrip("+~").partition("=")[0]

@@ -12,6 +12,7 @@ from launcher.cluster import events, jobfile, ledger, naming
 from launcher.cluster.jobfile import Submission
 from launcher.cluster.slurm import client
 from launcher.cluster.slurm.client import Listed, SlurmSilent
+from launcher.commands import words
 from launcher.errors import UserError
 from launcher.paths import RunPaths, write_json
 from launcher.runstate import State
@@ -125,13 +126,13 @@ def test_a_run_is_found_by_name_directory_or_beginning(tmp_path: Path) -> None:
     for name in ("alpha-1", "alpha-2", "beta"):
         make_run(tmp_path, name)
     (tmp_path / "not-a-run").mkdir()
-    assert naming.resolve("beta", tmp_path).root.name == "beta"
-    assert naming.resolve("be", tmp_path).root.name == "beta"
-    assert naming.resolve(str(tmp_path / "alpha-1"), Path("elsewhere")).root.name == "alpha-1"
+    assert words.resolve("beta", tmp_path).root.name == "beta"
+    assert words.resolve("be", tmp_path).root.name == "beta"
+    assert words.resolve(str(tmp_path / "alpha-1"), Path("elsewhere")).root.name == "alpha-1"
     with pytest.raises(UserError, match="alpha: 2 runs begin like that: alpha-1, alpha-2"):
-        naming.resolve("alpha", tmp_path)
+        words.resolve("alpha", tmp_path)
     with pytest.raises(UserError, match="did you mean 'beta'"):
-        naming.resolve("betta", tmp_path)
+        words.resolve("betta", tmp_path)
 
 
 def test_a_broken_directory_does_not_trip_the_others(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def _smooth(lines: list[dict[str, Any]]) -> list[float]:
 def test_cells_are_shown_as_what_they_are(grid: Path) -> None:
     runs = by_name(grid)
     assert runs["accumulation=7"]["state"] == "impossible"
-    assert runs["accumulation=7"]["detail"] == "7 does not divide 64."
+    assert runs["accumulation=7"]["detail"] == "7 does not divide 64. Choose another."
     bad = runs["accumulation=8 workers_per_node=2"]
     assert (bad["state"], bad["detail"], bad["step"]) == ("failed", "rank 1: out of luck", 9)
     assert bad["comm/exposed_s"] is None, "not measured is not zero"

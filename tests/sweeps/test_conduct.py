@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from launcher import api
 from launcher.cluster import jobfile
 from launcher.cluster.jobfile import Submission
 from launcher.compose import compose_with_yaml
-from launcher.errors import EXIT_DONE, EXIT_RESUMABLE, ConfigError, RunError
+from launcher.errors import EXIT_DONE, EXIT_RESUMABLE, ConfigError, RunError, UserError
 from launcher.paths import RunPaths, write_json
 from launcher.plan import RunPlan, TaskPlan
 from launcher.sweeps.conduct import Conductor
@@ -26,6 +27,7 @@ class Machine:
     def __init__(self) -> None:
         self.verdict, self.numbers = "done", dict[str, object]()
         self.ran: list[str] = []
+        self.said: list[str] = []
 
     def __call__(self, plan: RunPlan) -> int:
         self.ran.append(plan.paths.root.name)
@@ -46,12 +48,14 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     return Machine()
 
 
-def begin(machine: Machine, *fixed: str, seeds: Sequence[int], results: bool = False) -> list[Result]:
+def begin(
+    machine: Machine, *fixed: str, seeds: Sequence[int], results: bool = False, key: str = "train.seed"
+) -> list[Result]:
     """A sweep over seeds, as one command does it."""
-    words = [(f"train.seed={seed}",) for seed in seeds]
+    words = [(f"{key}={seed}",) for seed in seeds]
     cells = [AskedCell(each, *compose_with_yaml([*TASK, *fixed, *each])) for each in words]
-    arguments = ["-m", *TASK, *fixed, f"train.seed={','.join(map(str, seeds))}"]
-    return Conductor(arguments, machine, print, wait=False).begin(cells, results)
+    arguments = ["-m", *TASK, *fixed, f"{key}={','.join(map(str, seeds))}"]
+    return Conductor(arguments, machine, lambda _: None, machine.said.append, wait=False).begin(cells, results)
 
 
 def test_a_sweep_that_was_stopped_goes_on_where_it_was(machine: Machine) -> None:
@@ -73,8 +77,38 @@ def test_a_name_belongs_to_one_sweep(machine: Machine) -> None:
     with pytest.raises(ConfigError, match=r"sweep.name.* begun with optimizer.lr=0.1, not with optimizer.lr=0.2"):
         begin(machine, "sweep.name=s", "optimizer.lr=0.2", seeds=(1,))
     assert len(machine.ran) == 1
-    begin(machine, "sweep.name=s", "optimizer.lr=0.1", "wandb.tags=[x]", seeds=(1, 2))  # more of the same
+    with pytest.raises(ConfigError, match=r"begun with no train.clip_norm, not with train.clip_norm=1"):
+        begin(machine, "sweep.name=s", "optimizer.lr=0.1", "train.clip_norm=1", seeds=(1,))
+    with pytest.raises(
+        ConfigError, match=r"begun with optimizer.lr=0.1 train.seed=..., not with optimizer.lr=... no train.seed"
+    ):
+        begin(machine, "sweep.name=s", "optimizer.lr=0.1", seeds=(1,), key="optimizer.lr")
+    assert len(machine.ran) == 1
+    begin(machine, "sweep.name=s", "optimizer.lr=0.7", "optimizer.lr=0.1", "wandb.tags=[x]", seeds=(1, 2))
+    assert len(machine.ran) == 2, "the last of a key holds"
+
+
+def test_an_edit_of_the_code_begins_anew_and_says_so_and_a_log_does_not(machine: Machine) -> None:
+    begin(machine, "sweep.name=s", seeds=(1, 2))
+    Path("sweep.log").write_text("what it said")
+    Path("a.csv").write_text("1,2")
+    begin(machine, "sweep.name=s", seeds=(1, 2))
     assert len(machine.ran) == 2
+    assert not machine.said
+    Path("made.py").write_text("class Task: edited = True")
+    begin(machine, "sweep.name=s", seeds=(1, 2, 3))
+    assert len(machine.ran) == 5
+    assert "is another one than that of 2 runs" in machine.said[0]
+
+
+def test_what_is_under_way_is_not_replaced(machine: Machine) -> None:
+    begin(machine, "sweep.name=s", seeds=(1,))
+    paths = RunPaths(Path("runs/s").resolve() / machine.ran[0])
+    jobfile.amend(paths, pid=os.getpid(), born=jobfile.born(os.getpid()), ended=False)
+    Path("made.py").write_text("class Task: edited = True")
+    with pytest.raises(UserError, match=r"1 of these cells are under way with other code.*seed=1.\n.*launch cancel"):
+        begin(machine, "sweep.name=s", seeds=(1, 2))
+    assert len(machine.ran) == 1
 
 
 def test_a_setting_without_effect_is_refused(machine: Machine) -> None:

@@ -12,7 +12,7 @@ from launcher import snapshot
 from launcher.cluster import jobfile
 from launcher.cluster.jobfile import Submission
 from launcher.cluster.ledger import look
-from launcher.cluster.naming import resolve, resolve_any
+from launcher.commands.words import resolve, resolve_any
 from launcher.errors import UserError
 from launcher.paths import RunPaths, SweepPaths, write_json
 from launcher.plan import RunPlan
@@ -82,13 +82,14 @@ def test_an_edit_of_any_module_changes_the_code(tmp_path: Path) -> None:
     (project / "deep" / "more.py").write_text("b = 1\n")
 
     def code() -> str:
-        return snapshot.digest([project], runs, runs / "s")
+        return snapshot.digests([project], runs, runs / "s")[1]
 
     first = code()
     (runs / "s" / "code").mkdir(parents=True)
     (runs / "s" / "code" / "task.py").write_text("a = 3\n")  # a copy that a sweep has made
     elsewhere = keep(project / "study")
     (elsewhere.root / "task.py").write_text("a = 4\n")  # of a sweep in another directory
+    (project / "sweep.log").write_text("what a command has said")
     assert code() == first
     (project / "sizes.json").write_text("[1]")  # a task may read it
     assert code() != first
@@ -148,7 +149,7 @@ def test_cells_that_cannot_run_or_have_not_begun_are_shown_as_that(tmp_path: Pat
     runs = look_at_sweeps([paths])[str(paths.root)]
     assert [run.state for run in runs] == [State.done, State.impossible, State.pending, State.pending]
     assert [run.cell for run in runs] == ["x=1", "accumulation=3", "x=2", "x=3"]
-    assert runs[1].detail == "64 samples ..."
+    assert runs[1].detail == "64 samples ... Use 4."
 
 
 def test_a_sweep_that_cannot_be_read_stands_beside_the_others(tmp_path: Path) -> None:
@@ -171,20 +172,33 @@ def test_a_run_is_over_when_its_launch_says_so_though_the_process_runs_others(tm
 
 
 def test_words_for_sweeps_and_their_cells(tmp_path: Path) -> None:
-    make_run(tmp_path / "study" / "lr=1-c0ff", "done")
-    make_run(tmp_path / "study" / "lr=2-c0fe", "done")
+    study = tmp_path / "study"
+    for name in ("lr=1+seed=1-c0ff", "lr=1+seed=1-c0ff.retry1", "lr=2+seed=1-c0fe", "path=_a_b-c0fa"):
+        make_run(study / name, "done")
     make_run(tmp_path / "single", "done")
-    keep(tmp_path / "study")
+    keep(
+        study, cell("optimizer.lr=1", "train.seed=1", run="lr=1+seed=1-c0ff.retry1"),
+        cell("optimizer.lr=2", "train.seed=1", run="lr=2+seed=1-c0fe"), cell("task.path=/a/b", run="path=_a_b-c0fa"),
+        cell("optimizer.lr=3", "train.seed=1"),
+    )  # fmt: skip
     keep(tmp_path / "stall")
-    assert resolve_any("study", tmp_path) == SweepPaths(tmp_path / "study")
-    assert resolve_any("stu", tmp_path) == SweepPaths(tmp_path / "study")
-    assert resolve_any(str(tmp_path / "study"), Path("nowhere")) == SweepPaths(tmp_path / "study")
-    for word in ("study/lr=1-c0ff", "study/lr=1", "stu/lr=1", str(tmp_path / "study" / "lr=1")):
-        assert resolve(word, tmp_path) == RunPaths(tmp_path / "study" / "lr=1-c0ff"), word
+    assert resolve_any("study", tmp_path) == SweepPaths(study)
+    assert resolve_any("stu", tmp_path) == SweepPaths(study)
+    assert resolve_any(str(study), Path("nowhere")) == SweepPaths(study)
+    meant = {
+        "lr=1+seed=1-c0ff.retry1": ("lr=1 seed=1", "lr=1", "lr=1+seed=1", "lr=1+seed=1-c"),  # the cell's run now
+        "lr=1+seed=1-c0ff": ("lr=1+seed=1-c0ff",),
+        "lr=2+seed=1-c0fe": ("lr=2", "lr=2 seed=1", "lr=2+seed=1-c0fe"),
+        "path=_a_b-c0fa": ("path=/a/b", "path=/a", "path"),
+    }
+    for run, words in meant.items():
+        for word in words:
+            for before in ("study", "stu", str(study)):
+                assert resolve(f"{before}/{word}", tmp_path) == RunPaths(study / run), (before, word)
     assert resolve("si", tmp_path) == RunPaths(tmp_path / "single")
     wrong = {
         "study": "is a sweep", "st": "2 runs begin", "st/lr=1": "2 runs begin", "study/lr": "2 runs begin",
-        "study/x": "no such run", "other/lr": "no such run",
+        "study/x": "no such run", "other/lr": "no such run", "study/lr=3": "no such run", "": "RUN is empty",
     }  # fmt: skip
     for word, says in wrong.items():
         with pytest.raises(UserError, match=says):
@@ -193,7 +207,7 @@ def test_words_for_sweeps_and_their_cells(tmp_path: Path) -> None:
 
 def test_two_commands_do_not_begin_the_same_cells(tmp_path: Path) -> None:
     paths = SweepPaths(tmp_path / "s")
-    refused = pytest.raises(UserError, match="another `launch` is beginning cells")
+    refused = pytest.raises(UserError, match=r"another `launch` is at work on this sweep's cells: process \d+ on")
     with book.alone(paths), refused, book.alone(paths):
         pass
     with book.alone(paths):  # it was let go
