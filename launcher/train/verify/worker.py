@@ -49,21 +49,28 @@ def main(plan_path: str) -> None:
 
 
 def _run(plan: RunPlan) -> None:
-    world = World.here()
-    device = device_of(world, plan.cluster.device)
     torch.use_deterministic_algorithms(plan.train.deterministic)
+    certificate = verify(plan, World.here())
+    if certificate is not None:
+        write_json(plan.paths.certificate, dataclasses.asdict(certificate))
+        write_json(plan.paths.summary, {"verdict": "done"})
+
+
+def verify(plan: RunPlan, world: World) -> Certificate | None:
+    """All ranks call it; rank 0 gets the certificate."""
+    device = device_of(world, plan.cluster.device)
     join(world, device)
     together = _together(plan, world)
     gc.collect()  # the engines' memory is the reference's
     disband()
     if world.rank:
-        return
+        return None
     # the user's code may ask for its rank, and a module that normalises over ranks finds this one alone
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    certificate = _certify(plan, device, together)
-    dist.destroy_process_group()
-    write_json(plan.paths.certificate, dataclasses.asdict(certificate))
-    write_json(plan.paths.summary, {"verdict": "done"})
+    try:
+        return _certify(plan, device, together)
+    finally:
+        dist.destroy_process_group()
 
 
 @dataclasses.dataclass(frozen=True)
