@@ -129,8 +129,14 @@ class WindowCheck:
 
 @dataclass(frozen=True, kw_only=True)
 class Certificate:
-    """``job``: what was verified, line by line. ``rounding``: what this model rounds in fp32, relative; None where that is
-    not known. ``refused``: the error with which training would end. ``notes``: what the reader should know of the comparison."""
+    """What is printed, and what ``--json`` has.
+
+    Args:
+        job: what was verified, line by line.
+        rounding: what this model rounds in fp32, relative; None where that is not known.
+        refused: the error with which training would end.
+        notes: what the reader should know of the comparison.
+    """
 
     job: dict[str, str]
     rounding: float | None

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from launcher.errors import ConfigError, DataError, EngineMisuse
+from launcher.errors import ConfigError, EngineMisuse
 from launcher.plan import RunPlan
 from launcher.train import data, step
 from launcher.train.buffers import Buffers
@@ -186,13 +186,13 @@ class Engine:
         Args:
             loss_sum: scalar, the loss summed over the micro-batch's items.
             items: how many items that is.
+
+        Raises:
+            EngineMisuse: called out of turn, or the loss is no scalar with a gradient, or ``items`` is no count.
         """
         if self._micro is None:
             raise EngineMisuse("engine.backward() belongs once into each micro-batch of `for batch in window`.")
-        if not loss_sum.requires_grad:
-            raise EngineMisuse(
-                "The loss does not require a gradient: it was detached, made from a number, or computed under no_grad."
-            )
+        step.require_sum(loss_sum, items)
         samples, self._micro = self._micro.samples, None
         if self._rehearsing:
             assert self._divisor is not None
@@ -226,9 +226,7 @@ class Engine:
         if not math.isfinite(agreed.loss_sum):
             raise step.explain_bad_loss(self._totals, self.world, self.steps + 1)
         if agreed.items <= 0:
-            raise DataError(
-                f"The window of step {self.steps + 1} holds no item: the loss has nothing to be averaged over."
-            )
+            raise step.explain_bad_items(self.steps + 1, agreed.items)
         comm = self.parallel.meter.close_window(window.count, self._sync)
 
         lr = float(self.schedule.get_last_lr()[0])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from launcher.config import Sync
-from launcher.errors import NotFinite
+from launcher.errors import DataError, EngineMisuse, NotFinite
 from launcher.train.calibration import Calibrated
 from launcher.train.meter import CommStats
 from launcher.train.world import World
@@ -61,7 +61,8 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Agreed:
-    """What all ranks know after the window's small collective. ``grad_norm`` is of the gradients as they stand."""
+    """What all ranks know after the window's small collective. ``items``: -1 where a count was negative or not finite.
+    ``grad_norm`` is of the gradients as they stand."""
 
     items: int
     loss_sum: float
@@ -109,7 +110,7 @@ class WindowTotals:
         if self.losses:
             flags[1] = _sum(self.losses)
         if self._items:
-            flags[0] += _sum(self._items)
+            flags[0] += _count(self._items)
         if self._world.size > 1:
             self._work = dist.all_reduce(flags, async_op=True)
         self._shared = flags
@@ -133,8 +134,45 @@ class WindowTotals:
         # of offloaded gradients the norm is on the host
         both = torch.cat((self._shared, grad_norm.detach().to(self._device, torch.float64).reshape(1)))
         items, loss_sum, samples, more, stop, save_due, norm = both.tolist()
-        whole = round(items) if math.isfinite(items) else 0
+        whole = round(items) if math.isfinite(items) else -1
         return Agreed(whole, loss_sum, round(samples), more > 0, stop > 0, save_due > 0, norm)
+
+
+def require_sum(loss_sum: Tensor, items: int | Tensor) -> None:
+    """What goes into a backward pass, as far as the host can see it without waiting for the device.
+
+    Raises:
+        EngineMisuse: the loss is no scalar with a gradient, or ``items`` is no count.
+    """
+    if not isinstance(loss_sum, Tensor) or loss_sum.numel() != 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+        found = f"a tensor of shape {list(loss_sum.shape)}" if isinstance(loss_sum, Tensor) else repr(loss_sum)
+        raise EngineMisuse(
+            f"The loss is {found}: want a scalar tensor, the sum over the micro-batch's items.\n"
+            "  Add it up (reduction='sum'), and give the number of items with it."
+        )
+    if not loss_sum.requires_grad:
+        raise EngineMisuse(
+            "The loss does not require a gradient: it was detached, made from a number, or computed under no_grad."
+        )
+    problem = None
+    if isinstance(items, Tensor):
+        if items.requires_grad:
+            problem = "require a gradient: they were computed from the model's output"
+        elif items.numel() != 1:
+            problem = f"are a tensor of shape {list(items.shape)}"
+    elif items < 0:
+        problem = f"are {items}"
+    if problem is not None:
+        raise EngineMisuse(
+            f"The items {problem}. They are how many items the loss sums over: one number, 0 or more.\n"
+            "  Count them in the targets, such as (targets != padding).sum()."
+        )
+
+
+def _count(items: list[Tensor]) -> Tensor:
+    """Their sum; not a number where one is negative, so that no other can make up for it."""
+    counts = torch.stack([count.reshape(()) for count in items]).double()
+    return torch.where((counts < 0).any(), math.nan, counts.sum())
 
 
 def _sum(values: list[Tensor]) -> Tensor:
@@ -167,6 +205,19 @@ def explain_bad_loss(totals: WindowTotals, world: World, step: int) -> NotFinite
         f"The loss of step {step} is not finite (inf or nan): {where or 'only its sum overflows'}.\n"
         "  Nothing was applied. Try a lower optimizer.lr, a longer schedule.warmup_steps, a lower train.clip_norm, or "
         "precision=fp32; if it comes at once, look at the data and the loss of that micro-batch."
+    )
+
+
+def explain_bad_items(step: int, items: int) -> DataError:
+    """``items``: 0, or -1 as ``Agreed`` has it."""
+    if items:
+        return DataError(
+            f"A micro-batch of step {step} has items that are negative, or not finite.\n"
+            "  They are how many items its loss sums over, such as (targets != padding).sum()."
+        )
+    return DataError(
+        f"The window of step {step} holds no item: the loss has nothing to be averaged over.\n"
+        "  Leave out samples without items (all padding) in train_data()."
     )
 
 

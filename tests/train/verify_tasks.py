@@ -146,7 +146,7 @@ class Streamed(Padded):
         return self.Data()
 
 
-# ------------------------------------------------------------------------------------------------ to be caught: the loss
+# to be caught: the loss
 
 
 class BareMean(Padded):
@@ -171,10 +171,13 @@ class Contrasted(Padded):
 
     def loss(self, model: Any, batch: Tensor) -> Any:
         pooled = model(batch).mean(1)
-        return Loss(total=functional.cross_entropy(pooled @ pooled.T, torch.arange(len(batch)), reduction="sum"), items=len(batch))
+        return Loss(
+            total=functional.cross_entropy(pooled @ pooled.T, torch.arange(len(batch)), reduction="sum"),
+            items=len(batch),
+        )
 
 
-# ----------------------------------------------------------------------------------------------- to be caught: the state
+# to be caught: the state
 
 
 class Remembers(Padded):
@@ -215,8 +218,8 @@ class RemembersInBuffer(Padded):
 
 class Normed(Padded):
     class Norm(nn.BatchNorm1d):
-        def forward(self, input: Tensor) -> Tensor:
-            return super().forward(input.transpose(1, 2)).transpose(1, 2)
+        def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+            return super().forward(x.transpose(1, 2)).transpose(1, 2)
 
     def model(self) -> nn.Module:
         return bag_of_words(self.Norm(WIDTH))
@@ -245,7 +248,7 @@ class Unused(Padded):
         return model
 
 
-# ------------------------------------------------------------------------------------------------ to be caught: the data
+# to be caught: the data
 
 
 class OtherData(Padded):
@@ -275,7 +278,7 @@ class NotSharded(Padded):
         return self.Data()
 
 
-# ----------------------------------------------------------------------------------------------------- to be refused
+# to be refused
 
 
 class Vector(Padded):
@@ -309,3 +312,12 @@ class AllPadding(Padded):
 
     def collate(self, samples: list[Tensor]) -> Tensor:
         return torch.zeros_like(super().collate(samples))
+
+
+class Greedy(Padded):
+    """More than five samples at once do not fit."""
+
+    def loss(self, model: Any, batch: Tensor) -> Any:
+        if len(batch) > 5:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+        return super().loss(model, batch)

@@ -54,19 +54,14 @@ def _of_map(dataset: Any, plan: RunPlan, world: World, count: int) -> list[Hazar
         return prints
 
     first, again, other = read(plan.train.seed), read(plan.train.seed), read(plan.train.seed + 1)
-    unstable = _different(first, again)
+    everyone = _gather((first, _different(first, again), _different(first, other)), world)
     # of what is another one each time, no more can be asked
-    everyone = _gather((first, unstable), world)
-    unstable = sorted({place for _, places in everyone for place in places})
-    differ = sorted({place for prints, _ in everyone for place in _different(first, prints)} - set(unstable))
-    differ = sorted({place for places in _gather(differ, world) for place in places})
-    random = any(_gather(bool(set(_different(first, other)) - set(unstable)), world))
+    if unstable := sorted({place for _, places, _ in everyone for place in places}):
+        return [_unstable(f"{len(unstable)} of {count} samples, the one with index {indices[unstable[0]]} first")]
     found: list[Hazard] = []
-    if differ:
+    if differ := sorted({place for prints, _, _ in everyone for place in _different(everyone[0][0], prints)}):
         found.append(_differs(f"{len(differ)} of {count} samples, the one with index {indices[differ[0]]} first"))
-    if unstable:
-        found.append(_unstable(f"{len(unstable)} of {count} samples, the one with index {indices[unstable[0]]} first"))
-    elif random:
+    if any(random for _, _, random in everyone):
         found.append(
             Hazard(
                 name="random data",

@@ -6,7 +6,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
-import torch
 from torch import Tensor
 
 from launcher.certificate import Deviation
@@ -82,7 +81,3 @@ def _grouped(names: list[str]) -> dict[str, str]:
     while all(len(part) > common + 1 for part in parts) and len({part[common] for part in parts}) == 1:
         common += 1
     return {name: ".".join(part[: common + 1]) for name, part in zip(names, parts, strict=True)}
-
-
-def finite(gradient: Mapping[str, Tensor | None]) -> bool:
-    return all(part is None or bool(torch.isfinite(part).all()) for part in gradient.values())

@@ -27,15 +27,22 @@ _PARTS = 4
 
 
 def probe(make: Callable[[], Plain], window: Sequence[Any], micro_size: int) -> list[Hazard]:
-    """All that is found on a window's samples. ``make``: builds the task and the model anew."""
+    """All that is found on a window's samples. ``make``: builds the task and the model anew.
+
+    What is not the same twice, or remembers, fails every later comparison too, so those are left out then.
+    """
     first = list(window[:micro_size])
     other = list(window[micro_size : 2 * micro_size]) or list(window[: max(1, micro_size // 2)])
     plain = make()
-    with without_dropout(plain.model):
-        found = [*_answer(plain, first), *_sum(plain, window, micro_size)]
-    found += _randomness(plain, first)
-    found += _memory(make, first, other)
-    found += _batch_norm(plain.model)
+    found = [*_answer(plain, first), *_batch_norm(plain.model)]
+    memory = _memory(make, first, other)
+    found += memory
+    if all(hazard.effect is Effect.noted for hazard in memory):
+        random = _randomness(plain, first)
+        found += random
+        if all(hazard.effect is Effect.noted for hazard in random):
+            with without_dropout(plain.model):
+                found += _sum(plain, window, micro_size)
     return found
 
 
@@ -71,22 +78,22 @@ def _answer(plain: Plain, samples: Sequence[Any]) -> list[Hazard]:
 def _sum(plain: Plain, window: Sequence[Any], micro_size: int) -> list[Hazard]:
     """Is the loss of several micro-batches together the sum of theirs? Statistics of BatchNorm are left out of it: they
     are another matter."""
-    parts = [window[i : i + micro_size] for i in range(0, min(len(window), _PARTS * micro_size), micro_size)]
-    if len(parts) == 1 and len(window) > 1:
-        parts = [window[: len(window) // 2], window[len(window) // 2 :]]
+    many = window[: min(_PARTS * micro_size, plain.most or len(window))]
+    size = micro_size if len(many) > micro_size else -(-len(many) // 2)
+    parts = [many[i : i + size] for i in range(0, len(many), size)]
     if len(parts) == 1:
         return []
     frozen = [module for module in plain.model.modules() if _uses_batch(module) and module.track_running_stats]
     for module in frozen:
         module.training = False
-    together = _totals(plain, [sample for part in parts for sample in part])
+    together = _totals(plain, many)
     apart = [_totals(plain, part) for part in parts]
     for module in frozen:
         module.training = True
     found: list[Hazard] = []
     added = sum(total for total, _ in apart)
-    size = max(abs(together[0]), sum(abs(total) for total, _ in apart))
-    if abs(together[0] - added) > 10 * SAME * size:
+    magnitude = max(abs(together[0]), sum(abs(total) for total, _ in apart))
+    if abs(together[0] - added) > 10 * SAME * magnitude:
         found.append(
             Hazard(
                 name="a loss that is no sum over items",

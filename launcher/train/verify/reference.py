@@ -15,6 +15,7 @@ from torch.utils.data import default_collate
 from launcher.errors import RunError
 from launcher.plan import RunPlan
 from launcher.train.calibration import Kept
+from launcher.train.forecast import free_host_bytes
 from launcher.train.loader import to_device
 from launcher.train.loop import as_loss
 from launcher.train.randomness import seed_everything
@@ -123,29 +124,19 @@ class Plain:
     def _estimate(self, samples: Sequence[Any]) -> int:
         """How many samples' activations fit into the host's memory. A process that takes more than there is is killed,
         not told, so it is not tried; a GPU tells."""
-        free = _free_bytes() if self.device.type == "cpu" else None
         few = samples[: self.plan.batch.micro_size]
-        if free is None or len(few) == len(samples):
+        if self.device.type != "cpu" or len(few) == len(samples):
             return len(samples)
         self.put_back()
         with _saved_bytes() as saved:
             self.loss(few)
-        fitting = int(_FREE_SHARE * free * len(few) / max(1, sum(saved.values())))
+        fitting = int(_FREE_SHARE * free_host_bytes() * len(few) / max(1, sum(saved.values())))
         return max(len(few), min(len(samples), fitting))
 
 
 def _is_for_memory(error: BaseException) -> bool:
     kinds = (MemoryError, torch.OutOfMemoryError)
     return isinstance(error, kinds) or any(words in str(error) for words in _NO_MEMORY)
-
-
-def _free_bytes() -> int | None:
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:  # noqa: PTH123
-            fields = dict(line.split(":", 1) for line in file)
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError):
-        return None
 
 
 @contextmanager
@@ -160,6 +151,3 @@ def _saved_bytes() -> Iterator[dict[int, int]]:
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         yield saved
-
-
-__all__ = ["Plain", "Whole"]

@@ -124,11 +124,8 @@ def _certify(plan: RunPlan, device: torch.device, found: Together) -> Certificat
     if taken is None:
         return _certificate(plan, None, [], found.hazards, [], "Its data is not the same on all ranks.")
 
-    def make() -> Plain:
-        return Plain(plan, taken.beginning, device)
-
     print("the reference: each window as one batch", flush=True)
-    plain, narrow = make(), Precision(plan.precision, device)
+    plain, narrow = Plain(plan, taken.beginning, device), Precision(plan.precision, device)
     with full_fp32(), without_dropout(plain.model):
         wholes = [plain.whole(samples) for samples in found.samples]
         rounding = distance(wholes[0].gradient, plain.whole(found.samples[0][::-1]).gradient)
@@ -136,6 +133,10 @@ def _certify(plan: RunPlan, device: torch.device, found: Together) -> Certificat
             [plain.whole(samples, narrow.autocast) for samples in found.samples] if found.configured is not None else []
         )
     print("the hazards", flush=True)
+
+    def make() -> Plain:
+        return Plain(plan, taken.beginning, device, plain.most)
+
     with full_fp32():
         hazards = [*found.hazards, *_unused(wholes), *probe(make, found.samples[0], plan.batch.micro_size)]
     configured = None if found.configured is None else found.configured.windows
