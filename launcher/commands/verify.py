@@ -20,9 +20,20 @@ if TYPE_CHECKING:
 WORKER_COMMAND = ("-P", "-m", "launcher.train.verify.worker")
 
 
+_HELP = """\
+launch verify [key=value ...] [--json]: is this job's accumulated gradient that of one big batch?
+
+Takes the overrides of `launch train`. Runs the job's first windows and a short one on its ranks, on this machine, and
+compares their gradients in fp32 with each window as one batch in one process. Nothing is trained, nothing is left.
+Exit status: 0 it is, to rounding; 1 it is not, or cannot be compared, or training would fail; 2 the input is wrong.
+"""
+
+
 def verify(arguments: list[str]) -> int:
     """Exit status 0 where the gradient is that of the big batch, 1 where it is not, or cannot be said to be."""
     as_json = take("--json", arguments)
+    if {"--help", "-h"} & set(arguments):
+        print(_HELP)
 
     def act(config: Config, yaml: str) -> int:
         _require_here(config)

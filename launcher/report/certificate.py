@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from launcher.certificate import Certificate, Deviation, Effect, Outcome, WindowCheck
+from launcher.certificate import Certificate, Deviation, Effect, Hazard, Outcome, WindowCheck
 from launcher.report.tables import named_lines
 
 _COLOURS = {Outcome.exact: "bold green", Outcome.undecided: "bold yellow"}
@@ -30,7 +31,8 @@ def parts(found: Certificate) -> Iterator[RenderableType]:
         yield from _window(window, found.tolerance)
     if found.hazards:
         yield ""
-        yield _hazards(found)
+        yield Text("Hazards", style="bold")
+        yield from map(_hazard, found.hazards)
     yield ""
     for note in found.notes:
         yield Text(note)
@@ -76,12 +78,7 @@ def _error(one: Deviation) -> str:
     return "r is 0" if one.error is None else f"{one.error:.1e}"
 
 
-def _hazards(found: Certificate) -> Table:
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0), title="Hazards", title_justify="left")
-    table.add_column(no_wrap=True)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for hazard in found.hazards:
-        text = f"{hazard.seen}\n{hazard.matters}\n-> {hazard.remedy}"
-        table.add_row(_EFFECTS[hazard.effect], escape(hazard.name), escape(text))
-    return table
+def _hazard(hazard: Hazard) -> RenderableType:
+    body = Text("\n").join(Text(text) for text in (hazard.seen, hazard.matters, f"-> {hazard.remedy}"))
+    head = Text.from_markup(f"  {_EFFECTS[hazard.effect]}: [bold]{escape(hazard.name)}[/]")
+    return Group(head, Padding(body, (0, 0, 0, 4), expand=False))

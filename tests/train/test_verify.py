@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,12 +71,12 @@ ERRORS = {
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[str, Any]]]:
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What one start of two ranks says of all of them."""
     lines = [*EXACT, *CAUGHT, *BLIND, *REFUSED, *ERRORS]
     out = torchrun(WORKER, lines, 2, tmp_path_factory.mktemp("verify"))
     found = [json.loads(line) for line in out.splitlines() if line.startswith('{"line"')]
-    yield {one.pop("line"): one for one in found}
+    return {one.pop("line"): one for one in found}
 
 
 def certificate(answers: dict[str, dict[str, Any]], line: str) -> Certificate:
@@ -135,9 +134,6 @@ def test_refused(answers: dict[str, dict[str, Any]], line: str) -> None:
 @pytest.mark.parametrize("line", ERRORS)
 def test_a_loss_that_is_none_is_one_message(answers: dict[str, dict[str, Any]], line: str) -> None:
     assert ERRORS[line] in answers[line]["error"]
-
-
-# --------------------------------------------------------------------------------------------------------- the rule
 
 
 def window(error: float, share: float = 1.0, configured: float | None = None, one_batch: float | None = None):

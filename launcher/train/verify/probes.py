@@ -9,20 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from launcher.certificate import Effect, Hazard
 from launcher.train.randomness import seed_everything
 from launcher.train.task import Loss
-from launcher.train.verify.accumulated import Gradient
 from launcher.train.verify.measure import distance
 from launcher.train.verify.reference import Plain
+from launcher.train.verify.state_probes import SAME, probe_memory
 from launcher.train.verify.still import dropout_modules, without_dropout
 
-# relative; the same arithmetic gives the same to this on any device
-SAME = 1e-5
 _PARTS = 4
 
 
@@ -35,7 +32,7 @@ def probe(make: Callable[[], Plain], window: Sequence[Any], micro_size: int) -> 
     other = list(window[micro_size : 2 * micro_size]) or list(window[: max(1, micro_size // 2)])
     plain = make()
     found = [*_answer(plain, first), *_batch_norm(plain.model)]
-    memory = _memory(make, first, other)
+    memory = probe_memory(make, first, other)
     found += memory
     if all(hazard.effect is Effect.noted for hazard in memory):
         random = _randomness(plain, first)
@@ -76,54 +73,49 @@ def _answer(plain: Plain, samples: Sequence[Any]) -> list[Hazard]:
 
 
 def _sum(plain: Plain, window: Sequence[Any], micro_size: int) -> list[Hazard]:
-    """Is the loss of several micro-batches together the sum of theirs? Statistics of BatchNorm are left out of it: they
-    are another matter."""
+    """Is the loss of several micro-batches together the sum of theirs, and its gradient too? When training begins all
+    items may have the same loss, and only gradients tell. Statistics of BatchNorm are left out: another matter."""
     many = window[: min(_PARTS * micro_size, plain.most or len(window))]
     size = micro_size if len(many) > micro_size else -(-len(many) // 2)
-    parts = [many[i : i + size] for i in range(0, len(many), size)]
-    if len(parts) == 1:
+    if len(many) <= size:
         return []
-    frozen = [module for module in plain.model.modules() if _uses_batch(module) and module.track_running_stats]
-    for module in frozen:
+    normed = [module for module in plain.model.modules() if _uses_batch(module) and module.track_running_stats]
+    for module in normed:
         module.training = False
-    together = _totals(plain, many)
-    apart = [_totals(plain, part) for part in parts]
-    for module in frozen:
+    together = plain.in_batches([many])
+    apart = plain.in_batches([many[i : i + size] for i in range(0, len(many), size)])
+    for module in normed:
         module.training = True
     found: list[Hazard] = []
-    added = sum(total for total, _ in apart)
-    magnitude = max(abs(together[0]), sum(abs(total) for total, _ in apart))
-    if abs(together[0] - added) > 10 * SAME * magnitude:
+    # both are means over their own items
+    factor = apart.items / (together.items or 1.0)
+    added = {name: None if part is None else part * factor for name, part in apart.gradient.items()}
+    off = max(distance(together.gradient, added), abs(apart.loss * factor / (together.loss or 1.0) - 1))
+    if off > 10 * SAME:
         found.append(
             Hazard(
                 name="a loss that is no sum over items",
                 effect=Effect.breaks,
-                seen=f"{len(parts)} micro-batches together have a total of {together[0]:.6g}; one by one their totals "
-                f"add up to {added:.6g}.",
+                seen=f"{len(many)} samples as one batch have another total, or gradient of it, than as {apart.batches} "
+                f"micro-batches together: by {off:.1e}.",
                 matters="It is a mean, over items of which samples have unequal numbers, or samples see each other "
                 "within a batch (statistics of the batch, contrastive losses): then the split decides what is learned.",
                 remedy="Return launcher.Loss(total=the sum over items, items=how many). A loss that needs the whole "
                 "batch cannot be accumulated: use batch.accumulation=1, and gather what it needs.",
             )
         )
-    counted = sum(items for _, items in apart)
-    if together[1] != counted:
+    if together.items != apart.items:
         found.append(
             Hazard(
                 name="items that do not add up",
                 effect=Effect.breaks,
-                seen=f"{len(parts)} micro-batches together have {together[1]:g} items; one by one {counted:g}.",
+                seen=f"{len(many)} samples as one batch have {together.items:g} items; as {apart.batches} "
+                f"micro-batches together {apart.items:g}.",
                 matters="What a sample counts depends on its neighbours: padding is counted, perhaps.",
                 remedy="Count only what the total sums over, such as (targets != padding).sum().",
             )
         )
     return found
-
-
-def _totals(plain: Plain, samples: Sequence[Any]) -> tuple[float, float]:
-    plain.put_back()
-    loss = plain.loss(samples)
-    return loss.total.item(), float(loss.items)
 
 
 def _randomness(plain: Plain, samples: Sequence[Any]) -> list[Hazard]:
@@ -165,82 +157,6 @@ def _randomness(plain: Plain, samples: Sequence[Any]) -> list[Hazard]:
             )
         )
     return found
-
-
-def _memory(make: Callable[[], Plain], first: Sequence[Any], other: Sequence[Any]) -> list[Hazard]:
-    """Is a micro-batch's gradient another after other micro-batches, or another each time?"""
-    fresh, again = make(), make()
-    with without_dropout(fresh.model), without_dropout(again.model):
-        fresh.put_back()
-        alone = fresh.backward(first)
-        again.put_back()
-        twin = again.backward(first)
-        if (apart := _apart(alone, twin)) > SAME:
-            return [_not_repeatable(apart)]
-        found: list[Hazard] = []
-        changed = _changed_buffers(again)
-        worst = 0.0
-        for samples in (first, other, first):
-            again.put_back()
-            result = again.backward(samples)
-            if samples is first:
-                worst = max(worst, _apart(alone, result))
-        if worst > SAME:
-            found.append(_hidden_state(worst))
-        elif changed:
-            again.put_back()
-            again.backward(other)
-            carried = _apart(alone, again.backward(first))
-            found.append(_buffers(changed, carried))
-    return found
-
-
-def _apart(one: tuple[float, float, Gradient], two: tuple[float, float, Gradient]) -> float:
-    return max(abs(one[0] - two[0]) / max(abs(one[0]), 1e-30), distance(one[2], two[2]))
-
-
-def _changed_buffers(plain: Plain) -> list[str]:
-    now = dict(plain.model.named_buffers())
-    was = plain.beginning.values
-    return [name for name, buffer in now.items() if not torch.equal(buffer.cpu(), was[name])]
-
-
-def _not_repeatable(apart: float) -> Hazard:
-    return Hazard(
-        name="non-determinism",
-        effect=Effect.blinds,
-        seen=f"Two fresh models with the same parameters and random numbers differ by {apart:.1e} on one micro-batch.",
-        matters="What differs by itself cannot be compared, nor repeated: a clock, a generator of the model's own, or "
-        "state that outlives the model.",
-        remedy="Draw random numbers from torch's default generator only; try train.deterministic=true on a GPU.",
-    )
-
-
-def _hidden_state(apart: float) -> Hazard:
-    return Hazard(
-        name="hidden state",
-        effect=Effect.breaks,
-        seen=f"After other micro-batches the same micro-batch gives another result (by {apart:.1e}), though "
-        "parameters, buffers and random numbers are as they were.",
-        matters="The model, or the task, remembers micro-batches in something that is no declared buffer: the result "
-        "depends on their order and number, each rank has its own, and no checkpoint holds it.",
-        remedy="Remove it, reset it in loss(), or declare it with register_buffer().",
-    )
-
-
-def _buffers(names: list[str], carried: float) -> Hazard:
-    shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-    matters = f"The gradient depends on them: by {carried:.1e} after one other micro-batch." if carried > SAME else (
-        "The gradient does not depend on them. They count micro-batches, not windows, and each window begins with "
-        "those of rank 0."
-    )  # fmt: skip
-    return Hazard(
-        name="changing buffers",
-        effect=Effect.breaks if carried > SAME else Effect.noted,
-        seen=f"The forward pass changes the buffers {shown}.",
-        matters=matters,
-        remedy="Update once a window what the gradient depends on." if carried > SAME else "Nothing, where that is so.",
-    )
 
 
 def _uses_batch(module: nn.Module) -> bool:

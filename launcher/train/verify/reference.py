@@ -95,7 +95,7 @@ class Plain:
         while True:
             size = min(self.most, len(samples))
             try:
-                return self._in_batches([samples[i : i + size] for i in range(0, len(samples), size)], autocast)
+                return self.in_batches([samples[i : i + size] for i in range(0, len(samples), size)], autocast)
             except (RuntimeError, MemoryError) as error:
                 if not _is_for_memory(error):
                     raise
@@ -108,7 +108,8 @@ class Plain:
             self.model.zero_grad(set_to_none=True)
             self.most = size // 2
 
-    def _in_batches(self, batches: Sequence[Sequence[Any]], autocast: Autocast) -> Whole:
+    def in_batches(self, batches: Sequence[Sequence[Any]], autocast: Autocast = nullcontext) -> Whole:
+        """The same of batches as they are given: their sums added up, over all their items."""
         total, items, sums = 0.0, 0.0, dict[str, Tensor | None]()
         for batch in batches:
             self.put_back()
