@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import tempfile
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import Launch
+from tests.helpers import launch_command
 
 OWN = ("task._target_=speech.tasks.Tagger", "batch.global_size=24", "batch.micro_size=3")
 
@@ -47,6 +50,20 @@ def test_a_task_that_raises_is_shown_in_its_own_words(launch: Launch) -> None:
     assert done.returncode == 1
     assert "loss() returned a dict" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_it_at_once(project: Path) -> None:
+    before = leftovers()
+    command = launch_command("verify", *OWN, "task.trouble=slow", "task.samples=2000", "batch.accumulation=100",
+                             "batch.global_size=null")  # fmt: skip
+    with subprocess.Popen(command, cwd=project, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
+        assert job.stderr is not None
+        assert any("windows on 2 ranks" in line for line in job.stderr)
+        job.send_signal(signal.SIGINT)
+        job.communicate(timeout=20)  # the workers are given more than that to save, and have nothing to save
+    assert job.returncode == 130
+    assert leftovers() == before
 
 
 @pytest.mark.parametrize(

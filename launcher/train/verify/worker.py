@@ -24,7 +24,7 @@ from launcher.certificate import Certificate, Effect, Hazard, WindowCheck, judge
 from launcher.config import Compress, ShortWindow
 from launcher.paths import write_json
 from launcher.plan import RunPlan
-from launcher.process import AGENT_PID, die_with_parent, join_output_streams, leave, mark_last_words
+from launcher.process import AGENT_PID, die_with_parent, join_output_streams, leave, lower_shield, mark_last_words
 from launcher.train.precision import Precision
 from launcher.train.task import load_task
 from launcher.train.verify.accumulated import Accumulated, Taken, accumulate, in_fp32
@@ -41,6 +41,7 @@ def main(plan_path: str) -> None:
     die_with_parent(int(os.environ[AGENT_PID]))
     join_output_streams()
     mark_last_words()
+    lower_shield()  # there is nothing to save: a signal ends it
 
     from torch.distributed.elastic.multiprocessing.errors import record
 
