@@ -44,15 +44,6 @@ def test_a_certificate_for_scripts(launch: Launch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("project")
-def test_a_task_that_raises_is_shown_in_its_own_words(launch: Launch) -> None:
-    done = launch("verify", *OWN, "task.trouble=wrong type")
-    assert done.returncode == 1
-    assert "loss() returned a dict" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.slow
 def test_ctrl_c_ends_it_at_once(project: Path) -> None:
     before = leftovers()
     command = launch_command("verify", *OWN, "task.trouble=slow", "task.samples=2000", "batch.accumulation=100",
