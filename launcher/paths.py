@@ -50,6 +50,11 @@ class RunPaths:
         """The verdict and the last values."""
         return self.root / "summary.json"
 
+    @property
+    def certificate(self) -> Path:
+        """What `launch verify` measured."""
+        return self.root / "certificate.json"
+
     def summary_of(self, node: int) -> Path:
         """How it went on one host; on node 0 it becomes the run's."""
         return self.summary if node == 0 else self.root / f"summary.node{node}.json"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -85,6 +85,24 @@ class LiveDisplay:
             self._progress.stop()
             if self._last is not None:
                 self.say(f"{_step_text(self._last, self._steps)}  {_rate(self._last)}")
+
+
+class LogDisplay:
+    """Rank 0's output as it comes, and nothing else: beside a result that a script may read."""
+
+    def __init__(self, plan: LaunchPlan, file: TextIO) -> None:
+        self._log, self._file, self._muted = Tail(plan.paths.rank_log(0)), file, False
+
+    def refresh(self) -> None:
+        for line in self._log.lines():
+            self._muted = self._muted or LAST_WORDS in line
+            if not self._muted:
+                self.say(line)
+
+    def say(self, text: str) -> None:
+        print(text, file=self._file, flush=True)
+
+    def close(self) -> None: ...
 
 
 class Silence:

@@ -326,6 +326,10 @@ class Engine:
         """Of the next window, counted over the whole run."""
         return self._place.index
 
+    def go_to(self, place: data.Place) -> None:
+        """Let the next window be the one that lies there. Between two windows, on all ranks."""
+        self._place = place
+
     @property
     def calibrated(self) -> Calibrated | None:
         """The calibration's result, once it is over."""

@@ -98,12 +98,17 @@ def memory_bytes(plan: RunPlan) -> int | None:
     """What one rank has on the device that it computes on; None where that is not this machine's to say."""
     if plan.cluster.device is Device.cuda:
         return torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else None
+    return free_host_bytes() // plan.cluster.workers_per_node
+
+
+def free_host_bytes() -> int:
+    """Memory that this process may still take, of the host's and of its cgroup's."""
     lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     available = int(lines["MemAvailable"].split()[0]) * 1024
     limit = Path("/sys/fs/cgroup/memory.max")
     if limit.exists() and (text := limit.read_text().strip()).isdecimal():
         available = min(available, int(text))
-    return available // plan.cluster.workers_per_node
+    return available
 
 
 def main() -> None:

@@ -1,0 +1,151 @@
+"""The engine's side: the gradients that it would hand to the optimizer, of the job's own windows and strategy."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Generator, Iterable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from launcher.config import Compress, PrecisionKind
+from launcher.errors import DataError, NotFinite, PolicyNotObserved, UnusedParameters
+from launcher.plan import RunPlan
+from launcher.train.calibration import Kept
+from launcher.train.engine import Engine
+from launcher.train.loop import as_loss
+from launcher.train.randomness import seed_everything
+from launcher.train.step import StepResult
+from launcher.train.task import Task, load_task
+from launcher.train.verify.still import without_dropout
+from launcher.train.verify.trials import MapTrials, StreamTrials, Trial
+from launcher.train.world import World, device_of
+
+Gradient = dict[str, Tensor | None]
+
+
+@dataclass(frozen=True)
+class Accumulated:
+    """One window as the engine ran it. ``gradient``: whole, on rank 0's host; empty on other ranks."""
+
+    trial: Trial
+    samples: int
+    items: int
+    micro_batches: int
+    loss: float
+    gradient: Gradient
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """The model as training begins with it, whole, on rank 0's host: ``values`` of parameters and buffers, and which
+    modules are in training mode."""
+
+    values: dict[str, Tensor]
+    training: dict[str, bool]
+
+
+@dataclass(frozen=True)
+class Taken:
+    """``refused``: the error that would end training in one of the windows; those before it are here."""
+
+    beginning: Beginning
+    windows: list[Accumulated]
+    refused: str | None
+
+
+class Witness(Optimizer):
+    """Takes down the gradients that an optimizer would apply, and applies nothing: every window is compared at the
+    parameters that training begins with."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], device: torch.device, keeps: bool) -> None:
+        super().__init__(parameters, {"lr": 1.0})
+        self._device, self._keeps = device, keeps
+        self.taken: list[Tensor | None] = []
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # noqa: ARG002  # pyright: ignore[reportIncompatibleMethodOverride]
+        parameters: list[nn.Parameter] = self.param_groups[0]["params"]
+        self.taken = [whole(p.grad, self._device, keep=self._keeps) for p in parameters]
+
+
+def whole(tensor: Tensor | None, device: torch.device, *, keep: bool) -> Tensor | None:
+    """A copy on the host, of all shards; all ranks call it, and get one where they ``keep`` it."""
+    if isinstance(tensor, DTensor):
+        sharded = cast("DTensor", tensor.to(device))
+        tensor = sharded.full_tensor()  # what is offloaded lies where no collective reaches it
+    return tensor.detach().to("cpu", copy=True) if keep and tensor is not None else None
+
+
+def in_fp32(plan: RunPlan) -> RunPlan:
+    """The plan with nothing that rounds more than it must: fp32 throughout, gradients sent as they are, no compiler."""
+    return dataclasses.replace(
+        plan,
+        precision=dataclasses.replace(plan.precision, kind=PrecisionKind.fp32, reduce_dtype=PrecisionKind.fp32),
+        strategy=dataclasses.replace(plan.strategy, compress=Compress.none),
+        train=dataclasses.replace(plan.train, compile=False),
+    )
+
+
+def accumulate(plan: RunPlan, world: World, windows: MapTrials | StreamTrials) -> Taken:
+    """Run the windows on an engine of ``plan``, which starts afresh. All ranks call it."""
+    # what does not belong into a gradient is left out, and no window is the last one
+    train = dataclasses.replace(plan.train, clip_norm=None, calibrate=0, steps=None, epochs=None)
+    plan = dataclasses.replace(plan, train=train)
+    device = device_of(world, plan.cluster.device)
+    keeps = world.rank == 0
+    seed_everything(plan.train.seed)
+    task = load_task(plan.task.target, plan.task.params, plan.cluster.import_from)
+    witnesses: list[Witness] = []
+
+    def witness(parameters: Iterable[nn.Parameter]) -> Witness:
+        witnesses.append(Witness(parameters, device, keeps=keeps))
+        return witnesses[0]
+
+    engine = Engine(task.model, witness, plan, shard_units=getattr(task, "shard_units", None))
+    seed_everything(plan.train.seed + 1 + world.rank)
+    module = engine.parallel.module
+    taken = Taken(_beginning(module, device, keep=keeps), [], None)
+    kept = Kept(module, device)
+    for trial in windows.trials:
+        kept.put_back()
+        dataset, engine.plan = windows.feed(trial, plan)
+        with without_dropout(module, functions=not plan.train.compile):
+            result = _run(engine, task, trial, dataset)
+        if isinstance(result, str):
+            return dataclasses.replace(taken, refused=result)
+        names = [name for name, p in module.named_parameters() if p.requires_grad]
+        gradient = dict(zip(names, witnesses[0].taken, strict=True)) if keeps else {}
+        taken.windows.append(
+            Accumulated(trial, result.samples, result.items, result.micro_batches, result.loss, gradient)
+        )
+    return taken
+
+
+def _run(engine: Engine, task: Task, trial: Trial, dataset: Any) -> StepResult | str:
+    """One window, with fp16 again until its loss scale has settled; or the error with which training would end."""
+    while True:
+        engine.go_to(trial.place)
+        opened = cast("Generator[Any]", engine.windows(dataset, getattr(task, "collate", None)))
+        for batch in next(opened):
+            loss = as_loss(task.loss(engine.model, batch), engine.samples_in_batch, engine.plan.task.target)
+            engine.backward(loss.total, loss.items)
+        try:
+            result = engine.step()
+        except (UnusedParameters, NotFinite, PolicyNotObserved, DataError) as error:  # of a step: on all ranks alike
+            return f"{type(error).__name__}: {error}"
+        opened.close()
+        if not result.skipped:
+            return result
+
+
+def _beginning(module: nn.Module, device: torch.device, *, keep: bool) -> Beginning:
+    values: dict[str, Tensor] = {}
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if (value := whole(tensor, device, keep=keep)) is not None:
+            values[name] = value
+    return Beginning(values, {name: part.training for name, part in module.named_modules()})

@@ -1,0 +1,77 @@
+"""`launch verify` as a person types it; what it finds is tests/train/test_verify.py's matter."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Launch
+from tests.helpers import launch_command
+
+OWN = ("task._target_=speech.tasks.Tagger", "batch.global_size=24", "batch.micro_size=3")
+
+
+def leftovers() -> set[Path]:
+    return set(Path(tempfile.gettempdir()).glob("launch-verify-*"))
+
+
+@pytest.mark.slow
+def test_a_certificate_for_people_and_nothing_left(launch: Launch, project: Path) -> None:
+    before = leftovers()
+    done = launch("verify", *OWN, "strategy=fsdp", "cluster.workers_per_node=2", "precision=bf16")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for words in ("24 samples = 3 micro-batch × 4 accumulation × 2 ranks", "fsdp, sync", "window 1: agrees",
+                  "short: agrees", "In the job's own precision", "Verdict: exact."):  # fmt: skip
+        assert words in done.stdout
+    assert leftovers() == before
+    assert not (project / "runs").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("project")
+def test_a_certificate_for_scripts(launch: Launch) -> None:
+    done = launch("verify", *OWN, "task.trouble=unused", "--json")
+    found = json.loads(done.stdout)
+    assert done.returncode == found["exit_status"] == 1
+    assert found["outcome"] == "training would fail"
+    assert "forgotten" in found["reason"]
+    assert [hazard["name"] for hazard in found["hazards"]] == ["unused parameters"]
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_it_at_once(project: Path) -> None:
+    before = leftovers()
+    command = launch_command("verify", *OWN, "task.trouble=slow", "task.samples=2000", "batch.accumulation=100",
+                             "batch.global_size=null")  # fmt: skip
+    with subprocess.Popen(command, cwd=project, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
+        assert job.stderr is not None
+        assert any("windows on 2 ranks" in line for line in job.stderr)
+        job.send_signal(signal.SIGINT)
+        job.communicate(timeout=20)  # the workers are given more than that to save, and have nothing to save
+    assert job.returncode == 130
+    assert leftovers() == before
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("batch.globalsize=3", "did you mean 'batch.global_size'"),
+        ("cluster=slurm", "runs its ranks on this machine"),
+    ],
+)
+def test_wrong_input_is_one_message(launch: Launch, argument: str, words: str) -> None:
+    done = launch("verify", argument)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_help_says_what_it_does(launch: Launch) -> None:
+    done = launch("verify", "--help")
+    assert done.returncode == 0
+    assert "is this job's accumulated gradient that of one big batch?" in done.stdout

@@ -1,0 +1,323 @@
+"""Tasks for `launch verify`: some whose accumulated gradient is that of the big batch, and one for each mistake."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from launcher import Loss
+
+WORDS, WIDTH = 30, 12
+
+
+class Sentences(torch.utils.data.Dataset[Tensor]):
+    """Most of a micro-batch is padding: one sentence in four is long."""
+
+    def __init__(self, count: int = 29, seed: int = 3, most: int = 40) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        lengths = [most if n % 4 == 0 else 2 + n % 3 for n in range(count)]
+        self.data = [torch.randint(1, WORDS, (length,), generator=generator) for length in lengths]
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.data[index]
+
+
+def bag_of_words(extra: nn.Module | None = None) -> nn.Sequential:
+    return nn.Sequential(nn.Embedding(WORDS, WIDTH), nn.Tanh(), extra or nn.Identity(), nn.Linear(WIDTH, WORDS))
+
+
+def token_loss(model: Any, batch: Tensor, reduction: str = "sum") -> Tensor:
+    logits, targets = model(batch[:, :-1]), batch[:, 1:]
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=0, reduction=reduction)
+
+
+def tokens(batch: Tensor) -> Tensor:
+    return (batch[:, 1:] != 0).sum()
+
+
+class Padded:
+    """Exact, and what the others deviate from."""
+
+    def model(self) -> nn.Module:
+        return bag_of_words()
+
+    def train_data(self) -> Any:
+        return Sentences()
+
+    def collate(self, samples: list[Tensor]) -> Tensor:
+        return nn.utils.rnn.pad_sequence(samples, batch_first=True)
+
+    def loss(self, model: Any, batch: Tensor) -> Any:
+        return Loss(total=token_loss(model, batch), items=tokens(batch))
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.next, self.length = nn.Linear(WIDTH, WORDS), nn.Linear(WIDTH, 1)
+
+    def forward(self, inputs: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.words(inputs).tanh()
+        middle = (hidden * valid[..., None]).sum(1) / valid.sum(1, keepdim=True)
+        return self.next(hidden), self.length(middle).squeeze(1)
+
+
+class MultiLoss(Padded):
+    """Two heads, two losses, one count of samples; one of the losses is a mean within each sample."""
+
+    def model(self) -> nn.Module:
+        return TwoHeads()
+
+    def loss(self, model: Any, batch: Tensor) -> Any:
+        valid = (batch[:, 1:] != 0).float()
+        following, length = model(batch[:, :-1], valid)
+        each = functional.cross_entropy(following.transpose(1, 2), batch[:, 1:], reduction="none")
+        spoken = (each * valid).sum(1) / valid.sum(1)
+        total = spoken + 0.3 * (length - valid.sum(1).log()).square()
+        return Loss(total=total.sum(), items=len(batch))
+
+
+class Tied(Padded):
+    def model(self) -> nn.Module:
+        model = bag_of_words()
+        model[3].weight = model[0].weight
+        return model
+
+
+class Counter(nn.Module):
+    """Buffers: one that scales, and stays; two that follow the data, which the gradient does not depend on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.linspace(0.5, 2, WIDTH))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.register_buffer("seen", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.lerp_(x.detach().mean((0, 1)), 0.1)
+        return x * self.scale
+
+
+class Buffered(Padded):
+    def model(self) -> nn.Module:
+        return bag_of_words(Counter())
+
+
+class Dropped(Padded):
+    """Dropout of a module, of a function and of attention."""
+
+    class Attend(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drop = nn.Dropout(0.3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = functional.dropout(self.drop(x), 0.2, self.training)
+            return x + functional.scaled_dot_product_attention(x, x, x, dropout_p=0.4, is_causal=True)
+
+    def model(self) -> nn.Module:
+        return bag_of_words(self.Attend())
+
+
+class Augmented(Padded):
+    class Data(Sentences):
+        def __getitem__(self, index: int) -> Tensor:
+            return self.data[index].roll(int(torch.randint(5, ())))
+
+    def train_data(self) -> Any:
+        return self.Data()
+
+
+class Streamed(Padded):
+    class Data(torch.utils.data.IterableDataset[Tensor]):
+        def __iter__(self) -> Any:
+            return iter(Sentences().data)
+
+    def train_data(self) -> Any:
+        return self.Data()
+
+
+# to be caught: the loss
+
+
+class BareMean(Padded):
+    def loss(self, model: Any, batch: Tensor) -> Any:
+        return token_loss(model, batch, "mean")
+
+
+class MeanAsSum(Padded):
+    """A mean over tokens, called a sum over samples."""
+
+    def loss(self, model: Any, batch: Tensor) -> Any:
+        return Loss(total=token_loss(model, batch, "mean") * len(batch), items=len(batch))
+
+
+class CountsPadding(Padded):
+    def loss(self, model: Any, batch: Tensor) -> Any:
+        return Loss(total=token_loss(model, batch), items=batch[:, 1:].numel())
+
+
+class Contrasted(Padded):
+    """Each sample against the others of its batch."""
+
+    def loss(self, model: Any, batch: Tensor) -> Any:
+        pooled = model(batch).mean(1)
+        return Loss(
+            total=functional.cross_entropy(pooled @ pooled.T, torch.arange(len(batch)), reduction="sum"),
+            items=len(batch),
+        )
+
+
+# to be caught: the state
+
+
+class Remembers(Padded):
+    """The model carries a state from micro-batch to micro-batch, in a plain attribute."""
+
+    class Memory(nn.Module):
+        state: Tensor | float = 0.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + self.state
+            self.state = 0.5 * x.detach().mean((0, 1))
+            return x
+
+    def model(self) -> nn.Module:
+        return bag_of_words(self.Memory())
+
+
+class RemembersInTask(Padded):
+    """So does the task: the loss is weighted by how many there were."""
+
+    calls = 0
+
+    def loss(self, model: Any, batch: Tensor) -> Any:
+        self.calls += 1
+        return Loss(total=token_loss(model, batch) * (1 + 0.1 * self.calls), items=tokens(batch))
+
+
+class RemembersInBuffer(Padded):
+    class Memory(Counter):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x + self.seen
+            super().forward(x)
+            return y
+
+    def model(self) -> nn.Module:
+        return bag_of_words(self.Memory())
+
+
+class Normed(Padded):
+    class Norm(nn.BatchNorm1d):
+        def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+            return super().forward(x.transpose(1, 2)).transpose(1, 2)
+
+    def model(self) -> nn.Module:
+        return bag_of_words(self.Norm(WIDTH))
+
+
+class Noisy(Padded):
+    class Noise(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 0.1 * torch.randn_like(x)
+
+    def model(self) -> nn.Module:
+        return bag_of_words(self.Noise())
+
+
+class Unrepeatable(Padded):
+    """Random numbers that nobody has seeded."""
+
+    def loss(self, model: Any, batch: Tensor) -> Any:
+        return Loss(total=token_loss(model, batch) * (1 + os.urandom(1)[0] / 256), items=tokens(batch))
+
+
+class Unused(Padded):
+    def model(self) -> nn.Module:
+        model = bag_of_words()
+        model.register_parameter("forgotten", nn.Parameter(torch.zeros(3)))
+        return model
+
+
+# to be caught: the data
+
+
+class OtherData(Padded):
+    def train_data(self) -> Any:
+        return Sentences(seed=int(os.environ["RANK"]))
+
+
+class OtherLength(Padded):
+    def train_data(self) -> Any:
+        return Sentences(29 + int(os.environ["RANK"]))
+
+
+class UnseededData(Padded):
+    class Data(Sentences):
+        def __getitem__(self, index: int) -> Tensor:
+            return self.data[index].roll(os.urandom(1)[0] % 5)
+
+    def train_data(self) -> Any:
+        return self.Data()
+
+
+class NotSharded(Padded):
+    class Data(Streamed.Data):
+        sharded = True
+
+    def train_data(self) -> Any:
+        return self.Data()
+
+
+# to be refused
+
+
+class Vector(Padded):
+    def loss(self, model: Any, batch: Tensor) -> Any:
+        return Loss(total=token_loss(model, batch, "none"), items=tokens(batch))
+
+
+class NumberLoss(Padded):
+    def loss(self, model: Any, batch: Tensor) -> Any:
+        return Loss(total=token_loss(model, batch).item(), items=tokens(batch))  # pyright: ignore[reportArgumentType]
+
+
+class Negative(Padded):
+    """``as_tensor``: where only the device knows."""
+
+    def __init__(self, as_tensor: bool = False) -> None:
+        self.as_tensor = as_tensor
+
+    def loss(self, model: Any, batch: Tensor) -> Any:
+        items = torch.tensor(-len(batch)) if self.as_tensor else -len(batch)
+        return Loss(total=token_loss(model, batch), items=items)
+
+
+class ItemsWithGradient(Padded):
+    def loss(self, model: Any, batch: Tensor) -> Any:
+        return Loss(total=token_loss(model, batch), items=model(batch[:, :-1]).exp().sum())
+
+
+class AllPadding(Padded):
+    """The first window has samples and no items."""
+
+    def collate(self, samples: list[Tensor]) -> Tensor:
+        return torch.zeros_like(super().collate(samples))
+
+
+class Greedy(Padded):
+    """More than five samples at once do not fit."""
+
+    def loss(self, model: Any, batch: Tensor) -> Any:
+        if len(batch) > 5:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+        return super().loss(model, batch)
