@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from launcher.config import BatchConfig
+from launcher.config import BatchConfig, Norm
 from launcher.errors import ConfigError
 
 DEFAULT_GLOBAL_SIZE = 64
@@ -18,12 +18,14 @@ DEFAULT_MICRO_SIZE = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """A solved global batch: ``global_size == micro_size * accumulation * world_size``."""
+    """A solved global batch: ``global_size == micro_size * accumulation * world_size``. ``norm``: what a BatchNorm
+    normalises by."""
 
     global_size: int
     micro_size: int
     accumulation: int
     world_size: int
+    norm: Norm = Norm.leave
 
 
 def solve_batch(config: BatchConfig, world_size: int) -> Batch:
@@ -53,7 +55,9 @@ def solve_batch(config: BatchConfig, world_size: int) -> Batch:
             f"{micro * accumulation * world_size}, not {total}.",
             "Leave one of the three out (=null) and it is derived from the other two.",
         )
-    return Batch(global_size=total, micro_size=micro, accumulation=accumulation, world_size=world_size)
+    return Batch(
+        global_size=total, micro_size=micro, accumulation=accumulation, world_size=world_size, norm=config.norm
+    )
 
 
 def _derive_micro(total: int, accumulation: int | None, world_size: int) -> int:

@@ -7,7 +7,8 @@ a window that did not send what its policy says stops the run.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,6 +109,14 @@ class Meter:
         self._payload = dict.fromkeys(Collective, 0)
         self._collectives = dict.fromkeys(Collective, 0)
         self._flights: list[Flight] = []
+        self._beside = False
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Around passes of the window that are not the sync policy's: counted, but the policy is not held to them."""
+        self._beside = True
+        yield
+        self._beside = False
 
     def take_off(self) -> Flight:
         """Called where a collective starts; the flight is to be landed where it is over."""
@@ -123,7 +132,8 @@ class Meter:
             covers: bytes of the model that it synchronises, where compression makes the payload smaller.
             collectives: how many there are, where one call stands for several.
         """
-        self._covered[kind] += payload_bytes if covers is None else covers
+        if not self._beside:
+            self._covered[kind] += payload_bytes if covers is None else covers
         self._payload[kind] += payload_bytes
         self._collectives[kind] += collectives
 
