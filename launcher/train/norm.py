@@ -124,8 +124,8 @@ def track(layer: _BatchNorm, statistics: Statistics) -> None:
         return
     seen = statistics.count > 0
     layer.num_batches_tracked += seen
-    momentum = 1 / layer.num_batches_tracked.clamp(min=1) if layer.momentum is None else layer.momentum
-    part = seen * torch.as_tensor(momentum, dtype=torch.float64, device=seen.device)
+    # without a momentum they are the average of all so far
+    part = seen / layer.num_batches_tracked.clamp(min=1).double() if layer.momentum is None else seen * layer.momentum
     unbiased = statistics.variance * statistics.count / (statistics.count - 1).clamp(min=1)
     for running, new in ((layer.running_mean, statistics.mean), (layer.running_var, unbiased)):
         running.copy_((1 - part) * running + part * new)
