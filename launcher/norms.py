@@ -1,4 +1,4 @@
-"""What ``batch.norm`` means for a model with BatchNorm, in words: for the plan and for `launch verify`. No torch."""
+"""What ``batch.norm`` means for a model with BatchNorm, in words. No torch."""
 
 from __future__ import annotations
 

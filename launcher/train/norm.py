@@ -17,10 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from launcher.batch import Batch
 from launcher.config import Norm
 from launcher.errors import ConfigError, TaskError
-from launcher.norms import what_norms_do
 from launcher.plan import RunPlan
 from launcher.policy import Collective
 from launcher.train.meter import Meter
@@ -29,12 +27,6 @@ from launcher.train.meter import Meter
 def batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:
     """The model's BatchNorm layers by name (SyncBatchNorm is one)."""
     return {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
-
-
-def describe(model: nn.Module, batch: Batch) -> str | None:
-    """For `launch verify`: one sentence on what the model's BatchNorms normalise by, and what else there is; None for a
-    model without one, or where each window is one micro-batch."""
-    return what_norms_do(len(batch_norms(model)), batch)
 
 
 @dataclass
@@ -125,7 +117,8 @@ def track(layer: _BatchNorm, statistics: Statistics) -> None:
     seen = statistics.count > 0
     layer.num_batches_tracked += seen
     # without a momentum they are the average of all so far
-    part = seen / layer.num_batches_tracked.clamp(min=1).double() if layer.momentum is None else seen * layer.momentum
+    average = layer.momentum is None
+    part = seen.double() * (1 / layer.num_batches_tracked.clamp(min=1).double() if average else layer.momentum)
     unbiased = statistics.variance * statistics.count / (statistics.count - 1).clamp(min=1)
     for running, new in ((layer.running_mean, statistics.mean), (layer.running_var, unbiased)):
         running.copy_((1 - part) * running + part * new)

@@ -128,10 +128,12 @@ class OverWindow:
     def _gradient_sums(self, scalar: Tensor) -> Tensor:
         assert self._tap is not None
         gradient: Tensor | None = None
-        if scalar.requires_grad and self._counts:
+        if scalar.requires_grad:  # without a sample too: a sharded model is gathered by all ranks
             with self._precision.no_autocast():
                 (gradient,) = torch.autograd.grad(scalar, [self._tap], allow_unused=True)
-        return gradient_sums(torch.zeros_like(self._tap) if gradient is None else gradient, self._tap.detach())
+        if gradient is None or not self._counts:
+            gradient = torch.zeros_like(self._tap)
+        return gradient_sums(gradient, self._tap.detach())
 
     def _call(self, layer: _BatchNorm) -> Call:
         if self._learns:
