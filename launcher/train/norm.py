@@ -212,21 +212,51 @@ def freeze(model: nn.Module) -> None:
         _let_run(layer, functools.partial(_frozen, layer))
 
 
+def widen(model: nn.Module) -> None:
+    """Let the BatchNorm layers of ``model`` take a scale and shift that a sharded model gathers in bf16 or fp16: torch's
+    own refuse them beside statistics in fp32."""
+    for layer in batch_norms(model).values():
+        if _is_plain(layer):
+            _let_run(layer, functools.partial(_wide, layer))
+
+
 def _let_run(layer: nn.Module, forward: Callable[[Tensor], Tensor]) -> None:
     layer.forward = forward
 
 
+def _is_plain(layer: _BatchNorm) -> bool:
+    return type(layer).forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+
+
 def _frozen(layer: _BatchNorm, x: Tensor) -> Tensor:
     layer._check_input_dim(x)
-    return functional.batch_norm(
-        x, layer.running_mean, layer.running_var, layer.weight, layer.bias, training=False, eps=layer.eps
-    )
+    scale, shift = _scale_and_shift(layer)
+    return functional.batch_norm(x, layer.running_mean, layer.running_var, scale, shift, training=False, eps=layer.eps)
+
+
+def _wide(layer: _BatchNorm, x: Tensor) -> Tensor:
+    """torch's own, but for the formats of scale and shift."""
+    if not layer.training and layer.running_mean is not None:
+        return _frozen(layer, x)
+    layer._check_input_dim(x)
+    part = layer.momentum or 0.0
+    if layer.num_batches_tracked is not None:
+        layer.num_batches_tracked.add_(1)
+        part = 1 / float(layer.num_batches_tracked) if layer.momentum is None else part
+    scale, shift = _scale_and_shift(layer)
+    return functional.batch_norm(x, layer.running_mean, layer.running_var, scale, shift, True, part, layer.eps)
+
+
+def _scale_and_shift(layer: _BatchNorm) -> tuple[Tensor | None, Tensor | None]:
+    if layer.weight is None or layer.bias is None:
+        return layer.weight, layer.bias
+    return widened(layer.weight), widened(layer.bias)
 
 
 @torch.compiler.disable
 def _forward(layer: _BatchNorm, norms: Normaliser, x: Tensor) -> Tensor:
     if not layer.training:  # an evaluation, or the task keeps this layer so
-        return type(layer).forward(layer, x)
+        return _wide(layer, x)
     layer._check_input_dim(x)
     y = norms.normalised(layer, x)
     if layer.weight is not None:
@@ -247,7 +277,7 @@ def require_replaceable(model: nn.Module, plan: RunPlan) -> None:
     if not layers and plan.task.batch_norms is None:
         raise ConfigError("batch.norm", norm, "has no effect: the model has no BatchNorm.", "Leave it out.")
     for name, layer in layers.items():
-        if type(layer).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
+        if not _is_plain(layer):
             raise TaskError(
                 f"batch.norm={norm.value}: {name} is a {type(layer).__name__}, whose forward pass is not BatchNorm's "
                 "own and cannot be replaced.\n  Use batch.norm=leave, or a plain BatchNorm."

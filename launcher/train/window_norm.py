@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from launcher.config import Norm
 from launcher.errors import TaskError
 from launcher.plan import RunPlan
+from launcher.policy import SHARDED
 from launcher.train.calibration import Kept
 from launcher.train.loader import MicroBatch
 from launcher.train.norm import (
@@ -36,9 +37,10 @@ from launcher.train.norm import (
     require_replaceable,
     sums_of,
     track,
+    widen,
 )
 from launcher.train.parallel import Parallel
-from launcher.train.precision import Precision
+from launcher.train.precision import DTYPES, Precision
 
 
 @dataclass
@@ -187,6 +189,8 @@ def norms_of(plan: RunPlan, parallel: Parallel, precision: Precision, device: to
         require_replaceable(module, plan)
     if norm is Norm.freeze:
         freeze(module)
+    if norm is Norm.leave and plan.strategy.kind in SHARDED and plan.precision.kind in DTYPES:
+        widen(module)
     if norm in (Norm.leave, Norm.freeze) or not batch_norms(module):
         return AsTheyAre()
     ranks = Ranks(parallel.meter, plan.batch.world_size)

@@ -19,7 +19,7 @@ from launcher import Engine, make_plan
 from launcher.batch import share_of_window
 from launcher.config import Norm
 from launcher.plan import RunPlan
-from launcher.policy import Collective
+from launcher.policy import SHARDED, Collective
 from launcher.train.norm import batch_norms
 from launcher.train.sampling import Permutation
 
@@ -90,7 +90,8 @@ def compare(data: Any, overrides: list[str]) -> dict[str, Any]:
         for layer in batch_norms(reference).values():
             layer.eval()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    engine = Engine(model, optimizer, plan)
+    units = (lambda net: [net.first, net.last]) if plan.strategy.kind in SHARDED else None
+    engine = Engine(model, optimizer, plan, shard_units=units)
     applied: list[Tensor] = []
     optimizer.register_step_pre_hook(lambda *_: applied.append(flat([p.grad for p in model.parameters()])))
     error, from_one_batch, losses, calls = 0.0, 0.0, [], []

@@ -48,15 +48,10 @@ def test_on_one_rank(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_on_two_ranks(tmp_path: Path) -> None:
-    window, sync, whole = (
-        "batch.norm=window batch.micro_size=2",
-        "batch.norm=sync batch.micro_size=2",
-        "batch.norm=sync",
-    )
-    runs = [
-        window, f"{window} strategy=fsdp", sync, f"{whole} batch.micro_size=6", f"{sync} strategy=fsdp",
-        "batch.norm=freeze batch.micro_size=3", "batch.norm=leave batch.micro_size=6",
-    ]  # fmt: skip
+    window, sync = "batch.norm=window batch.micro_size=2", "batch.norm=sync batch.micro_size=2"
+    whole, frozen = "batch.norm=sync batch.micro_size=6", "batch.norm=freeze batch.micro_size=3"
+    alone = "batch.norm=leave batch.micro_size=6"
+    runs = [window, f"{window} strategy=fsdp", sync, whole, f"{sync} strategy=fsdp", frozen, alone]
     seen = run_all(2, tmp_path, [*runs, "dropout"])
     require_one_batch(seen[window])
     require_one_batch(seen[f"{window} strategy=fsdp"], tolerance=1e-6)  # it adds gradients up in fp32
@@ -69,12 +64,21 @@ def test_on_two_ranks(tmp_path: Path) -> None:
     assert seen[sync]["collectives"] == [2 * CALLS * n for n in (3, 3, 1)] * 3
     assert seen[f"{sync} strategy=fsdp"]["gradient"] < 1e-6
 
-    assert seen["batch.norm=freeze batch.micro_size=3"]["gradient"] < 1e-9
-    assert seen["batch.norm=freeze batch.micro_size=3"]["counted"] == [0, 0, 0]
-    left = seen["batch.norm=leave batch.micro_size=6"]
-    assert left["gradient"] < 1e-9
-    assert left["from_one_batch"] > 0.05, "or else there is nothing to mend"
-    assert left["collectives"] == [0] * 9
+    assert seen[frozen]["gradient"] < 1e-9
+    assert seen[frozen]["counted"] == [0, 0, 0]
+    assert seen[alone]["gradient"] < 1e-9
+    assert seen[alone]["from_one_batch"] > 0.05, "or else there is nothing to mend"
+    assert seen[alone]["collectives"] == [0] * 9
 
     assert seen["dropout"]["mean"] < 1e-9, "the passes ahead drew the very dropout of the pass that counts"
     assert seen["dropout"]["square"] == pytest.approx([1.0] * 4, rel=1e-3)
+
+
+@pytest.mark.slow
+def test_on_four_ranks(tmp_path: Path) -> None:
+    window, sync = "batch.norm=window batch.micro_size=1", "batch.norm=sync batch.micro_size=3"
+    hsdp = f"{window} strategy=hsdp strategy.shard_size=2"
+    seen = run_all(4, tmp_path, [window, hsdp, sync])
+    require_one_batch(seen[window])
+    require_one_batch(seen[hsdp], tolerance=1e-6)
+    require_one_batch(seen[sync])
