@@ -117,8 +117,8 @@ def track(layer: _BatchNorm, statistics: Statistics) -> None:
     seen = statistics.count > 0
     layer.num_batches_tracked += seen
     # without a momentum they are the average of all so far
-    average = layer.momentum is None
-    part = seen.double() * (1 / layer.num_batches_tracked.clamp(min=1).double() if average else layer.momentum)
+    so_far = layer.num_batches_tracked.clamp(min=1).double()
+    part = seen.double() * (1 / so_far if layer.momentum is None else layer.momentum)
     unbiased = statistics.variance * statistics.count / (statistics.count - 1).clamp(min=1)
     for running, new in ((layer.running_mean, statistics.mean), (layer.running_var, unbiased)):
         running.copy_((1 - part) * running + part * new)
@@ -213,14 +213,14 @@ def freeze(model: nn.Module) -> None:
 
 
 def widen(model: nn.Module) -> None:
-    """Let the BatchNorm layers of ``model`` take a scale and shift that a sharded model gathers in bf16 or fp16: torch's
-    own refuse them beside statistics in fp32."""
+    """Let the BatchNorm layers of ``model`` take a scale and shift that a sharded model gathers in bf16 or fp16, which
+    torch refuses beside statistics in fp32."""
     for layer in batch_norms(model).values():
         if _is_plain(layer):
             _let_run(layer, functools.partial(_wide, layer))
 
 
-def _let_run(layer: nn.Module, forward: Callable[[Tensor], Tensor]) -> None:
+def _let_run(layer: nn.Module, forward: Callable[..., Any]) -> None:
     layer.forward = forward
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from launcher.config import Norm
+from launcher.config import Norm, Sync
 from launcher.errors import TaskError
 from launcher.plan import RunPlan
 from launcher.policy import SHARDED
@@ -65,10 +65,17 @@ class Stage(Enum):
 
 
 class OverWindow:
-    """Where the passes over a window are, and what they have found."""
+    """Where the passes over a window are, and what they have found.
 
-    def __init__(self, ranks: Ranks, parallel: Parallel, precision: Precision, device: torch.device) -> None:
+    Args:
+        gathers_once: whether a sharded model may stay whole during the passes ahead, as it does in the window itself.
+    """
+
+    def __init__(
+        self, ranks: Ranks, parallel: Parallel, precision: Precision, device: torch.device, gathers_once: bool
+    ) -> None:
         self._ranks, self._parallel, self._precision, self._device = ranks, parallel, precision, device
+        self._gathers_once = gathers_once
         self._calls: list[Call] = []
         self._begin(Stage.local, counts=True)
 
@@ -94,7 +101,8 @@ class OverWindow:
         """
         kept = Kept(self._parallel.module, self._device)
         self._calls = []
-        with self._parallel.meter.beside(), self._parallel.evaluation():
+        parallel = self._parallel
+        with parallel.meter.beside(), parallel.rehearsal() if self._gathers_once else parallel.evaluation():
             number = 0
             while number < max(1, len(self._calls)):  # the first pass shows how many there are
                 sums = self._pass(Stage.statistics, number, micro_batches, loss, kept)
@@ -194,6 +202,7 @@ def norms_of(plan: RunPlan, parallel: Parallel, precision: Precision, device: to
     if norm in (Norm.leave, Norm.freeze) or not batch_norms(module):
         return AsTheyAre()
     ranks = Ranks(parallel.meter, plan.batch.world_size)
-    norms = OverRanks(ranks) if norm is Norm.sync else OverWindow(ranks, parallel, precision, device)
+    gathers_once = plan.strategy.sync is Sync.gather_once
+    norms = OverRanks(ranks) if norm is Norm.sync else OverWindow(ranks, parallel, precision, device, gathers_once)
     install(module, norms)
     return norms

@@ -77,7 +77,7 @@ def test_on_two_ranks(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_on_four_ranks(tmp_path: Path) -> None:
     window, sync = "batch.norm=window batch.micro_size=1", "batch.norm=sync batch.micro_size=3"
-    hsdp = f"{window} strategy=hsdp strategy.shard_size=2"
+    hsdp = f"{window} strategy=hsdp strategy.shard_size=2 strategy.sync=replicas_at_boundary"
     seen = run_all(4, tmp_path, [window, hsdp, sync])
     require_one_batch(seen[window])
     require_one_batch(seen[hsdp], tolerance=1e-6)
