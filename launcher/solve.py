@@ -66,7 +66,7 @@ def solve(config: Config, site: Site, task: TaskPlan, run: RunInfo, started: tup
     steps = _steps(config.train, epoch)
     precision = solve_precision(config.precision, config.strategy.kind)
     strategy = solve_strategy(config.strategy, batch, cluster, precision, task)
-    require_possible(batch.norm, strategy.recompute)
+    require_possible(batch, strategy.recompute)
     schedule = _schedule(config.schedule, steps)
     return RunPlan(
         format=FORMAT,

@@ -23,20 +23,16 @@ from launcher.plan import RunPlan
 from launcher.policy import SHARDED
 from launcher.train.calibration import Kept
 from launcher.train.loader import MicroBatch
+from launcher.train.moments import Statistics, gradient_sums, normalise, sums_of, track
 from launcher.train.norm import (
     AsTheyAre,
     Norms,
     OverRanks,
     Ranks,
-    Statistics,
     batch_norms,
     freeze,
-    gradient_sums,
     install,
-    normalise,
     require_replaceable,
-    sums_of,
-    track,
     widen,
 )
 from launcher.train.parallel import Parallel
@@ -202,7 +198,9 @@ def norms_of(plan: RunPlan, parallel: Parallel, precision: Precision, device: to
     if norm in (Norm.leave, Norm.freeze) or not batch_norms(module):
         return AsTheyAre()
     ranks = Ranks(parallel.meter, plan.batch.world_size)
-    gathers_once = plan.strategy.sync is Sync.gather_once
-    norms = OverRanks(ranks) if norm is Norm.sync else OverWindow(ranks, parallel, precision, device, gathers_once)
+    if norm is Norm.sync or plan.batch.accumulation == 1:  # then a window is one micro-batch of all ranks
+        norms = OverRanks(ranks)
+    else:
+        norms = OverWindow(ranks, parallel, precision, device, plan.strategy.sync is Sync.gather_once)
     install(module, norms)
     return norms
