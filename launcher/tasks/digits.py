@@ -46,19 +46,20 @@ class Digits:
         return {
             "samples": IMAGES - IMAGES // HELD_OUT_EVERY,
             "parameters": convolutions + norms + head,
-            "unit_parameters": 0,
+            "unit_parameters": convolutions + norms,
             "batch_norms": 2,
         }
 
     def model(self) -> nn.Module:
         from torch import nn
 
+        def block(channels: int, wider: int) -> nn.Module:
+            norm = nn.BatchNorm2d(wider, momentum=self.momentum)
+            return nn.Sequential(nn.Conv2d(channels, wider, 3, padding=1, bias=False), norm, nn.ReLU())
+
         w = self.width
-        return nn.Sequential(
-            nn.Conv2d(1, w, 3, padding=1, bias=False), nn.BatchNorm2d(w, momentum=self.momentum), nn.ReLU(),
-            nn.Conv2d(w, 2 * w, 3, padding=1, bias=False), nn.BatchNorm2d(2 * w, momentum=self.momentum), nn.ReLU(),
-            nn.MaxPool2d(2), nn.Flatten(), nn.Linear(2 * w * (SIDE // 2) ** 2, CLASSES),
-        )  # fmt: skip
+        head = nn.Linear(2 * w * (SIDE // 2) ** 2, CLASSES)
+        return nn.Sequential(block(1, w), block(w, 2 * w), nn.MaxPool2d(2), nn.Flatten(), head)
 
     def train_data(self) -> TensorDataset:
         return self._images(held_out=False)
