@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 
@@ -78,6 +79,7 @@ class Normalise(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Any):
         (gradient,) = gradients
         y, scale = ctx.saved_tensors

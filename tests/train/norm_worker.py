@@ -18,8 +18,9 @@ from torch.distributed.tensor import DTensor
 from launcher import Engine, make_plan
 from launcher.batch import share_of_window
 from launcher.config import Norm
+from launcher.errors import ConfigError
 from launcher.plan import RunPlan
-from launcher.policy import SHARDED, Collective
+from launcher.policy import Collective
 from launcher.train.norm import batch_norms
 from launcher.train.sampling import Permutation
 
@@ -90,8 +91,7 @@ def compare(data: Any, overrides: list[str]) -> dict[str, Any]:
         for layer in batch_norms(reference).values():
             layer.eval()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    units = (lambda net: [net.first, net.last]) if plan.strategy.kind in SHARDED else None
-    engine = Engine(model, optimizer, plan, shard_units=units)
+    engine = Engine(model, optimizer, plan, shard_units=lambda net: [net.first, net.last])
     applied: list[Tensor] = []
     optimizer.register_step_pre_hook(lambda *_: applied.append(flat([p.grad for p in model.parameters()])))
     error, from_one_batch, losses, calls = 0.0, 0.0, [], []
@@ -142,6 +142,19 @@ def normalised_with_dropout(data: Any) -> dict[str, Any]:
     return {"mean": (sums[0] / sums[2]).abs().max().item(), "square": (sums[1] / sums[2]).tolist()}
 
 
+def without_replay(data: Any) -> dict[str, Any]:
+    plan = make_plan(["train.steps=2", "batch.global_size=12", "batch.norm=window"], samples=len(data))
+    engine = Engine(model := build(), torch.optim.SGD(model.parameters(), lr=0.1), plan)
+    try:
+        next(engine.windows(data))
+    except ConfigError as error:
+        return {"error": str(error)}
+    return {}
+
+
+SPECIAL = {"dropout": normalised_with_dropout, "no replay": without_replay}
+
+
 def main() -> None:
     """argv: samples, then one or more runs' overrides, each closed by "/"."""
     generator = torch.Generator().manual_seed(5)
@@ -153,7 +166,8 @@ def main() -> None:
         if word != "/":
             overrides.append(word)
             continue
-        seen = normalised_with_dropout(data) if overrides == ["dropout"] else compare(data, overrides)
+        special = SPECIAL.get(" ".join(overrides))
+        seen = special(data) if special is not None else compare(data, overrides)
         if not dist.is_initialized() or dist.get_rank() == 0:
             print(json.dumps(seen), flush=True)
         overrides = []

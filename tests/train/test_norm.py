@@ -48,7 +48,8 @@ def test_on_one_rank(tmp_path: Path) -> None:
         norm: f"{one} batch.micro_size={micro} batch.norm={norm.split()[0]}"
         for norm, micro in (("window", 3), ("window whole", 12), ("freeze", 4), ("leave", 4), ("leave whole", 12))
     }
-    found = run_all(1, tmp_path, list(runs.values()))
+    found = run_all(1, tmp_path, [*runs.values(), "no replay"])
+    assert "engine.windows(..., replay=" in found["no replay"]["error"]
     seen = {norm: found[overrides] for norm, overrides in runs.items()}
     for norm in ("window", "window whole"):
         require_one_batch(seen[norm])
@@ -63,8 +64,8 @@ def test_on_one_rank(tmp_path: Path) -> None:
 def test_on_two_ranks(tmp_path: Path) -> None:
     window, sync = "batch.norm=window batch.micro_size=2", "batch.norm=sync batch.micro_size=2"
     whole, frozen = "batch.norm=sync batch.micro_size=6", "batch.norm=freeze batch.micro_size=3"
-    alone = "batch.norm=leave batch.micro_size=6"
-    runs = [window, f"{window} strategy=fsdp", sync, whole, f"{sync} strategy=fsdp", frozen, alone]
+    alone, again = "batch.norm=leave batch.micro_size=6", f"{sync} strategy.recompute=blocks"
+    runs = [window, f"{window} strategy=fsdp", sync, whole, f"{sync} strategy=fsdp", frozen, alone, again]
     seen = run_all(2, tmp_path, [*runs, "dropout"])
     require_one_batch(seen[window])
     require_one_batch(seen[f"{window} strategy=fsdp"], tolerance=1e-6)  # it adds gradients up in fp32
@@ -76,6 +77,10 @@ def test_on_two_ranks(tmp_path: Path) -> None:
     assert seen[sync]["from_one_batch"] > 0.05
     assert seen[sync]["collectives"] == [2 * CALLS * n for n in (3, 3, 1)] * 3
     assert seen[f"{sync} strategy=fsdp"]["gradient"] < 1e-6
+
+    assert seen[again]["gradient"] < 1e-9
+    assert seen[again]["statistics"] < 1e-9
+    assert seen[again]["counted"] == seen[sync]["counted"], "what is computed again does not count again"
 
     assert seen[frozen]["gradient"] < 1e-9
     assert seen[frozen]["counted"] == [0, 0, 0]
