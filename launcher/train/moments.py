@@ -80,7 +80,7 @@ class Normalise(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Any):
+    def backward(ctx: Any, *gradients: Any):  # pyright: ignore[reportIncompatibleMethodOverride]
         (gradient,) = gradients
         y, scale = ctx.saved_tensors
         if ctx.means is not None:
