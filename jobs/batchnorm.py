@@ -2,9 +2,8 @@
 
 launch run cluster.workers_per_node=2 -- jobs/batchnorm.py
 
-For each, at one global batch: how far the first window's gradient is from that of the window as one big batch in plain
-torch; held-out loss (mean and standard deviation over seeds) and accuracy after training; the time of a step. In fp64:
-in fp32 a number within rounding of a ReLU's kink may fall to its other side.
+How far the first gradient is from that of one big batch in plain torch; held-out loss (mean and standard deviation over
+seeds) and accuracy; time of a step. In fp64: in fp32 a number near a ReLU's kink may be rounded to its other side.
 """
 
 from __future__ import annotations
@@ -43,7 +42,6 @@ def flat(tensors: Any) -> Tensor:
 
 
 def one_big_batch(model: nn.Module, batches: list[list[Tensor]]) -> Tensor:
-    """The gradient of the mean over the ``batches`` of all ranks, in one forward and backward pass."""
     mine = [torch.cat(parts) for parts in zip(*batches, strict=True)]
     everyone: list[Any] = [mine] * (dist.get_world_size() if dist.is_initialized() else 1)
     if dist.is_initialized():
@@ -53,7 +51,6 @@ def one_big_batch(model: nn.Module, batches: list[list[Tensor]]) -> Tensor:
 
 
 def train(overrides: list[str], seed: int, data: Any) -> tuple[float, float, float, float]:
-    """The first gradient's relative difference; held-out loss and accuracy; seconds a step."""
     torch.manual_seed(seed)
     model = TASK.model().double()
     untouched = copy.deepcopy(model)
