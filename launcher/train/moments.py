@@ -32,8 +32,8 @@ class Statistics:
 
 def sums_of(x: Tensor, *, counts: bool) -> Tensor:
     """Sum, sum of squares and count a channel, [2 * channels + 1] in fp64: these add up over micro-batches and ranks.
-    Zero where the samples do not count. The squares are put together from a variance, so that none of it is lost to a
-    large mean."""
+    Zero where the samples do not count. The squares are put together from a variance, so that a large mean
+    does not swallow it."""
     if not counts:
         return torch.zeros(2 * x.shape[1] + 1, dtype=torch.float64, device=x.device)
     count = x.numel() // x.shape[1]
