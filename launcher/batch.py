@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from launcher.config import BatchConfig
+from launcher.config import BatchConfig, Norm
 from launcher.errors import ConfigError
 
 DEFAULT_GLOBAL_SIZE = 64
@@ -29,13 +29,14 @@ class Stage:
 @dataclass(frozen=True, kw_only=True)
 class Batch:
     """A solved global batch: ``global_size == micro_size * accumulation * world_size``. ``ramp``: the stages before it
-    holds, in which accumulation is lower."""
+    holds, in which accumulation is lower. ``norm``: what a BatchNorm normalises by."""
 
     global_size: int
     micro_size: int
     accumulation: int
     world_size: int
     ramp: tuple[Stage, ...] = ()
+    norm: Norm = Norm.leave
 
     def accumulation_at(self, index: int) -> int:
         """Of window ``index`` of the run, where it is full."""
@@ -78,7 +79,10 @@ def solve_batch(config: BatchConfig, world_size: int) -> Batch:
             "Leave one of the three out (=null) and it is derived from the other two.",
         )
     ramp = _solve_ramp(config.ramp, micro * world_size, total)
-    return Batch(global_size=total, micro_size=micro, accumulation=accumulation, world_size=world_size, ramp=ramp)
+    return Batch(
+        global_size=total, micro_size=micro, accumulation=accumulation, world_size=world_size, ramp=ramp,
+        norm=config.norm,
+    )  # fmt: skip
 
 
 def _solve_ramp(stages: list[list[int]], unit: int, total: int) -> tuple[Stage, ...]:

@@ -61,6 +61,13 @@ class ShortWindow(StrEnum):
     drop = "drop"
 
 
+class Norm(StrEnum):
+    leave = "leave"
+    sync = "sync"
+    freeze = "freeze"
+    window = "window"
+
+
 class OptimizerKind(StrEnum):
     adamw = "adamw"
     sgd = "sgd"
@@ -194,6 +201,10 @@ class BatchConfig:
     micro-batch stays, accumulation grows."""
     short_window: ShortWindow = ShortWindow.exact
     """The window at an epoch's end that is not full: exact: used, with its true weight; drop: left out."""
+    norm: Norm = Norm.leave
+    """What a BatchNorm normalises by: leave: one rank's micro-batch; sync: that micro-batch of all ranks; freeze: its
+    running statistics, which stay as they are; window: the whole window, with the gradient of one big batch, at the
+    price of two more passes for each BatchNorm."""
 
 
 @dataclass(kw_only=True)

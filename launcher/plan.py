@@ -144,7 +144,8 @@ class LaunchPlan:
 @dataclass(frozen=True, kw_only=True)
 class TaskPlan:
     """``samples``: the length of the training data, None for a stream. ``parameters``, ``gradient_bytes``: of what is
-    trained; ``unit_parameters``: how many of them lie in shard units; None where the model was not looked at."""
+    trained; ``unit_parameters``: how many of them lie in shard units; ``batch_norms``: its BatchNorm layers; None where
+    the model was not looked at."""
 
     target: str
     params: dict[str, Any]
@@ -152,6 +153,7 @@ class TaskPlan:
     parameters: int | None
     gradient_bytes: int | None
     unit_parameters: int | None
+    batch_norms: int | None = None
 
     @classmethod
     def unknown(cls, samples: int | None) -> Self:

@@ -23,12 +23,14 @@ POLICIES: Mapping[StrategyKind, tuple[Sync, ...]] = {
 
 class Collective(StrEnum):
     """all_reduce: gradients, over all ranks (DDP) or between replicas (HSDP). all_gather, reduce_scatter: parameters
-    and gradients within a shard group. broadcast: buffers that training changes."""
+    and gradients within a shard group. broadcast: buffers that training changes. norm: all-reduces of the statistics
+    that ``batch.norm`` takes over all ranks."""
 
     all_reduce = "all_reduce"
     all_gather = "all_gather"
     reduce_scatter = "reduce_scatter"
     broadcast = "broadcast"
+    norm = "norm"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +98,9 @@ class Layout:
         or scatter (Patarasuk & Yuan, 2009); a broadcast passes each byte on once."""
         if kind is Collective.broadcast:
             return 1.0
+        if kind is Collective.norm:
+            world_size = self.shard_size * self.replicas
+            return 2 * (world_size - 1) / world_size
         if kind is Collective.all_reduce:
             return 2 * (self.replicas - 1) / self.replicas
         return (self.shard_size - 1) / self.shard_size

@@ -21,6 +21,7 @@ from launcher.config import (
     TrainConfig,
 )
 from launcher.errors import ConfigError, TaskError
+from launcher.norms import require_possible, what_norms_do
 from launcher.placement import solve_cluster, solve_env
 from launcher.plan import (
     FORMAT,
@@ -65,6 +66,7 @@ def solve(config: Config, site: Site, task: TaskPlan, run: RunInfo, started: tup
     steps = _steps(config.train, epoch, batch, task)
     precision = solve_precision(config.precision, config.strategy.kind)
     strategy = solve_strategy(config.strategy, batch, cluster, precision, task)
+    require_possible(batch, strategy.recompute)
     schedule = _schedule(config.schedule, steps)
     return RunPlan(
         format=FORMAT,
@@ -99,7 +101,7 @@ def solve(config: Config, site: Site, task: TaskPlan, run: RunInfo, started: tup
             group=config.wandb.group,
             tags=tuple(config.wandb.tags),
         ),
-        notes=(*_notes(schedule, steps, epoch, batch), *_unit_notes(strategy, task)),
+        notes=(*_notes(schedule, steps, epoch, batch), *_unit_notes(strategy, task), *_norm_notes(batch, task)),
     )
 
 
@@ -195,6 +197,11 @@ def _unit_notes(strategy: StrategyPlan, task: TaskPlan) -> list[str]:
     if strategy.recompute is not Recompute.none:
         notes.append("strategy.recompute=blocks has no effect: the model has no repeated blocks.")
     return notes
+
+
+def _norm_notes(batch: contract.Batch, task: TaskPlan) -> list[str]:
+    said = None if task.batch_norms is None else what_norms_do(task.batch_norms, batch)
+    return [] if said is None else [said]
 
 
 def _notes(schedule: SchedulePlan, steps: int | None, epoch: EpochPlan, batch: contract.Batch) -> tuple[str, ...]:

@@ -49,6 +49,7 @@ def describe_task(config: dict[str, Any], cwd: str, *, shards: bool) -> TaskPlan
             parameters=facts["parameters"],
             gradient_bytes=4 * facts["parameters"],
             unit_parameters=facts["unit_parameters"],
+            batch_norms=facts["batch_norms"],
         )
     request = {"target": target, "params": params, "search_path": [cwd], "shards": shards}
     result = ask("launcher.train.probe", json.dumps(request))

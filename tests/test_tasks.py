@@ -1,4 +1,4 @@
-"""The bundled task: what it says of itself without torch is what it is."""
+"""The bundled tasks: what they say of themselves without torch is what they are."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import torch
 
 from launcher.errors import TaskError
 from launcher.tasks.bytes_gpt import BytesGPT
+from launcher.tasks.digits import Digits
+from launcher.train.norm import batch_norms
+from launcher.train.units import find_units
 
 
 @pytest.mark.parametrize("size", [{}, {"width": 24, "depth": 3, "heads": 2, "seq_len": 50}])
@@ -44,3 +47,38 @@ def test_the_untrained_loss_is_that_of_guessing() -> None:
 def test_an_empty_corpus(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match="too few"):
         BytesGPT(corpus=str(tmp_path)).facts()
+
+
+@pytest.mark.parametrize("size", [{}, {"width": 5}])
+def test_facts_of_digits_are_true(size: dict[str, int]) -> None:
+    task = Digits(**size)
+    facts, model = task.facts(), task.model()
+    assert facts["parameters"] == sum(p.numel() for p in model.parameters())
+    assert facts["samples"] == len(task.train_data())
+    assert len(task.train_data()) + len(task.eval_data()) == 1797
+    assert facts["batch_norms"] == len(batch_norms(model)) == 2
+    assert facts["unit_parameters"] == sum(p.numel() for unit in find_units(model) for p in unit.parameters())
+
+
+def test_digits_are_digits() -> None:
+    pixels, digits = Digits().train_data().tensors
+    held_out = {tuple(image.flatten().tolist()) for image in Digits().eval_data().tensors[0]}
+    assert pixels.shape == (1438, 1, 8, 8)
+    assert (pixels.min(), pixels.max()) == (0, 1)
+    assert sorted(set(digits.tolist())) == list(range(10))
+    assert not held_out & {tuple(image.flatten().tolist()) for image in pixels}
+    loss = Digits().loss(Digits().model().eval(), (pixels[:50], digits[:50]))
+    assert loss.items == 50
+    assert loss.total.item() / 50 == pytest.approx(2.3, abs=0.1)
+
+
+@pytest.mark.parametrize("wrong", [{"width": 0}, {"momentum": 0.0}, {"momentum": 1.5}])
+def test_impossible_digits(wrong: dict[str, float]) -> None:
+    with pytest.raises(TaskError, match=f"task.{next(iter(wrong))}="):
+        Digits(**wrong)  # pyright: ignore[reportArgumentType]
+
+
+def test_digits_without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("launcher.tasks.digits.find_spec", lambda _: None)
+    with pytest.raises(TaskError, match="pip install scikit-learn"):
+        Digits()

@@ -144,7 +144,7 @@ def summary_table(plan: RunPlan, summary: dict[str, Any]) -> Table:
             f"{_bytes(summary['comm/wire_bytes'])} a rank counted; {_bytes(summary['comm/wire_bytes_every'])} with "
             f"sync=every: {summary['comm/saved_fraction']:.1%} saved",
         )
-        for kind in ("all_gather", "reduce_scatter", "all_reduce"):
+        for kind in ("all_gather", "reduce_scatter", "all_reduce", "norm"):
             if f"comm/{kind}/wire_bytes" in summary:
                 add("", f"{kind}: {_bytes(summary[f'comm/{kind}/wire_bytes'])}")
         add("speed-up", _speedup(plan, summary))

@@ -83,6 +83,7 @@ class BytesGPT:
             "samples": _samples(self._files[0], self.seq_len),
             "parameters": parameters,
             "unit_parameters": self.depth * block,
+            "batch_norms": 0,
         }
 
     def model(self) -> nn.Module:

@@ -37,7 +37,10 @@ from launcher.train.noise import Noise, NoiseScale
 from launcher.train.parallel import ShardUnits
 from launcher.train.precision import Precision
 from launcher.train.step import StepResult, WindowTotals
+from launcher.train.window_norm import OverWindow, norms_of
 from launcher.train.world import World, device_of, join
+
+Replay = Callable[[Callable[..., Any], Any], tuple[Tensor, int | Tensor]]
 
 
 class Engine:
@@ -81,6 +84,7 @@ class Engine:
         self.parallel, self.optimizer = build(model, optimizer, plan, self.device, shard_units)
         self._buffers = Buffers(self.parallel.module, self.world.size, self.device)
         self.precision = Precision(plan.precision, self.device)
+        self._norms = norms_of(plan, self.parallel, self.precision, self.device)
         self.schedule = LambdaLR(self.optimizer, lambda done: plan.schedule.factor(done, plan.train.steps))
         self._calibration = Calibration.of(plan)
         self._stop = stop
@@ -101,8 +105,26 @@ class Engine:
         """What the forward pass must go through."""
         return self.parallel.forward
 
-    def windows(self, dataset: Any, collate: data.Collate | None = None) -> Iterator[Iterator[Any]]:
-        """One iterator of this rank's batches for each optimizer step, until the plan's steps or epochs are done."""
+    def windows(
+        self, dataset: Any, collate: data.Collate | None = None, replay: Replay | None = None
+    ) -> Iterator[Iterator[Any]]:
+        """One iterator of this rank's batches for each optimizer step, until the plan's steps or epochs are done.
+
+        Args:
+            replay: for ``batch.norm=window``, which runs each micro-batch several times before it is handed out:
+                (model, batch) -> what goes into ``backward``.
+
+        Raises:
+            ConfigError: ``batch.norm=window`` without it.
+        """
+        if replay is None and isinstance(self._norms, OverWindow):
+            raise ConfigError(
+                "batch.norm", "window", "runs each micro-batch several times, and this loop's own forward pass is not "
+                "known to the engine.",
+                "Give it: engine.windows(..., replay=function of (model, batch) that returns loss_sum and items); or "
+                "use batch.norm=sync.",
+            )  # fmt: skip
+        self._replay = replay
         if self.over:
             return
         feed = data.open_feed(dataset, self.plan, self.world, self.device, collate, self._place)
@@ -146,6 +168,11 @@ class Engine:
             micro_batches = list(window.micro_batches)
             yield from self._rehearse(micro_batches)
             window = dataclasses.replace(window, micro_batches=iter(micro_batches))
+        if isinstance(self._norms, OverWindow):
+            asked, micro_batches = time.perf_counter(), list(window.micro_batches)
+            self._data_s += time.perf_counter() - asked
+            self._norms.look_ahead(micro_batches, self._replayed)
+            window = dataclasses.replace(window, micro_batches=iter(micro_batches))
         self._work_began = time.perf_counter()
         for number in range(window.count):
             asked = time.perf_counter()
@@ -156,11 +183,29 @@ class Engine:
                 yield from self._hand_out(self._micro)
 
     def _hand_out(self, micro: MicroBatch) -> Iterator[Any]:
+        self._norms.micro_batch(counts=micro.samples > 0, rehearsal=self._rehearsing)
         # the user's forward and backward run inside this: DDP decides in forward whether to synchronise
         with self.precision.autocast():
             yield micro.data
         if self._micro is not None:
             raise EngineMisuse("engine.backward(loss_sum, items) was not called for a micro-batch.")
+
+    def _replayed(self, micro: MicroBatch) -> Tensor:
+        """What would go into the backward pass of ``micro``; the wrapped model's collectives are left out."""
+        assert self._replay is not None
+        self._micro = micro
+        with self.precision.autocast():
+            loss_sum, items = self._replay(self.parallel.module, micro.data)
+        self._micro = None
+        return self.precision.scaled(loss_sum * self._weight(items, micro.samples))
+
+    def _weight(self, items: int | Tensor, samples: int) -> float:
+        """What a micro-batch's loss is multiplied by before its backward pass."""
+        if self._divisor is None:
+            self._divisor = step.agree_on_divisor(
+                items if samples else 0, self.plan.batch.accumulation, self.world, self.device
+            )
+        return (samples > 0) / self._divisor
 
     def _rehearse(self, micro_batches: list[MicroBatch]) -> Iterator[Any]:
         """The window's forward and backward passes without any collective, for their time; nothing of them stays."""
@@ -206,19 +251,15 @@ class Engine:
             assert self._divisor is not None
             self.precision.backward(loss_sum * (1 / self._divisor))
             return
-        counts = samples > 0
-        if self._divisor is None:
-            self._divisor = step.agree_on_divisor(
-                items if counts else 0, self.plan.batch.accumulation, self.world, self.device
-            )
-        if counts:
+        weight = self._weight(items, samples)
+        if samples:
             self._totals.add(loss_sum, items, samples)
         if self.parallel.own.due:
             self._noise.begin(*self._totals.here)
         if self._last:
             self._totals.send(self._feed.has_next(), self._stop(), self._save_due(), self._noise.own)
             self.parallel.before_reduction(self._totals.items_of_all)
-        self.precision.backward(loss_sum * (counts / self._divisor))
+        self.precision.backward(loss_sum * weight)
 
     def step(self) -> StepResult:
         """The window's optimizer step: agree, check, average exactly, clip, apply, schedule.
@@ -285,6 +326,7 @@ class Engine:
             )
             self.precision.step(self.optimizer)
             self.schedule.step()
+            self._norms.track()
             self.steps += 1
         # a scale of 1 changes nothing: what overflows then is the gradient itself, and no smaller scale will help
         elif scale is None or scale <= 1:

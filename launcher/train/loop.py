@@ -126,12 +126,11 @@ class _Run:
 
     def steps(self, samples: Any) -> str:
         """To the end of the plan's steps, or to a stop; the verdict."""
-        engine, plan = self.engine, self.plan
+        engine = self.engine
         self.cadence.start_clock()
-        for window in engine.windows(samples, getattr(self.task, "collate", None)):
+        for window in engine.windows(samples, getattr(self.task, "collate", None), self.loss):
             for batch in window:
-                loss = as_loss(self.task.loss(engine.model, batch), engine.samples_in_batch, plan.task.target)
-                engine.backward(loss.total, loss.items)
+                engine.backward(*self.loss(engine.model, batch))
             result = engine.step()
             self.account.take_in(result)
             if result.skipped and engine.world.rank == 0:
@@ -149,6 +148,11 @@ class _Run:
             if result.stopped:
                 return "stopped"
         return "done"
+
+    def loss(self, model: Callable[..., Any], batch: Any) -> tuple[Tensor, int | Tensor]:
+        """Of a micro-batch, its sum and what it is a sum over."""
+        loss = as_loss(self.task.loss(model, batch), self.engine.samples_in_batch, self.plan.task.target)
+        return loss.total, loss.items
 
     def eval_due(self, result: StepResult) -> bool:
         every = self.plan.train.eval_every

@@ -7,7 +7,8 @@ a window that did not send what its policy says stops the run.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,7 +108,16 @@ class Meter:
         self._covered = dict.fromkeys(Collective, 0)
         self._payload = dict.fromkeys(Collective, 0)
         self._collectives = dict.fromkeys(Collective, 0)
+        self._gathered_beside = 0
+        self._beside = False
         self._flights: list[Flight] = []
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Around passes of a window that every sync policy runs alike: counted, but the policy is not held to them."""
+        self._beside = True
+        yield
+        self._beside = False
 
     def take_off(self) -> Flight:
         """Called where a collective starts; the flight is to be landed where it is over."""
@@ -123,7 +133,10 @@ class Meter:
             covers: bytes of the model that it synchronises, where compression makes the payload smaller.
             collectives: how many there are, where one call stands for several.
         """
-        self._covered[kind] += payload_bytes if covers is None else covers
+        if not self._beside:
+            self._covered[kind] += payload_bytes if covers is None else covers
+        elif kind is Collective.all_gather:
+            self._gathered_beside += payload_bytes
         self._payload[kind] += payload_bytes
         self._collectives[kind] += collectives
 
@@ -140,7 +153,8 @@ class Meter:
         """
         self._check(micro_batches, sync)
         if sync is Sync.every:
-            self.gathered_by_every = self._payload[Collective.all_gather] / micro_batches
+            gathered = self._payload[Collective.all_gather] - self._gathered_beside
+            self.gathered_by_every = gathered / micro_batches
         layout = self.layout
         kinds = {
             kind: Traffic(number, self._payload[kind], round(self._payload[kind] * layout.wire_factor(kind)))
@@ -162,7 +176,7 @@ class Meter:
         gathered = self.layout.payload(every)[Collective.all_gather]
         if self.gathered_by_every is not None:
             gathered = round(self.gathered_by_every * micro_batches)
-        payload[Collective.all_gather] = gathered
+        payload[Collective.all_gather] = gathered + self._gathered_beside
         return payload
 
     def _check(self, micro_batches: int, sync: Sync) -> None:

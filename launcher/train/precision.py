@@ -45,7 +45,11 @@ class Precision:
 
     def backward(self, loss: Tensor) -> None:
         with self.no_autocast():
-            (self.scaler.scale(loss) if self.scales else loss).backward()
+            self.scaled(loss).backward()
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """As it goes into the backward pass."""
+        return self.scaler.scale(loss) if self.scales else loss
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Divide the gradients by the loss scale, and remember whether one of them overflowed."""

@@ -24,6 +24,7 @@ def probe(target: str, params: dict[str, Any], search_path: list[str], shards: b
     """
     import torch
 
+    from launcher.train.norm import batch_norms
     from launcher.train.units import find_units
 
     task = load_task(target, params, search_path)
@@ -57,6 +58,7 @@ def probe(target: str, params: dict[str, Any], search_path: list[str], shards: b
         "parameters": sum(p.numel() for p in trained),
         "gradient_bytes": sum(p.numel() * p.element_size() for p in trained),
         "unit_parameters": sum(p.numel() for p in trained if p in in_units),
+        "batch_norms": len(batch_norms(model)),
     }
 
 

@@ -36,6 +36,7 @@ CASES: dict[int, dict[str, tuple[tuple[str, ...], dict[str, Any], tuple[int, ...
         "here": ((*DDP, "batch.micro_size=2", "train.loader_workers=0", "train.eval_every=3"), {}, (7,)),
         "fsdp": (("strategy=fsdp", "batch.micro_size=2", "precision=bf16"), PLAIN, (5,)),
         "powersgd": ((*POWERSGD, "batch.micro_size=4"), {}, (2, 3)),
+        "window": (("strategy=fsdp", "batch.micro_size=4", "batch.norm=window", "precision=bf16"), {}, (5,)),
         "fp16": ((*FP16, "batch.micro_size=4", "train.log_every=2"), {}, (8, 4)),
         "stream": (("batch.micro_size=4",), STREAM, (2, 3)),
         "stream here": (

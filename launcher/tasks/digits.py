@@ -1,0 +1,86 @@
+"""Handwritten digits, 8 x 8 pixels, from scikit-learn's own package: a small convolutional net with BatchNorm.
+
+No torch at module level, so that a plan can be made from ``facts`` in a tenth of a second.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from launcher.errors import TaskError
+from launcher.train.task import Loss
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.utils.data import TensorDataset
+
+IMAGES, SIDE, CLASSES = 1797, 8, 10  # of sklearn.datasets.load_digits (UCI, Alpaydin & Kaynak 1998)
+HELD_OUT_EVERY = 5  # image 4, 9, 14, ...
+
+
+class Digits:
+    """Which digit is it? An item is an image. Two layers of BatchNorm, so that ``batch.norm`` shows.
+
+    Args:
+        width: channels of the first convolution; the second has twice as many.
+        momentum: of BatchNorm's running statistics.
+    """
+
+    def __init__(self, width: int = 16, momentum: float = 0.1) -> None:
+        if width < 1:
+            raise TaskError(f"task.width={width}: must be at least 1.")
+        if not 0 < momentum <= 1:
+            raise TaskError(f"task.momentum={momentum}: must be above 0 and at most 1.")
+        if find_spec("sklearn") is None:
+            raise TaskError("task=digits: the images come with scikit-learn, which is not installed.\n"
+                            "  pip install scikit-learn (or launcher[digits])")  # fmt: skip
+        self.width, self.momentum = width, momentum
+
+    def facts(self) -> dict[str, int]:
+        """Samples and parameters by arithmetic; a test holds them to what ``model`` and ``train_data`` really are."""
+        w = self.width
+        convolutions = 9 * w + 9 * w * 2 * w
+        norms = 2 * w + 4 * w
+        head = 2 * w * (SIDE // 2) ** 2 * CLASSES + CLASSES
+        return {
+            "samples": IMAGES - IMAGES // HELD_OUT_EVERY,
+            "parameters": convolutions + norms + head,
+            "unit_parameters": convolutions + norms,
+            "batch_norms": 2,
+        }
+
+    def model(self) -> nn.Module:
+        from torch import nn
+
+        def block(channels: int, wider: int) -> nn.Module:
+            norm = nn.BatchNorm2d(wider, momentum=self.momentum)
+            return nn.Sequential(nn.Conv2d(channels, wider, 3, padding=1, bias=False), norm, nn.ReLU())
+
+        w = self.width
+        head = nn.Linear(2 * w * (SIDE // 2) ** 2, CLASSES)
+        return nn.Sequential(block(1, w), block(w, 2 * w), nn.MaxPool2d(2), nn.Flatten(), head)
+
+    def train_data(self) -> TensorDataset:
+        return self._images(held_out=False)
+
+    def eval_data(self) -> TensorDataset:
+        return self._images(held_out=True)
+
+    def _images(self, *, held_out: bool) -> TensorDataset:
+        """Pixels from 0 to 1, float [1, 8, 8], and the digit."""
+        import torch
+        from sklearn.datasets import load_digits
+        from torch.utils.data import TensorDataset
+
+        found: Any = load_digits()
+        pixels = torch.as_tensor(found.images, dtype=torch.float32).unsqueeze(1) / 16
+        chosen = (torch.arange(len(pixels)) % HELD_OUT_EVERY == HELD_OUT_EVERY - 1) == held_out
+        return TensorDataset(pixels[chosen], torch.as_tensor(found.target)[chosen])
+
+    def loss(self, model: Any, batch: tuple[Tensor, Tensor]) -> Loss:
+        """The total is in nats."""
+        from torch.nn import functional
+
+        pixels, digits = batch
+        return Loss(total=functional.cross_entropy(model(pixels).float(), digits, reduction="sum"), items=len(digits))
