@@ -29,6 +29,7 @@ from launcher.plan import RunPlan
 from launcher.runstate import ACTIVE, Run
 from launcher.sweeps import book
 from launcher.sweeps.book import Cell, Sweep, override_key
+from launcher.sweeps.checks import require_a_possible_one, require_one_sweep
 from launcher.sweeps.content import content_of, digest
 from launcher.sweeps.recognise import recognise, run_name
 from launcher.sweeps.sweeper import AskedCell, Result
@@ -87,7 +88,7 @@ class Conductor:
             UserError: no cell can begin.
             KeyboardInterrupt: a cell was stopped, and so the others do not begin.
         """
-        _require_one_sweep(asked)
+        require_one_sweep(asked)
         on_slurm = asked[0].config.cluster.kind is ClusterKind.slurm
         if on_slurm:
             client.require()
@@ -101,7 +102,7 @@ class Conductor:
             submit.require_shared(paths.root)
         cells = [self._plan(cell, paths) for cell in asked]
         if not with_results:
-            _require_a_possible_one(asked, cells)
+            require_a_possible_one(asked, [cell if isinstance(cell, UserError) else None for cell in cells])
         runs, statuses = self._begin_planned(asked, cells, paths)
         if on_slurm and self._wait:
             control.wait_for(runs, self._watch)
@@ -251,18 +252,6 @@ class Conductor:
         return max((control.exit_status(run) for run in look(runs)), default=EXIT_DONE)
 
 
-def _require_a_possible_one(asked: Sequence[AskedCell], cells: Sequence[_Planned | UserError]) -> None:
-    """Raises UserError where no cell can run; in one message, which is the cells' own where they all say the same."""
-    problems = {str(cell): words.overrides for cell, words in zip(cells, asked, strict=True)}
-    if not all(isinstance(cell, UserError) for cell in cells):
-        return
-    if len(problems) == 1:
-        raise next(cell for cell in cells if isinstance(cell, UserError))
-    lines = [f"{' '.join(overrides)}: {problem}" for problem, overrides in problems.items()]
-    more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
-    raise UserError("No cell of this sweep can run.\n  " + "\n  ".join([*lines[:_SHOWN], *more]))
-
-
 def _going_on(cell: _Planned, run: RunPaths) -> _Planned:
     """From where it was stopped, as it was planned then."""
     return dataclasses.replace(cell, plan=RunPlan.load(run.plan), goes_on=True)
@@ -272,33 +261,6 @@ def _entry(cell: _Planned | UserError, asked: AskedCell) -> Cell:
     if isinstance(cell, UserError):
         return Cell(overrides=asked.overrides, content=None, run=None, problem=str(cell))
     return Cell(overrides=asked.overrides, content=cell.content, run=None, problem=None)
-
-
-def _require_one_sweep(asked: Sequence[AskedCell]) -> None:
-    for cell in asked:
-        config = cell.config
-        if config.run.name is not None:
-            raise ConfigError(
-                "run.name", config.run.name, "names one run, and a sweep has many.",
-                "Use sweep.name; its runs are named by what varies.",
-            )  # fmt: skip
-        if config.cluster.kind is ClusterKind.hosts:
-            raise ConfigError(
-                "cluster", "hosts", "has no scheduler that could begin the cells of a sweep on all hosts.",
-                "Use cluster=slurm, or type the command for each cell.",
-            )  # fmt: skip
-        first = asked[0].config
-        for key in ("sweep.name", "sweep.at_once", "sweep.objective", "run.dir"):
-            group, name = key.split(".")
-            value = getattr(getattr(config, group), name)
-            if value != getattr(getattr(first, group), name):
-                raise ConfigError(key, value, "is one for all cells of a sweep.", "Leave it out of what varies.")
-    config = asked[0].config
-    if config.sweep.at_once is not None and config.cluster.kind is ClusterKind.local:
-        raise ConfigError(
-            "sweep.at_once", config.sweep.at_once, "has no effect with cluster=local.",
-            "Leave it out: there one cell runs after the other.",
-        )  # fmt: skip
 
 
 def _refused(cell: Cell, refused: dict[str, str]) -> Cell:
@@ -316,8 +278,7 @@ def _result(cell: AskedCell, paths: RunPaths | None) -> Result:
     name = " ".join(cell.overrides)
     if paths is None or summary.get("verdict") != "done":
         return RunError(f"{name}: did not finish, and so has no result.")
-    plan = RunPlan.load(paths.plan)
-    key = cell.config.sweep.objective or ("eval/loss" if plan.train.eval_every else "train/loss")
+    key = cell.config.sweep.objective or ("eval/loss" if "eval/loss" in summary else "train/loss")
     value = summary.get(key)
     if isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)

@@ -26,6 +26,7 @@ class Account:
 
     Args:
         loss: of the last window; eval_loss: of the last evaluation, None where that was not finite or there was none.
+        evaluated: whether there was one.
         typical: what the last full window with the job's own policy sent; step_seconds: what such windows took.
         peak_bytes: the most memory that this rank has held.
         resumed: how often the run has gone on from a checkpoint, on the way that led here.
@@ -37,6 +38,7 @@ class Account:
     engine: Engine
     loss: float = 0.0
     eval_loss: float | None = None
+    evaluated: bool = False
     typical: CommStats | None = None
     step_seconds: deque[float] = field(default_factory=lambda: deque[float](maxlen=SAMPLED_WINDOWS))
     peak_bytes: int = 0
@@ -66,6 +68,7 @@ class Account:
         return {
             "loss": self.loss,
             "eval_loss": self.eval_loss,
+            "evaluated": self.evaluated,
             "typical": None if self.typical is None else dataclasses.asdict(self.typical),
             "step_seconds": list(self.step_seconds),
             "peak_bytes": self.memory(),
@@ -75,6 +78,7 @@ class Account:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.loss, self.eval_loss, self.peak_bytes = state["loss"], state["eval_loss"], state["peak_bytes"]
+        self.evaluated = state["evaluated"]
         if (typical := state["typical"]) is not None:
             kinds = {Collective(kind): Traffic(**traffic) for kind, traffic in typical["kinds"].items()}
             self.typical = CommStats(**{**typical, "kinds": kinds})
@@ -89,7 +93,7 @@ class Account:
             "resumed": self.resumed,
             "steps": engine.steps,
             "train/loss": self.loss,
-            "eval/loss": self.eval_loss,
+            **({"eval/loss": self.eval_loss} if self.evaluated else {}),
             "batch/global_size": self.plan.batch.global_size,
             "progress/samples": engine.samples,
             "progress/items": engine.items,

@@ -222,5 +222,6 @@ class _Run:
                 "eval_data() holds no item: there is nothing to evaluate on.\n  Return None to have no evaluation."
             )
         loss = loss_sum / items
+        self.account.evaluated = True
         self.account.eval_loss = loss if math.isfinite(loss) else None
         return {"eval/loss": loss}

@@ -118,10 +118,13 @@ def test_a_setting_without_effect_is_refused(machine: Machine) -> None:
 
 
 def test_sweepers_learn_what_sweep_objective_names(machine: Machine) -> None:
-    machine.numbers = {"train/loss": 2.0, "throughput/samples_per_s": 70, "eval/loss": None}
+    machine.numbers = {"train/loss": 2.0, "throughput/samples_per_s": 70}
     assert begin(machine, seeds=(1,), results=True) == [2.0]
     assert begin(machine, "sweep.objective=throughput/samples_per_s", seeds=(1,), results=True) == [70.0]
-    (result,) = begin(machine, "sweep.objective=eval/loss", seeds=(1,), results=True)
+    machine.numbers["eval/loss"] = 4
+    assert begin(machine, seeds=(3,), results=True) == [4.0]
+    machine.numbers["eval/loss"] = None  # whatever the training loss is
+    (result,) = begin(machine, seeds=(4,), results=True)
     assert isinstance(result, RunError)
     assert "was not finite" in str(result)
     (result,) = begin(machine, "sweep.objective=los", seeds=(1,), results=True)
