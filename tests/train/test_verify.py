@@ -36,6 +36,9 @@ EXACT = {
     "Streamed": set[str](),
     "Streamed batch.global_size=40": set[str](),
     "Greedy": set[str](),
+    "Normalised batch.norm=window": {"changing buffers"},
+    "Normalised batch.norm=freeze": set[str](),
+    "SometimesPadding": set[str](),
 }
 # with what decides
 CAUGHT = {
@@ -47,6 +50,7 @@ CAUGHT = {
     "RemembersInTask": "hidden state",
     "RemembersInBuffer": "changing buffers",
     "Normed": "BatchNorm",
+    "Normalised batch.norm=sync": "BatchNorm",
     "OtherData": "data that differs between ranks",
     "NotSharded": "a stream that is not sharded",
 }
@@ -59,14 +63,14 @@ BLIND = {
 REFUSED = {
     "Unused": "does not depend on 1 of the model's parameters: forgotten",
     "OtherLength": "not the same on all ranks",
-    "AllPadding": "The window of step 1 holds no item",
-    "Negative task.as_tensor=1": "items that are negative",
+    "AllPadding": "None of its first windows holds an item",
+    "Negative task.as_tensor=1": "must be a whole number, 0 or more",
 }
 ERRORS = {
-    "Vector": "The loss is a tensor of shape [",
+    "Vector": "The loss of a micro-batch is of shape [",
     "NumberLoss": "want a scalar tensor",
-    "Negative": "The items are -2",
-    "ItemsWithGradient": "The items require a gradient",
+    "Negative": "this one has -2",
+    "ItemsWithGradient": "The items of a micro-batch require grad",
 }
 
 

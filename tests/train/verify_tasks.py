@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from launcher import Loss
+from launcher.config import TrainConfig
+from launcher.train.sampling import Permutation
 
 WORDS, WIDTH = 30, 12
 
@@ -225,6 +227,19 @@ class Normed(Padded):
         return bag_of_words(self.Norm(WIDTH))
 
 
+class Normalised:
+    """A plain BatchNorm, over samples of one size."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(6, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+
+    def train_data(self) -> Any:
+        return list(torch.randn(29, 6, generator=torch.Generator().manual_seed(1)))
+
+    def loss(self, model: Any, batch: Tensor) -> Any:
+        return Loss(total=(model(batch) - batch.sum(1, keepdim=True)).square().sum(), items=len(batch))
+
+
 class Noisy(Padded):
     class Noise(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -308,10 +323,20 @@ class ItemsWithGradient(Padded):
 
 
 class AllPadding(Padded):
-    """The first window has samples and no items."""
+    """Samples, and no items."""
 
     def collate(self, samples: list[Tensor]) -> Tensor:
         return torch.zeros_like(super().collate(samples))
+
+
+class SometimesPadding(Padded):
+    """No item in the first window of 12."""
+
+    def train_data(self) -> Any:
+        data = Sentences()
+        for index in Permutation(len(data), TrainConfig().seed, 0).take(0, 12):
+            data.data[index] = torch.zeros_like(data.data[index])
+        return data
 
 
 class Greedy(Padded):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from launcher.config import Compress, PrecisionKind
-from launcher.errors import DataError, NotFinite, PolicyNotObserved, UnusedParameters
+from launcher.errors import DataError, NotFinite, PolicyNotObserved, TaskError, UnusedParameters
 from launcher.plan import RunPlan
 from launcher.train.calibration import Kept
 from launcher.train.engine import Engine
@@ -119,27 +119,33 @@ def accumulate(plan: RunPlan, world: World, windows: MapTrials | StreamTrials) -
         if isinstance(result, str):
             return dataclasses.replace(taken, refused=result)
         names = [name for name, p in module.named_parameters() if p.requires_grad]
-        gradient = dict(zip(names, witnesses[0].taken, strict=True)) if keeps else {}
-        taken.windows.append(
-            Accumulated(trial, result.samples, result.items, result.micro_batches, result.loss, gradient)
-        )
+        # a window without items is left out of training: it has no gradient, nor a loss
+        grads = witnesses[0].taken if result.items else [None] * len(names)
+        gradient = dict(zip(names, grads, strict=True)) if keeps else {}
+        loss = result.loss if result.items else 0.0
+        taken.windows.append(Accumulated(trial, result.samples, result.items, result.micro_batches, loss, gradient))
     return taken
 
 
 def _run(engine: Engine, task: Task, trial: Trial, dataset: Any) -> StepResult | str:
     """One window, with fp16 again until its loss scale has settled; or the error with which training would end."""
+
+    def loss_of(model: Callable[..., Any], batch: Any) -> tuple[Tensor, int | Tensor]:
+        loss = as_loss(task.loss(model, batch), engine.samples_in_batch, engine.plan.task.target)
+        return loss.total, loss.items
+
+    of_a_step = (UnusedParameters, NotFinite, PolicyNotObserved, DataError, TaskError)  # on all ranks alike
     while True:
         engine.go_to(trial.place)
-        opened = cast("Generator[Any]", engine.windows(dataset, getattr(task, "collate", None)))
+        opened = cast("Generator[Any]", engine.windows(dataset, getattr(task, "collate", None), replay=loss_of))
         for batch in next(opened):
-            loss = as_loss(task.loss(engine.model, batch), engine.samples_in_batch, engine.plan.task.target)
-            engine.backward(loss.total, loss.items)
+            engine.backward(*loss_of(engine.model, batch))
         try:
             result = engine.step()
-        except (UnusedParameters, NotFinite, PolicyNotObserved, DataError) as error:  # of a step: on all ranks alike
+        except of_a_step as error:
             return f"{type(error).__name__}: {error}"
         opened.close()
-        if not result.skipped:
+        if not result.skipped or not result.items:
             return result
 
 

@@ -13,6 +13,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from launcher.certificate import Effect, Hazard
+from launcher.config import Norm
+from launcher.norms import what_norms_do
+from launcher.train.norm import batch_norms
 from launcher.train.randomness import seed_everything
 from launcher.train.task import Loss
 from launcher.train.verify.measure import distance
@@ -31,7 +34,7 @@ def probe(make: Callable[[], Plain], window: Sequence[Any], micro_size: int) -> 
     first = list(window[:micro_size])
     other = list(window[micro_size : 2 * micro_size]) or list(window[: max(1, micro_size // 2)])
     plain = make()
-    found = [*_answer(plain, first), *_batch_norm(plain.model)]
+    found = [*_answer(plain, first), *_batch_norm(plain)]
     memory = probe_memory(make, first, other)
     found += memory
     if all(hazard.effect is Effect.noted for hazard in memory):
@@ -163,19 +166,16 @@ def _uses_batch(module: nn.Module) -> bool:
     return isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
 
 
-def _batch_norm(model: nn.Module) -> list[Hazard]:
-    names = [name for name, module in model.named_modules() if _uses_batch(module)]
-    if not names:
+def _batch_norm(plain: Plain) -> list[Hazard]:
+    said = what_norms_do(len(batch_norms(plain.model)), plain.plan.batch)
+    if said is None or plain.plan.batch.norm in (Norm.freeze, Norm.window):
         return []
     return [
         Hazard(
             name="BatchNorm",
             effect=Effect.noted,
-            seen=f"{len(names)} modules normalise by statistics of the batch: {', '.join(names[:4])}"
-            f"{' and so on' if len(names) > 4 else ''}.",
-            matters="That batch is the micro-batch of one rank (SyncBatchNorm: of all ranks), not the window: the "
-            "gradient is that of other statistics.",
-            remedy="Leave it so, if micro-batches are large enough; or take statistics over the ranks, freeze them, "
-            "take them over the window, or use GroupNorm or LayerNorm.",
+            seen=said,
+            matters="Statistics of a part of the window give another gradient than those of the whole of it.",
+            remedy="Leave it so, if the parts are large enough; or choose as above; or use GroupNorm or LayerNorm.",
         )
     ]

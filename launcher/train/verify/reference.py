@@ -12,12 +12,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.data import default_collate
 
+from launcher.config import Norm
 from launcher.errors import RunError
 from launcher.plan import RunPlan
 from launcher.train.calibration import Kept
 from launcher.train.forecast import free_host_bytes
 from launcher.train.loader import to_device
 from launcher.train.loop import as_loss
+from launcher.train.norm import freeze
 from launcher.train.randomness import seed_everything
 from launcher.train.task import Loss, load_task
 from launcher.train.verify.accumulated import Beginning, Gradient
@@ -53,6 +55,8 @@ class Plain:
         seed_everything(self.plan.train.seed)
         self.task = load_task(self.plan.task.target, self.plan.task.params, self.plan.cluster.import_from)
         self.model = self.task.model().to(self.device)
+        if self.plan.batch.norm is Norm.freeze:
+            freeze(self.model)
         with torch.no_grad():
             for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
                 tensor.copy_(self.beginning.values[name])

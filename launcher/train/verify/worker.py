@@ -61,7 +61,7 @@ def verify(plan: RunPlan, world: World) -> Certificate | None:
     """All ranks call it; rank 0 gets the certificate."""
     device = device_of(world, plan.cluster.device)
     join(world, device)
-    together = _together(plan, world)
+    together = _together(dataclasses.replace(plan, batch=dataclasses.replace(plan.batch, ramp=())), world)
     gc.collect()  # the engines' memory is the reference's
     disband()
     if world.rank:
@@ -138,8 +138,12 @@ def _certify(plan: RunPlan, device: torch.device, found: Together) -> Certificat
     def make() -> Plain:
         return Plain(plan, taken.beginning, device, plain.most)
 
+    with_items = [n for n, whole in enumerate(wholes) if whole.items]
+    if not with_items and taken.refused is None:
+        return _certificate(plan, None, [], found.hazards, [], "None of its first windows holds an item.")
+    first = found.samples[with_items[0] if with_items else 0]
     with full_fp32():
-        hazards = [*found.hazards, *_unused(wholes), *probe(make, found.samples[0], plan.batch.micro_size)]
+        hazards = [*found.hazards, *_unused(wholes), *probe(make, first, plan.batch.micro_size)]
     configured = None if found.configured is None else found.configured.windows
     checks = [
         _check(
@@ -227,6 +231,13 @@ def _notes(plan: RunPlan, found: Together, plain: Plain, wholes: Sequence[Whole]
         )
     if plan.train.compile and found.configured is None:
         notes.append("The model was not compiled.")
+    if empty := [window.trial.name for window in found.taken.windows if not window.items] if found.taken else []:
+        notes.append(f"Without items, and so left out of training: {', '.join(empty)}.")
+    if plan.batch.ramp:
+        notes.append(
+            f"batch.ramp was left out: verified are windows of {plan.batch.global_size} samples. Those before have fewer "
+            "micro-batches of the same size."
+        )
     if plan.epoch.short_window_policy is ShortWindow.drop:
         notes.append("batch.short_window=drop: there is no short window to verify.")
     return notes
