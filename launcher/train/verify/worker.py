@@ -235,8 +235,8 @@ def _notes(plan: RunPlan, found: Together, plain: Plain, wholes: Sequence[Whole]
         notes.append(f"Without items, and so left out of training: {', '.join(empty)}.")
     if plan.batch.ramp:
         notes.append(
-            f"batch.ramp was left out: verified are windows of {plan.batch.global_size} samples. Those before have fewer "
-            "micro-batches of the same size."
+            f"batch.ramp was left out: verified are windows of {plan.batch.global_size} samples. Those before have "
+            "fewer micro-batches of the same size."
         )
     if plan.epoch.short_window_policy is ShortWindow.drop:
         notes.append("batch.short_window=drop: there is no short window to verify.")
