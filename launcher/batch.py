@@ -20,9 +20,9 @@ DEFAULT_MICRO_SIZE = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """``steps`` windows of ``global_size`` samples."""
+    """``windows`` of ``global_size`` samples: those that fp16 skips, or that hold no item, count too."""
 
-    steps: int
+    windows: int
     global_size: int
 
 
@@ -45,9 +45,9 @@ class Batch:
     def global_size_at(self, index: int) -> int:
         """Of window ``index`` of the run, where it is full."""
         for stage in self.ramp:
-            if index < stage.steps:
+            if index < stage.windows:
                 return stage.global_size
-            index -= stage.steps
+            index -= stage.windows
         return self.global_size
 
 
@@ -67,7 +67,7 @@ def solve_batch(config: BatchConfig, world_size: int) -> Batch:
         total = micro * accumulation * world_size
     total = DEFAULT_GLOBAL_SIZE if total is None else total
     if micro is None:
-        micro = _derive_micro(total, accumulation, world_size)
+        micro = _derive_micro(total, accumulation, world_size, [stage[-1] for stage in config.ramp if stage])
     if accumulation is None:
         accumulation = _divide(total, micro, world_size, "micro_size", micro)
     if micro * accumulation * world_size != total:
@@ -92,29 +92,32 @@ def _solve_ramp(stages: list[list[int]], unit: int, total: int) -> tuple[Stage, 
         if len(stage) != 2 or min(stage) < 1:
             raise ConfigError(
                 "batch.ramp", stages, f"{stage} is no stage.",
-                "Write [steps, samples] for each, both at least 1, such as batch.ramp=[[100,16],[200,32]].",
+                "Write [windows, samples] for each, both at least 1, such as batch.ramp=[[100,16],[200,32]].",
             )  # fmt: skip
-        steps, size = stage
+        windows, size = stage
+        before = ramp[-1].global_size if ramp else 0
         if size % unit:
+            near = [each for each in _nearest_multiples(size, unit) if before < each < total]
             raise ConfigError(
                 "batch.ramp", stages, f"{size} samples cannot be shared by the ranks in micro-batches: {unit} at once.",
-                f"Nearest choices: {_or_list(_nearest_multiples(size, unit))}; or a smaller batch.micro_size.",
+                f"{f'Nearest choices: {_or_list(near)}; or use' if near else 'Use'} a smaller batch.micro_size.",
             )  # fmt: skip
-        before = ramp[-1].global_size if ramp else 0
         if not before < size < total:
             raise ConfigError(
                 "batch.ramp", stages, f"{size} samples after {before} do not lead up to batch.global_size={total}.",
                 "Let every stage be larger than the one before it, and the last one smaller than global_size.",
             )  # fmt: skip
-        ramp.append(Stage(steps=steps, global_size=size))
+        ramp.append(Stage(windows=windows, global_size=size))
     return tuple(ramp)
 
 
-def _derive_micro(total: int, accumulation: int | None, world_size: int) -> int:
+def _derive_micro(total: int, accumulation: int | None, world_size: int, ramp: Iterable[int]) -> int:
     if accumulation is not None:
         return _divide(total, accumulation, world_size, "accumulation", accumulation)
     share = _divide(total, 1, world_size, "global_size", total)
-    return max(d for d in range(1, DEFAULT_MICRO_SIZE + 1) if share % d == 0)
+    # of the ramp's stages those that no micro-batch would suit are refused later, in words of their own
+    shares = [share, *(size // world_size for size in ramp if size > 0 and size % world_size == 0)]
+    return max(d for d in range(1, DEFAULT_MICRO_SIZE + 1) if math.gcd(*shares) % d == 0)
 
 
 def _divide(total: int, factor: int, world_size: int, name: str, value: int) -> int:
@@ -183,7 +186,7 @@ class Windows:
         self._stretches: list[Span] = []
         self._index, at = 0, Span(0, 0, 0, 0)
         for stage in batch.ramp:
-            at = self._lay(at, stage.steps, stage.global_size)
+            at = self._lay(at, stage.windows, stage.global_size)
         while at.first:
             at = self._lay(at, self._per_epoch, batch.global_size, only=at.epoch)
         self._regular_from, self._regular_epoch = self._index, at.epoch

@@ -197,7 +197,7 @@ class BatchConfig:
     accumulation: int | None = None
     """Micro-batches a rank in one optimizer step."""
     ramp: list[list[int]] = field(default_factory=list[list[int]])
-    """Stages before global_size holds: [[100, 16], [200, 32]] is 100 steps of 16 samples, then 200 of 32. The
+    """Stages before global_size holds: [[100, 16], [200, 32]] is 100 windows of 16 samples, then 200 of 32. The
     micro-batch stays, accumulation grows."""
     short_window: ShortWindow = ShortWindow.exact
     """The window at an epoch's end that is not full: exact: used, with its true weight; drop: left out."""

@@ -17,10 +17,9 @@ def require_possible(batch: Batch, recompute: Recompute) -> None:
 
 
 def what_norms_do(layers: int, batch: Batch) -> str | None:
-    """One sentence on what the model's ``layers`` BatchNorms normalise by, and what else there is. None where there is
-    nothing to say: no BatchNorm and no option for one."""
+    """One sentence on what the model's ``layers`` BatchNorms normalise by, and what else there is. None without any."""
     if not layers:
-        return None if batch.norm is Norm.leave else f"batch.norm={batch.norm.value} has no effect: no BatchNorm found."
+        return None
     who = f"{layers} BatchNorm layer{'s' if layers > 1 else ''}"
     if batch.norm is Norm.freeze:
         return f"{who}: batch.norm=freeze, normalised by the running statistics that model() comes with."
@@ -30,8 +29,8 @@ def what_norms_do(layers: int, batch: Batch) -> str | None:
         return f"{who}: batch.norm={batch.norm.value}, statistics of the whole window, which is one micro-batch."
     if batch.norm is Norm.window:
         return (
-            f"{who}: batch.norm=window, exact statistics of each window: every micro-batch runs {2 * layers} times "
-            "more (docs/batchnorm.md)."
+            f"{who}: batch.norm=window, exact statistics of each window: every micro-batch runs at least {2 * layers} "
+            "times more (docs/batchnorm.md)."
         )
     if batch.norm is Norm.sync and batch.world_size == 1:
         return f"{who}: batch.norm=sync has no effect on one rank. batch.norm=window does (docs/batchnorm.md)."

@@ -30,7 +30,7 @@ class Collective(StrEnum):
     all_gather = "all_gather"
     reduce_scatter = "reduce_scatter"
     broadcast = "broadcast"
-    norm = "norm"
+    statistics = "statistics"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +98,7 @@ class Layout:
         or scatter (Patarasuk & Yuan, 2009); a broadcast passes each byte on once."""
         if kind is Collective.broadcast:
             return 1.0
-        if kind is Collective.norm:
+        if kind is Collective.statistics:
             world_size = self.shard_size * self.replicas
             return 2 * (world_size - 1) / world_size
         if kind is Collective.all_reduce:

@@ -12,6 +12,7 @@ from launcher.config import (
     ClusterKind,
     Config,
     LrScaling,
+    Norm,
     OptimizerConfig,
     OptimizerKind,
     Recompute,
@@ -68,6 +69,7 @@ def solve(config: Config, site: Site, task: TaskPlan, run: RunInfo, started: tup
     strategy = solve_strategy(config.strategy, batch, cluster, precision, task)
     require_possible(batch, strategy.recompute)
     schedule = _schedule(config.schedule, steps)
+    optimizer = _optimizer(config.optimizer, batch.global_size)
     return RunPlan(
         format=FORMAT,
         run=run,
@@ -79,7 +81,7 @@ def solve(config: Config, site: Site, task: TaskPlan, run: RunInfo, started: tup
         task=task,
         strategy=strategy,
         precision=precision,
-        optimizer=_optimizer(config.optimizer, batch.global_size),
+        optimizer=optimizer,
         schedule=schedule,
         train=TrainPlan(
             steps=steps,
@@ -101,7 +103,11 @@ def solve(config: Config, site: Site, task: TaskPlan, run: RunInfo, started: tup
             group=config.wandb.group,
             tags=tuple(config.wandb.tags),
         ),
-        notes=(*_notes(schedule, steps, epoch, batch), *_unit_notes(strategy, task), *_norm_notes(batch, task)),
+        notes=(
+            *_notes(schedule, steps, epoch, batch, optimizer),
+            *_unit_notes(strategy, task),
+            *_norm_notes(batch, task),
+        ),
     )
 
 
@@ -200,15 +206,23 @@ def _unit_notes(strategy: StrategyPlan, task: TaskPlan) -> list[str]:
 
 
 def _norm_notes(batch: contract.Batch, task: TaskPlan) -> list[str]:
+    if task.batch_norms == 0 and batch.norm is not Norm.leave:
+        raise ConfigError("batch.norm", batch.norm, "has no effect: the model has no BatchNorm.", "Leave it out.")
     said = None if task.batch_norms is None else what_norms_do(task.batch_norms, batch)
     return [] if said is None else [said]
 
 
-def _notes(schedule: SchedulePlan, steps: int | None, epoch: EpochPlan, batch: contract.Batch) -> tuple[str, ...]:
+def _notes(
+    schedule: SchedulePlan, steps: int | None, epoch: EpochPlan, batch: contract.Batch, optimizer: OptimizerPlan
+) -> tuple[str, ...]:
     notes: list[str] = []
-    ramp = sum(stage.steps for stage in batch.ramp)
+    ramp = sum(stage.windows for stage in batch.ramp)
     if steps is not None and ramp >= steps:
         notes.append(f"batch.ramp is not over within {steps} steps: the global batch stays below {batch.global_size}.")
+    if ramp and optimizer.lr != optimizer.base_lr:
+        notes.append(
+            f"optimizer.lr_scaling is for the {batch.global_size} samples after batch.ramp, from the first step on."
+        )
     if steps is not None and schedule.warmup_steps >= steps:
         notes.append(f"schedule.warmup_steps={schedule.warmup_steps} is not over within {steps} steps.")
     if epoch.short_window and epoch.short_window < batch.world_size:

@@ -27,6 +27,7 @@ def make_plan(
     gradient_bytes: int | None = 4000,
     gpus: int = 0,
     run_dir: str = "/nowhere/run",
+    batch_norms: int | None = None,
 ) -> RunPlan:
     task = TaskPlan(
         target="some.Task",
@@ -35,6 +36,7 @@ def make_plan(
         parameters=1000,
         gradient_bytes=gradient_bytes,
         unit_parameters=800,
+        batch_norms=batch_norms,
     )
     run = RunInfo(name="run", id="abcd1234", dir=run_dir, created="2024-01-01T00:00:00+00:00", version="0")
     return solve(compose(overrides), Site(gpus=gpus, cores=2, cwd="/nowhere"), task, run)

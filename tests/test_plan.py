@@ -226,3 +226,19 @@ def test_auto_sync_keeps_away_from_what_is_not_safe() -> None:
 
 def test_a_warm_up_longer_than_the_run_is_noted() -> None:
     assert any("warmup_steps" in note for note in make_plan("train.steps=5").notes)
+
+
+def test_batch_norm_s_option_is_for_models_with_one() -> None:
+    assert make_plan("batch.norm=window", batch_norms=2).batch.norm == "window"
+    with pytest.raises(ConfigError, match=r"batch.norm=window: has no effect: the model has no BatchNorm"):
+        make_plan("batch.norm=window", batch_norms=0)
+
+
+def test_a_ramp_and_what_follows_from_it() -> None:
+    """The micro-batch suits every stage; a scaled learning rate is that of the last one, and said to be."""
+    plan = make_plan("batch.ramp=[[10,4],[10,12]]", "optimizer.lr_scaling=sqrt", "optimizer.reference_batch=16")
+    assert plan.batch.micro_size == 2
+    assert [plan.batch.accumulation_at(window) for window in (0, 9, 10, 19, 20)] == [1, 1, 3, 3, 16]
+    assert any("lr_scaling is for the 64 samples after batch.ramp" in note for note in plan.notes)
+    with pytest.raises(ConfigError, match=r"60 samples cannot be shared.*\n  Nearest choices: 56;"):
+        make_plan("batch.ramp=[[10,60]]", "batch.micro_size=4")

@@ -41,7 +41,7 @@ def plan_table(plan: RunPlan) -> Table:
         f"{_count(batch.world_size, 'rank')}",
     )
     if batch.ramp:
-        stages = ", then ".join(f"{stage.global_size} for {_count(stage.steps, 'step')}" for stage in batch.ramp)
+        stages = ", then ".join(f"{stage.global_size} for {_count(stage.windows, 'window')}" for stage in batch.ramp)
         add("", f"at first {stages}")
     add("task", _task(plan))
     add("windows", _windows(plan))
@@ -113,7 +113,7 @@ def _windows(plan: RunPlan) -> str:
     if plan.epoch.windows is None:
         return "as many as the stream has; the last one is exact, however short"
     short = plan.epoch.short_window
-    return f"{plan.epoch.windows:,} an epoch" + (
+    return f"{plan.epoch.windows:,} an epoch{' after the ramp' if plan.batch.ramp else ''}" + (
         f", the last one short: {_count(short, 'sample')}" if short else ", all full"
     )
 
@@ -137,21 +137,22 @@ def summary_table(plan: RunPlan, summary: dict[str, Any]) -> Table:
             f"{summary['throughput/samples_per_s']:,.1f} samples/s, {summary['time/step_s'] * 1e3:,.1f} ms a step "
             f"(median); {summary['time/total_s']:,.1f} s in all",
         )
-    add("global batch", f"{_count(plan.batch.global_size, 'sample')} in every full window")
+    size = summary.get("batch/global_size", plan.batch.global_size)
+    add("global batch", f"{_count(size, 'sample')} in every full window{' at the end' if plan.batch.ramp else ''}")
     if summary.get("comm/wire_bytes_every"):
         add(
             "wire a step",
             f"{_bytes(summary['comm/wire_bytes'])} a rank counted; {_bytes(summary['comm/wire_bytes_every'])} with "
             f"sync=every: {summary['comm/saved_fraction']:.1%} saved",
         )
-        for kind in ("all_gather", "reduce_scatter", "all_reduce", "norm"):
+        for kind in ("all_gather", "reduce_scatter", "all_reduce", "statistics"):
             if f"comm/{kind}/wire_bytes" in summary:
                 add("", f"{kind}: {_bytes(summary[f'comm/{kind}/wire_bytes'])}")
         add("speed-up", _speedup(plan, summary))
         if "comm/exposed_s" in summary:
             add("exposed", _exposed(summary))
     if summary.get("noise/scale"):
-        add("noise scale", _noise_advice(summary["noise/scale"], plan.batch.global_size))
+        add("noise scale", _noise_advice(summary["noise/scale"], size))
     if summary.get("amp/skipped_steps"):
         add("skipped", f"{summary['amp/skipped_steps']} windows, by fp16 overflow")
     if summary.get("batch/empty_windows"):

@@ -115,7 +115,8 @@ class Silence:
 
 def _step_text(record: dict[str, Any], steps: int | None) -> str:
     held_out = f"  held-out {record['eval/loss']:.4f}" if record.get("eval/loss") is not None else ""
-    return f"step {record['step']}{f'/{steps}' if steps else ''}  loss {record['train/loss']:.4f}{held_out}"
+    loss = "-" if record["train/loss"] is None else f"{record['train/loss']:.4f}"  # of a last window without items
+    return f"step {record['step']}{f'/{steps}' if steps else ''}  loss {loss}{held_out}"
 
 
 def _rate(record: dict[str, Any]) -> str:

@@ -25,18 +25,20 @@ class Account:
     """Kept by every rank, after each window.
 
     Args:
-        loss: of the last window; eval_loss: of the last evaluation, None where that was not finite or there was none.
+        loss: of the last window with items, None before one.
+        eval_loss: of the last evaluation, None where that was not finite or there was none.
         evaluated: whether there was one.
         typical: what the last full window with the job's own policy sent; step_seconds: what such windows took.
         peak_bytes: the most memory that this rank has held.
         resumed: how often the run has gone on from a checkpoint, on the way that led here.
         seconds_before: of training, up to the checkpoint that this process went on from.
         checkpoint: the newest one's directory.
+        size: samples of the last full window.
     """
 
     plan: RunPlan
     engine: Engine
-    loss: float = 0.0
+    loss: float | None = None
     eval_loss: float | None = None
     evaluated: bool = False
     typical: CommStats | None = None
@@ -45,12 +47,17 @@ class Account:
     resumed: int = 0
     seconds_before: float = 0.0
     checkpoint: str | None = None
+    size: int | None = None
     started: float = field(default_factory=time.perf_counter)
 
     def take_in(self, result: StepResult) -> None:
         if result.items:
             self.loss = result.loss
-        if result.sync is self.plan.strategy.sync and result.samples == self.plan.batch.global_size:
+        size = self.plan.batch.global_size_at(result.window)
+        if result.sync is self.plan.strategy.sync and result.samples == size:
+            if size != self.size:  # batch.ramp has come one stage further
+                self.size = size
+                self.step_seconds.clear()
             self.typical = result.comm
             self.step_seconds.append(result.step_s)
 
@@ -72,13 +79,14 @@ class Account:
             "typical": None if self.typical is None else dataclasses.asdict(self.typical),
             "step_seconds": list(self.step_seconds),
             "peak_bytes": self.memory(),
+            "size": self.size,
             "resumed": self.resumed,
             "total_s": self.total_s,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.loss, self.eval_loss, self.peak_bytes = state["loss"], state["eval_loss"], state["peak_bytes"]
-        self.evaluated = state["evaluated"]
+        self.evaluated, self.size = state["evaluated"], state["size"]
         if (typical := state["typical"]) is not None:
             kinds = {Collective(kind): Traffic(**traffic) for kind, traffic in typical["kinds"].items()}
             self.typical = CommStats(**{**typical, "kinds": kinds})
@@ -92,9 +100,9 @@ class Account:
             "verdict": verdict,
             "resumed": self.resumed,
             "steps": engine.steps,
-            "train/loss": self.loss,
+            **({} if self.loss is None else {"train/loss": self.loss}),
             **({"eval/loss": self.eval_loss} if self.evaluated else {}),
-            "batch/global_size": self.plan.batch.global_size,
+            "batch/global_size": self.size or self.plan.batch.global_size,
             "progress/samples": engine.samples,
             "progress/items": engine.items,
             "memory/peak_bytes": self.memory(),
@@ -112,7 +120,7 @@ class Account:
                 for kind, traffic in self.typical.kinds.items():
                     summary[f"comm/{kind.value}/wire_bytes"] = traffic.wire_bytes
             summary["time/step_s"] = statistics.median(self.step_seconds)
-            summary["throughput/samples_per_s"] = self.plan.batch.global_size / summary["time/step_s"]
+            summary["throughput/samples_per_s"] = summary["batch/global_size"] / summary["time/step_s"]
         if (calibrated := engine.calibrated) is not None:
             summary |= calibration_metrics(calibrated)
         if (noise := engine.noise) is not None:

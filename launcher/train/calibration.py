@@ -102,7 +102,7 @@ class Calibration:
             and strategy.compress is not Compress.powersgd,
             may_rehearse=strategy.rehearses,
             # what is measured is a step of the global batch itself
-            start=WARM_UP_WINDOWS + sum(stage.steps for stage in plan.batch.ramp),
+            start=WARM_UP_WINDOWS + sum(stage.windows for stage in plan.batch.ramp),
         )
 
     @property

@@ -97,7 +97,8 @@ class Engine:
         self._rehearsing = False
         self._window: data.Window | None = None
         self._micro: MicroBatch | None = None
-        self._empty_since: int | None = None  # epoch; None unless the last window was empty
+        self._items_in_epoch = False  # whether it has had any so far
+        self._empty_in_a_row = 0
         self.steps = self.skipped_steps = self.empty_windows = self.samples = self.items = 0
 
     @property
@@ -196,6 +197,7 @@ class Engine:
         self._micro = micro
         with self.precision.autocast():
             loss_sum, items = self._replay(self.parallel.module, micro.data)
+        step.require_sum(loss_sum, items)
         self._micro = None
         return self.precision.scaled(loss_sum * self._weight(items, micro.samples))
 
@@ -265,7 +267,7 @@ class Engine:
         """The window's optimizer step: agree, check, average exactly, clip, apply, schedule.
 
         Raises:
-            DataError: windows without items have followed each other for an epoch.
+            DataError: no window of an epoch held an item.
             NotFinite: a loss, or a gradient that no loss scale helps; on all ranks, before anything is applied.
             PolicyNotObserved: the collectives that ran are not those of the sync policy.
             UnusedParameters: a parameter got no gradient.
@@ -284,7 +286,7 @@ class Engine:
         scale = self.precision.scaler.get_scale() if self.precision.scales else None
         assert self._divisor is not None
         unit = self._divisor / (scale or 1.0)
-        norm = self._apply(gradients, agreed, scale) if agreed.items else self._leave_out(window.epoch)
+        norm = self._apply(gradients, agreed, scale) if agreed.items else self._leave_out()
         skipped = not math.isfinite(norm)
         if window.index == 0:
             self._buffers.watch()
@@ -303,6 +305,7 @@ class Engine:
         self.items += agreed.items
         self._window = None
         self._place = self._feed.settle(agreed.more)
+        self._require_some_items(agreed.items, window.epoch)
         stopped = agreed.stop and not self.over
         self._finished = stopped or self.over
         return StepResult(
@@ -333,13 +336,12 @@ class Engine:
             raise step.explain_bad_gradient(self.steps + 1, norm, self.parallel.module)
         self.precision.update()
         self.parallel.zero_grad()
-        self._empty_since = None
         if self.precision.scales and not self.items:
             # the first micro-batch was a guess, and may have had few items, or none
             self._divisor = step.divisor(agreed.items / self.world.size)
         return norm
 
-    def _leave_out(self, epoch: int) -> float:
+    def _leave_out(self) -> float:
         """A window without items: there is no mean, so nothing moves, and nothing is learned of the loss scale."""
         if self.plan.strategy.compress is Compress.powersgd:
             raise DataError(
@@ -347,16 +349,24 @@ class Engine:
                 "left out: what was kept back of earlier gradients would be lost.\n"
                 "  Leave the samples without items out of train_data(), or use another strategy.compress."
             )
-        self._empty_since = epoch if self._empty_since is None else self._empty_since
-        if epoch - self._empty_since > 1:
-            raise DataError(
-                f"No window of epoch {self._empty_since + 1} holds an item: the loss cannot be averaged.\n"
-                "  Look at the data, and at the items that the loss returns."
-            )
         self.empty_windows += 1
         self.precision.stay()
         self.parallel.zero_grad()
         return math.nan
+
+    def _require_some_items(self, items: int, epoch: int) -> None:
+        """Raises DataError where nothing was learned from an epoch, or, as a stream may have no end, for very long."""
+        self._items_in_epoch |= items > 0
+        self._empty_in_a_row = 0 if items else self._empty_in_a_row + 1
+        over = self._place.epoch > epoch
+        if (over and not self._items_in_epoch) or self._empty_in_a_row >= _MOST_EMPTY:
+            which = f"No window of epoch {epoch + 1}" if over else f"None of {_MOST_EMPTY} windows in a row"
+            raise DataError(
+                f"{which} holds an item: the loss cannot be averaged.\n"
+                "  Look at the data, and at the items that the loss returns."
+            )
+        if over:
+            self._items_in_epoch = False
 
     def _require_whole_window(self) -> data.Window:
         if self._window is None or not self._totals.sent:
@@ -399,6 +409,7 @@ class Engine:
             "divisor": self._divisor,
             "calibration": self._calibration.state_dict(),
             "noise": self._noise.state_dict(),
+            "items_in_epoch": self._items_in_epoch,
             "gathered_by_every": self.parallel.meter.gathered_by_every,
             "changing_buffers": self.changing_buffers,
             "gradient_order": self.parallel.gradient_order(),
@@ -407,16 +418,18 @@ class Engine:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """All ranks call it, of a fresh engine that has its parameters and optimizer state already."""
         for name in _PROGRESS:
-            setattr(self, name, state["progress"].get(name, 0))  # older checkpoints have not all of them
+            setattr(self, name, state["progress"][name])
         self._place = data.Place(**state["place"])
         self.schedule.load_state_dict(state["schedule"])
         self.precision.scaler.load_state_dict(state["scaler"])
         self._divisor = state["divisor"]
         self._calibration.load_state_dict(state["calibration"])
         self._noise.load_state_dict(state["noise"])
+        self._items_in_epoch = state["items_in_epoch"]
         self.parallel.meter.gathered_by_every = state["gathered_by_every"]
         self._buffers.know(state["changing_buffers"])
         self.parallel.take_gradient_order(state["gradient_order"])
 
 
+_MOST_EMPTY = 1000
 _PROGRESS = ("steps", "skipped_steps", "empty_windows", "samples", "items")

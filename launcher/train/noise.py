@@ -25,6 +25,7 @@ from torch import Tensor
 
 # of the averages a window: they remember the last hundred or so, over which training changes the scale little
 SMOOTHING = 0.99
+MOST_WEIGHT = 10
 # windows that must have been measured before anything is said
 FEWEST_WINDOWS = 10
 
@@ -67,9 +68,11 @@ class OwnGradient:
     def take(self, gradients: Sequence[Tensor]) -> None:
         """``gradients``: a piece of it, as it is about to be sent."""
         if self.due:
-            # of half-precision numbers in fp32
-            formats = (torch.promote_types(gradient.dtype, torch.float32) for gradient in gradients)
-            self._norms += [torch.linalg.vector_norm(g, dtype=d) for g, d in zip(gradients, formats, strict=True)]
+            # one kernel for many of them; of half-precision numbers each in fp32
+            wide = [gradient for gradient in gradients if gradient.dtype.itemsize >= 4]
+            narrow = [gradient for gradient in gradients if gradient.dtype.itemsize < 4]
+            self._norms += torch._foreach_norm(wide) if wide else ()
+            self._norms += [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in narrow]
 
     def square(self, device: torch.device) -> Tensor | None:
         """Its squared norm: float64 scalar; None where no gradient was about to be sent."""
@@ -164,7 +167,8 @@ class _Averages:
 
     A gradient's norm falls by orders of magnitude while a run begins: in plain averages its first few windows would
     drown a hundred later ones. So each window counts by one over the squared norm of the window before it, which knows
-    the size of the gradient, and nothing of this window's noise: the averages stay unbiased.
+    the size of the gradient, and nothing of this window's noise: the averages stay unbiased. No weight is more than
+    MOST_WEIGHT times the average one: a gradient that is almost zero for once would speak for thousands of windows.
 
     Args:
         windows: that are in them.
@@ -181,6 +185,8 @@ class _Averages:
     def take_in(self, large_sq: float, grad_sq: float, variance: float) -> None:
         if self.before_sq > 0:
             weight = 1 / self.before_sq
+            if self.windows:
+                weight = min(weight, MOST_WEIGHT * self.weight / (1 - SMOOTHING**self.windows))
             self.windows += 1
             self.weight += (1 - SMOOTHING) * (weight - self.weight)
             self.grad_sq += (1 - SMOOTHING) * (weight * grad_sq - self.grad_sq)

@@ -39,7 +39,7 @@ class Ranks:
         """In place."""
         if not self._alone:
             flight = self._meter.take_off()
-            self._meter.count(Collective.norm, sums.nbytes)
+            self._meter.count(Collective.statistics, sums.nbytes)
             dist.all_reduce(sums)
             flight.land()
         return sums
@@ -119,8 +119,17 @@ def freeze(model: nn.Module) -> None:
 
 def widen(model: nn.Module) -> None:
     """Let the BatchNorm layers of ``model`` take a scale and shift that a sharded model gathers in bf16 or fp16, which
-    torch refuses beside statistics in fp32."""
-    for layer in batch_norms(model).values():
+    torch refuses beside statistics in fp32.
+
+    Raises:
+        TaskError: one is a SyncBatchNorm, whose collectives are inside of what would be replaced.
+    """
+    for name, layer in batch_norms(model).items():
+        if isinstance(layer, nn.SyncBatchNorm):
+            raise TaskError(
+                f"batch.norm=leave: {name} is a SyncBatchNorm, which torch cannot run on shards in bf16 or fp16.\n"
+                "  Use batch.norm=sync, which does the same, or precision=fp32."
+            )
         if _is_plain(layer):
             _let_run(layer, functools.partial(_wide, layer))
 

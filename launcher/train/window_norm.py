@@ -53,7 +53,7 @@ class Call:
     means: Tensor | None = None
 
 
-class Stage(Enum):
+class Pass(Enum):
     local = auto()  # a rehearsal: each micro-batch by itself
     statistics = auto()
     means = auto()
@@ -73,9 +73,9 @@ class OverWindow:
         self._ranks, self._parallel, self._precision, self._device = ranks, parallel, precision, device
         self._gathers_once = gathers_once
         self._calls: list[Call] = []
-        self._begin(Stage.local, counts=True)
+        self._begin(Pass.local, counts=True)
 
-    def _begin(self, stage: Stage, *, counts: bool, target: int = -1, learns: bool = False) -> None:
+    def _begin(self, stage: Pass, *, counts: bool, target: int = -1, learns: bool = False) -> None:
         """A forward pass. ``target``: the call that it is for; ``learns``: which calls there are."""
         self._stage, self._counts, self._target, self._learns = stage, counts, target, learns
         self._number = 0
@@ -83,7 +83,7 @@ class OverWindow:
         self._tap: Tensor | None = None
 
     def micro_batch(self, *, counts: bool, rehearsal: bool) -> None:
-        self._begin(Stage.local if rehearsal else Stage.whole, counts=counts)
+        self._begin(Pass.local if rehearsal else Pass.whole, counts=counts)
 
     def look_ahead(self, micro_batches: Sequence[MicroBatch], loss: Callable[[MicroBatch], Tensor]) -> None:
         """Find out what the window's micro-batches must know of each other. All ranks call it; random state and buffers
@@ -101,28 +101,28 @@ class OverWindow:
         with parallel.meter.beside(), parallel.rehearsal() if self._gathers_once else parallel.evaluation():
             number = 0
             while number < max(1, len(self._calls)):  # the first pass shows how many there are
-                sums = self._pass(Stage.statistics, number, micro_batches, loss, kept)
+                sums = self._pass(Pass.statistics, number, micro_batches, loss, kept)
                 if sums is not None:
                     self._calls[number].statistics = Statistics.of_sums(sums)
                 number += 1
             for number in reversed(range(len(self._calls))):
-                call, sums = self._calls[number], self._pass(Stage.means, number, micro_batches, loss, kept)
+                call, sums = self._calls[number], self._pass(Pass.means, number, micro_batches, loss, kept)
                 assert call.statistics is not None
                 assert sums is not None
                 call.means = sums / call.statistics.count
 
     def _pass(
-        self, stage: Stage, target: int, micro_batches: Sequence[MicroBatch], loss: Callable[[MicroBatch], Tensor],
+        self, stage: Pass, target: int, micro_batches: Sequence[MicroBatch], loss: Callable[[MicroBatch], Tensor],
         kept: Kept,
     ) -> Tensor | None:  # fmt: skip
         """What call ``target`` comes to over all micro-batches and ranks; None where there is no such call."""
         total: Tensor | None = None
         for nth, micro in enumerate(micro_batches):
-            learns = stage is Stage.statistics and target == nth == 0
+            learns = stage is Pass.statistics and target == nth == 0
             self._begin(stage, counts=micro.samples > 0, target=target, learns=learns)
-            with torch.set_grad_enabled(stage is Stage.means):
+            with torch.set_grad_enabled(stage is Pass.means):
                 scalar = loss(micro)
-            if stage is Stage.means:
+            if stage is Pass.means:
                 self._sums = self._gradient_sums(scalar)
             if self._number != len(self._calls):
                 raise self._other_layers(f"one ends after {self._number} of the first one's {len(self._calls)}")
@@ -156,10 +156,10 @@ class OverWindow:
         )
 
     def normalised(self, layer: _BatchNorm, x: Tensor) -> Tensor:
-        if self._stage is Stage.local:
+        if self._stage is Pass.local:
             return self._by_itself(layer, x)
         call, number = self._call(layer), self._number - 1
-        if self._stage is Stage.statistics:
+        if self._stage is Pass.statistics:
             if number == self._target:
                 self._sums = sums_of(x, counts=self._counts)
             if number >= self._target:  # what comes of it is of no use, but for being finite
@@ -167,7 +167,7 @@ class OverWindow:
         assert call.statistics is not None
         means = call.means
         y = normalise(layer, x, call.statistics, None if means is None or not self._counts else lambda _: means)
-        if self._stage is Stage.means and number == self._target:
+        if self._stage is Pass.means and number == self._target:
             y = self._tap = y.detach().requires_grad_()  # what lies before it needs no gradient in this pass
         return y
 

@@ -164,7 +164,8 @@ def test_the_live_display_follows_the_files(tmp_path: Path) -> None:
     (tmp_path / "wandb.json").write_text('{"problem": "no server"}')
     with metrics.open("a") as file:
         file.write('in/loss": 5.25, "eval/loss": 5.0, "throughput/samples_per_s": 1000}\n')
-        file.write('{"step": 9, "train/loss": 5.0, "throughput/samples_per_s": 1000}\n')
+        # a last window without items
+        file.write('{"step": 9, "train/loss": null, "throughput/samples_per_s": 1000}\n')
     for _ in range(2):
         display.refresh()
     display.close()
@@ -172,6 +173,6 @@ def test_the_live_display_follows_the_files(tmp_path: Path) -> None:
         "first [not markup]",
         "step 1/9  loss 5.5000  1,234 samples/s",
         "half a line",
-        "step 9/9  loss 5.0000  1,000 samples/s",
+        "step 9/9  loss -  1,000 samples/s",
         "W&B: no server",
     ]

@@ -102,7 +102,7 @@ def empty_windows_leave_no_trace() -> None:
 
 def main() -> None:
     seen = {name: words(lambda a=answer: train(a, "train.steps=2")) for name, answer in ANSWERS.items()}
-    seen["no item anywhere"] = words(lambda: train(right, "train.steps=2", empty=lambda _: True))
+    seen["no item anywhere"] = words(lambda: train(right, "train.epochs=2", empty=lambda _: True))
     powersgd = ("train.steps=2", "strategy.compress=powersgd")
     seen["powersgd"] = words(lambda: train(right, *powersgd, empty=lambda window: window == 0))
     empty_windows_move_nothing()

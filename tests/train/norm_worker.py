@@ -102,7 +102,7 @@ def compare(data: Any, overrides: list[str]) -> dict[str, Any]:
             engine.backward(*loss_of(engine.model, batch))
         result = engine.step()
         losses.append(result.loss)
-        sent = result.comm.kinds.get(Collective.norm)
+        sent = result.comm.kinds.get(Collective.statistics)
         calls.append(sent.collectives if sent else 0)
 
         epoch, place = divmod(result.window, plan.epoch.windows or 1)

@@ -68,20 +68,31 @@ def deviations(small: float, ranks: int, scale: float) -> tuple[float, float]:
     return variance / math.sqrt(windows), grad_sq / math.sqrt(windows)
 
 
-def test_the_large_gradients_of_a_run_s_beginning_do_not_drown_the_rest() -> None:
-    """Ten windows with |G|^2 = 100 and a scale of 0.1, then fifty with |G|^2 = 0.1 and one of 100."""
+def scale_of(windows: list[tuple[float, float]]) -> float:
+    """What is said after windows with such a |G|^2 and tr(Sigma), without any noise of their own."""
     scale, own, large, small = NoiseScale(2, torch.device("cpu")), OwnGradient(), 64, 32
-    for grad_sq in [100.0] * 10 + [0.1] * 50:
+    for grad_sq, variance in windows:
         own.await_part(due=True)
         scale.begin(small, small)
-        own.take([torch.tensor([math.sqrt(grad_sq + 10 / small)])])
-        scale.measure(own, math.sqrt(grad_sq + 10 / large), large, large, unit=small)
+        own.take([torch.tensor([math.sqrt(grad_sq + variance / small)], dtype=torch.float64)])
+        scale.measure(own, math.sqrt(grad_sq + variance / large), large, large, unit=small)
         # the gradient lies there as a mean over `small` items; both ranks have the same
         scale.settle(2 * float(scale.own))
-    noise = scale.now
-    assert noise is not None
-    assert noise.scale is not None
-    assert 50 < noise.scale < 150, "0.6 in plain averages"
+    assert scale.now is not None
+    assert scale.now.scale is not None
+    return scale.now.scale
+
+
+def test_the_large_gradients_of_a_run_s_beginning_do_not_drown_the_rest() -> None:
+    """Ten windows with |G|^2 = 100 and a scale of 0.1, then fifty with |G|^2 = 0.1 and one of 100."""
+    assert 50 < scale_of([(100.0, 10.0)] * 10 + [(0.1, 10.0)] * 50) < 150, "0.6 in plain averages"
+
+
+def test_a_gradient_that_is_almost_zero_for_once_does_not_speak_for_all_that_follow() -> None:
+    """Of a scale of 500 for one window, among many with one of 50."""
+    usual = [(1.0, 50.0)]
+    assert 50 < scale_of(usual * 20 + [(1e-14, 0.0), (1.0, 500.0)] + usual * 300) < 100
+    assert scale_of(usual * 20 + [(1e-310, 0.0)] + usual * 300) == pytest.approx(50, rel=0.02)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from launcher.config import Norm
 from launcher.errors import ConfigError, TaskError
 from launcher.plan import RunPlan
 from launcher.train.loader import MicroBatch
-from launcher.train.norm import batch_norms
+from launcher.train.norm import batch_norms, widen
 from launcher.train.parallel import Single
 from launcher.train.precision import Precision
 from launcher.train.window_norm import OverWindow, norms_of
@@ -178,6 +178,15 @@ def test_what_cannot_be_had_is_refused(model: nn.Module, norm: str, message: str
     plan, whole = plan_on_one_rank(norm), nn.Sequential(model, nn.Linear(3, 3))
     with pytest.raises((TaskError, ConfigError), match=message):
         norms_of(plan, Single(whole, plan, CPU), Precision(plan.precision, CPU), CPU)
+
+
+def test_torchs_own_collectives_are_not_taken_away() -> None:
+    """Of a SyncBatchNorm on narrow shards, which torch cannot run and `leave` has to leave."""
+    with pytest.raises(TaskError, match=r"0 is a SyncBatchNorm[^~]*Use batch.norm=sync"):
+        widen(nn.Sequential(nn.SyncBatchNorm(3)))
+    model = nn.Sequential(nn.BatchNorm1d(3))
+    widen(model)
+    assert "forward" in vars(model[0])
 
 
 def test_an_evaluation_is_torchs_own() -> None:
