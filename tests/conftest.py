@@ -13,16 +13,22 @@ from tests.helpers import launch as launch_in
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
-# These wait for others most of their time: Slurm's timers, slow links, processes that end. `make test` runs them beside
-# the rest, which keep the cores busy: the former in order, one test at a time, and of the rest a file at a time.
-WAITING = {"test_slurm", "test_slurm_fixture", "test_doctor_slurm", "test_hosts", "test_sweep", "test_trouble"}
+# These wait for others most of their time, for Slurm's timers and slow links, and take longest. `make test` begins with
+# them, beside the rest, which keep the cores busy. A file runs in one process, one test at a time.
+FIRST = ("test_slurm", "test_sweep", "test_hosts", "test_trouble")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Fast ones first: a mistake in the arithmetic is said within seconds."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
+    """Of the rest fast ones first: a mistake in the arithmetic is said within seconds."""
+
+    def place(item: pytest.Item) -> tuple[int, bool]:
+        stem = item.path.stem
+        first = FIRST.index(stem) if stem in FIRST and item.path.parent.name == "system" else len(FIRST)
+        return first, item.get_closest_marker("slow") is not None
+
+    items.sort(key=place)
     for item in items:
-        item.add_marker(pytest.mark.xdist_group("waiting" if item.path.stem in WAITING else str(item.path)))
+        item.add_marker(pytest.mark.xdist_group(str(item.path)))
 
 
 @pytest.fixture

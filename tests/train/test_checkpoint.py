@@ -16,11 +16,8 @@ from tests.helpers import torchrun
 WORKER = Path(__file__).parent / "checkpoint_worker.py"
 
 
-POWERSGD = "strategy.compress=powersgd strategy.powersgd_start=2 precision=fp32"
-CASES = [
-    (1, "precision=fp32"), (2, "precision=fp32"), (1, "precision=fp16"), (2, "precision=fp16"), (2, POWERSGD),
-    (2, "strategy=fsdp precision=fp16"), (4, "strategy=hsdp strategy.shard_size=2 precision=bf16"),
-]  # fmt: skip
+# the other strategies, and more ranks, go through a checkpoint in test_resume.py
+CASES = [(1, "precision=fp16"), (2, "precision=fp32"), (2, "strategy=fsdp precision=fp16")]
 
 
 @pytest.mark.slow

@@ -50,7 +50,6 @@ def test_the_fewest_bytes_of_those_that_fit(memory: int, chosen: str, why: str) 
 @pytest.mark.parametrize(
     ("ranks", "extra"),
     [
-        (2, "strategy=fsdp precision=fp32"),
         (2, "strategy=fsdp precision=bf16 strategy.recompute=blocks"),
         (4, "strategy=hsdp strategy.shard_size=2 precision=bf16"),
     ],

@@ -63,7 +63,7 @@ BLIND = {
 REFUSED = {
     "Unused": "does not depend on 1 of the model's parameters: forgotten",
     "OtherLength": "not the same on all ranks",
-    "AllPadding": "None of its first windows holds an item",
+    "AllPadding": "holds an item",
     "Negative task.as_tensor=1": "must be a whole number, 0 or more",
 }
 ERRORS = {
