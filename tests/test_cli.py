@@ -107,7 +107,8 @@ def test_plan_as_json_is_the_plan(launch: Launch) -> None:
     done = launch("plan", "--json", "cluster.workers_per_node=4", "run.name=x")
     assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)
-    assert plan["batch"] == {"global_size": 64, "micro_size": 4, "accumulation": 4, "world_size": 4}
+    sizes = {"global_size": 64, "micro_size": 4, "accumulation": 4, "world_size": 4}
+    assert plan["batch"] == {**sizes, "ramp": [], "norm": "leave"}
     assert plan["run"]["name"] == "x"
 
 

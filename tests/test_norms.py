@@ -25,7 +25,7 @@ def test_statistics_of_a_part_of_the_window_are_said_and_what_else_there_is() ->
     synced = said(1, "batch.norm=sync") or ""
     assert "1 BatchNorm layer: statistics of 8 samples" in synced
     assert "batch.norm=freeze|window" in synced
-    assert "runs 6 times more" in (said(3, "batch.norm=window") or "")
+    assert "runs at least 6 times more" in (said(3, "batch.norm=window") or "")
     assert "model() comes with" in (said(3, "batch.norm=freeze") or "")
 
 
@@ -37,7 +37,6 @@ def test_statistics_of_the_whole_window_are_said_to_be_so() -> None:
 
 def test_an_option_without_effect_is_named() -> None:
     assert said(0) is None
-    assert "no effect: no BatchNorm" in (said(0, "batch.norm=window") or "")
     batch = replace(make_plan(*WINDOW, "batch.norm=sync").batch, world_size=1, accumulation=8)
     assert "no effect on one rank" in (what_norms_do(2, batch) or "")
 

@@ -84,6 +84,7 @@ def test_a_directory_of_data_is_refused(project: Path, tmp_path: Path, monkeypat
 def test_runs_beside_the_code_are_left_out(project: Path, where: str, *, with_git: bool) -> None:
     """run.dir is the project itself, or holds it: neither older runs nor the new one are code."""
     (project / "runs" / "old" / "plan.json").write_text("{}")
+    (project / "runs" / "old" / "config.yaml").write_text("")
     new = project / "new"
     new.mkdir()
     (new / "config.yaml").write_text("")
