@@ -46,7 +46,7 @@ def save(engine: Engine, paths: RunPaths, keep: int | None = None, run: dict[str
         Superseded: a newer incarnation of the run has begun.
     """
     target, world = paths.checkpoint(engine.steps), engine.world
-    if from_rank_0(world, target.exists()):  # of this very step: it is whole, and saving over it would risk it
+    if world.of_rank_0(target.exists()):  # of this very step: it is whole, and saving over it would risk it
         return target
     fence = Fence.here(paths)
     partial = paths.partial_checkpoint(engine.steps, fence.own)
@@ -107,24 +107,12 @@ def clear(paths: RunPaths, fence: Fence) -> None:
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def from_rank_0(world: World, value: Any) -> Any:
-    """Rank 0's ``value``, on every rank: they may not see the same of a shared disk."""
-    values = [value]
-    if world.size > 1:
-        dist.broadcast_object_list(values, 0)
-    return values[0]
-
-
 def _checksums_of_all(world: World, directory: Path) -> manifest.Files:
     """Each rank reads what it wrote, while that is still in its host's memory. On rank 0: of all."""
     own = [*directory.glob(f"__{world.rank}_*.distcp")]
     if world.rank == 0:
         own += [directory / ".metadata", directory / STATE]
-    everyone: list[manifest.Files] = [{}] * world.size
-    everyone[world.rank] = manifest.checksums(own)
-    if world.size > 1:
-        dist.all_gather_object(everyone, everyone[world.rank])
-    return {name: value for files in everyone for name, value in files.items()}
+    return {name: value for files in world.of_all(manifest.checksums(own)) for name, value in files.items()}
 
 
 def _tensors(engine: Engine, changing_buffers: list[str]) -> dict[str, Any]:

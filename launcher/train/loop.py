@@ -87,6 +87,12 @@ def build_optimizer(parameters: Iterable[nn.Parameter], plan: OptimizerPlan, dev
     return AdamW(parameters, plan.lr, betas=plan.betas, eps=plan.eps, weight_decay=plan.weight_decay, fused=fused)
 
 
+def loss_and_items(task: Task, engine: Engine, model: Callable[..., Any], batch: Any) -> tuple[Tensor, int | Tensor]:
+    """Of the micro-batch under way: its sum, and what it is a sum over."""
+    loss = as_loss(task.loss(model, batch), engine.samples_in_batch, engine.plan.task.target)
+    return loss.total, loss.items
+
+
 def as_loss(value: Loss | Tensor, samples: int, target: str) -> Loss:
     """A task's answer as a sum and a count. A bare tensor is taken for a mean over samples, with a warning.
 
@@ -150,9 +156,7 @@ class _Run:
         return "done"
 
     def loss(self, model: Callable[..., Any], batch: Any) -> tuple[Tensor, int | Tensor]:
-        """Of a micro-batch, its sum and what it is a sum over."""
-        loss = as_loss(self.task.loss(model, batch), self.engine.samples_in_batch, self.plan.task.target)
-        return loss.total, loss.items
+        return loss_and_items(self.task, self.engine, model, batch)
 
     def eval_due(self, result: StepResult) -> bool:
         every = self.plan.train.eval_every

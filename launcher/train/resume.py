@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from launcher.errors import NoGoodCheckpoint
 from launcher.incarnation import Fence
 from launcher.paths import RunPaths, write_text
@@ -47,7 +45,7 @@ def go_on(engine: Engine, paths: RunPaths, fence: Fence) -> Resumed | None:
         Superseded: a newer incarnation has begun.
     """
     world = engine.world
-    candidates: list[Path] = checkpoint.from_rank_0(world, paths.committed_checkpoints() if world.rank == 0 else [])
+    candidates: list[Path] = world.of_rank_0(paths.committed_checkpoints() if world.rank == 0 else [])
     refused: list[Path] = []
     for directory in candidates:
         if not (reasons := _problems(world, directory)):
@@ -70,14 +68,11 @@ def go_on(engine: Engine, paths: RunPaths, fence: Fence) -> Resumed | None:
 
 def _problems(world: World, directory: Path) -> list[str]:
     """What is wrong with a checkpoint's files; every rank looks at its share of them, and all learn the same."""
-    files: manifest.Files | str = checkpoint.from_rank_0(world, manifest.read(directory) if world.rank == 0 else "")
+    files: manifest.Files | str = world.of_rank_0(manifest.read(directory) if world.rank == 0 else "")
     if isinstance(files, str):
         return [files]
     own = manifest.problems(directory, dict(list(files.items())[world.rank :: world.size]))
-    everyone = [own] * world.size
-    if world.size > 1:
-        dist.all_gather_object(everyone, own)
-    return [problem for problems in everyone for problem in problems]
+    return [problem for problems in world.of_all(own) for problem in problems]
 
 
 def _move_aside(paths: RunPaths, fence: Fence, refused: list[Path]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import numbers
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -162,7 +161,7 @@ class WindowTotals:
         bad = [(n + 1, count) for n, count in enumerate(counts) if not (count >= 0 and count.is_integer())]
         where = "; ".join(
             f"rank {rank}, micro-batch {number} has {count:g}"
-            for rank, found in enumerate(_of_all_ranks(bad, self._world))
+            for rank, found in enumerate(self._world.of_all(bad))
             for number, count in found
         )
         return TaskError(_NO_COUNT.format(where))
@@ -211,13 +210,6 @@ def _stack(values: list[Tensor]) -> Tensor:
     return torch.stack([v.reshape(()) for v in values]).double()
 
 
-def _of_all_ranks(mine: list[Any], world: World) -> list[list[Any]]:
-    everyone = [mine] * world.size
-    if world.size > 1:
-        dist.all_gather_object(everyone, mine)
-    return everyone
-
-
 def agree_on_divisor(items: int | Tensor, micro_batches: int, world: World, device: torch.device) -> float:
     """C, before anything is known but the items of each rank's first micro-batch."""
     most = torch.as_tensor(items, dtype=torch.float64, device=device).detach().reshape(1)
@@ -237,7 +229,7 @@ def explain_bad_loss(totals: WindowTotals, world: World, step: int) -> NotFinite
     bad = [n + 1 for n, loss in enumerate(totals.losses) if not torch.isfinite(loss).item()]
     where = "; ".join(
         f"rank {rank}, micro-batch {', '.join(map(str, found))}"
-        for rank, found in enumerate(_of_all_ranks(bad, world))
+        for rank, found in enumerate(world.of_all(bad))
         if found
     )
     if any(loss.dtype is torch.float16 for loss in totals.losses):

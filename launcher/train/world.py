@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from launcher.config import Device
 from launcher.errors import SiteError
 
 if TYPE_CHECKING:
     import torch
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,24 @@ class World:
     @classmethod
     def here(cls) -> World:
         return cls.from_env(os.environ)
+
+    def of_all(self, value: T) -> list[T]:
+        """Every rank's ``value``, which is pickled, by rank; all ranks call it."""
+        everyone = [value] * self.size
+        if self.size > 1:
+            import torch.distributed as dist
+
+            dist.all_gather_object(everyone, value)
+        return everyone
+
+    def of_rank_0(self, value: T) -> T:
+        """Rank 0's ``value``, which is pickled; all ranks call it."""
+        values = [value]
+        if self.size > 1:
+            import torch.distributed as dist
+
+            dist.broadcast_object_list(values, 0)
+        return values[0]
 
 
 def _number(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Generator, Iterable
+import functools
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -17,7 +18,7 @@ from launcher.errors import DataError, NotFinite, PolicyNotObserved, TaskError, 
 from launcher.plan import RunPlan
 from launcher.train.calibration import Kept
 from launcher.train.engine import Engine
-from launcher.train.loop import as_loss
+from launcher.train.loop import loss_and_items
 from launcher.train.randomness import seed_everything
 from launcher.train.step import StepResult
 from launcher.train.task import Task, load_task
@@ -129,11 +130,7 @@ def accumulate(plan: RunPlan, world: World, windows: MapTrials | StreamTrials) -
 
 def _run(engine: Engine, task: Task, trial: Trial, dataset: Any) -> StepResult | str:
     """One window, with fp16 again until its loss scale has settled; or the error with which training would end."""
-
-    def loss_of(model: Callable[..., Any], batch: Any) -> tuple[Tensor, int | Tensor]:
-        loss = as_loss(task.loss(model, batch), engine.samples_in_batch, engine.plan.task.target)
-        return loss.total, loss.items
-
+    loss_of = functools.partial(loss_and_items, task, engine)
     of_a_step = (UnusedParameters, NotFinite, PolicyNotObserved, DataError, TaskError)  # on all ranks alike
     while True:
         engine.go_to(trial.place)

@@ -10,7 +10,6 @@ import pickle
 from collections.abc import Sized
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from launcher.certificate import Effect, Hazard
@@ -28,7 +27,7 @@ def probe_length(dataset: Any, plan: RunPlan, world: World) -> Hazard | None:
     """What the engine would refuse, on the rank where it is so."""
     if plan.task.samples is None:
         return None
-    lengths = _gather(len(dataset) if isinstance(dataset, Sized) else None, world)
+    lengths = world.of_all(len(dataset) if isinstance(dataset, Sized) else None)
     if set(lengths) == {plan.task.samples}:
         return None
     return _differs(f"lengths by rank: {', '.join(map(str, lengths))}; the plan was made for {plan.task.samples}")
@@ -54,7 +53,7 @@ def _of_map(dataset: Any, plan: RunPlan, world: World, count: int) -> list[Hazar
         return prints
 
     first, again, other = read(plan.train.seed), read(plan.train.seed), read(plan.train.seed + 1)
-    everyone = _gather((first, _different(first, again), _different(first, other)), world)
+    everyone = world.of_all((first, _different(first, again), _different(first, other)))
     # of what is another one each time, no more can be asked
     if unstable := sorted({place for _, places, _ in everyone for place in places}):
         return [_unstable(f"{len(unstable)} of {count} samples, the one with index {indices[unstable[0]]} first")]
@@ -87,7 +86,7 @@ def _of_stream(dataset: Any, plan: RunPlan, world: World) -> list[Hazard]:
         return [_fingerprint(sample) for sample in itertools.islice(samples, LOOKED_AT)]
 
     first, again = read(), read()
-    everyone = _gather((first, first != again), world)
+    everyone = world.of_all((first, first != again))
     if any(unstable for _, unstable in everyone):
         return [_unstable("the beginning of the stream")]
     same = [prints == everyone[0][0] for prints, _ in everyone]
@@ -129,13 +128,6 @@ def _unstable(what: str) -> Hazard:
 
 def _different(one: list[str], two: list[str]) -> list[int]:
     return [place for place, (a, b) in enumerate(zip(one, two, strict=True)) if a != b]
-
-
-def _gather(value: Any, world: World) -> list[Any]:
-    everyone: list[Any] = [value] * world.size
-    if world.size > 1:
-        dist.all_gather_object(everyone, value)
-    return everyone
 
 
 class _Content(pickle.Pickler):

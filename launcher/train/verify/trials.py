@@ -97,10 +97,7 @@ class StreamTrials:
         parts = [self._gathered(dataset, n, world) for n in range(FULL_WINDOWS)]
         if self._cut_at is not None:
             parts.append(self._gathered(self._cut(self._cut_at, world), 1, world))
-        sizes: list[Any] = [[len(samples) for samples in parts]]
-        if world.size > 1:
-            dist.broadcast_object_list(sizes, 0)
-        counts: list[int] = sizes[0]
+        counts = world.of_rank_0([len(samples) for samples in parts])
         self.trials = [
             Trial(f"window {n + 1}{'' if count == size else ', short'}", data.Place(n, 0, n), count)
             for n, count in enumerate(counts[:FULL_WINDOWS])
