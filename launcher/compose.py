@@ -213,9 +213,17 @@ def _explain(error: Exception, arguments: Sequence[str]) -> ConfigError:
 
 def _plain(text: str) -> str:
     """OmegaConf's "Value 'x' of type 'str' could not be converted to Integer" without its types."""
-    found = re.fullmatch(r"Value ('.*?') (?:of type '.*' )?(?:could not be converted to|is not a valid) (\w+).*", text)
-    wanted = {"Integer": "a whole number", "Float": "a number", "bool": "true or false", "String": "a text"}
-    return f"must be {wanted.get(found[2], found[2])}, not {found[1]}." if found else f"{text}."
+    wanted = {
+        "Integer": "a whole number", "int": "whole numbers", "Float": "a number", "bool": "true or false",
+        "String": "a text",
+    }  # fmt: skip
+    for words in (
+        r"Value ('.*?') (?:of type '.*' )?(?:could not be converted to|is not a valid) (\w+).*",
+        r"Value ('.*?') \(\w+\) is incompatible with type hint '(\w+)'.*",
+    ):
+        if found := re.fullmatch(words, text):
+            return f"must be {wanted.get(found[2], found[2])}, not {found[1]}."
+    return "must be a list: [...]." if "is not a ListConfig" in text else f"{text}."
 
 
 def _nearest(key: str, known: Sequence[str]) -> str:

@@ -43,6 +43,8 @@ def refused(launch: Launch, tmp_path: Path, *arguments: str, env: dict[str, str]
         ("strategy.sync=never", ["strategy.sync", "never", "auto, every, boundary"]),
         ("batch.micro_size=many", ["batch.micro_size: must be a whole number, not 'many'"]),
         ("train.steps=2.5", ["train.steps: must be a whole number"]),
+        ("batch.ramp=16", ["batch.ramp: must be a list"]),
+        ("batch.ramp=[[10,many]]", ["batch.ramp: must be whole numbers, not 'many'"]),
         ("train.compile=perhaps", ["train.compile: must be true or false"]),
         ("batch.micro_size=0", ["batch.micro_size=0: must be at least 1"]),
         ("batch.global_size=-64", ["batch.global_size=-64: must be at least 1"]),
