@@ -14,17 +14,21 @@ from tests.helpers import launch as launch_in
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
 # These wait for others most of their time, for Slurm's timers and slow links, and take longest. `make test` begins with
-# them, beside the rest, which keep the cores busy. A file runs in one process, one test at a time.
-FIRST = ("test_slurm", "test_sweep", "test_hosts", "test_trouble")
+# the first two, beside the fast ones, and goes on with the others. A file runs in one process, one test at a time.
+WAITING = ("test_slurm", "test_sweep")
+LONG = ("test_hosts", "test_trouble")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of the rest fast ones first: a mistake in the arithmetic is said within seconds."""
+    """Fast ones early: a mistake in the arithmetic is said within seconds."""
 
-    def place(item: pytest.Item) -> tuple[int, bool]:
-        stem = item.path.stem
-        first = FIRST.index(stem) if stem in FIRST and item.path.parent.name == "system" else len(FIRST)
-        return first, item.get_closest_marker("slow") is not None
+    def place(item: pytest.Item) -> int:
+        stem = item.path.stem if item.path.parent.name == "system" else ""
+        if stem in WAITING:
+            return WAITING.index(stem)
+        if item.get_closest_marker("slow") is None:
+            return len(WAITING)
+        return len(WAITING) + (1 if stem in LONG else 2)
 
     items.sort(key=place)
     for item in items:
