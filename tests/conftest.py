@@ -31,8 +31,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return len(WAITING) + (1 if stem in LONG else 2)
 
     items.sort(key=place)
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(str(item.path)))
 
 
 @pytest.fixture
