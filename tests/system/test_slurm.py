@@ -108,7 +108,7 @@ class Project:
     def nothing_is_left(self) -> None:
         self.there.wait(lambda: self.there.jobs() == [], "the queue to empty")
         for node in self.there.nodes:
-            self.there.wait(lambda node=node: self.there.pids(node) == [], f"the processes on {node} to end", 60)
+            self.there.wait(lambda node=node: self.there.pids(node) == [], f"the processes on {node} to end", 100)
         assert [path.name for path in (self.run / "checkpoints").glob(".*")] == []
 
 
