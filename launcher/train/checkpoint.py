@@ -13,23 +13,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from launcher.incarnation import Fence, Incarnation
-from launcher.paths import RunPaths, read_json, write_json
+from launcher.paths import RunPaths, write_json
 from launcher.plan import CheckpointPlan
-from launcher.train import manifest
+from launcher.train import contents, manifest
 from launcher.train.engine import Engine
-from launcher.train.randomness import random_state, restore_random_state
-from launcher.train.safeload import Planner, Reader
 from launcher.train.step import StepResult
 from launcher.train.world import World
-
-STATE = "state.json"
 
 
 def save(engine: Engine, paths: RunPaths, keep: int | None = None, run: dict[str, Any] | None = None) -> Path:
@@ -56,9 +49,9 @@ def save(engine: Engine, paths: RunPaths, keep: int | None = None, run: dict[str
             partial.rename(paths.discarded_checkpoint(engine.steps, fence.own))
         partial.mkdir(parents=True)
     _wait(world)
-    dcp.save(_tensors(engine, engine.changing_buffers), checkpoint_id=partial)
+    dcp.save(contents.tensors(engine, engine.changing_buffers), checkpoint_id=partial)
     if world.rank == 0:
-        write_json(partial / STATE, state)
+        write_json(partial / contents.STATE, state)
     written = _checksums_of_all(world, partial)
     if world.rank == 0:
         manifest.write(partial, written)
@@ -69,25 +62,6 @@ def save(engine: Engine, paths: RunPaths, keep: int | None = None, run: dict[str
         give_up(paths, fence, keep)
     _wait(world)
     return target
-
-
-def load(engine: Engine, directory: Path) -> dict[str, Any]:
-    """Put a fresh engine back to where ``save`` was called. All ranks call it. Returns ``run`` of then."""
-    state = read_json(directory / STATE)
-    assert state is not None
-    tensors = _tensors(engine, state["engine"]["changing_buffers"])
-    tensors |= {key: _room(engine, directory, key) for key in (_random_key(engine), _strategy_key(engine))}
-    dcp.load(tensors, storage_reader=Reader(directory), planner=Planner())
-    set_state_dict(
-        engine.parallel.module, engine.optimizer,
-        model_state_dict=tensors["model"], optim_state_dict=tensors["optimizer"],
-    )  # fmt: skip
-    engine.load_state_dict(state["engine"])
-    if kept := tensors[_strategy_key(engine)]:
-        engine.parallel.load_state_dict(kept)
-    if random := tensors[_random_key(engine)]:
-        restore_random_state(random, engine.device)
-    return state["run"]
 
 
 def give_up(paths: RunPaths, fence: Fence, keep: int | None) -> None:
@@ -111,51 +85,8 @@ def _checksums_of_all(world: World, directory: Path) -> manifest.Files:
     """Each rank reads what it wrote, while that is still in its host's memory. On rank 0: of all."""
     own = [*directory.glob(f"__{world.rank}_*.distcp")]
     if world.rank == 0:
-        own += [directory / ".metadata", directory / STATE]
+        own += [directory / ".metadata", directory / contents.STATE]
     return {name: value for files in world.of_all(manifest.checksums(own)) for name, value in files.items()}
-
-
-def _tensors(engine: Engine, changing_buffers: list[str]) -> dict[str, Any]:
-    model, optimizer = get_state_dict(engine.parallel.module, engine.optimizer)
-    buffers = dict(engine.parallel.module.named_buffers())
-    return {
-        "model": model,
-        "optimizer": optimizer,
-        # those that the model itself leaves out (persistent=False), and that training changes
-        "buffers": {name: buffers[name] for name in changing_buffers if name not in model},
-        _random_key(engine): random_state(engine.device),
-        _strategy_key(engine): engine.parallel.state_dict(),
-    }
-
-
-def _room(engine: Engine, directory: Path, key: str) -> dict[str, Any]:
-    """Room for what is kept of this rank alone. A fresh engine does not know what that is: the checkpoint says."""
-    prefix = f"{key}."
-    kept: dict[str, Any] = {}
-    for name, entry in Reader(directory).read_metadata().state_dict_metadata.items():
-        if not name.startswith(prefix):
-            continue
-        *parents, last = _path(name.removeprefix(prefix))
-        place = kept
-        for parent in parents:
-            place = place.setdefault(parent, {})
-        tensor = isinstance(entry, TensorStorageMetadata)
-        place[last] = torch.empty(entry.size, dtype=entry.properties.dtype, device=engine.device) if tensor else None
-    return kept
-
-
-def _path(name: str) -> list[str]:
-    """A rank's state is numbers and tensors by name, or tensors by kind and then by the parameter's dotted name."""
-    kind, _, parameter = name.partition(".")
-    return [kind, parameter] if parameter else [kind]
-
-
-def _strategy_key(engine: Engine) -> str:
-    return f"strategy_rank{engine.world.rank}"
-
-
-def _random_key(engine: Engine) -> str:
-    return f"random_rank{engine.world.rank}"
 
 
 def _wait(world: World) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from launcher.errors import NoGoodCheckpoint
 from launcher.incarnation import Fence
 from launcher.paths import RunPaths, write_text
-from launcher.train import checkpoint, manifest
+from launcher.train import checkpoint, manifest, restore
 from launcher.train.engine import Engine
 from launcher.train.telemetry import Record
 from launcher.train.world import World
@@ -49,7 +49,7 @@ def go_on(engine: Engine, paths: RunPaths, fence: Fence) -> Resumed | None:
     refused: list[Path] = []
     for directory in candidates:
         if not (reasons := _problems(world, directory)):
-            run = checkpoint.load(engine, directory)
+            run = restore.load(engine, directory)
             if world.rank == 0:
                 _move_aside(paths, fence, refused)
                 print(f"Going on from {directory}: {engine.steps} steps are done.", flush=True)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from launcher import Engine, make_plan
 from launcher.paths import RunPaths
-from launcher.train import checkpoint
+from launcher.train import checkpoint, restore
 from launcher.train.world import World
 
 
@@ -56,7 +56,7 @@ def main() -> None:
     run(first, data, 12)
 
     second = engine_of(overrides)
-    checkpoint.load(second, place)
+    restore.load(second, place)
     assert (second.steps, second.window_index) == (5, 5 + second.skipped_steps)
     run(second, data, 12)
     for mine, theirs in zip(state(first), state(second), strict=True):
