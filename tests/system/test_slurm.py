@@ -198,8 +198,8 @@ def test_a_node_that_slurm_has_given_up_overwrites_nothing(
     mine.wait_for_step(5)
     (node,) = mine.events()[-1]["nodes"]
     there.fail(node, "slurmd")
-    # asleep until the run is under way elsewhere, so that both write at once; but for srun, which learns that the node is
-    # gone while the old step is the only one: asleep too, it would cancel it when the new one has its number
+    # asleep until the run is under way elsewhere, so that both write at once; but for srun, which learns that the node
+    # is gone while the old step is the only one: asleep too, it would cancel it when the new one has its number
     asleep = [pid for pid in there.pids(node) if Path(f"/proc/{pid}/comm").read_text().strip() != "srun"]
     for pid in asleep:
         subprocess.run(["kill", "-STOP", str(pid)], check=False)
