@@ -103,6 +103,7 @@ class Account:
             **({} if self.loss is None else {"train/loss": self.loss}),
             **({"eval/loss": self.eval_loss} if self.evaluated else {}),
             "batch/global_size": self.size or self.plan.batch.global_size,
+            "batch/micro_size": engine.plan.batch.micro_size,
             "progress/samples": engine.samples,
             "progress/items": engine.items,
             "memory/peak_bytes": self.memory(),
