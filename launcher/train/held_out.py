@@ -11,8 +11,9 @@ from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from launcher.errors import DataError
 from launcher.plan import RunPlan
-from launcher.train.data import Collate, Shard, blocks_in_turn
+from launcher.train.feed import Collate
 from launcher.train.loader import MicroBatch, prefetch
+from launcher.train.stream import Shard, blocks_in_turn
 from launcher.train.world import World
 
 

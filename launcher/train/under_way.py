@@ -15,7 +15,7 @@ from launcher.errors import EngineMisuse
 from launcher.train import step
 from launcher.train.buffers import Buffers
 from launcher.train.calibration import Kept, Rehearsal
-from launcher.train.data import Window
+from launcher.train.feed import Window
 from launcher.train.loader import MicroBatch
 from launcher.train.norm import Norms
 from launcher.train.parallel import Parallel

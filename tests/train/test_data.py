@@ -15,7 +15,8 @@ from torch.utils.data import IterableDataset
 
 from launcher.errors import DataError
 from launcher.plan import RunPlan
-from launcher.train.data import BEGINNING, Feed, Place, open_feed
+from launcher.train.data import open_feed
+from launcher.train.feed import BEGINNING, Feed, Place
 from launcher.train.held_out import eval_batches
 from launcher.train.world import World
 from tests.helpers import make_plan

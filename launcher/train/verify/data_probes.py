@@ -13,9 +13,9 @@ from torch import Tensor
 
 from launcher.certificate import Effect, Hazard
 from launcher.plan import RunPlan
-from launcher.train import data
 from launcher.train.randomness import SampleRandom
 from launcher.train.sampling import Permutation
+from launcher.train.stream import Shard, blocks_in_turn
 from launcher.train.world import World
 
 # samples that are looked at
@@ -80,7 +80,7 @@ def _of_stream(dataset: Any, plan: RunPlan, world: World) -> list[Hazard]:
     def read() -> list[str]:
         if callable(getattr(dataset, "set_epoch", None)):
             dataset.set_epoch(0)
-        blocks = data.Shard(dataset, data.blocks_in_turn(plan.batch.micro_size, 1, 0), list, plan.train.seed, 0)
+        blocks = Shard(dataset, blocks_in_turn(plan.batch.micro_size, 1, 0), list, plan.train.seed, 0)
         samples = itertools.chain.from_iterable(block or () for block, _ in blocks)
         return [_fingerprint(sample) for sample in itertools.islice(samples, LOOKED_AT)]
 

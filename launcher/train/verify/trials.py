@@ -14,9 +14,10 @@ from torch.utils.data import IterableDataset, Subset
 from launcher.batch import Batch
 from launcher.config import ShortWindow
 from launcher.plan import EpochPlan, RunPlan
-from launcher.train import data
+from launcher.train.feed import BEGINNING, Place
 from launcher.train.randomness import SampleRandom
 from launcher.train.sampling import Permutation
+from launcher.train.stream import Shard, blocks_in_turn, blocks_of_windows
 from launcher.train.world import World
 
 # DDP lays its buckets out anew after the first window: the second is another code path
@@ -29,7 +30,7 @@ class Trial:
     window is a short one; None for the data as it is."""
 
     name: str
-    place: data.Place
+    place: Place
     size: int
     cut: int | None = None
 
@@ -51,14 +52,14 @@ class MapTrials:
         short, windows = plan.epoch.short_window, plan.epoch.windows
         full = min(FULL_WINDOWS, windows - bool(short))
         self.trials = [
-            Trial(f"window {n + 1}", data.Place(n, 0, n), plan.batch.global_size) for n in range(full)
+            Trial(f"window {n + 1}", Place(n, 0, n), plan.batch.global_size) for n in range(full)
         ]  # fmt: skip
         made_up = short_size(plan.batch)
         if short:
             last = windows - 1
-            self.trials.append(Trial(f"window {windows}, short", data.Place(last, 0, last), short))
+            self.trials.append(Trial(f"window {windows}, short", Place(last, 0, last), short))
         elif plan.epoch.short_window_policy is ShortWindow.exact and made_up:
-            self.trials.append(Trial("short window, made up", data.BEGINNING, made_up, cut=made_up))
+            self.trials.append(Trial("short window, made up", BEGINNING, made_up, cut=made_up))
 
     def feed(self, trial: Trial, plan: RunPlan) -> tuple[Any, RunPlan]:
         """The data in which the trial's window lies at its place, and ``plan`` for that data."""
@@ -98,12 +99,12 @@ class StreamTrials:
             parts.append(self._gathered(self._cut(self._cut_at, world), 1, world))
         counts = world.of_rank_0([len(samples) for samples in parts])
         self.trials = [
-            Trial(f"window {n + 1}{'' if count == size else ', short'}", data.Place(n, 0, n), count)
+            Trial(f"window {n + 1}{'' if count == size else ', short'}", Place(n, 0, n), count)
             for n, count in enumerate(counts[:FULL_WINDOWS])
             if count
         ]
         if self._cut_at is not None and counts[-1]:
-            self.trials.append(Trial("short window, made up", data.Place(1, 0, 1), counts[-1], self._cut_at))
+            self.trials.append(Trial("short window, made up", Place(1, 0, 1), counts[-1], self._cut_at))
         self._samples = [samples for samples, count in zip(parts, counts, strict=True) if count]
         self._world = world
 
@@ -111,14 +112,14 @@ class StreamTrials:
         """The window's samples, on rank 0; elsewhere at most those that the rank reads itself."""
         batch = self._plan.batch
         if self._sharded:
-            blocks, count = data.blocks_of_windows(batch, 0, world.rank), batch.accumulation
+            blocks, count = blocks_of_windows(batch, 0, world.rank), batch.accumulation
         else:  # it is every rank's, and rank 0 reads it
-            blocks, count = data.blocks_in_turn(batch.global_size, 1, 0), 1
+            blocks, count = blocks_in_turn(batch.global_size, 1, 0), 1
         found: list[Any] = []
         if self._sharded or world.rank == 0:
             if callable(getattr(dataset, "set_epoch", None)):
                 dataset.set_epoch(0)
-            shard = data.Shard(dataset, blocks, list, self._plan.train.seed, 0)
+            shard = Shard(dataset, blocks, list, self._plan.train.seed, 0)
             mine = itertools.islice(shard, window * count, (window + 1) * count)
             found = [sample for block, size in mine for sample in block[: max(0, size)]]
         if not self._sharded or world.size == 1:

@@ -1,0 +1,155 @@
+"""Windows over a stream: every rank reads it in one order, and takes its own samples of each window."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from launcher.batch import Batch, share_of_window
+from launcher.errors import DataError
+from launcher.plan import RunPlan
+from launcher.train.feed import Collate, Place, Window
+from launcher.train.loader import MicroBatch, prefetch
+from launcher.train.randomness import SampleRandom
+from launcher.train.world import World
+
+
+class StreamFeed:
+    """Windows over an iterable dataset, whose end no rank knows before it is there.
+
+    A window holds the next global batch of the stream, dealt out as ``share_of_window`` has it; a dataset that shards
+    itself says so with an attribute ``sharded = True``, and one that shuffles must do it alike on every rank. A rank
+    whose share has ended runs weight zero until all have.
+    """
+
+    def __init__(
+        self, dataset: Any, plan: RunPlan, world: World, device: torch.device, collate: Collate, start: Place
+    ) -> None:
+        self._dataset, self._plan, self._world, self._device, self._collate = dataset, plan, world, device, collate
+        self._place = start
+        self._stand_in: MicroBatch | None = None
+        self._open()
+
+    def _open(self) -> None:
+        if callable(getattr(self._dataset, "set_epoch", None)):
+            self._dataset.set_epoch(self._place.epoch)
+        batch, seed = self._plan.batch, self._plan.train.seed
+        window = self._place.index - self._place.window  # the epoch's first
+        skip = sum(batch.accumulation_at(index) for index in range(window, self._place.index))
+        blocks = blocks_of_windows(batch, window, self._world.rank)
+        shard = Shard(self._dataset, blocks, self._collate, seed, self._place.epoch, skip)
+        self._source = prefetch(shard, self._plan, self._device, seed)
+        self._next = next(self._source, None)
+        if self._next is not None and self._next.samples == OVER:
+            self._stand_in, self._next = MicroBatch(self._next.data, 0), None
+
+    def windows(self) -> Iterator[Window]:
+        while True:
+            count = self._plan.batch.accumulation_at(self._place.index)
+            yield Window(self._place.index, self._place.epoch, count, self._micro_batches(count))
+            if not self._place.window:
+                self._open()
+
+    def _micro_batches(self, count: int) -> Iterator[MicroBatch]:
+        for _ in range(count):
+            if self._next is not None:
+                current, self._next = self._next, next(self._source, None)
+                self._stand_in = MicroBatch(current.data, 0)
+                yield current
+            elif self._stand_in is not None:
+                yield self._stand_in
+            else:
+                raise DataError(
+                    f"Rank {self._world.rank} got no sample from the stream: it is empty, or has fewer blocks of "
+                    f"batch.micro_size={self._plan.batch.micro_size} samples than there are ranks.\n"
+                    "  Use fewer ranks or a smaller micro_size."
+                )
+
+    def has_next(self) -> bool:
+        return self._next is not None
+
+    def settle(self, anyone_has_next: bool) -> Place:
+        index, epoch, window = dataclasses.astuple(self._place)
+        self._place = Place(index + 1, epoch, window + 1) if anyone_has_next else Place(index + 1, epoch + 1)
+        return self._place
+
+    def close(self) -> None:
+        self._source.close()
+
+
+class Block(NamedTuple):
+    """The next ``size`` samples of a stream; ``mine``: whether they are this rank's."""
+
+    size: int
+    mine: bool
+
+
+def blocks_in_turn(size: int, world_size: int, rank: int) -> Iterator[Block]:
+    """Blocks of one size, to each rank in turn."""
+    for number in itertools.count():
+        yield Block(size, number % world_size == rank)
+
+
+def blocks_of_windows(batch: Batch, first: int, rank: int) -> Iterator[Block]:
+    """The micro-batches of all ranks in full windows, from window ``first`` of the run on."""
+    for index in itertools.count(first):
+        size, ranks = batch.global_size_at(index), range(batch.world_size)
+        shares = [share_of_window(size, batch, each) for each in ranks]
+        for number in range(batch.accumulation_at(index)):
+            yield from (Block(len(shares[each][number]), each == rank) for each in ranks)
+
+
+# in place of a number of samples: of this rank's share nothing is left, and this is what it stands in with
+OVER = -1
+
+
+class Shard(IterableDataset[tuple[Any, int]]):
+    """This rank's blocks of a stream, collated.
+
+    Every rank reads the whole stream, with the same random numbers: one that shuffles must come in one order.
+
+    Args:
+        blocks: how the stream is dealt out. A rank's block of size 0 counts 0 samples: it is a stand-in.
+        skip: how many of this rank's blocks to leave out. If it has no more of them, the last one comes, as OVER.
+    """
+
+    def __init__(
+        self, dataset: Iterable[Any], blocks: Iterator[Block], collate: Collate, seed: int, epoch: int, skip: int = 0
+    ) -> None:
+        self._dataset, self._blocks, self._collate = dataset, blocks, collate
+        self._reading, self._collating = SampleRandom(seed), SampleRandom(seed)
+        self._epoch, self._skip = epoch, skip
+
+    def __iter__(self) -> Iterator[tuple[Any, int]]:
+        whole = bool(getattr(self._dataset, "sharded", False))
+        info = get_worker_info()
+        assert info is None or info.num_workers == 1
+        with self._reading.going_on(self._epoch):
+            samples = iter(self._dataset)
+        blocks = (Block(size, True) for size, mine in self._blocks if mine) if whole else self._blocks
+        newest: list[Any] = []  # this rank's last one, or before it has one, anybody's
+        left_out, skip, place = False, self._skip, 0
+        for size, mine in blocks:
+            with self._reading.going_on(self._epoch):
+                block = list(itertools.islice(samples, size))
+            if size and not block:
+                break
+            newest = block if block and (mine or not newest) else newest
+            if mine and skip:
+                left_out, skip = True, skip - 1
+            elif mine:
+                left_out = False
+                yield self._collated(newest, place), len(block)
+            place += len(block)
+        if left_out and newest:
+            yield self._collated(newest, place), OVER
+
+    def _collated(self, samples: list[Any], place: int) -> Any:
+        with self._collating.own():
+            self._collating.seed(self._epoch, place)
+            return self._collate(samples)
