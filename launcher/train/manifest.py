@@ -10,6 +10,8 @@ from typing import Any
 from launcher.paths import read_json, write_json
 
 NAME = "manifest.json"
+# of a checkpoint: what its files are called and what is in them
+FORMAT = 1
 _CHUNK = 1 << 22
 
 Files = dict[str, tuple[int, int]]  # by name: bytes, CRC-32
@@ -20,7 +22,8 @@ def checksums(files: Iterable[Path]) -> Files:
 
 
 def write(directory: Path, files: Mapping[str, tuple[int, int]]) -> None:
-    write_json(directory / NAME, {"files": {name: {"bytes": b, "crc32": c} for name, (b, c) in sorted(files.items())}})
+    listed = {name: {"bytes": size, "crc32": crc} for name, (size, crc) in sorted(files.items())}
+    write_json(directory / NAME, {"format": FORMAT, "files": listed})
 
 
 def read(directory: Path) -> Files | str:
