@@ -28,8 +28,9 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """A solved global batch: ``global_size == micro_size * accumulation * world_size``. ``ramp``: the stages before it
-    holds, in which accumulation is lower. ``norm``: what a BatchNorm normalises by."""
+    """A solved global batch: ``global_size == micro_size * accumulation * world_size``, or less by a part of a round
+    where the ranks' shares are unequal; ``micro_size`` is the largest then. ``ramp``: the stages before it holds, in
+    which accumulation is lower. ``norm``: what a BatchNorm normalises by."""
 
     global_size: int
     micro_size: int
@@ -40,7 +41,22 @@ class Batch:
 
     def accumulation_at(self, index: int) -> int:
         """Of window ``index`` of the run, where it is full."""
-        return self.global_size_at(index) // (self.micro_size * self.world_size)
+        return -(-self.global_size_at(index) // (self.micro_size * self.world_size))
+
+    def even_at(self, index: int) -> bool:
+        """Whether all ranks have as many samples of window ``index`` of the run, where it is full."""
+        return self.global_size_at(index) % (self.micro_size * self.world_size) == 0
+
+    @property
+    def words(self) -> str:
+        """For people: 64 samples = 4 micro-batch × 8 accumulation × 2 ranks."""
+        ranks = f"{self.world_size} rank{'' if self.world_size == 1 else 's'}"
+        product = f"{self.micro_size} micro-batch × {self.accumulation} accumulation × {ranks}"
+        whole = f"{self.global_size} sample{'' if self.global_size == 1 else 's'}"
+        if self.global_size == self.micro_size * self.accumulation * self.world_size:
+            return f"{whole} = {product}"
+        size = self.global_size / (self.accumulation * self.world_size)
+        return f"{whole}, dealt out to {product}: {math.floor(size)} or {math.ceil(size)} in each micro-batch"
 
     def global_size_at(self, index: int) -> int:
         """Of window ``index`` of the run, where it is full."""
@@ -52,7 +68,7 @@ class Batch:
 
 
 def solve_batch(config: BatchConfig, world_size: int) -> Batch:
-    """Derive what the user left open from what was fixed. Nothing is rounded.
+    """Derive what the user left open from what was fixed. Nothing is rounded, but accumulation with ``uneven``.
 
     Raises:
         ConfigError: a size below 1, sizes that contradict each other, or a division with a remainder; the message
@@ -66,19 +82,23 @@ def solve_batch(config: BatchConfig, world_size: int) -> Batch:
     if total is None and micro is not None and accumulation is not None:
         total = micro * accumulation * world_size
     total = DEFAULT_GLOBAL_SIZE if total is None else total
-    if micro is None:
+    if micro is None and config.uneven and (accumulation is not None or total % world_size):
+        share = -(-total // ((accumulation or 1) * world_size))
+        micro = share if accumulation is not None else min(DEFAULT_MICRO_SIZE, share)
+    elif micro is None:
         micro = _derive_micro(total, accumulation, world_size, [stage[-1] for stage in config.ramp if stage])
+    rounds = -(-total // (micro * world_size))
     if accumulation is None:
-        accumulation = _divide(total, micro, world_size, "micro_size", micro)
-    if micro * accumulation * world_size != total:
+        accumulation = rounds if config.uneven else _divide(total, micro, world_size, "micro_size", micro)
+    if accumulation != rounds or (not config.uneven and micro * accumulation * world_size != total):
         raise ConfigError(
             "batch.global_size",
             total,
             f"micro_size {micro} x accumulation {accumulation} x {world_size} ranks is "
-            f"{micro * accumulation * world_size}, not {total}.",
+            f"{micro * accumulation * world_size}, not {total}{' or as little above it as can be' * config.uneven}.",
             "Leave one of the three out (=null) and it is derived from the other two.",
         )
-    ramp = _solve_ramp(config.ramp, micro * world_size, total)
+    ramp = _solve_ramp(config.ramp, 1 if config.uneven else micro * world_size, total)
     return Batch(
         global_size=total, micro_size=micro, accumulation=accumulation, world_size=world_size, ramp=ramp,
         norm=config.norm,
@@ -131,6 +151,7 @@ def _divide(total: int, factor: int, world_size: int, name: str, value: int) -> 
     if total % factor == 0:
         worlds = _nearest_divisors(total // factor, world_size)
         choices.append(f"{_or_list(worlds)} ranks (cluster.workers_per_node)")
+    choices.append("unequal shares (batch.uneven=true)")
     given = f"batch.global_size={total}"
     if name != "global_size":
         given += f" batch.{name}={value}"

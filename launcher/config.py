@@ -196,6 +196,9 @@ class BatchConfig:
     """Samples one rank passes forward and backward at once. Default: the largest of 4, 3, 2, 1 that fits."""
     accumulation: int | None = None
     """Micro-batches a rank in one optimizer step."""
+    uneven: bool = False
+    """Where the ranks cannot share global_size in whole micro-batches: true: their micro-batches differ by one sample,
+    one without a sample counts for nothing, and accumulation is rounded up; false: refused."""
     ramp: list[list[int]] = field(default_factory=list[list[int]])
     """Stages before global_size holds: [[100, 16], [200, 32]] is 100 windows of 16 samples, then 200 of 32. The
     micro-batch stays, accumulation grows."""

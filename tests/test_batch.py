@@ -49,8 +49,36 @@ def test_the_documented_message() -> None:
         solve_batch(BatchConfig(global_size=100, micro_size=3), 2)
     assert str(caught.value) == (
         "batch.global_size=100 batch.micro_size=3: 100 samples cannot be shared by 2 ranks in units of 3.\n"
-        "  Nearest choices: batch.global_size=96 or 102; or batch.micro_size=2 or 5."
+        "  Nearest choices: batch.global_size=96 or 102; or batch.micro_size=2 or 5; or unequal shares "
+        "(batch.uneven=true)."
     )
+
+
+@given(total=st.integers(1, 5000), micro=st.none() | sizes, accumulation=st.none() | sizes, world=sizes, index=sizes)
+def test_unequal_shares_hold_the_window_in_as_few_rounds_as_can_be(
+    total: int, micro: int | None, accumulation: int | None, world: int, index: int
+) -> None:
+    config = BatchConfig(global_size=total, micro_size=micro, accumulation=accumulation, uneven=True)
+    try:
+        solved = solve_batch(config, world)
+    except ConfigError:
+        assert accumulation is not None
+        assert accumulation != -(-total // ((micro or -(-total // (accumulation * world))) * world))
+        return
+    assert solved.global_size == total
+    assert micro in (None, solved.micro_size)
+    assert accumulation in (None, solved.accumulation)
+    assert (
+        (solved.accumulation - 1) * solved.micro_size * world < total <= solved.accumulation * solved.micro_size * world
+    )
+    shares = [share_of_window(total, solved, rank) for rank in range(world)]
+    assert {len(share) for share in shares} == {solved.accumulation_at(index)}
+    assert sorted(offset for share in shares for part in share for offset in part) == list(range(total))
+    assert max(len(part) for share in shares for part in share) <= solved.micro_size
+    even = len({sum(map(len, share)) for share in shares}) == 1
+    assert even or not solved.even_at(index)
+    if micro is None and accumulation is None and total % world == 0:
+        assert solved == solve_batch(BatchConfig(global_size=total), world), "no share is unequal without need"
 
 
 @pytest.mark.parametrize("name", ["global_size", "micro_size", "accumulation"])

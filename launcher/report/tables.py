@@ -37,8 +37,7 @@ def plan_table(plan: RunPlan) -> Table:
     )
     add(
         "global batch",
-        f"{_count(batch.global_size, 'sample')} = {batch.micro_size} micro-batch × {batch.accumulation} accumulation × "
-        f"{_count(batch.world_size, 'rank')}",
+        batch.words,
     )
     if batch.ramp:
         stages = ", then ".join(f"{stage.global_size} for {_count(stage.windows, 'window')}" for stage in batch.ramp)

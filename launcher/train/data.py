@@ -138,7 +138,7 @@ class MapFeed:
 class StreamFeed:
     """Windows over an iterable dataset, whose end no rank knows before it is there.
 
-    Sample j of the stream belongs to block j // micro_size, and blocks go to the ranks in turn; a dataset that shards
+    A window holds the next global batch of the stream, dealt out as ``share_of_window`` has it; a dataset that shards
     itself says so with an attribute ``sharded = True``, and one that shuffles must do it alike on every rank. A rank
     whose share has ended runs weight zero until all have.
     """
@@ -157,11 +157,12 @@ class StreamFeed:
         batch, seed = self._plan.batch, self._plan.train.seed
         window = self._place.index - self._place.window  # the epoch's first
         skip = sum(batch.accumulation_at(index) for index in range(window, self._place.index))
-        shard = Shard(self._dataset, batch, self._world.rank, self._collate, seed, self._place.epoch, skip)
+        blocks = blocks_of_windows(batch, window, self._world.rank)
+        shard = Shard(self._dataset, blocks, self._collate, seed, self._place.epoch, skip)
         self._source = prefetch(shard, self._plan, self._device, seed)
         self._next = next(self._source, None)
-        if self._next is not None and not self._next.samples:  # all of this rank's share lies before the place
-            self._stand_in, self._next = self._next, None
+        if self._next is not None and self._next.samples == OVER:
+            self._stand_in, self._next = MicroBatch(self._next.data, 0), None
 
     def windows(self) -> Iterator[Window]:
         while True:
@@ -230,8 +231,38 @@ class _Shuffled(Dataset[tuple[Any, int]]):
         indices = self._window(spec)
         # without a sample of its own, a rank runs its window's first one with weight zero
         mine = indices[spec.start : spec.stop] or indices[:1]
-        with self._random.of(spec.epoch, spec.first + spec.start):
-            return self._collate([self._dataset[index] for index in mine]), spec.stop - spec.start
+        samples: list[Any] = []
+        with self._random.own():
+            for position, index in enumerate(mine, spec.first + spec.start):
+                self._random.seed(spec.epoch, position)
+                samples.append(self._dataset[index])
+            return self._collate(samples), spec.stop - spec.start
+
+
+class Block(NamedTuple):
+    """The next ``size`` samples of a stream; ``mine``: whether they are this rank's."""
+
+    size: int
+    mine: bool
+
+
+def blocks_in_turn(size: int, world_size: int, rank: int) -> Iterator[Block]:
+    """Blocks of one size, to each rank in turn."""
+    for number in itertools.count():
+        yield Block(size, number % world_size == rank)
+
+
+def blocks_of_windows(batch: Batch, first: int, rank: int) -> Iterator[Block]:
+    """The micro-batches of all ranks in full windows, from window ``first`` of the run on."""
+    for index in itertools.count(first):
+        size, ranks = batch.global_size_at(index), range(batch.world_size)
+        shares = [share_of_window(size, batch, each) for each in ranks]
+        for number in range(batch.accumulation_at(index)):
+            yield from (Block(len(shares[each][number]), each == rank) for each in ranks)
+
+
+# in place of a number of samples: of this rank's share nothing is left, and this is what it stands in with
+OVER = -1
 
 
 class Shard(IterableDataset[tuple[Any, int]]):
@@ -240,35 +271,42 @@ class Shard(IterableDataset[tuple[Any, int]]):
     Every rank reads the whole stream, with the same random numbers: one that shuffles must come in one order.
 
     Args:
-        skip: how many of this rank's blocks to leave out. If it has no more of them, the last one comes, and counts 0
-            samples: the rank's stand-in.
+        blocks: how the stream is dealt out. A rank's block of size 0 counts 0 samples: it is a stand-in.
+        skip: how many of this rank's blocks to leave out. If it has no more of them, the last one comes, as OVER.
     """
 
     def __init__(
-        self, dataset: Iterable[Any], batch: Batch, rank: int, collate: Collate, seed: int, epoch: int, skip: int = 0
+        self, dataset: Iterable[Any], blocks: Iterator[Block], collate: Collate, seed: int, epoch: int, skip: int = 0
     ) -> None:
-        self._dataset, self._batch, self._rank, self._collate = dataset, batch, rank, collate
-        self._random, self._epoch, self._skip = SampleRandom(seed), epoch, skip
+        self._dataset, self._blocks, self._collate = dataset, blocks, collate
+        self._reading, self._collating = SampleRandom(seed), SampleRandom(seed)
+        self._epoch, self._skip = epoch, skip
 
     def __iter__(self) -> Iterator[tuple[Any, int]]:
         whole = bool(getattr(self._dataset, "sharded", False))
         info = get_worker_info()
         assert info is None or info.num_workers == 1
-        with self._random.of(self._epoch, -1):
+        with self._reading.going_on(self._epoch):
             samples = iter(self._dataset)
-        left_out: list[Any] = []
-        skip = self._skip
-        for number in itertools.count():
-            with self._random.of(self._epoch, number):
-                block = list(itertools.islice(samples, self._batch.micro_size))
-                mine = whole or number % self._batch.world_size == self._rank
-                item = self._collate(block) if block and mine and not skip else None
-            if not block:
+        blocks = (Block(size, True) for size, mine in self._blocks if mine) if whole else self._blocks
+        newest: list[Any] = []  # this rank's last one, or before it has one, anybody's
+        left_out, skip, place = False, self._skip, 0
+        for size, mine in blocks:
+            with self._reading.going_on(self._epoch):
+                block = list(itertools.islice(samples, size))
+            if size and not block:
                 break
+            newest = block if block and (mine or not newest) else newest
             if mine and skip:
-                left_out, skip = block, skip - 1
+                left_out, skip = True, skip - 1
             elif mine:
-                left_out = []
-                yield item, len(block)
-        if left_out:
-            yield self._collate(left_out), 0
+                left_out = False
+                yield self._collated(newest, place), len(block)
+            place += len(block)
+        if left_out and newest:
+            yield self._collated(newest, place), OVER
+
+    def _collated(self, samples: list[Any], place: int) -> Any:
+        with self._collating.own():
+            self._collating.seed(self._epoch, place)
+            return self._collate(samples)

@@ -294,7 +294,7 @@ class Engine:
         step_s = time.perf_counter() - self._started
         # a short window is faster for another reason, and its ranks' parts are not of one size
         full = agreed.samples == self.plan.batch.global_size_at(window.index)
-        if full and not skipped:
+        if full and not skipped and self.plan.batch.even_at(window.index):
             self._noise.measure(self.parallel.own, norm, agreed.items, agreed.samples, unit)
         times = WindowTimes(step_s, work_s, comm.time_s, self._rehearsed_s)
         typical = full and not skipped and self._windows_here >= WARM_UP_WINDOWS

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from launcher.errors import DataError
 from launcher.plan import RunPlan
-from launcher.train.data import Collate, Shard
+from launcher.train.data import Collate, Shard, blocks_in_turn
 from launcher.train.loader import MicroBatch, prefetch
 from launcher.train.world import World
 
@@ -26,7 +26,8 @@ def eval_batches(
     collate = collate or default_collate
     size = plan.batch.micro_size
     if not isinstance(dataset, Sized) or isinstance(dataset, IterableDataset):
-        shard = Shard(dataset, plan.batch, world.rank, collate, plan.train.seed, epoch=0)
+        blocks = blocks_in_turn(size, world.size, world.rank)
+        shard = Shard(dataset, blocks, collate, plan.train.seed, epoch=0)
         return _in_step(prefetch(shard, plan, device, plan.train.seed), world)
     mine = range(world.rank, len(dataset), world.size)
     rounds = -(-len(dataset) // (size * world.size))

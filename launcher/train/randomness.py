@@ -58,30 +58,26 @@ def restore_random_state(state: dict[str, Tensor], device: torch.device) -> None
 class SampleRandom:
     """The random numbers that reading samples draws.
 
-    A dataset that augments then gives the same samples after a resume, in every loader process and in every world of
-    the same micro-batches; one that is read in the step's own process draws nothing from the stream of dropout.
+    A dataset that augments then gives the same samples after a resume, in every loader process and in every world; one
+    that is read in the step's own process draws nothing from the stream of dropout.
     """
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._numpy: Any = None
+        self._left: tuple[Tensor, Any] | None = None
 
     @contextmanager
-    def of(self, epoch: int, place: int) -> Iterator[None]:
-        """Around the reading of one micro-batch. ``place``: its first sample's position in the epoch, or its number."""
-        digest = hashlib.blake2b(f"{self._seed}/{epoch}/{place}".encode(), digest_size=8).digest()
-        seed = int.from_bytes(digest, "little")
+    def own(self) -> Iterator[None]:
+        """Around reads, each after a ``seed``: what they draw is nobody else's."""
         torch_state, python_state = torch.get_rng_state(), random.getstate()
         numpy = sys.modules.get("numpy")
         outer: Any = None
-        torch.default_generator.manual_seed(seed)
-        random.seed(seed)
         if numpy is not None:
             # to change the generator takes a thirtieth of the time that its state takes to read and write
             self._numpy = self._numpy or numpy.random.MT19937(0)
             outer = numpy.random.get_bit_generator()
             numpy.random.set_bit_generator(self._numpy)
-            numpy.random.seed(seed % 2**32)
         try:
             yield
         finally:
@@ -89,3 +85,26 @@ class SampleRandom:
             random.setstate(python_state)
             if numpy is not None:
                 numpy.random.set_bit_generator(outer)
+
+    def seed(self, epoch: int, place: int) -> None:
+        """Within ``own``. ``place``: of a sample in the epoch."""
+        digest = hashlib.blake2b(f"{self._seed}/{epoch}/{place}".encode(), digest_size=8).digest()
+        seed = int.from_bytes(digest, "little")
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        if (numpy := sys.modules.get("numpy")) is not None:
+            numpy.random.seed(seed % 2**32)
+
+    @contextmanager
+    def going_on(self, epoch: int) -> Iterator[None]:
+        """Around a read that goes on where the last one left the numbers: a stream draws alike however it is cut."""
+        with self.own():
+            if self._left is None:
+                self.seed(epoch, -1)
+            else:
+                torch.set_rng_state(self._left[0])
+                random.setstate(self._left[1])
+            try:
+                yield
+            finally:
+                self._left = torch.get_rng_state(), random.getstate()

@@ -88,8 +88,9 @@ def plan_for(micro: int, ranks: int, *overrides: str, samples: int | None = 103)
 @pytest.mark.parametrize("loader_workers", [0, 1, 2])
 def test_members_of_a_window_are_the_same_in_every_world(loader_workers: int) -> None:
     data = list(range(103))
-    worlds = [(24, 1), (3, 1), (4, 2), (2, 4), (1, 8)]
-    plans = [plan_for(m, r, "train.epochs=2", f"train.loader_workers={loader_workers}") for m, r in worlds]
+    worlds = [(24, 1), (3, 1), (4, 2), (2, 4), (1, 8), (4, 5), (5, 3), (1, 7), (2, 30)]
+    options = ("train.epochs=2", f"train.loader_workers={loader_workers}", "batch.uneven=true")
+    plans = [plan_for(m, r, *options) for m, r in worlds]
     seen = [read(plan, data) for plan in plans]
     assert all(windows == seen[0] for windows in seen)
     assert [len(window) for window in seen[0]] == [24, 24, 24, 24, 7] * 2
@@ -108,8 +109,8 @@ def test_a_resume_needs_one_integer() -> None:
 def test_a_stream_goes_on_where_it_was(loader_workers: int) -> None:
     """Two epochs of 40 samples in windows of 24, resumed before each of them, in its middle and in the next one."""
     options = ("train.epochs=2", "schedule=constant", f"train.loader_workers={loader_workers}")
-    for micro, ranks in ((4, 1), (2, 3), (6, 4)):
-        plan = plan_for(micro, ranks, *options, samples=None)
+    for micro, ranks in ((4, 1), (2, 3), (6, 4), (4, 5), (1, 7)):
+        plan = plan_for(micro, ranks, *options, "batch.uneven=true", samples=None)
         whole = read(plan, Stream(40))
         places = [Place(0), Place(1, 0, 1), Place(2, 1, 0), Place(3, 1, 1)]
         assert [read(plan, Stream(40), place) for place in places] == [whole[n:] for n in range(4)]
@@ -136,9 +137,9 @@ class Drawing(torch.utils.data.Dataset[Any]):
         return index, random.random(), torch.rand(1).item(), np.random.rand(), np.random.normal()
 
 
-def drawn(ranks: int, loader_workers: int, start: int = 0) -> dict[int, Any]:
+def drawn(ranks: int, loader_workers: int, start: int = 0, micro: int = 2) -> dict[int, Any]:
     """What each sample drew in the first epoch."""
-    plan = plan_for(2, ranks, f"train.loader_workers={loader_workers}")
+    plan = plan_for(micro, ranks, f"train.loader_workers={loader_workers}", "batch.uneven=true")
     seen: dict[int, Any] = {}
     for rank in range(ranks):
         feed = open_feed(Drawing(), plan, World(rank, ranks, rank), CPU, collate=list, start=Place(start))
@@ -156,7 +157,7 @@ def test_what_a_sample_draws_depends_on_its_place_only() -> None:
     assert torch.equal(states[0], after[0]), "dropout draws from this"
     assert states[1:] == after[1:]
     assert len({tuple(rest) for rest in here.values()}) == len(here) == 96, "and no two draw alike"
-    assert drawn(2, loader_workers=1) == drawn(3, loader_workers=0) == here
+    assert drawn(2, loader_workers=1) == drawn(3, loader_workers=0) == drawn(5, loader_workers=0, micro=4) == here
     resumed = drawn(2, loader_workers=1, start=2)
     assert resumed == {index: rest for index, rest in here.items() if index in resumed}
     assert len(resumed) == 48
@@ -173,10 +174,38 @@ def test_a_stream_is_read_whole_and_its_windows_do_not_depend_on_the_world(lengt
     options = ["train.epochs=1", "schedule=constant", f"train.loader_workers={loader_workers}"]
     alone = read(plan_for(4, 1, *options, samples=None), Stream(length))
     assert alone == [list(range(length))[at : at + 24] for at in range(0, length, 24)]
-    for micro, ranks in ((4, 2), (3, 4)):
+    for micro, ranks in ((4, 2), (3, 4), (4, 5)):
         if length <= micro * (ranks - 1):
             continue  # a rank would get nothing: the next test
-        assert read(plan_for(micro, ranks, *options, samples=None), Stream(length)) == alone
+        assert read(plan_for(micro, ranks, *options, "batch.uneven=true", samples=None), Stream(length)) == alone
+
+
+class Shuffling(IterableDataset[Any]):
+    """One whose order, and whose samples, are chance."""
+
+    def __iter__(self) -> Iterator[Any]:
+        order = torch.randperm(60).tolist()
+        while order:
+            yield order.pop(random.randrange(len(order))) + 1000 * np.random.randint(1000)
+
+
+def test_a_stream_that_draws_comes_alike_in_every_world() -> None:
+    options = ("train.epochs=1", "schedule=constant", "batch.uneven=true")
+    alone = read(plan_for(24, 1, *options, samples=None), Shuffling())
+    assert sorted(sample % 1000 for window in alone for sample in window) == list(range(60))
+    for micro, ranks in ((4, 1), (4, 2), (3, 4), (4, 5)):
+        plan = plan_for(micro, ranks, *options, samples=None)
+        assert read(plan, Shuffling()) == alone
+        assert read(plan, Shuffling(), Place(1, 0, 1)) == alone[1:]
+
+
+def test_a_rank_may_have_no_sample_of_a_window_and_some_of_the_next() -> None:
+    options = ("train.steps=4", "batch.ramp=[[2,4]]", "batch.uneven=true")
+    for ranks in (1, 6):
+        plan = plan_for(1, ranks, *options, samples=None)
+        windows = read(plan, Stream(100))
+        assert [len(window) for window in windows] == [4, 4, 24, 24]
+        assert list(chain(*windows)) == list(range(56))
 
 
 def test_a_rank_without_any_sample_of_the_stream_is_an_error() -> None:

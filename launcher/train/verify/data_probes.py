@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import hashlib
 import itertools
 import pickle
@@ -48,7 +47,8 @@ def _of_map(dataset: Any, plan: RunPlan, world: World, count: int) -> list[Hazar
         random = SampleRandom(seed)
         prints: list[str] = []
         for place, index in enumerate(indices):
-            with random.of(0, place):
+            with random.own():
+                random.seed(0, place)
                 prints.append(_fingerprint(dataset[index]))
         return prints
 
@@ -66,9 +66,9 @@ def _of_map(dataset: Any, plan: RunPlan, world: World, count: int) -> list[Hazar
                 name="random data",
                 effect=Effect.noted,
                 seen="Samples depend on random numbers: augmentation.",
-                matters="The numbers are fixed by the micro-batch's place, so a run repeats itself in any world of the "
-                "same micro-batches; with another micro_size a sample is augmented otherwise.",
-                remedy="Nothing. The comparison reads every sample with its own micro-batch's numbers.",
+                matters="The numbers are fixed by the sample's place in its epoch, so a run repeats itself in any "
+                "world.",
+                remedy="Nothing. The comparison reads every sample with its own numbers.",
             )
         )
     return found
@@ -76,12 +76,11 @@ def _of_map(dataset: Any, plan: RunPlan, world: World, count: int) -> list[Hazar
 
 def _of_stream(dataset: Any, plan: RunPlan, world: World) -> list[Hazard]:
     sharded = bool(getattr(dataset, "sharded", False))
-    alone = dataclasses.replace(plan.batch, world_size=1)
 
     def read() -> list[str]:
         if callable(getattr(dataset, "set_epoch", None)):
             dataset.set_epoch(0)
-        blocks = data.Shard(dataset, alone, 0, list, plan.train.seed, 0)
+        blocks = data.Shard(dataset, data.blocks_in_turn(plan.batch.micro_size, 1, 0), list, plan.train.seed, 0)
         samples = itertools.chain.from_iterable(block or () for block, _ in blocks)
         return [_fingerprint(sample) for sample in itertools.islice(samples, LOOKED_AT)]
 
@@ -122,7 +121,7 @@ def _unstable(what: str) -> Hazard:
         effect=Effect.blinds,
         seen=f"Read twice with the same random numbers, it differs: {what}.",
         matters="Neither the big batch nor a resumed run can read what the micro-batches have read.",
-        remedy="Draw from torch's, Python's or NumPy's global generators only: they are seeded for every micro-batch.",
+        remedy="Draw from torch's, Python's or NumPy's global generators only: they are seeded for every sample.",
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils.data import IterableDataset, Subset
 
-from launcher.batch import Batch, share_of_window
+from launcher.batch import Batch
 from launcher.config import ShortWindow
 from launcher.plan import EpochPlan, RunPlan
 from launcher.train import data
@@ -69,18 +69,17 @@ class MapTrials:
         return Subset(self._dataset, range(trial.cut)), dataclasses.replace(plan, task=task, epoch=epoch)
 
     def samples(self) -> list[list[Any]]:
-        """Of each trial, in the window's order. Random numbers that reading draws are those of each micro-batch."""
+        """Of each trial, in the window's order. Random numbers that reading draws are those of each sample."""
         return [list(self._read(trial)) for trial in self.trials]
 
     def _read(self, trial: Trial) -> Iterator[Any]:
         first = trial.place.window * self._plan.batch.global_size
         order = Permutation(trial.cut or self._count, self._plan.train.seed, 0).take(first, trial.size)
-        ranks = range(self._plan.batch.world_size)
-        shares = (share for rank in ranks for share in share_of_window(trial.size, self._plan.batch, rank))
-        for share in sorted(shares, key=lambda share: share.start):
-            if share:
-                with self._random.of(0, first + share.start):
-                    yield from [self._dataset[order[offset]] for offset in share]
+        for position, index in enumerate(order, first):
+            with self._random.own():
+                self._random.seed(0, position)
+                sample = self._dataset[index]
+            yield sample
 
 
 class StreamTrials:
@@ -110,16 +109,18 @@ class StreamTrials:
 
     def _gathered(self, dataset: Any, window: int, world: World) -> list[Any]:
         """The window's samples, on rank 0; elsewhere at most those that the rank reads itself."""
-        # as one rank that gets every block: a stream that is not sharded is every rank's, and rank 0 reads it
-        batch = dataclasses.replace(self._plan.batch, world_size=1)
-        blocks = self._plan.batch.accumulation * (self._plan.batch.world_size // self._sources)
+        batch = self._plan.batch
+        if self._sharded:
+            blocks, count = data.blocks_of_windows(batch, 0, world.rank), batch.accumulation
+        else:  # it is every rank's, and rank 0 reads it
+            blocks, count = data.blocks_in_turn(batch.global_size, 1, 0), 1
         found: list[Any] = []
         if self._sharded or world.rank == 0:
             if callable(getattr(dataset, "set_epoch", None)):
                 dataset.set_epoch(0)
-            shard = data.Shard(dataset, batch, 0, list, self._plan.train.seed, 0)
-            first = window * blocks
-            found = [sample for block, _ in itertools.islice(shard, first, first + blocks) for sample in block or ()]
+            shard = data.Shard(dataset, blocks, list, self._plan.train.seed, 0)
+            mine = itertools.islice(shard, window * count, (window + 1) * count)
+            found = [sample for block, size in mine for sample in block[: max(0, size)]]
         if not self._sharded or world.size == 1:
             return found
         everyone: list[Any] = [[]] * world.size

@@ -244,12 +244,11 @@ def _notes(plan: RunPlan, found: Together, plain: Plain, wholes: Sequence[Whole]
 
 
 def _job(plan: RunPlan) -> dict[str, str]:
-    batch, strategy = plan.batch, plan.strategy
+    strategy = plan.strategy
     compress = "" if strategy.compress is Compress.none else f", gradients sent as {strategy.compress.value}"
     return {
         "task": plan.task.target,
-        "batch": f"{batch.global_size} samples = {batch.micro_size} micro-batch × {batch.accumulation} accumulation × "
-        f"{batch.world_size} ranks",
+        "batch": plan.batch.words,
         "strategy": f"{strategy.kind.value}, sync {strategy.sync.value}{compress}",
         "precision": plan.precision.kind.value,
         "device": plan.cluster.device.value,
