@@ -40,6 +40,13 @@ class RunPaths:
         """The composed config, to type the same run again."""
         return self.root / "config.yaml"
 
+    def plan_until(self, submission: int) -> Path:
+        """The plan up to and with a submission, where the next one was sent off with another."""
+        return self.root / f"plan.{submission}.json"
+
+    def config_until(self, submission: int) -> Path:
+        return self.root / f"config.{submission}.yaml"
+
     @property
     def metrics(self) -> Path:
         """The record: one JSON object a logged step, appended by rank 0."""
@@ -152,7 +159,8 @@ class RunPaths:
 
     def committed_checkpoints(self) -> list[Path]:
         """The whole ones, the newest first."""
-        return sorted(self.checkpoints.glob("step_*"), key=lambda path: -int(path.name.removeprefix("step_")))
+        found = [path for path in self.checkpoints.glob("step_*") if re.fullmatch(r"step_[0-9]+", path.name)]
+        return sorted(found, key=lambda path: -int(path.name.removeprefix("step_")))  # a person's copies are none
 
     def newest_step(self) -> int:
         """Of the whole checkpoints; 0 without one."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,10 +80,13 @@ def _ramp(batch: Batch) -> list[list[int]]:
     return [[stage.windows, stage.global_size] for stage in batch.ramp]
 
 
-def require_same_model(directory: Path, model: Mapping[str, Any], stored: Metadata) -> None:
+def require_same_model(
+    directory: Path, model: Mapping[str, Any], stored: Metadata, unknown: Sequence[str] = ()
+) -> None:
     """
     Args:
         model: state by name, as this run's has it.
+        unknown: names of buffers that the checkpoint has beside, and this model has not.
 
     Raises:
         WrongCheckpoint: the checkpoint holds other parameters or buffers, or some of another shape.
@@ -101,7 +104,7 @@ def require_same_model(directory: Path, model: Mapping[str, Any], stored: Metada
             wrong.append(f"{name} is not in the checkpoint")
         elif shapes[name] != shape:
             wrong.append(f"{name} has the shape {_as_list(shape)} here, and {_as_list(shapes[name])} in the checkpoint")
-    wrong += [f"{name} is in the checkpoint only" for name in shapes if name not in model]
+    wrong += [f"{name} is in the checkpoint only" for name in [*shapes, *unknown] if name not in model]
     if wrong:
         more = f"\n  and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise WrongCheckpoint(

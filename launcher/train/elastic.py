@@ -2,10 +2,11 @@
 
 At the same world every rank has its own back, bit by bit. At another one:
 
-- Random state: a rank whose number was there has its own; a new one begins a stream of its own, from (seed, rank, step).
-- PowerSGD's residue: what the ranks have kept back of the gradients so far is a sum over them, and that sum is kept. The
-  gradients of W ranks are averaged and then multiplied by W (launcher/train/engine.py), so each of W' ranks takes
-  ``sum over the old ranks / W'``: W times their mean, shared among the new ones. The factors are alike on all ranks.
+- Random state: a rank whose number was there has its own; a new one begins a stream of its own, made from seed, rank
+  and step.
+- PowerSGD's residue: what is kept back of the gradients so far is the sum over the ranks, and that sum stays what it
+  is. The gradients of W ranks are averaged and then multiplied by W (launcher/train/engine.py), so each of W' ranks
+  takes ``sum over the old ranks / W'``. The factors are alike on all ranks.
 - PowerSGD to a strategy without it: nowhere to put the residue, which is dropped and said to be.
 """
 
@@ -62,12 +63,14 @@ def ranks_in(stored: Metadata) -> int:
 
 def shared_strategy_state(engine: Engine, directory: Path, stored: Metadata, ranks: int) -> dict[str, Any]:
     """The strategy's state for this rank, from that of ``ranks`` others, which are read one at a time. Empty where they
-    had none. Every rank reads for itself, so nothing is sent."""
+    had none. All ranks call it, and each reads all of it for itself."""
     together: dict[str, Any] = {}
     for rank in range(ranks):
         key = f"strategy_rank{rank}"
         one = {key: room(stored, key, engine.device)}
-        dcp.load(one, storage_reader=Reader(directory), planner=Planner(), no_dist=True)
+        if not one[key]:
+            return {}
+        dcp.load(one, storage_reader=Reader(directory), planner=Planner())
         if not rank:
             together = one[key]
             continue

@@ -31,7 +31,14 @@ from launcher.plan import RunPlan
 from launcher.train import data, step
 from launcher.train.buffers import Buffers
 from launcher.train.build import ModelFrom, OptimizerFrom, build
-from launcher.train.calibration import WARM_UP_WINDOWS, Calibrated, Calibration, Rehearsal, WindowTimes
+from launcher.train.calibration import (
+    WARM_UP_WINDOWS,
+    Calibrated,
+    Calibration,
+    Rehearsal,
+    WindowTimes,
+    measured_as,
+)
 from launcher.train.loader import MicroBatch
 from launcher.train.noise import Noise, NoiseScale
 from launcher.train.parallel import ShardUnits
@@ -378,6 +385,11 @@ class Engine:
         """Of the next window, counted over the whole run."""
         return self._place.index
 
+    @property
+    def place(self) -> data.Place:
+        """Of the next window."""
+        return self._place
+
     def go_to(self, place: data.Place) -> None:
         """Let the next window be the one that lies there. Between two windows, on all ranks."""
         self._place = place
@@ -408,6 +420,7 @@ class Engine:
             "scaler": self.precision.scaler.state_dict(),
             "divisor": self._divisor,
             "calibration": self._calibration.state_dict(),
+            "measured_as": measured_as(self.plan),
             "noise": self._noise.state_dict(),
             "items_in_epoch": self._items_in_epoch,
             "gathered_by_every": self.parallel.meter.gathered_by_every,
@@ -415,20 +428,30 @@ class Engine:
             "gradient_order": self.parallel.gradient_order(),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """All ranks call it, of a fresh engine that has its parameters and optimizer state already."""
+    def load_state_dict(self, state: dict[str, Any], *, alike: bool = True, same_order: bool = True) -> None:
+        """All ranks call it, of a fresh engine that has its parameters and optimizer state already.
+
+        Args:
+            alike: whether a step takes and sends what it did then; else what was measured so far is left behind.
+            same_order: whether gradients travel between as many ranks as then, in whose order their sums are rounded.
+        """
         for name in _PROGRESS:
             setattr(self, name, state["progress"][name])
         self._place = data.Place(**state["place"])
         self.schedule.load_state_dict(state["schedule"])
-        self.precision.scaler.load_state_dict(state["scaler"])
+        if self.precision.scales and state["scaler"]:  # of a run that was in another precision there is none
+            self.precision.scaler.load_state_dict(state["scaler"])
         self._divisor = state["divisor"]
-        self._calibration.load_state_dict(state["calibration"])
+        if alike:
+            self._calibration.load_state_dict(state["calibration"])
+            self.parallel.meter.gathered_by_every = state["gathered_by_every"]
+        else:
+            self._calibration.begin_at(self._place.index)
         self._noise.load_state_dict(state["noise"])
         self._items_in_epoch = state["items_in_epoch"]
-        self.parallel.meter.gathered_by_every = state["gathered_by_every"]
         self._buffers.know(state["changing_buffers"])
-        self.parallel.take_gradient_order(state["gradient_order"])
+        if same_order:
+            self.parallel.take_gradient_order(state["gradient_order"])
 
 
 _MOST_EMPTY = 1000

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
-from torch.optim import Optimizer
 
 from launcher.config import Compress
 from launcher.paths import read_json
-from launcher.plan import OptimizerPlan, RunPlan
+from launcher.plan import RunPlan
 from launcher.train import contents, elastic
+from launcher.train.calibration import measured_as
 from launcher.train.contract import require_same_model, require_same_run
 from launcher.train.engine import Engine
 from launcher.train.randomness import restore_random_state
@@ -23,7 +23,6 @@ from launcher.train.safeload import Planner, Reader
 
 # how an optimizer computes here: of this machine, and no part of what it computes
 _HOW = ("fused", "foreach", "capturable", "differentiable")
-_HYPERPARAMETERS = ("lr", "weight_decay", "betas", "eps", "momentum", "nesterov")
 
 
 @dataclass(frozen=True)
@@ -49,8 +48,10 @@ def load(engine: Engine, directory: Path) -> Restored:
     stored = Reader(directory).read_metadata()
     origin, saved, plan = state.get("origin", {}), state["engine"], engine.plan
     require_same_run(directory, origin, saved["place"]["index"], plan)
-    tensors = contents.tensors(engine, saved["changing_buffers"])
-    require_same_model(directory, tensors["model"], stored)
+    buffers = dict(engine.parallel.module.named_buffers())
+    tensors = contents.tensors(engine, [name for name in saved["changing_buffers"] if name in buffers])
+    unknown = [name for name in saved["changing_buffers"] if name not in buffers]
+    require_same_model(directory, tensors["model"], stored, unknown)
 
     ranks = elastic.ranks_in(stored)
     same_ranks = ranks == engine.world.size
@@ -68,7 +69,8 @@ def load(engine: Engine, directory: Path) -> Restored:
     )  # fmt: skip
     for group, own in zip(engine.optimizer.param_groups, how, strict=True):
         group.update({name: value for name, value in own.items() if name in group})
-    alike = _alike(origin, plan)
+    now = measured_as(plan)
+    alike = same_ranks and saved.get("measured_as", now) == now
     engine.load_state_dict(saved, alike=alike, same_order=same_ranks)
     _take_hyperparameters(engine, plan)
 
@@ -97,12 +99,6 @@ def _leave_out_unknown(state: dict[str, dict[str, Any]], stored: Metadata) -> No
             del state[parameter]
 
 
-def _alike(origin: Mapping[str, Any], plan: RunPlan) -> bool:
-    now = contents.origin(plan)
-    names = ("world_size", "strategy", "shard_size", "micro_size", "accumulation", "precision", "compress")
-    return all(origin.get(name, now[name]) == now[name] for name in names)
-
-
 def _take_hyperparameters(engine: Engine, plan: RunPlan) -> None:
     """Those of the checkpoint go on, but where the user has insisted on others; and the learning rate is the schedule's
     for the step that comes, as the schedule may have become a longer one."""
@@ -113,16 +109,17 @@ def _take_hyperparameters(engine: Engine, plan: RunPlan) -> None:
             continue
         if name in ("lr", "lr_scaling", "reference_batch"):
             engine.schedule.base_lrs = [optimizer.lr for _ in groups]
-        elif name in _HYPERPARAMETERS:
-            _set(engine.optimizer, name, optimizer)
+            continue
+        for parameters in groups:
+            if name in parameters:
+                parameters[name] = getattr(optimizer, name)
     if "batch.global_size" in plan.forced and optimizer.lr != optimizer.base_lr:  # lr_scaling is of the global batch
         engine.schedule.base_lrs = [optimizer.lr for _ in groups]
     factor = plan.schedule.factor(engine.steps, plan.train.steps)
-    for group, base in zip(groups, engine.schedule.base_lrs, strict=True):
-        group["lr"] = base * factor
-    engine.schedule._last_lr = [group["lr"] for group in groups]
-
-
-def _set(optimizer: Optimizer, name: str, plan: OptimizerPlan) -> None:
-    for group in optimizer.param_groups:
-        group[name] = getattr(plan, name)
+    rates = [base * factor for base in engine.schedule.base_lrs]
+    for group, rate in zip(groups, rates, strict=True):
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+    engine.schedule._last_lr = rates
