@@ -18,6 +18,9 @@ CONF = _PACKAGE / "conf" if (_PACKAGE / "conf").is_dir() else _PACKAGE.parent / 
 
 _STALE_TRIES = 5
 
+# of a checkpoint: all that is no tensor
+STATE = "state.json"
+
 
 @dataclass(frozen=True)
 class RunPaths:

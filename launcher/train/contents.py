@@ -7,12 +7,11 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
+from launcher.paths import STATE as STATE
 from launcher.plan import RunPlan
 from launcher.train import manifest
 from launcher.train.engine import Engine
 from launcher.train.randomness import random_state
-
-STATE = "state.json"
 
 
 def tensors(engine: Engine, changing_buffers: list[str]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.errors import WrongCheckpoint
-from launcher.paths import read_json, write_json
+from launcher.paths import STATE, read_json, write_json
 
 NAME = "manifest.json"
 # of a checkpoint: what its files are called and what is in them
@@ -49,7 +49,7 @@ def read(directory: Path) -> Files | str:
 
 def _too_new(directory: Path, found: int) -> str:
     try:
-        state: dict[str, Any] = read_json(directory / "state.json") or {}
+        state: dict[str, Any] = read_json(directory / STATE) or {}
         version = state["origin"]["launcher_version"]
     except (OSError, ValueError, TypeError, LookupError):
         version = "a newer version"
