@@ -163,8 +163,8 @@ def _again(
 def resume(arguments: list[str]) -> int:
     over = frozenset(State) - ACTIVE - {State.done, State.unknown, State.impossible}
     does = (
-        "Let a run go on from its newest checkpoint, in its own directory, with key=value for what is to change; or all "
-        "of a sweep's that are not done."
+        "Let a run go on from its newest checkpoint, in its own directory, with key=value for what is to change; or "
+        "all of a sweep's that are not done."
     )
     return _again("resume", does, arguments, over, control.to_resume)
 
