@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from launcher.cluster import control, events
+from launcher.cluster.changed import changed
 from launcher.commands import jobs
 from launcher.commands.overrides import require_overrides
 from launcher.errors import UserError
@@ -25,7 +26,7 @@ def resume_changed(paths: RunPaths, overrides: list[str], console: Console, *, f
     if not isinstance(old, RunPlan):
         raise UserError(f"{run.name}: is a script of `launch run`, which takes no overrides.\n  Resume it as it is.")
     new = replan(paths, old, overrides, force=force, done=run.state is State.done)
-    with control.changed(new.plan, new.yaml):
+    with changed(new.plan, new.yaml):
         if new.changed:
             console.print(f"{run.name} goes on with {new.words}.", markup=False, highlight=False)
             events.note(paths, "changed", **{each.key: f"{each.before} -> {each.after}" for each in new.changed})
