@@ -290,7 +290,8 @@ class WandbPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan(LaunchPlan):
-    """A training job. ``notes``: what the user should know before it starts."""
+    """A training job. ``notes``: what the user should know before it starts. ``forced``: config keys that the user has
+    changed on the way, and insisted on: `launch resume --force`."""
 
     batch: Batch
     epoch: EpochPlan
@@ -303,3 +304,4 @@ class RunPlan(LaunchPlan):
     checkpoint: CheckpointPlan
     wandb: WandbPlan
     notes: tuple[str, ...]
+    forced: tuple[str, ...] = ()

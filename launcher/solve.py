@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 from launcher import batch as contract
 from launcher.config import (
@@ -50,7 +51,14 @@ SLURM_SAVES_EVERY_MIN, SLURM_KEEPS = 10.0, 3
 WORKER_COMMAND = ("-P", "-m", "launcher.train.worker")
 
 
-def solve(config: Config, site: Site, task: TaskPlan, run: RunInfo, started: tuple[int, int] | None = None) -> RunPlan:
+def solve(
+    config: Config,
+    site: Site,
+    task: TaskPlan,
+    run: RunInfo,
+    started: tuple[int, int] | None = None,
+    rebatch: Callable[[contract.Batch], contract.Batch] = lambda batch: batch,
+) -> RunPlan:
     """The plan of a training job.
 
     Args:
@@ -59,13 +67,14 @@ def solve(config: Config, site: Site, task: TaskPlan, run: RunInfo, started: tup
         task: what is known of the model and the data.
         run: the run's name, id and directory.
         started: hosts, and ranks on each, where a user's own torchrun has fixed them; else the cluster group decides.
+        rebatch: what becomes of the batch where the run is on its way already, as ``launcher.rebatch`` has it.
 
     Raises:
         ConfigError: values that are impossible, alone or together.
     """
     check(config)
     cluster = solve_cluster(config.cluster, site, run.name, config.strategy.kind, started)
-    batch = contract.solve_batch(config.batch, cluster.nodes * cluster.workers_per_node)
+    batch = rebatch(contract.solve_batch(config.batch, cluster.nodes * cluster.workers_per_node))
     epoch = _epoch(config.batch, batch, task)
     steps = _steps(config.train, epoch, batch, task)
     precision = solve_precision(config.precision, config.strategy.kind)

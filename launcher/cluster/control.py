@@ -113,10 +113,18 @@ def to_resume(run: Run) -> LaunchPlan:
         UserError: it is under way, or done.
         SiteError: it is of several hosts without a scheduler.
     """
+    if run.state is State.done:
+        raise UserError(
+            f"{run.name}: is done. `launch retry {run.name}` begins it anew, under another name; a later end, such as "
+            f"`launch resume {run.name} train.steps=...`, lets it go on."
+        )
+    return to_change(run)
+
+
+def to_change(run: Run) -> LaunchPlan:
+    """The same, of a run that may be done: for whoever gives it more to do."""
     plan = load_plan(RunPaths(Path(run.dir)).plan)
     _require_over(run, "resume")
-    if run.state is State.done:
-        raise UserError(f"{run.name}: is done. `launch retry {run.name}` begins it anew, under another name.")
     _require_begins_again(plan)
     return plan
 

@@ -162,6 +162,24 @@ class Calibration:
         )
 
 
+def measured_as(plan: RunPlan) -> dict[str, Any]:
+    """What a step's time and traffic depend on, as JSON has it: figures of two plans that differ in it do not mix."""
+    left_out = ("forecasts", "sync_reason", "memory_bytes")  # said of the policy, and no part of it
+    strategy = {name: value for name, value in dataclasses.asdict(plan.strategy).items() if name not in left_out}
+    return {
+        "nodes": plan.cluster.nodes,
+        "workers_per_node": plan.cluster.workers_per_node,
+        "device": plan.cluster.device,
+        "global_size": plan.batch.global_size,
+        "micro_size": plan.batch.micro_size,
+        "norm": plan.batch.norm,
+        "strategy": strategy,
+        "precision": dataclasses.asdict(plan.precision),
+        "compile": plan.train.compile,
+        "calibrate": plan.train.calibrate,
+    }
+
+
 class Rehearsal:
     """One window's forward and backward passes without any collective; nothing but their time stays."""
 

@@ -28,7 +28,7 @@ from launcher.plan import RunPlan
 from launcher.train import data, step
 from launcher.train.buffers import Buffers
 from launcher.train.build import ModelFrom, OptimizerFrom, build
-from launcher.train.calibration import WARM_UP_WINDOWS, Calibrated, Calibration, WindowTimes
+from launcher.train.calibration import WARM_UP_WINDOWS, Calibrated, Calibration, WindowTimes, measured_as
 from launcher.train.fit import WindowAbandoned, is_out_of_memory
 from launcher.train.noise import Noise, NoiseScale
 from launcher.train.norm import AsTheyAre
@@ -322,6 +322,11 @@ class Engine:
         """Of the next window, counted over the whole run."""
         return self._place.index
 
+    @property
+    def place(self) -> data.Place:
+        """Of the next window."""
+        return self._place
+
     def go_to(self, place: data.Place) -> None:
         """Let the next window be the one that lies there. Between two windows, on all ranks."""
         self._place = place
@@ -349,18 +354,28 @@ class Engine:
             **self._update.state_dict(),
             "place": dataclasses.asdict(self._place),
             "calibration": self._calibration.state_dict(),
+            "measured_as": measured_as(self.plan),
             "noise": self._noise.state_dict(),
             "gathered_by_every": self.parallel.meter.gathered_by_every,
             "changing_buffers": self.changing_buffers,
             "gradient_order": self.parallel.gradient_order(),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """All ranks call it, of a fresh engine that has its parameters and optimizer state already."""
+    def load_state_dict(self, state: dict[str, Any], *, alike: bool = True, same_order: bool = True) -> None:
+        """All ranks call it, of a fresh engine that has its parameters and optimizer state already.
+
+        Args:
+            alike: whether a step takes and sends what it did then; else what was measured so far is left behind.
+            same_order: whether gradients travel between as many ranks as then, in whose order their sums are rounded.
+        """
         self._update.load_state_dict(state)
         self._place = data.Place(**state["place"])
-        self._calibration.load_state_dict(state["calibration"])
+        if alike:
+            self._calibration.load_state_dict(state["calibration"])
+            self.parallel.meter.gathered_by_every = state["gathered_by_every"]
+        else:
+            self._calibration = Calibration.of(self.plan, begin=self._place.index)
         self._noise.load_state_dict(state["noise"])
-        self.parallel.meter.gathered_by_every = state["gathered_by_every"]
         self._buffers.know(state["changing_buffers"])
-        self.parallel.take_gradient_order(state["gradient_order"])
+        if same_order:
+            self.parallel.take_gradient_order(state["gradient_order"])

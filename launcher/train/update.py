@@ -184,7 +184,8 @@ class Update:
         for name in _PROGRESS:
             setattr(self, name, state["progress"][name])
         self.schedule.load_state_dict(state["schedule"])
-        self._precision.scaler.load_state_dict(state["scaler"])
+        if self._precision.scales and state["scaler"]:  # a run that was in another precision has none
+            self._precision.scaler.load_state_dict(state["scaler"])
         self._divisor = state["divisor"]
         self._items_in_epoch = state["items_in_epoch"]
 

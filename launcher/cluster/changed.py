@@ -1,0 +1,32 @@
+"""A run that goes on with another plan than it had: both of them are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+
+from launcher.cluster import jobfile
+from launcher.paths import write_text
+from launcher.plan import LaunchPlan
+
+
+@contextmanager
+def changed(plan: LaunchPlan, config_yaml: str) -> Generator[None, None, None]:
+    """Around sending off a run with another plan than it had: that one is kept beside, under the number of the
+    submission that it was the last one for, and is put back where none comes about."""
+    paths = plan.paths
+    number = max(0, len(jobfile.submissions(paths)) - 1)
+    old, yaml = (file.read_text(encoding="utf-8") for file in (paths.plan, paths.config))
+    write_text(paths.plan_until(number), old)
+    write_text(paths.config_until(number), yaml)
+    plan.save()
+    write_text(paths.config, config_yaml)
+    try:
+        yield
+    except BaseException:
+        if all(submission.refused for submission in jobfile.submissions(paths)[number + 1 :]):
+            write_text(paths.config, yaml)
+            write_text(paths.plan, old)
+            paths.plan_until(number).unlink()
+            paths.config_until(number).unlink()
+        raise
