@@ -120,6 +120,11 @@ class RunPaths:
         return self.logs / f"rank{rank}.attempt{attempt}.error.json"
 
     @property
+    def launch_log(self) -> Path:
+        """What a `launch` printed that nobody watched: of the runs of a drill."""
+        return self.logs / "launch.log"
+
+    @property
     def wandb_log(self) -> Path:
         return self.logs / "wandb.log"
 
@@ -190,6 +195,18 @@ class SweepPaths:
     def report(self) -> Path:
         """The page of `launch report`."""
         return self.root / "report.html"
+
+
+@dataclass(frozen=True)
+class DrillPaths:
+    """The files of one drill, from its directory, in which those of its runs lie."""
+
+    root: Path
+
+    @property
+    def found(self) -> Path:
+        """What it found out, as `launch drill --json` prints it."""
+        return self.root / "drill.json"
 
 
 def write_text(path: Path, text: str) -> None:

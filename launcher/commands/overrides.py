@@ -19,7 +19,7 @@ _HYDRA_FLAGS = {
     "--info": True, "-i": True, "--config-name": True, "-cn": True, "--config-dir": True, "-cd": True,
     "--config-path": True, "-cp": True,
 }  # fmt: skip
-_OWN_FLAGS = ("--quiet", "--json", "--wait", "--yes")
+_OWN_FLAGS = ("--quiet", "--json", "--wait", "--yes", "--windows")
 
 
 def explain(error: UserError) -> int:
@@ -38,6 +38,23 @@ def take(flag: str, arguments: list[str]) -> bool:
     there = flag in arguments
     arguments[:] = [argument for argument in arguments if argument != flag]
     return there
+
+
+def take_value(flag: str, arguments: list[str]) -> str | None:
+    """The same for ``flag VALUE`` or ``flag=VALUE``: the value, None where it was not there.
+
+    Raises:
+        UserError: it has no value.
+    """
+    for at, argument in enumerate(arguments):
+        name, is_joined, value = argument.partition("=")
+        if name == flag:
+            if not is_joined and at + 1 == len(arguments):
+                raise UserError(f"{flag}: has no value.\n  Write {flag} N.")
+            value = value if is_joined else arguments[at + 1]
+            del arguments[at : at + (1 if is_joined else 2)]
+            return value
+    return None
 
 
 def _require_overrides(arguments: list[str]) -> None:

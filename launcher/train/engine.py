@@ -85,7 +85,7 @@ class Engine:
         self._buffers = Buffers(self.parallel.module, self.world.size, self.device)
         self.precision = Precision(plan.precision, self.device)
         self._norms = norms_of(plan, self.parallel, self.precision, self.device)
-        self.schedule = LambdaLR(self.optimizer, lambda done: plan.schedule.factor(done, plan.train.steps))
+        self.schedule = LambdaLR(self.optimizer, lambda done: plan.schedule.factor(done, plan.schedule_steps))
         self._calibration = Calibration.of(plan)
         self._stop = stop
         self._save_due = save_due if self.world.rank == 0 else lambda: False
