@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import secrets
+import shutil
 import subprocess
 import sys
 import time
@@ -74,9 +75,8 @@ class Drill:
                     raise TooLate
                 found = [self._disturbed(kind, length, cold_s) for kind in self._stage.kinds]
             except TooLate:
-                self._say(
-                    f"{length.windows} windows are over too soon to be interrupted: once more, with more of them."
-                )
+                self._say(f"{length.windows} windows are over too soon to be interrupted: again, with more of them.")
+                self._remove(length)
                 length = length.more(min(64, max(_MORE, math.ceil(times))))
                 continue
             by_itself = None
@@ -93,6 +93,11 @@ class Drill:
 
     def _paths(self, name: str, length: Length) -> RunPaths:
         return RunPaths(Path(self._plan.run.dir) / f"{name.replace(' ', '_')}-{length.windows}")
+
+    def _remove(self, length: Length) -> None:
+        """Runs that were too short to tell anything."""
+        for name in ("undisturbed", *(kind.value for kind in self._stage.kinds)):
+            shutil.rmtree(self._paths(name, length).root, ignore_errors=True)
 
     def _undisturbed(self, name: str, length: Length) -> tuple[float, float, float]:
         """Seconds to its first step, from the step at which others are interrupted to its end, and in all."""
@@ -261,7 +266,7 @@ def conclude(
         f"{batch.world_size} ranks",
         "strategy": f"{plan.strategy.kind.value}, sync {plan.strategy.sync.value}",
         "precision": plan.precision.kind.value,
-        "cluster": f"{cluster.kind.value}, {cluster.nodes} × {cluster.workers_per_node} workers, {cluster.device.value}",
+        "cluster": f"{cluster.kind.value}, {cluster.nodes} × {cluster.workers_per_node}, {cluster.device.value}",
         "schedule": f"that of the whole job: {plan.schedule.kind.value} over {plan.schedule.steps} steps",
     }  # fmt: skip
     if plan.schedule.steps is None:

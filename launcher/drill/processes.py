@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,15 +67,13 @@ def kill_rank(run_dir: str, run_id: str, rank: int) -> int | None:
 
 def kill_all(run_dir: str, run_id: str) -> int:
     """Whatever belongs to a run here, at once; how many that were."""
-    count = 0
+    killed: set[int] = set()
     while processes := processes_of(run_dir, run_id):
         for process in processes:
-            try:
+            with suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
-                count += 1
-            except ProcessLookupError:
-                continue
-    return count
+                killed.add(process.pid)
+    return len(killed)
 
 
 if __name__ == "__main__":

@@ -31,8 +31,7 @@ class Queued:
 
     def resume(self) -> None:
         self._asked, self._over = 0.0, False
-        self._plan = control.to_resume(control.one(self._plan.paths))
-        self._job = control.send(self._plan)
+        self._job = control.send(control.to_resume(control.one(self._plan.paths)))
 
     def interrupt(self, kind: Kind) -> str:
         match kind:

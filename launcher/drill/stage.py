@@ -30,8 +30,10 @@ class Stage(Protocol):
     does not come too late. ``patience_s``: that a run which died may take until its next step, None: as long as the
     queue takes; cold: seconds of a cold start."""
 
-    kinds: tuple[Kind, ...]
-    room_s: float
+    @property
+    def kinds(self) -> tuple[Kind, ...]: ...
+    @property
+    def room_s(self) -> float: ...
 
     def begin(self, plan: RunPlan, yaml: str) -> None:
         """Make the run's directory, and start it."""

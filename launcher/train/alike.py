@@ -44,11 +44,10 @@ def compare(directory: Path, reference: Path) -> Alike:
     ours, theirs = (Reader(place).read_metadata().state_dict_metadata for place in (directory, reference))
     names = sorted({*ours, *theirs}, key=lambda name: (not name.startswith("model."), name))
     found = Alike(tensors=len(names))
-    alone = [
-        name for name in names if name not in ours or name not in theirs or _shape(ours, name) != _shape(theirs, name)
-    ]
+    both = {name for name in names if name in ours and name in theirs and _shape(ours, name) == _shape(theirs, name)}
+    alone = [name for name in names if name not in both]
     squared = total = 0.0
-    for batch in _batches([name for name in names if name not in alone], theirs):
+    for batch in _batches([name for name in names if name in both], theirs):
         mine, wanted = (_read(place, batch, theirs) for place in (directory, reference))
         for name in batch:
             a, b = mine[name], wanted[name]
