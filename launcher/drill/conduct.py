@@ -23,7 +23,7 @@ from launcher.plan import RunPlan
 _LOOK_EVERY_S = 0.02
 # a job of microseconds a step could not be met between two steps anyway
 _MOST_WINDOWS = 4096
-_MORE = 4
+_MORE, _MARGIN = 2, 1.5
 
 
 class TooLate(Exception):
@@ -71,7 +71,7 @@ class Drill:
             try:
                 cold_s, room_s, run_s = self._undisturbed("undisturbed", length)
                 if room_s < self._stage.room_s:
-                    times = self._stage.room_s / max(room_s, 0.01)
+                    times = _MARGIN * self._stage.room_s / max(room_s, 0.01)
                     raise TooLate
                 found = [self._disturbed(kind, length, cold_s) for kind in self._stage.kinds]
             except TooLate:

@@ -1,6 +1,8 @@
 """The processes of a run on this host, found by what they were started with.
 
-python -m launcher.drill.processes RUN_DIR RUN_ID RANK      # SIGKILL to one rank: how a drill reaches a node
+    python -m launcher.drill.processes RUN_DIR RUN_ID RANK|all
+
+sends SIGKILL to one rank, or to all that there is: so a drill reaches a node.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+OWN = b"launcher.drill.processes"
 
 
 @dataclass(frozen=True)
@@ -23,8 +27,8 @@ class Process:
 
 
 def processes_of(run_dir: str, run_id: str) -> list[Process]:
-    """`launch`, the agent and the mirror, which name the run's directory; workers and their loaders, which inherit its
-    id. This process is none of them."""
+    """`launch`, the agent and the mirror, which name the run's directory, Slurm's task and its srun too; workers and
+    their loaders, which inherit its id. This module's own are none of them."""
     found: list[Process] = []
     for place in Path("/proc").glob("[0-9]*"):
         try:
@@ -35,7 +39,7 @@ def processes_of(run_dir: str, run_id: str) -> list[Process]:
             continue
         of_run = b"TORCHELASTIC_RUN_ID=" + run_id.encode() in environment
         named = any(_within(word.decode(errors="replace"), run_dir) for word in words)
-        if status != "Z" and (of_run or named) and int(place.name) != os.getpid():
+        if status != "Z" and (of_run or named) and int(place.name) != os.getpid() and OWN not in words:
             ranks = [word.partition(b"=")[2] for word in environment if word.startswith(b"RANK=")]
             rank = int(ranks[0]) if of_run and ranks else None
             command = b" ".join(words).decode(errors="replace").strip()
@@ -77,4 +81,5 @@ def kill_all(run_dir: str, run_id: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(0 if kill_rank(sys.argv[1], sys.argv[2], int(sys.argv[3])) else 1)
+    directory, run, whom = sys.argv[1:]
+    sys.exit(0 if (kill_all(directory, run) if whom == "all" else kill_rank(directory, run, int(whom))) else 1)

@@ -8,6 +8,7 @@ import time
 
 from launcher.cluster import control
 from launcher.cluster.slurm import client, submit
+from launcher.drill.processes import OWN
 from launcher.drill.verdict import Kind
 from launcher.errors import SiteError, UserError
 from launcher.incarnation import Fence, Incarnation
@@ -39,30 +40,38 @@ class Queued:
                 client.ask("scancel", "--signal=USR2", self._job)
                 return "scancel --signal=USR2"
             case Kind.worker:
-                return self._kill_worker()
+                rank = random.randrange(self._plan.batch.world_size)
+                node = self._nodes()[rank // self._plan.cluster.workers_per_node]
+                return f"SIGKILL to rank {rank} on {node}" if self._kill(str(rank), [node]) else ""
             case Kind.tree:
-                client.ask("scancel", "--signal=KILL", self._job)
-                return "scancel --signal=KILL"
+                nodes = self._nodes()
+                return f"SIGKILL to agents and workers on {', '.join(nodes)}" if self._kill("all", nodes) else ""
             case Kind.requeue:
                 client.requeue(self._job)
                 return "scontrol requeue"
 
-    def _kill_worker(self) -> str:
-        """By a step of the user's own, beside that of the job, on the node that has the rank."""
-        plan, rank = self._plan, random.randrange(self._plan.batch.world_size)
-        nodes = Fence(plan.paths, Incarnation()).newest().get("nodes", [])
-        node = nodes[rank // plan.cluster.workers_per_node]
+    def _nodes(self) -> list[str]:
+        return Fence(self._plan.paths, Incarnation()).newest().get("nodes", [])
+
+    def _kill(self, whom: str, nodes: list[str]) -> bool:
+        """Whether there was somebody. By a step of the user's own, beside that of the job: scancel lets the workers
+        save first, whatever signal it is told."""
+        plan = self._plan
         try:
             client.ask(
-                "srun", f"--jobid={self._job}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}",
-                "--cpus-per-task=1", "--mem=0", "--quiet",
-                sys.executable, "-P", "-m", "launcher.drill.processes", plan.run.dir, plan.run.id, str(rank),
+                "srun", f"--jobid={self._job}", "--overlap", f"--nodes={len(nodes)}", "--ntasks-per-node=1",
+                f"--nodelist={','.join(nodes)}", "--cpus-per-task=1", "--mem=0", "--quiet",
+                sys.executable, "-P", "-m", OWN.decode(), plan.run.dir, plan.run.id, whom,
             )  # fmt: skip
         except SiteError as error:
-            if self.over():
-                return ""
-            raise SiteError(f"A worker on {node} could not be killed from within the job: {error}") from None
-        return f"SIGKILL to rank {rank} on {node}"
+            # where all is killed, the job may end before this step has said so
+            end = time.monotonic() + (_LEAVES_WITHIN_S if whom == "all" else 0)
+            while not self.over():
+                if time.monotonic() > end:
+                    raise SiteError(f"launch drill: nothing can be killed from within the job: {error}") from None
+                time.sleep(_ASK_EVERY_S)
+            return whom == "all"
+        return True
 
     def resumes(self, kind: Kind) -> bool:
         return kind is Kind.tree
