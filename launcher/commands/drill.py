@@ -57,14 +57,15 @@ def _windows(text: str | None) -> int:
 def _drill(config: Config, yaml: str, windows: int, *, as_json: bool) -> int:
     from launcher.api import plan_job
     from launcher.cluster import local
-    from launcher.drill import conduct
+    from launcher.drill.conduct import Drill
+    from launcher.drill.plans import Length, conclude, shortened
     from launcher.paths import DrillPaths, write_json
     from launcher.report import drill as shown
     from launcher.report import terminal
 
     _require_drillable(config)
     plan = plan_job(dataclasses.replace(config, wandb=WandbConfig(mode=WandbMode.disabled)))
-    plan, changed = conduct.shortened(_named(plan, config))
+    plan, changed = shortened(_named(plan, config))
     paths = DrillPaths(Path(plan.run.dir))
     local.make_directory(plan.run)
 
@@ -73,8 +74,7 @@ def _drill(config: Config, yaml: str, windows: int, *, as_json: bool) -> int:
 
     say(f"Drill {plan.run.name}. Other than with `launch train`: {'; '.join(changed)}; W&B is off.")
     try:
-        length = conduct.Length(windows)
-        found = conduct.conclude(plan, changed, conduct.Drill(plan, yaml, _stage(plan), say).run(length))
+        found = conclude(plan, changed, Drill(plan, yaml, _stage(plan), say).run(Length(windows)))
     except UserError:
         if not any(paths.root.iterdir()):  # nothing was begun
             paths.root.rmdir()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import secrets
 import shutil
 import subprocess
 import sys
@@ -13,14 +12,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from launcher.drill.plans import Length, of_length
 from launcher.drill.record import Record, first_difference, wrong_steps
 from launcher.drill.stage import Stage
-from launcher.drill.verdict import Difference, Drilled, Interrupted, Kind, judge
+from launcher.drill.verdict import Difference, Interrupted, Kind
 from launcher.errors import RunError
 from launcher.paths import RunPaths
 from launcher.plan import RunPlan
 
-_LOOK_EVERY_S = 0.02
+LOOK_EVERY_S = 0.02
 # a job of microseconds a step could not be met between two steps anyway
 _MOST_WINDOWS = 4096
 _MORE, _MARGIN = 2, 1.5
@@ -28,25 +28,6 @@ _MORE, _MARGIN = 2, 1.5
 
 class TooLate(Exception):
     """The run was over before it could be interrupted."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Length:
-    """``windows``: optimizer steps of each run. ``every``: from one checkpoint to the next. ``until``: the step that a
-    run is interrupted after: the next one has begun, and no checkpoint has it."""
-
-    windows: int
-
-    @property
-    def every(self) -> int:
-        return max(2, self.windows // 4)
-
-    @property
-    def until(self) -> int:
-        return self.windows // 2 // self.every * self.every + 1
-
-    def more(self, times: int) -> Length:
-        return Length(self.windows * times)
 
 
 class Drill:
@@ -57,7 +38,7 @@ class Drill:
     """
 
     def __init__(self, plan: RunPlan, yaml: str, stage: Stage, say: Callable[[str], None]) -> None:
-        self._plan, self._yaml, self._stage, self._say = plan, yaml, stage, say
+        self.plan, self._yaml, self._stage, self._say = plan, yaml, stage, say
 
     def run(self, length: Length) -> tuple[Length, float, float, list[Interrupted], Difference | None]:
         """The length that it took, seconds to the undisturbed run's first step and to its end, what became of the
@@ -87,12 +68,12 @@ class Drill:
         raise RunError(f"This job takes {_MOST_WINDOWS} steps before it can be interrupted: it is too short to drill.")
 
     def _begin(self, name: str, length: Length) -> RunPaths:
-        plan = of_length(self._plan, self._paths(name, length), length)
+        plan = of_length(self.plan, self._paths(name, length), length)
         self._stage.begin(plan, self._yaml)
         return plan.paths
 
     def _paths(self, name: str, length: Length) -> RunPaths:
-        return RunPaths(Path(self._plan.run.dir) / f"{name.replace(' ', '_')}-{length.windows}")
+        return RunPaths(Path(self.plan.run.dir) / f"{name.replace(' ', '_')}-{length.windows}")
 
     def _remove(self, length: Length) -> None:
         """Runs that were too short to tell anything."""
@@ -111,7 +92,7 @@ class Drill:
                 seen |= {known: time.monotonic() for known in range(max(seen, default=0) + 1, step + 1)}
                 if over:
                     break
-                time.sleep(_LOOK_EVERY_S)
+                time.sleep(LOOK_EVERY_S)
         except BaseException:
             self._stage.abandon()
             raise
@@ -133,7 +114,10 @@ class Drill:
             self._stage.abandon()
             return found
         left = [*self._stage.leftovers(), *(path.name for _, path in paths.partial_checkpoints())]
-        return dataclasses.replace(found, left=tuple(left), difference=self._difference(kind.value, length))
+        try:
+            return dataclasses.replace(found, left=tuple(left), difference=self._difference(kind.value, length))
+        except RunError as error:  # it has lost its last checkpoint, perhaps
+            return dataclasses.replace(found, left=tuple(left), problem=str(error))
 
     def _interrupt(self, kind: Kind, paths: RunPaths, length: Length, cold_s: float) -> Interrupted:
         """From a run that has just begun to one that is over."""
@@ -141,15 +125,15 @@ class Drill:
         while (record := Record.of(paths.metrics)).step < length.until:
             if stage.over():
                 raise_if_failed(stage)
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(LOOK_EVERY_S)
         died = time.monotonic()
         what = stage.interrupt(kind)
         if not what:
             raise TooLate
-        found, saving_s = Interrupted(kind=kind, what=what), None
+        found, saving_s, patience = Interrupted(kind=kind, what=what), None, stage.patience_s(cold_s)
         if stage.resumes(kind):
             while not stage.over():
-                time.sleep(_LOOK_EVERY_S)
+                time.sleep(LOOK_EVERY_S)
             if kind is Kind.preempt:
                 saving_s, died = time.monotonic() - died, time.monotonic()
             record = Record.of(paths.metrics)
@@ -160,45 +144,26 @@ class Drill:
             if left := stage.leftovers():
                 return dataclasses.replace(found, at_step=record.step, left=tuple(left), problem="it did not end")
             stage.resume()
-        before, after, recovered = self._next_step(paths, record, died, stage.patience_s(cold_s))
+        before, after, recovered = next_step(stage, paths, record, died, patience)
         if recovered is None:
             if before.step >= length.windows:
                 raise TooLate
-            return dataclasses.replace(found, at_step=before.step, problem=stage.complaint(None) or "no further step")
+            ended = stage.complaint(None) if stage.over() else ""
+            problem = ended or f"it has not come to a further step within {patience} s"
+            return dataclasses.replace(found, at_step=before.step, problem=problem)
         while not stage.over():
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(LOOK_EVERY_S)
         return dataclasses.replace(
             found, at_step=before.step, from_step=after, saving_s=saving_s, recovery_s=recovered,
             problem=stage.complaint(None),
         )  # fmt: skip
 
-    def _next_step(
-        self, paths: RunPaths, before: Record, died: float, patience_s: float | None
-    ) -> tuple[Record, int | None, float | None]:
-        """The record as it was at the death, the step that the run went on after, and seconds to its next one: None
-        where none came."""
-        while True:
-            over = self._stage.over()
-            record = Record.of(paths.metrics)
-            if record.file == before.file:
-                before = record
-            elif len(record.lines) > (kept := record.kept_of(before)):
-                return before, kept, time.monotonic() - died
-            if over or (patience_s is not None and time.monotonic() - died > patience_s):
-                return before, None, None
-            time.sleep(_LOOK_EVERY_S)
-
     def _difference(self, name: str, length: Length) -> Difference:
         """Of a run that is over from the undisturbed one."""
         ours, theirs = self._paths(name, length), self._paths("undisturbed", length)
         places = [str(paths.checkpoint(length.windows)) for paths in (ours, theirs)]
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "launcher.train.alike",
-            *places,
-        ]  # in a process of its own: it is torch's
+        # in a process of its own: it is torch's
+        command = [sys.executable, "-P", "-m", "launcher.train.alike", *places]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RunError(f"The checkpoints of {name} cannot be compared.\n  {done.stderr.strip()}")
@@ -217,61 +182,21 @@ def raise_if_failed(stage: Stage) -> None:
     raise TooLate
 
 
-def of_length(plan: RunPlan, paths: RunPaths, length: Length) -> RunPlan:
-    """``plan`` as a run of its own in ``paths``, of a length."""
-    run = dataclasses.replace(plan.run, name=paths.root.name, id=secrets.token_hex(4), dir=str(paths.root))
-    cluster = plan.cluster
-    if cluster.slurm is not None:
-        options = cluster.slurm.options | {"job-name": run.name}
-        cluster = dataclasses.replace(cluster, slurm=dataclasses.replace(cluster.slurm, options=options))
-    train = dataclasses.replace(plan.train, steps=length.windows, epochs=None)
-    checkpoint = dataclasses.replace(plan.checkpoint, every=length.every)
-    return dataclasses.replace(plan, run=run, cluster=cluster, train=train, checkpoint=checkpoint)
+def next_step(
+    stage: Stage, paths: RunPaths, before: Record, died: float, patience_s: float | None
+) -> tuple[Record, int | None, float | None]:
+    """Wait for what a run does after its death. ``before``: its record; ``died``: when.
 
-
-def shortened(plan: RunPlan) -> tuple[RunPlan, tuple[str, ...]]:
-    """The plan of `launch train` as a drill runs it, whatever its length; and what is another one, in words."""
-    changed = ["calibration is left out (run.calibrate=0)", "every step is recorded (train.log_every=1)"]
-    schedule = dataclasses.replace(plan.schedule, steps=plan.schedule_steps)
-    keep = plan.checkpoint.keep or 2
-    if plan.checkpoint.keep is None:
-        changed.append(f"checkpoint.keep={keep}")
-    if plan.checkpoint.every_minutes is not None:
-        changed.append("no checkpoints by the clock (checkpoint.every_minutes)")
-    if not plan.cluster.max_restarts:
-        changed.append("cluster.max_restarts=1, or a killed worker would end the job")
-    cluster = dataclasses.replace(plan.cluster, max_restarts=max(1, plan.cluster.max_restarts))
-    plan = dataclasses.replace(
-        plan,
-        cluster=cluster,
-        schedule=schedule,
-        train=dataclasses.replace(plan.train, log_every=1, calibrate=0),
-        checkpoint=dataclasses.replace(plan.checkpoint, every_minutes=None, keep=keep),
-    )
-    return plan, tuple(changed)
-
-
-def conclude(
-    plan: RunPlan,
-    changed: tuple[str, ...],
-    found: tuple[Length, float, float, list[Interrupted], Difference | None],
-) -> Drilled:
-    """The drill's result. ``plan``: that was drilled."""
-    length, cold_s, run_s, interrupted, by_itself = found
-    outcome, reason = judge(interrupted, by_itself)
-    batch, cluster = plan.batch, plan.cluster
-    job = {
-        "task": plan.task.target,
-        "batch": f"{batch.global_size} samples = {batch.micro_size} micro-batch × {batch.accumulation} accumulation × "
-        f"{batch.world_size} ranks",
-        "strategy": f"{plan.strategy.kind.value}, sync {plan.strategy.sync.value}",
-        "precision": plan.precision.kind.value,
-        "cluster": f"{cluster.kind.value}, {cluster.nodes} × {cluster.workers_per_node}, {cluster.device.value}",
-        "schedule": f"that of the whole job: {plan.schedule.kind.value} over {plan.schedule.steps} steps",
-    }  # fmt: skip
-    if plan.schedule.steps is None:
-        job["schedule"] = plan.schedule.kind.value
-    return Drilled(
-        job=job, changed=changed, windows=length.windows, every=length.every, cold_start_s=cold_s, run_s=run_s,
-        interrupted=tuple(interrupted), by_itself=by_itself, outcome=outcome, reason=reason,
-    )  # fmt: skip
+    Returns the record as it was at the death, the step that the run went on after, and seconds from the death to its
+    next one: None where none came.
+    """
+    while True:
+        over = stage.over()
+        record = Record.of(paths.metrics)
+        if record.file == before.file:
+            before = record
+        elif len(record.lines) > (kept := record.kept_of(before)):
+            return before, kept, time.monotonic() - died
+        if over or (patience_s is not None and time.monotonic() - died > patience_s):
+            return before, None, None
+        time.sleep(LOOK_EVERY_S)

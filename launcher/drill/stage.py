@@ -76,14 +76,14 @@ class Here:
 
     def begin(self, plan: RunPlan, yaml: str) -> None:
         local.create(plan, yaml)
-        self._plan = plan
+        self.plan = plan
         self.resume()
 
     def resume(self) -> None:
-        with self._plan.paths.launch_log.open("ab") as log:
+        with self.plan.paths.launch_log.open("ab") as log:
             self._launch = subprocess.Popen(
-                [*_LAUNCH, self._plan.run.dir],
-                cwd=self._plan.cluster.cwd,
+                [*_LAUNCH, self.plan.run.dir],
+                cwd=self.plan.cluster.cwd,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -93,7 +93,7 @@ class Here:
 
     def interrupt(self, kind: Kind) -> str:
         assert self._launch is not None
-        plan = self._plan
+        plan = self.plan
         if kind is Kind.preempt:
             self._launch.send_signal(signal.SIGUSR2)
             return "SIGUSR2, as of a scheduler"
@@ -116,20 +116,20 @@ class Here:
         status = self._launch.wait()
         if status == wanted:
             return ""
-        failure = (read_json(self._plan.paths.summary) or {}).get("failure")
-        words = failure["error"] if failure else " ".join(last_lines(self._plan.paths.launch_log, 3))
+        failure = (read_json(self.plan.paths.summary) or {}).get("failure")
+        words = failure["error"] if failure else " ".join(last_lines(self.plan.paths.launch_log, 3))
         return f"`launch` left with status {status} instead of {wanted}: {words}"
 
     def patience_s(self, cold: float) -> float | None:
         return 120 + 10 * cold
 
     def leftovers(self) -> list[str]:
-        end = time.monotonic() + _LEAVES_WITHIN_S + self._plan.cluster.grace_s
-        while (left := processes_of(self._plan.run.dir, self._plan.run.id)) and time.monotonic() < end:
+        end = time.monotonic() + _LEAVES_WITHIN_S + self.plan.cluster.grace_s
+        while (left := processes_of(self.plan.run.dir, self.plan.run.id)) and time.monotonic() < end:
             time.sleep(local.POLL_S)
         return [f"process {process.pid}" for process in left]
 
     def abandon(self) -> None:
         if self._launch is not None:
-            kill_all(self._plan.run.dir, self._plan.run.id)
+            kill_all(self.plan.run.dir, self.plan.run.id)
             self._launch.wait()

@@ -23,6 +23,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from launcher.train.safeload import Planner, Reader
 
 _AT_ONCE_BYTES = 1 << 28
+# a difference that is nan, or infinite: JSON has neither, and its square is a number still
+_FAR = 1e100
 
 
 @dataclass
@@ -53,20 +55,20 @@ def compare(directory: Path, reference: Path) -> Alike:
             a, b = mine[name], wanted[name]
             same = _same(a, b)
             if isinstance(b, Tensor) and name.startswith("model."):
-                total += float(b.double().square().sum())
+                total += float(b.double().nan_to_num(0, 0, 0).square().sum())
             if same:
                 continue
             found.differing += 1
             found.first = found.first or name
             if isinstance(a, Tensor) and isinstance(b, Tensor):
-                off = (a.double() - b.double()).abs()
-                most, scale = float(off.max()), float(b.double().abs().max())
+                off = (a.double() - b.double()).abs().nan_to_num(_FAR, _FAR)
+                most, scale = float(off.max()), float(b.double().abs().nan_to_num(0, 0).max())
                 found.absolute = max(found.absolute, most)
                 found.relative = max(found.relative, most / scale if scale else float(most > 0))
                 squared += float(off.square().sum()) if name.startswith("model.") else 0.0
     found.differing += len(alone)
     found.first = found.first or next(iter(alone), None)
-    found.norm = (squared / total) ** 0.5 if total else 0.0
+    found.norm = (squared / total) ** 0.5 if total else float(squared > 0)
     return found
 
 
@@ -111,5 +113,4 @@ if __name__ == "__main__":
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "torch.distributed is disabled": so it is
         found = compare(Path(sys.argv[1]), Path(sys.argv[2]))
-    # JSON has no nan: a difference that is none is as large as can be
-    print(json.dumps({k: (v if v == v else 1e308) for k, v in asdict(found).items()}))
+    print(json.dumps(asdict(found)))
