@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher.commands.overrides import take, take_value, with_config
+from launcher.commands.overrides import leaves_in_order, take, take_value, with_config
 from launcher.config import ClusterKind, Config, WandbConfig, WandbMode
 from launcher.errors import ConfigError, RunError, UserError
 
@@ -74,7 +74,8 @@ def _drill(config: Config, yaml: str, windows: int, *, as_json: bool) -> int:
 
     say(f"Drill {plan.run.name}. Other than with `launch train`: {'; '.join(changed)}; W&B is off.")
     try:
-        found = conclude(plan, changed, Drill(plan, yaml, _stage(plan), say).run(Length(windows)))
+        with leaves_in_order():
+            found = conclude(plan, changed, Drill(plan, yaml, _stage(plan), say).run(Length(windows)))
     except UserError:
         if not any(paths.root.iterdir()):  # nothing was begun
             paths.root.rmdir()

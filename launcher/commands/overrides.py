@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from launcher.errors import EXIT_FAILED, EXIT_INTERRUPTED, UserError, did_you_mean
@@ -92,3 +94,15 @@ def with_config(verb: str, arguments: list[str], act: Callable[[Config, str], in
         return status
 
     return run_with_config(verb, arguments, act_or_explain, **sweep)
+
+
+@contextmanager
+def leaves_in_order() -> Generator[None]:
+    """A signal to end is a Ctrl-C: what was begun is ended, and no job is left behind."""
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
