@@ -128,7 +128,7 @@ class Chaos:
             return did
         file = self.chance.choice(sorted(path for path in checkpoints[0].iterdir() if path.stat().st_size))
         content = bytearray(file.read_bytes())
-        at = self.chance.randrange(len(content))
+        at = self.chance.randrange(max(1, len(content) - 1))  # a text without its last newline says the same
         self.refusals += 1
         if self.chance.random() < 0.5:
             file.write_bytes(content[:at])
