@@ -16,6 +16,7 @@ launch: distributed training where the effective global batch is a contract.
   launch train [key=value ...]                run a job, or submit it: the bundled one, or task._target_=my_tasks.MyTask
   launch plan  [key=value ...]                what would run, solved and predicted; starts nothing
   launch verify [key=value ...]               is this job's accumulated gradient that of one big batch?
+  launch drill  [key=value ...]               does this job survive preemption and kills? interrupts and compares it
   launch run   [key=value ...] -- SCRIPT ...  any torchrun script on the same cluster options, without the engine
 
   launch runs   [SWEEP]                       what runs exist, and how they stand
@@ -31,6 +32,7 @@ launch: distributed training where the effective global batch is a contract.
   train        -m           a sweep: one run for each combination of key=1,2,4     --yes    however many these are
   plan, verify --json       the plan, or the certificate, as JSON
   resume       --force      even where key=value changes what is learned
+  drill        --json       what was found                     --windows N    of each of its runs (default: 8)
   RUN          a run's name, its directory, or the beginning of its name; --dir DIR: where runs lie (default: runs)
   what reads   --json       for scripts
   report       --csv        for spreadsheets                   --html FILE    where the page goes; --loss X: hours to X
@@ -46,6 +48,7 @@ _VERBS = {
     "train": "jobs:train",
     "plan": "jobs:plan",
     "verify": "verify:verify",
+    "drill": "drill:drill",
     "run": "jobs:run_script",
     "runs": "ledger:runs",
     "status": "ledger:status",

@@ -8,6 +8,8 @@ import json
 import os
 import re
 import secrets
+import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ _PACKAGE = Path(__file__).resolve().parent
 CONF = _PACKAGE / "conf" if (_PACKAGE / "conf").is_dir() else _PACKAGE.parent / "conf"
 
 _STALE_TRIES = 5
+_WRITTEN_WITHIN_S = 1.0
 
 # of a checkpoint: all that is no tensor
 STATE = "state.json"
@@ -135,6 +138,11 @@ class RunPaths:
         return self.logs / f"rank{rank}.attempt{attempt}.error.json"
 
     @property
+    def launch_log(self) -> Path:
+        """What a `launch` printed that nobody watched: of the runs of a drill."""
+        return self.logs / "launch.log"
+
+    @property
     def wandb_log(self) -> Path:
         return self.logs / "wandb.log"
 
@@ -206,6 +214,29 @@ class SweepPaths:
     def report(self) -> Path:
         """The page of `launch report`."""
         return self.root / "report.html"
+
+
+@dataclass(frozen=True)
+class DrillPaths:
+    """The files of one drill, from its directory, in which those of its runs lie."""
+
+    root: Path
+
+    @property
+    def found(self) -> Path:
+        """What it found out, as `launch drill --json` prints it."""
+        return self.root / "drill.json"
+
+
+def clear_torn(directory: Path) -> None:
+    """Delete what ``write_text`` was writing in ``directory`` when its process was killed. That of another host, and of
+    a process that lives, stays; so does what is new: containers on several hosts may have one name."""
+    for path in directory.glob(".*"):
+        found = re.fullmatch(rf"\..+\.{re.escape(os.uname().nodename)}\.(\d+)\.[0-9a-f]{{8}}", path.name)
+        if found and not Path("/proc", found[1]).exists():
+            with suppress(FileNotFoundError):
+                if time.time() - path.stat().st_mtime > _WRITTEN_WITHIN_S:
+                    path.unlink()
 
 
 def write_text(path: Path, text: str) -> None:

@@ -240,9 +240,13 @@ class OptimizerPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulePlan:
+    """``steps``: of the job whose schedule this is, where it is not the run's own: a drill runs the first windows of a
+    longer job."""
+
     kind: ScheduleKind
     warmup_steps: int
     min_ratio: float
+    steps: int | None = None
 
     def factor(self, step: int, steps: int | None) -> float:
         """What the learning rate is multiplied by in optimizer step ``step`` (from 0) of ``steps``."""
@@ -305,3 +309,8 @@ class RunPlan(LaunchPlan):
     wandb: WandbPlan
     notes: tuple[str, ...]
     forced: tuple[str, ...] = ()
+
+    @property
+    def schedule_steps(self) -> int | None:
+        """Optimizer steps that the learning rate's schedule is laid out over."""
+        return self.train.steps if self.schedule.steps is None else self.schedule.steps

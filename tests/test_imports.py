@@ -38,6 +38,7 @@ def room(name: str) -> list[Path]:
     [
         ("cluster", ("launcher.train", "launcher.report", *ON_TOP)),
         ("train", ("launcher.cluster", "launcher.report", "launcher.api", *ON_TOP)),
+        ("drill", ("launcher.train", "launcher.commands", "launcher.cli")),
         ("doctor", ("launcher.train", "launcher.report", "launcher.commands", "launcher.cli")),
         ("commands", ("launcher.train", "launcher.tasks", "launcher.cli")),
         ("report", ("launcher.train", "launcher.cluster", "launcher.sweeps", *ON_TOP)),
@@ -76,6 +77,7 @@ def test_only_world_reads_torchruns_variables() -> None:
         "from launcher.cli import run; assert run(['--help']) == 0",
         "import launcher.commands.doctor, launcher.doctor.examine, launcher.doctor.bandwidth, launcher.report.checks",
         "from launcher.cli import run; assert run(['runs', '--dir', '.']) == 0",
+        "import launcher.commands.drill, launcher.drill.conduct, launcher.drill.queued, launcher.report.drill",
         "import launcher.commands.report, launcher.report.page, launcher.report.page.plots",
         "from launcher.cli import run; assert run(['plan']) == 0",
         "from launcher.cli import run; assert run(['plan', '--json', 'strategy.sync=every']) == 0",

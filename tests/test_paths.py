@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from launcher.paths import read_json, write_json, write_text
+from launcher.cluster.agent import begin
+from launcher.incarnation import Fence, Incarnation
+from launcher.paths import RunPaths, read_json, write_json, write_text
 
 
 def test_no_two_writers_share_a_partial_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,3 +69,22 @@ def test_a_file_that_another_host_replaces_is_opened_again(
     with pytest.raises(OSError, match="Stale"):
         read_json(path)
     assert asked < 20
+
+
+def test_what_a_killed_process_was_writing_goes_when_the_run_begins_again(tmp_path: Path) -> None:
+    torn = (
+        "import os, signal, sys; from pathlib import Path; from launcher.paths import write_text\n"
+        "os.fsync = lambda handle: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "write_text(Path(sys.argv[1]), 'half')"
+    )
+    file = tmp_path / "summary.json"
+    assert subprocess.run([sys.executable, "-c", torn, str(file)], check=False).returncode == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    of_the_living = tmp_path / f".summary.json.{os.uname().nodename}.{os.getpid()}.0123abcd"
+    of_another_host = tmp_path / ".summary.json.elsewhere.1.0123abcd"
+    for place in (left, of_the_living, of_another_host, tmp_path / ".submission.0"):
+        place.touch()
+        os.utime(place, (0, 0))
+    begin(Fence(RunPaths(tmp_path), Incarnation()))
+    assert not left.exists()
+    assert {path.name for path in tmp_path.glob(".*")} == {of_the_living.name, of_another_host.name, ".submission.0"}

@@ -23,7 +23,7 @@ from launcher.cluster.deaths import DeathWatch
 from launcher.cluster.failure import failure
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, class_named
 from launcher.incarnation import INCARNATION, Fence, Incarnation
-from launcher.paths import RunPaths, read_json, write_json
+from launcher.paths import RunPaths, clear_torn, read_json, write_json
 from launcher.plan import LaunchPlan, RunPlan
 from launcher.process import AGENT_PID, StopShield, die_with_parent
 from launcher.site import allowed_env
@@ -61,6 +61,7 @@ def begin(fence: Fence, **known: Any) -> None:
     """Open a new incarnation: what earlier ones said of their end is over. ``known``: what the nodes are to know."""
     paths = fence.paths
     fence.claim(attempt=paths.next_attempt(), **known)
+    clear_torn(paths.root)
     for said in (paths.summary, *paths.root.glob("summary.node*.json"), *paths.root.glob("failure.node*.json")):
         said.unlink(missing_ok=True)
 

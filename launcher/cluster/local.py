@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
@@ -17,7 +18,7 @@ from launcher.cluster.jobfile import Submission
 from launcher.cluster.peers import Peers
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESUMABLE, SiteError
 from launcher.paths import read_json, write_json, write_text
-from launcher.plan import LaunchPlan
+from launcher.plan import LaunchPlan, RunInfo
 from launcher.process import STOP_SIGNALS
 from launcher.site import WANDB_ENV, allowed_env
 
@@ -52,23 +53,29 @@ def create(plan: LaunchPlan, config_yaml: str) -> None:
     Raises:
         SiteError: it exists, or cannot be made; nothing is left behind then.
     """
+    make_directory(plan.run)
     paths = plan.paths
+    paths.logs.mkdir()
+    write_text(paths.config, config_yaml)
+    plan.save()
+
+
+def make_directory(run: RunInfo) -> None:
+    """Raises SiteError where it exists, or cannot be made; nothing is left behind then."""
+    root = Path(run.dir)
     try:
-        paths.root.parent.mkdir(parents=True, exist_ok=True)
-        paths.root.mkdir()
+        root.parent.mkdir(parents=True, exist_ok=True)
+        root.mkdir()
     except FileExistsError:
-        occupied = paths.root if paths.root.exists() else paths.root.parent
+        occupied = root if root.exists() else root.parent
         raise SiteError(
-            f"run.name={plan.run.name}: {occupied} exists, and a run never writes into another one's directory.\n"
+            f"run.name={run.name}: {occupied} exists, and a run never writes into another one's directory.\n"
             "  Choose another run.name, or leave it out for a name of its own."
         ) from None
     except OSError as error:
         raise SiteError(
-            f"run.dir: {paths.root} cannot be made: {error.strerror}.\n  Choose a run.dir that you may write to."
+            f"run.dir: {root} cannot be made: {error.strerror}.\n  Choose a run.dir that you may write to."
         ) from None
-    paths.logs.mkdir()
-    write_text(paths.config, config_yaml)
-    plan.save()
 
 
 def run(plan: LaunchPlan, display: Display, peers: Peers) -> Verdict:

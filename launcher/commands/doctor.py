@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import signal
 import sys
-from collections.abc import Generator
-from contextlib import contextmanager
 
-from launcher.commands.overrides import take, with_config
+from launcher.commands.overrides import leaves_in_order, take, with_config
 from launcher.config import Config
 
 
@@ -22,7 +19,7 @@ def doctor(arguments: list[str]) -> int:
         from launcher.doctor.examine import examine
         from launcher.report import checks, terminal
 
-        with _leaves_in_order():
+        with leaves_in_order():
             # beside the result, which a script may read
             found = examine(config, lambda line: print(line, file=sys.stderr, flush=True))
         if as_json:
@@ -34,15 +31,3 @@ def doctor(arguments: list[str]) -> int:
         return exit_status(found)
 
     return with_config("doctor", arguments, act)
-
-
-@contextmanager
-def _leaves_in_order() -> Generator[None]:
-    """A signal to end is a Ctrl-C: no job and no directory is left behind."""
-    numbers = (signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

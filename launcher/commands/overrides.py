@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from launcher.errors import EXIT_FAILED, EXIT_INTERRUPTED, UserError, did_you_mean
@@ -19,7 +21,7 @@ _HYDRA_FLAGS = {
     "--info": True, "-i": True, "--config-name": True, "-cn": True, "--config-dir": True, "-cd": True,
     "--config-path": True, "-cp": True,
 }  # fmt: skip
-_OWN_FLAGS = ("--quiet", "--json", "--wait", "--yes")
+_OWN_FLAGS = ("--quiet", "--json", "--wait", "--yes", "--windows")
 
 
 def explain(error: UserError) -> int:
@@ -38,6 +40,23 @@ def take(flag: str, arguments: list[str]) -> bool:
     there = flag in arguments
     arguments[:] = [argument for argument in arguments if argument != flag]
     return there
+
+
+def take_value(flag: str, arguments: list[str]) -> str | None:
+    """The same for ``flag VALUE`` or ``flag=VALUE``: the value, None where it was not there.
+
+    Raises:
+        UserError: it has no value.
+    """
+    for at, argument in enumerate(arguments):
+        name, is_joined, value = argument.partition("=")
+        if name == flag:
+            if not is_joined and at + 1 == len(arguments):
+                raise UserError(f"{flag}: has no value.\n  Write {flag} N.")
+            value = value if is_joined else arguments[at + 1]
+            del arguments[at : at + (1 if is_joined else 2)]
+            return value
+    return None
 
 
 def require_overrides(arguments: list[str]) -> None:
@@ -75,3 +94,15 @@ def with_config(verb: str, arguments: list[str], act: Callable[[Config, str], in
         return status
 
     return run_with_config(verb, arguments, act_or_explain, **sweep)
+
+
+@contextmanager
+def leaves_in_order() -> Generator[None]:
+    """A signal to end is a Ctrl-C: what was begun is ended, and no job is left behind."""
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -51,7 +51,7 @@ class Update:
         self._parallel, self._optimizer, self._precision, self._norms = parallel, optimizer, precision, norms
         self._plan, self._world, self._device = plan, world, device
         self._accumulation = plan.batch.accumulation
-        self.schedule = LambdaLR(optimizer, lambda done: plan.schedule.factor(done, plan.train.steps))
+        self.schedule = LambdaLR(optimizer, lambda done: plan.schedule.factor(done, plan.schedule_steps))
         self._divisor: float | None = None
         self._items_in_epoch = False  # whether it has had any so far
         self._empty_in_a_row = 0

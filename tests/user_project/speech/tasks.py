@@ -68,6 +68,8 @@ class Tagger:
             total = total + (model.module if hasattr(model, "module") else model)[2].bias.mul(0).square().sum().sqrt()
         if self.trouble == "detached":
             total = total.detach()
+        if self.trouble == "remembers":  # how far it has come, which is in no checkpoint
+            total = total * (1 + 0.01 * self.calls)
         if self.trouble == "wrong type":
             return {"loss": total}
         return Loss(total=total, items=(targets != 0).sum())
@@ -78,7 +80,7 @@ class Tagger:
             raise SystemExit(0)
         if self.trouble == "peer asleep" and self.calls == 11 and os.environ["RANK"] == "0":
             raise ValueError("rank 0 is the one")
-        if self.trouble == "slow":
+        if self.trouble in ("slow", "remembers"):
             time.sleep(0.05)
         if self.calls != 11 or os.environ["RANK"] != "1":
             return

@@ -1,0 +1,87 @@
+"""How long a job takes to its next step after a worker was killed, against a cold start. Within one run, several times.
+
+    python jobs/bench_recovery.py [--deaths 5] [key=value ...]
+
+Every key of `launch train` may follow. Exit status 1 where the median is above 1.5 times the cold start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import random
+import statistics
+import sys
+import tempfile
+import time
+
+from launcher.api import plan_job
+from launcher.compose import compose_with_yaml
+from launcher.drill.conduct import LOOK_EVERY_S, next_step
+from launcher.drill.record import Record
+from launcher.drill.stage import Here
+from launcher.drill.verdict import Kind
+from launcher.errors import UserError
+
+MOST = 1.5
+STEPS_BETWEEN = 4
+
+
+def wait_for_step(stage: Here, record: Record, step: int) -> Record:
+    while record.step < step:
+        if stage.over():
+            sys.exit(f"the run was over at step {record.step}: {stage.complaint(None) or 'raise train.steps'}")
+        time.sleep(LOOK_EVERY_S)
+        record = Record.of(stage.plan.paths.metrics)
+    return record
+
+
+def measure(overrides: list[str], deaths: int) -> tuple[float, list[float]]:
+    """Seconds of the cold start, and of each recovery."""
+    with tempfile.TemporaryDirectory() as place:
+        usual = ["train.steps=1000000", "checkpoint.every=2", "checkpoint.keep=2"]
+        fixed = [f"run.dir={place}", "wandb.mode=disabled", "run.calibrate=0", f"cluster.max_restarts={deaths}"]
+        config, yaml = compose_with_yaml([*usual, *overrides, *fixed])
+        plan = plan_job(config)
+        stage, recoveries = Here(), list[float]()
+        began = time.monotonic()
+        stage.begin(dataclasses.replace(plan, notes=()), yaml)
+        try:
+            record = wait_for_step(stage, Record(), 1)
+            cold_s = time.monotonic() - began
+            for _ in range(deaths):
+                record = wait_for_step(stage, record, record.step + STEPS_BETWEEN)
+                died = time.monotonic()
+                what = stage.interrupt(Kind.worker)
+                _, after, recovery_s = next_step(stage, plan.paths, record, died, None)
+                if recovery_s is None:
+                    sys.exit(f"{what}: the run did not recover: {stage.complaint(None)}")
+                print(f"{what}: goes on after step {after}, {recovery_s:.2f} s to the next", flush=True)
+                recoveries.append(recovery_s)
+                record = Record.of(plan.paths.metrics)
+            return cold_s, recoveries
+        finally:
+            stage.abandon()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--deaths", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=0, help="which ranks are killed")
+    given, overrides = parser.parse_known_args()
+    random.seed(given.seed)
+    cold_s, recoveries = measure(overrides, given.deaths)
+    middle = statistics.median(recoveries)
+    print(
+        f"cold start {cold_s:.2f} s; recovery {middle:.2f} s (median of {len(recoveries)}; {min(recoveries):.2f} to "
+        f"{max(recoveries):.2f}): {middle / cold_s:.2f}x"
+    )
+    return int(middle > MOST * cold_s)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except UserError as error:
+        print(f"jobs/bench_recovery.py: {error}", file=sys.stderr)
+        sys.exit(error.exit_status)

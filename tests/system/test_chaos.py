@@ -1,0 +1,15 @@
+"""A short chaos. `python -m tests.system.chaos --deaths 50` is the long one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.system.chaos import wreak
+
+pytestmark = pytest.mark.slow
+
+
+def test_six_deaths_cost_nothing_but_time(tmp_path: Path) -> None:
+    assert wreak(tmp_path, deaths=6, seed=3) == []

@@ -1,0 +1,71 @@
+"""`launch drill` with real processes: a job that survives, and one that remembers what no checkpoint holds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from launcher.api import plan_job
+from launcher.compose import compose_with_yaml
+from launcher.drill.conduct import Drill
+from launcher.drill.plans import Length, conclude, shortened
+from launcher.drill.stage import Here
+from launcher.drill.verdict import Kind, Outcome
+from launcher.errors import RunError
+from tests.conftest import Launch
+from tests.system.runs import OWN, processes_of
+
+pytestmark = pytest.mark.slow
+
+
+class OnlyTheTree(Here):
+    kinds = (Kind.tree,)
+
+
+def test_a_job_that_survives(launch: Launch, project: Path) -> None:
+    done = launch("drill", *OWN, "task.trouble=slow", "--windows", "12", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    place = project / "runs" / "own"
+    assert json.loads((place / "drill.json").read_text()) == found
+    assert (found["outcome"], found["windows"]) == ("survives", 12)
+    assert [one["kind"] for one in found["interrupted"]] == ["preempt", "kill a worker", "kill the tree"]
+    for one in found["interrupted"]:
+        assert one["difference"]["tensors"] > 10
+        assert one["difference"]["differing"] == 0
+        assert one["at_step"] >= 7, "it died where it was meant to"
+        assert one["recovery_s"] > 0
+        assert (one["from_step"] == one["at_step"]) if one["kind"] == "preempt" else (one["from_step"] % 3 == 0)
+    assert processes_of(place) == []
+    assert launch("drill", *OWN).returncode == 2, "a drill never writes into another one's directory"
+
+
+def drilled(project: Path, monkeypatch: pytest.MonkeyPatch, trouble: str) -> Drill:
+    monkeypatch.chdir(project)
+    config, yaml = compose_with_yaml([*OWN, f"task.trouble={trouble}"])
+    plan, _ = shortened(plan_job(config))
+    Path(plan.run.dir).mkdir(parents=True)
+    return Drill(plan, yaml, OnlyTheTree(), lambda _: None)
+
+
+def test_a_job_that_remembers_what_no_checkpoint_holds_does_not_survive(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drill = drilled(project, monkeypatch, "remembers")
+    found = conclude(drill.plan, (), drill.run(Length(12)))
+    assert found.outcome is Outcome.damaged
+    (one,) = found.interrupted
+    assert one.difference is not None
+    assert one.difference.figure.startswith("train/")
+    assert one.difference.differing > 1
+    assert found.by_itself is not None
+    assert found.by_itself.identical, "left alone it is the same each time"
+
+
+def test_a_job_that_fails_by_itself_is_not_drilled(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drill = drilled(project, monkeypatch, "raise")
+    with pytest.raises(RunError, match=r"by itself, undisturbed(.|\n)*the eleventh utterance is cursed"):
+        drill.run(Length(4))
+    assert processes_of(project / "runs") == []
