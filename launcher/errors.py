@@ -11,6 +11,7 @@ LauncherError
     ├── UnusedParameters    the backward pass reached only part of the model
     ├── DataError           the dataset is not what the plan says
     ├── EngineMisuse        the user's loop left out a call
+    ├── CheckpointFailed    one could not be written, or there is no room for any
     ├── NoGoodCheckpoint    there are checkpoints to go on from, and all of them are damaged
     └── Superseded          the run goes on elsewhere: this process is what is left of an earlier start
 """
@@ -75,6 +76,10 @@ class DataError(RunError):
 
 
 class EngineMisuse(RunError):
+    pass
+
+
+class CheckpointFailed(RunError):
     pass
 
 

@@ -33,6 +33,7 @@ class Account:
         resumed: how often the run has gone on from a checkpoint, on the way that led here.
         seconds_before: of training, up to the checkpoint that this process went on from.
         checkpoint: the newest one's directory.
+        failed_saves: checkpoints that could not be written.
         size: samples of the last full window.
     """
 
@@ -47,6 +48,7 @@ class Account:
     resumed: int = 0
     seconds_before: float = 0.0
     checkpoint: str | None = None
+    failed_saves: int = 0
     size: int | None = None
     started: float = field(default_factory=time.perf_counter)
 
@@ -81,12 +83,13 @@ class Account:
             "peak_bytes": self.memory(),
             "size": self.size,
             "resumed": self.resumed,
+            "failed_saves": self.failed_saves,
             "total_s": self.total_s,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.loss, self.eval_loss, self.peak_bytes = state["loss"], state["eval_loss"], state["peak_bytes"]
-        self.evaluated, self.size = state["evaluated"], state["size"]
+        self.evaluated, self.size, self.failed_saves = state["evaluated"], state["size"], state["failed_saves"]
         if (typical := state["typical"]) is not None:
             kinds = {Collective(kind): Traffic(**traffic) for kind, traffic in typical["kinds"].items()}
             self.typical = CommStats(**{**typical, "kinds": kinds})
@@ -110,6 +113,7 @@ class Account:
             "batch/empty_windows": engine.empty_windows,
             "time/total_s": self.total_s,
             "checkpoint": self.checkpoint,
+            "checkpoint/failed": self.failed_saves,
         }
         if self.typical is not None:
             summary["comm/wire_bytes"] = self.typical.wire_bytes
