@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -52,10 +53,14 @@ def create(plan: LaunchPlan, config_yaml: str) -> None:
     Raises:
         SiteError: it exists, or cannot be made; nothing is left behind then.
     """
-    paths = plan.paths
+    paths, made = plan.paths, False
     try:
         paths.root.parent.mkdir(parents=True, exist_ok=True)
         paths.root.mkdir()
+        made = True
+        paths.logs.mkdir()
+        write_text(paths.config, config_yaml)
+        plan.save()
     except FileExistsError:
         occupied = paths.root if paths.root.exists() else paths.root.parent
         raise SiteError(
@@ -63,12 +68,11 @@ def create(plan: LaunchPlan, config_yaml: str) -> None:
             "  Choose another run.name, or leave it out for a name of its own."
         ) from None
     except OSError as error:
+        if made:
+            shutil.rmtree(paths.root, ignore_errors=True)
         raise SiteError(
             f"run.dir: {paths.root} cannot be made: {error.strerror}.\n  Choose a run.dir that you may write to."
         ) from None
-    paths.logs.mkdir()
-    write_text(paths.config, config_yaml)
-    plan.save()
 
 
 def run(plan: LaunchPlan, display: Display, peers: Peers) -> Verdict:
