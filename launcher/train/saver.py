@@ -44,6 +44,11 @@ class Saver:
         """Host memory that the copies take."""
         return self._staging.nbytes
 
+    @property
+    def under_way(self) -> bool:
+        """Whether a checkpoint is being written beside the steps."""
+        return self._thread is not None and self._thread.is_alive()
+
     def save(self, record: dict[str, Any], *, again: str | None) -> None:
         """Once the save before is over. ``record``: of this very step. ``again``: when the next one is due; None: this
         is the last one, and is written before the call returns.
@@ -80,7 +85,7 @@ class Saver:
     def news(self) -> Metrics:
         """For the next record: what has been heard since the last one. It waits for nothing."""
         metrics: Metrics = {}
-        if self._thread is not None and not self._thread.is_alive() and not self._trouble.is_set():
+        if not self.under_way and not self._trouble.is_set():
             self.wait()
         if self._written_s is not None:
             metrics["time/checkpoint_write_s"] = self._written_s
