@@ -3,9 +3,9 @@
     launch run -- jobs/bench_checkpoint.py [--strategy ddp|fsdp] [--rounds 8] [--width 1700] [--dir DIRECTORY]
 
 The state is that of AdamW on a chain of square layers: 12 bytes a parameter, 104 MB by default. `stall`: what a save
-takes before the next step may begin, median over rounds. `write`: from the copy to the commit. `step`: alone, and those
-that had a write beside them to their end or to its own. `memory`: how much a rank's resident set grew over what it was after
-the saves at once, against the bytes of its shard: of the whole state where every rank has it whole.
+takes before the next step may begin, median over rounds. `write`: from the copy to the commit. `step`: alone, and with
+a write beside it. `memory`: how much a rank's resident set grew over what it was after the saves at once, against the
+bytes of its shard: of the whole state where every rank has it whole.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 import torch
@@ -53,7 +53,7 @@ def resident_bytes() -> int:
     return int(line.split()[1]) * 1024
 
 
-def steps_of(engine: Engine, width: int) -> Iterator[float]:
+def steps_of(engine: Engine, width: int) -> Generator[float, None, None]:
     """Seconds of each."""
     data = list(torch.randn(64, width, generator=torch.Generator().manual_seed(0)))
     for window in engine.windows(data):
@@ -72,6 +72,12 @@ def save(saver: Saver, *, at_once: bool) -> float:
     saver.save({}, again=None if at_once else "in the next round")
     dist.barrier()
     return time.perf_counter() - began
+
+
+def on_any_rank(flag: bool) -> bool:
+    flags = torch.tensor([float(flag)])
+    dist.all_reduce(flags)
+    return flags.item() > 0
 
 
 def measure(strategy: str, rounds: int, width: int, place: Path) -> str:
@@ -98,7 +104,7 @@ def measure(strategy: str, rounds: int, width: int, place: Path) -> str:
                 times["at once"].append(save(saver, at_once=True))
                 continue
             times["beside"].append(save(saver, at_once=False))
-            while saver.under_way:
+            while on_any_rank(saver.under_way):
                 times["with a write"].append(next(steps))
             grown = max(grown, resident.peak - resident.before)
             times["write"].append(saver.news()["time/checkpoint_write_s"])
@@ -117,7 +123,7 @@ def measure(strategy: str, rounds: int, width: int, place: Path) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--strategy", choices=["ddp", "fsdp"], action="append")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--width", type=int, default=1700, help="of the layers; the state has 36 bytes x its square")
