@@ -4,8 +4,8 @@
 
 The state is that of AdamW on a chain of square layers: 12 bytes a parameter, 104 MB by default. `stall`: what a save
 takes before the next step may begin, median over rounds. `write`: from the copy to the commit. `step`: alone, and with
-a write beside it. `memory`: how much a rank's resident set grew over what it was after the saves at once, against the
-bytes of its shard: of the whole state where every rank has it whole.
+a write beside it. `memory`: by how much the largest resident set of rank 0 grew over that of the steps and saves at
+once before, against the bytes of its shard: of the whole state where every rank has it whole.
 """
 
 from __future__ import annotations
@@ -29,23 +29,20 @@ from launcher.train import room
 from launcher.train.account import Account
 from launcher.train.saver import Saver
 
-LAYERS, ALONE, WARM_UP = 3, 4, 3
+LAYERS, ALONE, WARM_UP = 3, 4, 6
 
 
 class Resident:
-    """The largest resident set of this process since ``start``, looked at every few milliseconds."""
+    """The largest resident set of this process so far, looked at every few milliseconds."""
 
     def __init__(self) -> None:
-        self.start()
+        self.peak = 0
         threading.Thread(target=self._look, daemon=True).start()
 
     def _look(self) -> None:
         while True:
             self.peak = max(self.peak, resident_bytes())
             time.sleep(0.003)
-
-    def start(self) -> None:
-        self.before = self.peak = resident_bytes()
 
 
 def resident_bytes() -> int:
@@ -91,11 +88,12 @@ def measure(strategy: str, rounds: int, width: int, place: Path) -> str:
     engine = Engine(model, torch.optim.AdamW(model.parameters(), 1e-4), plan, shard_units=lambda m: [*m.children()])
     saver = Saver(engine, Account(plan, engine), Fence(RunPaths(place), Incarnation()), threading.Event())
     steps = steps_of(engine, width)
+    resident = Resident()
     for _ in range(WARM_UP):
         next(steps)
         save(saver, at_once=True)
+    before = resident.peak
     times: dict[str, list[float]] = {name: [] for name in ("at once", "beside", "write", "alone", "with a write")}
-    resident, grown = Resident(), 0
     for number in range(rounds):
         times["alone"] += [next(steps) for _ in range(ALONE)]
         for at_once in (True, False) if number % 2 else (False, True):
@@ -106,7 +104,6 @@ def measure(strategy: str, rounds: int, width: int, place: Path) -> str:
             times["beside"].append(save(saver, at_once=False))
             while on_any_rank(saver.under_way):
                 times["with a write"].append(next(steps))
-            grown = max(grown, resident.peak - resident.before)
             times["write"].append(saver.news()["time/checkpoint_write_s"])
     steps.close()
     whole = room.predicted_bytes(engine)
@@ -118,7 +115,7 @@ def measure(strategy: str, rounds: int, width: int, place: Path) -> str:
         f"(first: {times['beside'][0] * 1e3:.0f} ms)   write {median['write'] * 1e3:.0f} ms\n"
         f"      step alone {median['alone'] * 1e3:.0f} ms, with a write {median['with a write'] * 1e3:.0f} ms "
         f"({len(times['with a write'])} of them)   memory: copies {saver.staged_bytes / 1e6:.1f} MB, resident set "
-        f"+{grown / 1e6:.1f} MB; a rank's shard {local / 1e6:.1f} MB"
+        f"+{(resident.peak - before) / 1e6:.1f} MB; a rank's shard {local / 1e6:.1f} MB"
     )
 
 
