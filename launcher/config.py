@@ -90,6 +90,9 @@ class ScheduleKind(StrEnum):
     linear = "linear"
 
 
+OnError = StrEnum("OnError", {"stop": "stop", "continue": "continue"})  # a keyword cannot be written in a class
+
+
 class WandbMode(StrEnum):
     offline = "offline"
     online = "online"
@@ -292,6 +295,11 @@ class CheckpointConfig:
     """Minutes between two checkpoints. Default, without every: none; slurm: 10."""
     keep: int | None = None
     """Checkpoints kept, the newest. Default: all; slurm, where every and every_minutes are not set: 3."""
+    async_save: bool = True
+    """Copy what is to be saved to host memory, and write it while training goes on; the last one is written at once."""
+    on_error: OnError = OnError.stop
+    """When a checkpoint cannot be written: stop: the run ends as failed; continue: it goes on, and tries again when the
+    next one is due."""
 
 
 @dataclass(kw_only=True)

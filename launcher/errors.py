@@ -12,6 +12,7 @@ LauncherError
     ├── UnusedParameters    the backward pass reached only part of the model
     ├── DataError           the dataset is not what the plan says
     ├── EngineMisuse        the user's loop left out a call
+    ├── CheckpointFailed    one could not be written, or there is no room for any
     ├── NoGoodCheckpoint    there are checkpoints to go on from, and all of them are damaged
     ├── WrongCheckpoint     the newest one is whole, but of another model, another contract, or a newer format
     └── Superseded          the run goes on elsewhere: this process is what is left of an earlier start
@@ -81,6 +82,10 @@ class DataError(RunError):
 
 
 class EngineMisuse(RunError):
+    pass
+
+
+class CheckpointFailed(RunError):
     pass
 
 

@@ -158,6 +158,12 @@ class RunPaths:
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step_{step:06d}"
 
+    @property
+    def latest(self) -> Path:
+        """A line with the name of the newest whole checkpoint, for people and their scripts. It may be behind after a
+        crash: a resume looks at the directories."""
+        return self.checkpoints / "latest"
+
     def partial_checkpoint(self, step: int, incarnation: object) -> Path:
         """A checkpoint that is being written. Two incarnations never share one."""
         return self.checkpoints / f".step_{step:06d}.{incarnation}.partial"
@@ -252,6 +258,15 @@ def write_text(path: Path, text: str) -> None:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def sync_directory(path: Path) -> None:
+    """Have on the disk what was made, renamed and removed in it."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def write_json(path: Path, value: Any) -> None:

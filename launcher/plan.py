@@ -18,6 +18,7 @@ from launcher.config import (
     Compress,
     Device,
     LrScaling,
+    OnError,
     OptimizerKind,
     PrecisionKind,
     Recompute,
@@ -281,6 +282,8 @@ class CheckpointPlan:
     every: int | None
     every_minutes: float | None
     keep: int | None
+    async_save: bool
+    on_error: OnError
 
 
 @dataclass(frozen=True, kw_only=True)

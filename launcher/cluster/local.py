@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -55,9 +56,13 @@ def create(plan: LaunchPlan, config_yaml: str) -> None:
     """
     make_directory(plan.run)
     paths = plan.paths
-    paths.logs.mkdir()
-    write_text(paths.config, config_yaml)
-    plan.save()
+    try:
+        paths.logs.mkdir()
+        write_text(paths.config, config_yaml)
+        plan.save()
+    except OSError as error:
+        shutil.rmtree(paths.root, ignore_errors=True)
+        raise _cannot_be_made(paths.root, error) from None
 
 
 def make_directory(run: RunInfo) -> None:
@@ -73,9 +78,11 @@ def make_directory(run: RunInfo) -> None:
             "  Choose another run.name, or leave it out for a name of its own."
         ) from None
     except OSError as error:
-        raise SiteError(
-            f"run.dir: {root} cannot be made: {error.strerror}.\n  Choose a run.dir that you may write to."
-        ) from None
+        raise _cannot_be_made(root, error) from None
+
+
+def _cannot_be_made(root: Path, error: OSError) -> SiteError:
+    return SiteError(f"run.dir: {root} cannot be made: {error.strerror}.\n  Choose a run.dir that you may write to.")
 
 
 def run(plan: LaunchPlan, display: Display, peers: Peers) -> Verdict:

@@ -13,6 +13,7 @@ from launcher.config import Compress, OnOom, Recompute, ShortWindow, StrategyKin
 from launcher.paths import read_json
 from launcher.plan import Forecast, RunPlan, StrategyPlan
 from launcher.report.record import last_lines
+from launcher.sizes import in_words
 
 # a global batch that is so many times smaller or larger than the noise scale is far from it: a step makes less than a
 # fifth of the progress of one without noise, or more than four fifths
@@ -67,11 +68,11 @@ def plan_table(plan: RunPlan) -> Table:
         for forecast in strategy.forecasts:
             add("" if forecast is not strategy.forecasts[0] else "policies", _forecast(forecast))
         if strategy.memory_bytes is not None:
-            add("", f"{_bytes(strategy.memory_bytes)} are there for each rank")
+            add("", f"{in_words(strategy.memory_bytes)} are there for each rank")
     if strategy.wire_bytes is not None and strategy.wire_bytes_every is not None:
         add(
             "wire a step",
-            f"{_bytes(strategy.wire_bytes)} a rank predicted; {_bytes(strategy.wire_bytes_every)} with sync=every",
+            f"{in_words(strategy.wire_bytes)} a rank predicted; {in_words(strategy.wire_bytes_every)} with sync=every",
         )
     add("files", near(plan.run.dir))
     add(
@@ -100,8 +101,8 @@ def _strategy(strategy: StrategyPlan) -> str:
 
 def _forecast(forecast: Forecast) -> str:
     time_s = "" if forecast.wire_s is None else f" ({forecast.wire_s:,.3g} s of the link)"
-    memory = "memory not known" if forecast.peak_bytes is None else f"{_bytes(forecast.peak_bytes)} of memory at most"
-    return f"{forecast.sync.value}: {_bytes(forecast.wire_bytes)} on the wire a step{time_s}, {memory}"
+    memory = "memory not known" if forecast.peak_bytes is None else f"{in_words(forecast.peak_bytes)} of memory at most"
+    return f"{forecast.sync.value}: {in_words(forecast.wire_bytes)} on the wire a step{time_s}, {memory}"
 
 
 def _task(plan: RunPlan) -> str:
@@ -143,12 +144,12 @@ def summary_table(plan: RunPlan, summary: dict[str, Any]) -> Table:
     if summary.get("comm/wire_bytes_every"):
         add(
             "wire a step",
-            f"{_bytes(summary['comm/wire_bytes'])} a rank counted; {_bytes(summary['comm/wire_bytes_every'])} with "
+            f"{in_words(summary['comm/wire_bytes'])} a rank counted; {in_words(summary['comm/wire_bytes_every'])} with "
             f"sync=every: {summary['comm/saved_fraction']:.1%} saved",
         )
         for kind in ("all_gather", "reduce_scatter", "all_reduce", "statistics"):
             if f"comm/{kind}/wire_bytes" in summary:
-                add("", f"{kind}: {_bytes(summary[f'comm/{kind}/wire_bytes'])}")
+                add("", f"{kind}: {in_words(summary[f'comm/{kind}/wire_bytes'])}")
         add("speed-up", _speedup(plan, summary))
         if "comm/exposed_s" in summary:
             add("exposed", _exposed(summary))
@@ -161,6 +162,8 @@ def summary_table(plan: RunPlan, summary: dict[str, Any]) -> Table:
     add("metrics", near(plan.paths.metrics))
     if summary.get("checkpoint"):
         add("checkpoint", near(summary["checkpoint"]))
+    if summary.get("checkpoint/failed"):
+        add("not saved", f"{summary['checkpoint/failed']} checkpoints could not be written: the log of rank 0 says why")
     mirror = read_json(plan.paths.wandb_status) or {}
     if mirror.get("url"):
         add("W&B", mirror["url"])
@@ -236,11 +239,3 @@ def near(path: str | Path) -> str:
 
 def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def _bytes(number: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if number < 1000 or unit == "GB":
-            break
-        number /= 1000
-    return f"{number:,.0f} {unit}" if unit == "B" else f"{number:,.2f} {unit}"

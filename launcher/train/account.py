@@ -36,6 +36,7 @@ class Account:
         resumed: how often the run has gone on from a checkpoint, on the way that led here.
         seconds_before: of training, up to the checkpoint that this process went on from.
         checkpoint: the newest one's directory.
+        failed_saves: checkpoints that could not be written.
         size: samples of the last full window.
         worlds: where the run went on in another world: the steps done by then, and both of them.
     """
@@ -51,6 +52,7 @@ class Account:
     resumed: int = 0
     seconds_before: float = 0.0
     checkpoint: str | None = None
+    failed_saves: int = 0
     size: int | None = None
     worlds: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     started: float = field(default_factory=time.perf_counter)
@@ -87,6 +89,7 @@ class Account:
             "size": self.size,
             "resumed": self.resumed,
             "worlds": self.worlds,
+            "failed_saves": self.failed_saves,
             "total_s": self.total_s,
         }
 
@@ -95,7 +98,7 @@ class Account:
         state = restored.run["account"]
         self.loss, self.eval_loss, self.evaluated = state["loss"], state["eval_loss"], state["evaluated"]
         self.resumed, self.seconds_before = state["resumed"] + 1, state["total_s"]
-        self.worlds = state.get("worlds", [])
+        self.worlds, self.failed_saves = state["worlds"], state["failed_saves"]
         before = _world(restored.origin | {"world_size": restored.ranks})
         now = _world(origin(self.engine.plan))
         if restored.origin and before != now:
@@ -127,6 +130,7 @@ class Account:
             "batch/empty_windows": engine.empty_windows,
             "time/total_s": self.total_s,
             "checkpoint": self.checkpoint,
+            "checkpoint/failed": self.failed_saves,
         }
         if self.typical is not None:
             summary["comm/wire_bytes"] = self.typical.wire_bytes

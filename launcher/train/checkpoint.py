@@ -2,66 +2,174 @@
 
 A directory called step_NNNNNN is whole: tensors and the optimizer's options as torch has them, everything else in
 state.json, and in manifest.json what each file must be. The older ones that `checkpoint.keep` gives up go after that.
+Whatever goes wrong on one rank is known to all of them before they go on: none waits for what another one cannot do.
 """
 
 from __future__ import annotations
 
-import os
+import json
 import shutil
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from launcher.errors import CheckpointFailed, Superseded
 from launcher.incarnation import Fence, Incarnation
-from launcher.paths import RunPaths, write_json
+from launcher.paths import RunPaths, sync_directory, write_text
 from launcher.plan import CheckpointPlan
-from launcher.train import contents, manifest
+from launcher.sizes import in_words
+from launcher.train import contents, manifest, room
 from launcher.train.engine import Engine
+from launcher.train.files import Writer
+from launcher.train.staging import own_share
 from launcher.train.step import StepResult
 from launcher.train.world import World
 
+T = TypeVar("T")
 
-def save(engine: Engine, paths: RunPaths, keep: int | None = None, run: dict[str, Any] | None = None) -> Path:
-    """Save parameters, optimizer, schedule, scaler, counters and every rank's random state. All ranks call it.
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What is to be saved, of one step, and where. ``tensors``: this rank's share; ``state``: the text of state.json;
+    ``predicted_bytes``: of the whole checkpoint; ``staged``: the tensors are copies that training does not change."""
+
+    step: int
+    tensors: dict[str, Any]
+    state: str
+    world: World
+    fence: Fence
+    keep: int | None
+    predicted_bytes: int
+    staged: bool = False
+
+
+def snapshot(engine: Engine, fence: Fence, keep: int | None = None, run: dict[str, Any] | None = None) -> Snapshot:
+    """Of the engine as it is now. Its tensors are the engine's own. All ranks call it, between two windows.
 
     Args:
         keep: how many of the newest checkpoints stay; None: all.
         run: what the caller wants back from ``load``, as JSON has it; rank 0's is kept.
+    """
+    state = {"origin": contents.origin(engine.plan), "engine": engine.state_dict(), "run": run or {}}
+    return Snapshot(
+        step=engine.steps,
+        tensors=own_share(contents.tensors(engine, engine.changing_buffers), engine.world),
+        state=json.dumps(state, indent=2, allow_nan=False) + "\n",
+        world=engine.world,
+        fence=fence,
+        keep=keep,
+        predicted_bytes=room.predicted_bytes(engine),
+    )
 
-    Returns the committed directory. What was there before is untouched when it raises:
+
+def save(engine: Engine, paths: RunPaths, keep: int | None = None, run: dict[str, Any] | None = None) -> Path:
+    """Save parameters, optimizer, schedule, scaler, counters and every rank's random state. All ranks call it, and all
+    end alike. The arguments are those of ``snapshot``; returns the committed directory.
 
     Raises:
-        OSError: the disk refuses.
+        CheckpointFailed: the disk of some rank refuses. What was there before is untouched, and nothing is left over.
         Superseded: a newer incarnation of the run has begun.
     """
-    target, world = paths.checkpoint(engine.steps), engine.world
-    if world.of_rank_0(target.exists()):  # of this very step: it is whole, and saving over it would risk it
-        return target
-    fence = Fence.here(paths)
-    partial = paths.partial_checkpoint(engine.steps, fence.own)
-    state = {"origin": contents.origin(engine.plan), "engine": engine.state_dict(), "run": run or {}}
-    if world.rank == 0:
-        if partial.exists():  # of a save that failed
-            partial.rename(paths.discarded_checkpoint(engine.steps, fence.own))
-        partial.mkdir(parents=True)
-    _wait(world)
-    dcp.save(contents.tensors(engine, engine.changing_buffers), checkpoint_id=partial)
-    if world.rank == 0:
-        write_json(partial / contents.STATE, state)
-    written = _checksums_of_all(world, partial)
-    if world.rank == 0:
-        manifest.write(partial, written)
-        _sync_directory(partial)
-        fence.check()
-        partial.rename(target)
-        _sync_directory(target.parent)
-        give_up(paths, fence, keep)
-    _wait(world)
-    return target
+    return write(snapshot(engine, Fence.here(paths), keep, run))
+
+
+def write(snapshot: Snapshot, group: dist.ProcessGroup | None = None) -> Path:
+    """Write and commit a snapshot; as ``save``. ``group``: for a thread beside the steps, one of all ranks on gloo."""
+    return _Writing(snapshot, group).run()
+
+
+@dataclass(frozen=True)
+class _Trouble:
+    """Of one rank. ``free``: bytes on its disk then."""
+
+    rank: int
+    what: str
+    free: int | None
+
+
+class _Writing:
+    def __init__(self, snapshot: Snapshot, group: dist.ProcessGroup | None) -> None:
+        self._of, self._world, self._group = snapshot, snapshot.world, group
+        self._fence, self._paths = snapshot.fence, snapshot.fence.paths
+        self._target = self._paths.checkpoint(snapshot.step)
+        self._partial = self._paths.partial_checkpoint(snapshot.step, self._fence.own)
+
+    def run(self) -> Path:
+        if self._on_rank_0(self._begin):
+            return self._target
+        written = self._write_tensors()
+        self._on_rank_0(lambda: self._commit(written))
+        return self._target
+
+    def _begin(self) -> bool:
+        """Whether there is nothing to do: of this very step there is a whole one, and saving over it would risk it."""
+        if self._target.exists():
+            return True
+        if self._partial.exists():  # of a save that failed
+            self._partial.rename(self._paths.discarded_checkpoint(self._of.step, self._fence.own))
+        self._partial.mkdir(parents=True)
+        return False
+
+    def _write_tensors(self) -> manifest.Files:
+        """The files of all ranks."""
+        writer = Writer(self._partial, staged=self._of.staged)
+        try:
+            dcp.save(self._of.tensors, storage_writer=writer, process_group=self._group)
+        except dcp.CheckpointException as error:  # the same on all ranks, whichever it was
+            own = error.failures.get(self._world.rank)
+            self._fail(writer.error or (own[0] if own else None))
+        return {name: file for files in self._world.of_all(writer.written, self._group) for name, file in files.items()}
+
+    def _commit(self, written: manifest.Files) -> None:
+        state = self._partial / contents.STATE
+        write_text(state, self._of.state)
+        manifest.write(self._partial, written | manifest.checksums([state]))
+        sync_directory(self._partial)
+        self._fence.check()
+        self._partial.rename(self._target)
+        sync_directory(self._target.parent)
+        write_text(self._paths.latest, f"{self._target.name}\n")
+        sync_directory(self._target.parent)
+        give_up(self._paths, self._fence, self._of.keep)
+
+    def _on_rank_0(self, work: Callable[[], T]) -> T:
+        answer: T | OSError | Superseded | None = None
+        if self._world.rank == 0:
+            try:
+                answer = work()
+            except (OSError, Superseded) as error:
+                answer = error
+        answer = self._world.of_rank_0(answer, self._group)
+        if isinstance(answer, Superseded):
+            raise answer
+        if isinstance(answer, OSError):
+            self._fail(answer if self._world.rank == 0 else None)
+        return answer  # pyright: ignore[reportReturnType]
+
+    def _fail(self, error: BaseException | None) -> NoReturn:
+        """All ranks call it. ``error``: this one's, None where it had none."""
+        own = None
+        if error is not None:
+            what = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+            own = _Trouble(self._world.rank, what, room.free_bytes(self._paths.checkpoints))
+        troubles = [trouble for trouble in self._world.of_all(own, self._group) if trouble is not None]
+        newest = next((path.name for path in self._paths.committed_checkpoints()), None)
+        if self._world.rank == 0:
+            shutil.rmtree(self._partial, ignore_errors=True)  # no rank writes in it any more
+        said = "; ".join(f"rank {trouble.rank}: {trouble.what}" for trouble in troubles)
+        free = min((trouble.free for trouble in troubles if trouble.free is not None), default=None)
+        raise CheckpointFailed(
+            f"The checkpoint of step {self._of.step} could not be written to {self._paths.checkpoints}: {said}.\n"
+            f"  It needs about {in_words(self._of.predicted_bytes)}, "
+            f"and {'an unknown number of bytes' if free is None else in_words(free)} were free. "
+            f"{'There is no whole checkpoint yet.' if newest is None else f'The newest whole one is {newest}.'}"
+        ) from None
 
 
 def give_up(paths: RunPaths, fence: Fence, keep: int | None) -> None:
@@ -79,27 +187,6 @@ def clear(paths: RunPaths, fence: Fence) -> None:
     for incarnation, partial in paths.partial_checkpoints():
         if Incarnation.parse(incarnation) <= fence.own:
             shutil.rmtree(partial, ignore_errors=True)
-
-
-def _checksums_of_all(world: World, directory: Path) -> manifest.Files:
-    """Each rank reads what it wrote, while that is still in its host's memory. On rank 0: of all."""
-    own = [*directory.glob(f"__{world.rank}_*.distcp")]
-    if world.rank == 0:
-        own += [directory / ".metadata", directory / contents.STATE]
-    return {name: value for files in world.of_all(manifest.checksums(own)) for name, value in files.items()}
-
-
-def _wait(world: World) -> None:
-    if world.size > 1:
-        dist.barrier()
-
-
-def _sync_directory(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 class Cadence:
@@ -122,3 +209,10 @@ class Cadence:
         """The same on all ranks."""
         by_step = self._plan.every is not None and result.step % self._plan.every == 0
         return self._plan.enabled and (by_step or result.save_due)
+
+    def next(self, step: int) -> str:
+        """When the next one is due after that of ``step``, in words."""
+        every, minutes = self._plan.every, self._plan.every_minutes
+        due = [f"at step {(step // every + 1) * every}"] if every else []
+        due += [f"in {minutes:g} minutes"] if minutes else []
+        return ", or ".join([*due, "when the run ends"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable
@@ -15,15 +16,16 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from launcher.config import Device, OnOom, OptimizerKind
-from launcher.errors import DataError, TaskError
+from launcher.errors import CheckpointFailed, DataError, TaskError
 from launcher.incarnation import Fence
 from launcher.paths import write_json
 from launcher.plan import OptimizerPlan, RunPlan
-from launcher.train import checkpoint, fit, resume
+from launcher.train import checkpoint, fit, resume, room
 from launcher.train.account import Account
 from launcher.train.engine import Engine
 from launcher.train.held_out import eval_batches
 from launcher.train.randomness import seed_everything
+from launcher.train.saver import Saver
 from launcher.train.step import StepResult, require_sum
 from launcher.train.task import Loss, Task, eval_data, load_task
 from launcher.train.telemetry import (
@@ -44,6 +46,7 @@ def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
     Rank 0 writes metrics.jsonl and summary.json.
 
     Raises:
+        CheckpointFailed: one could not be written, or there is no room for one before the first step.
         NoGoodCheckpoint: all that there are are damaged.
         WrongCheckpoint: the newest one is not of this plan.
         Superseded: a newer incarnation of the run has begun.
@@ -56,12 +59,12 @@ def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
     task = load_task(plan.task.target, plan.task.params, plan.cluster.import_from)
     seed_everything(plan.train.seed)  # the same initial parameters on every rank
     torch.use_deterministic_algorithms(plan.train.deterministic)
-    cadence = checkpoint.Cadence(plan.checkpoint)
+    cadence, trouble = checkpoint.Cadence(plan.checkpoint), threading.Event()
     engine = Engine(
         task.model,
         lambda parameters: build_optimizer(parameters, plan.optimizer, plan.cluster.device),
         plan,
-        stop,
+        lambda: stop() or trouble.is_set(),
         getattr(task, "shard_units", None),
         cadence.by_clock,
     )
@@ -73,11 +76,15 @@ def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
         resume.require_same_shards(engine, resumed, samples)
         account.go_on(resumed.restored)
         account.checkpoint, last = str(resumed.directory), resumed.restored.run["record"]
+    if plan.checkpoint.enabled:
+        room.require(engine, plan.paths.checkpoints, has_one=resumed is not None)
+    saver = Saver(engine, account, fence, trouble)
     record: Sink = resume.open_record(plan.paths, fence, engine.steps, last) if world.rank == 0 else NoRecord()
     try:
-        run = _Run(asked, task, engine, record, account, cadence, recorded=engine.steps if last else None)
+        run = _Run(asked, task, engine, record, account, cadence, saver, recorded=engine.steps if last else None)
         verdict = run.steps(samples)
     finally:
+        saver.finish()
         record.close()
     if world.rank == 0:
         fence.check()
@@ -126,6 +133,7 @@ class _Run:
     record: Sink
     account: Account
     cadence: checkpoint.Cadence
+    saver: Saver
     recorded: int | None = None
 
     def __post_init__(self) -> None:
@@ -152,12 +160,14 @@ class _Run:
                 print(f"step {engine.steps + 1}: skipped, {why}", flush=True)
             metrics = self.metrics(result)
             evaluated = self.evaluate() if self.eval_due(result) else {}
-            saved: Metrics = {}
-            if self.save_due(result):
-                saved = self.save(as_record(result.step, metrics | evaluated))
-                self.cadence.start_clock()
-            if self.log_due(result, extra=bool(evaluated or saved)):
-                self.record.write(result.step, metrics | evaluated | saved)
+            saves = self.save_due(result)
+            try:
+                saved = self.save(result, metrics | evaluated) if saves else {}
+            except CheckpointFailed:
+                self.record.write(result.step, metrics | evaluated)
+                raise
+            if self.log_due(result, extra=bool(evaluated) or saves):
+                self.record.write(result.step, metrics | evaluated | saved | self.saver.news())
                 self.recorded = result.step
             if result.stopped:
                 return "stopped"
@@ -208,14 +218,14 @@ class _Run:
             return False
         return bool(extra or result.calibrated or result.last or result.step % self.plan.train.log_every == 0)
 
-    def save(self, record: dict[str, Any]) -> Metrics:
-        """``record``: of this very step. It is written after the checkpoint, and would be lost in between."""
+    def save(self, result: StepResult, metrics: Metrics) -> Metrics:
+        """``metrics``: of this very step. They are recorded after the checkpoint, and would be lost in between."""
         began = time.perf_counter()
         self.engine.share_buffers()
         self.record.sync()
-        run = {"account": self.account.state_dict(), "record": record}
-        path = checkpoint.save(self.engine, self.plan.paths, self.plan.checkpoint.keep, run)
-        self.account.checkpoint = str(path)
+        again = None if result.last else self.cadence.next(result.step)
+        self.saver.save(as_record(result.step, metrics), again=again)
+        self.cadence.start_clock()
         return {"time/checkpoint_s": time.perf_counter() - began}
 
     @torch.no_grad()

@@ -12,6 +12,7 @@ from launcher.errors import SiteError
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
 
 T = TypeVar("T")
 
@@ -40,22 +41,22 @@ class World:
     def here(cls) -> World:
         return cls.from_env(os.environ)
 
-    def of_all(self, value: T) -> list[T]:
-        """Every rank's ``value``, which is pickled, by rank; all ranks call it."""
+    def of_all(self, value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+        """Every rank's ``value``, which is pickled, by rank; all ranks call it. ``group``: another one of all ranks."""
         everyone = [value] * self.size
         if self.size > 1:
             import torch.distributed as dist
 
-            dist.all_gather_object(everyone, value)
+            dist.all_gather_object(everyone, value, group)
         return everyone
 
-    def of_rank_0(self, value: T) -> T:
-        """Rank 0's ``value``, which is pickled; all ranks call it."""
+    def of_rank_0(self, value: T, group: dist.ProcessGroup | None = None) -> T:
+        """Rank 0's ``value``, which is pickled; all ranks call it. ``group``: another one of all ranks."""
         values = [value]
         if self.size > 1:
             import torch.distributed as dist
 
-            dist.broadcast_object_list(values, 0)
+            dist.broadcast_object_list(values, 0, group)
         return values[0]
 
 

@@ -68,7 +68,8 @@ def main() -> None:
         second._update.steps = steps
         checkpoint.save(second, paths, keep=2)
     if second.world.rank == 0:
-        print("kept", *sorted(p.name for p in paths.checkpoints.iterdir()))
+        assert paths.latest.read_text() == "step_1000000\n"
+        print("kept", *sorted(p.name for p in paths.checkpoints.iterdir() if p != paths.latest))
     dist.barrier()
     dist.destroy_process_group()
 

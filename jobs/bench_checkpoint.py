@@ -1,0 +1,143 @@
+"""What a checkpoint costs: how long it stops training, written at once and beside the steps, in one run, taking turns.
+
+    launch run -- jobs/bench_checkpoint.py [--strategy ddp|fsdp] [--rounds 8] [--width 1700] [--dir DIRECTORY]
+
+The state is that of AdamW on a chain of square layers: 12 bytes a parameter, 104 MB by default. `stall`: what a save
+takes before the next step may begin, median over rounds. `write`: from the copy to the commit. `step`: alone, and with
+a write beside it. `memory`: by how much the largest resident set of rank 0 grew over that of the steps and saves at
+once before, against the bytes of its shard: of the whole state where every rank has it whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Generator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from launcher import Engine, make_plan
+from launcher.incarnation import Fence, Incarnation
+from launcher.paths import RunPaths
+from launcher.train import room
+from launcher.train.account import Account
+from launcher.train.saver import Saver
+
+LAYERS, ALONE, WARM_UP = 3, 4, 6
+
+
+class Resident:
+    """The largest resident set of this process so far, looked at every few milliseconds."""
+
+    def __init__(self) -> None:
+        self.peak = 0
+        threading.Thread(target=self._look, daemon=True).start()
+
+    def _look(self) -> None:
+        while True:
+            self.peak = max(self.peak, resident_bytes())
+            time.sleep(0.003)
+
+
+def resident_bytes() -> int:
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS"))
+    return int(line.split()[1]) * 1024
+
+
+def steps_of(engine: Engine, width: int) -> Generator[float, None, None]:
+    """Seconds of each."""
+    data = list(torch.randn(64, width, generator=torch.Generator().manual_seed(0)))
+    for window in engine.windows(data):
+        dist.barrier()
+        began = time.perf_counter()
+        for batch in window:
+            engine.backward((engine.model(batch) ** 2).sum(), len(batch))
+        engine.step()
+        yield time.perf_counter() - began
+
+
+def save(saver: Saver, *, at_once: bool) -> float:
+    """Seconds that it stops the steps."""
+    dist.barrier()
+    began = time.perf_counter()
+    saver.save({}, again=None if at_once else "in the next round")
+    dist.barrier()
+    return time.perf_counter() - began
+
+
+def on_any_rank(flag: bool) -> bool:
+    flags = torch.tensor([float(flag)])
+    dist.all_reduce(flags)
+    return flags.item() > 0
+
+
+def measure(strategy: str, rounds: int, width: int, place: Path) -> str:
+    options = [
+        f"strategy={strategy}", "precision=fp32", "batch.global_size=16", "batch.micro_size=8", "cluster.device=cpu",
+        "train.loader_workers=0", "run.calibrate=0", f"train.steps={10**9}", "checkpoint.keep=2",
+    ]  # fmt: skip
+    plan = make_plan(options, samples=64)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(LAYERS)))
+    engine = Engine(model, torch.optim.AdamW(model.parameters(), 1e-4), plan, shard_units=lambda m: [*m.children()])
+    saver = Saver(engine, Account(plan, engine), Fence(RunPaths(place), Incarnation()), threading.Event())
+    steps = steps_of(engine, width)
+    resident = Resident()
+    for _ in range(WARM_UP):
+        next(steps)
+        save(saver, at_once=True)
+    before = resident.peak
+    times: dict[str, list[float]] = {name: [] for name in ("at once", "beside", "write", "alone", "with a write")}
+    for number in range(rounds):
+        times["alone"] += [next(steps) for _ in range(ALONE)]
+        for at_once in (True, False) if number % 2 else (False, True):
+            next(steps)
+            if at_once:
+                times["at once"].append(save(saver, at_once=True))
+                continue
+            times["beside"].append(save(saver, at_once=False))
+            while on_any_rank(saver.under_way):
+                times["with a write"].append(next(steps))
+            times["write"].append(saver.news()["time/checkpoint_write_s"])
+    steps.close()
+    whole = room.predicted_bytes(engine)
+    local = whole if strategy == "ddp" else whole / engine.world.size
+    median = {name: statistics.median(values or [float("nan")]) for name, values in times.items()}
+    return (
+        f"{strategy:<5} state {whole / 1e6:.0f} MB   stall at once {median['at once'] * 1e3:.0f} ms, beside "
+        f"{median['beside'] * 1e3:.0f} ms: {median['beside'] / median['at once']:.1%}   "
+        f"(first: {times['beside'][0] * 1e3:.0f} ms)   write {median['write'] * 1e3:.0f} ms\n"
+        f"      step alone {median['alone'] * 1e3:.0f} ms, with a write {median['with a write'] * 1e3:.0f} ms "
+        f"({len(times['with a write'])} of them)   memory: copies {saver.staged_bytes / 1e6:.1f} MB, resident set "
+        f"+{(resident.peak - before) / 1e6:.1f} MB; a rank's shard {local / 1e6:.1f} MB"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--strategy", choices=["ddp", "fsdp"], action="append")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--width", type=int, default=1700, help="of the layers; the state has 36 bytes x its square")
+    parser.add_argument("--dir", help="where the checkpoints go meanwhile; default: the system's directory for such")
+    arguments = parser.parse_args()
+    dist.init_process_group("gloo")
+    for strategy in arguments.strategy or ["ddp", "fsdp"]:
+        with tempfile.TemporaryDirectory(dir=arguments.dir) as own:
+            places = [own]
+            dist.broadcast_object_list(places, 0)
+            line = measure(strategy, arguments.rounds, arguments.width, Path(places[0]))
+            dist.barrier()
+        if dist.get_rank() == 0:
+            print(line, flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
