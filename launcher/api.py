@@ -68,7 +68,10 @@ def plan_job(config: Config, once: Once | None = None) -> RunPlan:
     task = once(describe_task, config.task, site.cwd, shards=config.strategy.kind in SHARDED)
     plan = solve(config, site, task, run)
     auto = plan.strategy.kind in SHARDED and config.strategy.sync is Sync.auto
-    return weigh_memory(plan) if auto else plan
+    if not auto:
+        return plan
+    most, *fewer = plan.worlds()
+    return weigh_memory(most).with_fewer(map(weigh_memory, fewer))
 
 
 def task_stem(config: Config) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -30,6 +31,7 @@ from launcher.config import (
 from launcher.errors import UserError
 from launcher.fromjson import build
 from launcher.paths import RunPaths, write_text
+from launcher.worlds import NodeRange
 
 FORMAT = 1
 
@@ -73,12 +75,14 @@ class SlurmPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterPlan:
-    """``device``: cpu or cuda, never auto. ``cwd``: where the user typed the command. ``import_from``: directories with
+    """``nodes``: hosts in this plan; ``min_nodes``: the fewest that the job goes on with, as many where that is fixed.
+    ``device``: cpu or cuda, never auto. ``cwd``: where the user typed the command. ``import_from``: directories with
     the user's modules. ``grace_s``: seconds. ``place``: None for a job on one host, and until the hosts have met.
     ``link_gbit``: Gbit/s of a host's link, if that was said."""
 
     kind: ClusterKind
     nodes: int
+    min_nodes: int
     rendezvous: str | None
     interface: str | None
     link_gbit: float | None
@@ -90,6 +94,16 @@ class ClusterPlan:
     cwd: str
     import_from: tuple[str, ...]
     slurm: SlurmPlan | None
+
+    @property
+    def range(self) -> NodeRange:
+        """Hosts that the job may have."""
+        return NodeRange(self.min_nodes, self.nodes)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks on all hosts."""
+        return self.nodes * self.workers_per_node
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +135,21 @@ class LaunchPlan:
     def node(self) -> int:
         """The number of the host that this plan is of."""
         return 0 if self.cluster.place is None else self.cluster.place.node
+
+    def on(self, nodes: int) -> Self:
+        """The plan of this job on ``nodes`` hosts.
+
+        Raises:
+            UserError: it was not planned for so many.
+        """
+        if not self.cluster.min_nodes <= nodes <= self.cluster.nodes:
+            planned = self.cluster.range.words
+            raise UserError(f"The job has {nodes} hosts, and was planned for {planned} (cluster.nodes).")
+        return dataclasses.replace(self, cluster=dataclasses.replace(self.cluster, nodes=nodes))
+
+    def worlds(self) -> list[Self]:
+        """The plan on each number of hosts that the job may have, the most first."""
+        return [self.on(nodes) for nodes in reversed(range(self.cluster.min_nodes, self.cluster.nodes + 1))]
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2)
@@ -289,8 +318,19 @@ class WandbPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Fewer:
+    """What is different in the plan of a job on fewer hosts, ``nodes``; all else is the same."""
+
+    nodes: int
+    batch: Batch
+    strategy: StrategyPlan
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunPlan(LaunchPlan):
-    """A training job. ``notes``: what the user should know before it starts."""
+    """A training job. ``notes``: what the user should know before it starts. ``fewer``: for each smaller number of
+    hosts that it may have."""
 
     batch: Batch
     epoch: EpochPlan
@@ -303,3 +343,25 @@ class RunPlan(LaunchPlan):
     checkpoint: CheckpointPlan
     wandb: WandbPlan
     notes: tuple[str, ...]
+    fewer: tuple[Fewer, ...] = ()
+
+    def on(self, nodes: int) -> Self:
+        plan = super().on(nodes)
+        if nodes == self.cluster.nodes:
+            return plan
+        there = next(world for world in self.fewer if world.nodes == nodes)
+        fewer = tuple(world for world in self.fewer if world.nodes < nodes)
+        return dataclasses.replace(plan, batch=there.batch, strategy=there.strategy, notes=there.notes, fewer=fewer)
+
+    def with_fewer(self, plans: Iterable[Self]) -> Self:
+        """This plan, on the most hosts, together with those of the same job on fewer."""
+        fewer = (
+            Fewer(nodes=plan.cluster.nodes, batch=plan.batch, strategy=plan.strategy, notes=plan.notes)
+            for plan in plans
+        )
+        return dataclasses.replace(self, fewer=tuple(fewer))
+
+    def save(self) -> None:
+        super().save()
+        for world in self.fewer:
+            write_text(self.paths.plan_for(world.nodes), self.on(world.nodes).to_json() + "\n")

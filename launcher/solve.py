@@ -6,6 +6,7 @@ import dataclasses
 import math
 
 from launcher import batch as contract
+from launcher import worlds
 from launcher.config import (
     BatchConfig,
     CheckpointConfig,
@@ -27,6 +28,7 @@ from launcher.placement import solve_cluster, solve_env
 from launcher.plan import (
     FORMAT,
     CheckpointPlan,
+    ClusterPlan,
     EpochPlan,
     OptimizerPlan,
     RunInfo,
@@ -41,6 +43,7 @@ from launcher.policy import SHARDED
 from launcher.site import Site
 from launcher.strategy import solve_precision, solve_strategy
 from launcher.validate import check
+from launcher.worlds import node_range
 
 DEFAULT_STEPS = 300
 SLURM_SAVES_EVERY_MIN, SLURM_KEEPS = 10.0, 3
@@ -58,11 +61,33 @@ def solve(config: Config, site: Site, task: TaskPlan, run: RunInfo, started: tup
         started: hosts, and ranks on each, where a user's own torchrun has fixed them; else the cluster group decides.
 
     Raises:
-        ConfigError: values that are impossible, alone or together.
+        ConfigError: values that are impossible, alone or together; in any of the worlds that the job may have.
     """
     check(config)
+    nodes = node_range(config.cluster.nodes)
     cluster = solve_cluster(config.cluster, site, run.name, config.strategy.kind, started)
-    batch = contract.solve_batch(config.batch, cluster.nodes * cluster.workers_per_node)
+    if started is not None or nodes.fixed:
+        batch = contract.solve_batch(config.batch, cluster.world_size)
+        return _on_cluster(config, site, task, run, cluster, batch)
+    largest = worlds.solve_largest(config.batch, cluster.world_size)
+    plan = _on_cluster(config, site, task, run, cluster, largest)
+    fewer: list[RunPlan] = []
+    for count in range(nodes.least, nodes.most):
+        try:
+            cluster = solve_cluster(config.cluster, site, run.name, config.strategy.kind, nodes=count)
+            batch = worlds.solve_smaller(config.batch, largest, cluster.world_size)
+            fewer.append(_on_cluster(config, site, task, run, cluster, batch))
+        except ConfigError as error:
+            raise worlds.on_hosts(count, config.cluster.nodes, error) from None
+    batches = {each.cluster.nodes: each.batch for each in (plan, *fewer)}
+    notes = worlds.notes(config.batch, batches, task.batch_norms)
+    return dataclasses.replace(plan, notes=(*plan.notes, *notes)).with_fewer(fewer)
+
+
+def _on_cluster(
+    config: Config, site: Site, task: TaskPlan, run: RunInfo, cluster: ClusterPlan, batch: contract.Batch
+) -> RunPlan:
+    """All that follows from the world and the batch in it."""
     epoch = _epoch(config.batch, batch, task)
     steps = _steps(config.train, epoch, batch, task)
     precision = solve_precision(config.precision, config.strategy.kind)

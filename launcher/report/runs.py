@@ -55,7 +55,8 @@ def status_table(run: Run, happened: Sequence[dict[str, Any]] = ()) -> Table:
     if run.job is not None:
         add("job", f"{run.job}, submitted {run.submissions} time{'' if run.submissions == 1 else 's'} by {run.user}")
     if run.nodes:
-        add("nodes", run.nodes)
+        ranks = "" if run.ranks is None else f": {run.ranks} rank{'' if run.ranks == 1 else 's'}"
+        add("nodes", f"{run.nodes}{ranks}")
     if run.step is not None:
         add("step", step_text(run) + ("" if run.loss is None else f", loss {run.loss:.4f}"))
     add("files", near(run.dir))
@@ -75,7 +76,7 @@ def submitted_text(plan: LaunchPlan, job: str) -> str:
     assert plan.cluster.slurm is not None
     name, options = called(plan.paths.root), plan.cluster.slurm.options
     queue = f", partition {options['partition']}" if "partition" in options else ""
-    nodes = f"{plan.cluster.nodes} node{'' if plan.cluster.nodes == 1 else 's'}"
+    nodes = f"{plan.cluster.range.words} node{'' if plan.cluster.nodes == 1 else 's'}"
     return (
         f"Submitted {plan.run.name} as Slurm job {job}: {nodes} × {plan.cluster.workers_per_node}{queue}.\n"
         f"  launch status {name}\n  launch logs {name} --follow\n  launch cancel {name}"

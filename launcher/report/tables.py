@@ -31,14 +31,14 @@ def plan_table(plan: RunPlan) -> Table:
     """The plan, a row a decision."""
     table, add = named_lines(f"Plan: {plan.run.name}")
     batch, epoch, cluster, strategy = plan.batch, plan.epoch, plan.cluster, plan.strategy
+    hosts = f"{cluster.range.words} host{'' if cluster.nodes == 1 else 's'}"
     add(
         "workers",
-        f"{_count(cluster.nodes, 'host')} × {_count(cluster.workers_per_node, 'worker')}, {cluster.device.value}",
+        f"{hosts} × {_count(cluster.workers_per_node, 'worker')}, {cluster.device.value}",
     )
-    add(
-        "global batch",
-        batch.words,
-    )
+    for world in plan.worlds():
+        where = "" if cluster.range.fixed else f"on {_count(world.cluster.nodes, 'host')}: "
+        add("global batch" if world.batch is batch else "", f"{where}{world.batch.words}")
     if batch.ramp:
         stages = ", then ".join(f"{stage.global_size} for {_count(stage.windows, 'window')}" for stage in batch.ramp)
         add("", f"at first {stages}")
