@@ -60,10 +60,12 @@ def solve_sbatch(
     options: dict[str, object] = {
         "job-name": name,
         "nodes": nodes.most if nodes.fixed else f"{nodes.least}-{nodes.most}",
-        "ntasks-per-node": 1,
         "cpus-per-task": cpus,
         "requeue": True,
     }
+    if nodes.fixed:
+        # of a range Slurm would count the tasks by the fewest nodes, and give no more; it starts one on each anyway
+        options["ntasks-per-node"] = 1
     if device is Device.cuda and not names_gpus(config):
         options["gpus-per-node"] = workers
     for key in ("partition", "account", "qos", "time", "mem", "constraint", "exclude", "dependency"):

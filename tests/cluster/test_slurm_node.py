@@ -59,7 +59,7 @@ class Situation:
         if step is not None:
             self.paths.checkpoint(step).mkdir(exist_ok=True)
         self.fence = Fence(self.paths, Incarnation(submission, restart))
-        node._open(self.task(0, restart), self.fence)
+        node._open(self.plan, self.task(0, restart), self.fence)
 
     def task(self, number: int = 0, restart: int = 0) -> Task:
         return Task(job="7", node=number, nodes=2, node_list="node[1-2]", restart=restart)

@@ -184,13 +184,10 @@ def _executor(plan: LaunchPlan, srun: Sequence[str], name: str, folder: Path) ->
     python = sys.executable if slurm.container is None else container.PYTHON
     limit = options.pop("time", None)
     del options["job-name"]  # of the run; an array has one of its own
-    if plan.cluster.range.fixed:
-        del options["nodes"]
     executor = Executor(folder, python=_PYTHON.format(shlex.quote(python)))
     executor.update_parameters(
         job_name=name,
-        nodes=plan.cluster.nodes,  # submitit counts with it; a range is among the options
-        ntasks_per_node=options.pop("ntasks-per-node"),
+        nodes=plan.cluster.nodes,  # submitit counts with it; the options, which come last, may have a range
         time=limit,
         signal_delay_s=slurm.signal_s,
         setup=[*slurm.setup] or None,
