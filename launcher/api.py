@@ -59,19 +59,27 @@ def plan_job(config: Config, once: Once | None = None) -> RunPlan:
     once = once or Once()
     site = once(where, config.cluster)
     run = new_run(config.run, task_stem(config), site.cwd)
+    require_mirror(config)
+    # what no task could make right is said before the task is looked at, which may take seconds
+    solve(config, site, TaskPlan.unknown(ANY_NUMBER), run)
+    task = once(describe_task, config.task, site.cwd, shards=config.strategy.kind in SHARDED)
+    return weighed(solve(config, site, task, run), config)
+
+
+def weighed(plan: RunPlan, config: Config) -> RunPlan:
+    """With the sync policy that fits into memory, where that is the launcher's to choose."""
+    if plan.strategy.kind not in SHARDED or config.strategy.sync is not Sync.auto:
+        return plan
+    most, *fewer = plan.worlds()
+    return weigh_memory(most).with_fewer(map(weigh_memory, fewer))
+
+
+def require_mirror(config: Config) -> None:
+    """Raises SiteError where W&B would find no key."""
     if config.wandb.mode is WandbMode.online:
         # a job of Slurm's finds the key in .netrc, or where the user names the variable in cluster.env
         everything = config.cluster.kind is not ClusterKind.slurm
         require_wandb_key(os.environ if everything else batch_env(os.environ, ("HOME", *config.cluster.env)))
-    # what no task could make right is said before the task is looked at, which may take seconds
-    solve(config, site, TaskPlan.unknown(ANY_NUMBER), run)
-    task = once(describe_task, config.task, site.cwd, shards=config.strategy.kind in SHARDED)
-    plan = solve(config, site, task, run)
-    auto = plan.strategy.kind in SHARDED and config.strategy.sync is Sync.auto
-    if not auto:
-        return plan
-    most, *fewer = plan.worlds()
-    return weigh_memory(most).with_fewer(map(weigh_memory, fewer))
 
 
 def task_stem(config: Config) -> str:

@@ -21,6 +21,7 @@ from launcher.sweeps.sweeper import BEGIN, AskedCell, Begin, Result
 
 _PRIMARY = "config"
 _SCHEMA = "launcher_schema"
+_RESUMED = "launcher_resumed"
 _CELL_LAUNCHER = "hydra_plugins.launcher_cells.CellLauncher"
 _OPEN_KEYS = r"(task|cluster\.sbatch)\.[^=]+="
 
@@ -43,6 +44,55 @@ def compose_with_yaml(overrides: Sequence[str] = ()) -> tuple[Config, str]:
     overrides = _open_free_keys(overrides)
     with _errors_in_plain_words(overrides), initialize_config_dir(str(CONF), version_base="1.3"):
         return _to_config(hydra_compose(_PRIMARY, overrides=list(overrides)))
+
+
+def recompose(kept: str, overrides: Sequence[str]) -> tuple[Config, str]:
+    """The config of a run, from the YAML that was kept with it, with ``overrides``; and its YAML.
+
+    A group of another option (strategy=fsdp) begins with that option's values: those that the run had in it were of the
+    old one.
+
+    Raises:
+        ConfigError: as ``compose``.
+    """
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from hydra.core.config_store import ConfigStore
+    from omegaconf import OmegaConf
+
+    _register_schema()
+    saved: Any = OmegaConf.to_container(OmegaConf.create(kept))
+    defaults: list[Any] = [_SCHEMA]
+    for group in sorted(place.name for place in CONF.iterdir() if place.is_dir()):
+        had = _option(group, saved[group])
+        chosen = [word.partition("=")[2] for word in overrides if word.partition("=")[0] == group]
+        if chosen and chosen[-1] != had:
+            del saved[group]
+        defaults.append({group: had})
+    overrides = _open_free_keys(overrides)
+    ConfigStore.instance().store(name=_RESUMED, node={"defaults": [*defaults, "_self_"], **saved})
+    with _errors_in_plain_words(overrides), initialize_config_dir(str(CONF), version_base="1.3"):
+        return _to_config(hydra_compose(_RESUMED, overrides=list(overrides)))
+
+
+def amended(yaml: str, group: str, values: dict[str, Any]) -> str:
+    """A config's YAML with these values in one of its groups."""
+    from omegaconf import OmegaConf
+
+    config = OmegaConf.create(yaml)
+    OmegaConf.update(config, group, values)
+    return OmegaConf.to_yaml(config)
+
+
+def _option(group: str, values: dict[str, Any]) -> str | None:
+    """The option of a group that ``values`` were made from; None for a task of the user's own."""
+    from omegaconf import OmegaConf
+
+    if group != "task":
+        return str(values["kind"])
+    options = {path.stem: OmegaConf.to_container(OmegaConf.load(path)) for path in (CONF / group).glob("*.yaml")}
+    targets: dict[str, Any] = {name: content.get("_target_") for name, content in options.items()}  # pyright: ignore
+    return next((name for name, target in targets.items() if target == values.get("_target_")), None)
 
 
 def run_with_config(

@@ -12,6 +12,7 @@ LauncherError
     ├── DataError           the dataset is not what the plan says
     ├── EngineMisuse        the user's loop left out a call
     ├── NoGoodCheckpoint    there are checkpoints to go on from, and all of them are damaged
+    ├── WrongCheckpoint     the newest one is whole, but of another model, another contract, or a newer format
     └── Superseded          the run goes on elsewhere: this process is what is left of an earlier start
 """
 
@@ -79,6 +80,10 @@ class EngineMisuse(RunError):
 
 
 class NoGoodCheckpoint(RunError):
+    pass
+
+
+class WrongCheckpoint(RunError):
     pass
 
 

@@ -10,10 +10,12 @@ from typing import Any
 
 
 def build(kind: Any, value: Any) -> Any:
-    """``value`` out of JSON as ``kind``: a dataclass, an Enum, a tuple, a union with None, or a plain value."""
+    """``value`` out of JSON as ``kind``: a dataclass, an Enum, a tuple, a union with None, or a plain value. A field
+    with a default may be missing: an earlier version did not know it."""
     if dataclasses.is_dataclass(kind):
-        hints = typing.get_type_hints(kind)
-        return kind(**{f.name: build(hints[f.name], value[f.name]) for f in dataclasses.fields(kind)})  # pyright: ignore
+        hints, missing = typing.get_type_hints(kind), dataclasses.MISSING
+        given = [f for f in dataclasses.fields(kind) if f.name in value or f.default is missing]
+        return kind(**{f.name: build(hints[f.name], value[f.name]) for f in given})  # pyright: ignore
     if isinstance(kind, type) and issubclass(kind, Enum):
         return kind(value)
     origin, args = typing.get_origin(kind), typing.get_args(kind)

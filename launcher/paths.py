@@ -18,6 +18,9 @@ CONF = _PACKAGE / "conf" if (_PACKAGE / "conf").is_dir() else _PACKAGE.parent / 
 
 _STALE_TRIES = 5
 
+# of a checkpoint: all that is no tensor
+STATE = "state.json"
+
 
 @dataclass(frozen=True)
 class RunPaths:
@@ -43,6 +46,13 @@ class RunPaths:
     def config(self) -> Path:
         """The composed config, to type the same run again."""
         return self.root / "config.yaml"
+
+    def plan_until(self, submission: int) -> Path:
+        """The plan up to and with a submission, where the next one was sent off with another."""
+        return self.root / f"plan.{submission}.json"
+
+    def config_until(self, submission: int) -> Path:
+        return self.root / f"config.{submission}.yaml"
 
     @property
     def metrics(self) -> Path:
@@ -156,7 +166,8 @@ class RunPaths:
 
     def committed_checkpoints(self) -> list[Path]:
         """The whole ones, the newest first."""
-        return sorted(self.checkpoints.glob("step_*"), key=lambda path: -int(path.name.removeprefix("step_")))
+        found = [path for path in self.checkpoints.glob("step_*") if re.fullmatch(r"step_[0-9]+", path.name)]
+        return sorted(found, key=lambda path: -int(path.name.removeprefix("step_")))  # a person's copies are none
 
     def newest_step(self) -> int:
         """Of the whole checkpoints; 0 without one."""

@@ -70,7 +70,7 @@ def solve_cluster(
     return ClusterPlan(
         kind=config.kind,
         nodes=nodes,
-        min_nodes=allowed.least,
+        min_nodes=None if allowed.fixed else allowed.least,
         rendezvous=config.rendezvous,
         interface=config.interface,
         link_gbit=config.link_gbit,

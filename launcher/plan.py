@@ -75,14 +75,13 @@ class SlurmPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterPlan:
-    """``nodes``: hosts in this plan; ``min_nodes``: the fewest that the job goes on with, as many where that is fixed.
+    """``nodes``: hosts in this plan; ``min_nodes``: the fewest that the job goes on with, None where that is fixed.
     ``device``: cpu or cuda, never auto. ``cwd``: where the user typed the command. ``import_from``: directories with
     the user's modules. ``grace_s``: seconds. ``place``: None for a job on one host, and until the hosts have met.
     ``link_gbit``: Gbit/s of a host's link, if that was said."""
 
     kind: ClusterKind
     nodes: int
-    min_nodes: int
     rendezvous: str | None
     interface: str | None
     link_gbit: float | None
@@ -94,11 +93,12 @@ class ClusterPlan:
     cwd: str
     import_from: tuple[str, ...]
     slurm: SlurmPlan | None
+    min_nodes: int | None = None
 
     @property
     def range(self) -> NodeRange:
         """Hosts that the job may have."""
-        return NodeRange(self.min_nodes, self.nodes)
+        return NodeRange(self.min_nodes or self.nodes, self.nodes)
 
     @property
     def world_size(self) -> int:
@@ -142,14 +142,15 @@ class LaunchPlan:
         Raises:
             UserError: it was not planned for so many.
         """
-        if not self.cluster.min_nodes <= nodes <= self.cluster.nodes:
-            planned = self.cluster.range.words
-            raise UserError(f"The job has {nodes} hosts, and was planned for {planned} (cluster.nodes).")
+        planned = self.cluster.range
+        if not planned.least <= nodes <= planned.most:
+            raise UserError(f"The job has {nodes} hosts, and was planned for {planned.words} (cluster.nodes).")
         return dataclasses.replace(self, cluster=dataclasses.replace(self.cluster, nodes=nodes))
 
     def worlds(self) -> list[Self]:
         """The plan on each number of hosts that the job may have, the most first."""
-        return [self.on(nodes) for nodes in reversed(range(self.cluster.min_nodes, self.cluster.nodes + 1))]
+        least, most = self.cluster.range
+        return [self.on(nodes) for nodes in range(most, least - 1, -1)]
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2)
@@ -329,8 +330,9 @@ class Fewer:
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan(LaunchPlan):
-    """A training job. ``notes``: what the user should know before it starts. ``fewer``: for each smaller number of
-    hosts that it may have."""
+    """A training job. ``notes``: what the user should know before it starts. ``forced``: config keys that the user has
+    changed on the way, and insisted on: `launch resume --force`. ``fewer``: for each smaller number of hosts that it
+    may have."""
 
     batch: Batch
     epoch: EpochPlan
@@ -343,6 +345,7 @@ class RunPlan(LaunchPlan):
     checkpoint: CheckpointPlan
     wandb: WandbPlan
     notes: tuple[str, ...]
+    forced: tuple[str, ...] = ()
     fewer: tuple[Fewer, ...] = ()
 
     def on(self, nodes: int) -> Self:
@@ -360,8 +363,3 @@ class RunPlan(LaunchPlan):
             for plan in plans
         )
         return dataclasses.replace(self, fewer=tuple(fewer))
-
-    def save(self) -> None:
-        super().save()
-        for world in self.fewer:
-            write_text(self.paths.plan_for(world.nodes), self.on(world.nodes).to_json() + "\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 from launcher import batch as contract
 from launcher import worlds
@@ -50,7 +51,14 @@ SLURM_SAVES_EVERY_MIN, SLURM_KEEPS = 10.0, 3
 WORKER_COMMAND = ("-P", "-m", "launcher.train.worker")
 
 
-def solve(config: Config, site: Site, task: TaskPlan, run: RunInfo, started: tuple[int, int] | None = None) -> RunPlan:
+def solve(
+    config: Config,
+    site: Site,
+    task: TaskPlan,
+    run: RunInfo,
+    started: tuple[int, int] | None = None,
+    rebatch: Callable[[contract.Batch], contract.Batch] = lambda batch: batch,
+) -> RunPlan:
     """The plan of a training job.
 
     Args:
@@ -59,6 +67,7 @@ def solve(config: Config, site: Site, task: TaskPlan, run: RunInfo, started: tup
         task: what is known of the model and the data.
         run: the run's name, id and directory.
         started: hosts, and ranks on each, where a user's own torchrun has fixed them; else the cluster group decides.
+        rebatch: what becomes of the batch where the run is on its way already, as ``launcher.rebatch`` has it.
 
     Raises:
         ConfigError: values that are impossible, alone or together; in any of the worlds that the job may have.
@@ -67,15 +76,15 @@ def solve(config: Config, site: Site, task: TaskPlan, run: RunInfo, started: tup
     nodes = node_range(config.cluster.nodes)
     cluster = solve_cluster(config.cluster, site, run.name, config.strategy.kind, started)
     if started is not None or nodes.fixed:
-        batch = contract.solve_batch(config.batch, cluster.world_size)
+        batch = rebatch(contract.solve_batch(config.batch, cluster.world_size))
         return _on_cluster(config, site, task, run, cluster, batch)
-    largest = worlds.solve_largest(config.batch, cluster.world_size)
+    largest = rebatch(worlds.solve_largest(config.batch, cluster.world_size))
     plan = _on_cluster(config, site, task, run, cluster, largest)
     fewer: list[RunPlan] = []
     for count in range(nodes.least, nodes.most):
         try:
             cluster = solve_cluster(config.cluster, site, run.name, config.strategy.kind, nodes=count)
-            batch = worlds.solve_smaller(config.batch, largest, cluster.world_size)
+            batch = rebatch(worlds.solve_smaller(config.batch, largest, cluster.world_size))
             fewer.append(_on_cluster(config, site, task, run, cluster, batch))
         except ConfigError as error:
             raise worlds.on_hosts(count, config.cluster.nodes, error) from None

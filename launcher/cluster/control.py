@@ -9,7 +9,8 @@ import secrets
 import shutil
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from launcher.cluster.ledger import look
 from launcher.cluster.slurm import client, submit
 from launcher.config import ClusterKind
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, SiteError, UserError
-from launcher.paths import RunPaths
+from launcher.paths import RunPaths, write_text
 from launcher.plan import LaunchPlan
 from launcher.runstate import ACTIVE, Run, State
 
@@ -113,12 +114,42 @@ def to_resume(run: Run) -> LaunchPlan:
         UserError: it is under way, or done.
         SiteError: it is of several hosts without a scheduler.
     """
+    if run.state is State.done:
+        raise UserError(
+            f"{run.name}: is done. `launch retry {run.name}` begins it anew, under another name; a later end, such as "
+            f"`launch resume {run.name} train.steps=...`, lets it go on."
+        )
+    return to_change(run)
+
+
+def to_change(run: Run) -> LaunchPlan:
+    """The same, of a run that may be done: for whoever gives it more to do."""
     plan = load_plan(RunPaths(Path(run.dir)).plan)
     _require_over(run, "resume")
-    if run.state is State.done:
-        raise UserError(f"{run.name}: is done. `launch retry {run.name}` begins it anew, under another name.")
     _require_begins_again(plan)
     return plan
+
+
+@contextmanager
+def changed(plan: LaunchPlan, config_yaml: str) -> Generator[None, None, None]:
+    """Around sending off a run with another plan than it had: that one is kept beside, under the number of the
+    submission that it was the last one for, and is put back where none comes about."""
+    paths = plan.paths
+    number = len(jobfile.submissions(paths)) - 1
+    old, yaml = (file.read_text(encoding="utf-8") for file in (paths.plan, paths.config))
+    write_text(paths.plan_until(number), old)
+    write_text(paths.config_until(number), yaml)
+    plan.save()
+    write_text(paths.config, config_yaml)
+    try:
+        yield
+    except BaseException:
+        if all(submission.refused for submission in jobfile.submissions(paths)[number + 1 :]):
+            write_text(paths.config, yaml)
+            write_text(paths.plan, old)
+            paths.plan_until(number).unlink()
+            paths.config_until(number).unlink()
+        raise
 
 
 def to_retry(run: Run) -> LaunchPlan:

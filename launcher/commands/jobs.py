@@ -67,6 +67,19 @@ def run_script_here(plan: LaunchPlan, peers: Peers, console: Console) -> int:
     return _run_and_show(plan, peers, console).status
 
 
+def go_on(plan: LaunchPlan, console: Console, *, wait: bool) -> int:
+    """Run, or submit once more, a job whose directory is there."""
+    from launcher.cluster import control
+    from launcher.cluster.peers import Alone
+    from launcher.plan import RunPlan
+
+    if plan.cluster.slurm is not None:
+        return submitted(plan, control.send(plan), console, wait=wait)
+    if isinstance(plan, RunPlan):
+        return run_here(plan, Alone(), console)
+    return run_script_here(plan, Alone(), console)
+
+
 def submitted(plan: LaunchPlan, job: str, console: Console, *, wait: bool) -> int:
     """Say what was submitted, and how to follow it; or follow it to its end, and exit with its status."""
     from launcher.cluster import control

@@ -11,12 +11,11 @@ from typing import Any
 from launcher.cluster import control, events
 from launcher.cluster.ledger import look
 from launcher.cluster.naming import find, find_sweeps, is_sweep
-from launcher.cluster.peers import Alone
 from launcher.commands.parser import Parser
 from launcher.commands.words import resolve, resolve_any
 from launcher.errors import EXIT_DONE, UserError
 from launcher.paths import RunPaths, SweepPaths
-from launcher.plan import LaunchPlan, RunPlan
+from launcher.plan import LaunchPlan
 from launcher.report import logs as shown_logs
 from launcher.report import runs as shown
 from launcher.report import sweeps as shown_sweeps
@@ -132,30 +131,41 @@ def _chosen(paths: RunPaths | SweepPaths, states: Container[State], otherwise: s
 def _again(
     verb: str, does: str, arguments: list[str], states: Container[State], again: Callable[[Run], LaunchPlan]
 ) -> int:
+    """``verb``: resume takes overrides, too."""
     parser = _parser(verb, does)
     parser.add_argument("--wait", action="store_true", help="of Slurm: follow it to its end")
     parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
-    given = parser.parse_args(arguments)
+    if verb == "resume":
+        parser.add_argument("overrides", metavar="key=value", nargs="*", help="what is to change from here on")
+        parser.add_argument("--force", action="store_true", help="even where it changes what is learned")
+    given = parser.parse_intermixed_args(arguments)
     from launcher.commands import jobs, sweep
 
     target = resolve_any(given.run, given.dir)
-    choose = partial(_chosen, target, states, f"there is nothing to {verb}")
     console = terminal.console(quiet=given.quiet)
     # a run of a sweep's too: the sweep has to know which run is its cell's now
     its_sweep = target if isinstance(target, SweepPaths) else SweepPaths(target.root.parent)
+    if verb == "resume" and (given.overrides or given.force):
+        from launcher.commands.change import resume_changed
+
+        if isinstance(target, SweepPaths) or is_sweep(its_sweep.root):
+            raise UserError(
+                f"{given.run}: is {'a' if target is its_sweep else 'of a'} sweep, whose cells are what their overrides "
+                "say: none of them can change.\n  Resume it as it is; or begin a run of its own: launch train."
+            )
+        return resume_changed(target, given.overrides, console, force=given.force, wait=given.wait)
+    choose = partial(_chosen, target, states, f"there is nothing to {verb}")
     if is_sweep(its_sweep.root):
         return sweep.again(its_sweep, choose, again, console, wait=given.wait)
-    plan = again(*choose())
-    if plan.cluster.slurm is not None:
-        return jobs.submitted(plan, control.send(plan), console, wait=given.wait)
-    if isinstance(plan, RunPlan):
-        return jobs.run_here(plan, Alone(), console)
-    return jobs.run_script_here(plan, Alone(), console)
+    return jobs.go_on(again(*choose()), console, wait=given.wait)
 
 
 def resume(arguments: list[str]) -> int:
     over = frozenset(State) - ACTIVE - {State.done, State.unknown, State.impossible}
-    does = "Let a run go on from its newest checkpoint, in its own directory; or all of a sweep's that are not done."
+    does = (
+        "Let a run go on from its newest checkpoint, in its own directory, with key=value for what is to change; or "
+        "all of a sweep's that are not done."
+    )
     return _again("resume", does, arguments, over, control.to_resume)
 
 

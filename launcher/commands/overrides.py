@@ -40,7 +40,7 @@ def take(flag: str, arguments: list[str]) -> bool:
     return there
 
 
-def _require_overrides(arguments: list[str]) -> None:
+def require_overrides(arguments: list[str]) -> None:
     """Everything that is not a flag is ``key=value``; said here, in words that name the flag or the word."""
     left = iter(arguments)
     for argument in left:
@@ -61,7 +61,7 @@ def with_config(verb: str, arguments: list[str], act: Callable[[Config, str], in
     """``sweep``: what -m does, as of `launcher.compose.run_with_config`."""
     from launcher.compose import run_with_config
 
-    _require_overrides(arguments)
+    require_overrides(arguments)
 
     def act_or_explain(config: Config, yaml: str) -> int:
         try:

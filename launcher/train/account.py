@@ -6,13 +6,16 @@ import dataclasses
 import statistics
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from launcher.plan import RunPlan
 from launcher.policy import Collective
+from launcher.train.contents import origin
 from launcher.train.engine import Engine
 from launcher.train.meter import CommStats, Traffic
+from launcher.train.restore import Restored
 from launcher.train.step import StepResult
 from launcher.train.telemetry import calibration_metrics, noise_metrics, peak_memory_bytes
 
@@ -34,6 +37,7 @@ class Account:
         seconds_before: of training, up to the checkpoint that this process went on from.
         checkpoint: the newest one's directory.
         size: samples of the last full window.
+        worlds: where the run went on in another world: the steps done by then, and both of them.
     """
 
     plan: RunPlan
@@ -48,6 +52,7 @@ class Account:
     seconds_before: float = 0.0
     checkpoint: str | None = None
     size: int | None = None
+    worlds: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     started: float = field(default_factory=time.perf_counter)
 
     def take_in(self, result: StepResult) -> None:
@@ -81,17 +86,27 @@ class Account:
             "peak_bytes": self.memory(),
             "size": self.size,
             "resumed": self.resumed,
+            "worlds": self.worlds,
             "total_s": self.total_s,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.loss, self.eval_loss, self.peak_bytes = state["loss"], state["eval_loss"], state["peak_bytes"]
-        self.evaluated, self.size = state["evaluated"], state["size"]
+    def go_on(self, restored: Restored) -> None:
+        """From a checkpoint. Where a step takes, sends and holds other than it did then, those figures begin anew."""
+        state = restored.run["account"]
+        self.loss, self.eval_loss, self.evaluated = state["loss"], state["eval_loss"], state["evaluated"]
+        self.resumed, self.seconds_before = state["resumed"] + 1, state["total_s"]
+        self.worlds = state.get("worlds", [])
+        before = _world(restored.origin | {"world_size": restored.ranks})
+        now = _world(origin(self.plan))
+        if restored.origin and before != now:
+            self.worlds.append({"step": self.engine.steps, "from": before, "to": now})
+        if not restored.alike:
+            return
+        self.peak_bytes, self.size = state["peak_bytes"], state["size"]
         if (typical := state["typical"]) is not None:
             kinds = {Collective(kind): Traffic(**traffic) for kind, traffic in typical["kinds"].items()}
             self.typical = CommStats(**{**typical, "kinds": kinds})
         self.step_seconds.extend(state["step_seconds"])
-        self.resumed, self.seconds_before = state["resumed"] + 1, state["total_s"]
 
     def summary(self, verdict: str) -> dict[str, Any]:
         """What summary.json holds. ``train/loss``: of the last window; times: medians over full windows."""
@@ -99,6 +114,7 @@ class Account:
         summary: dict[str, Any] = {
             "verdict": verdict,
             "resumed": self.resumed,
+            **({"worlds": self.worlds} if self.worlds else {}),
             "steps": engine.steps,
             **({} if self.loss is None else {"train/loss": self.loss}),
             **({"eval/loss": self.eval_loss} if self.evaluated else {}),
@@ -126,3 +142,8 @@ class Account:
         if (noise := engine.noise) is not None:
             summary |= noise_metrics(noise)
         return summary
+
+
+def _world(origin: Mapping[str, Any]) -> dict[str, Any]:
+    names = ("world_size", "strategy", "global_size", "micro_size", "accumulation", "precision")
+    return {name: origin.get(name) for name in names}

@@ -137,12 +137,18 @@ class Calibration:
         return self.result() if window >= self._stop else None
 
     def state_dict(self) -> dict[str, Any]:
-        """The times so far, as JSON has them."""
-        return {"every_s": self._every_s, "own": [dataclasses.asdict(times) for times in self._own]}
+        """The times so far, as JSON has them, and where they begin."""
+        own = [dataclasses.asdict(times) for times in self._own]
+        return {"every_s": self._every_s, "own": own, "start": self.start}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.start = state.get("start", self.start)
         self._every_s = list(state["every_s"])
         self._own = [WindowTimes(**times) for times in state["own"]]
+
+    def begin_at(self, window: int) -> None:
+        """Anew, from this window of the run on: its step is another one than those before it."""
+        self.start = max(self.start, window + WARM_UP_WINDOWS)
 
     def result(self) -> Calibrated | None:
         if not self._own or (self.alternates and not self._every_s):
@@ -154,6 +160,24 @@ class Calibration:
             exposed_s=statistics.median(exposed) if exposed else None,
             comm_s=statistics.median(times.comm_s for times in self._own),
         )
+
+
+def measured_as(plan: RunPlan) -> dict[str, Any]:
+    """What a step's time and traffic depend on, as JSON has it: figures of two plans that differ in it do not mix."""
+    left_out = ("forecasts", "sync_reason", "memory_bytes")  # said of the policy, and no part of it
+    strategy = {name: value for name, value in dataclasses.asdict(plan.strategy).items() if name not in left_out}
+    return {
+        "nodes": plan.cluster.nodes,
+        "workers_per_node": plan.cluster.workers_per_node,
+        "device": plan.cluster.device,
+        "global_size": plan.batch.global_size,
+        "micro_size": plan.batch.micro_size,
+        "norm": plan.batch.norm,
+        "strategy": strategy,
+        "precision": dataclasses.asdict(plan.precision),
+        "compile": plan.train.compile,
+        "calibrate": plan.train.calibrate,
+    }
 
 
 class Rehearsal:

@@ -43,7 +43,7 @@ def save(engine: Engine, paths: RunPaths, keep: int | None = None, run: dict[str
         return target
     fence = Fence.here(paths)
     partial = paths.partial_checkpoint(engine.steps, fence.own)
-    state = {"engine": engine.state_dict(), "run": run or {}}
+    state = {"origin": contents.origin(engine.plan), "engine": engine.state_dict(), "run": run or {}}
     if world.rank == 0:
         if partial.exists():  # of a save that failed
             partial.rename(paths.discarded_checkpoint(engine.steps, fence.own))

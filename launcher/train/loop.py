@@ -45,6 +45,7 @@ def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
 
     Raises:
         NoGoodCheckpoint: all that there are are damaged.
+        WrongCheckpoint: the newest one is not of this plan.
         Superseded: a newer incarnation of the run has begun.
     """
     world, fence = World.here(), Fence.here(plan.paths)
@@ -67,8 +68,9 @@ def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
     resumed = resume.go_on(engine, plan.paths, fence) if plan.checkpoint.enabled else None
     account, last = Account(plan, engine), None
     if resumed is not None:
-        account.load_state_dict(resumed.run["account"])
-        account.checkpoint, last = str(resumed.directory), resumed.run["record"]
+        resume.require_same_shards(engine, resumed, samples)
+        account.go_on(resumed.restored)
+        account.checkpoint, last = str(resumed.directory), resumed.restored.run["record"]
     record: Sink = resume.open_record(plan.paths, fence, engine.steps, last) if world.rank == 0 else NoRecord()
     try:
         run = _Run(plan, task, engine, record, account, cadence, recorded=engine.steps if last else None)

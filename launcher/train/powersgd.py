@@ -136,4 +136,10 @@ class PowerSgd:
         self._state.iter = int(state["synchronisations"])
         self._items = int(state["items"])
         self._residue = {parameters[name]: tensor for name, tensor in state.get("residue", {}).items()}
-        self._factors = {parameters[name]: tensor for name, tensor in state.get("factors", {}).items()}
+        factors = {parameters[name]: tensor for name, tensor in state.get("factors", {}).items()}
+        # of another strategy.powersgd_rank they are of no use, and the hook begins with new ones
+        self._factors = {
+            parameter: tensor
+            for parameter, tensor in factors.items()
+            if self._compressed([parameter]) and tensor.numel() == parameter[0].numel() * self._width(parameter)
+        }

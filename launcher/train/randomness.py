@@ -44,7 +44,7 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
 
 def restore_random_state(state: dict[str, Tensor], device: torch.device) -> None:
     torch.set_rng_state(state["torch"].cpu())
-    if "cuda" in state:
+    if "cuda" in state and device.type == "cuda":  # the run may have come from GPUs to where there are none
         torch.cuda.set_rng_state(state["cuda"].cpu(), device)
     gauss: list[float] = state["python_gauss"].tolist()
     random.setstate((3, tuple(state["python"].tolist()), gauss[0] if gauss else None))

@@ -1,60 +1,125 @@
-"""Reading a checkpoint back into a fresh engine."""
+"""Reading a checkpoint back into a fresh engine: of the same ranks bit by bit, of others what each of them needs."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import set_state_dict
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
 
+from launcher.config import Compress
 from launcher.paths import read_json
-from launcher.train import contents
+from launcher.plan import RunPlan
+from launcher.train import contents, elastic
+from launcher.train.calibration import measured_as
+from launcher.train.contract import require_same_model, require_same_run
 from launcher.train.engine import Engine
 from launcher.train.randomness import restore_random_state
 from launcher.train.safeload import Planner, Reader
 
+# how an optimizer computes here: of this machine, and no part of what it computes
+_HOW = ("fused", "foreach", "capturable", "differentiable")
 
-def load(engine: Engine, directory: Path) -> dict[str, Any]:
-    """Put a fresh engine back to where ``checkpoint.save`` was called. All ranks call it. Returns ``run`` of then."""
+
+@dataclass(frozen=True)
+class Restored:
+    """``run``: what was saved beside the engine. ``origin``: what the checkpoint says of its plan. ``ranks``: how many
+    saved it. ``alike``: whether what was measured then, a step's time and what it sends, would be the same now."""
+
+    run: dict[str, Any]
+    origin: dict[str, Any]
+    ranks: int
+    alike: bool
+
+
+def load(engine: Engine, directory: Path) -> Restored:
+    """Put a fresh engine back to where ``checkpoint.save`` was called, by as many ranks or others, under the same
+    strategy or another one. All ranks call it.
+
+    Raises:
+        WrongCheckpoint: it is of another model, or of a plan that is another one in what is learned.
+    """
     state = read_json(directory / contents.STATE)
     assert state is not None
-    tensors = contents.tensors(engine, state["engine"]["changing_buffers"])
-    tensors |= {
-        key: _room(engine, directory, key) for key in (contents.random_key(engine), contents.strategy_key(engine))
-    }
+    stored = Reader(directory).read_metadata()
+    origin, saved, plan = state.get("origin", {}), state["engine"], engine.plan
+    require_same_run(directory, origin, saved["place"]["index"], plan)
+    buffers = dict(engine.parallel.module.named_buffers())
+    tensors = contents.tensors(engine, [name for name in saved["changing_buffers"] if name in buffers])
+    unknown = [name for name in saved["changing_buffers"] if name not in buffers]
+    require_same_model(directory, tensors["model"], stored, unknown)
+
+    ranks = elastic.ranks_in(stored)
+    same_ranks = ranks == engine.world.size
+    random, strategy = contents.random_key(engine), contents.strategy_key(engine)
+    tensors[random] = elastic.room(stored, random, engine.device)
+    compresses = plan.strategy.compress is Compress.powersgd and engine.world.size > 1
+    tensors[strategy] = elastic.room(stored, strategy, engine.device) if same_ranks and compresses else {}
+    _leave_out_unknown(tensors["optimizer"]["state"], stored)
+    how = [{name: group.get(name) for name in _HOW} for group in engine.optimizer.param_groups]
     dcp.load(tensors, storage_reader=Reader(directory), planner=Planner())
     set_state_dict(
         engine.parallel.module, engine.optimizer,
         model_state_dict=tensors["model"], optim_state_dict=tensors["optimizer"],
+        options=StateDictOptions(strict=False),  # the model's names were compared; a parameter may have no state
     )  # fmt: skip
-    engine.load_state_dict(state["engine"])
-    if kept := tensors[contents.strategy_key(engine)]:
+    for group, own in zip(engine.optimizer.param_groups, how, strict=True):
+        group.update({name: value for name, value in own.items() if name in group})
+    now = measured_as(plan)
+    alike = same_ranks and saved.get("measured_as", now) == now
+    engine.load_state_dict(saved, alike=alike, same_order=same_ranks)
+    _take_hyperparameters(engine, plan)
+
+    kept = tensors[strategy]
+    if not same_ranks or not compresses:
+        kept = elastic.shared_strategy_state(engine, directory, stored, ranks)
+    if kept and compresses:
         engine.parallel.load_state_dict(kept)
-    if random := tensors[contents.random_key(engine)]:
-        restore_random_state(random, engine.device)
-    return state["run"]
+    elif kept.get("residue") and engine.world.rank == 0:
+        print(elastic.explain_dropped(kept["residue"]), flush=True)
+    if tensors[random]:
+        restore_random_state(tensors[random], engine.device)
+    else:
+        elastic.seed_new_rank(engine, engine.steps)
+    return Restored(state["run"], origin, ranks, alike)
 
 
-def _room(engine: Engine, directory: Path, key: str) -> dict[str, Any]:
-    """Room for what is kept of this rank alone. A fresh engine does not know what that is: the checkpoint says."""
-    prefix = f"{key}."
-    kept: dict[str, Any] = {}
-    for name, entry in Reader(directory).read_metadata().state_dict_metadata.items():
-        if not name.startswith(prefix):
+def _leave_out_unknown(state: dict[str, dict[str, Any]], stored: Metadata) -> None:
+    """A parameter that never had a gradient has no optimizer state, and begins without."""
+    known = stored.state_dict_metadata
+    for parameter in list(state):
+        entries = state[parameter]
+        for name in [name for name in entries if f"optimizer.state.{parameter}.{name}" not in known]:
+            del entries[name]
+        if not entries:
+            del state[parameter]
+
+
+def _take_hyperparameters(engine: Engine, plan: RunPlan) -> None:
+    """Those of the checkpoint go on, but where the user has insisted on others; and the learning rate is the schedule's
+    for the step that comes, as the schedule may have become a longer one."""
+    groups, optimizer = engine.optimizer.param_groups, plan.optimizer
+    for key in plan.forced:
+        group, _, name = key.partition(".")
+        if group != "optimizer":
             continue
-        *parents, last = _path(name.removeprefix(prefix))
-        place = kept
-        for parent in parents:
-            place = place.setdefault(parent, {})
-        tensor = isinstance(entry, TensorStorageMetadata)
-        place[last] = torch.empty(entry.size, dtype=entry.properties.dtype, device=engine.device) if tensor else None
-    return kept
-
-
-def _path(name: str) -> list[str]:
-    """A rank's state is numbers and tensors by name, or tensors by kind and then by the parameter's dotted name."""
-    kind, _, parameter = name.partition(".")
-    return [kind, parameter] if parameter else [kind]
+        if name in ("lr", "lr_scaling", "reference_batch"):
+            engine.schedule.base_lrs = [optimizer.lr for _ in groups]
+            continue
+        for parameters in groups:
+            if name in parameters:
+                parameters[name] = getattr(optimizer, name)
+    if "batch.global_size" in plan.forced and optimizer.lr != optimizer.base_lr:  # lr_scaling is of the global batch
+        engine.schedule.base_lrs = [optimizer.lr for _ in groups]
+    factor = plan.schedule.factor(engine.steps, plan.train.steps)
+    rates = [base * factor for base in engine.schedule.base_lrs]
+    for group, rate in zip(groups, rates, strict=True):
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+    engine.schedule._last_lr = rates

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from launcher.errors import NoGoodCheckpoint
+from launcher.errors import NoGoodCheckpoint, WrongCheckpoint
 from launcher.incarnation import Fence
-from launcher.paths import RunPaths, write_text
-from launcher.train import checkpoint, manifest, restore
+from launcher.paths import RunPaths
+from launcher.train import checkpoint, cutback, manifest, restore
 from launcher.train.engine import Engine
+from launcher.train.restore import Restored
 from launcher.train.telemetry import Record
 from launcher.train.world import World
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """``directory``: of the checkpoint that was loaded. ``run``: what was saved in it beside the engine."""
+    """``directory``: of the checkpoint that was loaded. ``restored``: what came of that."""
 
     directory: Path
-    run: dict[str, Any]
+    restored: Restored
 
 
 def begin(paths: RunPaths, fence: Fence) -> None:
@@ -42,6 +45,7 @@ def go_on(engine: Engine, paths: RunPaths, fence: Fence) -> Resumed | None:
 
     Raises:
         NoGoodCheckpoint: there are some, and all of them are damaged.
+        WrongCheckpoint: the newest good one is not of this plan, is of a newer format, or closed to this user.
         Superseded: a newer incarnation has begun.
     """
     world = engine.world
@@ -49,11 +53,11 @@ def go_on(engine: Engine, paths: RunPaths, fence: Fence) -> Resumed | None:
     refused: list[Path] = []
     for directory in candidates:
         if not (reasons := _problems(world, directory)):
-            run = restore.load(engine, directory)
+            restored = restore.load(engine, directory)
             if world.rank == 0:
                 _move_aside(paths, fence, refused)
-                print(f"Going on from {directory}: {engine.steps} steps are done.", flush=True)
-            return Resumed(directory, run)
+                print(f"Going on from {directory}: {_how(engine, restored)}", flush=True)
+            return Resumed(directory, restored)
         refused.append(directory)
         if world.rank == 0:
             print(f"Checkpoint {directory} is damaged and not used: {'; '.join(reasons)}.", flush=True)
@@ -66,13 +70,63 @@ def go_on(engine: Engine, paths: RunPaths, fence: Fence) -> Resumed | None:
     return None
 
 
+def require_same_shards(engine: Engine, resumed: Resumed, dataset: Any) -> None:
+    """Of a stream that shards itself, another number of ranks are other shares: in the middle of an epoch some samples
+    would be lost, and others come twice.
+
+    Raises:
+        WrongCheckpoint: that is so.
+    """
+    ranks, here = resumed.restored.ranks, engine.world.size
+    if ranks != here and engine.place.window and getattr(dataset, "sharded", False):
+        raise WrongCheckpoint(
+            f"{resumed.directory} lies within an epoch of a stream that shards itself for {ranks} ranks, and its "
+            f"shares for {here} are others.\n  Go on with {ranks} ranks; or leave `sharded` out, so that every rank "
+            "reads the stream and takes its part."
+        )
+
+
+def _how(engine: Engine, restored: Restored) -> str:
+    batch, origin = engine.plan.batch, restored.origin
+    said = f"{engine.steps} steps are done"
+    if restored.ranks != batch.world_size:
+        said += f", at {batch.world_size} rank{'' if batch.world_size == 1 else 's'} instead of {restored.ranks}"
+    if (before := origin.get("strategy", engine.plan.strategy.kind)) != engine.plan.strategy.kind:
+        said += f", with strategy={engine.plan.strategy.kind.value} instead of {before}"
+    was = {name: origin.get(name, getattr(batch, name)) for name in ("accumulation", "micro_size", "global_size")}
+    if (was["accumulation"], was["micro_size"]) != (batch.accumulation, batch.micro_size) or said.count(","):
+        said += f": accumulation {batch.accumulation}, micro-batch {batch.micro_size}"
+    if was["global_size"] != batch.global_size:
+        said += f"; global batch {batch.global_size} instead of {was['global_size']}"
+    elif ":" in said:
+        said += f"; global batch {batch.global_size} as before"
+    return f"{said}."
+
+
 def _problems(world: World, directory: Path) -> list[str]:
     """What is wrong with a checkpoint's files; every rank looks at its share of them, and all learn the same."""
-    files: manifest.Files | str = world.of_rank_0(manifest.read(directory) if world.rank == 0 else "")
+    files: manifest.Files | str | WrongCheckpoint = world.of_rank_0(
+        _said(manifest.read, directory) if world.rank == 0 else ""
+    )
+    if isinstance(files, WrongCheckpoint):
+        raise files
     if isinstance(files, str):
         return [files]
-    own = manifest.problems(directory, dict(list(files.items())[world.rank :: world.size]))
-    return [problem for problems in world.of_all(own) for problem in problems]
+    share = dict(list(files.items())[world.rank :: world.size])
+    found = world.of_all(_said(manifest.problems, directory, share))
+    for each in found:
+        if isinstance(each, WrongCheckpoint):
+            raise each
+    told = [problem for each in found if isinstance(each, list) for problem in each]
+    return [f"{len(told)} of its {len(files)} files are not as they were written", *told] if len(told) > 1 else told
+
+
+def _said(look: Callable[..., T], *arguments: Any) -> T | WrongCheckpoint:
+    """What one rank finds out, in a form that all can be told."""
+    try:
+        return look(*arguments)
+    except WrongCheckpoint as error:
+        return error
 
 
 def _move_aside(paths: RunPaths, fence: Fence, refused: list[Path]) -> None:
@@ -96,21 +150,5 @@ def open_record(paths: RunPaths, fence: Fence, step: int, last: dict[str, Any] |
         Superseded: a newer incarnation has begun.
     """
     fence.check()
-    kept = _records_until(paths.metrics, step)
-    if last is not None and (not kept or json.loads(kept[-1])["step"] < last["step"]):
-        kept.append(json.dumps(last))
-    write_text(paths.metrics, "".join(f"{line}\n" for line in kept))
+    cutback.cut_back(paths.metrics, step, last)
     return Record(paths.metrics)
-
-
-def _records_until(path: Path, step: int) -> list[str]:
-    """Whole lines only: the last one may be torn, where the machine went down."""
-    kept: list[str] = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
-        try:
-            if json.loads(line)["step"] > step:
-                break
-        except (ValueError, TypeError, LookupError):
-            break
-        kept.append(line)
-    return kept

@@ -2,8 +2,8 @@
 
 One task a node, one incarnation of the run for each time Slurm starts the job. Node 0 opens the incarnation and says
 where the nodes meet; all of them read the plan for as many nodes as this start has: plan.json, or where those are fewer
-than the job may have, plan.nodesN.json. Neither changes. When Slurm wants the nodes back, or the time is over, the
-workers save and leave, and node 0 has Slurm queue the job again.
+than the job may have, plan.nodesN.json, which follows from it. When Slurm wants the nodes back, or the time is over,
+the workers save and leave, and node 0 has Slurm queue the job again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from launcher.cluster.slurm.route import way_to, way_to_others
 from launcher.cluster.slurm.task import Task
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, LauncherError, SiteError, Superseded
 from launcher.incarnation import Fence, Incarnation
-from launcher.paths import RunPaths
+from launcher.paths import RunPaths, write_text
 from launcher.plan import LaunchPlan, Place
 from launcher.process import StopShield, die_with_parent
 
@@ -102,17 +102,34 @@ def _write_to(paths: RunPaths, node: int) -> None:
 def _run(task: Task, fence: Fence, shield: StopShield) -> int:
     paths = fence.paths
     print(f"--- {datetime.now():%Y-%m-%d %H:%M:%S} incarnation {fence.own} on {socket.gethostname()}", flush=True)
-    plan = load_plan(paths.plan)
     if cancelled(paths):
         return EXIT_RESUMABLE
-    whole, plan = plan, _meet(plan.on(task.nodes), task, fence)
+    plan, plan_file = _plan_for(task, fence)
+    plan = _meet(plan, task, fence)
     # a signal that came before there were handlers is lost; what it was about is not
     if task.node == 0 and shield.asked is None and wanted_back(plan, task):
         shield.asked = signal.SIGUSR2
-    plan_file = paths.plan if task.nodes == whole.cluster.nodes else paths.plan_for(task.nodes)
     ended = serve(plan, plan_file, fence.own, shield)
     fence.check()
     return conclude(plan, task, fence, ended)
+
+
+def _plan_for(task: Task, fence: Fence) -> tuple[LaunchPlan, Path]:
+    """The plan on as many nodes as this start has, and its file, which node 0 writes before any node can need it.
+
+    Raises:
+        Superseded: Slurm has started the job again meanwhile.
+        UserError: it was not planned for so many.
+    """
+    whole = load_plan(fence.paths.plan)
+    plan = whole.on(task.nodes)
+    if plan == whole:
+        return plan, fence.paths.plan
+    file = fence.paths.plan_for(task.nodes)
+    if task.node == 0:
+        fence.check()
+        write_text(file, plan.to_json() + "\n")
+    return plan, file
 
 
 def _meet(plan: LaunchPlan, task: Task, fence: Fence) -> LaunchPlan:

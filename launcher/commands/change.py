@@ -1,0 +1,32 @@
+"""`launch resume RUN key=value`: a run goes on, with something changed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from launcher.cluster import control, events
+from launcher.commands import jobs
+from launcher.commands.overrides import require_overrides
+from launcher.errors import UserError
+from launcher.paths import RunPaths
+from launcher.plan import RunPlan
+from launcher.replan import replan
+from launcher.runstate import State
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def resume_changed(paths: RunPaths, overrides: list[str], console: Console, *, force: bool, wait: bool) -> int:
+    """Everything is checked before anything is written; a plan that cannot be sent off is taken back."""
+    require_overrides(overrides)
+    run = control.one(paths)
+    old = control.to_change(run)
+    if not isinstance(old, RunPlan):
+        raise UserError(f"{run.name}: is a script of `launch run`, which takes no overrides.\n  Resume it as it is.")
+    new = replan(paths, old, overrides, force=force, done=run.state is State.done)
+    with control.changed(new.plan, new.yaml):
+        if new.changed:
+            console.print(f"{run.name} goes on with {new.words}.", markup=False, highlight=False)
+            events.note(paths, "changed", **{each.key: f"{each.before} -> {each.after}" for each in new.changed})
+        return jobs.go_on(new.plan, console, wait=wait)

@@ -1,0 +1,145 @@
+"""What of a run may change when it goes on from a checkpoint, key by key: the only place that says so.
+
+Read where `launch resume` takes overrides, and again where a checkpoint is loaded. What is learned is fixed by the
+contract: samples, their order, the global batch, the update rule. The rest may follow the machines at hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+
+class May(Enum):
+    """``change``: whenever the user likes. ``force``: with --force, as the run learns something else from there on.
+    ``never``: no run could go on."""
+
+    change = auto()
+    force = auto()
+    never = auto()
+
+
+@dataclass(frozen=True)
+class Change:
+    """Of one config key. Values as JSON has them."""
+
+    key: str
+    before: Any
+    after: Any
+
+
+_OF_THE_UPDATE = "it is part of the update rule"
+_OF_THE_RUN = "it is what the run and its files are known by"
+_OF_THE_MIRROR = "W&B has the run there"
+_NEW_RUN = "begin a run of its own: launch train"
+
+# by key, or by group for all keys of one that have no line of their own; with what a change would do
+RULES: dict[str, tuple[May, str]] = {
+    "cluster": (May.change, ""),
+    "cluster.kind": (May.never, "its code and its files are where it began; " + _NEW_RUN),
+    "strategy": (May.change, ""),
+    "precision": (May.change, ""),
+    "checkpoint": (May.change, ""),
+    "batch.micro_size": (May.change, ""),
+    "batch.accumulation": (May.change, ""),
+    "batch.global_size": (May.force, "it is the contract: what a step and its learning rate mean"),
+    "batch.ramp": (May.force, "it is the contract: what a step and its learning rate mean"),
+    "batch.norm": (May.force, "it changes what the model computes"),
+    "batch.short_window": (May.never, "the windows so far were counted with it; " + _NEW_RUN),
+    "optimizer": (May.force, _OF_THE_UPDATE),
+    "optimizer.kind": (May.never, "the checkpoint's optimizer state is of no use to another one; " + _NEW_RUN),
+    "schedule": (May.force, _OF_THE_UPDATE),
+    "train.steps": (May.change, ""),
+    "train.epochs": (May.change, ""),
+    "train.clip_norm": (May.force, _OF_THE_UPDATE),
+    "train.seed": (May.never, "the order of the samples is drawn from it; " + _NEW_RUN),
+    "train.deterministic": (May.change, ""),
+    "train.compile": (May.change, ""),
+    "train.log_every": (May.change, ""),
+    "train.eval_every": (May.change, ""),
+    "train.loader_workers": (May.change, ""),
+    "task": (May.force, "another task, or other data, is learned from there on"),
+    "task._target_": (May.never, "another model has other parameters; " + _NEW_RUN),
+    "wandb.mode": (May.change, ""),
+    "wandb.tags": (May.change, ""),
+    "wandb.project": (May.never, _OF_THE_MIRROR),
+    "wandb.entity": (May.never, _OF_THE_MIRROR),
+    "wandb.group": (May.never, _OF_THE_MIRROR),
+    "run.name": (May.never, _OF_THE_RUN),
+    "run.dir": (May.never, _OF_THE_RUN),
+    "run.calibrate": (May.change, ""),
+    "sweep": (May.never, "it has no effect on a run that is there"),
+    # of the data, found in it and set by nobody
+    "task: samples": (May.never, "the place in the data is counted in its samples; " + _NEW_RUN),
+}
+
+
+def rule(key: str) -> tuple[May, str] | None:
+    """Of a dotted key: its own, else its group's; None where nobody has thought of it yet."""
+    return RULES.get(key) or RULES.get(key.partition(".")[0])
+
+
+def forced_by(changes: Iterable[Change]) -> tuple[str, ...]:
+    """Keys of those that only --force lets through."""
+    return tuple(change.key for change in changes if _judged(change)[0] is May.force)
+
+
+def refusals(changes: Iterable[Change], forced: Container[str]) -> list[str]:
+    """A line for each of ``changes`` that may not be: key, value, what it was, why not, what to do.
+
+    Args:
+        forced: keys whose change the user has insisted on.
+    """
+    lines: list[str] = []
+    for change in changes:
+        may, why = _judged(change)
+        if may is May.never or (may is May.force and change.key not in forced):
+            remedy = "; --force does it all the same" if may is May.force else ""
+            lines.append(f"{change.key}={shown(change.after)} (was {shown(change.before)}): {why}{remedy}.")
+    return lines
+
+
+def _judged(change: Change) -> tuple[May, str]:
+    key, before, after = change.key, change.before, change.after
+    if key == "strategy.compress" and before == "powersgd":
+        return May.force, "what PowerSGD has kept back of earlier gradients would be lost"
+    if key in ("precision.init_scale", "precision.growth_interval") and before is not None and after is not None:
+        return May.never, "the loss scale goes on as the checkpoint has it"
+    if key == "checkpoint.enabled" and not after:
+        return May.never, "a run goes on from checkpoints only"
+    return rule(key) or (May.force, "nobody has said that it may change")
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested config by dotted keys. A map that a user fills (cluster.sbatch) is one value, and so is an empty one."""
+    found: dict[str, Any] = {}
+    for name, value in config.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and not prefix:
+            found |= flat(value, f"{key}.")  # pyright: ignore[reportUnknownArgumentType]
+        else:
+            found[key] = value
+    return found
+
+
+def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
+    """Between two nested configs, as JSON has them."""
+    old, new = flat(before), flat(after)
+    keys = dict.fromkeys([*new, *old])
+    found = [Change(key, old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)]
+    # an optimizer's own keys come and go with it: what is to be said is said of its kind
+    kinds = {change.key.partition(".")[0] for change in found if change.key.endswith(("._target_", "optimizer.kind"))}
+    return [
+        change
+        for change in found
+        if change.key.partition(".")[0] not in kinds or change.key.endswith(("._target_", ".kind"))
+    ]
+
+
+def shown(value: Any) -> str:
+    """A value as it is typed."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
