@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 
 import pytest
@@ -11,14 +12,18 @@ from hypothesis import strategies as st
 from launcher.batch import share_of_window
 from launcher.compose import compose, compose_with_yaml
 from launcher.config import BatchConfig, Config
+from launcher.doctor.job import small
 from launcher.errors import ConfigError, UserError
-from launcher.plan import RunPlan
+from launcher.placement import solve_script
+from launcher.plan import LaunchPlan, RunPlan
 from launcher.report import tables
 from launcher.site import Site
 from launcher.solve import solve
 from launcher.worlds import node_range
 from tests.helpers import make_plan
 
+BASE = make_plan()
+SCALED = compose(["cluster=slurm", "optimizer.lr_scaling=sqrt", "optimizer.reference_batch=16"])
 ELASTIC = ("cluster=slurm", "cluster.nodes=2:4", "cluster.workers_per_node=1")
 
 
@@ -42,6 +47,7 @@ def test_a_range_is_typed_as_it_is_read(typed: str) -> None:
         (["cluster=local", "cluster.nodes=1:2"], "cluster.nodes=1:2: cluster=local is one machine"),
         (["cluster.nodes=1:3", "strategy=hsdp"], "cluster.nodes=1:3: not possible on 1 host: strategy=hsdp: 2 ranks"),
         (["cluster.nodes=1:2", "strategy=single"], "one rank trains alone"),
+        (["cluster=hosts", "cluster.nodes=2:3"], "without a scheduler nobody begins a job again with fewer hosts"),
         (["cluster.nodes=2:4", "batch.micro_size=4", "batch.accumulation=3", "batch.global_size=7"], "is 96, not 7"),
     ],
 )
@@ -59,11 +65,10 @@ def test_what_no_range_can_be(overrides: list[str], message: str) -> None:
 def test_only_the_sharing_out_differs(total: int, micro: int | None, workers: int, least: int, more: int) -> None:
     """In every world a window's samples are each some rank's, in micro-batches that are no larger than in the others;
     all else is the same, the learning rate, the schedule and the run among it."""
-    config = compose(["cluster=slurm", "optimizer.lr_scaling=sqrt", "optimizer.reference_batch=16"])
+    config = copy.deepcopy(SCALED)
     config.batch = BatchConfig(global_size=total, micro_size=micro)
     config.cluster.nodes, config.cluster.workers_per_node = f"{least}:{least + more}", workers
-    base = make_plan()
-    plan = solve(config, Site(gpus=0, cores=2, cwd="/"), base.task, base.run)
+    plan = solve(config, Site(gpus=0, cores=2, cwd="/"), BASE.task, BASE.run)
     worlds = plan.worlds()
     assert [world.cluster.nodes for world in worlds] == list(range(least + more, least - 1, -1))
     for world in worlds:
@@ -132,3 +137,14 @@ def test_a_ramp_needs_unequal_shares_too() -> None:
 
 def test_a_default_config_has_one_host() -> None:
     assert node_range(Config().cluster.nodes) == (1, 1)
+
+
+def test_a_script_may_have_a_range_too() -> None:
+    config = compose(["cluster=slurm", "cluster.nodes=1:3", "cluster.workers_per_node=2"]).cluster
+    plan = solve_script(config, Site(gpus=0, cores=2, cwd="/"), make_plan().run, ["train.py"])
+    assert [world.cluster.world_size for world in plan.worlds()] == [6, 4, 2]
+    assert LaunchPlan.from_json(plan.on(2).to_json()) == plan.on(2)
+
+
+def test_the_doctor_looks_at_as_many_nodes_as_the_job_needs_to_begin() -> None:
+    assert small(compose(["cluster=slurm", "cluster.nodes=2:4"]).cluster, None).nodes == 2
