@@ -6,16 +6,18 @@ Standard library only; the plan, the workers and the tests all count with these 
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from launcher.config import BatchConfig, Norm
+from launcher.config import BatchConfig, Norm, OnOom
 from launcher.errors import ConfigError
 
 DEFAULT_GLOBAL_SIZE = 64
 DEFAULT_MICRO_SIZE = 4
+AUTO = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +32,8 @@ class Stage:
 class Batch:
     """A solved global batch: ``global_size == micro_size * accumulation * world_size``, or less by a part of a round
     where the ranks' shares are unequal; ``micro_size`` is the largest then. ``ramp``: the stages before it holds, in
-    which accumulation is lower. ``norm``: what a BatchNorm normalises by."""
+    which accumulation is lower. ``norm``: what a BatchNorm normalises by. ``on_oom``: what follows when memory does not
+    suffice."""
 
     global_size: int
     micro_size: int
@@ -38,6 +41,18 @@ class Batch:
     world_size: int
     ramp: tuple[Stage, ...] = ()
     norm: Norm = Norm.leave
+    on_oom: OnOom = OnOom.stop
+
+    def shrunk(self) -> Batch | None:
+        """The same windows in micro-batches of half the size; None where these have one sample."""
+        if self.micro_size == 1:
+            return None
+        return self.in_micro_batches_of(-(-self.micro_size // 2))
+
+    def in_micro_batches_of(self, micro_size: int) -> Batch:
+        """The same windows."""
+        accumulation = -(-self.global_size // (micro_size * self.world_size))
+        return dataclasses.replace(self, micro_size=micro_size, accumulation=accumulation)
 
     def accumulation_at(self, index: int) -> int:
         """Of window ``index`` of the run, where it is full."""
@@ -80,19 +95,21 @@ def solve_batch(config: BatchConfig, world_size: int) -> Batch:
         ConfigError: a size below 1, sizes that contradict each other, or a division with a remainder; the message
             lists the nearest choices that work.
     """
-    given = {"global_size": config.global_size, "micro_size": config.micro_size, "accumulation": config.accumulation}
+    given = {"global_size": config.global_size, "micro_size": _fixed_micro(config), "accumulation": config.accumulation}
     for name, value in given.items():
         if value is not None and value < 1:
             raise ConfigError(f"batch.{name}", value, "must be at least 1.", "Leave it out to have it derived.")
-    total, micro, accumulation = config.global_size, config.micro_size, config.accumulation
+    total, micro, accumulation = config.global_size, _fixed_micro(config), config.accumulation
     if total is None and micro is not None and accumulation is not None:
         total = micro * accumulation * world_size
     total = DEFAULT_GLOBAL_SIZE if total is None else total
+    if config.micro_size == AUTO:
+        micro = _largest_micro(config, total, world_size)
     if micro is None and config.uneven and (accumulation is not None or total % world_size):
         share = -(-total // ((accumulation or 1) * world_size))
         micro = share if accumulation is not None else min(DEFAULT_MICRO_SIZE, share)
     elif micro is None:
-        micro = _derive_micro(total, accumulation, world_size, [stage[-1] for stage in config.ramp if stage])
+        micro = _derive_micro(config, total, world_size)
     rounds = -(-total // (micro * world_size))
     if accumulation is None:
         accumulation = rounds if config.uneven else _divide(total, micro, world_size, "micro_size", micro)
@@ -107,8 +124,33 @@ def solve_batch(config: BatchConfig, world_size: int) -> Batch:
     ramp = _solve_ramp(config.ramp, 1 if config.uneven else micro * world_size, total)
     return Batch(
         global_size=total, micro_size=micro, accumulation=accumulation, world_size=world_size, ramp=ramp,
-        norm=config.norm,
+        norm=config.norm, on_oom=OnOom.shrink if config.micro_size == AUTO else config.on_oom,
     )  # fmt: skip
+
+
+def _fixed_micro(config: BatchConfig) -> int | None:
+    if isinstance(config.micro_size, str) and config.micro_size != AUTO:
+        raise ConfigError("batch.micro_size", config.micro_size, "must be a whole number, or auto.")
+    return None if isinstance(config.micro_size, str) else config.micro_size
+
+
+def _largest_micro(config: BatchConfig, total: int, world_size: int) -> int:
+    """For ``auto``: a rank's whole share of a window at once."""
+    if config.accumulation is not None:
+        raise ConfigError(
+            "batch.accumulation", config.accumulation, "has no effect with batch.micro_size=auto, which finds it.",
+            "Leave one of the two out.",
+        )  # fmt: skip
+    if config.uneven:
+        return -(-total // world_size)
+    share = _divide(total, 1, world_size, "global_size", total)
+    return math.gcd(share, *_shares_in_ramp(config, world_size))
+
+
+def _shares_in_ramp(config: BatchConfig, world_size: int) -> list[int]:
+    """Of a rank. Stages that no micro-batch would suit are refused later, in words of their own."""
+    sizes = [stage[-1] for stage in config.ramp if stage]
+    return [size // world_size for size in sizes if size > 0 and size % world_size == 0]
 
 
 def _solve_ramp(stages: list[list[int]], unit: int, total: int) -> tuple[Stage, ...]:
@@ -137,12 +179,10 @@ def _solve_ramp(stages: list[list[int]], unit: int, total: int) -> tuple[Stage, 
     return tuple(ramp)
 
 
-def _derive_micro(total: int, accumulation: int | None, world_size: int, ramp: Iterable[int]) -> int:
-    if accumulation is not None:
-        return _divide(total, accumulation, world_size, "accumulation", accumulation)
-    share = _divide(total, 1, world_size, "global_size", total)
-    # of the ramp's stages those that no micro-batch would suit are refused later, in words of their own
-    shares = [share, *(size // world_size for size in ramp if size > 0 and size % world_size == 0)]
+def _derive_micro(config: BatchConfig, total: int, world_size: int) -> int:
+    if config.accumulation is not None:
+        return _divide(total, config.accumulation, world_size, "accumulation", config.accumulation)
+    shares = [_divide(total, 1, world_size, "global_size", total), *_shares_in_ramp(config, world_size)]
     return max(d for d in range(1, DEFAULT_MICRO_SIZE + 1) if math.gcd(*shares) % d == 0)
 
 

@@ -22,7 +22,7 @@ launch: distributed training where the effective global batch is a contract.
   launch status RUN                           one of them: where it is, what happened, why it failed
   launch logs   RUN [--rank R] [--follow]     what a rank printed
   launch cancel RUN                           end it; its workers save first
-  launch resume RUN                           let it go on from its newest checkpoint
+  launch resume RUN   [key=value ...]         let it go on from its newest checkpoint, with something changed
   launch retry  RUN                           begin it anew, with the plan and the code that it had
   launch report RUN... | SWEEP                compare runs: a table, CSV, JSON, and one HTML page with plots
   launch doctor [key=value ...]               is this machine, or the cluster, fit to run?
@@ -30,6 +30,7 @@ launch: distributed training where the effective global batch is a contract.
   train, run   --quiet      print nothing but errors           --wait         with cluster=slurm: until the end
   train        -m           a sweep: one run for each combination of key=1,2,4     --yes    however many these are
   plan, verify --json       the plan, or the certificate, as JSON
+  resume       --force      even where key=value changes what is learned
   RUN          a run's name, its directory, or the beginning of its name; --dir DIR: where runs lie (default: runs)
   what reads   --json       for scripts
   report       --csv        for spreadsheets                   --html FILE    where the page goes; --loss X: hours to X

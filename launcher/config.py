@@ -68,6 +68,11 @@ class Norm(StrEnum):
     window = "window"
 
 
+class OnOom(StrEnum):
+    stop = "stop"
+    shrink = "shrink"
+
+
 class OptimizerKind(StrEnum):
     adamw = "adamw"
     sgd = "sgd"
@@ -193,8 +198,9 @@ class BatchConfig:
 
     global_size: int | None = None
     """Samples in one optimizer step, over all ranks. Default: 64."""
-    micro_size: int | None = None
-    """Samples one rank passes forward and backward at once. Default: the largest of 4, 3, 2, 1 that fits."""
+    micro_size: int | str | None = None
+    """Samples one rank passes forward and backward at once. auto: the largest that memory has room for, found by trying
+    (on_oom=shrink). Default: the largest of 4, 3, 2, 1 that divides a rank's share."""
     accumulation: int | None = None
     """Micro-batches a rank in one optimizer step."""
     uneven: bool = False
@@ -205,6 +211,9 @@ class BatchConfig:
     micro-batch stays, accumulation grows."""
     short_window: ShortWindow = ShortWindow.exact
     """The window at an epoch's end that is not full: exact: used, with its true weight; drop: left out."""
+    on_oom: OnOom = OnOom.stop
+    """A rank that runs out of memory: stop: ends the run; shrink: all ranks halve the micro-batch, run as many more of
+    them, and do the window again."""
     norm: Norm = Norm.leave
     """What a BatchNorm normalises by: leave: one rank's micro-batch; sync: that micro-batch of all ranks; freeze: its
     running statistics, which stay as they are; window: the whole window, with the gradient of one big batch, at the

@@ -7,6 +7,7 @@ LauncherError
 │   └── SiteError           this machine: GPUs, directories, credentials
 └── RunError                exit 1: the job started and failed
     ├── NotFinite           a loss or a gradient is inf or nan
+    ├── OutOfMemory         a micro-batch, or the optimizer's state, does not fit into a rank's memory
     ├── PolicyNotObserved   the collectives that ran are not those of the sync policy
     ├── UnusedParameters    the backward pass reached only part of the model
     ├── DataError           the dataset is not what the plan says
@@ -60,6 +61,10 @@ class RunError(LauncherError):
 
 
 class NotFinite(RunError):
+    pass
+
+
+class OutOfMemory(RunError):
     pass
 
 

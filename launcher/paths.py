@@ -65,6 +65,11 @@ class RunPaths:
         return self.root / "summary.json"
 
     @property
+    def fitted(self) -> Path:
+        """Which micro-batches fit into memory, where that was found by trying."""
+        return self.root / "fitted.json"
+
+    @property
     def certificate(self) -> Path:
         """What `launch verify` measured."""
         return self.root / "certificate.json"

@@ -111,10 +111,11 @@ def _fit_world(config: Config, old: RunPlan, site: Site, touched: set[str]) -> N
         batch.micro_size = None
         return
     sizes = [batch.global_size, *(stage[1] for stage in batch.ramp if len(stage) == 2)]
-    unit = world * (batch.micro_size or 1)
-    if any(size % unit for size in sizes):
+    fixed = batch.micro_size if isinstance(batch.micro_size, int) else None
+    if any(size % (world * (fixed or 1)) for size in sizes):
         batch.uneven = True
-        batch.micro_size = batch.micro_size or min(old.batch.micro_size, -(-batch.global_size // world))
+        if batch.micro_size is None:
+            batch.micro_size = min(old.batch.micro_size, -(-batch.global_size // world))
 
 
 def _solved(config: Config, old: RunPlan, site: Site, touched: set[str], at: Standing | None) -> RunPlan:

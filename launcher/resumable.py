@@ -44,6 +44,8 @@ RULES: dict[str, tuple[May, str]] = {
     "checkpoint": (May.change, ""),
     "batch.micro_size": (May.change, ""),
     "batch.accumulation": (May.change, ""),
+    "batch.uneven": (May.change, ""),
+    "batch.on_oom": (May.change, ""),
     "batch.global_size": (May.force, "it is the contract: what a step and its learning rate mean"),
     "batch.ramp": (May.force, "it is the contract: what a step and its learning rate mean"),
     "batch.norm": (May.force, "it changes what the model computes"),

@@ -15,6 +15,7 @@ from launcher.config import (
     Config,
     LrScaling,
     Norm,
+    OnOom,
     OptimizerConfig,
     OptimizerKind,
     Recompute,
@@ -47,6 +48,8 @@ from launcher.validate import check
 from launcher.worlds import node_range
 
 DEFAULT_STEPS = 300
+# where a rank runs out of memory in the middle of a collective, the workers begin again with smaller micro-batches
+OOM_RESTARTS = 4
 SLURM_SAVES_EVERY_MIN, SLURM_KEEPS = 10.0, 3
 WORKER_COMMAND = ("-P", "-m", "launcher.train.worker")
 
@@ -102,6 +105,8 @@ def _on_cluster(
     precision = solve_precision(config.precision, config.strategy.kind)
     strategy = solve_strategy(config.strategy, batch, cluster, precision, task)
     require_possible(batch, strategy.recompute)
+    if batch.on_oom is OnOom.shrink:
+        cluster = dataclasses.replace(cluster, max_restarts=max(cluster.max_restarts, OOM_RESTARTS))
     schedule = _schedule(config.schedule, steps)
     optimizer = _optimizer(config.optimizer, batch.global_size)
     return RunPlan(

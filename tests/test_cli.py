@@ -41,7 +41,7 @@ def refused(launch: Launch, tmp_path: Path, *arguments: str, env: dict[str, str]
         ),
         ("cluser=local", ["cluser=local: there is no such key", "did you mean 'cluster'?"]),
         ("strategy.sync=never", ["strategy.sync", "never", "auto, every, boundary"]),
-        ("batch.micro_size=many", ["batch.micro_size: must be a whole number, not 'many'"]),
+        ("batch.micro_size=many", ["batch.micro_size=many: must be a whole number, or auto."]),
         ("train.steps=2.5", ["train.steps: must be a whole number"]),
         ("batch.ramp=16", ["batch.ramp: must be a list"]),
         ("batch.ramp=[[10,many]]", ["batch.ramp: must be whole numbers, not 'many'"]),
@@ -110,7 +110,7 @@ def test_plan_as_json_is_the_plan(launch: Launch) -> None:
     assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)
     sizes = {"global_size": 64, "micro_size": 4, "accumulation": 4, "world_size": 4}
-    assert plan["batch"] == {**sizes, "ramp": [], "norm": "leave"}
+    assert plan["batch"] == {**sizes, "ramp": [], "norm": "leave", "on_oom": "stop"}
     assert plan["run"]["name"] == "x"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from launcher.config import Compress, Recompute, ShortWindow, StrategyKind, WandbMode
+from launcher.config import Compress, OnOom, Recompute, ShortWindow, StrategyKind, WandbMode
 from launcher.paths import read_json
 from launcher.plan import Forecast, RunPlan, StrategyPlan
 from launcher.report.record import last_lines
@@ -39,6 +39,8 @@ def plan_table(plan: RunPlan) -> Table:
     for world in plan.worlds():
         where = "" if cluster.range.fixed else f"on {_count(world.cluster.nodes, 'host')}: "
         add("global batch" if world.batch is batch else "", f"{where}{world.batch.words}")
+    if batch.on_oom is OnOom.shrink:
+        add("", "out of memory: micro-batches are halved, and the window is done again")
     if batch.ramp:
         stages = ", then ".join(f"{stage.global_size} for {_count(stage.windows, 'window')}" for stage in batch.ramp)
         add("", f"at first {stages}")

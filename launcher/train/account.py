@@ -97,7 +97,7 @@ class Account:
         self.resumed, self.seconds_before = state["resumed"] + 1, state["total_s"]
         self.worlds = state.get("worlds", [])
         before = _world(restored.origin | {"world_size": restored.ranks})
-        now = _world(origin(self.plan))
+        now = _world(origin(self.engine.plan))
         if restored.origin and before != now:
             self.worlds.append({"step": self.engine.steps, "from": before, "to": now})
         if not restored.alike:
@@ -119,6 +119,7 @@ class Account:
             **({} if self.loss is None else {"train/loss": self.loss}),
             **({"eval/loss": self.eval_loss} if self.evaluated else {}),
             "batch/global_size": self.size or self.plan.batch.global_size,
+            "batch/micro_size": engine.plan.batch.micro_size,
             "progress/samples": engine.samples,
             "progress/items": engine.items,
             "memory/peak_bytes": self.memory(),

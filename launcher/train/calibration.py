@@ -91,7 +91,8 @@ class Calibration:
     _own: list[WindowTimes] = field(default_factory=list[WindowTimes])
 
     @classmethod
-    def of(cls, plan: RunPlan) -> Self:
+    def of(cls, plan: RunPlan, begin: int = 0) -> Self:
+        """``begin``: the first window that runs as the plan says."""
         strategy = plan.strategy
         return cls(
             strategy.sync,
@@ -102,7 +103,7 @@ class Calibration:
             and strategy.compress is not Compress.powersgd,
             may_rehearse=strategy.rehearses,
             # what is measured is a step of the global batch itself
-            start=WARM_UP_WINDOWS + sum(stage.windows for stage in plan.batch.ramp),
+            start=WARM_UP_WINDOWS + max(begin, sum(stage.windows for stage in plan.batch.ramp)),
         )
 
     @property
@@ -137,18 +138,17 @@ class Calibration:
         return self.result() if window >= self._stop else None
 
     def state_dict(self) -> dict[str, Any]:
-        """The times so far, as JSON has them, and where they begin."""
-        own = [dataclasses.asdict(times) for times in self._own]
-        return {"every_s": self._every_s, "own": own, "start": self.start}
+        """The times so far, as JSON has them."""
+        return {
+            "start": self.start,
+            "every_s": self._every_s,
+            "own": [dataclasses.asdict(times) for times in self._own],
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.start = state.get("start", self.start)
+        self.start = state["start"]
         self._every_s = list(state["every_s"])
         self._own = [WindowTimes(**times) for times in state["own"]]
-
-    def begin_at(self, window: int) -> None:
-        """Anew, from this window of the run on: its step is another one than those before it."""
-        self.start = max(self.start, window + WARM_UP_WINDOWS)
 
     def result(self) -> Calibrated | None:
         if not self._own or (self.alternates and not self._every_s):

@@ -69,6 +69,14 @@ class Ddp:
         # DDP decides in forward, so the context must be open before it
         return nullcontext() if last or sync is Sync.every else self._ddp.no_sync()
 
+    def silent_until_boundary(self, sync: Sync) -> bool:
+        return sync is not Sync.every
+
+    def abandon(self) -> None:
+        # the boundary's forward pass has told DDP to reduce in the backward pass that follows: that is another one now
+        self._ddp.reducer._reset_state()
+        self.zero_grad()
+
     def before_reduction(self, items: Callable[[], int]) -> None:
         if self._sync is not Sync.every:  # then part of the residue is of this very window
             self._compression.before_reduction(items)
@@ -87,7 +95,8 @@ class Ddp:
 
     def zero_grad(self) -> None:
         # in place: setting them to None would give the buckets a second copy during the next window
-        torch._foreach_zero_([p.grad for p in trained(self.module) if p.grad is not None])
+        if gradients := [p.grad for p in trained(self.module) if p.grad is not None]:
+            torch._foreach_zero_(gradients)
 
     def evaluation(self) -> AbstractContextManager[object]:
         return nullcontext()

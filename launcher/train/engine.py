@@ -22,13 +22,16 @@ from typing import Any
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
+from launcher.config import OnOom
 from launcher.errors import ConfigError, EngineMisuse
 from launcher.plan import RunPlan
 from launcher.train import data, step
 from launcher.train.buffers import Buffers
 from launcher.train.build import ModelFrom, OptimizerFrom, build
 from launcher.train.calibration import WARM_UP_WINDOWS, Calibrated, Calibration, WindowTimes, measured_as
+from launcher.train.fit import WindowAbandoned, is_out_of_memory
 from launcher.train.noise import Noise, NoiseScale
+from launcher.train.norm import AsTheyAre
 from launcher.train.parallel import ShardUnits
 from launcher.train.precision import Precision
 from launcher.train.step import StepResult, WindowTotals
@@ -117,20 +120,32 @@ class Engine:
         self._now.replay = replay
         if self.over:
             return
-        self._feed = feed = data.open_feed(dataset, self.plan, self.world, self.device, collate, self._place)
-        try:
-            for window in feed.windows():
-                self._totals.clear()
-                index = window.index
-                yield self._now.open(
-                    window, self._calibration.sync(index), rehearses=self._calibration.rehearses(index)
-                )
-                if self._now.window is not None:
-                    raise EngineMisuse("engine.step() was not called at the end of a window.")
-                if self._finished:
-                    return
-        finally:
-            feed.close()
+        self._again = True
+        while self._again:
+            self._again = False
+            self._feed = feed = data.open_feed(dataset, self.plan, self.world, self.device, collate, self._place)
+            try:
+                for window in feed.windows():
+                    yield self._open(window)
+                    if self._again:
+                        break
+                    if self._now.window is not None:
+                        raise EngineMisuse("engine.step() was not called at the end of a window.")
+                    if self._finished:
+                        return
+            finally:
+                feed.close()
+
+    def _open(self, window: data.Window) -> Iterator[Any]:
+        sync, rehearses = self._calibration.sync(window.index), self._calibration.rehearses(window.index)
+        self._totals.clear()
+        # in place only where all ranks can meet in the window's own small collective, with none before it
+        self._may_abandon = (
+            self.plan.batch.on_oom is OnOom.shrink
+            and self.parallel.silent_until_boundary(sync)
+            and isinstance(self._norms, AsTheyAre)
+        )
+        return self._now.open(window, sync, rehearses=rehearses, may_abandon=self._may_abandon)
 
     @property
     def over(self) -> bool:
@@ -180,8 +195,47 @@ class Engine:
             self._noise.begin(*self._totals.here)
         if self._now.last:
             self._totals.send(self._feed.has_next(), self._stop(), self._save_due(), self._noise.own)
+            if self._may_abandon and self._totals.out_of_memory():
+                raise WindowAbandoned
             self.parallel.before_reduction(self._totals.items_of_all)
         self.precision.backward(loss_sum * weight)
+
+    def shrinks(self, error: BaseException) -> bool:
+        """Whether the window whose body has raised ``error`` is run again, in micro-batches of half the size:
+        ``batch.on_oom=shrink``. Every rank's body raises then, and all call this:
+
+            for window in engine.windows(dataset):
+                try:
+                    ...
+                except Exception as error:
+                    if engine.shrinks(error):
+                        continue                    # the next window is the same one
+                    raise
+
+        It is not where a collective was under way: no rank can leave that, and ``error`` is to end the process.
+        """
+        smaller = self.plan.batch.shrunk()
+        if isinstance(error, WindowAbandoned):
+            assert smaller is not None
+        elif (
+            not is_out_of_memory(error)
+            or smaller is None
+            or self._now.window is None
+            or self._now.rehearsing
+            or self._totals.sent
+            or not self._may_abandon
+        ):
+            return False
+        else:
+            self._update.weight(0, 0)  # where the others wait for this rank's first micro-batch
+            self._totals.send(True, False, False, 0.0, out_of_memory=True)
+            self._totals.out_of_memory()
+        self._now.abandon()
+        self.plan = dataclasses.replace(self.plan, batch=smaller)
+        self._update.change_accumulation(smaller.accumulation)
+        self._calibration = Calibration.of(self.plan, begin=self.window_index)
+        self._again = True
+        return True
 
     def step(self) -> StepResult:
         """The window's optimizer step: agree, check, average exactly, clip, apply, schedule.
@@ -320,7 +374,7 @@ class Engine:
             self._calibration.load_state_dict(state["calibration"])
             self.parallel.meter.gathered_by_every = state["gathered_by_every"]
         else:
-            self._calibration.begin_at(self._place.index)
+            self._calibration = Calibration.of(self.plan, begin=self._place.index)
         self._noise.load_state_dict(state["noise"])
         self._buffers.know(state["changing_buffers"])
         if same_order:

@@ -128,6 +128,12 @@ class Fsdp:
         for module in self._modules:
             module.unshard(async_op=True)
 
+    def silent_until_boundary(self, sync: Sync) -> bool:  # noqa: ARG002 (parameters are gathered in forward)
+        return False
+
+    def abandon(self) -> None:
+        raise AssertionError("its passes are never silent")
+
     def before_reduction(self, items: Callable[[], int]) -> None: ...
 
     @contextmanager

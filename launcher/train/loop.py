@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from launcher.config import Device, OptimizerKind
+from launcher.config import Device, OnOom, OptimizerKind
 from launcher.errors import DataError, TaskError
 from launcher.incarnation import Fence
 from launcher.paths import write_json
 from launcher.plan import OptimizerPlan, RunPlan
-from launcher.train import checkpoint, resume
+from launcher.train import checkpoint, fit, resume
 from launcher.train.account import Account
 from launcher.train.engine import Engine
 from launcher.train.held_out import eval_batches
@@ -35,7 +35,7 @@ from launcher.train.telemetry import (
     peak_memory_bytes,
     step_metrics,
 )
-from launcher.train.world import World
+from launcher.train.world import World, device_of, join
 
 
 def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
@@ -49,6 +49,8 @@ def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
         Superseded: a newer incarnation of the run has begun.
     """
     world, fence = World.here(), Fence.here(plan.paths)
+    join(world, device_of(world, plan.cluster.device))
+    asked, plan = plan, fit.fitted(plan, world)
     if world.rank == 0:
         resume.begin(plan.paths, fence)
     task = load_task(plan.task.target, plan.task.params, plan.cluster.import_from)
@@ -73,7 +75,7 @@ def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
         account.checkpoint, last = str(resumed.directory), resumed.restored.run["record"]
     record: Sink = resume.open_record(plan.paths, fence, engine.steps, last) if world.rank == 0 else NoRecord()
     try:
-        run = _Run(plan, task, engine, record, account, cadence, recorded=engine.steps if last else None)
+        run = _Run(asked, task, engine, record, account, cadence, recorded=engine.steps if last else None)
         verdict = run.steps(samples)
     finally:
         record.close()
@@ -137,9 +139,13 @@ class _Run:
         engine = self.engine
         self.cadence.start_clock()
         for window in engine.windows(samples, getattr(self.task, "collate", None), self.loss):
-            for batch in window:
-                engine.backward(*self.loss(engine.model, batch))
-            result = engine.step()
+            try:
+                for batch in window:
+                    engine.backward(*self.loss(engine.model, batch))
+                result = engine.step()
+            except Exception as error:
+                self.require_room(error)
+                continue
             self.account.take_in(result)
             if result.skipped and engine.world.rank == 0:
                 why = f"fp16 overflowed at loss scale {result.scale}" if result.items else "the window holds no item"
@@ -156,6 +162,20 @@ class _Run:
             if result.stopped:
                 return "stopped"
         return "done"
+
+    def require_room(self, error: Exception) -> None:
+        """Return where the window that raised is run again, with smaller micro-batches."""
+        engine, batch = self.engine, self.engine.plan.batch
+        if engine.shrinks(error):
+            if engine.world.rank == 0:
+                fit.note(self.plan, engine.plan.batch)
+                print(f"step {engine.steps + 1}: out of memory. From here on: {engine.plan.batch.words}", flush=True)
+            return
+        if not fit.is_out_of_memory(error):
+            raise error
+        if batch.on_oom is OnOom.shrink and (smaller := batch.shrunk()) is not None:
+            fit.note(self.plan, smaller)
+        raise fit.out_of_memory(error, batch, engine.world.rank, engine.steps + 1) from None
 
     def loss(self, model: Callable[..., Any], batch: Any) -> tuple[Tensor, int | Tensor]:
         return loss_and_items(self.task, self.engine, model, batch)
@@ -174,7 +194,7 @@ class _Run:
     def metrics(self, result: StepResult) -> Metrics:
         engine = self.engine
         seen, peak = (engine.samples, engine.items), peak_memory_bytes(engine.device)
-        metrics = step_metrics(result, self.plan, seen, self.account.total_s, peak)
+        metrics = step_metrics(result, engine.plan, seen, self.account.total_s, peak)
         metrics["batch/empty_windows"] = engine.empty_windows
         if engine.precision.scales:
             metrics["amp/skipped_steps"] = engine.skipped_steps
@@ -209,7 +229,7 @@ class _Run:
         training = [part for part in module.modules() if part.training]  # a task may keep some of them in eval mode
         module.eval()
         totals = torch.zeros(2, dtype=torch.float64, device=engine.device)
-        batches = eval_batches(data, self.plan, engine.world, engine.device, getattr(self.task, "collate", None))
+        batches = eval_batches(data, engine.plan, engine.world, engine.device, getattr(self.task, "collate", None))
         with engine.parallel.evaluation():
             for batch in batches:
                 with engine.precision.autocast():

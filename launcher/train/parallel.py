@@ -48,6 +48,14 @@ class Parallel(Protocol):
         """Around forward *and* backward of one micro-batch: the first of its window, the last, or one between."""
         ...
 
+    def silent_until_boundary(self, sync: Sync) -> bool:
+        """Whether a window's passes run no collective before its last backward pass."""
+        ...
+
+    def abandon(self) -> None:
+        """Forget the passes of a window that were silent so far."""
+        ...
+
     def before_reduction(self, items: Callable[[], int]) -> None:
         """Called before the window's last backward pass. ``items``: waits for how many the window has on all ranks."""
         ...
@@ -174,6 +182,12 @@ class Single:
         yield
         if self.own.due:  # a part of the window by itself, though no other rank has the rest
             self.own.take([p.grad for p in trained(self.module) if p.grad is not None])
+
+    def silent_until_boundary(self, sync: Sync) -> bool:  # noqa: ARG002
+        return True
+
+    def abandon(self) -> None:
+        self.zero_grad()
 
     def before_reduction(self, items: Callable[[], int]) -> None: ...
     def rehearsal(self) -> AbstractContextManager[object]:

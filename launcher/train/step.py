@@ -78,7 +78,7 @@ class Agreed:
     grad_norm: float
 
 
-_OWN_SQUARE = 6  # its place among the flags
+_OWN_SQUARE, _OUT_OF_MEMORY = 6, 7  # their places among the flags
 
 
 class WindowTotals:
@@ -88,7 +88,7 @@ class WindowTotals:
     reads the device once a window, here.
     """
 
-    BYTES = 7 * 8
+    BYTES = 8 * 8
 
     def __init__(self, world: World, device: torch.device) -> None:
         self._world, self._device = world, device
@@ -116,8 +116,10 @@ class WindowTotals:
         counted = float(self._counted_items)
         return (counted + _stack(self._items).sum() if self._items else counted), self._samples
 
-    def send(self, has_next: bool, stop: bool, save_due: bool, own_square: Tensor | float) -> None:
-        known = [self._counted_items, 0, self._samples, has_next, stop, save_due, 0]
+    def send(
+        self, has_next: bool, stop: bool, save_due: bool, own_square: Tensor | float, *, out_of_memory: bool = False
+    ) -> None:
+        known = [self._counted_items, 0, self._samples, has_next, stop, save_due, 0, out_of_memory]
         # from pinned memory: an ordinary copy would hold the host until the GPU is through with the forward pass
         flags = torch.tensor(known, dtype=torch.float64, pin_memory=self._device.type == "cuda")
         flags = flags.to(self._device, non_blocking=True)
@@ -138,20 +140,24 @@ class WindowTotals:
 
     def items_of_all(self) -> int:
         """The window's items on all ranks; the host waits for them."""
+        items = self._arrived()[0].item()
+        return round(items) if math.isfinite(items) else 0
+
+    def out_of_memory(self) -> bool:
+        """Whether any rank is; the host waits for them."""
+        return self._arrived()[_OUT_OF_MEMORY].item() > 0
+
+    def _arrived(self) -> Tensor:
         assert self._shared is not None
         if self._work is not None:
             self._work.wait()
-        items = self._shared[0].item()
-        return round(items) if math.isfinite(items) else 0
+        return self._shared
 
     def receive(self, grad_norm: Tensor) -> Agreed:
         """Raises TaskError, on all ranks, where one has counted items that are no number of items."""
-        assert self._shared is not None
-        if self._work is not None:
-            self._work.wait()
         # of offloaded gradients the norm is on the host
-        both = torch.cat((self._shared, grad_norm.detach().to(self._device, torch.float64).reshape(1)))
-        items, loss_sum, samples, more, stop, save_due, own_squares, norm = both.tolist()
+        both = torch.cat((self._arrived(), grad_norm.detach().to(self._device, torch.float64).reshape(1)))
+        items, loss_sum, samples, more, stop, save_due, own_squares, _, norm = both.tolist()
         if not math.isfinite(items):
             raise self._explain_bad_items()
         return Agreed(round(items), loss_sum, round(samples), more > 0, stop > 0, save_due > 0, own_squares, norm)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from launcher.config import Sync
 from launcher.errors import EngineMisuse
 from launcher.train import step
 from launcher.train.buffers import Buffers
-from launcher.train.calibration import Rehearsal
+from launcher.train.calibration import Kept, Rehearsal
 from launcher.train.data import Window
 from launcher.train.loader import MicroBatch
 from launcher.train.norm import Norms
@@ -56,13 +56,15 @@ class UnderWay:
         self.last = self.rehearsing = False
         self.replay: Replay | None = None
 
-    def open(self, window: Window, sync: Sync, *, rehearses: bool) -> Iterator[Any]:
+    def open(self, window: Window, sync: Sync, *, rehearses: bool, may_abandon: bool) -> Iterator[Any]:
         """Begin a window; its micro-batches' data, each to be followed by ``take``."""
         self.window, self.sync = window, sync
         self.rehearsed_s: float | None = None
         self.data_s = 0.0
+        self._kept = Kept(self._parallel.module, self._device) if may_abandon else None
         self._start()
-        return self._batches(window, rehearses)
+        self._batches = self._hand_out_all(window, rehearses)
+        return self._batches
 
     def _start(self) -> None:
         self.started = time.perf_counter()
@@ -79,7 +81,16 @@ class UnderWay:
     def close(self) -> None:
         self.window = None
 
-    def _batches(self, window: Window, rehearses: bool) -> Iterator[Any]:
+    def abandon(self) -> None:
+        """Let nothing of the window stay: it is run again."""
+        assert self._kept is not None
+        self.micro = None
+        self._batches.close()
+        self._parallel.abandon()
+        self._kept.put_back()
+        self.close()
+
+    def _hand_out_all(self, window: Window, rehearses: bool) -> Generator[Any, None, None]:
         micro_batches = window.micro_batches
         if rehearses:
             ahead = list(micro_batches)

@@ -50,6 +50,7 @@ class Update:
     ) -> None:
         self._parallel, self._optimizer, self._precision, self._norms = parallel, optimizer, precision, norms
         self._plan, self._world, self._device = plan, world, device
+        self._accumulation = plan.batch.accumulation
         self.schedule = LambdaLR(optimizer, lambda done: plan.schedule.factor(done, plan.train.steps))
         self._divisor: float | None = None
         self._items_in_epoch = False  # whether it has had any so far
@@ -84,7 +85,13 @@ class Update:
         if self._world.size > 1:
             most = most.clone()
             dist.all_reduce(most, dist.ReduceOp.MAX)
-        return _power_of_two(most.item() * self._plan.batch.accumulation)
+        return _power_of_two(most.item() * self._accumulation)
+
+    def change_accumulation(self, accumulation: int) -> None:
+        """The window under way is run again, in so many micro-batches."""
+        self._accumulation = accumulation
+        if not self.items:  # C was a guess from the micro-batches as they were
+            self._divisor = None
 
     def apply(self, gradients: list[Tensor], agreed: Agreed) -> float:
         """The window's step, unless fp16 overflowed or it holds no item. Returns the norm of its mean gradient, before

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tests.conftest import Launch
-from tests.system.runs import processes_of, records, start, summary, wait_for
+from tests.system.runs import OWN, processes_of, records, start, summary, wait_for
+from tests.system.test_wandb import read_back
 from tests.train.test_resume import tensors
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
@@ -41,6 +42,28 @@ def test_a_scheduler_around_it_finds_a_run_that_goes_on(project: Path, launch: L
     mine, wanted = (tensors(place / "checkpoints" / "step_000012") for place in (run, run.with_name("own.retry1")))
     assert all(torch.equal(mine[name], wanted[name]) for name in wanted)
     assert "Run own.retry1: done" in launch("status", "own.retry1").stdout
+
+
+def test_a_run_that_is_done_goes_on_in_another_world(project: Path, launch: Launch) -> None:
+    job = ("run.calibrate=0", "checkpoint.every=4", "wandb.mode=offline")
+    assert launch("train", *OWN, *job, "train.steps=6").returncode == 0
+    run = project / "runs" / "own"
+    before = (run / "plan.json").read_text()
+    refused = launch("resume", "own", "cluster.workers_per_node=1")
+    assert refused.returncode == 2
+    assert "own: is done: 6 steps" in refused.stderr
+    done = launch("resume", "own", "train.steps=10", "cluster.workers_per_node=1")
+    assert done.returncode == 0, done.stderr
+    assert "own goes on with cluster.workers_per_node null -> 1, train.steps 6 -> 10." in done.stdout
+    assert [record["step"] for record in records(run)] == list(range(1, 11))
+    assert [record["batch/world_size"] for record in records(run)] == [2] * 6 + [1] * 4
+    assert {record["batch/global_size"] for record in records(run)} == {24}
+    assert (summary(run)["verdict"], summary(run)["resumed"]) == ("done", 1)
+    assert [(each["step"], each["to"]["world_size"]) for each in summary(run)["worlds"]] == [(6, 1)]
+    assert (run / "plan.0.json").read_text() == before
+    assert "6 steps are done, at 1 rank instead of 2" in (run / "logs" / "rank0.attempt1.log").read_text()
+    _, history, _, _ = read_back(run)
+    assert [row["step"] for row in history] == [*range(1, 11)], "the mirror goes on where it was, as the same run"
 
 
 def test_cancel_ends_a_run_of_this_machine(project: Path, launch: Launch) -> None:

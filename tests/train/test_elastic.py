@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.train.elastic_chain import STEPS, Chain, go, job, records, run, seen, strategies, worst
+from tests.train.elastic_chain import STEPS, go, job, records, run, seen, strategies, worst
 from tests.train.test_resume import tensors
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
@@ -134,15 +134,3 @@ def test_what_is_not_of_this_run_is_refused(tmp_path: Path) -> None:
     assert len(rates) == STEPS
     assert all(rates[step] == before[step] for step in before)
     assert rates[6] > 1.5 * before[5]
-
-
-def test_a_chain_is_as_it_is_described() -> None:
-    assert strategies((8, 4, 6, 1), 2) == Chain(
-        "turn2",
-        (
-            (8, ("strategy=hsdp", "strategy.shard_size=2", "batch.micro_size=1")),
-            (4, ("strategy=fsdp", "batch.micro_size=2")),
-            (6, ("strategy=ddp", "strategy.bucket_mb=0.002", "batch.micro_size=3")),
-            (1, ("strategy=single", "batch.micro_size=5")),
-        ),
-    )

@@ -1,0 +1,58 @@
+"""How long a long run's record takes to be cut back when the run goes on.
+
+    python jobs/bench_resume.py [--steps 100000] [--tries 5] [--dir DIR]
+
+Writes a metrics.jsonl of that many steps, with lines like a run's own, and cuts it back to a step near its end, in its
+middle and at its beginning. Times hold the copy, and its way to the disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+
+from launcher.train.cutback import cut_back
+
+# as `launch train` writes it for FSDP at two ranks, with every number as long as it may be
+LINE = {
+    "train/loss": 3.2188758248682006, "train/grad_norm": 0.4381294713269138, "train/lr": 0.0009990133642141358,
+    "batch/global_size": 64, "batch/micro_size": 4, "batch/accumulation": 8, "batch/world_size": 2,
+    "batch/samples": 64, "batch/items": 16384, "progress/samples": 6400000, "progress/items": 1638400000,
+    "progress/epoch": 21.333333333333332, "comm/collectives": 57, "comm/payload_bytes": 169304064,
+    "comm/wire_bytes": 169304064, "comm/wire_bytes_every": 541762048, "comm/wire_bytes_saved": 372457984,
+    "comm/saved_fraction": 0.6874930192378292, "comm/time_s": 0.18234713895712048, "comm/flags_bytes": 56,
+    "time/step_s": 0.7429038179572448, "time/data_s": 0.002934719238471938, "time/total_s": 74291.38179572448,
+    "throughput/samples_per_s": 86.14842197139457, "throughput/items_per_s": 22053.996024677012,
+    "memory/peak_bytes": 1728053248, "batch/empty_windows": 0, "noise/scale": 1823.4719384719238,
+    "noise/grad_sq": 0.0013847192384719238, "noise/variance": 2.5249719384719238,
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=100_000)
+    parser.add_argument("--tries", type=int, default=5)
+    parser.add_argument("--dir", type=Path, help="where the record lies; default: a temporary directory")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=given.dir) as folder:
+        record = Path(folder) / "metrics.jsonl"
+        text = json.dumps(LINE)[1:]
+        whole = "".join(f'{{"step": {step}, {text}\n' for step in range(1, given.steps + 1))
+        print(f"{given.steps:,} steps, {len(whole) / 1e6:.0f} MB")
+        for step in (given.steps - 10, given.steps // 2, 1):
+            taken: list[float] = []
+            for _ in range(given.tries):
+                record.write_text(whole + '{"step": 1')
+                began = time.perf_counter()
+                cut_back(record, step, None)
+                taken.append(time.perf_counter() - began)
+                with record.open("rb") as file:
+                    assert sum(1 for _ in file) == step
+            print(f"cut back to step {step:,}: best {min(taken):.3f} s, worst {max(taken):.3f} s")
+
+
+if __name__ == "__main__":
+    main()
