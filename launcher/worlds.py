@@ -68,7 +68,11 @@ def solve_largest(config: BatchConfig, world_size: int) -> Batch:
 def solve_smaller(config: BatchConfig, largest: Batch, world_size: int) -> Batch:
     """The same global batch in micro-batches of the same size, on fewer ranks."""
     same = dataclasses.replace(
-        config, global_size=largest.global_size, micro_size=largest.micro_size, accumulation=None
+        config,
+        global_size=largest.global_size,
+        micro_size=largest.micro_size,
+        accumulation=None,
+        on_oom=largest.on_oom,  # which batch.micro_size=auto decides
     )
     return solve_largest(same, world_size)
 

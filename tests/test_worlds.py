@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from launcher.batch import share_of_window
 from launcher.compose import compose, compose_with_yaml
-from launcher.config import BatchConfig, Config
+from launcher.config import BatchConfig, Config, OnOom
 from launcher.doctor.job import small
 from launcher.errors import ConfigError, UserError
 from launcher.placement import solve_script
@@ -133,6 +133,12 @@ def test_what_the_user_is_told() -> None:
 def test_a_ramp_needs_unequal_shares_too() -> None:
     plan = make_plan(*ELASTIC, "batch.ramp=[[10,16]]", "batch.global_size=48", "batch.micro_size=4")
     assert [world.batch.even for world in plan.worlds()] == [True, False, True]
+
+
+def test_what_memory_has_room_for_is_found_in_each_world() -> None:
+    plan = make_plan(*ELASTIC, "batch.micro_size=auto")
+    assert [world.batch.micro_size for world in plan.worlds()] == [16, 16, 16]
+    assert {world.batch.on_oom for world in plan.worlds()} == {OnOom.shrink}
 
 
 def test_a_default_config_has_one_host() -> None:
