@@ -265,7 +265,7 @@ def _plain(text: str) -> str:
     """OmegaConf's "Value 'x' of type 'str' could not be converted to Integer" without its types."""
     wanted = {
         "Integer": "a whole number", "int": "whole numbers", "Float": "a number", "bool": "true or false",
-        "String": "a text", "Union[int, str]": "a whole number, or MIN:MAX such as 2:4",
+        "String": "a text", "Union[int, str]": "a whole number",
     }  # fmt: skip
     for words in (
         r"Value ('.*?') (?:of type '.*' )?(?:could not be converted to|is not a valid) (\w+).*",

@@ -81,9 +81,8 @@ def on_hosts(count: int, nodes: int | str, error: UserError) -> ConfigError:
     """What is impossible in one of the worlds, said of the range."""
     problem, _, remedy = str(error).partition("\n  ")
     hosts = f"{count} host{'' if count == 1 else 's'}"
-    return ConfigError(
-        "cluster.nodes", nodes, f"not possible on {hosts}: {problem}", f"{remedy} Or let the range begin above {count}."
-    )
+    remedy = f"{remedy} Or let the range begin above {count}.".strip()
+    return ConfigError("cluster.nodes", nodes, f"not possible on {hosts}: {problem}", remedy)
 
 
 def notes(config: BatchConfig, batches: dict[int, Batch], batch_norms: int | None) -> tuple[str, ...]:
