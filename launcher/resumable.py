@@ -85,7 +85,8 @@ def rule(key: str) -> tuple[May, str] | None:
 
 def forced_by(changes: Iterable[Change]) -> tuple[str, ...]:
     """Keys of those that only --force lets through."""
-    return tuple(change.key for change in changes if _judged(change)[0] is May.force)
+    found = list(changes)
+    return tuple(change.key for change in found if _judged(change, found)[0] is May.force)
 
 
 def refusals(changes: Iterable[Change], forced: Container[str]) -> list[str]:
@@ -95,19 +96,22 @@ def refusals(changes: Iterable[Change], forced: Container[str]) -> list[str]:
         forced: keys whose change the user has insisted on.
     """
     lines: list[str] = []
-    for change in changes:
-        may, why = _judged(change)
+    found = list(changes)
+    for change in found:
+        may, why = _judged(change, found)
         if may is May.never or (may is May.force and change.key not in forced):
             remedy = "; --force does it all the same" if may is May.force else ""
             lines.append(f"{change.key}={shown(change.after)} (was {shown(change.before)}): {why}{remedy}.")
     return lines
 
 
-def _judged(change: Change) -> tuple[May, str]:
+def _judged(change: Change, beside: Iterable[Change]) -> tuple[May, str]:
+    """``beside``: all that changes at once."""
     key, before, after = change.key, change.before, change.after
     if key == "strategy.compress" and before == "powersgd":
         return May.force, "what PowerSGD has kept back of earlier gradients would be lost"
-    if key in ("precision.init_scale", "precision.growth_interval") and before is not None and after is not None:
+    of_the_scale = key in ("precision.init_scale", "precision.growth_interval")
+    if of_the_scale and not any(each.key == "precision.kind" for each in beside):
         return May.never, "the loss scale goes on as the checkpoint has it"
     if key == "checkpoint.enabled" and not after:
         return May.never, "a run goes on from checkpoints only"

@@ -85,6 +85,7 @@ REFUSED: dict[str, tuple[list[str], list[str]]] = {
     "cluster": (["cluster=slurm"], ["cluster.kind=slurm (was local)"]),
     "mirror": (["wandb.project=x", "sweep.at_once=3"], ["wandb.project=x (was launcher): W&B has the run there"]),
     "no checkpoints": (["checkpoint.enabled=false"], ["checkpoint.enabled=false (was true): a run goes on from"]),
+    "scale": (["precision.growth_interval=5"], ["precision.growth_interval=5 (was null): the loss scale goes on"]),
     "less": (["train.steps=9"], ["train.steps=9: 10 steps are done already", "train.steps of 10 or more"]),
     "nothing to force": (["train.steps=30", "--force"], ["--force: has no effect"]),
     "no key": (["train.stepz=30"], ["train.stepz=30: there is no such key.", "train.steps"]),

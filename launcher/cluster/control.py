@@ -135,7 +135,7 @@ def changed(plan: LaunchPlan, config_yaml: str) -> Generator[None, None, None]:
     """Around sending off a run with another plan than it had: that one is kept beside, under the number of the
     submission that it was the last one for, and is put back where none comes about."""
     paths = plan.paths
-    number = len(jobfile.submissions(paths)) - 1
+    number = max(0, len(jobfile.submissions(paths)) - 1)
     old, yaml = (file.read_text(encoding="utf-8") for file in (paths.plan, paths.config))
     write_text(paths.plan_until(number), old)
     write_text(paths.config_until(number), yaml)

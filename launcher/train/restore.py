@@ -81,10 +81,11 @@ def load(engine: Engine, directory: Path) -> Restored:
         engine.parallel.load_state_dict(kept)
     elif kept.get("residue") and engine.world.rank == 0:
         print(elastic.explain_dropped(kept["residue"]), flush=True)
-    if tensors[random]:
-        restore_random_state(tensors[random], engine.device)
-    else:
+    own = tensors[random]
+    if not own or (engine.device.type == "cuda" and "cuda" not in own):  # a new rank, or one that was on a CPU
         elastic.seed_new_rank(engine, engine.steps)
+    if own:
+        restore_random_state(own, engine.device)
     return Restored(state["run"], origin, ranks, alike)
 
 
