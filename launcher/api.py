@@ -68,8 +68,10 @@ def plan_job(config: Config, once: Once | None = None) -> RunPlan:
 
 def weighed(plan: RunPlan, config: Config) -> RunPlan:
     """With the sync policy that fits into memory, where that is the launcher's to choose."""
-    auto = plan.strategy.kind in SHARDED and config.strategy.sync is Sync.auto
-    return weigh_memory(plan) if auto else plan
+    if plan.strategy.kind not in SHARDED or config.strategy.sync is not Sync.auto:
+        return plan
+    most, *fewer = plan.worlds()
+    return weigh_memory(most).with_fewer(map(weigh_memory, fewer))
 
 
 def require_mirror(config: Config) -> None:

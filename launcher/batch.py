@@ -58,6 +58,12 @@ class Batch:
         """Of window ``index`` of the run, where it is full."""
         return -(-self.global_size_at(index) // (self.micro_size * self.world_size))
 
+    @property
+    def even(self) -> bool:
+        """Whether all ranks have as many samples of every full window."""
+        unit = self.micro_size * self.world_size
+        return all(size % unit == 0 for size in (self.global_size, *(stage.global_size for stage in self.ramp)))
+
     def even_at(self, index: int) -> bool:
         """Whether all ranks have as many samples of window ``index`` of the run, where it is full."""
         return self.global_size_at(index) % (self.micro_size * self.world_size) == 0

@@ -265,11 +265,12 @@ def _plain(text: str) -> str:
     """OmegaConf's "Value 'x' of type 'str' could not be converted to Integer" without its types."""
     wanted = {
         "Integer": "a whole number", "int": "whole numbers", "Float": "a number", "bool": "true or false",
-        "String": "a text",
+        "String": "a text", "Union[int, str]": "a whole number",
     }  # fmt: skip
     for words in (
         r"Value ('.*?') (?:of type '.*' )?(?:could not be converted to|is not a valid) (\w+).*",
         r"Value ('.*?') \(\w+\) is incompatible with type hint '(\w+)'.*",
+        r"Value ('.*?') of type '\w+' is incompatible with type hint '(Union\[int, str\])'",
     ):
         if found := re.fullmatch(words, text):
             return f"must be {wanted.get(found[2], found[2])}, not {found[1]}."

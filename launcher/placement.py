@@ -7,6 +7,7 @@ from launcher.errors import ConfigError
 from launcher.plan import FORMAT, ClusterPlan, EnvPlan, LaunchPlan, RunInfo
 from launcher.sbatch import names_gpus, solve_sbatch
 from launcher.site import ALLOWED_ENV, Site
+from launcher.worlds import NodeRange, node_range
 
 CPU_WORKERS = 2
 SCRIPT_COMMAND = ("-P", "-m", "launcher.cluster.script")
@@ -30,13 +31,20 @@ def solve_cluster(
     name: str,
     strategy: StrategyKind = StrategyKind.ddp,
     started: tuple[int, int] | None = None,
+    nodes: int | None = None,
 ) -> ClusterPlan:
-    _check_kind(config)
+    """``started``: hosts, and ranks on each, that a user's own torchrun has fixed. ``nodes``: which of the numbers that
+    cluster.nodes allows; default: the most."""
+    allowed = node_range(config.nodes)
+    _check_kind(config, allowed)
     device = config.device
     if device is Device.auto:
         _require_one_kind(config, site)
         device = Device.cuda if site.gpus else Device.cpu
-    nodes, workers = started or (config.nodes, config.workers_per_node)
+    if started is not None:
+        allowed, nodes = NodeRange(started[0], started[0]), started[0]
+    nodes = allowed.most if nodes is None else nodes
+    workers = config.workers_per_node if started is None else started[1]
     if workers is None:
         default = (site.gpus or 1) if device is Device.cuda else CPU_WORKERS
         workers = 1 if strategy is StrategyKind.single else default
@@ -58,10 +66,11 @@ def solve_cluster(
         )
     slurm = None
     if config.kind is ClusterKind.slurm:
-        slurm = solve_sbatch(config, nodes, workers, device, site.partition, name)
+        slurm = solve_sbatch(config, allowed, workers, device, site.partition, name)
     return ClusterPlan(
         kind=config.kind,
         nodes=nodes,
+        min_nodes=None if allowed.fixed else allowed.least,
         rendezvous=config.rendezvous,
         interface=config.interface,
         link_gbit=config.link_gbit,
@@ -104,21 +113,26 @@ _KINDS = dict.fromkeys(_SLURM_KEYS, (ClusterKind.slurm,)) | {
 }
 
 
-def _check_kind(config: ClusterConfig) -> None:
+def _check_kind(config: ClusterConfig, nodes: NodeRange) -> None:
     for name, kinds in _KINDS.items():
         if (value := getattr(config, name)) not in (None, [], {}) and config.kind not in kinds:
             raise ConfigError(
                 f"cluster.{name}", value, f"has no effect with cluster={config.kind.value}.",
                 f"It belongs to {' and '.join(f'cluster={kind.value}' for kind in kinds)}.",
             )  # fmt: skip
-    if config.kind is ClusterKind.local and config.nodes != 1:
+    if config.kind is ClusterKind.local and nodes != (1, 1):
         raise ConfigError(
             "cluster.nodes", config.nodes, "cluster=local is one machine.",
             "Use cluster.nodes=1; for several: cluster=slurm, or cluster=hosts where there is no scheduler.",
         )  # fmt: skip
     if config.kind is not ClusterKind.hosts:
         return
-    if config.nodes < 2:
+    if not nodes.fixed:
+        raise ConfigError(
+            "cluster.nodes", config.nodes, "without a scheduler nobody begins a job again with fewer hosts.",
+            f"Use cluster.nodes={nodes.most}, or cluster=slurm.",
+        )  # fmt: skip
+    if nodes.most < 2:
         raise ConfigError(
             "cluster.nodes", config.nodes, "cluster=hosts is a job over several machines.",
             "Use cluster.nodes=2 or more, or cluster=local.",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -31,6 +32,7 @@ from launcher.config import (
 from launcher.errors import UserError
 from launcher.fromjson import build
 from launcher.paths import RunPaths, write_text
+from launcher.worlds import NodeRange
 
 FORMAT = 1
 
@@ -74,7 +76,8 @@ class SlurmPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterPlan:
-    """``device``: cpu or cuda, never auto. ``cwd``: where the user typed the command. ``import_from``: directories with
+    """``nodes``: hosts in this plan; ``min_nodes``: the fewest that the job goes on with, None where that is fixed.
+    ``device``: cpu or cuda, never auto. ``cwd``: where the user typed the command. ``import_from``: directories with
     the user's modules. ``grace_s``: seconds. ``place``: None for a job on one host, and until the hosts have met.
     ``link_gbit``: Gbit/s of a host's link, if that was said."""
 
@@ -91,6 +94,17 @@ class ClusterPlan:
     cwd: str
     import_from: tuple[str, ...]
     slurm: SlurmPlan | None
+    min_nodes: int | None = None
+
+    @property
+    def range(self) -> NodeRange:
+        """Hosts that the job may have."""
+        return NodeRange(self.min_nodes or self.nodes, self.nodes)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks on all hosts."""
+        return self.nodes * self.workers_per_node
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +136,22 @@ class LaunchPlan:
     def node(self) -> int:
         """The number of the host that this plan is of."""
         return 0 if self.cluster.place is None else self.cluster.place.node
+
+    def on(self, nodes: int) -> Self:
+        """The plan of this job on ``nodes`` hosts.
+
+        Raises:
+            UserError: it was not planned for so many.
+        """
+        planned = self.cluster.range
+        if not planned.least <= nodes <= planned.most:
+            raise UserError(f"The job has {nodes} hosts, and was planned for {planned.words} (cluster.nodes).")
+        return dataclasses.replace(self, cluster=dataclasses.replace(self.cluster, nodes=nodes))
+
+    def worlds(self) -> list[Self]:
+        """The plan on each number of hosts that the job may have, the most first."""
+        least, most = self.cluster.range
+        return [self.on(nodes) for nodes in range(most, least - 1, -1)]
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2)
@@ -296,9 +326,20 @@ class WandbPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Fewer:
+    """What is different in the plan of a job on fewer hosts, ``nodes``; all else is the same."""
+
+    nodes: int
+    batch: Batch
+    strategy: StrategyPlan
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunPlan(LaunchPlan):
     """A training job. ``notes``: what the user should know before it starts. ``forced``: config keys that the user has
-    changed on the way, and insisted on: `launch resume --force`."""
+    changed on the way, and insisted on: `launch resume --force`. ``fewer``: for each smaller number of hosts that it
+    may have."""
 
     batch: Batch
     epoch: EpochPlan
@@ -312,6 +353,23 @@ class RunPlan(LaunchPlan):
     wandb: WandbPlan
     notes: tuple[str, ...]
     forced: tuple[str, ...] = ()
+    fewer: tuple[Fewer, ...] = ()
+
+    def on(self, nodes: int) -> Self:
+        plan = super().on(nodes)
+        if nodes == self.cluster.nodes:
+            return plan
+        there = next(world for world in self.fewer if world.nodes == nodes)
+        fewer = tuple(world for world in self.fewer if world.nodes < nodes)
+        return dataclasses.replace(plan, batch=there.batch, strategy=there.strategy, notes=there.notes, fewer=fewer)
+
+    def with_fewer(self, plans: Iterable[Self]) -> Self:
+        """This plan, on the most hosts, together with those of the same job on fewer."""
+        fewer = (
+            Fewer(nodes=plan.cluster.nodes, batch=plan.batch, strategy=plan.strategy, notes=plan.notes)
+            for plan in plans
+        )
+        return dataclasses.replace(self, fewer=tuple(fewer))
 
     @property
     def schedule_steps(self) -> int | None:

@@ -30,8 +30,9 @@ ACTIVE = frozenset({State.pending, State.running, State.requeued})
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """One run as it stands. ``detail``: why, in a few words. ``step``, ``steps``: optimizer steps recorded, and
-    planned. ``nodes``: that it runs on, or ran on last. ``submissions``: how often it was sent off. ``sweep``,
-    ``cell``: the directory of the sweep that it is of, and what tells its cell from the others."""
+    planned. ``nodes``: that it runs on, or ran on last; ``ranks``: on all of them, None before it has begun.
+    ``submissions``: how often it was sent off. ``sweep``, ``cell``: the directory of the sweep that it is of, and what
+    tells its cell from the others."""
 
     name: str
     dir: str
@@ -42,6 +43,7 @@ class Run:
     created: str
     job: str | None
     nodes: str
+    ranks: int | None
     submissions: int
     step: int | None
     steps: int | None

@@ -9,6 +9,7 @@ from launcher.container import require_image
 from launcher.errors import ConfigError
 from launcher.plan import SlurmPlan
 from launcher.site import Partition
+from launcher.worlds import NodeRange
 
 CPUS_PER_WORKER = 2  # without a GPU: the rank itself, and the process that reads its data
 # Slurm looks at time limits every 30 s, and so sends the signal up to that much early
@@ -31,12 +32,12 @@ _OURS = (
 
 
 def solve_sbatch(
-    config: ClusterConfig, nodes: int, workers: int, device: Device, partition: Partition | None, name: str
+    config: ClusterConfig, nodes: NodeRange, workers: int, device: Device, partition: Partition | None, name: str
 ) -> SlurmPlan:
     """The options of one task a node.
 
     Args:
-        nodes, workers: of the job; workers on each node.
+        nodes, workers: that the job may have; workers on each node.
         partition: what it has; None where it was not asked. Its nodes may differ: what is not said is by the least of
             those that will do, and refused is what none of them has.
         name: of the run, and so of the job.
@@ -58,11 +59,13 @@ def solve_sbatch(
     cpus = workers * (config.cpus_per_worker or _default_cpus(workers, device, partition))
     options: dict[str, object] = {
         "job-name": name,
-        "nodes": nodes,
-        "ntasks-per-node": 1,
+        "nodes": nodes.most if nodes.fixed else f"{nodes.least}-{nodes.most}",
         "cpus-per-task": cpus,
         "requeue": True,
     }
+    if nodes.fixed:
+        # of a range Slurm would count the tasks by the fewest nodes, and give no more; it starts one on each anyway
+        options["ntasks-per-node"] = 1
     if device is Device.cuda and not names_gpus(config):
         options["gpus-per-node"] = workers
     for key in ("partition", "account", "qos", "time", "mem", "constraint", "exclude", "dependency"):
@@ -93,12 +96,13 @@ def _default_cpus(workers: int, device: Device, partition: Partition | None) -> 
     return max(1, min(CPUS_PER_WORKER, partition.cores // workers))
 
 
-def _require_room(config: ClusterConfig, nodes: int, workers: int, partition: Partition) -> None:
+def _require_room(config: ClusterConfig, nodes: NodeRange, workers: int, partition: Partition) -> None:
     most = min(partition.nodes, partition.max_nodes or partition.nodes)
-    if nodes > most:
+    if nodes.most > most:
+        fits = f"{nodes.least}:{most}" if nodes.least < most and not nodes.fixed else most
         raise ConfigError(
-            "cluster.nodes", nodes, f"partition {partition.name} gives a job {most} at most.",
-            f"Use cluster.nodes={most} or less, or another cluster.partition (see `sinfo`).",
+            "cluster.nodes", config.nodes, f"partition {partition.name} gives a job {most} at most.",
+            f"Use cluster.nodes={fits} or less, or another cluster.partition (see `sinfo`).",
         )  # fmt: skip
     if config.cpus_per_worker:
         wanted, most = config.cpus_per_worker * workers, partition.most_cores

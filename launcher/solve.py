@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 
 from launcher import batch as contract
+from launcher import worlds
 from launcher.config import (
     BatchConfig,
     CheckpointConfig,
@@ -29,6 +30,7 @@ from launcher.placement import solve_cluster, solve_env
 from launcher.plan import (
     FORMAT,
     CheckpointPlan,
+    ClusterPlan,
     EpochPlan,
     OptimizerPlan,
     RunInfo,
@@ -43,6 +45,7 @@ from launcher.policy import SHARDED
 from launcher.site import Site
 from launcher.strategy import solve_precision, solve_strategy
 from launcher.validate import check
+from launcher.worlds import node_range
 
 DEFAULT_STEPS = 300
 # where a rank runs out of memory in the middle of a collective, the workers begin again with smaller micro-batches
@@ -70,11 +73,33 @@ def solve(
         rebatch: what becomes of the batch where the run is on its way already, as ``launcher.rebatch`` has it.
 
     Raises:
-        ConfigError: values that are impossible, alone or together.
+        ConfigError: values that are impossible, alone or together; in any of the worlds that the job may have.
     """
     check(config)
+    nodes = node_range(config.cluster.nodes)
     cluster = solve_cluster(config.cluster, site, run.name, config.strategy.kind, started)
-    batch = rebatch(contract.solve_batch(config.batch, cluster.nodes * cluster.workers_per_node))
+    if started is not None or nodes.fixed:
+        batch = rebatch(contract.solve_batch(config.batch, cluster.world_size))
+        return _on_cluster(config, site, task, run, cluster, batch)
+    largest = rebatch(worlds.solve_largest(config.batch, cluster.world_size))
+    plan = _on_cluster(config, site, task, run, cluster, largest)
+    fewer: list[RunPlan] = []
+    for count in range(nodes.least, nodes.most):
+        try:
+            cluster = solve_cluster(config.cluster, site, run.name, config.strategy.kind, nodes=count)
+            batch = rebatch(worlds.solve_smaller(config.batch, largest, cluster.world_size))
+            fewer.append(_on_cluster(config, site, task, run, cluster, batch))
+        except ConfigError as error:
+            raise worlds.on_hosts(count, config.cluster.nodes, error) from None
+    batches = {each.cluster.nodes: each.batch for each in (plan, *fewer)}
+    notes = worlds.notes(config.batch, batches, task.batch_norms)
+    return dataclasses.replace(plan, notes=(*plan.notes, *notes)).with_fewer(fewer)
+
+
+def _on_cluster(
+    config: Config, site: Site, task: TaskPlan, run: RunInfo, cluster: ClusterPlan, batch: contract.Batch
+) -> RunPlan:
+    """All that follows from the world and the batch in it."""
     epoch = _epoch(config.batch, batch, task)
     steps = _steps(config.train, epoch, batch, task)
     precision = solve_precision(config.precision, config.strategy.kind)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from launcher.config import Config
 from launcher.errors import ConfigError
+from launcher.worlds import node_range
 
 Number = float | int
 
@@ -25,7 +26,6 @@ def _between(low: Number, high: Number) -> tuple[Callable[[Number], bool], str]:
 
 
 _BOUNDS: dict[str, tuple[Callable[[Number], bool], str]] = {
-    "cluster.nodes": _at_least(1),
     "cluster.workers_per_node": _at_least(1),
     "cluster.link_gbit": _above(0),
     "cluster.max_restarts": _at_least(0),
@@ -66,6 +66,7 @@ def check(config: Config) -> None:
         value = getattr(getattr(config, group), name)
         if value is not None and not holds(value):
             raise ConfigError(key, value, problem)
+    node_range(config.cluster.nodes)
     betas = config.optimizer.betas
     if betas is not None and (len(betas) != 2 or not all(0 <= b < 1 for b in betas)):
         raise ConfigError("optimizer.betas", betas, "must be two numbers of at least 0 and below 1.")

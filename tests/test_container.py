@@ -140,7 +140,7 @@ def silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Situation:
 def task_of(situation: Situation) -> Task:
     task = Task(job="7", node=0, nodes=2, node_list="node[1-2]", restart=0, can_ask=False)
     situation.fence = node.Fence(situation.paths, node.Incarnation())
-    node._open(task, situation.fence)
+    node._open(situation.plan, task, situation.fence)
     return task
 
 

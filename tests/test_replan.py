@@ -14,6 +14,7 @@ from launcher import cli
 from launcher.api import plan_job
 from launcher.cluster import jobfile, local
 from launcher.cluster.jobfile import Submission
+from launcher.cluster.slurm import client
 from launcher.commands import jobs
 from launcher.compose import compose_with_yaml, known_keys
 from launcher.paths import RunPaths
@@ -205,3 +206,14 @@ def test_every_key_has_a_rule() -> None:
     assert not without
     assert rule("optimizer.lr") != rule("optimizer.kind")
     assert {rule(key)[0] for key in ("cluster.nodes", "strategy.sync", "precision.kind")} == {May.change}  # pyright: ignore
+
+
+def test_a_fixed_number_of_nodes_becomes_a_range(sent: list[RunPlan], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "available", lambda: False)
+    begun("cluster=slurm", "cluster.nodes=2", "cluster.workers_per_node=2")
+    assert cli.run(["resume", "own", "cluster.nodes=1:3"]) == 0
+    (plan,) = sent
+    assert [world.batch.world_size for world in plan.worlds()] == [6, 4, 2]
+    assert {(world.batch.global_size, world.batch.micro_size) for world in plan.worlds()} == {(24, 3)}
+    assert plan.cluster.slurm is not None
+    assert plan.cluster.slurm.options["nodes"] == "1-3"

@@ -68,6 +68,17 @@ srun --unbuffered --output /nowhere/run/slurm/%j_%t_log.out --kill-on-bad-exit=1
     )
 
 
+def test_the_script_of_a_range() -> None:
+    """With ntasks-per-node Slurm would count tasks by the fewest nodes, and never give more."""
+    lines = submit.script(make_plan("cluster=slurm", "cluster.nodes=2:4", "cluster.workers_per_node=1")).splitlines()
+    assert [line for line in lines if line.startswith("#SBATCH")] == [
+        "#SBATCH --cpus-per-task=2", "#SBATCH --job-name=run", "#SBATCH --nodes=2-4", "#SBATCH --open-mode=append",
+        "#SBATCH --output=/nowhere/run/slurm/%j_0_log.out", "#SBATCH --requeue", "#SBATCH --signal=USR2@45",
+    ]  # fmt: skip
+    (srun,) = (line for line in lines if line.startswith("srun "))
+    assert "--kill-on-bad-exit=1 --cpus-per-task=2 /bin/sh" in srun
+
+
 def test_gpus_and_cores_follow_the_partition() -> None:
     plan = solve("cluster.nodes=2")
     assert (plan.workers_per_node, plan.device.value) == (8, "cuda")
@@ -160,6 +171,8 @@ def test_every_slurm_option_has_one_way_to_say_it() -> None:
     ("override", "words"),
     [
         ("cluster.nodes=5", "partition gpu gives a job 4 at most"),
+        ("cluster.nodes=2:5", r"cluster.nodes=2:5: partition gpu gives a job 4 at most.\n  Use cluster.nodes=2:4 or"),
+        ("cluster.nodes=5:6", r"partition gpu gives a job 4 at most.\n  Use cluster.nodes=4 or less"),
         ("cluster.workers_per_node=9", "a node of partition gpu shows 8 GPUs"),
         ("cluster.time=2-00:00:00", "allows 1-00:00:00 at most"),
         ("cluster.time=00:01:00", "too short for one checkpoint"),

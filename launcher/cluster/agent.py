@@ -48,7 +48,7 @@ def main(run_dir: str, node: str, parent: str, submission: str) -> int:
     plan, own = load_plan(plan_file), Incarnation(int(submission))
     place = plan.cluster.place
     if place is None or place.node == 0 or not place.shared:  # else node 0 does it for this one
-        begin(Fence(paths, own))
+        begin(Fence(paths, own), ranks=plan.cluster.world_size)
     with StopShield() as shield:
         ended = serve(plan, plan_file, own, shield)
     if ended.words:

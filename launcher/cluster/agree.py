@@ -26,7 +26,7 @@ _OWN = (
 _DERIVED = (
     "batch.world_size", "epoch.windows", "epoch.short_window", "strategy.sync_reason", "strategy.payload_bytes",
     "strategy.payload_bytes_every", "strategy.wire_bytes", "strategy.wire_bytes_every", "strategy.forecasts",
-    "strategy.memory_bytes", "strategy.rehearses",
+    "strategy.memory_bytes", "strategy.rehearses", "fewer",
 )  # fmt: skip
 # the plan's names, and the keys that a user sets
 _KEYS = {

@@ -120,6 +120,7 @@ class _Read:
             created=self.plan.get("run", {}).get("created", ""),
             job=self.job,
             nodes=(listed.nodes if listed else "") or names,
+            ranks=self.incarnation.get("ranks"),
             submissions=sum(not submission.refused for submission in self.submissions),
             step=record.get("step"),
             steps=self.plan.get("train", {}).get("steps"),

@@ -18,6 +18,7 @@ from launcher.doctor.desk import Answer
 from launcher.plan import LaunchPlan
 from launcher.sbatch import clock
 from launcher.site import Partition
+from launcher.worlds import node_range
 
 NAME = "launch-doctor"
 _LIMIT_S = 300
@@ -48,7 +49,9 @@ def small(config: ClusterConfig, partition: Partition | None) -> ClusterConfig:
     """The user's options for a job that only looks: a short time limit, nothing to save, nothing to wait for."""
     longest = None if partition is None else partition.limit_s
     time_s = _LIMIT_S if longest is None else min(_LIMIT_S, longest)
-    return dataclasses.replace(config, time=clock(time_s), grace_s=1, dependency=None)
+    # of a range, as many nodes as the job needs to begin
+    nodes = node_range(config.nodes).least
+    return dataclasses.replace(config, nodes=nodes, time=clock(time_s), grace_s=1, dependency=None)
 
 
 def ask_nodes(plan: LaunchPlan, say: Callable[[str], None]) -> Asked:

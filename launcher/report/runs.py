@@ -25,7 +25,7 @@ COLOURS: dict[str, str] = {
 def runs_table(runs: Sequence[Run], sweeps: Mapping[str, Sequence[Run]]) -> Table:
     """A line a run, the newest last; then one a sweep, by name, with how many of its cells stand how."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for column in ("run", "state", "step", "loss", "job", "user", "begun", ""):
+    for column in ("run", "state", "step", "loss", "ranks", "job", "user", "begun", ""):
         table.add_column(column, no_wrap=column != "", overflow="fold")
     for run in sorted(runs, key=lambda run: run.created):
         table.add_row(
@@ -33,6 +33,7 @@ def runs_table(runs: Sequence[Run], sweeps: Mapping[str, Sequence[Run]]) -> Tabl
             f"[{COLOURS[run.state]}]{run.state.value}[/]",
             step_text(run),
             "" if run.loss is None else f"{run.loss:.4f}",
+            "" if run.ranks is None else str(run.ranks),
             run.job or run.kind,
             escape(run.user),
             _when(run.created),
@@ -43,7 +44,9 @@ def runs_table(runs: Sequence[Run], sweeps: Mapping[str, Sequence[Run]]) -> Tabl
         states = ", ".join(f"[{COLOURS[state]}]{counted[state]} {state.value}[/]" for state in State if counted[state])
         begun = min((cell.created for cell in cells if cell.created), default="")
         users = ",".join(sorted({cell.user for cell in cells if cell.user}))
-        table.add_row(escape(sweep), "sweep", "", "", "", escape(users), _when(begun), f"{len(cells)} cells: {states}")
+        table.add_row(
+            escape(sweep), "sweep", "", "", "", "", escape(users), _when(begun), f"{len(cells)} cells: {states}"
+        )
     return table
 
 
@@ -55,7 +58,8 @@ def status_table(run: Run, happened: Sequence[dict[str, Any]] = ()) -> Table:
     if run.job is not None:
         add("job", f"{run.job}, submitted {run.submissions} time{'' if run.submissions == 1 else 's'} by {run.user}")
     if run.nodes:
-        add("nodes", run.nodes)
+        ranks = "" if run.ranks is None else f": {run.ranks} rank{'' if run.ranks == 1 else 's'}"
+        add("nodes", f"{run.nodes}{ranks}")
     if run.step is not None:
         add("step", step_text(run) + ("" if run.loss is None else f", loss {run.loss:.4f}"))
     add("files", near(run.dir))
@@ -75,7 +79,7 @@ def submitted_text(plan: LaunchPlan, job: str) -> str:
     assert plan.cluster.slurm is not None
     name, options = called(plan.paths.root), plan.cluster.slurm.options
     queue = f", partition {options['partition']}" if "partition" in options else ""
-    nodes = f"{plan.cluster.nodes} node{'' if plan.cluster.nodes == 1 else 's'}"
+    nodes = f"{plan.cluster.range.words} node{'' if plan.cluster.nodes == 1 else 's'}"
     return (
         f"Submitted {plan.run.name} as Slurm job {job}: {nodes} × {plan.cluster.workers_per_node}{queue}.\n"
         f"  launch status {name}\n  launch logs {name} --follow\n  launch cancel {name}"

@@ -32,14 +32,14 @@ def plan_table(plan: RunPlan) -> Table:
     """The plan, a row a decision."""
     table, add = named_lines(f"Plan: {plan.run.name}")
     batch, epoch, cluster, strategy = plan.batch, plan.epoch, plan.cluster, plan.strategy
+    hosts = f"{cluster.range.words} host{'' if cluster.nodes == 1 else 's'}"
     add(
         "workers",
-        f"{_count(cluster.nodes, 'host')} × {_count(cluster.workers_per_node, 'worker')}, {cluster.device.value}",
+        f"{hosts} × {_count(cluster.workers_per_node, 'worker')}, {cluster.device.value}",
     )
-    add(
-        "global batch",
-        batch.words,
-    )
+    for world in plan.worlds():
+        where = "" if cluster.range.fixed else f"on {_count(world.cluster.nodes, 'host')}: "
+        add("global batch" if world.batch is batch else "", f"{where}{world.batch.words}")
     if batch.on_oom is OnOom.shrink:
         add("", "out of memory: micro-batches are halved, and the window is done again")
     if batch.ramp:

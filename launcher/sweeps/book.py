@@ -36,7 +36,8 @@ class Cell:
     def label(self) -> str:
         """Its overrides without the groups of their keys: ``accumulation=4 workers_per_node=2``."""
         pairs = (override.lstrip("+").partition("=") for override in self.overrides)
-        return " ".join(f"{key.rpartition('.')[2]}={value}" for key, _, value in pairs)
+        text = " ".join(f"{key.rpartition('.')[2]}={value}" for key, _, value in pairs)
+        return text.replace("\\:", ":")  # Hydra writes a range of nodes so
 
 
 @dataclass(frozen=True, kw_only=True)

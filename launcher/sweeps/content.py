@@ -12,8 +12,8 @@ from typing import Any
 from launcher.plan import RunPlan
 
 # who and where, and what is shown: a run that differs in these only is not run again
-_NOT_CONTENT = ("format", "run", "command", "wandb", "notes")
-_NOT_OF_CLUSTER = ("cwd", "import_from", "link_gbit", "grace_s", "max_restarts", "slurm")
+_NOT_CONTENT = ("format", "run", "command", "wandb", "notes", "fewer")
+_NOT_OF_CLUSTER = ("cwd", "import_from", "link_gbit", "grace_s", "max_restarts", "slurm", "min_nodes")
 _QUEUEING = (
     "job-name", "time", "account", "qos", "dependency", "mem", "requeue", "comment", "mail-type", "mail-user",
     "nice", "begin",

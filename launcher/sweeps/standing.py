@@ -59,6 +59,7 @@ def _without_run(state: State, detail: str, paths: SweepPaths, cell: str) -> Run
         created="",
         job=None,
         nodes="",
+        ranks=None,
         submissions=0,
         step=None,
         steps=None,

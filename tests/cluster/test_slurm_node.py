@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from datetime import datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from launcher.cluster.slurm import client, ending, failures, node
 from launcher.cluster.slurm.client import Job, SlurmSilent
 from launcher.cluster.slurm.failures import Reports, lost_its_peers
 from launcher.cluster.slurm.task import Task
-from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, SiteError, Superseded
+from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, SiteError, Superseded, UserError
 from launcher.incarnation import Fence, Incarnation
 from launcher.paths import RunPaths, read_json, write_json
 from launcher.plan import RunPlan
@@ -59,7 +61,7 @@ class Situation:
         if step is not None:
             self.paths.checkpoint(step).mkdir(exist_ok=True)
         self.fence = Fence(self.paths, Incarnation(submission, restart))
-        node._open(self.task(0, restart), self.fence)
+        node._open(self.plan, self.task(0, restart), self.fence)
 
     def task(self, number: int = 0, restart: int = 0) -> Task:
         return Task(job="7", node=number, nodes=2, node_list="node[1-2]", restart=restart)
@@ -208,6 +210,27 @@ def test_a_node_without_a_way_says_so_in_the_runs_verdict(tmp_path: Path, monkey
     ending.failed(now.plan, now.task(), now.fence, failure("no interface leads there", None))
     assert now.fence.newest()["incarnation"] == "0.0", "the verdict is of a start that has begun"
     assert (read_json(now.paths.summary) or {})["verdict"] == "failed"
+
+
+def test_a_start_takes_the_plan_for_as_many_nodes_as_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = Situation(tmp_path / "run", monkeypatch, "cluster.nodes=1:2", "cluster.workers_per_node=3")
+    now.plan.save()
+    served: list[tuple[RunPlan, Path]] = []
+
+    def serve(plan: RunPlan, plan_file: Path, *_: object) -> Ended:
+        served.append((plan, plan_file))
+        return Ended(EXIT_DONE, {})
+
+    monkeypatch.setattr(node, "serve", serve)
+    now.fence = Fence(now.paths, Incarnation())
+    alone = dataclasses.replace(now.task(), nodes=1)
+    assert node._run(alone, now.fence, SimpleNamespace(asked=None)) == EXIT_DONE  # pyright: ignore
+    ((plan, plan_file),) = served
+    assert (plan.batch.world_size, plan_file.name) == (3, "plan.nodes1.json")
+    assert RunPlan.load(plan_file) == plan
+    assert now.fence.newest()["ranks"] == events.read(now.paths)[0]["ranks"] == 3
+    with pytest.raises(UserError, match="has 3 hosts, and was planned for 1 to 2"):
+        node._run(dataclasses.replace(alone, nodes=3), now.fence, SimpleNamespace(asked=None))  # pyright: ignore
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
 """What Slurm starts on each node of a job: the agent, and what becomes of the job when it ends.
 
 One task a node, one incarnation of the run for each time Slurm starts the job. Node 0 opens the incarnation and says
-where the nodes meet; all of them read plan.json, which does not change. When Slurm wants the nodes back, or the time is
-over, the workers save and leave, and node 0 has Slurm queue the job again.
+where the nodes meet; all of them read the plan for as many nodes as this start has: plan.json, or where those are fewer
+than the job may have, plan.nodesN.json, which follows from it. When Slurm wants the nodes back, or the time is over,
+the workers save and leave, and node 0 has Slurm queue the job again.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from launcher.cluster.slurm.route import way_to, way_to_others
 from launcher.cluster.slurm.task import Task
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, LauncherError, SiteError, Superseded
 from launcher.incarnation import Fence, Incarnation
-from launcher.paths import RunPaths
+from launcher.paths import RunPaths, write_text
 from launcher.plan import LaunchPlan, Place
 from launcher.process import StopShield, die_with_parent
 
@@ -101,16 +102,34 @@ def _write_to(paths: RunPaths, node: int) -> None:
 def _run(task: Task, fence: Fence, shield: StopShield) -> int:
     paths = fence.paths
     print(f"--- {datetime.now():%Y-%m-%d %H:%M:%S} incarnation {fence.own} on {socket.gethostname()}", flush=True)
-    plan = load_plan(paths.plan)
     if cancelled(paths):
         return EXIT_RESUMABLE
+    plan, plan_file = _plan_for(task, fence)
     plan = _meet(plan, task, fence)
     # a signal that came before there were handlers is lost; what it was about is not
     if task.node == 0 and shield.asked is None and wanted_back(plan, task):
         shield.asked = signal.SIGUSR2
-    ended = serve(plan, paths.plan, fence.own, shield)
+    ended = serve(plan, plan_file, fence.own, shield)
     fence.check()
     return conclude(plan, task, fence, ended)
+
+
+def _plan_for(task: Task, fence: Fence) -> tuple[LaunchPlan, Path]:
+    """The plan on as many nodes as this start has, and its file, which node 0 writes before any node can need it.
+
+    Raises:
+        Superseded: Slurm has started the job again meanwhile.
+        UserError: it was not planned for so many.
+    """
+    whole = load_plan(fence.paths.plan)
+    plan = whole.on(task.nodes)
+    if plan == whole:
+        return plan, fence.paths.plan
+    file = fence.paths.plan_for(task.nodes)
+    if task.node == 0:
+        fence.check()
+        write_text(file, plan.to_json() + "\n")
+    return plan, file
 
 
 def _meet(plan: LaunchPlan, task: Task, fence: Fence) -> LaunchPlan:
@@ -122,7 +141,7 @@ def _meet(plan: LaunchPlan, task: Task, fence: Fence) -> LaunchPlan:
     """
     cluster = plan.cluster
     if task.node == 0:
-        _open(task, fence)
+        _open(plan, task, fence)
         route = store = None
         if task.nodes > 1:
             route = way_to_others(cluster.interface)
@@ -144,16 +163,17 @@ def _meet(plan: LaunchPlan, task: Task, fence: Fence) -> LaunchPlan:
     )
 
 
-def _open(task: Task, fence: Fence) -> None:
+def _open(plan: LaunchPlan, task: Task, fence: Fence) -> None:
     paths, before = fence.paths, fence.newest()
     steps = paths.newest_step()
     # of this submission: a person who resumes a run has perhaps mended what was in its way
     restarted = before.get("incarnation", "").partition(".")[0] == str(fence.own.submission)
     fruitless = before.get("fruitless", 0) + 1 if restarted and before.get("from_step") == steps else 0
-    begin(fence, job=task.job, from_step=steps, fruitless=fruitless)
+    ranks = plan.cluster.world_size
+    begin(fence, job=task.job, from_step=steps, fruitless=fruitless, ranks=ranks)
     names = client.host_names(task.node_list) if task.can_ask else [task.node_list]
     fence.add(nodes=names)
-    events.note(paths, "started", incarnation=str(fence.own), job=task.job, nodes=names, from_step=steps)
+    events.note(paths, "started", incarnation=str(fence.own), job=task.job, nodes=names, ranks=ranks, from_step=steps)
 
 
 def _wait_for_first(fence: Fence) -> dict[str, Any]:

@@ -187,8 +187,7 @@ def _executor(plan: LaunchPlan, srun: Sequence[str], name: str, folder: Path) ->
     executor = Executor(folder, python=_PYTHON.format(shlex.quote(python)))
     executor.update_parameters(
         job_name=name,
-        nodes=options.pop("nodes"),
-        ntasks_per_node=options.pop("ntasks-per-node"),
+        nodes=plan.cluster.nodes,  # submitit counts with it; the options, which come last, may have a range
         time=limit,
         signal_delay_s=slurm.signal_s,
         setup=[*slurm.setup] or None,

@@ -35,7 +35,9 @@ class Facts:
 def facts_of(plan: dict[str, Any], paths: RunPaths) -> Facts:
     """Raises OSError, KeyError and the like for what another version has written. ``plan``: plan.json's object."""
     batch, cluster, run = plan["batch"], plan["cluster"], plan["run"]
-    solved = {f"cluster.{name}": cluster[name] for name in ("nodes", "workers_per_node", "device")}
+    solved = {f"cluster.{name}": cluster[name] for name in ("workers_per_node", "device")}
+    if cluster.get("min_nodes") is None:  # a range is told as it was set
+        solved["cluster.nodes"] = cluster["nodes"]
     solved["optimizer.lr"] = plan["optimizer"]["lr"]
     return Facts(
         name=run["name"],

@@ -1,0 +1,76 @@
+"""A job that may have fewer nodes goes on with those that are left, and with more once they are back."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import launch
+from tests.system.runs import records, summary
+from tests.system.slurm import Cluster, cluster, needs_slurm
+from tests.system.test_slurm import JOB, Project
+
+pytestmark = [pytest.mark.slow, pytest.mark.root, needs_slurm]
+
+STEPS = 40
+# two steps a second, so that a node can come back while two others train
+MINE = (
+    f"train.steps={STEPS}", "precision=fp32", "checkpoint.every=2", "cluster.workers_per_node=1",
+    "batch.global_size=22", "batch.micro_size=1",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Cluster]:
+    with cluster(3, proctrack="linuxproc") as there:
+        yield there
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same job on this machine, in one world."""
+    place = tmp_path_factory.mktemp("undisturbed")
+    subprocess.run(["cp", "-r", str(Path(__file__).parent.parent / "user_project" / "speech"), str(place)], check=True)
+    done = launch("train", *JOB, *MINE, cwd=place)
+    assert done.returncode == 0, done.stderr
+    return place / "runs" / "own"
+
+
+def test_a_job_goes_on_with_the_nodes_that_are_left(three: Cluster, project: Path, undisturbed: Path) -> None:
+    """22 samples cannot be shared alike by three ranks, and can by two: both worlds learn the same."""
+    mine = Project(three, project)
+    job = mine.submit(*MINE, "cluster.nodes=2:3")
+    mine.wait_for_step(6)
+    assert mine.events()[-1]["ranks"] == 3
+    lost = random.choice(mine.events()[-1]["nodes"])
+    three.fail(lost, "power")
+    mine.wait_for_start(2)
+    begun = mine.events()[-1]
+    assert (len(begun["nodes"]), begun["ranks"]) == (2, 2)
+    assert lost not in begun["nodes"]
+    assert begun["from_step"] >= 4
+    three.heal(lost)
+    three.wait(lambda: lost in three.idle(), "the node to come back", 60)
+    mine.wait_for_step(begun["from_step"] + 3)
+    assert json.loads(mine.launch("status", "own", "--json").stdout)["ranks"] == 2
+    three.login("scancel", "--signal=USR2", job)
+    mine.wait_for_start(3)
+    assert mine.events()[-1]["nodes"] == three.nodes
+    mine.finish()
+
+    mine_now, wanted = records(mine.run), records(undisturbed)
+    assert [record["step"] for record in mine_now] == list(range(1, STEPS + 1))
+    worlds = [record["batch/world_size"] for record in mine_now]
+    starts = [event["from_step"] for event in mine.events() if event["event"] == "started"]
+    assert worlds == [3] * starts[1] + [2] * (starts[2] - starts[1]) + [3] * (STEPS - starts[2])
+    for ours, theirs in zip(mine_now, wanted, strict=True):
+        for key in ("batch/samples", "batch/items", "progress/samples", "progress/items", "train/lr"):
+            assert ours[key] == theirs[key], key
+        assert ours["train/loss"] == pytest.approx(theirs["train/loss"], rel=1e-4)
+    assert summary(mine.run)["eval/loss"] == pytest.approx(summary(undisturbed)["eval/loss"], rel=1e-4)
+    mine.nothing_is_left()
