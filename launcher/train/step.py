@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from launcher.config import Sync
@@ -210,20 +210,6 @@ def _stack(values: list[Tensor]) -> Tensor:
     return torch.stack([v.reshape(()) for v in values]).double()
 
 
-def agree_on_divisor(items: int | Tensor, micro_batches: int, world: World, device: torch.device) -> float:
-    """C, before anything is known but the items of each rank's first micro-batch."""
-    most = torch.as_tensor(items, dtype=torch.float64, device=device).detach().reshape(1)
-    if world.size > 1:
-        most = most.clone()
-        dist.all_reduce(most, dist.ReduceOp.MAX)
-    return divisor(most.item() * micro_batches)
-
-
-def divisor(items: float) -> float:
-    """C: a power of two near the ``items`` of a rank's window: scaling by it is exact, and fp16 stays in range."""
-    return 2.0 ** round(math.log2(min(max(1.0, items), 2.0**60)))
-
-
 def explain_bad_loss(totals: WindowTotals, world: World, step: int) -> NotFinite:
     """The error that every rank raises together: which rank and micro-batch it was, and what to try."""
     bad = [n + 1 for n, loss in enumerate(totals.losses) if not torch.isfinite(loss).item()]
@@ -244,14 +230,3 @@ def explain_bad_loss(totals: WindowTotals, world: World, step: int) -> NotFinite
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a sharded tensor; any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def explain_bad_gradient(step: int, norm: float, model: nn.Module) -> NotFinite:
-    """The loss is finite and its gradient is not."""
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    bad = [name for name, gradient in gradients.items() if not torch.isfinite(local(gradient)).all().item()]
-    shown = ", ".join(bad[:4]) + (f" and {len(bad) - 4} more" if len(bad) > 4 else "")
-    return NotFinite(
-        f"The gradient of step {step} has norm {norm}, though its loss is finite: {shown or 'the norm alone'}.\n"
-        "  Nothing was applied. Look for a square root or a logarithm at 0, or try precision=fp32."
-    )

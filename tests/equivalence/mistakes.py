@@ -24,12 +24,12 @@ def mean_of_means(engine: Engine) -> None:
 
 
 def _with_items(engine: Engine, items: Callable[[Agreed], int]) -> None:
-    apply = engine._apply
+    apply = engine._update.apply
 
-    def wrong(gradients: list[Tensor], agreed: Agreed, scale: float | None) -> float:
-        return apply(gradients, dataclasses.replace(agreed, items=items(agreed)), scale)
+    def wrong(gradients: list[Tensor], agreed: Agreed) -> float:
+        return apply(gradients, dataclasses.replace(agreed, items=items(agreed)))
 
-    engine._apply = wrong
+    engine._update.apply = wrong
 
 
 def no_division(engine: Engine) -> None:
@@ -60,7 +60,7 @@ def clip_per_micro_batch(engine: Engine) -> None:
 
 
 def schedule_per_micro_batch(engine: Engine) -> None:
-    _after_backward(engine, lambda: engine._last or engine.schedule.step())
+    _after_backward(engine, lambda: engine._now.last or engine._update.schedule.step())
 
 
 def sync_outside_forward(engine: Engine) -> None:

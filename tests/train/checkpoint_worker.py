@@ -65,7 +65,7 @@ def main() -> None:
     assert first.precision.scaler.state_dict() == second.precision.scaler.state_dict()
 
     for steps in (999_998, 999_999, 1_000_000):
-        second.steps = steps
+        second._update.steps = steps
         checkpoint.save(second, paths, keep=2)
     if second.world.rank == 0:
         print("kept", *sorted(p.name for p in paths.checkpoints.iterdir()))
