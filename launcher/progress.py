@@ -12,6 +12,7 @@ import os
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
+from pathlib import Path
 
 # Where the agent leaves the way to that memory for its workers.
 PROGRESS = "LAUNCHER_PROGRESS"
@@ -39,6 +40,7 @@ STARTS = (
     "making the data",
     "loading a checkpoint",
 )
+IMPORTS = 1  # up to this one
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class Stand:
     def words(self) -> str:
         match self.phase:
             case Phase.starting:
-                return f"at the start: {STARTS[self.number]}"
+                return f"its start: {STARTS[self.number]}"
             case Phase.data:
                 doing = f"micro-batch {self.number}, waiting for its data"
             case Phase.computing:
@@ -82,13 +84,13 @@ class Stand:
             case Phase.saving:
                 return f"the checkpoint before step {self.step + 1}"
             case Phase.ending:
-                return "at the end of the run"
+                return "the end of the run"
         return f"step {self.step}, {doing}"
 
 
-def memory_path(file: int) -> str:
-    """By which this process's children open ``file``, an open file of its own."""
-    return f"/proc/{os.getpid()}/fd/{file}"
+def address(file: int, local_rank: int) -> str:
+    """What PROGRESS says in the worker of that number on this host. ``file``: open in this process, its agent."""
+    return f"/proc/{os.getpid()}/fd/{file}:{local_rank}"
 
 
 def size_of(ranks: int) -> int:
@@ -107,11 +109,11 @@ class Pulse:
         self._memory: mmap.mmap | bytearray = bytearray(_RECORD.size)
         self._offset = self._beats = self._window = self._step = 0
 
-    def open(self, local_rank: int) -> None:
-        path = os.environ.get(PROGRESS)
-        if path is not None:
-            with open(path, "r+b") as file:
-                self._memory, self._offset = mmap.mmap(file.fileno(), 0), local_rank * _RECORD.size
+    def open(self) -> None:
+        path, _, local_rank = os.environ.get(PROGRESS, "").rpartition(":")
+        if path:
+            with Path(path).open("r+b") as file:
+                self._memory, self._offset = mmap.mmap(file.fileno(), 0), int(local_rank) * _RECORD.size
 
     def begin_window(self, window: int, step: int) -> None:
         self._window, self._step = window, step

@@ -94,6 +94,8 @@ def solve(config: Config, site: Site, task: TaskPlan, run: RunInfo, started: tup
             eval_every=config.train.eval_every,
             loader_workers=config.train.loader_workers,
             calibrate=config.run.calibrate,
+            hang_timeout=config.train.hang_timeout,
+            straggler_share=config.train.straggler_share,
         ),
         checkpoint=_checkpoint(config.checkpoint, config.cluster.kind),
         wandb=WandbPlan(

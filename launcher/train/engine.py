@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from launcher.errors import ConfigError, EngineMisuse
 from launcher.plan import RunPlan
+from launcher.progress import PULSE, Phase
 from launcher.train import data, step
 from launcher.train.buffers import Buffers
 from launcher.train.build import ModelFrom, OptimizerFrom, build
@@ -75,7 +76,7 @@ class Engine:
                 "Make the plan in the job itself: launcher.make_plan takes the world from torchrun.",
             )  # fmt: skip
         self.device = device_of(self.world, plan.cluster.device)
-        join(self.world, self.device)
+        join(self.world, self.device, plan.train.hang_timeout)
         self.parallel, self.optimizer = build(model, optimizer, plan, self.device, shard_units)
         self._buffers = Buffers(self.parallel.module, self.world.size, self.device)
         self.precision = Precision(plan.precision, self.device)
@@ -122,6 +123,7 @@ class Engine:
             for window in feed.windows():
                 self._totals.clear()
                 index = window.index
+                PULSE.begin_window(index + 1, self.steps + 1)
                 yield self._now.open(
                     window, self._calibration.sync(index), rehearses=self._calibration.rehearses(index)
                 )
@@ -195,6 +197,7 @@ class Engine:
         now, window = self._now, self._now.window
         if window is None or not self._totals.sent:
             raise EngineMisuse("engine.step() belongs after the last micro-batch of a window, once.")
+        PULSE.beat(Phase.waiting, window.count)
         gradients = self.parallel.gradients()
         self.precision.unscale(self.optimizer)
         agreed = self._totals.receive(self.parallel.total_norm(gradients))
@@ -206,6 +209,7 @@ class Engine:
 
         lr, scale = self._update.lr, self._update.scale
         unit = self._update.divisor / (scale or 1.0)
+        PULSE.beat(Phase.updating, window.count)
         norm = self._update.apply(gradients, agreed)
         skipped = not math.isfinite(norm)
         if window.index == 0:

@@ -19,6 +19,7 @@ from launcher.errors import DataError, TaskError
 from launcher.incarnation import Fence
 from launcher.paths import write_json
 from launcher.plan import OptimizerPlan, RunPlan
+from launcher.progress import PULSE, Phase
 from launcher.train import checkpoint, resume
 from launcher.train.account import Account
 from launcher.train.engine import Engine
@@ -54,6 +55,7 @@ def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
     seed_everything(plan.train.seed)  # the same initial parameters on every rank
     torch.use_deterministic_algorithms(plan.train.deterministic)
     cadence = checkpoint.Cadence(plan.checkpoint)
+    PULSE.beat(Phase.starting, 2)
     engine = Engine(
         task.model,
         lambda parameters: build_optimizer(parameters, plan.optimizer, plan.cluster.device),
@@ -63,7 +65,9 @@ def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
         cadence.by_clock,
     )
     seed_everything(plan.train.seed + 1 + world.rank)  # but dropout of its own
+    PULSE.beat(Phase.starting, 3)
     samples = task.train_data()  # before the checkpoint is loaded: making data may draw random numbers
+    PULSE.beat(Phase.starting, 4)
     resumed = resume.go_on(engine, plan.paths, fence) if plan.checkpoint.enabled else None
     account, last = Account(plan, engine), None
     if resumed is not None:
@@ -189,6 +193,7 @@ class _Run:
     def save(self, record: dict[str, Any]) -> Metrics:
         """``record``: of this very step. It is written after the checkpoint, and would be lost in between."""
         began = time.perf_counter()
+        PULSE.beat(Phase.saving)
         self.engine.share_buffers()
         self.record.sync()
         run = {"account": self.account.state_dict(), "record": record}
@@ -203,13 +208,15 @@ class _Run:
         if data is None:
             return {}
         engine, module = self.engine, self.engine.parallel.module
+        PULSE.beat(Phase.evaluating)
         engine.share_buffers()
         training = [part for part in module.modules() if part.training]  # a task may keep some of them in eval mode
         module.eval()
         totals = torch.zeros(2, dtype=torch.float64, device=engine.device)
         batches = eval_batches(data, self.plan, engine.world, engine.device, getattr(self.task, "collate", None))
         with engine.parallel.evaluation():
-            for batch in batches:
+            for number, batch in enumerate(batches, 1):
+                PULSE.beat(Phase.evaluating, number)
                 with engine.precision.autocast():
                     loss = as_loss(self.task.loss(module, batch.data), batch.samples, self.plan.task.target)
                 require_sum(loss.total, loss.items)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import threading
 import time
 
 import torch
@@ -47,6 +49,8 @@ class Tagger:
         return [model[1] if self.trouble == "empty unit" else model[2]]
 
     def train_data(self):
+        if self.trouble == "hang at the start" and os.environ["RANK"] == "1":
+            threading.Lock().acquire() and threading.Event().wait()
         return Utterances(self.samples)
 
     def eval_data(self):
@@ -90,6 +94,16 @@ class Tagger:
             time.sleep(10_000)
         if self.trouble == "hang":
             time.sleep(10_000)
+        if self.trouble == "hang once" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            hold_the_interpreter()
+        if self.trouble == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def hold_the_interpreter():
+    """As code in C that loops, or waits, without giving the interpreter's lock back."""
+    while True:
+        ctypes.PyDLL(None).sleep(10_000)
 
 
 class MeanTagger(Tagger):
