@@ -30,6 +30,7 @@ from launcher.train.buffers import Buffers
 from launcher.train.build import ModelFrom, OptimizerFrom, build
 from launcher.train.calibration import WARM_UP_WINDOWS, Calibrated, Calibration, WindowTimes
 from launcher.train.noise import Noise, NoiseScale
+from launcher.train.pace import Pace
 from launcher.train.parallel import ShardUnits
 from launcher.train.precision import Precision
 from launcher.train.step import StepResult, WindowTotals
@@ -87,6 +88,7 @@ class Engine:
         self._stop = stop
         self._save_due = save_due if self.world.rank == 0 else lambda: False
         self._totals = WindowTotals(self.world, self.device)
+        self.pace = Pace(self.world, self.device, plan.train.straggler_share)
         self._noise = NoiseScale(self.world.size, self.device)
         self._windows_here = 0  # in this process
         self._place = data.BEGINNING
@@ -181,9 +183,11 @@ class Engine:
         if self.parallel.own.due:
             self._noise.begin(*self._totals.here)
         if self._now.last:
-            self._totals.send(self._feed.has_next(), self._stop(), self._save_due(), self._noise.own)
+            flags = (self._feed.has_next(), self._stop(), self._save_due())
+            self._totals.send(*flags, self._noise.own, self.pace.numbers())
             self.parallel.before_reduction(self._totals.items_of_all)
         self.precision.backward(loss_sum * weight)
+        self.parallel.meter.backward_is_over()
 
     def step(self) -> StepResult:
         """The window's optimizer step: agree, check, average exactly, clip, apply, schedule.
@@ -206,6 +210,7 @@ class Engine:
             raise step.explain_bad_loss(self._totals, self.world, self.steps + 1)
         comm = self.parallel.meter.close_window(window.count, now.sync)
         self._noise.settle(agreed.own_squares)
+        self.pace.take_in(agreed.spent)
 
         lr, scale = self._update.lr, self._update.scale
         unit = self._update.divisor / (scale or 1.0)
@@ -216,6 +221,7 @@ class Engine:
             self._buffers.watch()
 
         step_s = time.perf_counter() - now.started
+        self.pace.measure(step_s, now.data_s, self.parallel.meter.waited_s + self._totals.waited_s)
         # a short window is faster for another reason, and its ranks' parts are not of one size
         full = agreed.samples == self.plan.batch.global_size_at(window.index)
         if full and not skipped and self.plan.batch.even_at(window.index):
@@ -234,7 +240,8 @@ class Engine:
             samples=agreed.samples, items=agreed.items, grad_norm=norm, lr=lr,
             loss=agreed.loss_sum / agreed.items if agreed.items else math.nan,
             skipped=skipped, scale=scale, sync=now.sync, comm=comm, calibrated=calibrated,
-            noise=self._noise.now, step_s=step_s, data_s=now.data_s, last=self._finished, stopped=stopped,
+            noise=self._noise.now, spent=self.pace.spent, straggler=self.pace.straggler,
+            step_s=step_s, data_s=now.data_s, last=self._finished, stopped=stopped,
             save_due=agreed.save_due,
         )  # fmt: skip
 

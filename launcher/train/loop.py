@@ -146,6 +146,8 @@ class _Run:
             if result.skipped and engine.world.rank == 0:
                 why = f"fp16 overflowed at loss scale {result.scale}" if result.items else "the window holds no item"
                 print(f"step {engine.steps + 1}: skipped, {why}", flush=True)
+            if engine.pace.news is not None and engine.world.rank == 0:
+                print(f"step {engine.steps}: {engine.pace.news}", flush=True)
             metrics = self.metrics(result)
             evaluated = self.evaluate() if self.eval_due(result) else {}
             saved: Metrics = {}
