@@ -165,9 +165,8 @@ class WindowTotals:
         items, loss_sum, samples, more, stop, save_due, own_squares, *spent, norm = both.tolist()
         if not math.isfinite(items):
             raise self._explain_bad_items()
-        return Agreed(
-            round(items), loss_sum, round(samples), more > 0, stop > 0, save_due > 0, own_squares, spent, norm
-        )
+        flags = (more > 0, stop > 0, save_due > 0)
+        return Agreed(round(items), loss_sum, round(samples), *flags, own_squares, spent, norm)
 
     def _wait(self) -> None:
         if self._work is not None:
