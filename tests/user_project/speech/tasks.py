@@ -49,8 +49,8 @@ class Tagger:
         return [model[1] if self.trouble == "empty unit" else model[2]]
 
     def train_data(self):
-        if self.trouble == "hang at the start" and os.environ["RANK"] == "1":
-            threading.Lock().acquire() and threading.Event().wait()
+        if self.trouble == "hang at the start" and os.environ.get("RANK") == "1":
+            threading.Event().wait()
         return Utterances(self.samples)
 
     def eval_data(self):
@@ -84,6 +84,8 @@ class Tagger:
             raise ValueError("rank 0 is the one")
         if self.trouble == "slow":
             time.sleep(0.05)
+        if self.trouble == "slow rank" and os.environ["RANK"] == "1":
+            time.sleep(0.6)
         if self.calls != 11 or os.environ["RANK"] != "1":
             return
         if self.trouble == "raise":
