@@ -21,7 +21,7 @@ from tests.train.test_resume import tensors, timeless
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 HERE = socket.gethostname()
 # longer than any part of a healthy start, or a micro-batch, on a machine that has other things to do too
-SOON = ("cluster.grace_s=1", "train.hang_timeout=6", "run.calibrate=0")
+SOON = ("cluster.grace_s=1", "train.hang_timeout=5", "run.calibrate=0")
 
 
 def hang_of(run: Path) -> dict[str, Any]:
@@ -32,13 +32,14 @@ def hang_of(run: Path) -> dict[str, Any]:
 
 
 def test_a_rank_that_hangs_costs_nothing_but_time(launch: Launch, project: Path) -> None:
-    """It even holds the interpreter's lock."""
+    """It even holds the interpreter's lock. In the first window the others wait for it longer than the time limit: then
+    it is slow, and does not hang."""
     job = ("train.steps=8", "run.calibrate=0", "checkpoint.every=1")
     assert launch("train", *OWN, *job, "run.name=whole").returncode == 0
-    done = launch("train", *OWN, *job, *SOON, "task.trouble=hang once", "cluster.max_restarts=1")
+    done = launch("train", *OWN, *job, *SOON, "task.trouble=slow then hang once", "cluster.max_restarts=1")
     assert done.returncode == 0, done.stdout + done.stderr
     run, whole = project / "runs" / "own", project / "runs" / "whole"
-    hang = hang_of(run)
+    hang = hang_of(run)  # the only one
     assert (hang["rank"], hang["host"], hang["step"], hang["phase"]) == (1, HERE, 3, "computing")
     said = f"rank 1 hangs on {HERE} in step 3, micro-batch 3, forward and backward pass"
     assert said in done.stdout
@@ -57,48 +58,30 @@ def test_a_rank_that_hangs_costs_nothing_but_time(launch: Launch, project: Path)
     assert processes_of(run) == []
 
 
-@pytest.mark.parametrize(
-    ("trouble", "step", "words"),
-    [
-        ("stopped", 3, ["in step 3, micro-batch 3, forward and backward pass", "stopped (state T"]),
-        ("hang at the start", 0, ["in its start: making the data", "tasks.py:", "in train_data"]),
-    ],
-)
-def test_a_rank_that_hangs_ends_the_run_with_where_it_stands(
-    launch: Launch, project: Path, trouble: str, step: int, words: list[str]
-) -> None:
-    done = launch("train", *OWN, *SOON, f"task.trouble={trouble}", "train.steps=50")
+def test_a_rank_that_hangs_ends_the_run_with_where_it_stands(launch: Launch, project: Path) -> None:
+    """It is stopped: it cannot even say so."""
+    done = launch("train", *OWN, *SOON, "task.trouble=stopped", "train.steps=50")
     assert done.returncode == 1, done.stdout + done.stderr
     run = project / "runs" / "own"
-    for text in [f"launch: rank 1 failed: hangs on {HERE}", "nothing moved for 6 s (train.hang_timeout)", *words]:
-        assert text in done.stderr
+    said = f"launch: rank 1 failed: hangs on {HERE} in step 3, micro-batch 3, forward and backward pass: nothing moved"
+    assert f"{said} for 5 s (train.hang_timeout); the process is stopped (state T" in done.stderr
     assert (summary(run)["verdict"], summary(run)["failure"]["rank"]) == ("failed", 1)
-    assert (hang_of(run)["rank"], hang_of(run)["step"]) == (1, step)
+    assert (hang_of(run)["rank"], hang_of(run)["step"]) == (1, 3)
     wait_for(lambda: not processes_of(run), "every process of the failed run to end", 60)
-
-
-def test_a_rank_that_the_others_wait_for_longer_than_that_is_slow_and_does_not_hang(
-    launch: Launch, project: Path
-) -> None:
-    window = ("batch.global_size=24", "batch.micro_size=1", "train.steps=2")
-    done = launch("train", *OWN, *SOON, *window, "task.trouble=slow rank")  # twelve times 0.6 s
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert summary(project / "runs" / "own")["verdict"] == "done"
-    assert "hang" not in summary(project / "runs" / "own")
 
 
 @pytest.mark.root
 @needs_root
-def test_a_rank_that_hangs_on_another_host(project: Path) -> None:
+def test_a_rank_of_another_host_that_hangs_at_the_start(project: Path) -> None:
     with hosts(2) as pair:
         where = (f"cluster.rendezvous={pair.address(0)}:29400", "cluster.nodes=2", "cluster.workers_per_node=1")
-        job = launch_command("train", *OWN, *SOON, "cluster=hosts", *where, "task.trouble=hang", "train.steps=50")
+        job = launch_command("train", *OWN, *SOON, "cluster=hosts", *where, "task.trouble=hang at the start")
         first, other = finish([pair.start(host, job, project) for host in (0, 1)], 1, 1)
     run = project / "runs" / "own"
-    said = f"hangs on {HERE} in step 3, micro-batch 3, forward and backward pass"
+    said = f"hangs on {HERE} in its start: making the data"
     assert f"launch: the job failed on node 1 ({pair.address(1)}): rank 1: {said}" in first
     assert f"launch: rank 1 failed: {said}" in other
-    assert "in misbehave" in other
+    assert "in train_data" in other
     assert summary(run)["failure"]["rank"] == hang_of(run)["rank"] == 1
-    assert "in misbehave" in hang_of(run)["stack"]
+    assert "in train_data" in hang_of(run)["stack"]
     wait_for(lambda: not processes_of(run), "every process of the run to end", 60)

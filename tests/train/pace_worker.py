@@ -14,7 +14,7 @@ from launcher.train.engine import Engine
 from launcher.train.telemetry import step_metrics
 from tests.helpers import make_plan
 
-STEPS, SLEEP_S = 24, 0.02
+STEPS, SLEEP_S = 14, 0.02
 CASES = {
     "equal": [],
     "computes": [],

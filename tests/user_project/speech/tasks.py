@@ -84,8 +84,8 @@ class Tagger:
             raise ValueError("rank 0 is the one")
         if self.trouble == "slow":
             time.sleep(0.05)
-        if self.trouble == "slow rank" and os.environ["RANK"] == "1":
-            time.sleep(0.6)
+        if self.trouble == "slow then hang once" and self.calls <= 4 and os.environ["RANK"] == "1":
+            time.sleep(1.6)  # the other rank waits for the sum of them
         if self.calls != 11 or os.environ["RANK"] != "1":
             return
         if self.trouble == "raise":
@@ -96,7 +96,7 @@ class Tagger:
             time.sleep(10_000)
         if self.trouble == "hang":
             time.sleep(10_000)
-        if self.trouble == "hang once" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        if self.trouble == "slow then hang once" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             hold_the_interpreter()
         if self.trouble == "stopped":
             os.kill(os.getpid(), signal.SIGSTOP)
