@@ -249,5 +249,5 @@ def test_a_hang_is_found_later_than_a_stop_takes_or_never() -> None:
     assert make_plan("train.hang_timeout=null").train.hang_timeout is None
     with pytest.raises(ConfigError, match=r"train.hang_timeout=20.0: must be above cluster.grace_s=30"):
         make_plan("train.hang_timeout=20")
-    with pytest.raises(ConfigError, match="train.straggler_share=2.0: must be between 0 and 1"):
+    with pytest.raises(ConfigError, match=r"train.straggler_share=2.0: must be between 0 and 1"):
         make_plan("train.straggler_share=2")
