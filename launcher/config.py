@@ -282,6 +282,11 @@ class TrainConfig:
     """Optimizer steps between two evaluations; 0: once, at the end."""
     loader_workers: int = 1
     """Processes a rank that read and collate ahead of the step; 0: in the step's own process."""
+    hang_timeout: float | None = 1800.0
+    """Seconds after which a rank that does not get on hangs, and the workers are ended, to be started again as after a
+    death: longer than the start, any micro-batch, any batch of an evaluation and any checkpoint; null: never."""
+    straggler_share: float | None = 0.1
+    """The slowest rank is named once it makes a step longer by this share of it; null: never."""
 
 
 @dataclass(kw_only=True)

@@ -292,7 +292,8 @@ class SchedulePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainPlan:
-    """``steps``: optimizer steps, None only for epochs over a stream. ``epochs``: None where steps were given."""
+    """``steps``: optimizer steps, None only for epochs over a stream. ``epochs``: None where steps were given.
+    ``hang_timeout``: seconds; ``straggler_share``: of a step; None: none is looked for."""
 
     steps: int | None
     epochs: int | None
@@ -304,6 +305,8 @@ class TrainPlan:
     eval_every: int
     loader_workers: int
     calibrate: int
+    hang_timeout: float | None
+    straggler_share: float | None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import faulthandler
 import os
 import signal
 import sys
@@ -13,6 +14,8 @@ from typing import NoReturn, Self
 
 # What asks a worker to stop after its window: from the agent, a scheduler, or a person.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+# On this one a worker writes the stacks of its threads into its log.
+STACK_SIGNAL = signal.SIGUSR1
 _PR_SET_PDEATHSIG = 1
 
 
@@ -82,6 +85,11 @@ def join_output_streams() -> None:
 # From this line on a rank's log is the end of that rank. The terminal echoes rank 0 up to here: which rank failed
 # first, and its traceback, is the verdict's to say, not that of a rank that merely lost its peer.
 LAST_WORDS = "=== this rank ended with an exception ==="
+
+
+def show_stacks_when_asked() -> None:
+    """STACK_SIGNAL writes what every thread is at to standard error, even while Python itself is blocked."""
+    faulthandler.register(STACK_SIGNAL, file=sys.stderr, all_threads=True)
 
 
 def mark_last_words() -> None:

@@ -60,6 +60,8 @@ RULES: dict[str, tuple[May, str]] = {
     "train.deterministic": (May.change, ""),
     "train.compile": (May.change, ""),
     "train.log_every": (May.change, ""),
+    "train.hang_timeout": (May.change, ""),
+    "train.straggler_share": (May.change, ""),
     "train.eval_every": (May.change, ""),
     "train.loader_workers": (May.change, ""),
     "task": (May.force, "another task, or other data, is learned from there on"),

@@ -133,6 +133,8 @@ def _on_cluster(
             eval_every=config.train.eval_every,
             loader_workers=config.train.loader_workers,
             calibrate=config.run.calibrate,
+            hang_timeout=config.train.hang_timeout,
+            straggler_share=config.train.straggler_share,
         ),
         checkpoint=_checkpoint(config.checkpoint, config.cluster.kind),
         wandb=WandbPlan(

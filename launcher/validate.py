@@ -51,6 +51,8 @@ _BOUNDS: dict[str, tuple[Callable[[Number], bool], str]] = {
     "train.log_every": _at_least(1),
     "train.eval_every": _at_least(0),
     "train.loader_workers": _at_least(0),
+    "train.hang_timeout": _above(0),
+    "train.straggler_share": _between(0, 1),
     "checkpoint.every": _at_least(1),
     "checkpoint.every_minutes": _above(0),
     "checkpoint.keep": _at_least(1),
@@ -76,6 +78,12 @@ def check(config: Config) -> None:
         raise ConfigError(
             "train.epochs", config.train.epochs, f"train.steps={config.train.steps} is set too.", "Leave one out."
         )
+    hang_timeout, grace_s = config.train.hang_timeout, config.cluster.grace_s
+    if hang_timeout is not None and hang_timeout <= grace_s:
+        raise ConfigError(
+            "train.hang_timeout", hang_timeout, f"must be above cluster.grace_s={grace_s}, the time to stop in.",
+            "Set both, or train.hang_timeout=null to have no such limit.",
+        )  # fmt: skip
     for key, name in (("run.name", config.run.name), ("sweep.name", config.sweep.name)):
         if name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.=,+-]{0,127}", name):
             raise ConfigError(

@@ -242,3 +242,12 @@ def test_a_ramp_and_what_follows_from_it() -> None:
     assert any("lr_scaling is for the 64 samples after batch.ramp" in note for note in plan.notes)
     with pytest.raises(ConfigError, match=r"60 samples cannot be shared.*\n  Nearest choices: 56;"):
         make_plan("batch.ramp=[[10,60]]", "batch.micro_size=4")
+
+
+def test_a_hang_is_found_later_than_a_stop_takes_or_never() -> None:
+    assert make_plan().train.hang_timeout == 1800
+    assert make_plan("train.hang_timeout=null").train.hang_timeout is None
+    with pytest.raises(ConfigError, match=r"train.hang_timeout=20.0: must be above cluster.grace_s=30"):
+        make_plan("train.hang_timeout=20")
+    with pytest.raises(ConfigError, match=r"train.straggler_share=2.0: must be between 0 and 1"):
+        make_plan("train.straggler_share=2")

@@ -8,6 +8,7 @@ launcher/cluster/slurm/node.py, which says what becomes of the job.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -20,12 +21,14 @@ from typing import TYPE_CHECKING, Any
 from launcher import errors
 from launcher.cluster import mirroring, rounds
 from launcher.cluster.deaths import DeathWatch
-from launcher.cluster.failure import failure
+from launcher.cluster.failure import HANG, failure
+from launcher.cluster.hangs import HangWatch, NoWatch
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, class_named
 from launcher.incarnation import INCARNATION, Fence, Incarnation
 from launcher.paths import RunPaths, clear_torn, read_json, write_json
 from launcher.plan import LaunchPlan, RunPlan
 from launcher.process import AGENT_PID, StopShield, die_with_parent
+from launcher.progress import PROGRESS
 from launcher.site import allowed_env
 
 if TYPE_CHECKING:
@@ -78,7 +81,11 @@ def serve(plan: LaunchPlan, plan_file: Path, own: Incarnation, shield: StopShiel
             del os.environ[name]  # W&B's key was for the mirror alone
         os.environ |= {**plan.env.default, **os.environ, **plan.env.set}
         os.environ |= {AGENT_PID: str(os.getpid()), INCARNATION: str(own)}
-        return _run_workers(plan, plan_file, Fence(plan.paths, own).newest().get("attempt", 0), shield)
+        watch = _watch(plan, shield)
+        ended = _run_workers(plan, plan_file, Fence(plan.paths, own).newest().get("attempt", 0), shield, watch)
+        if watch.last is not None and plan.node == 0:
+            ended = dataclasses.replace(ended, words=ended.words | {"hang": watch.last.entry})
+        return ended
     finally:
         # a scheduler that wants the node back does not wait for W&B's server: the next mirror delivers what is missing
         hurried = shield.asked is not None and plan.cluster.slurm is not None
@@ -92,7 +99,16 @@ def load_plan(path: Path) -> LaunchPlan:
     return (RunPlan if "batch" in fields else LaunchPlan).load(path)
 
 
-def _run_workers(plan: LaunchPlan, plan_file: Path, attempt: int, shield: StopShield) -> Ended:
+def _watch(plan: LaunchPlan, shield: StopShield) -> HangWatch | NoWatch:
+    """A script of the user's own does not say how far it is."""
+    if not isinstance(plan, RunPlan) or plan.train.hang_timeout is None or not sys.platform.startswith("linux"):
+        return NoWatch()
+    return HangWatch(plan, plan.cluster.place or rounds.ALONE, plan.train.hang_timeout, lambda: shield.asked)
+
+
+def _run_workers(
+    plan: LaunchPlan, plan_file: Path, attempt: int, shield: StopShield, watch: HangWatch | NoWatch
+) -> Ended:
     """``attempt``: the number of this first one."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -113,11 +129,11 @@ def _run_workers(plan: LaunchPlan, plan_file: Path, attempt: int, shield: StopSh
         max_restarts=plan.cluster.max_restarts,
         signals_to_handle="SIGHUP",  # the others are the shield's: the agent finds them in its next round of looking
         shutdown_timeout=plan.cluster.grace_s,
-        logs_specs=_logs(plan.paths, attempt),
+        logs_specs=_logs(plan.paths, attempt, watch),
     )
     deaths = DeathWatch()
     try:
-        with deaths:
+        with deaths, watch:
             elastic_launch(config, sys.executable)(*arguments)
     except SignalException as stop:
         return _stopped(plan, stop.sigval)
@@ -125,7 +141,7 @@ def _run_workers(plan: LaunchPlan, plan_file: Path, attempt: int, shield: StopSh
         # where a scheduler signals every process of a job, a script without a handler is killed by it
         if shield.asked is not None and failed.get_first_failure()[1].exitcode == -shield.asked:
             return _stopped(plan, shield.asked)
-        return _failed(plan, failed, deaths)
+        return _failed(plan, failed, deaths, watch)
     except RendezvousClosedError as closed:
         return _parted(plan, str(closed))
     if shield.asked is not None:  # the workers were quicker than the agent
@@ -142,7 +158,7 @@ def _stopped(plan: LaunchPlan, by: int) -> Ended:
     return Ended(EXIT_INTERRUPTED, {"stopped_by": signal.Signals(by).name})
 
 
-def _logs(paths: RunPaths, first: int) -> LogsSpecs:
+def _logs(paths: RunPaths, first: int, watch: HangWatch | NoWatch) -> LogsSpecs:
     """``first``: the number of the first attempt; torch counts from 0 in each incarnation of the run."""
     from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
@@ -161,6 +177,9 @@ def _logs(paths: RunPaths, first: int) -> LogsSpecs:
                 rank, env["TORCHELASTIC_RESTART_COUNT"] = int(env["RANK"]), str(attempt)
                 logs[local_rank] = str(paths.rank_log(rank, first + attempt))
                 errors[local_rank] = env["TORCHELASTIC_ERROR_FILE"] = str(paths.rank_error(rank, first + attempt))
+            ranks = {local_rank: (int(env["RANK"]), Path(logs[local_rank])) for local_rank, env in envs.items()}
+            for local_rank, way in watch.begin(ranks).items():
+                envs[local_rank][PROGRESS] = way
             return LogsDest(stdouts=logs, stderrs=dict.fromkeys(envs, ""), error_files=errors)
 
         @property
@@ -170,9 +189,13 @@ def _logs(paths: RunPaths, first: int) -> LogsSpecs:
     return RankLogs()
 
 
-def _failed(plan: LaunchPlan, error: ChildFailedError, deaths: DeathWatch) -> Ended:
+def _failed(plan: LaunchPlan, error: ChildFailedError, deaths: DeathWatch, watch: HangWatch | NoWatch) -> Ended:
     """The failure that came first: the others lost their peer, or were ended by torch itself."""
     rank, first = min(error.failures.items(), key=lambda item: _when(item[1], deaths))
+    if (hang := watch.of(first.pid)) is not None:
+        log, at = plan.paths.newest_rank_log(rank), _when(first, deaths)
+        told = failure(hang.text, log, rank=hang.rank, kind=HANG, traceback=hang.stack or None, at=at)
+        return Ended(EXIT_FAILED, {"verdict": "failed", "failure": told})
     message, trace = _own_words(first)
     kind, _, text = message.partition(": ")
     # by its full name: a user's own class may have the same short one

@@ -6,8 +6,9 @@ import os
 import threading
 import time
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Self
+
+from launcher.cluster.procfs import children, state_of
 
 POLL_S = 0.02
 
@@ -38,24 +39,7 @@ class DeathWatch(threading.Thread):
         looked = time.monotonic()
         while not self._over.wait(POLL_S):
             before, looked = looked, time.monotonic()
-            now = {pid for pid in _children() if _lives(pid)}
+            now = {pid for pid in children(os.getpid()) if state_of(pid) not in (None, "Z")}
             for pid in living - now:
                 self._seen.setdefault(pid, before)
             living = now
-
-
-def _children() -> list[int]:
-    found: list[int] = []
-    for task in Path(f"/proc/{os.getpid()}/task").glob("*/children"):
-        try:
-            found += map(int, task.read_text().split())
-        except OSError:  # that thread has ended
-            continue
-    return found
-
-
-def _lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False

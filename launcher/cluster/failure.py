@@ -6,6 +6,8 @@ from datetime import datetime
 from typing import Any
 
 Failure = dict[str, Any]
+# the kind of one that no worker could tell itself
+HANG = "Hang"
 
 
 def failure(
@@ -24,7 +26,7 @@ def failure(
         error: in one line or more, without a traceback.
         log: where more can be read; None where nothing is left to read.
         rank: which failed; None for the job as a whole.
-        kind: the class, of the errors that this package raises on purpose.
+        kind: the class, of the errors that this package raises on purpose; or HANG.
         at: when it happened, by this host's clock.
     """
     told: Failure = {

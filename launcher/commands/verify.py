@@ -68,7 +68,9 @@ def _plan(config: Config, place: Path) -> RunPlan:
     wandb = WandbConfig(mode=WandbMode.disabled)
     plan = plan_job(dataclasses.replace(config, run=run, wandb=wandb))
     cluster = dataclasses.replace(plan.cluster, max_restarts=0)
-    return dataclasses.replace(plan, command=WORKER_COMMAND, cluster=cluster)
+    # what it does between two windows says nothing of how far it is
+    train = dataclasses.replace(plan.train, hang_timeout=None)
+    return dataclasses.replace(plan, command=WORKER_COMMAND, cluster=cluster, train=train)
 
 
 def _run(plan: RunPlan, yaml: str, *, as_json: bool) -> tuple[int, bool]:

@@ -105,5 +105,5 @@ def _event(event: dict[str, Any]) -> str:
     at = datetime.fromisoformat(event["at"]).astimezone()
     known = {name: value for name, value in event.items() if name not in ("at", "event") and value is not None}
     known = {name: " ".join(map(str, value)) if name == "nodes" else value for name, value in known.items()}
-    rest = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in known.items())
+    rest = known.get("what") or ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in known.items())
     return f"{at:%Y-%m-%d %H:%M:%S}  {event['event']}{f': {rest}' if rest else ''}"

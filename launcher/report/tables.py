@@ -155,6 +155,8 @@ def summary_table(plan: RunPlan, summary: dict[str, Any]) -> Table:
             add("exposed", _exposed(summary))
     if summary.get("noise/scale"):
         add("noise scale", _noise_advice(summary["noise/scale"], size))
+    if (straggler := summary.get("straggler")) is not None:
+        add("straggler", _straggler(straggler))
     if summary.get("amp/skipped_steps"):
         add("skipped", f"{summary['amp/skipped_steps']} windows, by fp16 overflow")
     if summary.get("batch/empty_windows"):
@@ -191,6 +193,13 @@ def _exposed(summary: dict[str, Any]) -> str:
     if exposed_s <= 0:
         return "no communication shows: it is hidden behind computation"
     return f"{exposed_s * 1e3:,.1f} ms of a step is communication that shows; {summary['comm/overlap']:.0%} is hidden"
+
+
+def _straggler(found: dict[str, Any]) -> str:
+    doing = "computing" if found["of"] == "compute" else "waiting for data"
+    makes = "made steps" if found["over"] else "makes every step"
+    over = ", which is over" if found["over"] else ""
+    return f"rank {found['rank']} on {found['host']} {makes} {found['share']:.0%} longer by {doing}{over}"
 
 
 def _noise_advice(scale: float, global_size: int) -> str:

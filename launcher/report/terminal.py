@@ -26,6 +26,8 @@ class LiveDisplay:
         self._paths = plan.paths
         self._log = Tail(plan.paths.rank_log(0))
         self._metrics = Tail(plan.paths.metrics)
+        self._events = Tail(plan.paths.events)
+        self._events.lines()  # of earlier starts
         self._steps = plan.train.steps if isinstance(plan, RunPlan) else None
         self._muted = self._warned = False
         self._last: dict[str, Any] | None = None
@@ -40,6 +42,9 @@ class LiveDisplay:
             self._progress.start()
 
     def refresh(self) -> None:
+        for line in self._events.lines():
+            if '"event": "hang"' in line:
+                self.say(f"--- {json.loads(line)['what']} ---")
         newest = self._paths.newest_rank_log(0)
         lines = self._log.lines()
         if newest != self._log.path:  # the workers were started again

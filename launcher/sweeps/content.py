@@ -18,6 +18,7 @@ _QUEUEING = (
     "job-name", "time", "account", "qos", "dependency", "mem", "requeue", "comment", "mail-type", "mail-user",
     "nice", "begin",
 )  # fmt: skip
+_NOT_OF_TRAIN = ("hang_timeout", "straggler_share")
 # what is predicted, and may come out otherwise another time
 _PREDICTED = ("sync_reason", "forecasts", "memory_bytes", "rehearses")
 
@@ -27,6 +28,7 @@ def content_of(plan: RunPlan, code: str) -> str:
     fields: dict[str, Any] = dataclasses.asdict(plan)
     cluster, strategy = fields["cluster"], fields["strategy"]
     known = {name: value for name, value in fields.items() if name not in _NOT_CONTENT}
+    known["train"] = {name: value for name, value in fields["train"].items() if name not in _NOT_OF_TRAIN}
     known["cluster"] = {name: value for name, value in cluster.items() if name not in _NOT_OF_CLUSTER}
     if (slurm := cluster["slurm"]) is None:
         known["machine"] = socket.gethostname()  # a home may be shared by unlike ones

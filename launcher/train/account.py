@@ -142,6 +142,11 @@ class Account:
                     summary[f"comm/{kind.value}/wire_bytes"] = traffic.wire_bytes
             summary["time/step_s"] = statistics.median(self.step_seconds)
             summary["throughput/samples_per_s"] = summary["batch/global_size"] / summary["time/step_s"]
+        if (named := engine.pace.named) is not None:
+            over = engine.pace.straggler is None
+            summary["straggler"] = {
+                "rank": named.rank, "host": named.host, "share": named.share, "of": named.of, "over": over
+            }  # fmt: skip
         if (calibrated := engine.calibrated) is not None:
             summary |= calibration_metrics(calibrated)
         if (noise := engine.noise) is not None:

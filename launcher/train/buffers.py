@@ -58,7 +58,8 @@ class Buffers:
             together = torch.cat([buffer.flatten() for buffer in buffers])
             flight = meter.take_off()
             meter.count(Collective.broadcast, together.nbytes)
-            dist.broadcast(together, 0)
+            with meter.waiting():
+                dist.broadcast(together, 0)
             flight.land()
             for buffer, value in zip(buffers, together.split([b.numel() for b in buffers]), strict=True):
                 buffer.copy_(value.view_as(buffer))

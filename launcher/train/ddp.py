@@ -34,7 +34,7 @@ class Ddp:
         self._unused_allowed, self._static_graph = strategy.find_unused_parameters, strategy.static_graph
         self._order: list[str] | None = None
         self.meter = Meter(strategy.kind, Layout.replicated(payload_of_gradients(model), world_size), device)
-        self._compression = _compression(strategy, model)
+        self._compression = _compression(strategy, model, self.meter)
         self.own = OwnGradient()
         # what PowerSGD leaves out for later makes of the reduced gradient another one than the mean of the ranks'
         self._comparable = strategy.compress is not Compress.powersgd
@@ -55,6 +55,7 @@ class Ddp:
         self.own.take([gradients])
         flight = self.meter.take_off()
         sent, payload, collectives = self._compression.reduce(bucket)
+        self.meter.reduces()
         self.meter.count(Collective.all_reduce, payload, covers=gradients.nbytes, collectives=collectives)
 
         def landed(done: Future[Tensor]) -> Tensor:
@@ -144,11 +145,11 @@ class Compression(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-def _compression(strategy: StrategyPlan, model: nn.Module) -> Compression:
+def _compression(strategy: StrategyPlan, model: nn.Module, meter: Meter) -> Compression:
     if strategy.compress is Compress.powersgd:
         from launcher.train.powersgd import PowerSgd
 
-        return PowerSgd(model, strategy.powersgd_rank, strategy.powersgd_start)
+        return PowerSgd(model, strategy.powersgd_rank, strategy.powersgd_start, meter)
     hooks: dict[Compress, tuple[Any, int | None]] = {
         Compress.none: (default_hooks.allreduce_hook, None),
         Compress.bf16: (default_hooks.bf16_compress_hook, 2),

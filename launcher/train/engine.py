@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from launcher.config import OnOom
 from launcher.errors import ConfigError, EngineMisuse
 from launcher.plan import RunPlan
+from launcher.progress import PULSE, Phase
 from launcher.train import data, step
 from launcher.train.buffers import Buffers
 from launcher.train.build import ModelFrom, OptimizerFrom, build
@@ -32,6 +33,7 @@ from launcher.train.calibration import WARM_UP_WINDOWS, Calibrated, Calibration,
 from launcher.train.fit import WindowAbandoned, is_out_of_memory
 from launcher.train.noise import Noise, NoiseScale
 from launcher.train.norm import AsTheyAre
+from launcher.train.pace import Pace
 from launcher.train.parallel import ShardUnits
 from launcher.train.precision import Precision
 from launcher.train.step import StepResult, WindowTotals
@@ -78,7 +80,7 @@ class Engine:
                 "Make the plan in the job itself: launcher.make_plan takes the world from torchrun.",
             )  # fmt: skip
         self.device = device_of(self.world, plan.cluster.device)
-        join(self.world, self.device)
+        join(self.world, self.device, plan.train.hang_timeout)
         self.parallel, self.optimizer = build(model, optimizer, plan, self.device, shard_units)
         self._buffers = Buffers(self.parallel.module, self.world.size, self.device)
         self.precision = Precision(plan.precision, self.device)
@@ -89,6 +91,7 @@ class Engine:
         self._stop = stop
         self._save_due = save_due if self.world.rank == 0 else lambda: False
         self._totals = WindowTotals(self.world, self.device)
+        self.pace = Pace(self.world, self.device, plan.train.straggler_share)
         self._noise = NoiseScale(self.world.size, self.device)
         self._windows_here = 0  # in this process
         self._place = data.BEGINNING
@@ -145,6 +148,7 @@ class Engine:
             and self.parallel.silent_until_boundary(sync)
             and isinstance(self._norms, AsTheyAre)
         )
+        PULSE.begin_window(window.index + 1, self.steps + 1)
         return self._now.open(window, sync, rehearses=rehearses, may_abandon=self._may_abandon)
 
     @property
@@ -194,11 +198,13 @@ class Engine:
         if self.parallel.own.due:
             self._noise.begin(*self._totals.here)
         if self._now.last:
-            self._totals.send(self._feed.has_next(), self._stop(), self._save_due(), self._noise.own)
+            flags = (self._feed.has_next(), self._stop(), self._save_due())
+            self._totals.send(*flags, self._noise.own, self.pace.numbers())
             if self._may_abandon and self._totals.out_of_memory():
                 raise WindowAbandoned
             self.parallel.before_reduction(self._totals.items_of_all)
         self.precision.backward(loss_sum * weight)
+        self.parallel.meter.backward_is_over()
 
     def shrinks(self, error: BaseException) -> bool:
         """Whether the window whose body has raised ``error`` is run again, in micro-batches of half the size:
@@ -228,7 +234,7 @@ class Engine:
             return False
         else:
             self._update.weight(0, 0)  # where the others wait for this rank's first micro-batch
-            self._totals.send(True, False, False, 0.0, out_of_memory=True)
+            self._totals.send(True, False, False, 0.0, self.pace.numbers(), out_of_memory=True)
             self._totals.out_of_memory()
         self._now.abandon()
         self.plan = dataclasses.replace(self.plan, batch=smaller)
@@ -249,6 +255,7 @@ class Engine:
         now, window = self._now, self._now.window
         if window is None or not self._totals.sent:
             raise EngineMisuse("engine.step() belongs after the last micro-batch of a window, once.")
+        PULSE.beat(Phase.waiting, window.count)
         gradients = self.parallel.gradients()
         self.precision.unscale(self.optimizer)
         agreed = self._totals.receive(self.parallel.total_norm(gradients))
@@ -257,15 +264,18 @@ class Engine:
             raise step.explain_bad_loss(self._totals, self.world, self.steps + 1)
         comm = self.parallel.meter.close_window(window.count, now.sync)
         self._noise.settle(agreed.own_squares)
+        self.pace.take_in(agreed.spent)
 
         lr, scale = self._update.lr, self._update.scale
         unit = self._update.divisor / (scale or 1.0)
+        PULSE.beat(Phase.updating, window.count)
         norm = self._update.apply(gradients, agreed)
         skipped = not math.isfinite(norm)
         if window.index == 0:
             self._buffers.watch()
 
         step_s = time.perf_counter() - now.started
+        self.pace.measure(step_s, now.data_s, self.parallel.meter.waited_s + self._totals.waited_s)
         # a short window is faster for another reason, and its ranks' parts are not of one size
         full = agreed.samples == self.plan.batch.global_size_at(window.index)
         if full and not skipped and self.plan.batch.even_at(window.index):
@@ -284,7 +294,8 @@ class Engine:
             samples=agreed.samples, items=agreed.items, grad_norm=norm, lr=lr,
             loss=agreed.loss_sum / agreed.items if agreed.items else math.nan,
             skipped=skipped, scale=scale, sync=now.sync, comm=comm, calibrated=calibrated,
-            noise=self._noise.now, step_s=step_s, data_s=now.data_s, last=self._finished, stopped=stopped,
+            noise=self._noise.now, spent=self.pace.spent, straggler=self.pace.straggler,
+            step_s=step_s, data_s=now.data_s, last=self._finished, stopped=stopped,
             save_due=agreed.save_due,
         )  # fmt: skip
 

@@ -28,20 +28,21 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", Non
 class Exchange(dist.Work):
     """Sends and receives under way, as one piece of work."""
 
-    def __init__(self, done: Future[None]) -> None:
+    def __init__(self, done: Future[None], meter: Meter) -> None:
         super().__init__()
-        self._done = done
+        self._done, self._meter = done, meter
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:  # noqa: ARG002 (the process group has its own)
-        self._done.result()
+        with self._meter.waiting():
+            self._done.result()
         return True
 
 
 class Exchanger:
     """Runs exchanges of one kind. ``tag``: tells them from those of another kind."""
 
-    def __init__(self, tag: int) -> None:
-        self._tag = tag
+    def __init__(self, tag: int, meter: Meter) -> None:
+        self._tag, self._meter = tag, meter
         # gloo cannot say when a send or receive is over, only wait for it
         self._waiter = ThreadPoolExecutor(1, "exchange")
 
@@ -60,7 +61,7 @@ class Exchanger:
                     work.wait()
             flight.land()
 
-        return Exchange(self._waiter.submit(finish))
+        return Exchange(self._waiter.submit(finish), self._meter)
 
 
 class Gather:
@@ -69,7 +70,7 @@ class Gather:
 
     def __init__(self, meter: Meter, device: torch.device) -> None:
         self._meter = meter
-        self._exchanger = Exchanger(1) if device.type == "cpu" else None
+        self._exchanger = Exchanger(1, meter) if device.type == "cpu" else None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -95,7 +96,7 @@ class Scatter:
 
     def __init__(self, meter: Meter, device: torch.device, own: OwnGradient) -> None:
         self._meter, self._own = meter, own
-        self._exchanger = Exchanger(2) if device.type == "cpu" else None
+        self._exchanger = Exchanger(2, meter) if device.type == "cpu" else None
         self._pending: tuple[Exchange, Tensor, Tensor] | None = None
         self._between_replicas: Flight | None = None
         self.defers = False  # whether the sum may be made later, by `finish`
@@ -149,6 +150,7 @@ class Scatter:
         self._meter.count(Collective.all_reduce, gradients.nbytes)
         if self._between_replicas is not None:
             self._between_replicas.land()
+            self._meter.waited_until_now(self._between_replicas)
             self._between_replicas = None
 
 

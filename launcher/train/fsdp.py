@@ -157,7 +157,8 @@ class Fsdp:
         if self._shard_size == 1:
             return own
         squared = own.double().square().reshape(1)
-        dist.all_reduce(squared, group=self._shard_group)
+        with self.meter.waiting():
+            dist.all_reduce(squared, group=self._shard_group)
         return squared.sqrt()
 
     def zero_grad(self) -> None:

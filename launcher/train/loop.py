@@ -20,6 +20,7 @@ from launcher.errors import CheckpointFailed, DataError, TaskError
 from launcher.incarnation import Fence
 from launcher.paths import write_json
 from launcher.plan import OptimizerPlan, RunPlan
+from launcher.progress import PULSE, Phase
 from launcher.train import checkpoint, fit, resume, room
 from launcher.train.account import Account
 from launcher.train.engine import Engine
@@ -52,7 +53,7 @@ def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
         Superseded: a newer incarnation of the run has begun.
     """
     world, fence = World.here(), Fence.here(plan.paths)
-    join(world, device_of(world, plan.cluster.device))
+    join(world, device_of(world, plan.cluster.device), plan.train.hang_timeout)
     asked, plan = plan, fit.fitted(plan, world)
     if world.rank == 0:
         resume.begin(plan.paths, fence)
@@ -60,6 +61,7 @@ def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
     seed_everything(plan.train.seed)  # the same initial parameters on every rank
     torch.use_deterministic_algorithms(plan.train.deterministic)
     cadence, trouble = checkpoint.Cadence(plan.checkpoint), threading.Event()
+    PULSE.beat(Phase.starting, 2)
     engine = Engine(
         task.model,
         lambda parameters: build_optimizer(parameters, plan.optimizer, plan.cluster.device),
@@ -69,7 +71,9 @@ def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
         cadence.by_clock,
     )
     seed_everything(plan.train.seed + 1 + world.rank)  # but dropout of its own
+    PULSE.beat(Phase.starting, 3)
     samples = task.train_data()  # before the checkpoint is loaded: making data may draw random numbers
+    PULSE.beat(Phase.starting, 4)
     resumed = resume.go_on(engine, plan.paths, fence) if plan.checkpoint.enabled else None
     account, last = Account(plan, engine), None
     if resumed is not None:
@@ -158,6 +162,8 @@ class _Run:
             if result.skipped and engine.world.rank == 0:
                 why = f"fp16 overflowed at loss scale {result.scale}" if result.items else "the window holds no item"
                 print(f"step {engine.steps + 1}: skipped, {why}", flush=True)
+            if engine.pace.news is not None and engine.world.rank == 0:
+                print(f"step {engine.steps}: {engine.pace.news}", flush=True)
             metrics = self.metrics(result)
             evaluated = self.evaluate() if self.eval_due(result) else {}
             saves = self.save_due(result)
@@ -221,6 +227,7 @@ class _Run:
     def save(self, result: StepResult, metrics: Metrics) -> Metrics:
         """``metrics``: of this very step. They are recorded after the checkpoint, and would be lost in between."""
         began = time.perf_counter()
+        PULSE.beat(Phase.saving)
         self.engine.share_buffers()
         self.record.sync()
         again = None if result.last else self.cadence.next(result.step)
@@ -235,13 +242,15 @@ class _Run:
         if data is None:
             return {}
         engine, module = self.engine, self.engine.parallel.module
+        PULSE.beat(Phase.evaluating)
         engine.share_buffers()
         training = [part for part in module.modules() if part.training]  # a task may keep some of them in eval mode
         module.eval()
         totals = torch.zeros(2, dtype=torch.float64, device=engine.device)
         batches = eval_batches(data, engine.plan, engine.world, engine.device, getattr(self.task, "collate", None))
         with engine.parallel.evaluation():
-            for batch in batches:
+            for number, batch in enumerate(batches, 1):
+                PULSE.beat(Phase.evaluating, number)
                 with engine.precision.autocast():
                     loss = as_loss(self.task.loss(module, batch.data), batch.samples, self.plan.task.target)
                 require_sum(loss.total, loss.items)

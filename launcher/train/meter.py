@@ -96,6 +96,7 @@ class Meter:
         strategy: whose passes each policy means.
         layout: payload of one pass of each kind, padding included.
         device: of this rank.
+        waited_s: seconds of the window in which the host was blocked by other ranks; on a GPU it says little.
     """
 
     def __init__(self, strategy: StrategyKind, layout: Layout, device: torch.device) -> None:
@@ -111,6 +112,30 @@ class Meter:
         self._gathered_beside = 0
         self._beside = False
         self._flights: list[Flight] = []
+        self.waited_s = 0.0
+        self._reduces_since: float | None = None
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around what blocks the host until other ranks have done their part."""
+        began = time.perf_counter()
+        yield
+        self.waited_s += time.perf_counter() - began
+
+    def waited_until_now(self, flight: Flight) -> None:
+        """The host has been blocked since ``flight`` took off, where it has a clock for that."""
+        if not self._cuda:
+            self.waited_s += time.perf_counter() - flight.began
+
+    def reduces(self) -> None:
+        """Called in a backward pass where a collective was started that this pass waits for at its end."""
+        self._reduces_since = time.perf_counter()
+
+    def backward_is_over(self) -> None:
+        """All that came after its last collective was a wait for that one, and those before it."""
+        if self._reduces_since is not None:
+            self.waited_s += time.perf_counter() - self._reduces_since
+            self._reduces_since = None
 
     @contextmanager
     def beside(self) -> Iterator[None]:

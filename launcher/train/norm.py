@@ -40,7 +40,8 @@ class Ranks:
         if not self._alone:
             flight = self._meter.take_off()
             self._meter.count(Collective.statistics, sums.nbytes)
-            dist.all_reduce(sums)
+            with self._meter.waiting():
+                dist.all_reduce(sums)
             flight.land()
         return sums
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 from launcher.errors import SiteError
+from launcher.train.meter import Meter
 
 
 class PowerSgd:
@@ -28,9 +29,10 @@ class PowerSgd:
         model: whose parameters the buckets hold.
         rank: of the factors.
         start: synchronisations that are sent whole first.
+        meter: of the waits.
     """
 
-    def __init__(self, model: nn.Module, rank: int, start: int) -> None:
+    def __init__(self, model: nn.Module, rank: int, start: int, meter: Meter) -> None:
         try:
             from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
         except ImportError as error:
@@ -38,6 +40,7 @@ class PowerSgd:
                 f"strategy.compress=powersgd: torch's PowerSGD needs numpy: {error}.\n  pip install numpy"
             ) from None
         self._hook, self._rank, self._start = power.powerSGD_hook, rank, start
+        self._meter = meter
         self._state = power.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=start)
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         self._layout: dict[int, list[nn.Parameter]] = {}
@@ -55,7 +58,8 @@ class PowerSgd:
         if gradients.device.type == "cpu":
             # the hook sends its second and third part from callbacks: with another bucket under way, gloo would match
             # them with the wrong ones of another rank
-            reduced.wait()
+            with self._meter.waiting():
+                reduced.wait()
         numbers = self._state.total_numel_after_compression - before if compresses else gradients.numel()
         return reduced, numbers * gradients.element_size(), 3 if compresses else 1
 

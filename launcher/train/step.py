@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import numbers
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +18,7 @@ from launcher.errors import NotFinite, TaskError
 from launcher.train.calibration import Calibrated
 from launcher.train.meter import CommStats
 from launcher.train.noise import Noise
+from launcher.train.pace import Spent, Straggler, places
 from launcher.train.world import World
 
 
@@ -36,6 +39,7 @@ class StepResult:
         sync: the policy of this window; comm: what it sent, on this rank.
         calibrated: once, when the calibration is over.
         noise: what the windows before this one say of the gradient's noise; None while too few of them do.
+        spent: what the ranks' time went into in the window before; straggler: the rank that holds the others up.
         step_s, data_s: wall seconds of the window, and of those, waiting for data.
         last: no window follows; stopped: because a rank was asked to stop.
         save_due: a checkpoint is due by rank 0's clock.
@@ -56,6 +60,8 @@ class StepResult:
     comm: CommStats
     calibrated: Calibrated | None
     noise: Noise | None
+    spent: Spent | None
+    straggler: Straggler | None
     step_s: float
     data_s: float
     last: bool
@@ -66,7 +72,8 @@ class StepResult:
 @dataclass(frozen=True)
 class Agreed:
     """What all ranks know after the window's small collective. ``own_squares``: of the window before, what the ranks'
-    own gradients come to (noise.py). ``grad_norm`` is of the gradients as they stand."""
+    own gradients come to (noise.py); ``spent``: of that window too, what the ranks' time went into (pace.py).
+    ``grad_norm`` is of the gradients as they stand."""
 
     items: int
     loss_sum: float
@@ -75,9 +82,11 @@ class Agreed:
     stop: bool
     save_due: bool
     own_squares: float
+    spent: list[float]
     grad_norm: float
 
 
+_FLAGS = 8
 _OWN_SQUARE, _OUT_OF_MEMORY = 6, 7  # their places among the flags
 
 
@@ -86,9 +95,10 @@ class WindowTotals:
 
     It is sent before the last backward pass and received after it, so the backend can overlap the two. The host
     reads the device once a window, here.
-    """
 
-    BYTES = 8 * 8
+    Args:
+        waited_s: seconds that the host was held up by it; on a GPU it says little.
+    """
 
     def __init__(self, world: World, device: torch.device) -> None:
         self._world, self._device = world, device
@@ -101,6 +111,7 @@ class WindowTotals:
         self._samples = 0
         self._shared: Tensor | None = None
         self._work: dist.Work | None = None
+        self.waited_s = 0.0
 
     def add(self, loss_sum: Tensor, items: int | Tensor, samples: int) -> None:
         self.losses.append(loss_sum.detach())
@@ -117,9 +128,16 @@ class WindowTotals:
         return (counted + _stack(self._items).sum() if self._items else counted), self._samples
 
     def send(
-        self, has_next: bool, stop: bool, save_due: bool, own_square: Tensor | float, *, out_of_memory: bool = False
+        self,
+        has_next: bool,
+        stop: bool,
+        save_due: bool,
+        own_square: Tensor | float,
+        spent: Sequence[float],
+        *,
+        out_of_memory: bool = False,
     ) -> None:
-        known = [self._counted_items, 0, self._samples, has_next, stop, save_due, 0, out_of_memory]
+        known = [self._counted_items, 0, self._samples, has_next, stop, save_due, 0, out_of_memory, *spent]
         # from pinned memory: an ordinary copy would hold the host until the GPU is through with the forward pass
         flags = torch.tensor(known, dtype=torch.float64, pin_memory=self._device.type == "cuda")
         flags = flags.to(self._device, non_blocking=True)
@@ -150,17 +168,20 @@ class WindowTotals:
     def _arrived(self) -> Tensor:
         assert self._shared is not None
         if self._work is not None:
+            began = time.perf_counter()
             self._work.wait()
+            self.waited_s += time.perf_counter() - began
         return self._shared
 
     def receive(self, grad_norm: Tensor) -> Agreed:
         """Raises TaskError, on all ranks, where one has counted items that are no number of items."""
         # of offloaded gradients the norm is on the host
         both = torch.cat((self._arrived(), grad_norm.detach().to(self._device, torch.float64).reshape(1)))
-        items, loss_sum, samples, more, stop, save_due, own_squares, _, norm = both.tolist()
+        items, loss_sum, samples, more, stop, save_due, own_squares, _, *spent, norm = both.tolist()
         if not math.isfinite(items):
             raise self._explain_bad_items()
-        return Agreed(round(items), loss_sum, round(samples), more > 0, stop > 0, save_due > 0, own_squares, norm)
+        flags = (more > 0, stop > 0, save_due > 0)
+        return Agreed(round(items), loss_sum, round(samples), *flags, own_squares, spent, norm)
 
     def _explain_bad_items(self) -> TaskError:
         counts = [float(count.item()) for count in self._items]
@@ -173,10 +194,15 @@ class WindowTotals:
         return TaskError(_NO_COUNT.format(where))
 
 
+def flags_bytes(world_size: int, device: torch.device) -> int:
+    """What a rank hands to the window's all-reduce."""
+    return 8 * (_FLAGS + places(world_size, device))
+
+
 def share_own_square(own_square: Tensor | float, world: World, device: torch.device) -> float:
     """The sum over ranks that the next window's flags would bring, to the last bit: in which order the ranks' numbers
     are added up depends on their place among others, so it is the same place among as many."""
-    flags = torch.zeros(WindowTotals.BYTES // 8, dtype=torch.float64, device=device)
+    flags = torch.zeros(flags_bytes(world.size, device) // 8, dtype=torch.float64, device=device)
     flags[_OWN_SQUARE] = own_square
     if world.size > 1:
         dist.all_reduce(flags)

@@ -17,7 +17,7 @@ import torch
 from launcher.plan import RunPlan
 from launcher.train.calibration import Calibrated
 from launcher.train.noise import Noise
-from launcher.train.step import StepResult, WindowTotals
+from launcher.train.step import StepResult, flags_bytes
 
 Metrics = dict[str, float]
 
@@ -99,6 +99,13 @@ def step_metrics(result: StepResult, plan: RunPlan, seen: tuple[int, int], total
         metrics |= calibration_metrics(result.calibrated)
     if result.noise is not None:
         metrics |= noise_metrics(result.noise)
+    if result.spent is not None:
+        metrics["time/compute_s"] = result.spent.compute_s
+        metrics["time/compute_s_max"] = result.spent.compute_most_s
+        metrics["time/wait_s"] = result.spent.wait_s
+    if result.straggler is not None:
+        metrics["straggler/rank"] = float(result.straggler.rank)
+        metrics["straggler/share"] = result.straggler.share
     for kind, traffic in result.comm.kinds.items():
         metrics[f"comm/{kind.value}/collectives"] = traffic.collectives
         metrics[f"comm/{kind.value}/payload_bytes"] = traffic.payload_bytes
@@ -126,7 +133,8 @@ def _flags_bytes(plan: RunPlan) -> int:
     """What the window's small collectives hand over: the flags, and where gradients lie in shards, their norm."""
     if plan.batch.world_size == 1:
         return 0
-    return WindowTotals.BYTES + (8 if plan.strategy.shard_size > 1 else 0)
+    flags = flags_bytes(plan.batch.world_size, torch.device(plan.cluster.device.value))
+    return flags + (8 if plan.strategy.shard_size > 1 else 0)
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from launcher.config import Sync
 from launcher.errors import EngineMisuse
+from launcher.progress import PULSE, Phase
 from launcher.train import step
 from launcher.train.buffers import Buffers
 from launcher.train.calibration import Kept, Rehearsal
@@ -102,8 +103,10 @@ class UnderWay:
             self._norms.look_ahead(ahead, self._replayed)
             micro_batches = iter(ahead)
         self.work_began = time.perf_counter()
+        self._handed_out = 0
         for number in range(window.count):
             asked = time.perf_counter()
+            PULSE.beat(Phase.data, number + 1)
             self.micro = next(micro_batches)
             self.data_s += time.perf_counter() - asked
             self.last = number == window.count - 1
@@ -113,6 +116,8 @@ class UnderWay:
     def _hand_out(self, micro: MicroBatch) -> Iterator[Any]:
         self._norms.micro_batch(counts=micro.samples > 0, rehearsal=self.rehearsing)
         # the user's forward and backward run inside this: DDP decides in forward whether to synchronise
+        self._handed_out += 1
+        PULSE.beat(Phase.computing, self._handed_out)
         with self._precision.autocast():
             yield micro.data
         if self.micro is not None:
@@ -132,6 +137,7 @@ class UnderWay:
         """The window's forward and backward passes without any collective, for their time; nothing of them stays."""
         rehearsal = Rehearsal(self._parallel, self._device)
         self.rehearsing = True
+        self._handed_out = 0
         with rehearsal.under_way():
             for micro in micro_batches:
                 self.micro = dataclasses.replace(micro, samples=0)

@@ -17,7 +17,9 @@ from launcher.process import (
     leave,
     lower_shield,
     mark_last_words,
+    show_stacks_when_asked,
 )
+from launcher.progress import PULSE, Phase
 
 
 class StopRequest:
@@ -40,6 +42,9 @@ def main(plan_path: str) -> None:
     die_with_parent(int(os.environ[AGENT_PID]))
     join_output_streams()
     mark_last_words()
+    show_stacks_when_asked()
+    PULSE.open()
+    PULSE.beat(Phase.starting, 1)
     stop = StopRequest()  # before torch is imported: until then a signal would kill, and importing takes a second
 
     from torch.distributed.elastic.multiprocessing.errors import record
@@ -57,6 +62,7 @@ def _run(plan_path: str, stop: StopRequest) -> None:
     from launcher.train.world import disband
 
     train(plan, stop)
+    PULSE.beat(Phase.ending)
     disband()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
 from launcher.config import Device
@@ -89,16 +90,24 @@ def device_of(world: World, device: Device) -> torch.device:
     return torch.device("cuda", world.local_rank)
 
 
-def join(world: World, device: torch.device) -> None:
-    """Start the default process group, unless the user's script has started it: gloo, and NCCL beside it on CUDA."""
+def join(world: World, device: torch.device, hang_timeout_s: float | None) -> None:
+    """Start the default process group, unless the user's script has started it: gloo, and NCCL beside it on CUDA.
+
+    ``hang_timeout_s``: whoever waits for a rank that hangs waits longer than that, or it would be taken for the cause.
+    """
     import torch.distributed as dist
 
     if dist.is_initialized():
         return
+    timeout = None if hang_timeout_s is None else timedelta(seconds=max(_TORCH_WAITS_S, hang_timeout_s + _MARGIN_S))
     if device.type == "cuda":
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, timeout=timeout)
     else:
-        dist.init_process_group("gloo", rank=world.rank, world_size=world.size)
+        dist.init_process_group("gloo", rank=world.rank, world_size=world.size, timeout=timeout)
+
+
+# torch's own time limit of a collective (gloo's; NCCL's is 600); and what it takes to find a hang
+_TORCH_WAITS_S, _MARGIN_S = 1800.0, 120.0
 
 
 def disband() -> None:

@@ -73,7 +73,8 @@ def tensors(directory: Path) -> dict[str, Tensor]:
 
 def timeless(record: dict[str, Any]) -> dict[str, Any]:
     """What two runs of the same job share: all but times and memory."""
-    timed = ("time/", "throughput/", "memory/", "comm/time_s", "comm/step_s", "comm/speedup", "comm/exposed", "comm/ov")
+    of_comm = ("comm/time_s", "comm/step_s", "comm/speedup", "comm/exposed", "comm/ov")
+    timed = ("time/", "throughput/", "memory/", "straggler", *of_comm)
     return {name: value for name, value in record.items() if not name.startswith(timed)}
 
 

@@ -30,6 +30,9 @@ def conclude(plan: LaunchPlan, task: Task, fence: Fence, ended: Ended) -> int:
     """What becomes of the job. Returns this task's exit status."""
     paths = fence.paths
     said = read_json(paths.summary) or {}
+    hang = {"hang": ended.words["hang"]} if "hang" in ended.words else {}
+    if hang:
+        write_json(paths.summary, {"verdict": "killed"} | said | hang)
     if (told := ended.words.get("failure")) is not None:
         return failed(plan, task, fence, told)
     others = Reports(fence, task.node, task.nodes)
@@ -46,7 +49,7 @@ def conclude(plan: LaunchPlan, task: Task, fence: Fence, ended: Ended) -> int:
         return EXIT_DONE  # node 0 says what follows
     # workers that could not save in time leave no word of it
     verdict = "stopped" if said or not isinstance(plan, RunPlan) else "killed"
-    write_json(paths.summary, {"verdict": verdict} | said | {"stopped_by": stopped_by})
+    write_json(paths.summary, {"verdict": verdict} | said | hang | {"stopped_by": stopped_by})
     why = wanted_back(plan, task, stopped_by)
     events.note(paths, verdict, by=stopped_by, why=why or "Slurm ends the job", step=said.get("steps"))
     return _requeue(plan, task, fence, why) if why else EXIT_RESUMABLE

@@ -7,7 +7,7 @@ import socket
 import time
 from pathlib import Path
 
-from launcher.cluster.failure import Failure
+from launcher.cluster.failure import HANG, Failure
 from launcher.cluster.slurm import client
 from launcher.errors import SiteError
 from launcher.incarnation import Fence
@@ -90,6 +90,8 @@ class Reports:
 def lost_its_peers(failure: Failure) -> bool:
     """Whether this is what a rank says whose peer is gone, and not an error of its own."""
     said = str(failure["error"])
+    if failure["kind"] == HANG:  # the stack of whoever waits has torch's words in it
+        return False
     if said == "killed by SIGABRT":  # NCCL's watchdog ends the process; why is in its log
         said += _tail(failure["log"])
     return bool(_CONNECTION.search(said) and _OF_TORCH.search(said + str(failure["traceback"] or "")))

@@ -60,7 +60,7 @@ def _run(plan: RunPlan) -> None:
 def verify(plan: RunPlan, world: World) -> Certificate | None:
     """All ranks call it; rank 0 gets the certificate."""
     device = device_of(world, plan.cluster.device)
-    join(world, device)
+    join(world, device, plan.train.hang_timeout)
     together = _together(dataclasses.replace(plan, batch=dataclasses.replace(plan.batch, ramp=())), world)
     gc.collect()  # the engines' memory is the reference's
     disband()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import threading
 import time
 
 import torch
@@ -47,6 +49,8 @@ class Tagger:
         return [model[1] if self.trouble == "empty unit" else model[2]]
 
     def train_data(self):
+        if self.trouble == "hang at the start" and os.environ.get("RANK") == "1":
+            threading.Event().wait()
         return Utterances(self.samples)
 
     def eval_data(self):
@@ -82,6 +86,8 @@ class Tagger:
             raise ValueError("rank 0 is the one")
         if self.trouble in ("slow", "remembers"):
             time.sleep(0.05)
+        if self.trouble == "slow then hang once" and self.calls <= 4 and os.environ["RANK"] == "1":
+            time.sleep(1.6)  # the other rank waits for the sum of them
         if self.calls != 11 or os.environ["RANK"] != "1":
             return
         if self.trouble == "raise":
@@ -92,6 +98,16 @@ class Tagger:
             time.sleep(10_000)
         if self.trouble == "hang":
             time.sleep(10_000)
+        if self.trouble == "slow then hang once" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            hold_the_interpreter()
+        if self.trouble == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def hold_the_interpreter():
+    """As code in C that loops, or waits, without giving the interpreter's lock back."""
+    while True:
+        ctypes.PyDLL(None).sleep(10_000)
 
 
 class MeanTagger(Tagger):

@@ -1,0 +1,127 @@
+"""How far a rank has come: a few numbers in memory that it shares with its node's agent.
+
+The worker writes them where its work goes on from one thing to the next, with no system call; the agent reads them, and
+so finds a rank that does not get on. The memory belongs to the agent and has no name in any directory: whatever dies,
+nothing of it stays.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+# Where the agent leaves the way to that memory for its workers.
+PROGRESS = "LAUNCHER_PROGRESS"
+_RECORD = struct.Struct("=5q")
+
+
+class Phase(IntEnum):
+    """What a rank is at, in the order in which a window comes upon it."""
+
+    starting = 0
+    data = 1
+    computing = 2
+    waiting = 3
+    updating = 4
+    evaluating = 5
+    saving = 6
+    ending = 7
+
+
+# the parts of a start: `Stand.number` of Phase.starting
+STARTS = (
+    "Python and its imports",
+    "importing torch and the task",
+    "building the model, with the other ranks",
+    "making the data",
+    "loading a checkpoint",
+)
+IMPORTS = 1  # up to this one
+
+
+@dataclass(frozen=True)
+class Stand:
+    """Where a rank stands.
+
+    Args:
+        beats: how often it has said so; 0: never yet.
+        number: of the micro-batch, or batch of an evaluation, from 1; or of what it starts with (STARTS).
+        window: windows begun by the run, this one included; 0 before the first.
+        step: optimizer step that the window is for, from 1; 0 before the first.
+    """
+
+    beats: int
+    phase: Phase
+    number: int
+    window: int
+    step: int
+
+    @property
+    def position(self) -> tuple[int, int, int, int]:
+        """Which of two ranks is behind the other: all of them do the same things, in the same order."""
+        in_window = self.phase <= Phase.updating
+        return self.window, 0 if in_window else self.phase, self.number, self.phase
+
+    @property
+    def words(self) -> str:
+        match self.phase:
+            case Phase.starting:
+                return f"its start: {STARTS[self.number]}"
+            case Phase.data:
+                doing = f"micro-batch {self.number}, waiting for its data"
+            case Phase.computing:
+                doing = f"micro-batch {self.number}, forward and backward pass"
+            case Phase.waiting:
+                doing = "its gradients, with the other ranks"
+            case Phase.updating:
+                doing = "its update"
+            case Phase.evaluating:
+                return f"the evaluation before step {self.step + 1}" + (f", batch {self.number}" if self.number else "")
+            case Phase.saving:
+                return f"the checkpoint before step {self.step + 1}"
+            case Phase.ending:
+                return "the end of the run"
+        return f"step {self.step}, {doing}"
+
+
+def address(file: int, local_rank: int) -> str:
+    """What PROGRESS says in the worker of that number on this host. ``file``: open in this process, its agent."""
+    return f"/proc/{os.getpid()}/fd/{file}:{local_rank}"
+
+
+def size_of(ranks: int) -> int:
+    return ranks * _RECORD.size
+
+
+def read(memory: mmap.mmap, local_rank: int) -> Stand:
+    beats, phase, number, window, step = _RECORD.unpack_from(memory, local_rank * _RECORD.size)
+    return Stand(beats, Phase(phase), number, window, step)
+
+
+class Pulse:
+    """A worker's side. Until it is opened, and in a process without an agent that looks, it goes nowhere."""
+
+    def __init__(self) -> None:
+        self._memory: mmap.mmap | bytearray = bytearray(_RECORD.size)
+        self._offset = self._beats = self._window = self._step = 0
+
+    def open(self) -> None:
+        path, _, local_rank = os.environ.get(PROGRESS, "").rpartition(":")
+        if path:
+            with Path(path).open("r+b") as file:
+                self._memory, self._offset = mmap.mmap(file.fileno(), 0), int(local_rank) * _RECORD.size
+
+    def begin_window(self, window: int, step: int) -> None:
+        self._window, self._step = window, step
+
+    def beat(self, phase: Phase, number: int = 0) -> None:
+        """``number``: of the micro-batch, or whatever else the phase counts."""
+        self._beats += 1
+        _RECORD.pack_into(self._memory, self._offset, self._beats, phase, number, self._window, self._step)
+
+
+PULSE = Pulse()

@@ -1,0 +1,146 @@
+"""What the ranks' time goes into, and which of them holds the others up.
+
+Each rank's seconds of computing, of waiting for data and of waiting for other ranks go with the next window's small
+all-reduce: one place for each rank and kind, so that the sum is a table. Nobody waits for it, and no collective is
+added.
+
+Computing is what is left of a window once the waits are taken away. On a CPU the host's clock knows them: it is the
+host that is blocked. On a GPU the host only queues work up, and what it waits for says little of what the GPU does, so
+nothing is sent there.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from launcher.train.world import World
+
+# in which a rank's usual time is looked for, and how many there must be
+WINDOWS, FEWEST_WINDOWS = 20, 10
+# of a process that has just started, whose first windows are not typical
+_LEFT_OUT = 2
+_COMPUTE, _DATA, _WAIT = range(3)
+_KINDS = 3
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Seconds of a window: of computing, on average over the ranks and at most, and of waiting for other ranks."""
+
+    compute_s: float
+    compute_most_s: float
+    wait_s: float
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """The rank that holds the others up.
+
+    Args:
+        share: of a step's time that would be saved, were it as fast as the median of the other ranks.
+        of: what it spends that on, compute or data; own_s: its seconds of that, others_s: the others' median.
+    """
+
+    rank: int
+    host: str
+    share: float
+    of: str
+    own_s: float
+    others_s: float
+
+    @property
+    def words(self) -> str:
+        doing = "computing" if self.of == "compute" else "waiting for data"
+        return (
+            f"rank {self.rank} on {self.host} makes every step {self.share:.0%} longer: {self.own_s:.3g} s of {doing} "
+            f"a window, where the other ranks need {self.others_s:.3g} s (median)"
+        )
+
+
+def places(world_size: int, device: torch.device) -> int:
+    """How many numbers the ranks share."""
+    return _KINDS * world_size if world_size > 1 and device.type == "cpu" else 0
+
+
+class Pace:
+    """One rank's account of it, alike on all ranks but for what it measures itself.
+
+    Args:
+        share: from which on the slowest rank is named; None: never.
+        spent: of the newest window that is known, which is the one before; None while none is.
+        straggler: the rank that is named now; named: the last one that was.
+        news: what has changed about it with the newest window, in words; None for nothing.
+    """
+
+    def __init__(self, world: World, device: torch.device, share: float | None) -> None:
+        self._rank, self._ranks, self._share = world.rank, world.size, share
+        self._places = places(world.size, device)
+        self._hosts = world.of_all(socket.gethostname()) if self._places else []
+        self._own = [0.0] * _KINDS
+        self._windows = 0
+        self._tables: deque[Tensor] = deque(maxlen=WINDOWS)
+        self.spent: Spent | None = None
+        self.straggler: Straggler | None = None
+        self.named: Straggler | None = None
+        self.news: str | None = None
+
+    def measure(self, step_s: float, data_s: float, wait_s: float) -> None:
+        """This rank's part of a window, in seconds: in all, for data, and for other ranks."""
+        self._own = [max(0.0, step_s - data_s - wait_s), data_s, wait_s]
+
+    def numbers(self) -> list[float]:
+        """What the next window's flags take along: this rank's row in a table of zeros."""
+        table = [0.0] * self._places
+        if self._places:
+            table[self._rank * _KINDS : (self._rank + 1) * _KINDS] = self._own
+        return table
+
+    def take_in(self, table: Sequence[float]) -> None:
+        """The sum of what all ranks have sent."""
+        self.news, self._windows = None, self._windows + 1
+        if not self._places or self._windows <= _LEFT_OUT:
+            return
+        rows = torch.tensor(table, dtype=torch.float64).view(self._ranks, _KINDS)
+        self._tables.append(rows)
+        compute = rows[:, _COMPUTE]
+        self.spent = Spent(compute.mean().item(), compute.max().item(), rows[:, _WAIT].mean().item())
+        if self._share is not None and len(self._tables) >= FEWEST_WINDOWS:
+            self._look(self._share)
+
+    def _look(self, share: float) -> None:
+        before, now = self.straggler, slowest(torch.stack([*self._tables]), self._hosts)
+        # whoever is named stays so until it is clearly over: a cost near the limit is not said again and again
+        lasts = before is not None and before.rank == now.rank
+        self.straggler = now if now.share >= (share / 2 if lasts else share) else None
+        if self.straggler is not None:
+            self.named = now
+            if not lasts:
+                self.news = f"Straggler: {now.words}."
+        elif before is not None:
+            self.news = f"Straggler: no more, rank {before.rank} on {before.host} is as fast as the others."
+
+
+def slowest(tables: Tensor, hosts: Sequence[str]) -> Straggler:
+    """``tables``: seconds, [windows, ranks, (compute, data, wait)]."""
+    usual = tables.median(0).values
+    busy = usual[:, _COMPUTE] + usual[:, _DATA]
+    rank = int(busy.argmax().item())
+    others = torch.arange(len(busy)) != rank
+    excess_s = busy[rank] - busy[others].median()
+    step_s = tables.sum(2).mean(1).median()
+    more = usual[rank, :_WAIT] - usual[others, :_WAIT].median(0).values
+    kind = int(more.argmax().item())
+    return Straggler(
+        rank=rank,
+        host=hosts[rank],
+        share=(excess_s / step_s).item() if step_s > 0 else 0.0,
+        of=("compute", "data")[kind],
+        own_s=usual[rank, kind].item(),
+        others_s=usual[others, kind].median().item(),
+    )

@@ -1,0 +1,73 @@
+"""The rank that holds the others up is named with what it spends its time on; equal ranks are left alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from launcher.train.pace import FEWEST_WINDOWS, Pace, slowest
+from launcher.train.world import World
+from tests.helpers import torchrun
+
+HOSTS = ["a", "a", "b", "b"]
+ALONE = World(rank=0, size=1, local_rank=0)
+
+
+def table(*rows: tuple[float, float, float]) -> torch.Tensor:
+    return torch.tensor([rows] * 5, dtype=torch.float64)
+
+
+def test_the_slowest_rank_and_what_it_costs() -> None:
+    found = slowest(table((1.0, 0.1, 0.9), (1.0, 0.1, 0.9), (1.9, 0.1, 0.0), (1.1, 0.0, 0.9)), HOSTS)
+    assert (found.rank, found.host, found.of) == (2, "b", "compute")
+    assert found.share == pytest.approx(0.9 / 2)
+    assert (found.own_s, found.others_s) == (1.9, 1.0)
+    found = slowest(table((1.0, 0.1, 0.9), (1.0, 1.0, 0.0), (0.9, 0.1, 1.0), (1.0, 0.1, 0.9)), HOSTS)
+    assert (found.rank, found.of) == (1, "data")
+
+
+def test_one_slow_window_is_no_slow_rank() -> None:
+    tables = table((1.0, 0.0, 0.0), (1.0, 0.0, 0.0))
+    tables[2, 1, 0] = 100.0
+    assert slowest(tables, ["a", "b"]).share == 0.0
+
+
+def test_it_is_said_once_when_it_begins_and_when_it_is_over() -> None:
+    pace = Pace(ALONE, torch.device("cpu"), 0.1)
+    pace._ranks, pace._places, pace._hosts = 2, 6, ["a", "b"]
+    equal, slow = [1.0, 0.0, 0.0] * 2, [1.0, 0.0, 1.0, 2.0, 0.0, 0.0]
+    said: list[tuple[int, str]] = []
+    for window in range(80):
+        pace.take_in(slow if 20 <= window < 50 else equal)
+        if pace.news is not None:
+            said.append((window, pace.news))
+    (begun, first), (over, last) = said
+    assert 25 < begun < 50 < over
+    assert first == (
+        "Straggler: rank 1 on b makes every step 50% longer: 2 s of computing a window, where the other ranks need "
+        "1 s (median)."
+    )
+    assert last == "Straggler: no more, rank 1 on b is as fast as the others."
+    assert pace.straggler is None
+    assert pace.named is not None
+    assert pace.named.rank == 1
+
+
+@pytest.mark.slow
+def test_real_ranks(tmp_path: Path) -> None:
+    lines = torchrun(Path(__file__).with_name("pace_worker.py"), [], 2, tmp_path).splitlines()
+    found = {name: seen for line in lines if line.startswith("{") for name, seen in json.loads(line).items()}
+    for name in ("equal", "equal, fsdp"):
+        assert found[name]["named"] is None, name
+        assert found[name]["said"] == []
+    for name in ("computes", "computes, every", "computes, fsdp", "reads"):
+        of = "data" if name == "reads" else "compute"
+        assert found[name]["named"] == [1, of], name
+        assert found[name]["said"][0].startswith("Straggler: rank 1 on ")
+        assert len(found[name]["said"]) == 1
+        assert found[name]["first"] > FEWEST_WINDOWS, "and not before there are enough windows"
+    for seen in found.values():
+        assert {"time/compute_s", "time/compute_s_max", "time/wait_s"} <= {*seen["metrics"]}
