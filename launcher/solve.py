@@ -105,7 +105,7 @@ def _on_cluster(
     precision = solve_precision(config.precision, config.strategy.kind)
     strategy = solve_strategy(config.strategy, batch, cluster, precision, task)
     require_possible(batch, strategy.recompute)
-    if batch.on_oom is OnOom.shrink:
+    if batch.on_oom is OnOom.shrink and batch.micro_size > 1:
         cluster = dataclasses.replace(cluster, max_restarts=max(cluster.max_restarts, OOM_RESTARTS))
     schedule = _schedule(config.schedule, steps)
     optimizer = _optimizer(config.optimizer, batch.global_size)

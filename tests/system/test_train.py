@@ -34,7 +34,7 @@ def test_the_main_job_learns_and_writes_everything_down(launch: Launch, tmp_path
     assert [record["step"] for record in seen if "eval/loss" in record] == [12, 24]
     assert seen[-1]["batch/items"] == 64 * 32
     assert seen[-1]["progress/samples"] == 24 * 64
-    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_000020", "step_000024"]
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["latest", "step_000020", "step_000024"]
 
     # accumulation 8: an eighth of the payload, but for the calibration's windows, which synchronise each micro-batch
     plan = json.loads((run / "plan.json").read_text())
@@ -134,7 +134,7 @@ def test_rarely_used_options_run(launch: Launch, project: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     run = project / "runs" / "own"
-    assert len(list((run / "checkpoints").iterdir())) == 4
+    assert len(list((run / "checkpoints").iterdir())) == 5, "four, and the name of the latest"
     assert json.loads((run / "plan.json").read_text())["strategy"]["sync"] == "every"
 
 
