@@ -6,8 +6,8 @@ import dataclasses
 import math
 from collections.abc import Callable
 
-from launcher import batch as contract
 from launcher import worlds
+from launcher.batch import Batch, solve_batch
 from launcher.config import (
     BatchConfig,
     CheckpointConfig,
@@ -45,6 +45,7 @@ from launcher.policy import SHARDED
 from launcher.site import Site
 from launcher.strategy import solve_precision, solve_strategy
 from launcher.validate import check
+from launcher.windows import Windows, count_windows
 from launcher.worlds import node_range
 
 DEFAULT_STEPS = 300
@@ -60,7 +61,7 @@ def solve(
     task: TaskPlan,
     run: RunInfo,
     started: tuple[int, int] | None = None,
-    rebatch: Callable[[contract.Batch], contract.Batch] = lambda batch: batch,
+    rebatch: Callable[[Batch], Batch] = lambda batch: batch,
 ) -> RunPlan:
     """The plan of a training job.
 
@@ -79,7 +80,7 @@ def solve(
     nodes = node_range(config.cluster.nodes)
     cluster = solve_cluster(config.cluster, site, run.name, config.strategy.kind, started)
     if started is not None or nodes.fixed:
-        batch = rebatch(contract.solve_batch(config.batch, cluster.world_size))
+        batch = rebatch(solve_batch(config.batch, cluster.world_size))
         return _on_cluster(config, site, task, run, cluster, batch)
     largest = rebatch(worlds.solve_largest(config.batch, cluster.world_size))
     plan = _on_cluster(config, site, task, run, cluster, largest)
@@ -97,7 +98,7 @@ def solve(
 
 
 def _on_cluster(
-    config: Config, site: Site, task: TaskPlan, run: RunInfo, cluster: ClusterPlan, batch: contract.Batch
+    config: Config, site: Site, task: TaskPlan, run: RunInfo, cluster: ClusterPlan, batch: Batch
 ) -> RunPlan:
     """All that follows from the world and the batch in it."""
     epoch = _epoch(config.batch, batch, task)
@@ -160,7 +161,7 @@ def _checkpoint(config: CheckpointConfig, kind: ClusterKind) -> CheckpointPlan:
     return dataclasses.replace(plan, every_minutes=SLURM_SAVES_EVERY_MIN, keep=plan.keep or SLURM_KEEPS)
 
 
-def _epoch(config: BatchConfig, batch: contract.Batch, task: TaskPlan) -> EpochPlan:
+def _epoch(config: BatchConfig, batch: Batch, task: TaskPlan) -> EpochPlan:
     policy = config.short_window
     if task.samples is None:
         if policy is ShortWindow.drop:
@@ -176,17 +177,17 @@ def _epoch(config: BatchConfig, batch: contract.Batch, task: TaskPlan) -> EpochP
             "batch.global_size", batch.global_size, f"the task has {task.samples} samples, fewer than one window.",
             f"Use batch.global_size of {task.samples} or less.",
         )  # fmt: skip
-    windows, short = contract.count_windows(task.samples, batch.global_size, keep_short=policy is ShortWindow.exact)
+    windows, short = count_windows(task.samples, batch.global_size, keep_short=policy is ShortWindow.exact)
     return EpochPlan(windows=windows, short_window=short, short_window_policy=policy)
 
 
-def _steps(config: TrainConfig, epoch: EpochPlan, batch: contract.Batch, task: TaskPlan) -> int | None:
+def _steps(config: TrainConfig, epoch: EpochPlan, batch: Batch, task: TaskPlan) -> int | None:
     if config.epochs is None:
         return DEFAULT_STEPS if config.steps is None else config.steps
     if task.samples is None:
         return None
     keep_short = epoch.short_window_policy is ShortWindow.exact
-    return contract.Windows(task.samples, batch, keep_short=keep_short).before(config.epochs)
+    return Windows(task.samples, batch, keep_short=keep_short).before(config.epochs)
 
 
 def _optimizer(config: OptimizerConfig, global_size: int) -> OptimizerPlan:
@@ -246,7 +247,7 @@ def _unit_notes(strategy: StrategyPlan, task: TaskPlan) -> list[str]:
     return notes
 
 
-def _norm_notes(batch: contract.Batch, task: TaskPlan) -> list[str]:
+def _norm_notes(batch: Batch, task: TaskPlan) -> list[str]:
     if task.batch_norms == 0 and batch.norm is not Norm.leave:
         raise ConfigError("batch.norm", batch.norm, "has no effect: the model has no BatchNorm.", "Leave it out.")
     said = None if task.batch_norms is None else what_norms_do(task.batch_norms, batch)
@@ -254,7 +255,7 @@ def _norm_notes(batch: contract.Batch, task: TaskPlan) -> list[str]:
 
 
 def _notes(
-    schedule: SchedulePlan, steps: int | None, epoch: EpochPlan, batch: contract.Batch, optimizer: OptimizerPlan
+    schedule: SchedulePlan, steps: int | None, epoch: EpochPlan, batch: Batch, optimizer: OptimizerPlan
 ) -> tuple[str, ...]:
     notes: list[str] = []
     ramp = sum(stage.windows for stage in batch.ramp)

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.batch import Batch, Span, Stage, Windows, count_windows, share_of_window, solve_batch
+from launcher.batch import Batch, Stage, solve_batch
 from launcher.config import BatchConfig
 from launcher.errors import ConfigError
+from launcher.windows import Span, Windows, count_windows, share_of_window
 
 sizes = st.integers(1, 64)
 

@@ -6,8 +6,9 @@ import random
 
 import pytest
 
-from launcher.batch import Batch, Stage, Windows
+from launcher.batch import Batch, Stage
 from launcher.rebatch import changed_at, future, past
+from launcher.windows import Windows
 
 
 def batch(size: int, *ramp: tuple[int, int]) -> Batch:

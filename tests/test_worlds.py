@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launcher.batch import share_of_window
 from launcher.compose import compose, compose_with_yaml
 from launcher.config import BatchConfig, Config, OnOom
 from launcher.doctor.job import small
@@ -19,6 +18,7 @@ from launcher.plan import LaunchPlan, RunPlan
 from launcher.report import tables
 from launcher.site import Site
 from launcher.solve import solve
+from launcher.windows import share_of_window
 from launcher.worlds import node_range
 from tests.helpers import make_plan
 

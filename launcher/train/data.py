@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import Dataset, default_collate
 
-from launcher.batch import Windows, share_of_window
 from launcher.config import ShortWindow
 from launcher.errors import DataError
 from launcher.plan import RunPlan
@@ -22,6 +21,7 @@ from launcher.train.randomness import SampleRandom
 from launcher.train.sampling import Permutation
 from launcher.train.stream import StreamFeed
 from launcher.train.world import World
+from launcher.windows import Windows, share_of_window
 
 PLACES_AHEAD = 4096
 

@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from launcher.batch import Batch, share_of_window
+from launcher.batch import Batch
 from launcher.errors import DataError
 from launcher.plan import RunPlan
 from launcher.train.feed import Collate, Place, Window
 from launcher.train.loader import MicroBatch, prefetch
 from launcher.train.randomness import SampleRandom
 from launcher.train.world import World
+from launcher.windows import share_of_window
 
 
 class StreamFeed:

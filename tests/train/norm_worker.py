@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from launcher import Engine, make_plan
-from launcher.batch import share_of_window
 from launcher.config import Norm
 from launcher.errors import ConfigError
 from launcher.plan import RunPlan
 from launcher.policy import Collective
 from launcher.train.norm import batch_norms
 from launcher.train.sampling import Permutation
+from launcher.windows import share_of_window
 
 torch.set_num_threads(1)
 
