@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 
-from launcher.commands.overrides import explain, nobody_reads
-from launcher.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER, UserError, did_you_mean
+from launcher.commands.overrides import explain, explain_disk, nobody_reads
+from launcher.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER, LauncherError, UserError, did_you_mean
 
 HELP = """\
 launch: distributed training where the effective global batch is a contract.
@@ -74,8 +74,12 @@ def run(arguments: Sequence[str]) -> int:
     """One call of `launch`; returns its exit status."""
     try:
         return _dispatch(list(arguments))
-    except UserError as error:
+    except LauncherError as error:
         return explain(error)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        return explain_disk(error)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
 

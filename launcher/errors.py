@@ -8,6 +8,7 @@ LauncherError
 └── RunError                exit 1: the job started and failed
     ├── NotFinite           a loss or a gradient is inf or nan
     ├── OutOfMemory         a micro-batch, or the optimizer's state, does not fit into a rank's memory
+    ├── RecordFailed        the disk takes no more of metrics.jsonl, or of the verdict
     ├── PolicyNotObserved   the collectives that ran are not those of the sync policy
     ├── UnusedParameters    the backward pass reached only part of the model
     ├── DataError           the dataset is not what the plan says
@@ -66,6 +67,10 @@ class NotFinite(RunError):
 
 
 class OutOfMemory(RunError):
+    pass
+
+
+class RecordFailed(RunError):
     pass
 
 

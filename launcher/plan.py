@@ -305,8 +305,8 @@ class TrainPlan:
     eval_every: int
     loader_workers: int
     calibrate: int
-    hang_timeout: float | None
-    straggler_share: float | None
+    hang_timeout: float | None = None
+    straggler_share: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,8 +315,8 @@ class CheckpointPlan:
     every: int | None
     every_minutes: float | None
     keep: int | None
-    async_save: bool
-    on_error: OnError
+    async_save: bool = False
+    on_error: OnError = OnError.stop
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,9 @@ import os
 import signal
 import sys
 import threading
+from contextlib import suppress
 from types import FrameType, TracebackType
-from typing import NoReturn, Self
+from typing import Any, NoReturn, Self, TextIO, cast
 
 # What asks a worker to stop after its window: from the agent, a scheduler, or a person.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
@@ -80,6 +81,30 @@ def join_output_streams() -> None:
     """Let standard error go where standard output goes: one log a rank, in the order of what happened."""
     sys.stderr.flush()
     os.dup2(1, 2)
+
+
+class _Unfailing:
+    """A stream whose disk may be full: what does not get through stays in its buffer, and training goes on."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def never_fail_to_print() -> None:
+    """A log on a full disk ends no run: whether it goes on is decided where checkpoints and the record are written."""
+    sys.stdout, sys.stderr = cast("TextIO", _Unfailing(sys.stdout)), cast("TextIO", _Unfailing(sys.stderr))
 
 
 # From this line on a rank's log is the end of that rank. The terminal echoes rank 0 up to here: which rank failed

@@ -49,8 +49,6 @@ from launcher.windows import Windows, count_windows
 from launcher.worlds import node_range
 
 DEFAULT_STEPS = 300
-# where a rank runs out of memory in the middle of a collective, the workers begin again with smaller micro-batches
-OOM_RESTARTS = 4
 SLURM_SAVES_EVERY_MIN, SLURM_KEEPS = 10.0, 3
 WORKER_COMMAND = ("-P", "-m", "launcher.train.worker")
 
@@ -107,7 +105,9 @@ def _on_cluster(
     strategy = solve_strategy(config.strategy, batch, cluster, precision, task)
     require_possible(batch, strategy.recompute)
     if batch.on_oom is OnOom.shrink and batch.micro_size > 1:
-        cluster = dataclasses.replace(cluster, max_restarts=max(cluster.max_restarts, OOM_RESTARTS))
+        cluster = dataclasses.replace(
+            cluster, max_restarts=max(cluster.max_restarts, (batch.micro_size - 1).bit_length())
+        )
     schedule = _schedule(config.schedule, steps)
     optimizer = _optimizer(config.optimizer, batch.global_size)
     return RunPlan(

@@ -17,16 +17,16 @@ def changed(plan: LaunchPlan, config_yaml: str) -> Generator[None, None, None]:
     paths = plan.paths
     number = max(0, len(jobfile.submissions(paths)) - 1)
     old, yaml = (file.read_text(encoding="utf-8") for file in (paths.plan, paths.config))
-    write_text(paths.plan_until(number), old)
-    write_text(paths.config_until(number), yaml)
-    plan.save()
-    write_text(paths.config, config_yaml)
     try:
+        write_text(paths.plan_until(number), old)
+        write_text(paths.config_until(number), yaml)
+        plan.save()
+        write_text(paths.config, config_yaml)
         yield
     except BaseException:
         if all(submission.refused for submission in jobfile.submissions(paths)[number + 1 :]):
-            write_text(paths.config, yaml)
-            write_text(paths.plan, old)
-            paths.plan_until(number).unlink()
-            paths.config_until(number).unlink()
+            # by rename: a full disk takes no new text, and the old one lies beside
+            for kept, place in ((paths.config_until(number), paths.config), (paths.plan_until(number), paths.plan)):
+                if kept.exists():
+                    kept.replace(place)
         raise

@@ -17,7 +17,7 @@ from launcher.cluster import jobfile
 from launcher.cluster.failure import failure
 from launcher.cluster.jobfile import Submission
 from launcher.cluster.peers import Peers
-from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESUMABLE, SiteError
+from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESUMABLE, RecordFailed, SiteError
 from launcher.paths import read_json, write_json, write_text
 from launcher.plan import LaunchPlan, RunInfo
 from launcher.process import STOP_SIGNALS
@@ -119,9 +119,15 @@ def run(plan: LaunchPlan, display: Display, peers: Peers) -> Verdict:
         for number, handler in handlers.items():
             signal.signal(number, handler)
     status, summary = peers.conclude()
-    _write_summary(plan, summary)
-    if _writes(plan):
-        jobfile.amend(plan.paths, ended=True)
+    try:
+        _write_summary(plan, summary)
+        if _writes(plan):
+            jobfile.amend(plan.paths, ended=True)
+    except OSError as error:
+        raise RecordFailed(
+            f"{plan.paths.root}: the verdict, {summary['verdict']}, cannot be written there: {error.strerror}.\n"
+            f"  Make room; `launch resume {plan.run.name}` goes on from the newest checkpoint."
+        ) from None
     if asked:
         by_a_person = asked[0] == signal.SIGINT
         of_verdict = {"done": EXIT_DONE, "failed": EXIT_FAILED, "stopped": EXIT_RESUMABLE}

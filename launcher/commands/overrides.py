@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -9,7 +10,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from launcher.errors import EXIT_FAILED, EXIT_INTERRUPTED, UserError, did_you_mean
+from launcher.errors import EXIT_FAILED, EXIT_INTERRUPTED, LauncherError, RecordFailed, UserError, did_you_mean
 
 if TYPE_CHECKING:
     from launcher.config import Config
@@ -24,9 +25,17 @@ _HYDRA_FLAGS = {
 _OWN_FLAGS = ("--quiet", "--json", "--wait", "--yes", "--windows")
 
 
-def explain(error: UserError) -> int:
+def explain(error: LauncherError) -> int:
     print(f"launch: error: {error}", file=sys.stderr)
     return error.exit_status
+
+
+def explain_disk(error: OSError) -> int:
+    """Of one that takes nothing more. Any other error is raised again: it is a mistake of ours."""
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        raise error
+    where = error.filename or "a disk that is needed"
+    return explain(RecordFailed(f"{where}: {error.strerror}.\n  Make room there, or choose another run.dir."))
 
 
 def nobody_reads() -> int:
@@ -85,10 +94,12 @@ def with_config(verb: str, arguments: list[str], act: Callable[[Config, str], in
     def act_or_explain(config: Config, yaml: str) -> int:
         try:
             status = act(config, yaml)
-        except UserError as error:
+        except LauncherError as error:
             return explain(error)
         except BrokenPipeError:  # here, or Hydra makes an error message of it
             return nobody_reads()
+        except OSError as error:
+            return explain_disk(error)
         if status == EXIT_INTERRUPTED:
             raise KeyboardInterrupt  # of a sweep, the cells that have not begun are left out too
         return status

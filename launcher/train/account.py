@@ -98,7 +98,7 @@ class Account:
         state = restored.run["account"]
         self.loss, self.eval_loss, self.evaluated = state["loss"], state["eval_loss"], state["evaluated"]
         self.resumed, self.seconds_before = state["resumed"] + 1, state["total_s"]
-        self.worlds, self.failed_saves = state["worlds"], state["failed_saves"]
+        self.worlds, self.failed_saves = state.get("worlds", []), state.get("failed_saves", 0)
         before = _world(restored.origin | {"world_size": restored.ranks})
         now = _world(origin(self.engine.plan))
         if restored.origin and before != now:

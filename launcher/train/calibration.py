@@ -146,7 +146,7 @@ class Calibration:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.start = state["start"]
+        self.start = state.get("start", self.start)
         self._every_s = list(state["every_s"])
         self._own = [WindowTimes(**times) for times in state["own"]]
 

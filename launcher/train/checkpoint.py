@@ -133,9 +133,12 @@ class _Writing:
         sync_directory(self._partial)
         self._fence.check()
         self._partial.rename(self._target)
-        sync_directory(self._target.parent)
-        write_text(self._paths.latest, f"{self._target.name}\n")
-        sync_directory(self._target.parent)
+        try:
+            sync_directory(self._target.parent)
+            write_text(self._paths.latest, f"{self._target.name}\n")
+            sync_directory(self._target.parent)
+        except OSError as error:  # it is committed: nobody needs what follows
+            print(f"{self._target.name} is whole, but {self._paths.latest} does not name it: {error}", flush=True)
         give_up(self._paths, self._fence, self._of.keep)
 
     def _on_rank_0(self, work: Callable[[], T]) -> T:

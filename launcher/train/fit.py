@@ -36,7 +36,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def fitted(plan: RunPlan, world: World) -> RunPlan:
     """``plan`` with the micro-batch that an earlier start has found to fit; all ranks call it. What was found for other
     sizes, or on other ranks, before the run was resumed with these, is not taken."""
-    found: dict[str, Any] | None = world.of_rank_0(read_json(plan.paths.fitted))
+    found: dict[str, Any] | None = world.of_rank_0(read_json(plan.paths.fitted) if world.rank == 0 else None)
     if found is None or found["of"] != _job(plan):
         return plan
     if world.rank == 0:
@@ -66,8 +66,9 @@ def _job(plan: RunPlan) -> dict[str, Any]:
 
 def out_of_memory(error: BaseException, batch: Batch, rank: int, step: int) -> OutOfMemory:
     """What the run says where it cannot go on in place."""
-    why = str(error).splitlines()[0] if str(error) else type(error).__name__
-    what = f"Rank {rank} ran out of memory at step {step}, with micro-batches of {batch.micro_size}: {why}"
+    what = (
+        f"Rank {rank} ran out of memory at step {step}, with micro-batches of {batch.micro_size}: {_first_line(error)}"
+    )
     if (smaller := batch.shrunk()) is None:
         remedy = (
             "The micro-batch is one sample already. Use strategy.recompute=blocks, strategy=fsdp on more ranks, or "
@@ -81,3 +82,15 @@ def out_of_memory(error: BaseException, batch: Batch, rank: int, step: int) -> O
             "global batch stays the same."
         )
     return OutOfMemory(f"{what}\n  {remedy}")
+
+
+def out_of_memory_beside(error: BaseException, rank: int, step: int, when: str) -> OutOfMemory:
+    """The same for what is no window's forward or backward pass."""
+    return OutOfMemory(
+        f"Rank {rank} ran out of memory at step {step}, {when}: {_first_line(error)}\n"
+        "  Use a smaller batch.micro_size, strategy=fsdp on more ranks, or strategy.recompute=blocks."
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -6,7 +6,8 @@ import math
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from launcher.config import Device, OnOom, OptimizerKind
-from launcher.errors import CheckpointFailed, DataError, TaskError
+from launcher.errors import CheckpointFailed, DataError, RecordFailed, TaskError
 from launcher.incarnation import Fence
 from launcher.paths import write_json
 from launcher.plan import OptimizerPlan, RunPlan
@@ -83,7 +84,7 @@ def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
     if plan.checkpoint.enabled:
         room.require(engine, plan.paths.checkpoints, has_one=resumed is not None)
     saver = Saver(engine, account, fence, trouble)
-    record: Sink = resume.open_record(plan.paths, fence, engine.steps, last) if world.rank == 0 else NoRecord()
+    record: Sink = resume.open_record(plan, fence, engine.steps, last) if world.rank == 0 else NoRecord()
     try:
         run = _Run(asked, task, engine, record, account, cadence, saver, recorded=engine.steps if last else None)
         verdict = run.steps(samples)
@@ -154,10 +155,11 @@ class _Run:
             try:
                 for batch in window:
                     engine.backward(*self.loss(engine.model, batch))
-                result = engine.step()
             except Exception as error:
                 self.require_room(error)
                 continue
+            with self.out_of_memory("while the optimizer took its step, whose state has to fit, too"):
+                result = engine.step()
             self.account.take_in(result)
             if result.skipped and engine.world.rank == 0:
                 why = f"fp16 overflowed at loss scale {result.scale}" if result.items else "the window holds no item"
@@ -165,12 +167,17 @@ class _Run:
             if engine.pace.news is not None and engine.world.rank == 0:
                 print(f"step {engine.steps}: {engine.pace.news}", flush=True)
             metrics = self.metrics(result)
-            evaluated = self.evaluate() if self.eval_due(result) else {}
+            evaluated: Metrics = {}
+            if self.eval_due(result):
+                with self.out_of_memory("while the held-out data was evaluated"):
+                    evaluated = self.evaluate()
             saves = self.save_due(result)
             try:
                 saved = self.save(result, metrics | evaluated) if saves else {}
             except CheckpointFailed:
-                self.record.write(result.step, metrics | evaluated)
+                if not (result.skipped and result.step == self.recorded):
+                    with suppress(RecordFailed):  # the disk is full: it has been said
+                        self.record.write(result.step, metrics | evaluated)
                 raise
             if self.log_due(result, extra=bool(evaluated) or saves):
                 self.record.write(result.step, metrics | evaluated | saved | self.saver.news())
@@ -192,6 +199,16 @@ class _Run:
         if batch.on_oom is OnOom.shrink and (smaller := batch.shrunk()) is not None:
             fit.note(self.plan, smaller)
         raise fit.out_of_memory(error, batch, engine.world.rank, engine.steps + 1) from None
+
+    @contextmanager
+    def out_of_memory(self, when: str) -> Iterator[None]:
+        """Around what smaller micro-batches may not help: said in plain words, and nothing is learned from it."""
+        try:
+            yield
+        except Exception as error:
+            if not fit.is_out_of_memory(error):
+                raise
+            raise fit.out_of_memory_beside(error, self.engine.world.rank, self.engine.steps + 1, when) from None
 
     def loss(self, model: Callable[..., Any], batch: Any) -> tuple[Tensor, int | Tensor]:
         return loss_and_items(self.task, self.engine, model, batch)

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from launcher.errors import NoGoodCheckpoint, WrongCheckpoint
+from launcher.config import OnError
+from launcher.errors import NoGoodCheckpoint, RecordFailed, WrongCheckpoint
 from launcher.incarnation import Fence
 from launcher.paths import RunPaths
+from launcher.plan import RunPlan
 from launcher.train import checkpoint, cutback, manifest, restore
 from launcher.train.engine import Engine
 from launcher.train.restore import Restored
@@ -137,7 +139,7 @@ def _move_aside(paths: RunPaths, fence: Fence, refused: list[Path]) -> None:
         directory.rename(paths.refused_checkpoint(directory))
 
 
-def open_record(paths: RunPaths, fence: Fence, step: int, last: dict[str, Any] | None) -> Record:
+def open_record(plan: RunPlan, fence: Fence, step: int, last: dict[str, Any] | None) -> Record:
     """metrics.jsonl, cut back to ``step``: what lies behind it will come again.
 
     It is a new file under the old name, so that a process of an older incarnation that still has the old one open
@@ -147,8 +149,14 @@ def open_record(paths: RunPaths, fence: Fence, step: int, last: dict[str, Any] |
         last: the record of that very step, for when the run ended between the checkpoint and its record.
 
     Raises:
+        RecordFailed: the disk has no room for the new file.
         Superseded: a newer incarnation has begun.
     """
     fence.check()
-    cutback.cut_back(paths.metrics, step, last)
-    return Record(paths.metrics)
+    try:
+        cutback.cut_back(plan.paths.metrics, step, last)
+    except OSError as error:
+        raise RecordFailed(
+            f"{plan.paths.metrics} cannot be cut back to step {step}: {error.strerror}.\n  Make room on that disk."
+        ) from None
+    return Record(plan.paths.metrics, waits=plan.checkpoint.on_error is not OnError.stop)

@@ -18,6 +18,7 @@ from launcher.train.checkpoint import Snapshot
 from launcher.train.engine import Engine
 from launcher.train.staging import Staging
 from launcher.train.telemetry import Metrics
+from launcher.train.world import patience
 
 
 class Saver:
@@ -33,7 +34,8 @@ class Saver:
         self._plan = engine.plan.checkpoint
         # the default group's collectives are the steps': those of another thread must not come between
         beside = self._plan.enabled and self._plan.async_save and engine.world.size > 1
-        self._group = cast("dist.ProcessGroup", dist.new_group(backend="gloo")) if beside else None
+        waits = patience(engine.plan.train.hang_timeout)
+        self._group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=waits)) if beside else None
         self._staging = Staging(engine.device)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None

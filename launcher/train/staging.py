@@ -77,7 +77,9 @@ class Staging:
             source = local(tensor).detach()
             place = (source.data_ptr(), source.dtype, source.shape, source.stride()) if source.numel() else (path,)
             if (buffer := seen.get(place)) is None:
-                buffer = before.get(path)
+                buffer = before.pop(path, None)
+                if any(buffer is taken for taken in seen.values()):  # two names had one tensor, and have no more
+                    buffer = None
                 if buffer is None or (buffer.shape, buffer.dtype) != (source.shape, source.dtype):
                     pinned = self._device.type == "cuda" and source.numel() > 0
                     buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=pinned)

@@ -5,15 +5,18 @@ Names and units are the interface's; a metric is made where it arises and only n
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import resource
+from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
+from launcher.errors import RecordFailed
 from launcher.plan import RunPlan
 from launcher.train.calibration import Calibrated
 from launcher.train.noise import Noise
@@ -40,20 +43,53 @@ class NoRecord:
 
 
 class Record:
-    """Appends to metrics.jsonl. Each line reaches the operating system before the next step starts."""
+    """Appends to metrics.jsonl. Each line reaches the operating system before the next step starts.
 
-    def __init__(self, path: Path) -> None:
-        self._file: IO[str] = path.open("a", encoding="utf-8", buffering=1)
+    Args:
+        waits: whether lines that a full disk refuses are kept until there is room; else the first one ends the run.
+    """
+
+    def __init__(self, path: Path, *, waits: bool) -> None:
+        self._path, self._waits = path, waits
+        self._file = path.open("ab", buffering=0)
+        self._size = path.stat().st_size
+        self._left: list[bytes] = []
 
     def write(self, step: int, metrics: Metrics) -> None:
-        self._file.write(json.dumps(as_record(step, metrics)) + "\n")
+        """Raises RecordFailed; so does ``close``."""
+        self._left.append(json.dumps(as_record(step, metrics)).encode() + b"\n")
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        while self._left:
+            try:
+                if self._file.write(self._left[0]) < len(self._left[0]):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError as error:
+                os.truncate(self._path, self._size)  # no part of a line
+                if not self._waits:
+                    raise self._failed(error) from None
+                if len(self._left) == 1:
+                    print(f"{self._failed(error)}\n  The lines wait for it (checkpoint.on_error=continue).", flush=True)
+                return
+            self._size += len(self._left.pop(0))
+
+    def _failed(self, error: OSError) -> RecordFailed:
+        return RecordFailed(f"{self._path} cannot be written: {error.strerror}.\n  Make room on that disk.")
 
     def sync(self) -> None:
         """Have what was written on the disk."""
-        os.fsync(self._file.fileno())
+        with suppress(OSError):  # whoever saves now hears of it from the checkpoint's own files
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
+        self._hand_over()
         self._file.close()
+        if self._left:
+            raise RecordFailed(
+                f"{len(self._left)} lines of {self._path} could not be written: the disk took them to the end not.\n"
+                "  The checkpoint is whole; of these steps there is no record."
+            )
 
 
 def as_record(step: int, metrics: Metrics) -> dict[str, Any]:

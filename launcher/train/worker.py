@@ -17,6 +17,7 @@ from launcher.process import (
     leave,
     lower_shield,
     mark_last_words,
+    never_fail_to_print,
     show_stacks_when_asked,
 )
 from launcher.progress import PULSE, Phase
@@ -41,6 +42,7 @@ class StopRequest:
 def main(plan_path: str) -> None:
     die_with_parent(int(os.environ[AGENT_PID]))
     join_output_streams()
+    never_fail_to_print()
     mark_last_words()
     show_stacks_when_asked()
     PULSE.open()

@@ -99,11 +99,16 @@ def join(world: World, device: torch.device, hang_timeout_s: float | None) -> No
 
     if dist.is_initialized():
         return
-    timeout = None if hang_timeout_s is None else timedelta(seconds=max(_TORCH_WAITS_S, hang_timeout_s + _MARGIN_S))
+    timeout = patience(hang_timeout_s)
     if device.type == "cuda":
         dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, timeout=timeout)
     else:
         dist.init_process_group("gloo", rank=world.rank, world_size=world.size, timeout=timeout)
+
+
+def patience(hang_timeout_s: float | None) -> timedelta | None:
+    """How long a collective may wait; None: as long as torch lets it by default."""
+    return None if hang_timeout_s is None else timedelta(seconds=max(_TORCH_WAITS_S, hang_timeout_s + _MARGIN_S))
 
 
 # torch's own time limit of a collective (gloo's; NCCL's is 600); and what it takes to find a hang
