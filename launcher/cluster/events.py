@@ -11,7 +11,7 @@ from launcher.paths import RunPaths
 
 def note(paths: RunPaths, event: str, **known: Any) -> None:
     """Append an event. ``event``: submitted, started, stopped, killed, requeued, not requeued,
-    disconnected, failed, done, cancelled."""
+    disconnected, lost, failed, done, cancelled."""
     line = json.dumps({"at": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **known})
     with paths.events.open("a", encoding="utf-8") as file:
         file.write(line + "\n")
