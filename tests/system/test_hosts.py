@@ -251,7 +251,7 @@ def test_a_job_goes_on_with_the_hosts_that_are_left(tmp_path: Path, launch: Laun
     run = tmp_path / "all/runs/job"
     with hosts(3) as three:
         processes = start(three, tmp_path, *RANGE, shared=True)
-        wait_for(lambda: (run / "metrics.jsonl").exists() and len(records(run)) >= 4, "four steps")
+        wait_for(lambda: (run / "metrics.jsonl").exists() and len(records(run)) >= 4, "four steps", 180)
         assert json.loads((run / "incarnation.json").read_text())["ranks"] == 3
         lost_address = json.loads((run / "plan.node1.json").read_text())["cluster"]["place"]["address"]
         lost = [three.address(host) for host in range(3)].index(lost_address)  # numbers go by who comes first
