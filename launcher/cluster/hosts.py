@@ -17,9 +17,10 @@ from typing import Any, TypeVar
 from launcher.cluster import local
 from launcher.cluster.agree import facts
 from launcher.cluster.channel import PROTOCOL, Channel, Door, Message
+from launcher.cluster.first_host import FirstHost
 from launcher.cluster.gathering import Say, wait_for_hosts
 from launcher.cluster.network import Route, find_route, free_port, require_reach, socket_names
-from launcher.cluster.peers import FirstHost, OtherHost, Peers
+from launcher.cluster.peers import OtherHost, Peers
 from launcher.errors import SiteError, UserError
 from launcher.paths import read_json, write_text
 from launcher.plan import LaunchPlan, Place, RunInfo, RunPlan

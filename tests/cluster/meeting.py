@@ -7,8 +7,9 @@ import time
 from typing import Any
 
 from launcher.cluster.channel import Channel, Door
+from launcher.cluster.first_host import FirstHost
 from launcher.cluster.network import Interface
-from launcher.cluster.peers import FirstHost, OtherHost
+from launcher.cluster.peers import OtherHost
 
 TWO = ("cluster=hosts", "cluster.nodes=2", "cluster.rendezvous=10.0.0.1:29400", "checkpoint.enabled=false")
 LO = Interface("lo", "127.0.0.1")

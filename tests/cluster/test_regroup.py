@@ -12,7 +12,8 @@ import pytest
 from launcher.cluster import events, gathering, local, regroup
 from launcher.cluster.agree import differences, facts
 from launcher.cluster.channel import Channel
-from launcher.cluster.peers import Again, FirstHost, OtherHost
+from launcher.cluster.first_host import FirstHost
+from launcher.cluster.peers import Again, OtherHost
 from launcher.incarnation import Fence, Incarnation
 from launcher.paths import read_json, write_json
 from launcher.plan import Place, RunPlan
