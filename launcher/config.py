@@ -106,7 +106,7 @@ class ClusterConfig:
     kind: ClusterKind = ClusterKind.local
     """local: this machine; hosts: several, on each of which the same command is typed; slurm: a job of Slurm's."""
     nodes: int | str = 1
-    """Hosts; a local job has one. slurm: "MIN:MAX", such as 2:4, for a job that goes on with as many as there are, at
+    """Hosts; a local job has one. slurm, hosts: "MIN:MAX", such as 2:4: it goes on with as many as there are, at
     the same global batch; in a YAML file in quotes."""
     rendezvous: str | None = None
     """hosts: HOST:PORT where they meet, an address of the first of them."""

@@ -49,6 +49,11 @@ class Fence:
         """What the newest incarnation has written of itself; empty before the first."""
         return read_json(self.paths.incarnation) or {}
 
+    @property
+    def superseded(self) -> bool:
+        """Whether a newer incarnation has begun."""
+        return Incarnation.parse(self.newest().get("incarnation", "0.0")) > self.own
+
     def claim(self, **known: Any) -> None:
         """Begin: from here on older incarnations write nothing. ``known``: what others are to know of this one.
 
@@ -69,8 +74,8 @@ class Fence:
 
     def check(self) -> None:
         """Raises Superseded where a newer incarnation has begun."""
-        newest = Incarnation.parse(self.newest().get("incarnation", "0.0"))
-        if newest > self.own:
+        if self.superseded:
+            newest = self.newest()["incarnation"]
             raise Superseded(
                 f"The run goes on as incarnation {newest}: this is what is left of {self.own}, and writes nothing more."
             )

@@ -41,9 +41,10 @@ class RunPaths:
         may share the disk."""
         return self.plan if node == 0 else self.root / f"plan.node{node}.json"
 
-    def plan_for(self, nodes: int) -> Path:
-        """The plan that workers read where a job that may have fewer hosts than planned has so many."""
-        return self.root / f"plan.nodes{nodes}.json"
+    def plan_for(self, nodes: int, node: int = 0) -> Path:
+        """The plan that workers read where a job that may have fewer hosts than planned has so many. ``node``: whose,
+        where hosts have plans of their own."""
+        return self.root / f"plan.nodes{nodes}{f'.node{node}' if node else ''}.json"
 
     @property
     def config(self) -> Path:

@@ -127,11 +127,6 @@ def _check_kind(config: ClusterConfig, nodes: NodeRange) -> None:
         )  # fmt: skip
     if config.kind is not ClusterKind.hosts:
         return
-    if not nodes.fixed:
-        raise ConfigError(
-            "cluster.nodes", config.nodes, "without a scheduler nobody begins a job again with fewer hosts.",
-            f"Use cluster.nodes={nodes.most}, or cluster=slurm.",
-        )  # fmt: skip
     if nodes.most < 2:
         raise ConfigError(
             "cluster.nodes", config.nodes, "cluster=hosts is a job over several machines.",

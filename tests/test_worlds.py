@@ -47,7 +47,7 @@ def test_a_range_is_typed_as_it_is_read(typed: str) -> None:
         (["cluster=local", "cluster.nodes=1:2"], "cluster.nodes=1:2: cluster=local is one machine"),
         (["cluster.nodes=1:3", "strategy=hsdp"], "cluster.nodes=1:3: not possible on 1 host: strategy=hsdp: 2 ranks"),
         (["cluster.nodes=1:2", "strategy=single"], "one rank trains alone"),
-        (["cluster=hosts", "cluster.nodes=2:3"], "without a scheduler nobody begins a job again with fewer hosts"),
+        (["cluster=hosts", "cluster.nodes=1:1"], "cluster.nodes=1:1: cluster=hosts is a job over several machines"),
         (["cluster.nodes=2:4", "batch.micro_size=4", "batch.accumulation=3", "batch.global_size=7"], "is 96, not 7"),
     ],
 )

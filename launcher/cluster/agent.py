@@ -1,6 +1,6 @@
 """The node agent: one process a node, which runs torchrun's elastic agent as a library and writes the verdict.
 
-    python -m launcher.cluster.agent RUN_DIR NODE PARENT_PID SUBMISSION
+    python -m launcher.cluster.agent RUN_DIR PLAN PARENT_PID INCARNATION
 
 Exit status: 0 the workers are done; 1 they failed; 130 they were stopped. Under Slurm the agent runs in the job's task,
 launcher/cluster/slurm/node.py, which says what becomes of the job.
@@ -23,7 +23,7 @@ from launcher.cluster import mirroring, rounds
 from launcher.cluster.deaths import DeathWatch
 from launcher.cluster.failure import HANG, failure
 from launcher.cluster.hangs import HangWatch, NoWatch
-from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, class_named
+from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, Superseded, class_named
 from launcher.incarnation import INCARNATION, Fence, Incarnation
 from launcher.paths import RunPaths, clear_torn, read_json, write_json
 from launcher.plan import LaunchPlan, RunPlan
@@ -44,17 +44,20 @@ class Ended:
     words: dict[str, Any]
 
 
-def main(run_dir: str, node: str, parent: str, submission: str) -> int:
+def main(run_dir: str, plan_name: str, parent: str, incarnation: str) -> int:
+    """``plan_name``: of the file in ``run_dir``."""
     die_with_parent(int(parent), signal.SIGTERM)
     paths = RunPaths(Path(run_dir))
-    plan_file = paths.plan_of(int(node))
-    plan, own = load_plan(plan_file), Incarnation(int(submission))
-    place = plan.cluster.place
-    if place is None or place.node == 0 or not place.shared:  # else node 0 does it for this one
-        begin(Fence(paths, own), ranks=plan.cluster.world_size)
+    plan_file = paths.root / plan_name
+    plan, fence = load_plan(plan_file), Fence(paths, Incarnation.parse(incarnation))
     with StopShield() as shield:
-        ended = serve(plan, plan_file, own, shield)
+        ended = serve(plan, plan_file, fence.own, shield)
     if ended.words:
+        try:
+            fence.check()
+        except Superseded as error:  # a host that was cut off; by now the file is another one's
+            print(error, flush=True)
+            return EXIT_FAILED
         path = paths.summary_of(plan.node)
         write_json(path, {"verdict": "killed"} | (read_json(path) or {}) | ended.words)
     return ended.status

@@ -9,7 +9,7 @@ from importlib import metadata
 from typing import Any, cast
 
 from launcher.cluster.channel import Message
-from launcher.plan import LaunchPlan
+from launcher.plan import LaunchPlan, RunPlan
 
 # a host's own: directories, addresses, environment; and what only follows from the rest
 _OWN = (
@@ -35,6 +35,7 @@ _KEYS = {
     "task.unit_parameters": "the task's code (parameters in shard units)",
     "task.gradient_bytes": "the task's code (bytes of gradients)",
     "strategy.sync": "strategy.sync (or what auto made of it)",
+    "cluster.min_nodes": "cluster.nodes (the fewest)",
     "cluster.kind": "cluster", "strategy.kind": "strategy", "precision.kind": "precision",
     "optimizer.kind": "optimizer", "schedule.kind": "schedule", "task.target": "task._target_",
     "epoch.short_window_policy": "batch.short_window", "train.calibrate": "run.calibrate",
@@ -46,6 +47,8 @@ _LINES = 12
 def facts(plan: LaunchPlan, run_name: str | None) -> Message:
     """By the key that a user knows: everything of ``plan`` that decides what is computed, and the versions."""
     found: Message = {"run.name": run_name}
+    if isinstance(plan, RunPlan):  # the rest of what is planned for fewer hosts follows
+        found |= {f"strategy.sync on {world.nodes} hosts": world.strategy.sync.value for world in plan.fewer}
     for key, value in _flat("", json.loads(json.dumps(asdict(plan)))):
         if key not in _DERIVED and not any(key == own or key.startswith(f"{own}.") for own in _OWN):
             name = _KEYS.get(key, key)

@@ -11,15 +11,16 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 from launcher.cluster import local
-from launcher.cluster.agree import differences, facts
-from launcher.cluster.channel import PROTOCOL, Channel, Door, Message, wait
+from launcher.cluster.agree import facts
+from launcher.cluster.channel import PROTOCOL, Channel, Door, Message
+from launcher.cluster.first_host import FirstHost
+from launcher.cluster.gathering import Say, wait_for_hosts
 from launcher.cluster.network import Route, find_route, free_port, require_reach, socket_names
-from launcher.cluster.peers import FirstHost, OtherHost, Peers
+from launcher.cluster.peers import OtherHost, Peers
 from launcher.errors import SiteError, UserError
 from launcher.paths import read_json, write_text
 from launcher.plan import LaunchPlan, Place, RunInfo, RunPlan
@@ -30,7 +31,6 @@ _ANSWER_WITHIN_S = 60
 _RETRY_S = 0.5
 
 P = TypeVar("P", bound=LaunchPlan)
-Say = Callable[[str], None]
 
 
 def gather(plan: P, config_yaml: str, run_name: str | None, say: Say) -> tuple[P, Peers]:
@@ -61,13 +61,14 @@ def lead(plan: P, config_yaml: str, route: Route, known: Message, say: Say) -> t
         door = Door(route.rendezvous)
     except OSError as error:
         raise SiteError(
-            f"cluster.rendezvous={_shown(route)}: cannot listen there: {error.strerror}.\n"
+            f"cluster.rendezvous={route.shown}: cannot listen there: {error.strerror}.\n"
             "  Another job or program has the port: choose another one."
         ) from None
     guests: list[Channel] = []
     made = False
     try:
-        _wait_for_all(door, guests, plan.cluster.nodes, known, route, say)
+        wait_for_hosts(door, guests, plan.cluster.range, known, route, say, MEET_WITHIN_S)
+        plan = plan.on(len(guests) + 1)
         address = route.interface.address
         store = f"{address}:{free_port(address)}"
         own = Place(node=0, address=address, interface=route.interface.name, store=store, shared=True)
@@ -76,7 +77,7 @@ def lead(plan: P, config_yaml: str, route: Route, known: Message, say: Say) -> t
         made = True
         run = {"name": plan.run.name, "id": plan.run.id, "created": plan.run.created}
         for node, guest in enumerate(guests, 1):
-            guest.send(welcome=run, node=node, store=store)
+            guest.send(welcome=run, node=node, nodes=plan.cluster.nodes, store=store)
         _require_ready(guests, plan, route.rendezvous[1])
         for guest in guests:
             guest.send(go=True)
@@ -89,37 +90,22 @@ def lead(plan: P, config_yaml: str, route: Route, known: Message, say: Say) -> t
         if made:
             shutil.rmtree(plan.paths.root, ignore_errors=True)
         raise
-    refusal = (
-        f"cluster.rendezvous={_shown(route)}: the run there, {plan.run.name}, has all its {plan.cluster.nodes} hosts.\n"
+    return plan, FirstHost(door, guests, address, _refusal(plan, route), _least(plan))
+
+
+def _refusal(plan: LaunchPlan, route: Route) -> str:
+    """For whoever comes when the run is under way."""
+    fixed = plan.cluster.min_nodes is None
+    why = f"has all its {plan.cluster.nodes} hosts" if fixed else "is under way, and no host can join it"
+    return (
+        f"cluster.rendezvous={route.shown}: the run there, {plan.run.name}, {why}.\n"
         "  For a job of its own, choose another port or another first host."
     )
-    return plan, FirstHost(door, guests, address, refusal)
 
 
-def _wait_for_all(door: Door, guests: list[Channel], nodes: int, known: Message, route: Route, say: Say) -> None:
-    say(f"This is node 0 of {nodes}, waiting at {_shown(route)} for the others.")
-    end = time.monotonic() + MEET_WITHIN_S
-    while len(guests) < nodes - 1:
-        wait([*door.sources(), *guests], 1.0)
-        for channel, hello in door.arrivals():
-            if len(guests) == nodes - 1:
-                channel.send(refused=f"cluster.rendezvous={_shown(route)}: all {nodes} hosts are here already.")
-                channel.close()
-                continue
-            guests.append(channel)
-            differing = differences(known, hello.get("facts"), route.rendezvous[0], channel.peer)
-            if differing:
-                raise UserError(differing)
-            say(f"{channel.peer} is here: {len(guests) + 1} of {nodes} hosts.")
-        for guest in [guest for guest in guests if guest.receive() or not guest.open]:
-            guest.close()
-            guests.remove(guest)
-            say(f"{guest.peer} has left again.")
-        if time.monotonic() > end:
-            raise SiteError(
-                f"cluster.nodes={nodes}: {len(guests) + 1} of {nodes} hosts came to {_shown(route)} within "
-                f"{MEET_WITHIN_S // 60} minutes.\n  Type the same command on each of them."
-            )
+def _least(plan: LaunchPlan) -> int | None:
+    """With how many hosts the run goes on when one is lost; None where it ends, having nothing to go on from."""
+    return plan.cluster.min_nodes if isinstance(plan, RunPlan) and plan.checkpoint.enabled else None
 
 
 def _require_ready(guests: list[Channel], plan: LaunchPlan, port: int) -> None:
@@ -149,7 +135,7 @@ def join(plan: P, config_yaml: str, route: Route, known: Message, say: Say) -> t
         greeting = channel.next(_ANSWER_WITHIN_S)
         if greeting is None or greeting.get("launch") != PROTOCOL:
             raise SiteError(
-                f"cluster.rendezvous={_shown(route)}: what answers there is no `launch` of this version that waits for "
+                f"cluster.rendezvous={route.shown}: what answers there is no `launch` of this version that waits for "
                 "hosts.\n  Start it on the first host, or choose a port that nothing else uses."
             )
         welcome = _answer(channel, "welcome", MEET_WITHIN_S)
@@ -159,7 +145,7 @@ def join(plan: P, config_yaml: str, route: Route, known: Message, say: Say) -> t
         )  # fmt: skip
         try:
             require_reach(place.store.rpartition(":")[0], route.rendezvous[1], "node 0")
-            plan = _placed(plan, _common_run(plan.run, welcome["welcome"]), place)
+            plan = _placed(plan.on(int(welcome["nodes"])), _common_run(plan.run, welcome["welcome"]), place)
             plan, made = _make_directory(plan, config_yaml)
         except SiteError as error:
             channel.send(refused=str(error))
@@ -183,12 +169,12 @@ def _connect(route: Route, say: Say) -> Channel:
         except OSError as error:
             if time.monotonic() > end:
                 raise SiteError(
-                    f"cluster.rendezvous={_shown(route)}: nobody has answered there for {MEET_WITHIN_S // 60} minutes "
+                    f"cluster.rendezvous={route.shown}: nobody has answered there for {MEET_WITHIN_S // 60} minutes "
                     f"({error.strerror or error}).\n  Type the same command on the host that has this address."
                 ) from None
         if not said:
             said = True
-            say(f"waiting for {_shown(route)}")
+            say(f"waiting for {route.shown}")
         time.sleep(_RETRY_S)
 
 
@@ -239,7 +225,3 @@ def _is_of_this_run(plan: LaunchPlan) -> bool:
             return fields.get("run", {}).get("id") == plan.run.id
         time.sleep(0.1)  # a third host, with which the disk is shared, may be about to write it
     return False
-
-
-def _shown(route: Route) -> str:
-    return f"{route.rendezvous[0]}:{route.rendezvous[1]}"

@@ -13,11 +13,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-from launcher.cluster import jobfile
+from launcher.cluster import jobfile, regroup
+from launcher.cluster.agent import begin
 from launcher.cluster.failure import failure
 from launcher.cluster.jobfile import Submission
 from launcher.cluster.peers import Peers
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESUMABLE, RecordFailed, SiteError
+from launcher.incarnation import Fence, Incarnation
 from launcher.paths import read_json, write_json, write_text
 from launcher.plan import LaunchPlan, RunInfo
 from launcher.process import STOP_SIGNALS
@@ -42,10 +44,12 @@ class Display(Protocol):
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a run ended. ``summary``: what summary.json says."""
+    """How a run ended. ``summary``: what summary.json says. ``plan``: by which it ended, on fewer hosts perhaps than it
+    had begun with."""
 
     status: int
     summary: dict[str, Any]
+    plan: LaunchPlan
 
 
 def create(plan: LaunchPlan, config_yaml: str) -> None:
@@ -90,7 +94,8 @@ def run(plan: LaunchPlan, display: Display, peers: Peers) -> Verdict:
     SIGTERM and SIGUSR2, by which a scheduler around this process wants it to stop, do the first only.
 
     On several hosts, a stop on one of them is one on all, and each gives its own workers the time to notice by
-    themselves that the job has failed elsewhere: what they have to say may be the reason.
+    themselves that the job has failed elsewhere: what they have to say may be the reason. Where one is lost and enough
+    are left, these begin again, as another incarnation of the run.
     """
     asked: list[int] = []
 
@@ -99,28 +104,24 @@ def run(plan: LaunchPlan, display: Display, peers: Peers) -> Verdict:
             asked.append(number)
 
     submission = jobfile.add(plan.paths, Submission.now().by_this_process()) if _writes(plan) else 0
+    fence = Fence(plan.paths, Incarnation(submission))
     handlers = {number: signal.signal(number, stop) for number in STOP_SIGNALS}
-    over = False
     try:
-        agent = _start_agent(plan, submission)
-        care = _Care(agent, display, peers, plan.cluster.grace_s)
-        while not (over and (peers.complete() or len(asked) > 1)):
-            display.refresh()
-            care.act(len(asked))
-            peers.listen(POLL_S)
-            if not over and agent.poll() is not None:
-                over = True
-                # a second Ctrl-C, or one before the agent was up, ends it by the signal itself
-                own = EXIT_INTERRUPTED if asked else agent.returncode
-                peers.ended(own if own >= 0 else EXIT_FAILED, _summary(plan, own))
-        display.refresh()
+        if _writes(plan):
+            begin(fence, ranks=plan.cluster.world_size)
+        _run_once(plan, plan.paths.plan_of(plan.node), fence, display, peers, asked)
+        while len(asked) < 2 and (again := peers.again(plan.paths.newest_step())) is not None:
+            plan, plan_file, fence = regroup.go_on(plan, again, fence)
+            display.say(regroup.words(plan, again))
+            peers.go()
+            _run_once(plan, plan_file, fence, display, peers, asked)
     finally:
         display.close()
         for number, handler in handlers.items():
             signal.signal(number, handler)
     status, summary = peers.conclude()
     try:
-        _write_summary(plan, summary)
+        _write_summary(plan, fence, summary)
         if _writes(plan):
             jobfile.amend(plan.paths, ended=True)
     except OSError as error:
@@ -132,7 +133,26 @@ def run(plan: LaunchPlan, display: Display, peers: Peers) -> Verdict:
         by_a_person = asked[0] == signal.SIGINT
         of_verdict = {"done": EXIT_DONE, "failed": EXIT_FAILED, "stopped": EXIT_RESUMABLE}
         status = EXIT_INTERRUPTED if by_a_person else of_verdict.get(summary["verdict"], EXIT_INTERRUPTED)
-    return Verdict(status, summary)
+    return Verdict(status, summary, plan)
+
+
+def _run_once(
+    plan: LaunchPlan, plan_file: Path, fence: Fence, display: Display, peers: Peers, asked: list[int]
+) -> None:
+    """One incarnation, until it is over on all hosts. ``asked``: the signals to stop that have come here."""
+    agent = _start_agent(plan, plan_file, fence.own)
+    care = _Care(agent, display, peers, plan.cluster.grace_s)
+    over = False
+    while not (over and (peers.complete() or len(asked) > 1)):
+        display.refresh()
+        care.act(len(asked))
+        peers.listen(POLL_S)
+        if not over and agent.poll() is not None:
+            over = True
+            # a second Ctrl-C, or one before the agent was up, ends it by the signal itself
+            own = EXIT_INTERRUPTED if asked else agent.returncode
+            peers.ended(own if own >= 0 else EXIT_FAILED, _summary(plan, own))
+    display.refresh()
 
 
 class _Care:
@@ -164,7 +184,7 @@ class _Care:
         if self._noticed is None:
             self._noticed = time.monotonic()
             if self._agent.poll() is None:
-                self._display.say(f"{trouble[0].upper()}{trouble[1:]}; ending here too.")
+                self._display.say(f"{trouble[0].upper()}{trouble[1:]}; the workers here end too.")
         waited = time.monotonic() - self._noticed
         if not self._urged and (self._peers.lost or waited > self._grace_s):
             self._urge()
@@ -180,10 +200,10 @@ class _Care:
             self._agent.send_signal(number)
 
 
-def _start_agent(plan: LaunchPlan, submission: int) -> subprocess.Popen[bytes]:
+def _start_agent(plan: LaunchPlan, plan_file: Path, own: Incarnation) -> subprocess.Popen[bytes]:
     with plan.paths.node_log(plan.node).open("ab") as log:
         return subprocess.Popen(
-            [*AGENT, plan.run.dir, str(plan.node), str(os.getpid()), str(submission)],
+            [*AGENT, plan.run.dir, plan_file.name, str(os.getpid()), str(own)],
             env=allowed_env(os.environ, (*plan.env.allow, *WANDB_ENV)),
             cwd=plan.cluster.cwd,
             stdin=subprocess.DEVNULL,
@@ -198,10 +218,11 @@ def _summary(plan: LaunchPlan, status: int) -> dict[str, Any]:
     return read_json(plan.paths.summary_of(plan.node)) or _verdict_without_words(plan, status)
 
 
-def _write_summary(plan: LaunchPlan, summary: dict[str, Any]) -> None:
-    """Node 0 has the last word; a host that shares its disk writes none, unless node 0 is gone without one."""
+def _write_summary(plan: LaunchPlan, fence: Fence, summary: dict[str, Any]) -> None:
+    """Node 0 has the last word; a host that shares its disk writes none, unless node 0 is gone without one. A host that
+    was cut off, and without which the others have gone on, has nothing to say."""
     path = plan.paths.summary
-    if (_writes(plan) or not path.exists()) and read_json(path) != summary:
+    if (_writes(plan) or (not path.exists() and not fence.superseded)) and read_json(path) != summary:
         write_json(path, summary)
 
 

@@ -37,6 +37,10 @@ class Route:
     here: bool
     interface: Interface
 
+    @property
+    def shown(self) -> str:
+        return f"{self.rendezvous[0]}:{self.rendezvous[1]}"
+
 
 def interfaces() -> list[Interface]:
     """Every interface of this host with an IPv4 address; one with several addresses, several times."""

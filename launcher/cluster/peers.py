@@ -7,19 +7,12 @@ connections carry that.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from typing import Any, Protocol
+from typing import Protocol
 
-from launcher.cluster.channel import LOST_AFTER_S, Channel, Door, Message, wait
-from launcher.cluster.failure import failure
+from launcher.cluster.blame import Summary, lost_host, seconds_since_failure
+from launcher.cluster.channel import Channel, wait
 from launcher.errors import EXIT_FAILED, EXIT_INTERRUPTED
-
-# a connection that is reset is seen at once, but after the workers' own connections to that host may have been
-_RESET_MARGIN_S = 2.0
-
-Summary = dict[str, Any]
 
 
 class Peers(Protocol):
@@ -44,6 +37,15 @@ class Peers(Protocol):
 
     def complete(self) -> bool:
         """Whether the verdict of the whole job is known."""
+        ...
+
+    def again(self, step: int) -> Again | None:
+        """Once that is so: how this host goes on, where another one is gone and enough are left; None where the job is
+        over. ``step``: optimizer steps in the newest checkpoint, which node 0 tells the others."""
+        ...
+
+    def go(self) -> None:
+        """All is ready for that: node 0 has the others begin."""
         ...
 
     def conclude(self) -> tuple[int, Summary]:
@@ -72,111 +74,25 @@ class Alone:
     def complete(self) -> bool:
         return True
 
+    def again(self, step: int) -> Again | None: ...
+
+    def go(self) -> None: ...
+
     def conclude(self) -> tuple[int, Summary]:
         return self._own
 
 
 @dataclass(frozen=True)
-class _Result:
-    """``when``: on node 0's monotonic clock, of the failure if there is one."""
+class Again:
+    """How this host goes on without those that are gone. ``node``: its number from here on; ``nodes``: hosts;
+    ``store``: HOST:PORT where their agents share what they know; ``lost``: who is gone, by the old numbers; ``step``:
+    optimizer steps in the newest checkpoint."""
 
-    status: int
-    summary: Summary
-    when: float
-
-
-class FirstHost:
-    """Node 0: hears from all the others, and tells them."""
-
-    def __init__(self, door: Door, guests: Sequence[Channel], address: str, refusal: str) -> None:
-        """``guests``: the others by their number, from 1. ``refusal``: for a host that comes too late."""
-        self._door, self._guests, self._refusal = door, dict(enumerate(guests, 1)), refusal
-        self._hosts = {0: address} | {node: guest.peer for node, guest in self._guests.items()}
-        self._results: dict[int, _Result] = {}
-        self._gone: dict[int, float] = {}
-        self._stopped = False
-        self.stopped_by: str | None = None
-        self.trouble: str | None = None
-        self.lost = False
-
-    def listen(self, seconds: float) -> None:
-        wait([*self._door.sources(), *(guest for guest in self._guests.values() if guest.open)], seconds)
-        for channel, _ in self._door.arrivals():
-            channel.send(refused=self._refusal)
-            channel.close()
-        for node, guest in self._guests.items():
-            for message in guest.receive():
-                self._take_in(node, message)
-            if not guest.open and node not in self._results and node not in self._gone:
-                self._gone[node] = time.monotonic()
-                self.lost = True
-                self._tell_trouble(f"{self._name(node)} is gone", node)
-
-    def _take_in(self, node: int, message: Message) -> None:
-        if "stop" in message:
-            self._stopped = True
-            self.stopped_by = self._name(node)
-            self._tell(node, stop=self.stopped_by)
-        elif "ended" in message:
-            self._add(node, message["status"], message["summary"], message["ago_s"])
-
-    def _add(self, node: int, status: int, summary: Summary, ago_s: float) -> None:
-        self._results[node] = _Result(status, summary, time.monotonic() - ago_s)
-        if "failure" in summary and not self._stopped:
-            self._tell_trouble(f"the job failed on {self._name(node)}", node)
-
-    def _tell_trouble(self, text: str, node: int) -> None:
-        if node:
-            self.trouble = self.trouble or text
-        self._tell(node, trouble=text, lost=self.lost)
-
-    def _tell(self, but: int, **message: Any) -> None:
-        for node, guest in self._guests.items():
-            if node != but:
-                guest.send(**message)
-
-    def _name(self, node: int) -> str:
-        return f"node {node} ({self._hosts[node]})"
-
-    def stop(self) -> None:
-        self._stopped = True
-        self._tell(0, stop=self._name(0))
-
-    def ended(self, status: int, summary: Summary) -> None:
-        self._add(0, status, summary, seconds_since_failure(summary))
-
-    def complete(self) -> bool:
-        return all(node in self._results or node in self._gone for node in self._hosts)
-
-    def conclude(self) -> tuple[int, Summary]:
-        status, summary = self._verdict()
-        self._tell(0, verdict=summary, status=status)
-        self._door.close()
-        for guest in self._guests.values():
-            guest.close()
-        return status, summary
-
-    def _verdict(self) -> tuple[int, Summary]:
-        own = dict(self._results[0].summary)
-        first = self._first_failure()
-        if self._stopped or first is None:
-            if own.pop("failure", None) is not None:
-                own["verdict"] = "killed"
-            return EXIT_INTERRUPTED if self._stopped else max(r.status for r in self._results.values()), own
-        own.pop("stopped_by", None)  # that was this launcher, for the reason that follows
-        return EXIT_FAILED, own | {"verdict": "failed", "failure": first}
-
-    def _first_failure(self) -> Summary | None:
-        """Of the first host that failed. One that is gone may have been so for a while before that was noticed, and
-        whoever lost a peer by it came after it."""
-        failures: list[tuple[float, Summary]] = []
-        for node, result in self._results.items():
-            if (told := result.summary.get("failure")) is not None:
-                failures.append((result.when, told | {"node": node, "host": self._hosts[node]}))
-        for node, when in self._gone.items():
-            unnoticed = LOST_AFTER_S if self._guests[node].silent else _RESET_MARGIN_S
-            failures.append((when - unnoticed, lost_host(node, self._guests[node])))
-        return min(failures, key=lambda entry: entry[0])[1] if failures else None
+    node: int
+    nodes: int
+    store: str
+    lost: str
+    step: int
 
 
 class OtherHost:
@@ -186,6 +102,7 @@ class OtherHost:
         self._first = first
         self._own: tuple[int, Summary] = (EXIT_FAILED, {})
         self._final: tuple[int, Summary] | None = None
+        self._again: Again | None = None
         self._stopped = False
         self.stopped_by: str | None = None
         self.trouble: str | None = None
@@ -201,6 +118,9 @@ class OtherHost:
                 self._stopped, self.stopped_by = True, message["stop"]
             elif "trouble" in message:
                 self.trouble, self.lost = self.trouble or message["trouble"], self.lost or message["lost"]
+            elif "again" in message:  # what comes after it is of the new start
+                self._again = Again(**message["again"])
+                self._stopped, self.stopped_by, self.trouble, self.lost = False, None, None, False
             elif "verdict" in message:
                 self._final = message["status"], message["verdict"]
         if not self._first.open and self._final is None:
@@ -215,7 +135,13 @@ class OtherHost:
         self._first.send(ended=True, status=status, summary=summary, ago_s=seconds_since_failure(summary))
 
     def complete(self) -> bool:
-        return self._final is not None or not self._first.open
+        return self._final is not None or self._again is not None or not self._first.open
+
+    def again(self, step: int) -> Again | None:  # noqa: ARG002
+        again, self._again = self._again, None
+        return again
+
+    def go(self) -> None: ...
 
     def conclude(self) -> tuple[int, Summary]:
         self._first.close()
@@ -224,17 +150,3 @@ class OtherHost:
         if self._stopped:
             return EXIT_INTERRUPTED, {"verdict": "killed"}
         return EXIT_FAILED, {"verdict": "failed", "failure": lost_host(0, self._first)}
-
-
-def seconds_since_failure(summary: Summary) -> float:
-    """How long ago the first failure was by this host's clock; 0 for one whose time is not known."""
-    told: Summary = summary.get("failure") or {}
-    at = told.get("at")
-    return 0.0 if at is None else (datetime.now(UTC) - datetime.fromisoformat(at)).total_seconds()
-
-
-def lost_host(node: int, channel: Channel) -> Summary:
-    """The failure that is nobody's own words."""
-    why = f"no answer for {LOST_AFTER_S} s" if channel.silent else "its `launch` was killed, or the host was shut down"
-    told = failure(f"node {node} ({channel.peer}) is gone: {why}", None)
-    return told | {"node": node, "host": channel.peer}

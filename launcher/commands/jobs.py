@@ -44,7 +44,7 @@ def _run_and_show(plan: LaunchPlan, peers: Peers, console: Console) -> Verdict:
     shown = terminal.LiveDisplay if plan.node == 0 else JoinedDisplay
     verdict = local.run(plan, terminal.Silence() if console.quiet else shown(plan, console), peers)
     if "failure" in verdict.summary:
-        print(tables.failure_text(verdict.summary, plan.node), file=sys.stderr)
+        print(tables.failure_text(verdict.summary, verdict.plan.node), file=sys.stderr)
     elif plan.node != 0:
         console.print(f"Run {plan.run.name}: {verdict.summary['verdict']}", markup=False, highlight=False)
     return verdict
@@ -58,7 +58,7 @@ def run_here(plan: RunPlan, peers: Peers, console: Console) -> int:
         console.print(tables.plan_table(plan), "")
     verdict = _run_and_show(plan, peers, console)
     if "failure" not in verdict.summary and plan.node == 0:
-        console.print("", tables.summary_table(plan, verdict.summary))
+        console.print("", tables.summary_table(plan.on(verdict.plan.cluster.nodes), verdict.summary))
     return verdict.status
 
 

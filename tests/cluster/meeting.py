@@ -6,7 +6,10 @@ import socket
 import time
 from typing import Any
 
+from launcher.cluster.channel import Channel, Door
+from launcher.cluster.first_host import FirstHost
 from launcher.cluster.network import Interface
+from launcher.cluster.peers import OtherHost
 
 TWO = ("cluster=hosts", "cluster.nodes=2", "cluster.rendezvous=10.0.0.1:29400", "checkpoint.enabled=false")
 LO = Interface("lo", "127.0.0.1")
@@ -23,3 +26,18 @@ def wait_until(condition: Any) -> None:
             return
         time.sleep(0.01)
     raise AssertionError("it never came true")
+
+
+def star(least: int | None = None) -> tuple[FirstHost, list[OtherHost], list[Channel]]:
+    """Node 0, and two others, after their meeting."""
+    door = Door(("127.0.0.1", 0))
+    ends = [Channel(socket.create_connection(("127.0.0.1", door.port))) for _ in range(2)]
+    guests: list[Channel] = []
+    for end in ends:
+        end.send(launch="launcher 1")
+    wait_until(lambda: guests.extend(channel for channel, _ in door.arrivals()) or len(guests) == 2)
+    for end in ends:
+        assert end.next(10) == {"launch": "launcher 1"}
+    by_port = {end._socket.getsockname()[1]: end for end in ends}
+    ends = [by_port[guest._socket.getpeername()[1]] for guest in guests]
+    return FirstHost(door, guests, "127.0.0.1", "full", least), [OtherHost(end) for end in ends], ends

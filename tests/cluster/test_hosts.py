@@ -13,8 +13,9 @@ import pytest
 
 from launcher.cluster import hosts
 from launcher.cluster.agree import differences, facts
+from launcher.cluster.first_host import FirstHost
 from launcher.cluster.network import Route
-from launcher.cluster.peers import FirstHost, OtherHost
+from launcher.cluster.peers import OtherHost
 from launcher.errors import UserError
 from launcher.plan import RunPlan
 from tests.cluster.meeting import LO, TWO, free_port, wait_until

@@ -2,28 +2,10 @@
 
 from __future__ import annotations
 
-import socket
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from launcher.cluster.channel import Channel, Door
-from launcher.cluster.peers import FirstHost, OtherHost
-from tests.cluster.meeting import wait_until
-
-
-def star() -> tuple[FirstHost, list[OtherHost], list[Channel]]:
-    """Node 0, and two others, after their meeting."""
-    door = Door(("127.0.0.1", 0))
-    ends = [Channel(socket.create_connection(("127.0.0.1", door.port))) for _ in range(2)]
-    guests: list[Channel] = []
-    for end in ends:
-        end.send(launch="launcher 1")
-    wait_until(lambda: guests.extend(channel for channel, _ in door.arrivals()) or len(guests) == 2)
-    for end in ends:
-        assert end.next(10) == {"launch": "launcher 1"}
-    by_port = {end._socket.getsockname()[1]: end for end in ends}
-    ends = [by_port[guest._socket.getpeername()[1]] for guest in guests]
-    return FirstHost(door, guests, "a", "full"), [OtherHost(end) for end in ends], ends
+from tests.cluster.meeting import star, wait_until
 
 
 def failed(rank: int, at: str | None = None) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def idle(request: pytest.FixtureRequest) -> Iterator[None]:
         request.getfixturevalue("pair").end()
 
 
-def start(there: Hosts, tmp_path: Path, *overrides: str, shared: bool = False, each: Any = ((), ())) -> list[Any]:
+def start(there: Hosts, tmp_path: Path, *overrides: str, shared: bool = False, each: Any = ((), (), ())) -> list[Any]:
     """`launch train` on every host: in a directory of its own, or all in one."""
     processes: list[Any] = []
     for host in range(len(there.names)):
@@ -238,6 +238,42 @@ def test_a_dead_link_ends_the_job_on_both_sides(pair: Hosts, tmp_path: Path) -> 
         assert f"launch: the job failed: node {peer} ({pair.address(peer)}) is gone: no answer for" in outputs[host]
         assert summary(runs[host])["failure"]["node"] == peer
     wait_for(lambda: not processes_of(tmp_path), "every process of the run to end", 60)
+
+
+RANGE = (
+    "cluster.nodes=2:3", "checkpoint.enabled=true", "checkpoint.every=2", "train.steps=40", "batch.global_size=22",
+    "task.width=128", "cluster.grace_s=2",
+)  # fmt: skip
+
+
+def test_a_job_goes_on_with_the_hosts_that_are_left(tmp_path: Path, launch: Launch) -> None:
+    """Node 1 of three is powered off: node 2 becomes node 1, and what is learned is what it would have been."""
+    run = tmp_path / "all/runs/job"
+    with hosts(3) as three:
+        processes = start(three, tmp_path, *RANGE, shared=True)
+        wait_for(lambda: (run / "metrics.jsonl").exists() and len(records(run)) >= 4, "four steps", 180)
+        assert json.loads((run / "incarnation.json").read_text())["ranks"] == 3
+        lost_address = json.loads((run / "plan.node1.json").read_text())["cluster"]["place"]["address"]
+        lost = [three.address(host) for host in range(3)].index(lost_address)  # numbers go by who comes first
+        for pid in three.pids(lost):
+            os.kill(pid, signal.SIGKILL)
+        outputs = finish(processes, *(-signal.SIGKILL if host == lost else 0 for host in range(3)))
+        assert not [pid for host in range(3) for pid in three.pids(host)]
+    (event,) = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    step = event["from_step"]
+    assert (event["event"], event["host"], event["ranks"]) == ("lost", f"node 1 ({lost_address})", 2)
+    line = f"Node 1 ({lost_address}) is gone: going on with 2 hosts, 2 ranks, from step {step}. This is node"
+    assert f"{line} 0 now." in outputs[0]
+    assert f"{line} 1 now." in outputs[3 - lost]
+    assert outputs[3 - lost].splitlines()[-1] == "Run job: done"
+    done = launch("train", *SMALL, *RANGE, "cluster.nodes=1", "cluster.workers_per_node=1")
+    assert done.returncode == 0, done.stderr
+    assert [record["batch/world_size"] for record in records(run)] == [3] * step + [2] * (40 - step)
+    for ours, theirs in zip(records(run), records(tmp_path / "runs/job"), strict=True):
+        assert ours["step"] == theirs["step"]
+        assert ours["train/loss"] == pytest.approx(theirs["train/loss"], rel=1e-4)
+    assert summary(run)["verdict"] == "done"
+    assert (json.loads((run / "incarnation.json").read_text())["incarnation"], step % 2) == ("0.1", 0)
 
 
 SCRIPT = """
