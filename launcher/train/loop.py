@@ -84,13 +84,15 @@ def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
     if plan.checkpoint.enabled:
         room.require(engine, plan.paths.checkpoints, has_one=resumed is not None)
     saver = Saver(engine, account, fence, trouble)
-    record: Sink = resume.open_record(plan, fence, engine.steps, last) if world.rank == 0 else NoRecord()
+    run = _Run(asked, task, engine, NoRecord(), account, cadence, saver, recorded=engine.steps if last else None)
+    owed = run.owed(last)
+    if world.rank == 0:
+        run.record = resume.open_record(plan, fence, engine.steps, last and last | owed, amended=bool(owed))
     try:
-        run = _Run(asked, task, engine, record, account, cadence, saver, recorded=engine.steps if last else None)
         verdict = run.steps(samples)
     finally:
         saver.finish()
-        record.close()
+        run.record.close()
     if world.rank == 0:
         fence.check()
         write_json(plan.paths.summary, account.summary(verdict))
@@ -218,6 +220,14 @@ class _Run:
         if result.last:
             return not result.stopped
         return bool(every) and not result.skipped and result.step % every == 0
+
+    def owed(self, last: dict[str, Any] | None) -> Metrics:
+        """The evaluation of the step that the run goes on from, where a stop was in a hurry and left it out. ``last``:
+        the record of that step."""
+        every = self.plan.train.eval_every
+        if last is None or not every or last["step"] % every or "eval/loss" in last:
+            return {}
+        return self.evaluate()
 
     def save_due(self, result: StepResult) -> bool:
         if not self.plan.checkpoint.enabled or not self.engine.steps:  # of no step there is nothing to save

@@ -139,7 +139,9 @@ def _move_aside(paths: RunPaths, fence: Fence, refused: list[Path]) -> None:
         directory.rename(paths.refused_checkpoint(directory))
 
 
-def open_record(plan: RunPlan, fence: Fence, step: int, last: dict[str, Any] | None) -> Record:
+def open_record(
+    plan: RunPlan, fence: Fence, step: int, last: dict[str, Any] | None, *, amended: bool = False
+) -> Record:
     """metrics.jsonl, cut back to ``step``: what lies behind it will come again.
 
     It is a new file under the old name, so that a process of an older incarnation that still has the old one open
@@ -147,6 +149,7 @@ def open_record(plan: RunPlan, fence: Fence, step: int, last: dict[str, Any] | N
 
     Args:
         last: the record of that very step, for when the run ended between the checkpoint and its record.
+        amended: whether ``last`` takes the place of the one that is there.
 
     Raises:
         RecordFailed: the disk has no room for the new file.
@@ -154,7 +157,7 @@ def open_record(plan: RunPlan, fence: Fence, step: int, last: dict[str, Any] | N
     """
     fence.check()
     try:
-        cutback.cut_back(plan.paths.metrics, step, last)
+        cutback.cut_back(plan.paths.metrics, step - amended, last)
     except OSError as error:
         raise RecordFailed(
             f"{plan.paths.metrics} cannot be cut back to step {step}: {error.strerror}.\n  Make room on that disk."

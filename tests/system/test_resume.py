@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distrib
 
 @pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGTERM])
 def test_a_scheduler_around_it_finds_a_run_that_goes_on(project: Path, launch: Launch, number: int) -> None:
-    job = start(project, "task.trouble=slow", "train.steps=12")
+    job = start(project, "task.trouble=slow", "train.steps=12", "train.eval_every=1")
     run = project / "runs" / "own"
     wait_for(lambda: (run / "metrics.jsonl").exists() and len(records(run)) >= 3, "three steps")
     assert "is running" in launch("resume", "own").stderr
@@ -41,6 +41,8 @@ def test_a_scheduler_around_it_finds_a_run_that_goes_on(project: Path, launch: L
     assert again.returncode == 0, again.stderr
     mine, wanted = (tensors(place / "checkpoints" / "step_000012") for place in (run, run.with_name("own.retry1")))
     assert all(torch.equal(mine[name], wanted[name]) for name in wanted)
+    one, other = ([(r["step"], r["eval/loss"]) for r in records(p)] for p in (run, run.with_name("own.retry1")))
+    assert one == other, "an evaluation that a stop left out is made up for"
     assert "Run own.retry1: done" in launch("status", "own.retry1").stdout
 
 
