@@ -116,7 +116,7 @@ def _take_hyperparameters(engine: Engine, plan: RunPlan) -> None:
                 parameters[name] = getattr(optimizer, name)
     if "batch.global_size" in plan.forced and optimizer.lr != optimizer.base_lr:  # lr_scaling is of the global batch
         engine.schedule.base_lrs = [optimizer.lr for _ in groups]
-    factor = plan.schedule.factor(engine.steps, plan.train.steps)
+    factor = plan.schedule.factor(engine.steps, plan.schedule_steps)
     rates = [base * factor for base in engine.schedule.base_lrs]
     for group, rate in zip(groups, rates, strict=True):
         if isinstance(group["lr"], Tensor):

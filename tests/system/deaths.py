@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launcher.drill.processes import Process, kill_all, processes_of, worker_of
+from launcher.drill.processes import Process, in_words, kill_all, processes_of, worker_of
 from launcher.drill.record import Record
 from launcher.paths import RunPaths, read_json
 from tests.helpers import launch_command
@@ -110,7 +110,9 @@ class Chaos:
     def tree(self) -> str:
         self.job.kill()
         plan = read_json(self.paths.plan) or {}
-        return f"SIGKILL to all {kill_all(str(self.paths.root), plan['run']['id'])}"
+        count, left = kill_all(str(self.paths.root), plan["run"]["id"])
+        self.wrong += [in_words(left)] if left else []
+        return f"SIGKILL to all {count}"
 
     def twice(self) -> str:
         first = self.kill(self.chance.choice([self.worker, self.loader]))
