@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launcher.cli import run
-from launcher.drill.plans import Length, of_length, shortened
+from launcher.drill.plans import Length, conclude, of_length, shortened
 from launcher.drill.record import Record, first_difference, wrong_steps
 from launcher.drill.verdict import Difference, Interrupted, Kind, Outcome, judge
 from launcher.paths import RunPaths
@@ -93,6 +93,13 @@ def test_the_schedule_is_that_of_the_whole_job_and_survives_the_plan_file() -> N
     old = json.loads(plan.to_json())
     del old["schedule"]["steps"]  # of a version that did not know it
     assert RunPlan.from_json(json.dumps(old)) == plan
+
+
+def test_the_batch_is_told_as_everywhere_else() -> None:
+    plan = make_plan("batch.uneven=true", "batch.global_size=10", "batch.micro_size=3", "cluster.workers_per_node=2")
+    found = conclude(plan, (), (Length(4), 1, 1, [disturbed()], None))
+    assert found.job["batch"] == plan.batch.words
+    assert "dealt out to 3 micro-batch × 2 accumulation × 2 ranks" in found.job["batch"]
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def room(name: str) -> list[Path]:
     [
         ("cluster", ("launcher.train", "launcher.report", *ON_TOP)),
         ("train", ("launcher.cluster", "launcher.report", "launcher.api", *ON_TOP)),
-        ("drill", ("launcher.train", "launcher.commands", "launcher.cli")),
+        ("drill", ("launcher.train", "launcher.report", "launcher.commands", "launcher.cli")),
         ("doctor", ("launcher.train", "launcher.report", "launcher.commands", "launcher.cli")),
         ("commands", ("launcher.train", "launcher.tasks", "launcher.cli")),
         ("report", ("launcher.train", "launcher.cluster", "launcher.sweeps", *ON_TOP)),

@@ -71,11 +71,10 @@ def conclude(
     """The drill's result. ``plan``: that was drilled."""
     length, cold_s, run_s, interrupted, by_itself = found
     outcome, reason = judge(interrupted, by_itself)
-    batch, cluster = plan.batch, plan.cluster
+    cluster = plan.cluster
     job = {
         "task": plan.task.target,
-        "batch": f"{batch.global_size} samples = {batch.micro_size} micro-batch × {batch.accumulation} accumulation × "
-        f"{batch.world_size} ranks",
+        "batch": plan.batch.words,
         "strategy": f"{plan.strategy.kind.value}, sync {plan.strategy.sync.value}",
         "precision": plan.precision.kind.value,
         "cluster": f"{cluster.kind.value}, {cluster.nodes} × {cluster.workers_per_node}, {cluster.device.value}",

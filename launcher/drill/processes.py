@@ -1,4 +1,4 @@
-"""The processes of a run on this host, found by what they were started with.
+"""The processes of a run on this host: those that the launcher has started, and not all that look into its directory.
 
     python -m launcher.drill.processes RUN_DIR RUN_ID RANK|all
 
@@ -10,11 +10,20 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 OWN = b"launcher.drill.processes"
+# modules that only look at a run
+_LOOK_ON = (OWN.decode(), "launcher.train.alike")
+# of all that may be given a run's directory, what makes it go on
+_COMMANDS = ("train", "resume")
+_LOOK_EVERY_S = 0.02
+# a process in the kernel's hands, as on a dead network disk, ends when those let it go: perhaps never
+_DIES_WITHIN_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -27,24 +36,55 @@ class Process:
 
 
 def processes_of(run_dir: str, run_id: str) -> list[Process]:
-    """`launch`, the agent and the mirror, which name the run's directory, Slurm's task and its srun too; workers and
-    their loaders, which inherit its id. This module's own are none of them."""
+    """`launch`, the agent and the mirror, Slurm's task and its srun: the launcher's, and given the run's directory.
+    Workers and their loaders, which inherit the run's id. And whatever comes of these; this module's own are none."""
+    everything = {process.pid: (process, ours) for process, ours in _everything(run_dir, run_id)}
+    own = {pid for pid, (process, ours) in everything.items() if ours or process.of_run}
     found: list[Process] = []
+    for pid, (process, _) in everything.items():
+        line, above = {pid}, process.parent
+        while above in everything and above not in line:  # a number may be used again while this looks
+            line.add(above)
+            above = everything[above][0].parent
+        if line & own and pid != os.getpid() and OWN.decode() not in process.command.split():
+            found.append(process)
+    return found
+
+
+def _everything(run_dir: str, run_id: str) -> list[tuple[Process, bool]]:
+    """This user's processes, and whether each is one that the launcher gave ``run_dir`` to."""
+    found: list[tuple[Process, bool]] = []
     for place in Path("/proc").glob("[0-9]*"):
         try:
-            words = (place / "cmdline").read_bytes().split(b"\0")
+            words = (place / "cmdline").read_bytes().decode(errors="replace").split("\0")
             environment = (place / "environ").read_bytes().split(b"\0")
             status, parent, *_ = (place / "stat").read_text().rpartition(")")[2].split()
         except OSError:  # it has ended, or is another user's
             continue
+        if status == "Z":
+            continue
         of_run = b"TORCHELASTIC_RUN_ID=" + run_id.encode() in environment
-        named = any(_within(word.decode(errors="replace"), run_dir) for word in words)
-        if status != "Z" and (of_run or named) and int(place.name) != os.getpid() and OWN not in words:
-            ranks = [word.partition(b"=")[2] for word in environment if word.startswith(b"RANK=")]
-            rank = int(ranks[0]) if of_run and ranks else None
-            command = b" ".join(words).decode(errors="replace").strip()
-            found.append(Process(int(place.name), int(parent), command, rank, of_run))
+        ranks = [word.partition(b"=")[2] for word in environment if word.startswith(b"RANK=")]
+        rank = int(ranks[0]) if of_run and ranks else None
+        process = Process(int(place.name), int(parent), " ".join(words).strip(), rank, of_run)
+        found.append((process, runs_jobs(words) and any(_within(word, run_dir) for word in words)))
     return found
+
+
+def runs_jobs(words: Sequence[str]) -> bool:
+    """Whether a command is one that a run consists of: an editor, a pager and `launch logs` are none."""
+    if Path(words[0]).name == "srun":
+        return True
+    options = 1
+    while options < len(words) and words[options].startswith("-") and words[options] != "-m":
+        options += 1
+    program, arguments = words[options : options + 2], words[options + 1 :]
+    if program[:1] == ["-m"]:
+        program, arguments = program[1:], words[options + 2 :]
+        if program and program[0].startswith(("launcher.", "submitit.")):
+            return program[0] not in _LOOK_ON
+    name = Path(program[0]).name if program else ""
+    return name in ("launch", "launcher") and arguments[:1] != [] and arguments[0] in _COMMANDS
 
 
 def _within(word: str, directory: str) -> bool:
@@ -69,17 +109,35 @@ def kill_rank(run_dir: str, run_id: str, rank: int) -> int | None:
     return worker.pid
 
 
-def kill_all(run_dir: str, run_id: str) -> int:
-    """Whatever belongs to a run here, at once; how many that were."""
+def kill_all(run_dir: str, run_id: str, within_s: float = _DIES_WITHIN_S) -> tuple[int, list[Process]]:
+    """Whatever belongs to a run here, at once; how many that were, and which of them are still there ``within_s``
+    seconds later."""
     killed: set[int] = set()
-    while processes := processes_of(run_dir, run_id):
-        for process in processes:
+    end = time.monotonic() + within_s
+    while (left := processes_of(run_dir, run_id)) and time.monotonic() < end:
+        for process in left:
             with suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
                 killed.add(process.pid)
-    return len(killed)
+        time.sleep(_LOOK_EVERY_S)
+    return len(killed), left
+
+
+def in_words(left: Sequence[Process]) -> str:
+    """What SIGKILL has not ended; empty where it has ended all."""
+    if not left:
+        return ""
+    return "still there after SIGKILL: " + ", ".join(f"process {one.pid} ({one.command[:100]})" for one in left)
+
+
+def main(run_dir: str, run_id: str, whom: str) -> int:
+    if whom != "all":
+        return 0 if kill_rank(run_dir, run_id, int(whom)) else 1
+    count, left = kill_all(run_dir, run_id)
+    if left:
+        print(in_words(left), file=sys.stderr)
+    return 0 if count and not left else 1
 
 
 if __name__ == "__main__":
-    directory, run, whom = sys.argv[1:]
-    sys.exit(0 if (kill_all(directory, run) if whom == "all" else kill_rank(directory, run, int(whom))) else 1)
+    sys.exit(main(*sys.argv[1:]))

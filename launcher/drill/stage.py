@@ -12,13 +12,13 @@ from functools import partial
 from typing import Protocol
 
 from launcher.cluster import local
-from launcher.drill.processes import kill_all, kill_rank, processes_of
+from launcher.drill.processes import in_words, kill_all, kill_rank, processes_of
 from launcher.drill.verdict import Kind
 from launcher.errors import EXIT_DONE, EXIT_RESUMABLE
 from launcher.paths import read_json
 from launcher.plan import RunPlan
 from launcher.process import die_with_parent
-from launcher.report.record import last_lines
+from launcher.tail import last_lines
 
 _LAUNCH = (sys.executable, "-P", "-m", "launcher", "resume", "--quiet")
 # beside cluster.grace_s, which a worker has to end by itself
@@ -100,8 +100,9 @@ class Here:
         if kind is Kind.worker:
             rank = random.randrange(plan.batch.world_size)
             return f"SIGKILL to rank {rank}" if kill_rank(plan.run.dir, plan.run.id, rank) else ""
-        count = kill_all(plan.run.dir, plan.run.id)
-        return f"SIGKILL to launch, agent and workers ({count} processes)" if count else ""
+        count, left = kill_all(plan.run.dir, plan.run.id)
+        besides = f"; {in_words(left)}" if left else ""
+        return f"SIGKILL to launch, agent and workers ({count} processes{besides})" if count else ""
 
     def resumes(self, kind: Kind) -> bool:
         return kind is not Kind.worker
@@ -127,9 +128,12 @@ class Here:
         end = time.monotonic() + _LEAVES_WITHIN_S + self.plan.cluster.grace_s
         while (left := processes_of(self.plan.run.dir, self.plan.run.id)) and time.monotonic() < end:
             time.sleep(local.POLL_S)
-        return [f"process {process.pid}" for process in left]
+        return [f"process {process.pid} ({process.command[:100]})" for process in left]
 
     def abandon(self) -> None:
         if self._launch is not None:
-            kill_all(self.plan.run.dir, self.plan.run.id)
-            self._launch.wait()
+            _, left = kill_all(self.plan.run.dir, self.plan.run.id)
+            if left:  # there is an error on its way already, which is not to be lost
+                print(f"launch drill: {in_words(left)}", file=sys.stderr)
+            if self._launch.pid not in [process.pid for process in left]:
+                self._launch.wait()

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from launcher.paths import RunPaths, SweepPaths
-from launcher.report.record import Tail, last_lines
 from launcher.runstate import Run
+from launcher.tail import Tail, last_lines
 
 _LAST = 15
 

@@ -25,7 +25,7 @@ from launcher.errors import EXIT_DONE, Superseded
 from launcher.incarnation import Fence, Incarnation
 from launcher.paths import RunPaths, read_json, write_json
 from launcher.plan import RunPlan
-from launcher.report.record import Tail
+from launcher.tail import Tail
 
 POLL_S = 0.5
 INIT_TIMEOUT_S = 30

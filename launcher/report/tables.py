@@ -12,8 +12,8 @@ from rich.table import Table
 from launcher.config import Compress, OnOom, Recompute, ShortWindow, StrategyKind, WandbMode
 from launcher.paths import read_json
 from launcher.plan import Forecast, RunPlan, StrategyPlan
-from launcher.report.record import last_lines
 from launcher.sizes import in_words
+from launcher.tail import last_lines
 
 # a global batch that is so many times smaller or larger than the noise scale is far from it: a step makes less than a
 # fifth of the progress of one without noise, or more than four fifths

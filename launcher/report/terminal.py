@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from launcher.paths import read_json
 from launcher.plan import LaunchPlan, RunPlan
 from launcher.process import LAST_WORDS
-from launcher.report.record import Tail
+from launcher.tail import Tail
 
 PLAIN_LINE_EVERY_S = 10.0
 

@@ -11,9 +11,9 @@ from rich.console import Console
 
 from launcher.paths import write_text
 from launcher.process import LAST_WORDS
-from launcher.report.record import Tail
 from launcher.report.tables import failure_text, plan_table, summary_table
 from launcher.report.terminal import LiveDisplay
+from launcher.tail import Tail
 from tests.helpers import make_plan
 
 

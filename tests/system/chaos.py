@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 
 from launcher.drill.record import Record, first_difference, wrong_steps
@@ -62,9 +63,9 @@ def judge(chaos: Chaos, whole: RunPaths) -> list[str]:
     return wrong
 
 
-def wreak(place: Path, deaths: int, seed: int) -> list[str]:
-    """Run it undisturbed and disturbed in ``place``; what is wrong."""
-    chaos = Chaos(place, deaths, random.Random(seed))
+def wreak(place: Path, deaths: int, seed: int, kinds: Collection[str] = ()) -> list[str]:
+    """Run it undisturbed and disturbed in ``place``; what is wrong. ``kinds``: of deaths; all where none is given."""
+    chaos = Chaos(place, deaths, random.Random(seed), kinds)
     steps = f"train.steps={chaos.steps}"
     whole = subprocess.run(
         launch_command("train", *JOB, "run.name=whole", steps, "--quiet"), cwd=place, timeout=600, check=False

@@ -9,12 +9,12 @@ import signal
 import subprocess
 import sysconfig
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launcher.drill.processes import Process, kill_all, processes_of, worker_of
+from launcher.drill.processes import Process, in_words, kill_all, processes_of, worker_of
 from launcher.drill.record import Record
 from launcher.paths import RunPaths, read_json
 from tests.helpers import launch_command
@@ -32,11 +32,13 @@ JOB = (
 
 @dataclass
 class Chaos:
-    """``book``: a line a death: its kind, the step at which it came, and what was done. ``wrong``: what must not be."""
+    """``only``: these kinds of death; all where it is empty. ``book``: a line a death: its kind, the step at which it
+    came, and what was done. ``wrong``: what must not be."""
 
     place: Path
     deaths: int
     chance: random.Random
+    only: Collection[str] = ()
     book: list[tuple[str, int, str]] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     refusals: int = 0
@@ -110,7 +112,9 @@ class Chaos:
     def tree(self) -> str:
         self.job.kill()
         plan = read_json(self.paths.plan) or {}
-        return f"SIGKILL to all {kill_all(str(self.paths.root), plan['run']['id'])}"
+        count, left = kill_all(str(self.paths.root), plan["run"]["id"])
+        self.wrong += [in_words(left)] if left else []
+        return f"SIGKILL to all {count}"
 
     def twice(self) -> str:
         first = self.kill(self.chance.choice([self.worker, self.loader]))
@@ -181,7 +185,7 @@ class Chaos:
     def run(self) -> None:
         self.job = self.begin("train", *JOB, "run.name=chaos", f"train.steps={self.steps}", "--quiet")
         self.began = time.monotonic()
-        kinds = self.kinds()
+        kinds = {kind: act for kind, act in self.kinds().items() if kind in self.only or not self.only}
         order: list[str] = []
         while len(order) < self.deaths:  # each as often as the others
             order += self.chance.sample(list(kinds), len(kinds))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,23 +15,39 @@ from launcher.drill.plans import Length, conclude, shortened
 from launcher.drill.stage import Here
 from launcher.drill.verdict import Kind, Outcome
 from launcher.errors import RunError
+from launcher.paths import write_json
 from tests.conftest import Launch
 from tests.system.runs import OWN, processes_of
 
 pytestmark = pytest.mark.slow
 
 
+# falling from the first step on: another learning rate than the undisturbed run's does not go unnoticed
+FALLING = (*(word for word in OWN if not word.startswith("schedule")), "schedule=cosine", "schedule.warmup_steps=0")
+
+
 class OnlyTheTree(Here):
     kinds = (Kind.tree,)
+    room_s = 0.1  # where that is too little, the drill itself takes more windows
+
+
+class Failing(Here):
+    """As `launch` leaves a job that fails, without the job."""
+
+    def resume(self) -> None:
+        write_json(self.plan.paths.summary, {"failure": {"error": "ValueError: the eleventh utterance is cursed"}})
+        self._launch = subprocess.Popen(["false"])
 
 
 def test_a_job_that_survives(launch: Launch, project: Path) -> None:
-    done = launch("drill", *OWN, "task.trouble=slow", "--windows", "12", "--json")
+    done = launch("drill", *FALLING, "train.steps=300", "task.trouble=slow", "--windows", "12", "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     place = project / "runs" / "own"
     assert json.loads((place / "drill.json").read_text()) == found
     assert (found["outcome"], found["windows"]) == ("survives", 12)
+    assert found["job"]["schedule"] == "that of the whole job: cosine over 300 steps"
+    assert found["job"]["batch"] == "24 samples = 3 micro-batch × 4 accumulation × 2 ranks"
     assert [one["kind"] for one in found["interrupted"]] == ["preempt", "kill a worker", "kill the tree"]
     for one in found["interrupted"]:
         assert one["difference"]["tensors"] > 10
@@ -42,19 +59,19 @@ def test_a_job_that_survives(launch: Launch, project: Path) -> None:
     assert launch("drill", *OWN).returncode == 2, "a drill never writes into another one's directory"
 
 
-def drilled(project: Path, monkeypatch: pytest.MonkeyPatch, trouble: str) -> Drill:
+def drilled(project: Path, monkeypatch: pytest.MonkeyPatch, trouble: str, stage: Here) -> Drill:
     monkeypatch.chdir(project)
     config, yaml = compose_with_yaml([*OWN, f"task.trouble={trouble}"])
     plan, _ = shortened(plan_job(config))
     Path(plan.run.dir).mkdir(parents=True)
-    return Drill(plan, yaml, OnlyTheTree(), lambda _: None)
+    return Drill(plan, yaml, stage, lambda _: None)
 
 
 def test_a_job_that_remembers_what_no_checkpoint_holds_does_not_survive(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drill = drilled(project, monkeypatch, "remembers")
-    found = conclude(drill.plan, (), drill.run(Length(12)))
+    drill = drilled(project, monkeypatch, "remembers", OnlyTheTree())
+    found = conclude(drill.plan, (), drill.run(Length(4)))
     assert found.outcome is Outcome.damaged
     (one,) = found.interrupted
     assert one.difference is not None
@@ -65,7 +82,7 @@ def test_a_job_that_remembers_what_no_checkpoint_holds_does_not_survive(
 
 
 def test_a_job_that_fails_by_itself_is_not_drilled(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drill = drilled(project, monkeypatch, "raise")
+    drill = drilled(project, monkeypatch, "raise", Failing())
     with pytest.raises(RunError, match=r"by itself, undisturbed(.|\n)*the eleventh utterance is cursed"):
         drill.run(Length(4))
     assert processes_of(project / "runs") == []

@@ -1,6 +1,6 @@
 """Run by test_killed.py: ranks that do nothing but save are killed at random moments, and what is left is looked at.
 
-    python tests/train/kill_worker.py DIRECTORY TRIES SEED
+    python -m tests.train.kill_worker --tries 100 [--seed N] [--dir DIR]
 
 torch is imported once; each try forks two ranks, which go on from the newest checkpoint. In the checkpoint of step n
 every parameter, and every number of the optimizer's state, is n: what comes of two steps would show.
@@ -8,10 +8,12 @@ every parameter, and every number of the optimizer's state, is n: what comes of 
 
 from __future__ import annotations
 
+import argparse
 import os
 import random
 import signal
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -144,7 +146,18 @@ def attempt(plan: RunPlan, meeting: Path, chance: random.Random) -> list[int]:
 
 
 def main() -> None:
-    root, tries, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    parser = argparse.ArgumentParser(prog="python -m tests.train.kill_worker")
+    parser.add_argument("--tries", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=None, help="default: another one each time; it is printed")
+    parser.add_argument("--dir", type=Path, help="an empty directory that stays; default: a temporary one")
+    given = parser.parse_args()
+    seed = random.randrange(10**6) if given.seed is None else given.seed
+    print(f"seed {seed}", flush=True)
+    with tempfile.TemporaryDirectory() as temporary:
+        kill_and_look((given.dir or Path(temporary)).resolve(), given.tries, seed)
+
+
+def kill_and_look(root: Path, tries: int, seed: int) -> None:
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
     plan = make_plan(
         "cluster.workers_per_node=2", "precision=fp32", "train.loader_workers=0", f"checkpoint.keep={KEEP}",

@@ -43,7 +43,7 @@ WRONG: dict[str, tuple[list[str], list[str], dict[str, Any], list[str]]] = {
 
 
 def test_a_run_goes_on_in_any_world_and_strategy(tmp_path: Path) -> None:
-    chains = [strategies(WORLDS, turn) for turn in (0, 1, 2)]
+    chains = [strategies(WORLDS, turn) for turn in (0, 5)]  # every strategy, and most ways from one to another
     kept = tmp_path / "powersgd" / "checkpoints" / "step_000006"
     memories = {ranks: tmp_path / f"memory{ranks}" for ranks in WORLDS[1:]}
 

@@ -1,4 +1,7 @@
-"""kill -9 at random points inside a save: what is left can be loaded, and is never older than the last commit."""
+"""kill -9 at random points inside a save: what is left can be loaded, and is never older than the last commit.
+
+`python -m tests.train.kill_worker --tries 100` is the long one.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,13 @@ import pytest
 
 from tests.helpers import ROOT
 
-WORKER = Path(__file__).parent / "kill_worker.py"
-TRIES = 100
+TRIES = 25
 
 
 @pytest.mark.slow
 def test_a_kill_at_any_moment_leaves_what_was_committed(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.train.kill_worker", str(tmp_path), str(TRIES), "7"],
+        [sys.executable, "-m", "tests.train.kill_worker", "--tries", str(TRIES), "--seed", "7", "--dir", str(tmp_path)],
         cwd=ROOT, capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
