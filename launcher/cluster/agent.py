@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher import errors
-from launcher.cluster import mirroring, rounds
+from launcher.cluster import events, mirroring, rounds
 from launcher.cluster.deaths import DeathWatch
 from launcher.cluster.failure import HANG, failure
 from launcher.cluster.hangs import HangWatch, NoWatch
@@ -176,6 +176,8 @@ def _logs(paths: RunPaths, first: int, watch: HangWatch | NoWatch) -> LogsSpecs:
             errors: dict[int, str] = {}
             # torch counts the failures of this host; where another one's made it start again, its count stays
             self._attempt = attempt = self._attempt + 1
+            if attempt and any(env["RANK"] == "0" for env in envs.values()):
+                events.note(paths, "restarted", attempt=first + attempt)
             for local_rank, env in envs.items():
                 rank, env["TORCHELASTIC_RESTART_COUNT"] = int(env["RANK"]), str(attempt)
                 logs[local_rank] = str(paths.rank_log(rank, first + attempt))

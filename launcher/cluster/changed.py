@@ -15,6 +15,7 @@ def changed(plan: LaunchPlan, config_yaml: str) -> Generator[None, None, None]:
     """Around sending off a run with another plan than it had: that one is kept beside, under the number of the
     submission that it was the last one for, and is put back where none comes about."""
     paths = plan.paths
+    jobfile.require_nobody_runs(paths)
     number = max(0, len(jobfile.submissions(paths)) - 1)
     old, yaml = (file.read_text(encoding="utf-8") for file in (paths.plan, paths.config))
     try:

@@ -123,9 +123,29 @@ def to_resume(run: Run) -> LaunchPlan:
 
 def to_change(run: Run) -> LaunchPlan:
     """The same, of a run that may be done: for whoever gives it more to do."""
-    plan = load_plan(RunPaths(Path(run.dir)).plan)
+    plan = _plan_of(RunPaths(Path(run.dir)))
     _require_over(run, "resume")
     _require_begins_again(plan)
+    return plan
+
+
+def _plan_of(paths: RunPaths) -> LaunchPlan:
+    """Of a run that is to begin again.
+
+    Raises:
+        UserError: plan.json is damaged, or the directory is a copy, or was moved: its plan names another one.
+    """
+    try:
+        plan = load_plan(paths.plan)
+    except (ValueError, TypeError, LookupError, OSError) as error:
+        raise UserError(
+            f"{paths.plan}: is no plan of a run: {type(error).__name__}: {error}.\n  Put it back from a copy."
+        ) from None
+    if plan.paths.root.resolve() != paths.root.resolve():
+        raise UserError(
+            f"{paths.root}: is a copy of run {plan.run.name}, or was moved: its plan.json says {plan.run.dir}.\n"
+            "  A run goes on where it was begun, and under its name: move the directory back there."
+        )
     return plan
 
 
@@ -138,7 +158,7 @@ def to_retry(run: Run) -> LaunchPlan:
         SiteError: it is of several hosts without a scheduler.
     """
     paths = RunPaths(Path(run.dir))
-    plan = load_plan(paths.plan)
+    plan = _plan_of(paths)
     _require_over(run, "retry")
     _require_begins_again(plan)
     plan = _renamed(plan, paths)

@@ -10,8 +10,8 @@ from launcher.paths import RunPaths
 
 
 def note(paths: RunPaths, event: str, **known: Any) -> None:
-    """Append an event. ``event``: submitted, changed, started, stopped, killed, requeued, not requeued, hang,
-    disconnected, lost, failed, done, cancelled."""
+    """Append an event. ``event``: submitted, changed, started, restarted, stopped, killed, requeued, not requeued,
+    hang, disconnected, lost, failed, done, cancelled."""
     line = json.dumps({"at": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **known})
     with paths.events.open("a", encoding="utf-8") as file:
         file.write(line + "\n")

@@ -74,12 +74,25 @@ def add(paths: RunPaths, submission: Submission) -> int:
         UserError: somebody else is about to send off the run too.
     """
     earlier = submissions(paths)
+    require_nobody_runs(paths)
+    taken = paths.submission(len(earlier))
     try:
-        paths.submission(len(earlier)).touch(exist_ok=False)
+        taken.touch(exist_ok=False)
     except FileExistsError:
         raise UserError(f"{paths.root.name}: is being sent off by somebody else at this moment.") from None
-    _write(paths, [*earlier, submission])
+    try:
+        _write(paths, [*earlier, submission])
+    except OSError:
+        taken.unlink()
+        raise
     return len(earlier)
+
+
+def require_nobody_runs(paths: RunPaths) -> None:
+    """Raises UserError where another `launch` on this host has begun the run since one looked how it stands."""
+    newest = submissions(paths)[-1:]
+    if newest and newest[0].pid != os.getpid() and newest[0].runs_here():
+        raise UserError(f"{paths.root.name}: is running: another `launch`, {newest[0].pid}, has just begun it.")
 
 
 def amend(paths: RunPaths, **known: Any) -> None:

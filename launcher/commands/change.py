@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 def resume_changed(paths: RunPaths, overrides: list[str], console: Console, *, force: bool, wait: bool) -> int:
     """Everything is checked before anything is written; a plan that cannot be sent off is taken back."""
     require_overrides(overrides)
+    if odd := [word for word in overrides if word[0] in "+~"]:
+        raise UserError(
+            f"{odd[0]}: launch resume changes keys that there are: key=value.\n  Leave the {odd[0][0]} out."
+        )
     run = control.one(paths)
     old = control.to_change(run)
     if not isinstance(old, RunPlan):

@@ -69,6 +69,11 @@ def go_on(engine: Engine, paths: RunPaths, fence: Fence) -> Resumed | None:
             "  The log of rank 0 says how. "
             "Put one back from a copy; or, to begin at step 0 again, start a new run."
         )
+    if world.rank == 0 and paths.metrics.exists() and paths.metrics.stat().st_size:
+        print(
+            f"{paths.checkpoints} holds no checkpoint: the run begins at step 0 again, and so does its record.",
+            flush=True,
+        )
     return None
 
 

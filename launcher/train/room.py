@@ -14,18 +14,19 @@ from launcher.sizes import in_words
 from launcher.train.engine import Engine
 
 _PROBE_BYTES = 1 << 16
+# state.json, the manifest and what describes the tensors
+_BESIDE_BYTES = 1 << 17
 
 
 def predicted_bytes(engine: Engine) -> int:
     """Of one checkpoint, all ranks' files together: parameters, buffers, and the optimizer's state of each trained
-    parameter (AdamW: two moments; SGD: its momentum), and PowerSGD's residue, a whole gradient on each rank. Without
-    state.json and what describes the tensors, some kB."""
+    parameter (AdamW: two moments; SGD: its momentum), and PowerSGD's residue, a whole gradient on each rank."""
     optimizer, module = engine.plan.optimizer, engine.parallel.module
     moments = 2 if optimizer.kind is OptimizerKind.adamw else int(optimizer.momentum > 0)
     trained = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
     residues = engine.world.size if engine.plan.strategy.compress is Compress.powersgd else 0
     whole = sum(tensor.numel() * tensor.element_size() for tensor in (*module.parameters(), *module.buffers()))
-    return whole + trained * (moments + residues)
+    return whole + trained * (moments + residues) + _BESIDE_BYTES
 
 
 def free_bytes(place: Path) -> int | None:

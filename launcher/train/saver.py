@@ -40,6 +40,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._written_s: float | None = None
+        self._last = False  # whether the checkpoint under way is the run's last one
 
     @property
     def staged_bytes(self) -> int:
@@ -60,6 +61,7 @@ class Saver:
             Superseded: a newer incarnation of the run has begun.
         """
         self.wait()
+        self._last = again is None
         run = {"account": self._account.state_dict(), "record": record}
         snapshot = checkpoint.snapshot(self._engine, self._fence, self._plan.keep, run)
         if again is None or not self._plan.async_save:
@@ -115,6 +117,8 @@ class Saver:
                 print(f"{error}\n  Training goes on (checkpoint.on_error=continue); {when}.", flush=True)
 
     def _ends_the_run(self, error: BaseException) -> bool:
+        if self._last:  # there is no training to go on, and no other one to come
+            return True
         return not isinstance(error, CheckpointFailed) or self._plan.on_error is OnError.stop
 
     def _settle(self) -> None:
