@@ -54,10 +54,23 @@ def test_of_ranks_at_one_place_the_one_that_does_not_wait_is_named() -> None:
     assert verdict.text.endswith("at my.py:7 in loss")
     assert verdict.stack == "its stack"
     assert Hang.from_json(verdict.to_json()) == verdict
-    stopped = judge(behind, [waits(0), Answer(2, "", "", waits=False, silent="the process is stopped")], T)
-    assert stopped.rank == 1, "whose agent gave no answer"
     stopped = judge(behind, [waits(0), waits(1), Answer(2, "", "", waits=False, silent="the process is stopped")], T)
     assert (stopped.rank, stopped.text.rpartition("; ")[2]) == (2, "the process is stopped")
+
+
+def test_one_whose_agent_gave_no_answer_is_named_only_where_nobody_else_can_be() -> None:
+    behind = [seen(0, 3, 8), seen(1, 3, 8), seen(2, 3, 8)]
+    stopped = Answer(2, "", "", waits=False, silent="the process is stopped")
+    assert judge(behind, [waits(0), stopped], T).rank == 2, "and not rank 1, of which nothing is known"
+    assert judge(behind, [Answer(2, "its stack", "my.py:7 in loss", waits=False)], T).rank == 2
+    verdict = judge(behind, [waits(0), waits(1)], T)
+    assert (verdict.rank, verdict.host) == (2, "host1")
+    unknown = "; its agent did not answer where it stands"
+    assert verdict.text.endswith(f"{unknown}, and the ranks that answered wait for others")
+    verdict = judge(behind, [waits(0)], T)
+    assert verdict.rank == 1
+    assert verdict.text.endswith("Nor is it known of rank 2, which may be the one as well.")
+    assert judge([seen(2, 3, 8)], [], T).text.endswith(unknown), "it alone is behind"
 
 
 def test_where_all_wait_all_are_named() -> None:
