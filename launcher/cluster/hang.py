@@ -118,9 +118,8 @@ def judge(behind: Sequence[Seen], answers: Sequence[Answer], timeout_s: float) -
         return _hang(one, one.rank, text, answer.stack)
     if unheard:
         one, others = unheard[0], [str(other.rank) for other in unheard[1:]]
-        where = (
-            f"its agent did not answer where it stands{', and the ranks that answered wait for others' * bool(said)}"
-        )
+        others_wait = ", and the ranks that answered wait for others" if said else ""
+        where = f"its agent did not answer where it stands{others_wait}"
         also = f"\n  Nor is it known of rank {', '.join(others)}, which may be the one as well." if others else ""
         return _hang(one, one.rank, f"hangs on {one.host} in {one.stand.words}: {quiet}; {where}{also}", "")
     one = said[0][0]
