@@ -103,9 +103,25 @@ def holds_the_interpreter():
 def loops():
     while True:
         pass
+def hung_disk(*arguments):
+    time.sleep(1000)
+def waits_for_a_save():
+    from types import SimpleNamespace
+    from launcher.train import checkpoint, saver
+    checkpoint.write = hung_disk
+    class Unmade(saver.Saver):
+        def __init__(self):
+            self._group = self._error = None
+            self._account = SimpleNamespace()
+            self._thread = threading.Thread(target=self._write_beside, args=(None, ""), daemon=True)
+    waiting = Unmade()
+    waiting._thread.start()
+    print("here", flush=True)
+    waiting.wait()
 threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
 show_stacks_when_asked()
-print("here", flush=True)
+if sys.argv[1] != "waits_for_a_save":
+    print("here", flush=True)
 globals()[sys.argv[1]]()
 """
 
@@ -136,6 +152,19 @@ def test_a_process_that_is_stuck_shows_where(how: str, log: Path) -> None:
         assert said.text.count("(most recent call first)") == 2, "the other thread is shown too"
         assert said.text in log.read_text()
         assert process.poll() is None, "and it lives on"
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.slow
+def test_a_process_that_waits_for_its_save_shows_where_that_is(log: Path) -> None:
+    process = stuck("waits_for_a_save", log)
+    try:
+        wait_for(lambda: "in wait" in ask(process.pid, log).text, "the main thread to wait for the other one")
+        said = ask(process.pid, log)
+        assert said.place.endswith(" in hung_disk")
+        assert not said.waits
     finally:
         process.kill()
         process.wait()

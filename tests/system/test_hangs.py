@@ -36,7 +36,8 @@ def test_a_rank_that_hangs_costs_nothing_but_time(launch: Launch, project: Path)
     it is slow, and does not hang."""
     job = ("train.steps=8", "run.calibrate=0", "checkpoint.every=1")
     assert launch("train", *OWN, *job, "run.name=whole").returncode == 0
-    done = launch("train", *OWN, *job, *SOON, "task.trouble=slow then hang once", "cluster.max_restarts=1")
+    trouble = ("task.trouble=slow then hang once", "train.hang_timeout=10", "cluster.max_restarts=1")
+    done = launch("train", *OWN, *job, *SOON, *trouble)
     assert done.returncode == 0, done.stdout + done.stderr
     run, whole = project / "runs" / "own", project / "runs" / "whole"
     hang = hang_of(run)  # the only one
