@@ -26,13 +26,14 @@ class Seen:
 @dataclass(frozen=True)
 class Answer:
     """What a rank that does not move has answered. ``place``: its innermost frame of the user's code; ``waits``: it
-    waits for other ranks; ``silent``: why there is no stack."""
+    waits for other ranks; ``silent``: why there is no stack; ``moved``: it did get on before it could be asked."""
 
     rank: int
     stack: str
     place: str
     waits: bool
     silent: str = ""
+    moved: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,10 +103,11 @@ _IMPORTS_WITHIN_S = 300.0
 
 
 def judge(behind: Sequence[Seen], answers: Sequence[Answer], timeout_s: float) -> Hang:
-    """Who of ``behind`` it is: one that does not wait for others."""
+    """Who of ``behind`` it is: one that does not wait for others; or where all that answered do, one that did not."""
     told = {answer.rank: answer for answer in answers}
-    nothing = Answer(-1, "", "", False, "its agent gave no answer")
-    said = [(one, told.get(one.rank, nothing)) for one in sorted(behind, key=lambda one: one.rank)]
+    ranks = sorted(behind, key=lambda one: one.rank)
+    said = [(one, told[one.rank]) for one in ranks if one.rank in told]
+    unheard = [one for one in ranks if one.rank not in told]
     guilty = [(one, answer) for one, answer in said if not answer.waits]
     quiet = f"nothing moved for {timeout_s:g} s (train.hang_timeout)"
     if guilty:
@@ -114,6 +116,12 @@ def judge(behind: Sequence[Seen], answers: Sequence[Answer], timeout_s: float) -
         also = f"\n  So does rank {', '.join(others)}." if others else ""
         text = f"hangs on {one.host} in {one.stand.words}: {quiet}; {where}{also}"
         return _hang(one, one.rank, text, answer.stack)
+    if unheard:
+        one, others = unheard[0], [str(other.rank) for other in unheard[1:]]
+        others_wait = ", and the ranks that answered wait for others" if said else ""
+        where = f"its agent did not answer where it stands{others_wait}"
+        also = f"\n  Nor is it known of rank {', '.join(others)}, which may be the one as well." if others else ""
+        return _hang(one, one.rank, f"hangs on {one.host} in {one.stand.words}: {quiet}; {where}{also}", "")
     one = said[0][0]
     text = (
         f"{len(said)} ranks wait for each other in {one.stand.words}: {quiet}, and none of them does anything else. A "

@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,7 +36,8 @@ _STACKS_WITHIN_S = 15.0
 @dataclass
 class _Attempt:
     """The workers as they were started last. ``ranks``: rank and log by local rank. ``quiet_s``: for how long each of
-    them has not moved, and ``unheard_s`` each node's agent, in time that this process was there to see."""
+    them has not moved, and ``unheard_s`` each node's agent, in time that this process was there to see. ``asked``: how
+    often the stacks were."""
 
     number: int
     ranks: Mapping[int, tuple[int, Path]]
@@ -45,6 +46,7 @@ class _Attempt:
     heard: dict[int, str] = field(default_factory=dict[int, str])
     unheard_s: dict[int, float] = field(default_factory=dict[int, float])
     looks: int = 0
+    asked: int = 0
     over: bool = False
 
     def key(self, name: str, node: int | None = None) -> str:
@@ -122,6 +124,8 @@ class HangWatch(threading.Thread):
                 self._look(attempt, passed)
             except Gone:  # with node 0, which others notice
                 attempt.over = True
+            except OSError as error:  # the next look may do better
+                _say(f"Looking for ranks that hang: {error}")
 
     def _look(self, attempt: _Attempt, passed: float) -> None:
         pids = self._pids(attempt)
@@ -129,7 +133,8 @@ class HangWatch(threading.Thread):
         attempt.looks += 1
         self._board.post(attempt.key("seen", self._node), f"{attempt.looks}\n{hang.to_json(seen)}")
         verdict = self._decide(attempt, seen, pids, passed) if self._node == 0 else self._follow(attempt, pids)
-        if verdict is not None:
+        # it took seconds, in which the workers may have been started anew, or asked to stop
+        if verdict is not None and attempt is self._attempt and not self._over.is_set() and self._asked() is None:
             self._conclude(attempt, verdict, pids)
 
     def _pids(self, attempt: _Attempt) -> dict[int, int]:
@@ -176,45 +181,65 @@ class HangWatch(threading.Thread):
         behind = hang.suspects(everyone, self._timeout_s)
         if not behind:
             return None
-        ranks = [one.rank for one in behind]
-        self._board.post(attempt.key("who"), json.dumps(ranks))
-        answers = self._answers(attempt, ranks, pids)
-        wanted = {attempt.key("stacks", one.node) for one in behind if one.node}
+        answers = self._ask(attempt, behind, pids)
+        return None if any(answer.moved for answer in answers) else hang.judge(behind, answers, self._timeout_s)
+
+    def _ask(self, attempt: _Attempt, behind: list[Seen], pids: Mapping[int, int]) -> list[Answer]:
+        """Of every node that has some of them."""
+        attempt.asked += 1
+        beats = [(one.rank, one.stand.beats) for one in behind]
+        self._board.post(attempt.key("who"), json.dumps([attempt.asked, beats]))
+        answers = self._answers(attempt, beats, pids)
+        wanted = {attempt.key(f"stacks {attempt.asked}", one.node) for one in behind if one.node}
         end = time.monotonic() + _STACKS_WITHIN_S + self._every_s
         while len(found := self._board.read(wanted)) < len(wanted) and time.monotonic() < end:
             time.sleep(0.1)
-        answers += [Answer(**fields) for text in found.values() for fields in json.loads(text)]
-        return hang.judge(behind, answers, self._timeout_s)
+        return answers + [Answer(**fields) for text in found.values() for fields in json.loads(text)]
 
     def _follow(self, attempt: _Attempt, pids: Mapping[int, int]) -> Hang | None:
         """Every other node's part: it shows the stacks that node 0 asks for, and hears the verdict."""
-        said = self._board.read([attempt.key("who"), attempt.key("verdict"), attempt.key("stacks", self._node)])
+        said = self._board.read([attempt.key("who"), attempt.key("verdict")])
         if (verdict := said.get(attempt.key("verdict"))) is not None:
             return Hang.from_json(verdict)
-        if (who := said.get(attempt.key("who"))) is not None and attempt.key("stacks", self._node) not in said:
-            answers = self._answers(attempt, json.loads(who), pids)
-            text = json.dumps([dataclasses.asdict(answer) for answer in answers])
-            self._board.post(attempt.key("stacks", self._node), text)
+        if (who := said.get(attempt.key("who"))) is not None:
+            number, beats = json.loads(who)
+            if number != attempt.asked:
+                answers = self._answers(attempt, beats, pids)
+                text = json.dumps([dataclasses.asdict(answer) for answer in answers])
+                self._board.post(attempt.key(f"stacks {number}", self._node), text)
+                attempt.asked = number
         return None
 
-    def _answers(self, attempt: _Attempt, ranks: list[int], pids: Mapping[int, int]) -> list[Answer]:
-        """Of those of ``ranks`` that are here. Their logs get the stacks."""
+    def _answers(self, attempt: _Attempt, beats: Iterable[Sequence[int]], pids: Mapping[int, int]) -> list[Answer]:
+        """Of those ranks that are here, whose logs get the stacks. ``beats``: each with what node 0 knows of it."""
+        asked = {rank: beat for rank, beat in beats if rank in pids}
+        here = {rank: (at, log) for at, (rank, log) in attempt.ranks.items() if rank in asked}
+        told = stacks.ask_all({rank: (pids[rank], log) for rank, (_, log) in here.items()})
         answers: list[Answer] = []
-        for rank, log in attempt.ranks.values():
-            if rank in ranks and rank in pids:
-                said = stacks.ask(pids[rank], log)
-                answers.append(Answer(rank, said.text, said.place, said.waits, said.why))
+        for rank, said in told.items():
+            moved = progress.read(self._memory, here[rank][0]).beats != asked[rank]
+            answers.append(Answer(rank, said.text, said.place, said.waits, said.why, moved))
         return answers
 
     def _conclude(self, attempt: _Attempt, verdict: Hang, pids: Mapping[int, int]) -> None:
-        """One verdict an attempt. The death that follows ends the attempt everywhere."""
+        """One verdict an attempt. The death that follows ends the attempt everywhere. What is said of it comes after: a
+        disk that is full must not save the one that hangs."""
         attempt.over = True
         self.last = verdict
-        print(f"{verdict.sentence}\n{verdict.stack}", file=sys.stderr, flush=True)
-        if self._node == 0:
-            events.note(self._plan.paths, "hang", **verdict.entry, what=verdict.sentence)
-            self._board.post(attempt.key("verdict"), verdict.to_json())
         if verdict.victim in pids:
             self._killed[pids[verdict.victim]] = verdict
             with suppress(ProcessLookupError):
                 os.kill(pids[verdict.victim], signal.SIGKILL)
+        try:
+            if self._node == 0:
+                self._board.post(attempt.key("verdict"), verdict.to_json())
+        finally:
+            _say(f"{verdict.sentence}\n{verdict.stack}")
+            if self._node == 0:
+                with suppress(OSError):
+                    events.note(self._plan.paths, "hang", **verdict.entry, what=verdict.sentence)
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)

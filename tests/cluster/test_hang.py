@@ -54,10 +54,23 @@ def test_of_ranks_at_one_place_the_one_that_does_not_wait_is_named() -> None:
     assert verdict.text.endswith("at my.py:7 in loss")
     assert verdict.stack == "its stack"
     assert Hang.from_json(verdict.to_json()) == verdict
-    stopped = judge(behind, [waits(0), Answer(2, "", "", waits=False, silent="the process is stopped")], T)
-    assert stopped.rank == 1, "whose agent gave no answer"
     stopped = judge(behind, [waits(0), waits(1), Answer(2, "", "", waits=False, silent="the process is stopped")], T)
     assert (stopped.rank, stopped.text.rpartition("; ")[2]) == (2, "the process is stopped")
+
+
+def test_one_whose_agent_gave_no_answer_is_named_only_where_nobody_else_can_be() -> None:
+    behind = [seen(0, 3, 8), seen(1, 3, 8), seen(2, 3, 8)]
+    stopped = Answer(2, "", "", waits=False, silent="the process is stopped")
+    assert judge(behind, [waits(0), stopped], T).rank == 2, "and not rank 1, of which nothing is known"
+    assert judge(behind, [Answer(2, "its stack", "my.py:7 in loss", waits=False)], T).rank == 2
+    verdict = judge(behind, [waits(0), waits(1)], T)
+    assert (verdict.rank, verdict.host) == (2, "host1")
+    unknown = "; its agent did not answer where it stands"
+    assert verdict.text.endswith(f"{unknown}, and the ranks that answered wait for others")
+    verdict = judge(behind, [waits(0)], T)
+    assert verdict.rank == 1
+    assert verdict.text.endswith("Nor is it known of rank 2, which may be the one as well.")
+    assert judge([seen(2, 3, 8)], [], T).text.endswith(unknown), "it alone is behind"
 
 
 def test_where_all_wait_all_are_named() -> None:
@@ -90,9 +103,25 @@ def holds_the_interpreter():
 def loops():
     while True:
         pass
+def hung_disk(*arguments):
+    time.sleep(1000)
+def waits_for_a_save():
+    from types import SimpleNamespace
+    from launcher.train import checkpoint, saver
+    checkpoint.write = hung_disk
+    class Unmade(saver.Saver):
+        def __init__(self):
+            self._group = self._error = None
+            self._account = SimpleNamespace()
+            self._thread = threading.Thread(target=self._write_beside, args=(None, ""), daemon=True)
+    waiting = Unmade()
+    waiting._thread.start()
+    print("here", flush=True)
+    waiting.wait()
 threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
 show_stacks_when_asked()
-print("here", flush=True)
+if sys.argv[1] != "waits_for_a_save":
+    print("here", flush=True)
 globals()[sys.argv[1]]()
 """
 
@@ -123,6 +152,19 @@ def test_a_process_that_is_stuck_shows_where(how: str, log: Path) -> None:
         assert said.text.count("(most recent call first)") == 2, "the other thread is shown too"
         assert said.text in log.read_text()
         assert process.poll() is None, "and it lives on"
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.slow
+def test_a_process_that_waits_for_its_save_shows_where_that_is(log: Path) -> None:
+    process = stuck("waits_for_a_save", log)
+    try:
+        wait_for(lambda: "in wait" in ask(process.pid, log).text, "the main thread to wait for the other one")
+        said = ask(process.pid, log)
+        assert said.place.endswith(" in hung_disk")
+        assert not said.waits
     finally:
         process.kill()
         process.wait()

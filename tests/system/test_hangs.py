@@ -21,7 +21,7 @@ from tests.train.test_resume import tensors, timeless
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 HERE = socket.gethostname()
 # longer than any part of a healthy start, or a micro-batch, on a machine that has other things to do too
-SOON = ("cluster.grace_s=1", "train.hang_timeout=5", "run.calibrate=0")
+SOON = ("cluster.grace_s=1", "train.hang_timeout=15", "run.calibrate=0")
 
 
 def hang_of(run: Path) -> dict[str, Any]:
@@ -36,7 +36,8 @@ def test_a_rank_that_hangs_costs_nothing_but_time(launch: Launch, project: Path)
     it is slow, and does not hang."""
     job = ("train.steps=8", "run.calibrate=0", "checkpoint.every=1")
     assert launch("train", *OWN, *job, "run.name=whole").returncode == 0
-    done = launch("train", *OWN, *job, *SOON, "task.trouble=slow then hang once", "cluster.max_restarts=1")
+    trouble = ("task.trouble=slow then hang once", "train.hang_timeout=10", "cluster.max_restarts=1")
+    done = launch("train", *OWN, *job, *SOON, *trouble)
     assert done.returncode == 0, done.stdout + done.stderr
     run, whole = project / "runs" / "own", project / "runs" / "whole"
     hang = hang_of(run)  # the only one
@@ -64,7 +65,7 @@ def test_a_rank_that_hangs_ends_the_run_with_where_it_stands(launch: Launch, pro
     assert done.returncode == 1, done.stdout + done.stderr
     run = project / "runs" / "own"
     said = f"launch: rank 1 failed: hangs on {HERE} in step 3, micro-batch 3, forward and backward pass: nothing moved"
-    assert f"{said} for 5 s (train.hang_timeout); the process is stopped (state T" in done.stderr
+    assert f"{said} for 15 s (train.hang_timeout); the process is stopped (state T" in done.stderr
     assert (summary(run)["verdict"], summary(run)["failure"]["rank"]) == ("failed", 1)
     assert (hang_of(run)["rank"], hang_of(run)["step"]) == (1, 3)
     wait_for(lambda: not processes_of(run), "every process of the failed run to end", 60)

@@ -16,11 +16,9 @@ from tests.helpers import make_plan
 
 STEPS, SLEEP_S = 14, 0.02
 CASES = {
-    "equal": [],
     "computes": [],
     "computes, every": ["strategy.sync=every"],
     "reads": [],
-    "equal, fsdp": ["strategy=fsdp"],
     "computes, fsdp": ["strategy=fsdp"],
 }
 

@@ -87,7 +87,7 @@ class Tagger:
         if self.trouble in ("slow", "remembers"):
             time.sleep(0.05)
         if self.trouble == "slow then hang once" and self.calls <= 4 and os.environ["RANK"] == "1":
-            time.sleep(1.6)  # the other rank waits for the sum of them
+            time.sleep(2.8)  # the other rank waits for the sum of them
         if self.calls != 11 or os.environ["RANK"] != "1":
             return
         if self.trouble == "raise":
