@@ -128,7 +128,7 @@ def by_engine(case: Case, plan: RunPlan, place: Path, *, without: str | None = N
     if without == "noise":
         engine.parallel.own = Unmeasured()
     began = time.perf_counter()
-    record = Record(place / "metrics.jsonl") if engine.world.rank == 0 else None
+    record = Record(place / "metrics.jsonl", waits=False) if engine.world.rank == 0 else None
     for window in engine.windows(case.data):
         for batch in window:
             engine.backward(*case.loss(engine.model, batch))
