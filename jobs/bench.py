@@ -19,7 +19,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -142,7 +142,14 @@ def by_engine(case: Case, plan: RunPlan, place: Path, *, without: str | None = N
 class Unmetered:
     """In the meter's place: counts and times nothing."""
 
+    waited_s = 0.0
+
     def land(self) -> None: ...
+    def reduces(self) -> None: ...
+    def backward_is_over(self) -> None: ...
+    def waiting(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def open_window(self) -> None: ...
     def count(self, *_: object, **__: object) -> None: ...
 
