@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from launcher.paths import RunPaths
 from tests.conftest import Launch
 from tests.helpers import torchrun
-from tests.system.runs import OWN
+from tests.system.runs import OWN, start, wait_for
 from tests.train.test_resume import COMMON, DDP, PLAIN, POWERSGD, assert_same, records, tensors
 
 WORKER = Path(__file__).parent.parent / "train" / "saving_worker.py"
@@ -211,3 +212,40 @@ def test_a_run_directory_on_a_full_disk_is_one_message(launch: Launch, project: 
         assert done.returncode == 2, done.stderr
         assert "cannot be made: No space left on device" in done.stderr
         assert not [*(project / "full" / "checkpoints").iterdir()], "nothing is left behind"
+
+
+@pytest.mark.parametrize("policy", ["stop", "continue"])
+def test_a_disk_that_fills_up_under_the_whole_run_loses_no_step(project: Path, policy: str) -> None:
+    """The record, the logs and the verdict lie there too."""
+    with disk(project / "disk", "size=2m"):
+        options = (
+            "run.dir=disk/checkpoints", "task.trouble=slow", "train.steps=40", "checkpoint.every=3",
+            "checkpoint.keep=2", f"checkpoint.on_error={policy}", "run.calibrate=0",
+        )  # fmt: skip
+        job = start(project, *options)
+        place = project / "disk" / "checkpoints" / "own"
+        wait_for(lambda: (place / "checkpoints" / "step_000006").exists(), "two checkpoints")
+        filler = project / "disk" / "checkpoints" / "filler"
+        fill(filler)
+        if policy == "continue":
+            time.sleep(3)  # of training on a full disk
+            filler.unlink()
+        out, _ = job.communicate(timeout=120)
+        assert "Traceback" not in out, out
+        recorded = [record["step"] for record in records(place)]
+        assert recorded == [*range(1, len(recorded) + 1)]
+        if policy == "continue":
+            assert job.returncode == 0, out
+            assert len(recorded) == 40
+            assert (place / "checkpoints" / "step_000040").exists()
+        else:
+            assert job.returncode == 1, out
+            assert "No space left on device" in out
+            assert (place / "checkpoints" / "step_000006").exists()
+
+
+def fill(file: Path) -> None:
+    """All that is left of its disk."""
+    with file.open("wb", buffering=0) as stream, suppress(OSError):
+        while stream.write(bytes(1 << 10)):
+            pass
