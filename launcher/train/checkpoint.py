@@ -68,19 +68,16 @@ def snapshot(engine: Engine, fence: Fence, keep: int | None = None, run: dict[st
     )
 
 
-def save(engine: Engine, paths: RunPaths, keep: int | None = None, run: dict[str, Any] | None = None) -> Path:
-    """Save parameters, optimizer, schedule, scaler, counters and every rank's random state. All ranks call it, and all
-    end alike. The arguments are those of ``snapshot``; returns the committed directory.
+def write(snapshot: Snapshot, group: dist.ProcessGroup | None = None) -> Path:
+    """Write and commit a snapshot. All ranks call it, and all end alike. Returns the committed directory.
+
+    Args:
+        group: for a thread beside the steps, one of all ranks on gloo.
 
     Raises:
         CheckpointFailed: the disk of some rank refuses. What was there before is untouched, and nothing is left over.
         Superseded: a newer incarnation of the run has begun.
     """
-    return write(snapshot(engine, Fence.here(paths), keep, run))
-
-
-def write(snapshot: Snapshot, group: dist.ProcessGroup | None = None) -> Path:
-    """Write and commit a snapshot; as ``save``. ``group``: for a thread beside the steps, one of all ranks on gloo."""
     return _Writing(snapshot, group).run()
 
 

@@ -30,6 +30,7 @@ from launcher.train import data, step
 from launcher.train.buffers import Buffers
 from launcher.train.build import ModelFrom, OptimizerFrom, build
 from launcher.train.calibration import WARM_UP_WINDOWS, Calibrated, Calibration, WindowTimes, measured_as
+from launcher.train.feed import BEGINNING, Collate, Place, Window
 from launcher.train.fit import WindowAbandoned, is_out_of_memory
 from launcher.train.noise import Noise, NoiseScale
 from launcher.train.norm import AsTheyAre
@@ -94,7 +95,7 @@ class Engine:
         self.pace = Pace(self.world, self.device, plan.train.straggler_share)
         self._noise = NoiseScale(self.world.size, self.device)
         self._windows_here = 0  # in this process
-        self._place = data.BEGINNING
+        self._place = BEGINNING
 
     @property
     def model(self) -> Callable[..., Any]:
@@ -102,7 +103,7 @@ class Engine:
         return self.parallel.forward
 
     def windows(
-        self, dataset: Any, collate: data.Collate | None = None, replay: Replay | None = None
+        self, dataset: Any, collate: Collate | None = None, replay: Replay | None = None
     ) -> Iterator[Iterator[Any]]:
         """One iterator of this rank's batches for each optimizer step, until the plan's steps or epochs are done.
 
@@ -139,7 +140,7 @@ class Engine:
             finally:
                 feed.close()
 
-    def _open(self, window: data.Window) -> Iterator[Any]:
+    def _open(self, window: Window) -> Iterator[Any]:
         sync, rehearses = self._calibration.sync(window.index), self._calibration.rehearses(window.index)
         self._totals.clear()
         # in place only where all ranks can meet in the window's own small collective, with none before it
@@ -334,11 +335,11 @@ class Engine:
         return self._place.index
 
     @property
-    def place(self) -> data.Place:
+    def place(self) -> Place:
         """Of the next window."""
         return self._place
 
-    def go_to(self, place: data.Place) -> None:
+    def go_to(self, place: Place) -> None:
         """Let the next window be the one that lies there. Between two windows, on all ranks."""
         self._place = place
 
@@ -380,7 +381,7 @@ class Engine:
             same_order: whether gradients travel between as many ranks as then, in whose order their sums are rounded.
         """
         self._update.load_state_dict(state)
-        self._place = data.Place(**state["place"])
+        self._place = Place(**state["place"])
         if alike:
             self._calibration.load_state_dict(state["calibration"])
             self.parallel.meter.gathered_by_every = state["gathered_by_every"]

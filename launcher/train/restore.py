@@ -37,7 +37,7 @@ class Restored:
 
 
 def load(engine: Engine, directory: Path) -> Restored:
-    """Put a fresh engine back to where ``checkpoint.save`` was called, by as many ranks or others, under the same
+    """Put a fresh engine back to where ``checkpoint.snapshot`` was called, by as many ranks or others, under the same
     strategy or another one. All ranks call it.
 
     Raises:

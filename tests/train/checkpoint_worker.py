@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from launcher import Engine, make_plan
+from launcher.incarnation import Fence
 from launcher.paths import RunPaths
 from launcher.train import checkpoint, restore
 from launcher.train.world import World
@@ -52,7 +53,7 @@ def main() -> None:
     first = engine_of(overrides)
     run(first, data, 5)
     assert due == [False, True, *[False] * (len(due) - 2)]
-    place = checkpoint.save(first, paths)
+    place = checkpoint.write(checkpoint.snapshot(first, Fence.here(paths)))
     run(first, data, 12)
 
     second = engine_of(overrides)
@@ -66,7 +67,7 @@ def main() -> None:
 
     for steps in (999_998, 999_999, 1_000_000):
         second._update.steps = steps
-        checkpoint.save(second, paths, keep=2)
+        checkpoint.write(checkpoint.snapshot(second, Fence.here(paths), keep=2))
     if second.world.rank == 0:
         assert paths.latest.read_text() == "step_1000000\n"
         print("kept", *sorted(p.name for p in paths.checkpoints.iterdir() if p != paths.latest))
