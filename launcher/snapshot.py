@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
 import os
 import shutil
 import site
@@ -93,7 +94,7 @@ def take(roots: Sequence[Path], target: Path, leave_out: Path) -> tuple[str, ...
     notes: list[dict[str, object]] = []
     for root, copy in zip(roots, copies, strict=True):
         files = _copy(root, copy, _Omitted(root, leave_out, target.parent))
-        notes.append({"from": str(root), "files": files, "commit": _git(root, "rev-parse", "HEAD").decode().strip()})
+        notes.append({"from": str(root), "files": files, "commit": _commit(root)})
     target.mkdir(parents=True, exist_ok=True)
     write_json(target / _WHOLE, notes)
     return tuple(map(str, copies))
@@ -105,6 +106,20 @@ def take_once(roots: Sequence[Path], target: Path, leave_out: Path) -> tuple[str
         return tuple(map(str, _places(roots, target)))
     shutil.rmtree(target, ignore_errors=True)  # what was cut off half-way
     return take(roots, target, leave_out)
+
+
+def commit_of(target: str, cwd: str, import_from: Sequence[str]) -> str | None:
+    """Which code a task is: the commit of its directory, with -dirty where tracked files differ from it. None without
+    git, and for a task that is an installed package.
+
+    Args:
+        import_from: the copies of the user's code that ``take`` has made; ``cwd`` where it is run as it lies.
+    """
+    if tuple(import_from) != (cwd,):
+        notes: list[dict[str, str]] = json.loads((Path(import_from[0]).parent / _WHOLE).read_text())
+        return notes[0]["commit"] or None
+    roots = roots_of_task(target, cwd)
+    return (_commit(roots[0]) or None) if roots else None
 
 
 def digests(roots: Sequence[Path], leave_out: Path, this_run: Path) -> tuple[str, str]:
@@ -191,6 +206,10 @@ def _counted(root: Path, omitted: _Omitted) -> list[str]:
             "  Put the code there, or take the directory off PYTHONPATH; let run.dir be one of its own, such as runs."
         )
     return sorted(names)
+
+
+def _commit(root: Path) -> str:
+    return _git(root, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*").decode().strip()
 
 
 def _git(root: Path, *command: str) -> bytes:

@@ -58,8 +58,15 @@ def test_of_a_git_tree_what_git_knows_with_uncommitted_changes(project: Path, tm
     assert (Path(copy) / "pkg" / "tasks.py").read_text() == "x = 2\n"
     notes = read_json(tmp_path / "code" / "code.json")
     assert isinstance(notes, list)
-    assert len(notes[0]["commit"]) == 40
+    head = subprocess.check_output(["git", "-C", str(project), "rev-parse", "HEAD"], text=True).strip()
+    assert notes[0]["commit"] == f"{head}-dirty"
     assert notes[0]["from"] == str(project)
+    here, there = str(project), str(tmp_path)
+    assert snapshot.commit_of("pkg.tasks.Task", here, [here]) == f"{head}-dirty"
+    git(project, "stash")
+    assert snapshot.commit_of("pkg.tasks.Task", here, [here]) == head
+    assert snapshot.commit_of("pkg.tasks.Task", there, [copy]) == f"{head}-dirty"  # that of the copy
+    assert snapshot.commit_of("launcher.tasks.digits.Digits", here, [here]) is None
 
 
 def test_the_roots_are_the_tasks_and_pythonpaths(

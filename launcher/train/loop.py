@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
+from launcher import snapshot
 from launcher.config import Device, OnOom, OptimizerKind
 from launcher.errors import CheckpointFailed, DataError, RecordFailed, TaskError
 from launcher.incarnation import Fence
@@ -76,7 +77,7 @@ def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
     samples = task.train_data()  # before the checkpoint is loaded: making data may draw random numbers
     PULSE.beat(Phase.starting, 4)
     resumed = resume.go_on(engine, plan.paths, fence) if plan.checkpoint.enabled else None
-    account, last = Account(plan, engine), None
+    account, last = Account(plan, engine, code=_code(plan) if world.rank == 0 else None), None
     if resumed is not None:
         resume.require_same_shards(engine, resumed, samples)
         account.go_on(resumed.restored)
@@ -96,6 +97,10 @@ def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
     if world.rank == 0:
         fence.check()
         write_json(plan.paths.summary, account.summary(verdict))
+
+
+def _code(plan: RunPlan) -> str | None:
+    return snapshot.commit_of(plan.task.target, plan.cluster.cwd, plan.cluster.import_from)
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], plan: OptimizerPlan, device: Device) -> Optimizer:

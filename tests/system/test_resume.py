@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,15 @@ from tests.system.test_wandb import read_back
 from tests.train.test_resume import tensors
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+
+
+def commit(project: Path) -> str:
+    """The user's code as it is now."""
+    git = ["git", "-C", str(project), "-c", "user.name=a", "-c", "user.email=a@b"]
+    (project / ".gitignore").write_text("runs/\n__pycache__/\n")
+    for command in (["init", "-q"], ["add", "."], ["commit", "-q", "--allow-empty", "-m", "as it is"]):
+        subprocess.run([*git, *command], check=True)
+    return subprocess.check_output([*git, "rev-parse", "HEAD"], text=True).strip()
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGTERM])
@@ -48,12 +58,15 @@ def test_a_scheduler_around_it_finds_a_run_that_goes_on(project: Path, launch: L
 
 def test_a_run_that_is_done_goes_on_in_another_world(project: Path, launch: Launch) -> None:
     job = ("run.calibrate=0", "checkpoint.every=4", "wandb.mode=offline")
+    was = commit(project)
     assert launch("train", *OWN, *job, "train.steps=6").returncode == 0
     run = project / "runs" / "own"
+    assert summary(run)["code"] == was
     before = (run / "plan.json").read_text()
     refused = launch("resume", "own", "cluster.workers_per_node=1")
     assert refused.returncode == 2
     assert "own: is done: 6 steps" in refused.stderr
+    now = commit(project)
     done = launch("resume", "own", "train.steps=10", "cluster.workers_per_node=1")
     assert done.returncode == 0, done.stderr
     assert "own goes on with cluster.workers_per_node null -> 1, train.steps 6 -> 10." in done.stdout
@@ -63,7 +76,9 @@ def test_a_run_that_is_done_goes_on_in_another_world(project: Path, launch: Laun
     assert (summary(run)["verdict"], summary(run)["resumed"]) == ("done", 1)
     assert [(each["step"], each["to"]["world_size"]) for each in summary(run)["worlds"]] == [(6, 1)]
     assert (run / "plan.0.json").read_text() == before
-    assert "6 steps are done, at 1 rank instead of 2" in (run / "logs" / "rank0.attempt1.log").read_text()
+    said = (run / "logs" / "rank0.attempt1.log").read_text()
+    assert "6 steps are done, at 1 rank instead of 2" in said
+    assert f"The code is another one: {now}; the checkpoint was saved by {was}." in said
     _, history, _, _ = read_back(run)
     assert [row["step"] for row in history] == [*range(1, 11)], "the mirror goes on where it was, as the same run"
 
