@@ -21,7 +21,7 @@ from launcher.cluster.peers import Peers
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESUMABLE, RecordFailed, SiteError
 from launcher.incarnation import Fence, Incarnation
 from launcher.paths import read_json, write_json, write_text
-from launcher.plan import LaunchPlan, RunInfo
+from launcher.plan import LaunchPlan, RunInfo, RunPlan
 from launcher.process import STOP_SIGNALS
 from launcher.site import WANDB_ENV, allowed_env
 
@@ -132,6 +132,8 @@ def run(plan: LaunchPlan, display: Display, peers: Peers) -> Verdict:
     if asked:
         by_a_person = asked[0] == signal.SIGINT
         of_verdict = {"done": EXIT_DONE, "failed": EXIT_FAILED, "stopped": EXIT_RESUMABLE}
+        if isinstance(plan, RunPlan) and plan.checkpoint.enabled:  # even before there was a step to be saved
+            of_verdict["killed"] = EXIT_RESUMABLE
         status = EXIT_INTERRUPTED if by_a_person else of_verdict.get(summary["verdict"], EXIT_INTERRUPTED)
     return Verdict(status, summary, plan)
 

@@ -56,6 +56,19 @@ def test_a_scheduler_around_it_finds_a_run_that_goes_on(project: Path, launch: L
     assert "Run own.retry1: done" in launch("status", "own.retry1").stdout
 
 
+def test_a_scheduler_that_is_quicker_than_the_workers_finds_one_too(project: Path, launch: Launch) -> None:
+    job = start(project, "train.steps=2")
+    run = project / "runs" / "own"
+    wait_for(lambda: (run / "logs" / "node0.log").exists(), "the agent")
+    job.send_signal(signal.SIGTERM)
+    out, _ = job.communicate(timeout=60)
+    assert job.returncode == 75, out
+    assert not (run / "metrics.jsonl").exists()
+    done = launch("resume", "own")
+    assert done.returncode == 0, done.stderr
+    assert [record["step"] for record in records(run)] == [1, 2]
+
+
 def test_a_run_that_is_done_goes_on_in_another_world(project: Path, launch: Launch) -> None:
     job = ("run.calibrate=0", "checkpoint.every=4", "wandb.mode=offline")
     was = commit(project)
