@@ -12,7 +12,7 @@ train: $(VENV)/.installed
 	$(BIN)/launch train $(ARGS)
 
 test: lint tools
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 4 --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

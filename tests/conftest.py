@@ -1,36 +1,64 @@
-"""Fixtures for all tests."""
+"""Fixtures of all tests; their order, and which of them run in one process."""
 
 from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from tests.helpers import launch as launch_in
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
-# These wait for others most of their time, for Slurm's timers and slow links, and take longest. `make test` begins with
-# the first two, beside the fast ones, and goes on with the others. A file runs in one process, one test at a time.
-WAITING = ("test_slurm", "test_sweep")
-LONG = ("test_hosts", "test_trouble")
+# Each of these files has a Slurm of its own, and waits for its timers most of the time: `make test` begins with them in
+# three of its four processes, beside the fast tests. Of all the others the longest come first, so that none is left
+# with one at the end.
+WAITING = ("system/test_slurm", "system/test_slurm_lost", "system/test_sweep")
+LONG = (
+    "system/test_elastic", "system/test_hosts", "system/test_links", "system/test_drill", "system/test_chaos",
+    "train/test_verify",
+)  # fmt: skip
+# A file's tests run in one process, where they may share something long in the making. These are long, and do not.
+DEALT_OUT = (
+    "system/test_drill", "system/test_hangs", "system/test_resume", "system/test_saving", "system/test_sharding",
+    "system/test_trouble", "system/test_wandb", "equivalence/test_grid", "train/test_forecast", "train/test_noise",
+    "train/test_resume",
+)  # fmt: skip
+
+
+def _file(path: PurePath) -> str:
+    return f"{path.parent.name}/{path.stem}"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Fast ones early: a mistake in the arithmetic is said within seconds."""
 
     def place(item: pytest.Item) -> int:
-        stem = item.path.stem if item.path.parent.name == "system" else ""
-        if stem in WAITING:
-            return WAITING.index(stem)
+        file = _file(item.path)
+        if file in WAITING:
+            return WAITING.index(file)
         if item.get_closest_marker("slow") is None:
             return len(WAITING)
-        return len(WAITING) + (1 if stem in LONG else 2)
+        return len(WAITING) + 1 + (LONG.index(file) if file in LONG else len(LONG))
 
     items.sort(key=place)
+
+
+class ByFile(LoadScopeScheduling):
+    """Gives a process that is free the next file, or the next test of those that are dealt out."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        path = nodeid.partition("::")[0]
+        return nodeid if _file(PurePath(path)) in DEALT_OUT else path
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
+    return ByFile(config, log)
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import launch
+from tests.system.jobs_on_slurm import JOB, Project
 from tests.system.runs import records, summary
 from tests.system.slurm import Cluster, cluster, needs_slurm
-from tests.system.test_slurm import JOB, Project
 
 pytestmark = [pytest.mark.slow, pytest.mark.root, needs_slurm]
 

@@ -13,9 +13,9 @@ import torch
 from tests.conftest import Launch
 from tests.helpers import launch_command
 from tests.system.hosts import hosts
+from tests.system.jobs_on_hosts import finish
 from tests.system.netns import needs_root
 from tests.system.runs import OWN, processes_of, records, summary, wait_for
-from tests.system.test_hosts import finish
 from tests.train.test_resume import tensors, timeless
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]

@@ -5,58 +5,18 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.conftest import Launch
 from tests.helpers import launch_command
 from tests.system.hosts import Hosts, hosts
+from tests.system.jobs_on_hosts import SMALL, finish, start
 from tests.system.netns import needs_root
 from tests.system.runs import processes_of, records, summary, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.root, needs_root]
-
-SMALL = (
-    "task.width=64", "task.depth=1", "task.heads=2", "task.seq_len=16", "task.eval_samples=32", "precision=fp32",
-    "batch.global_size=16", "batch.micro_size=1", "wandb.mode=disabled", "run.calibrate=0", "checkpoint.enabled=false",
-    "schedule=constant", "schedule.warmup_steps=0", "run.name=job",
-)  # fmt: skip
-HEADERS = 14 + 20 + 32  # of a packet: Ethernet, IP, TCP with time stamps
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Hosts]:
-    with hosts(2) as two:
-        yield two
-
-
-@pytest.fixture(autouse=True)
-def idle(request: pytest.FixtureRequest) -> Iterator[None]:
-    """No process of one test meets the next one."""
-    yield
-    if "pair" in request.fixturenames:
-        request.getfixturevalue("pair").end()
-
-
-def start(there: Hosts, tmp_path: Path, *overrides: str, shared: bool = False, each: Any = ((), (), ())) -> list[Any]:
-    """`launch train` on every host: in a directory of its own, or all in one."""
-    processes: list[Any] = []
-    for host in range(len(there.names)):
-        place = tmp_path / ("all" if shared else f"host{host}")
-        place.mkdir(exist_ok=True)
-        job = (*SMALL, "cluster=hosts", f"cluster.nodes={len(there.names)}", "cluster.workers_per_node=1")
-        where = f"cluster.rendezvous={there.address(0)}:29400"
-        processes.append(there.start(host, launch_command("train", *job, where, *overrides, *each[host]), place))
-    return processes
-
-
-def finish(processes: list[Any], *statuses: int) -> list[str]:
-    outputs = [process.communicate(timeout=90)[0] for process in processes]
-    assert tuple(process.returncode for process in processes) == statuses, "\n---\n".join(outputs)
-    return outputs
 
 
 def test_one_job_over_two_hosts_is_the_job_on_one(pair: Hosts, tmp_path: Path, launch: Launch) -> None:
@@ -82,53 +42,6 @@ def test_one_job_over_two_hosts_is_the_job_on_one(pair: Hosts, tmp_path: Path, l
     for ours, local in zip(records(one), records(tmp_path / "runs/job"), strict=True):
         assert ours["train/loss"] == pytest.approx(local["train/loss"], rel=1e-5)
         assert ours["comm/wire_bytes"] == local["comm/wire_bytes"]
-
-
-def carried(there: Hosts, tmp_path: Path, *job: str) -> tuple[dict[str, float], float, float]:
-    """The last record of a run, and what host 1 sent for each of its steps: on the link without headers, and inside.
-
-    Two lengths: what starting and ending a job sends drops out of the difference.
-    """
-    short, long = 2, 8
-    seen: list[tuple[int, int]] = []
-    record: dict[str, float] = {}
-    for steps in (short, long):
-        link, inside = link_bytes(there), there.sent_bytes(1, "lo")
-        finish(start(there, tmp_path, *job, f"train.steps={steps}", f"run.name=job{steps}"), 0, 0)
-        seen.append((link_bytes(there) - link, there.sent_bytes(1, "lo") - inside))
-        record = records(tmp_path / f"host0/runs/job{steps}")[-1]
-    on_link, within = ((b - a) / (long - short) for a, b in zip(*seen, strict=True))
-    return record, on_link, within
-
-
-def link_bytes(there: Hosts) -> int:
-    return there.sent_bytes(1) - HEADERS * there.sent_packets(1)
-
-
-@pytest.mark.parametrize(
-    "policy",
-    ["ddp boundary", "ddp every", "ddp boundary bf16", "fsdp every", "fsdp boundary", "fsdp gather_once"],
-)
-def test_the_links_carry_what_the_meter_says(pair: Hosts, tmp_path: Path, policy: str) -> None:
-    kind, sync, *compress = policy.split()
-    compressed = [f"strategy.compress={name}" for name in compress]
-    job = (f"strategy={kind}", f"strategy.sync={sync}", *compressed, "task.width=192")
-    record, on_link, _ = carried(pair, tmp_path, *job)
-    assert record["batch/accumulation"] == 8
-    assert on_link == pytest.approx(record["comm/wire_bytes"], rel=0.03)
-
-
-@pytest.mark.parametrize("sync", ["every", "boundary", "replicas_at_boundary", "gather_once"])
-def test_bytes_between_replicas_and_within_a_shard_group(pair: Hosts, tmp_path: Path, sync: str) -> None:
-    """Two workers a host are a shard group: only what goes between replicas is on the link, all else stays inside."""
-    job = (
-        "strategy=hsdp", f"strategy.sync={sync}", "strategy.shard_size=2", "cluster.workers_per_node=2",
-        "task.width=192",
-    )  # fmt: skip
-    record, on_link, within = carried(pair, tmp_path, *job)
-    assert on_link == pytest.approx(2 * record["comm/all_reduce/wire_bytes"], rel=0.03)
-    in_group = record["comm/all_gather/wire_bytes"] + record["comm/reduce_scatter/wire_bytes"]
-    assert within == pytest.approx(2 * in_group, rel=0.05)  # headers, and the host's own small talk
 
 
 def test_hosts_that_share_a_disk_keep_to_their_own_files(pair: Hosts, tmp_path: Path) -> None:

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-from tests.helpers import launch, launch_command
-from tests.system.runs import OWN, records, summary
-from tests.system.slurm import Cluster, cluster, needs_slurm
-from tests.system.test_restart import tensors
+from tests.system.jobs_on_slurm import JOB, Project, assert_as_undisturbed
+from tests.system.runs import records
+from tests.system.slurm import Cluster, needs_slurm
 
 pytestmark = [
     pytest.mark.slow,
@@ -26,103 +20,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),  # checkpoints are read in this process alone
 ]
 
-STEPS = 100
-# ten steps a second, so that there is time to disturb it
-JOB = (
-    *OWN, "batch.global_size=12", "batch.micro_size=3", f"train.steps={STEPS}", "checkpoint.every=10",
-    "run.calibrate=2", "precision=bf16",
-)  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def by_cgroup() -> Iterator[Cluster]:
-    with cluster(3, proctrack="cgroup", accounting="shim") as there:
-        yield there
-
-
-@pytest.fixture(scope="module")
-def by_process_tree() -> Iterator[Cluster]:
-    with cluster(3, proctrack="linuxproc") as there:
-        yield there
-
 
 @pytest.fixture(params=["by_cgroup", "by_process_tree"])
 def either(request: pytest.FixtureRequest) -> Cluster:
     return request.getfixturevalue(request.param)
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same job on this machine, with nothing in its way."""
-    place = tmp_path_factory.mktemp("undisturbed")
-    subprocess.run(["cp", "-r", str(Path(__file__).parent.parent / "user_project" / "speech"), str(place)], check=True)
-    done = launch("train", *JOB, cwd=place)
-    assert done.returncode == 0, done.stderr
-    return place / "runs" / "own"
-
-
-@dataclass
-class Project:
-    """A user's directory on the login host of a cluster."""
-
-    there: Cluster
-    place: Path
-
-    def launch(self, *arguments: str, status: int = 0) -> subprocess.CompletedProcess[str]:
-        done = self.there.login(*launch_command(*arguments), cwd=self.place, check=False, timeout=120)
-        assert done.returncode == status, f"{arguments}: {done.returncode}\n{done.stdout}{done.stderr}"
-        return done
-
-    def submit(self, *arguments: str) -> str:
-        """Submit the job; its id."""
-        said = self.launch("train", "cluster=slurm", *JOB, "task.trouble=slow", *arguments).stdout
-        return said.partition("as Slurm job ")[2].partition(":")[0]
-
-    @property
-    def run(self) -> Path:
-        return self.place / "runs" / "own"
-
-    def state(self) -> str:
-        return json.loads(self.launch("status", "own", "--json").stdout)["state"]
-
-    def events(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.run / "events.jsonl").read_text().splitlines()]
-
-    def wait_for_step(self, step: int) -> None:
-        def reached() -> bool:
-            assert not self.count("failed"), self.launch("status", "own").stdout
-            return (self.run / "metrics.jsonl").exists() and any(r["step"] >= step for r in records(self.run))
-
-        self.there.wait(reached, f"step {step}", 90)
-
-    def wait_for_start(self, number: int) -> None:
-        self.there.wait(lambda: self.count("started") >= number, f"start {number}", 90)
-
-    def count(self, event: str) -> int:
-        return sum(known["event"] == event for known in self.events())
-
-    def finish(self) -> None:
-        self.there.wait(lambda: self.count("done") or self.count("failed"), "the end", 120)
-        assert self.state() == "done", self.launch("status", "own").stdout
-
-    def nothing_is_left(self) -> None:
-        self.there.wait(lambda: self.there.jobs() == [], "the queue to empty")
-        for node in self.there.nodes:
-            self.there.wait(lambda node=node: self.there.pids(node) == [], f"the processes on {node} to end", 100)
-        assert [path.name for path in (self.run / "checkpoints").glob(".*")] == []
-
-
-def assert_as_undisturbed(run: Path, undisturbed: Path) -> None:
-    """Every step once, and bit by bit the same parameters and optimizer."""
-    mine, wanted = records(run), records(undisturbed)
-    assert [record["step"] for record in mine] == list(range(1, STEPS + 1))
-    assert [record["train/loss"] for record in mine] == [record["train/loss"] for record in wanted]
-    last = f"step_{STEPS:06d}"
-    mine, wanted = tensors(run / "checkpoints" / last), tensors(undisturbed / "checkpoints" / last)
-    assert mine.keys() == wanted.keys()
-    for name, value in wanted.items():
-        assert torch.equal(mine[name], value), name
-    assert summary(run)["eval/loss"] == summary(undisturbed)["eval/loss"]
 
 
 def test_a_job_that_is_told_to_stop_preempted_and_requeued_is_the_undisturbed_run(
@@ -153,65 +54,6 @@ def test_a_job_that_is_told_to_stop_preempted_and_requeued_is_the_undisturbed_ru
     mine.finish()
     assert mine.count("started") == 4
     assert_as_undisturbed(mine.run, undisturbed)
-    mine.nothing_is_left()
-
-
-def test_a_node_that_loses_power_is_replaced(by_process_tree: Cluster, project: Path, undisturbed: Path) -> None:
-    there, mine = by_process_tree, Project(by_process_tree, project)
-    mine.submit("cluster.nodes=2", "cluster.workers_per_node=1")
-    mine.wait_for_step(15)
-    lost = mine.events()[-1]["nodes"][random.randrange(2)]
-    there.fail(lost, "power")
-    mine.wait_for_start(2)
-    assert lost not in mine.events()[-1]["nodes"]
-    assert mine.state() in ("running", "requeued")
-    mine.finish()
-    assert_as_undisturbed(mine.run, undisturbed)
-    there.heal(lost)
-    there.wait(lambda: there.idle() == there.nodes, "the node to come back", 60)
-    mine.nothing_is_left()
-
-
-def test_a_link_that_heals_does_not_end_what_goes_on_elsewhere(
-    by_cgroup: Cluster, project: Path, undisturbed: Path
-) -> None:
-    """Of the first node, where Slurm's own srun of the lost start still is: its end was once that of the new start."""
-    mine = Project(by_cgroup, project)
-    mine.submit("cluster.nodes=2", "cluster.workers_per_node=1")
-    mine.wait_for_step(15)
-    lost = mine.events()[-1]["nodes"][0]
-    by_cgroup.fail(lost, "link")
-    mine.wait_for_start(2)
-    by_cgroup.heal(lost)
-    mine.finish()
-    assert_as_undisturbed(mine.run, undisturbed)
-    by_cgroup.wait(lambda: by_cgroup.idle() == by_cgroup.nodes, "the node to come back", 60)
-    mine.nothing_is_left()
-
-
-def test_a_node_that_slurm_has_given_up_overwrites_nothing(
-    by_process_tree: Cluster, project: Path, undisturbed: Path
-) -> None:
-    """The whole job is on a node whose slurmd dies: it trains on, while Slurm begins it again elsewhere."""
-    there, mine = by_process_tree, Project(by_process_tree, project)
-    mine.submit("cluster.workers_per_node=2")
-    mine.wait_for_step(5)
-    (node,) = mine.events()[-1]["nodes"]
-    there.fail(node, "slurmd")
-    # asleep until the run is under way elsewhere, so that both write at once; but for srun, which learns that the node
-    # is gone while the old step is the only one: asleep too, it would cancel it when the new one has its number
-    asleep = [pid for pid in there.pids(node) if Path(f"/proc/{pid}/comm").read_text().strip() != "srun"]
-    for pid in asleep:
-        subprocess.run(["kill", "-STOP", str(pid)], check=False)
-    mine.wait_for_start(2)
-    mine.wait_for_step(20)
-    for pid in asleep:
-        subprocess.run(["kill", "-CONT", str(pid)], check=False)
-    mine.finish()
-    assert_as_undisturbed(mine.run, undisturbed)
-    assert summary(mine.run)["verdict"] == "done"
-    there.heal(node)
-    there.wait(lambda: there.idle() == there.nodes, "the node to come back", 60)
     mine.nothing_is_left()
 
 

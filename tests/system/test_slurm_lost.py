@@ -1,0 +1,79 @@
+"""Runs on a real Slurm whose nodes and links are lost: they go on elsewhere, and what comes back overwrites nothing."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.system.jobs_on_slurm import Project, assert_as_undisturbed
+from tests.system.runs import summary
+from tests.system.slurm import Cluster, needs_slurm
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.root,
+    needs_slurm,
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),  # checkpoints are read in this process alone
+]
+
+
+def test_a_node_that_loses_power_is_replaced(by_process_tree: Cluster, project: Path, undisturbed: Path) -> None:
+    there, mine = by_process_tree, Project(by_process_tree, project)
+    mine.submit("cluster.nodes=2", "cluster.workers_per_node=1")
+    mine.wait_for_step(15)
+    lost = mine.events()[-1]["nodes"][random.randrange(2)]
+    there.fail(lost, "power")
+    mine.wait_for_start(2)
+    assert lost not in mine.events()[-1]["nodes"]
+    assert mine.state() in ("running", "requeued")
+    mine.finish()
+    assert_as_undisturbed(mine.run, undisturbed)
+    there.heal(lost)
+    there.wait(lambda: there.idle() == there.nodes, "the node to come back", 60)
+    mine.nothing_is_left()
+
+
+def test_a_link_that_heals_does_not_end_what_goes_on_elsewhere(
+    by_cgroup: Cluster, project: Path, undisturbed: Path
+) -> None:
+    """Of the first node, where Slurm's own srun of the lost start still is: its end was once that of the new start."""
+    mine = Project(by_cgroup, project)
+    mine.submit("cluster.nodes=2", "cluster.workers_per_node=1")
+    mine.wait_for_step(15)
+    lost = mine.events()[-1]["nodes"][0]
+    by_cgroup.fail(lost, "link")
+    mine.wait_for_start(2)
+    by_cgroup.heal(lost)
+    mine.finish()
+    assert_as_undisturbed(mine.run, undisturbed)
+    by_cgroup.wait(lambda: by_cgroup.idle() == by_cgroup.nodes, "the node to come back", 60)
+    mine.nothing_is_left()
+
+
+def test_a_node_that_slurm_has_given_up_overwrites_nothing(
+    by_process_tree: Cluster, project: Path, undisturbed: Path
+) -> None:
+    """The whole job is on a node whose slurmd dies: it trains on, while Slurm begins it again elsewhere."""
+    there, mine = by_process_tree, Project(by_process_tree, project)
+    mine.submit("cluster.workers_per_node=2")
+    mine.wait_for_step(5)
+    (node,) = mine.events()[-1]["nodes"]
+    there.fail(node, "slurmd")
+    # asleep until the run is under way elsewhere, so that both write at once; but for srun, which learns that the node
+    # is gone while the old step is the only one: asleep too, it would cancel it when the new one has its number
+    asleep = [pid for pid in there.pids(node) if Path(f"/proc/{pid}/comm").read_text().strip() != "srun"]
+    for pid in asleep:
+        subprocess.run(["kill", "-STOP", str(pid)], check=False)
+    mine.wait_for_start(2)
+    mine.wait_for_step(20)
+    for pid in asleep:
+        subprocess.run(["kill", "-CONT", str(pid)], check=False)
+    mine.finish()
+    assert_as_undisturbed(mine.run, undisturbed)
+    assert summary(mine.run)["verdict"] == "done"
+    there.heal(node)
+    there.wait(lambda: there.idle() == there.nodes, "the node to come back", 60)
+    mine.nothing_is_left()
