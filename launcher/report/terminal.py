@@ -24,10 +24,11 @@ class LiveDisplay:
     def __init__(self, plan: LaunchPlan, console: Console) -> None:
         self._console = console
         self._paths = plan.paths
-        self._log = Tail(plan.paths.rank_log(0))
+        self._log = Tail(plan.paths.newest_rank_log(0))
         self._metrics = Tail(plan.paths.metrics)
         self._events = Tail(plan.paths.events)
-        self._events.lines()  # of earlier starts
+        for file in (self._log, self._metrics, self._events):
+            file.lines()  # of earlier starts
         self._steps = plan.train.steps if isinstance(plan, RunPlan) else None
         self._muted = self._warned = False
         self._last: dict[str, Any] | None = None

@@ -149,6 +149,25 @@ def test_the_live_display_of_a_run_that_begins_again(tmp_path: Path) -> None:
     ]
 
 
+def test_a_run_that_is_resumed_shows_nothing_of_its_earlier_starts(tmp_path: Path) -> None:
+    plan = make_plan("train.steps=9", run_dir=str(tmp_path))
+    plan.paths.logs.mkdir()
+    for attempt, text in enumerate(("the first start\n", "the second\n")):
+        plan.paths.rank_log(0, attempt).write_text(text)
+    record = '{"step": %d, "train/loss": 5.5, "throughput/samples_per_s": 1}\n'
+    plan.paths.metrics.write_text(record % 8)
+    out = io.StringIO()
+    display = LiveDisplay(plan, Console(file=out, width=100))
+    display.refresh()
+    plan.paths.rank_log(0, 2).write_text("Going on\n")
+    with plan.paths.metrics.open("a") as file:
+        file.write(record % 9)
+    display.refresh()
+    display.close()
+    shown = out.getvalue().splitlines()
+    assert shown == ["--- rank0.attempt2.log ---", "Going on", "step 9/9  loss 5.5000  1 samples/s"]
+
+
 def test_the_live_display_follows_the_files(tmp_path: Path) -> None:
     plan = make_plan("train.steps=9", run_dir=str(tmp_path))
     plan.paths.logs.mkdir()
