@@ -108,8 +108,10 @@ def _in_backward() -> bool:
 
 def install(model: nn.Module, norms: Normaliser) -> None:
     """Let ``norms`` do what the BatchNorm layers of ``model`` do in training."""
+    # no decorator: it imports torch's compiler, a second that every `launch` would take for its look at the task
+    forward = torch.compiler.disable(_forward)
     for layer in batch_norms(model).values():
-        _let_run(layer, functools.partial(_forward, layer, norms))
+        _let_run(layer, functools.partial(forward, layer, norms))
 
 
 def freeze(model: nn.Module) -> None:
@@ -168,7 +170,6 @@ def _scale_and_shift(layer: _BatchNorm) -> tuple[Tensor | None, Tensor | None]:
     return widened(layer.weight), widened(layer.bias)
 
 
-@torch.compiler.disable
 def _forward(layer: _BatchNorm, norms: Normaliser, x: Tensor) -> Tensor:
     if not layer.training:  # an evaluation, or the task keeps this layer so
         return _wide(layer, x)

@@ -10,6 +10,7 @@ import json
 import sys
 import traceback
 from collections.abc import Sized
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def probe(target: str, params: dict[str, Any], search_path: list[str], shards: b
             "iterated.\n  Give a map-style dataset (__len__ and __getitem__) or an IterableDataset."
         )
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), _drawing_nothing():
             model = task.model()
     except Exception:  # a constructor that computes with its tensors needs real ones
         model = task.model()
@@ -60,6 +61,24 @@ def probe(target: str, params: dict[str, Any], search_path: list[str], shards: b
         "unit_parameters": sum(p.numel() for p in trained if p in in_units),
         "batch_norms": len(batch_norms(model)),
     }
+
+
+def _drawing_nothing() -> AbstractContextManager[object]:
+    """Meta tensors have no values to be drawn, and torch imports its compiler to do so, which takes a second."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    draws = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)
+
+    class DrawingNothing(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return args[0] if func in draws and args[0].is_meta else func(*args, **(kwargs or {}))
+
+        @classmethod
+        def _should_skip_dynamo(cls) -> bool:  # torch's own way to skip it is to import it
+            return False
+
+    return DrawingNothing()
 
 
 def _users_frames(error: Exception) -> str:
