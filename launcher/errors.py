@@ -27,7 +27,7 @@ from collections.abc import Iterable
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_USER = 2
-EXIT_RESUMABLE = 75  # EX_TEMPFAIL of sysexits.h: stopped from outside, saved; `launch resume` goes on
+EXIT_RESUMABLE = 75  # EX_TEMPFAIL of sysexits.h: stopped from outside, nothing lost; `launch resume` goes on
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 

@@ -97,6 +97,11 @@ class ClusterPlan:
     min_nodes: int | None = None
 
     @property
+    def copies(self) -> tuple[str, ...]:
+        """Of the user's code; none where it is run as it lies."""
+        return () if self.import_from == (self.cwd,) else self.import_from
+
+    @property
     def range(self) -> NodeRange:
         """Hosts that the job may have."""
         return NodeRange(self.min_nodes or self.nodes, self.nodes)

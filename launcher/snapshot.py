@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import json
 import os
 import shutil
 import site
@@ -17,9 +16,10 @@ import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import cast
 
 from launcher.errors import SiteError
-from launcher.paths import RunPaths, SweepPaths, write_json
+from launcher.paths import RunPaths, SweepPaths, read_json, write_json
 
 _MOST_FILES, _MOST_BYTES = 20_000, 200 * 2**20
 _SMALL_BYTES = 2**20
@@ -27,7 +27,8 @@ _CODE = (
     ".py", ".pyi", ".pyx", ".so", ".c", ".h", ".cc", ".cpp", ".cu", ".cuh",
     ".json", ".yaml", ".yml", ".toml", ".cfg", ".ini",
 )  # fmt: skip
-_WHOLE = "code.json"  # written last
+_NOTES = "code.json"  # written last
+_PATIENCE_S = 10.0
 _NOT_CODE = {"__pycache__", "node_modules", "wandb", "site-packages", "build", "dist"}
 
 
@@ -96,30 +97,36 @@ def take(roots: Sequence[Path], target: Path, leave_out: Path) -> tuple[str, ...
         files = _copy(root, copy, _Omitted(root, leave_out, target.parent))
         notes.append({"from": str(root), "files": files, "commit": _commit(root)})
     target.mkdir(parents=True, exist_ok=True)
-    write_json(target / _WHOLE, notes)
+    write_json(target / _NOTES, notes)
     return tuple(map(str, copies))
 
 
 def take_once(roots: Sequence[Path], target: Path, leave_out: Path) -> tuple[str, ...]:
     """As ``take``, unless the copies are there already."""
-    if (target / _WHOLE).is_file():
+    if (target / _NOTES).is_file():
         return tuple(map(str, _places(roots, target)))
     shutil.rmtree(target, ignore_errors=True)  # what was cut off half-way
     return take(roots, target, leave_out)
 
 
-def commit_of(target: str, cwd: str, import_from: Sequence[str]) -> str | None:
-    """Which code a task is: the commit of its directory, with -dirty where tracked files differ from it. None without
-    git, and for a task that is an installed package.
+def commit_of(file: Path, copies: Sequence[str]) -> str | None:
+    """Which code ``file`` is: the commit of its git work tree, with -dirty and a digest of the difference where tracked
+    files differ from it. Of a copy, that of the work tree it was made of. None where nobody can tell: no git, one that
+    refuses or takes long, a file of an installed package.
 
     Args:
-        import_from: the copies of the user's code that ``take`` has made; ``cwd`` where it is run as it lies.
+        copies: those that ``take`` has made; none where the code is run as it lies.
     """
-    if tuple(import_from) != (cwd,):
-        notes: list[dict[str, str]] = json.loads((Path(import_from[0]).parent / _WHOLE).read_text())
-        return notes[0]["commit"] or None
-    roots = roots_of_task(target, cwd)
-    return (_commit(roots[0]) or None) if roots else None
+    if copies:
+        notes = cast("list[dict[str, str | None]]", read_json(Path(copies[0]).parent / _NOTES) or [])
+        known = (note["commit"] or None for note, copy in zip(notes, copies, strict=False) if _lies_in(file, copy))
+        return next(known, None)
+    installed = (Path(__file__).parent, *site.getsitepackages(), sysconfig.get_paths()["stdlib"])
+    return None if any(_lies_in(file, place) for place in installed) else _commit(file.parent)
+
+
+def _lies_in(file: Path, place: str | Path) -> bool:
+    return file.resolve().is_relative_to(Path(place).resolve())
 
 
 def digests(roots: Sequence[Path], leave_out: Path, this_run: Path) -> tuple[str, str]:
@@ -208,13 +215,22 @@ def _counted(root: Path, omitted: _Omitted) -> list[str]:
     return sorted(names)
 
 
-def _commit(root: Path) -> str:
-    return _git(root, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*").decode().strip()
-
-
-def _git(root: Path, *command: str) -> bytes:
+def _commit(root: Path) -> str | None:
+    """It waits for no slow disk, and leaves git's index to the user's own commands."""
+    look = ("--no-optional-locks", "diff", "HEAD", "--binary", "--no-ext-diff", "--no-textconv")
     try:
-        return subprocess.run(["git", "-C", str(root), *command], capture_output=True, check=True).stdout
+        head = _git(root, "rev-parse", "--verify", "HEAD", within_s=_PATIENCE_S).decode().strip()
+        changes = _git(root, *look, within_s=_PATIENCE_S) if head else b""
+    except subprocess.TimeoutExpired:
+        return None
+    return f"{head}-dirty.{hashlib.sha256(changes).hexdigest()[:8]}" if changes else head or None
+
+
+def _git(root: Path, *command: str, within_s: float | None = None) -> bytes:
+    """Raises TimeoutExpired."""
+    line = ["git", "-C", str(root), *command]
+    try:
+        return subprocess.run(line, capture_output=True, check=True, timeout=within_s).stdout
     except (OSError, subprocess.CalledProcessError):  # no git, or no work tree
         return b""
 

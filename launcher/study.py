@@ -17,7 +17,7 @@ from launcher.cluster.peers import Alone
 from launcher.cluster.slurm import submit as slurm
 from launcher.compose import compose_with_yaml
 from launcher.config import ClusterKind
-from launcher.errors import EXIT_INTERRUPTED, SiteError, UserError
+from launcher.errors import EXIT_INTERRUPTED, EXIT_RESUMABLE, SiteError, UserError
 from launcher.paths import RunPaths, SweepPaths, read_json, write_text
 from launcher.plan import LaunchPlan, RunPlan
 from launcher.report.comparison.compare import Comparison, Entry
@@ -88,7 +88,7 @@ def submit(overrides: Sequence[str] = ()) -> Job:
         plan, _ = slurm.submit(plan, yaml)
     else:
         local.create(plan, yaml)
-        if _run_here(plan) == EXIT_INTERRUPTED:
+        if _run_here(plan) in (EXIT_INTERRUPTED, EXIT_RESUMABLE):  # no more of it is wanted
             raise KeyboardInterrupt
     return Job(plan.paths.root)
 

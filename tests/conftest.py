@@ -15,9 +15,9 @@ from tests.helpers import launch as launch_in
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
-# Each of these files has a Slurm of its own, and waits for its timers most of the time: `make test` begins with them in
-# three of its four processes, beside the fast tests. Of all the others the longest come first, so that none is left
-# with one at the end.
+# These have a Slurm of their own, and wait for its timers most of the time: `make test` begins with them, in all of its
+# processes but one, which begins with the fast tests. Of all the others the longest come first, so that none of the
+# processes is left with one at the end.
 WAITING = ("system/test_slurm", "system/test_slurm_lost", "system/test_sweep")
 LONG = (
     "system/test_elastic", "system/test_hosts", "system/test_links", "system/test_drill", "system/test_chaos",
@@ -50,15 +50,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class ByFile(LoadScopeScheduling):
-    """Gives a process that is free the next file, or the next test of those that are dealt out."""
+    """Gives a process that has little left to do the next file, or the next test of those that are dealt out."""
 
     def _split_scope(self, nodeid: str) -> str:
         path = nodeid.partition("::")[0]
         return nodeid if _file(PurePath(path)) in DEALT_OUT else path
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
-    return ByFile(config, log)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile | None:
+    return ByFile(config, log) if config.getvalue("dist") == "load" else None  # which is that of `-n`
 
 
 @pytest.fixture

@@ -59,14 +59,37 @@ def test_of_a_git_tree_what_git_knows_with_uncommitted_changes(project: Path, tm
     notes = read_json(tmp_path / "code" / "code.json")
     assert isinstance(notes, list)
     head = subprocess.check_output(["git", "-C", str(project), "rev-parse", "HEAD"], text=True).strip()
-    assert notes[0]["commit"] == f"{head}-dirty"
+    assert notes[0]["commit"].startswith(f"{head}-dirty.")
     assert notes[0]["from"] == str(project)
-    here, there = str(project), str(tmp_path)
-    assert snapshot.commit_of("pkg.tasks.Task", here, [here]) == f"{head}-dirty"
+    task = project / "pkg" / "tasks.py"
+    assert snapshot.commit_of(task, ()) == notes[0]["commit"]
+    task.write_text("x = 3\n")
+    assert snapshot.commit_of(task, ()) not in (head, notes[0]["commit"]), "another difference is another name"
     git(project, "stash")
-    assert snapshot.commit_of("pkg.tasks.Task", here, [here]) == head
-    assert snapshot.commit_of("pkg.tasks.Task", there, [copy]) == f"{head}-dirty"  # that of the copy
-    assert snapshot.commit_of("launcher.tasks.digits.Digits", here, [here]) is None
+    assert snapshot.commit_of(task, ()) == head
+    assert snapshot.commit_of(Path(copy) / "pkg" / "tasks.py", (copy,)) == notes[0]["commit"]
+    assert snapshot.commit_of(tmp_path / "tasks.py", (copy,)) is None
+    assert snapshot.commit_of(Path(snapshot.__file__).parent / "tasks" / "digits.py", ()) is None
+
+
+def test_where_nobody_can_tell_no_commit_is_named(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = project / "pkg" / "tasks.py"
+    assert snapshot.commit_of(task, ()) is None, "no work tree"
+    git(project, "init")
+    assert snapshot.commit_of(task, ()) is None, "nothing is committed"
+    git(project, "add", "pkg")
+    git(project, "commit", "-m", "first")
+    assert len(snapshot.commit_of(task, ()) or "") == 40
+    (slow := tmp_path / "bin" / "git").parent.mkdir()
+    slow.write_text("#!/bin/sh\nexec sleep 60\n")
+    slow.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{slow.parent}:/usr/bin:/bin")
+    monkeypatch.setattr(snapshot, "_PATIENCE_S", 0.2)
+    assert snapshot.commit_of(task, ()) is None, "a disk that does not answer"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert snapshot.commit_of(task, ()) is None, "no git"
 
 
 def test_the_roots_are_the_tasks_and_pythonpaths(

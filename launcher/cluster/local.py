@@ -98,6 +98,7 @@ def run(plan: LaunchPlan, display: Display, peers: Peers) -> Verdict:
     are left, these begin again, as another incarnation of the run.
     """
     asked: list[int] = []
+    recorded = _recorded(plan)
 
     def stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
         if not asked or number == signal.SIGINT:
@@ -130,12 +131,28 @@ def run(plan: LaunchPlan, display: Display, peers: Peers) -> Verdict:
             f"  Make room; `launch resume {plan.run.name}` goes on from the newest checkpoint."
         ) from None
     if asked:
-        by_a_person = asked[0] == signal.SIGINT
-        of_verdict = {"done": EXIT_DONE, "failed": EXIT_FAILED, "stopped": EXIT_RESUMABLE}
-        if isinstance(plan, RunPlan) and plan.checkpoint.enabled:  # even before there was a step to be saved
-            of_verdict["killed"] = EXIT_RESUMABLE
-        status = EXIT_INTERRUPTED if by_a_person else of_verdict.get(summary["verdict"], EXIT_INTERRUPTED)
+        status = _status_of_stop(plan, summary["verdict"], asked, trained=_recorded(plan) > recorded)
     return Verdict(status, summary, plan)
+
+
+def _recorded(plan: LaunchPlan) -> int:
+    """Bytes of the run's record."""
+    return plan.paths.metrics.stat().st_size if plan.paths.metrics.exists() else 0
+
+
+def _status_of_stop(plan: LaunchPlan, verdict: str, asked: list[int], *, trained: bool) -> int:
+    """Exit status of a run that was told to end here, by the signals ``asked``.
+
+    Args:
+        trained: whether this start has taken a step. Killed before that, it has lost nothing.
+    """
+    if asked[0] == signal.SIGINT:
+        return EXIT_INTERRUPTED
+    if verdict == "killed" and signal.SIGINT not in asked and not trained:
+        goes_on = isinstance(plan, RunPlan) and plan.checkpoint.enabled
+        return EXIT_RESUMABLE if goes_on else EXIT_INTERRUPTED
+    of_verdict = {"done": EXIT_DONE, "failed": EXIT_FAILED, "stopped": EXIT_RESUMABLE}
+    return of_verdict.get(verdict, EXIT_INTERRUPTED)
 
 
 def _run_once(

@@ -70,7 +70,8 @@ def _plan(config: Config, place: Path) -> RunPlan:
     cluster = dataclasses.replace(plan.cluster, max_restarts=0)
     # what it does between two windows says nothing of how far it is
     train = dataclasses.replace(plan.train, hang_timeout=None)
-    return dataclasses.replace(plan, command=WORKER_COMMAND, cluster=cluster, train=train)
+    checkpoint = dataclasses.replace(plan.checkpoint, enabled=False)
+    return dataclasses.replace(plan, command=WORKER_COMMAND, cluster=cluster, train=train, checkpoint=checkpoint)
 
 
 def _run(plan: RunPlan, yaml: str, *, as_json: bool) -> tuple[int, bool]:

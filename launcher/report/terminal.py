@@ -27,8 +27,9 @@ class LiveDisplay:
         self._log = Tail(plan.paths.newest_rank_log(0))
         self._metrics = Tail(plan.paths.metrics)
         self._events = Tail(plan.paths.events)
-        for file in (self._log, self._metrics, self._events):
-            file.lines()  # of earlier starts
+        self._log.lines()  # of earlier starts, as these
+        self._events.lines()
+        recorded = self._metrics.lines()
         self._steps = plan.train.steps if isinstance(plan, RunPlan) else None
         self._muted = self._warned = False
         self._last: dict[str, Any] | None = None
@@ -39,7 +40,8 @@ class LiveDisplay:
                 TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn(),
                 console=console, transient=True,
             )  # fmt: skip
-            self._bar = self._progress.add_task("starting", total=self._steps, rate="")
+            done = json.loads(recorded[-1])["step"] if recorded else 0
+            self._bar = self._progress.add_task("starting", total=self._steps, completed=done, rate="")
             self._progress.start()
 
     def refresh(self) -> None:

@@ -39,7 +39,8 @@ class Account:
         failed_saves: checkpoints that could not be written.
         size: samples of the last full window.
         worlds: where the run went on in another world: the steps done by then, and both of them.
-        code: the commit of the user's code, see ``snapshot.commit_of``; rank 0 knows it.
+        commit: of the task's code, see ``snapshot.commit_of``; rank 0 knows it. ``commits``: where the run went on with
+            another one, as ``worlds``.
     """
 
     plan: RunPlan
@@ -56,7 +57,8 @@ class Account:
     failed_saves: int = 0
     size: int | None = None
     worlds: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
-    code: str | None = None
+    commit: str | None = None
+    commits: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     started: float = field(default_factory=time.perf_counter)
 
     def take_in(self, result: StepResult) -> None:
@@ -91,7 +93,8 @@ class Account:
             "size": self.size,
             "resumed": self.resumed,
             "worlds": self.worlds,
-            "code": self.code,
+            "commit": self.commit,
+            "commits": self.commits,
             "failed_saves": self.failed_saves,
             "total_s": self.total_s,
         }
@@ -106,8 +109,10 @@ class Account:
         now = _world(origin(self.engine.plan))
         if restored.origin and before != now:
             self.worlds.append({"step": self.engine.steps, "from": before, "to": now})
-        if self.code and (saved_by := state.get("code")) and saved_by != self.code:
-            print(f"The code is another one: {self.code}; the checkpoint was saved by {saved_by}.", flush=True)
+        self.commits, saved_by = state.get("commits", []), state.get("commit")
+        if self.commit and saved_by and saved_by != self.commit:
+            self.commits.append({"step": self.engine.steps, "from": saved_by, "to": self.commit})
+        self.commit = self.commit or saved_by
         if not restored.alike:
             return
         self.peak_bytes, self.size = state["peak_bytes"], state["size"]
@@ -123,7 +128,8 @@ class Account:
             "verdict": verdict,
             "resumed": self.resumed,
             **({"worlds": self.worlds} if self.worlds else {}),
-            **({"code": self.code} if self.code else {}),
+            **({"commit": self.commit} if self.commit else {}),
+            **({"commits": self.commits} if self.commits else {}),
             "steps": engine.steps,
             **({} if self.loss is None else {"train/loss": self.loss}),
             **({"eval/loss": self.eval_loss} if self.evaluated else {}),

@@ -30,7 +30,7 @@ from launcher.train.held_out import eval_batches
 from launcher.train.randomness import seed_everything
 from launcher.train.saver import Saver
 from launcher.train.step import StepResult, require_sum
-from launcher.train.task import Loss, Task, eval_data, load_task
+from launcher.train.task import Loss, Task, eval_data, file_of, load_task
 from launcher.train.telemetry import (
     Metrics,
     NoRecord,
@@ -60,6 +60,8 @@ def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
     if world.rank == 0:
         resume.begin(plan.paths, fence)
     task = load_task(plan.task.target, plan.task.params, plan.cluster.import_from)
+    # of what was just imported: it may be edited while the run goes on
+    commit = snapshot.commit_of(file, plan.cluster.copies) if world.rank == 0 and (file := file_of(task)) else None
     seed_everything(plan.train.seed)  # the same initial parameters on every rank
     torch.use_deterministic_algorithms(plan.train.deterministic)
     cadence, trouble = checkpoint.Cadence(plan.checkpoint), threading.Event()
@@ -76,8 +78,8 @@ def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
     PULSE.beat(Phase.starting, 3)
     samples = task.train_data()  # before the checkpoint is loaded: making data may draw random numbers
     PULSE.beat(Phase.starting, 4)
-    resumed = resume.go_on(engine, plan.paths, fence) if plan.checkpoint.enabled else None
-    account, last = Account(plan, engine, code=_code(plan) if world.rank == 0 else None), None
+    resumed = resume.go_on(engine, plan.paths, fence, commit) if plan.checkpoint.enabled else None
+    account, last = Account(plan, engine, commit=commit), None
     if resumed is not None:
         resume.require_same_shards(engine, resumed, samples)
         account.go_on(resumed.restored)
@@ -97,10 +99,6 @@ def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
     if world.rank == 0:
         fence.check()
         write_json(plan.paths.summary, account.summary(verdict))
-
-
-def _code(plan: RunPlan) -> str | None:
-    return snapshot.commit_of(plan.task.target, plan.cluster.cwd, plan.cluster.import_from)
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], plan: OptimizerPlan, device: Device) -> Optimizer:

@@ -37,7 +37,7 @@ def probe(target: str, params: dict[str, Any], search_path: list[str], shards: b
             "iterated.\n  Give a map-style dataset (__len__ and __getitem__) or an IterableDataset."
         )
     try:
-        with torch.device("meta"), _drawing_nothing():
+        with torch.device("meta"), _without_random_values():
             model = task.model()
     except Exception:  # a constructor that computes with its tensors needs real ones
         model = task.model()
@@ -63,22 +63,24 @@ def probe(target: str, params: dict[str, Any], search_path: list[str], shards: b
     }
 
 
-def _drawing_nothing() -> AbstractContextManager[object]:
-    """Meta tensors have no values to be drawn, and torch imports its compiler to do so, which takes a second."""
+def _without_random_values() -> AbstractContextManager[object]:
+    """Meta tensors have none, and yet torch imports its compiler to draw them, which takes a second. Other draws than
+    those of nn's layers still do."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
     draws = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)
 
-    class DrawingNothing(TorchDispatchMode):
+    class WithoutRandomValues(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return args[0] if func in draws and args[0].is_meta else func(*args, **(kwargs or {}))
 
         @classmethod
-        def _should_skip_dynamo(cls) -> bool:  # torch's own way to skip it is to import it
+        def _should_skip_dynamo(cls) -> bool:
+            """torch's own; else it wraps the method above in a function that imports the compiler (test_imports.py)."""
             return False
 
-    return DrawingNothing()
+    return WithoutRandomValues()
 
 
 def _users_frames(error: Exception) -> str:

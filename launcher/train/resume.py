@@ -39,11 +39,14 @@ def begin(paths: RunPaths, fence: Fence) -> None:
     checkpoint.clear(paths, fence)
 
 
-def go_on(engine: Engine, paths: RunPaths, fence: Fence) -> Resumed | None:
+def go_on(engine: Engine, paths: RunPaths, fence: Fence, commit: str | None = None) -> Resumed | None:
     """Load the newest checkpoint whose files are as they were written. All ranks call it, of a fresh engine.
 
     One that is damaged is said to be so, and moved aside once an older one was loaded in its place. None where there
     are no checkpoints: the run begins.
+
+    Args:
+        commit: of the task's code as it is now, where that is known.
 
     Raises:
         NoGoodCheckpoint: there are some, and all of them are damaged.
@@ -59,6 +62,8 @@ def go_on(engine: Engine, paths: RunPaths, fence: Fence) -> Resumed | None:
             if world.rank == 0:
                 _move_aside(paths, fence, refused)
                 print(f"Going on from {directory}: {_how(engine, restored)}", flush=True)
+                if commit and (saved_by := restored.run["account"].get("commit")) and saved_by != commit:
+                    print(f"The code is another one: {commit}; the checkpoint was saved by {saved_by}.", flush=True)
             return Resumed(directory, restored)
         refused.append(directory)
         if world.rank == 0:

@@ -7,6 +7,7 @@ import inspect
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from launcher.errors import TaskError, did_you_mean
@@ -68,6 +69,12 @@ def load_task(target: str, params: dict[str, Any], search_path: Sequence[str]) -
             "  A task has model(), train_data(), loss(model, batch), and eval_data() if there is held-out data."
         )
     return cast("Task", task)
+
+
+def file_of(task: Task) -> Path | None:
+    """In which its class is written."""
+    file = getattr(sys.modules.get(type(task).__module__), "__file__", None)
+    return None if file is None else Path(file)
 
 
 def eval_data(task: Task) -> Dataset[Any] | None:

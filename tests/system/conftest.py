@@ -8,12 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import launch
 from tests.system.hosts import Hosts, hosts
-from tests.system.jobs_on_slurm import JOB
+from tests.system.jobs_on_slurm import train_undisturbed
+from tests.system.runs import PROJECT
 from tests.system.slurm import Cluster, cluster
-
-PROJECT = Path(__file__).parent.parent / "user_project"
 
 
 @pytest.fixture
@@ -36,12 +34,7 @@ def by_process_tree() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same job on this machine, with nothing in its way."""
-    place = tmp_path_factory.mktemp("undisturbed")
-    shutil.copytree(PROJECT / "speech", place / "speech")
-    done = launch("train", *JOB, cwd=place)
-    assert done.returncode == 0, done.stderr
-    return place / "runs" / "own"
+    return train_undisturbed(tmp_path_factory.mktemp("undisturbed"))
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from itertools import count as numbers
 from pathlib import Path
 from typing import Any
 
-from tests.system.netns import counters, namespace_named, pids_in
+from tests.system.netns import namespace_named, pids_in
 
 NET = "10.213.7"
 # 50 ms of queue; a burst never below two of the kernel's 64 KiB packets, or the rate is never reached
@@ -58,16 +58,6 @@ class Hosts:
         )
         self.processes.append(process)
         return process
-
-    def sent_bytes(self, host: int, interface: str = "eth0") -> int:
-        """With every header from Ethernet's on."""
-        return counters(self.names[host], interface)[8]
-
-    def received_bytes(self, host: int, interface: str = "eth0") -> int:
-        return counters(self.names[host], interface)[0]
-
-    def sent_packets(self, host: int, interface: str = "eth0") -> int:
-        return counters(self.names[host], interface)[9]
 
     def set_rate(self, rate: str) -> None:
         """Of every link, in both directions; such as 100mbit."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +11,10 @@ from typing import Any
 
 import torch
 
-from tests.helpers import launch_command
-from tests.system.runs import OWN, records, summary
+from tests.checkpoints import tensors
+from tests.helpers import launch, launch_command
+from tests.system.runs import OWN, PROJECT, records, summary
 from tests.system.slurm import Cluster
-from tests.system.test_restart import tensors
 
 STEPS = 100
 # ten steps a second, so that there is time to disturb it
@@ -72,6 +73,14 @@ class Project:
         for node in self.there.nodes:
             self.there.wait(lambda node=node: self.there.pids(node) == [], f"the processes on {node} to end", 100)
         assert [path.name for path in (self.run / "checkpoints").glob(".*")] == []
+
+
+def train_undisturbed(place: Path, *overrides: str) -> Path:
+    """The same job on this machine, with nothing in its way; its run."""
+    shutil.copytree(PROJECT / "speech", place / "speech")
+    done = launch("train", *JOB, *overrides, cwd=place)
+    assert done.returncode == 0, done.stderr
+    return place / "runs" / "own"
 
 
 def assert_as_undisturbed(run: Path, undisturbed: Path) -> None:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from launcher import Engine, make_plan
+from tests.system.netns import counters_in
 
 WIDTH, LAYERS, GLOBAL_SIZE = 192, 6, 16
 BEFORE, AFTER = 2, 10  # windows
@@ -27,11 +28,8 @@ HEADERS = 14 + 20 + 32  # of a packet: Ethernet, IP, TCP with time stamps
 def sent() -> tuple[int, int]:
     """Bytes so far: on the link, and inside. No rank is ahead of another."""
     dist.barrier()
-    of = {}
-    for line in Path("/proc/net/dev").read_text().splitlines()[2:]:
-        name, _, numbers = line.partition(":")
-        of[name.strip()] = [int(number) for number in numbers.split()]
-    link, inside = of["eth0"], of["lo"]
+    text = Path("/proc/net/dev").read_text()
+    link, inside = (counters_in(text, interface) for interface in ("eth0", "lo"))
     counted = link[8] - HEADERS * link[9], inside[8]
     dist.barrier()
     return counted

@@ -36,9 +36,12 @@ def pids_in(name: str) -> list[int]:
 
 def counters(name: str, interface: str) -> list[int]:
     """The line of /proc/net/dev: received bytes and packets are 0 and 1, sent ones 8 and 9."""
-    text = subprocess.run(
-        ["ip", "netns", "exec", name, "cat", "/proc/net/dev"], check=True, capture_output=True, text=True
-    ).stdout
+    command = ["ip", "netns", "exec", name, "cat", "/proc/net/dev"]
+    return counters_in(subprocess.run(command, check=True, capture_output=True, text=True).stdout, interface)
+
+
+def counters_in(text: str, interface: str) -> list[int]:
+    """The same, of the file's own text."""
     line = next(line for line in text.splitlines() if line.strip().startswith(f"{interface}:"))
     return [int(number) for number in line.partition(":")[2].split()]
 

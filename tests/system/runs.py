@@ -11,6 +11,7 @@ from typing import Any
 
 from tests.helpers import launch_command
 
+PROJECT = Path(__file__).parent.parent / "user_project"
 OWN = (
     "task._target_=speech.tasks.Tagger", "run.name=own", "precision=fp32", "wandb.mode=disabled",
     "batch.global_size=24", "batch.micro_size=3", "schedule=constant", "schedule.warmup_steps=0",

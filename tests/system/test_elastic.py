@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.helpers import launch
-from tests.system.jobs_on_slurm import JOB, Project
+from tests.system.jobs_on_slurm import Project, train_undisturbed
 from tests.system.runs import records, summary
-from tests.system.slurm import Cluster, cluster, needs_slurm
+from tests.system.slurm import Cluster, needs_slurm
 
 pytestmark = [pytest.mark.slow, pytest.mark.root, needs_slurm]
 
@@ -26,24 +23,14 @@ MINE = (
 
 
 @pytest.fixture(scope="module")
-def three() -> Iterator[Cluster]:
-    with cluster(3, proctrack="linuxproc") as there:
-        yield there
-
-
-@pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same job on this machine, in one world."""
-    place = tmp_path_factory.mktemp("undisturbed")
-    subprocess.run(["cp", "-r", str(Path(__file__).parent.parent / "user_project" / "speech"), str(place)], check=True)
-    done = launch("train", *JOB, *MINE, cwd=place)
-    assert done.returncode == 0, done.stderr
-    return place / "runs" / "own"
+    """In one world."""
+    return train_undisturbed(tmp_path_factory.mktemp("undisturbed"), *MINE)
 
 
-def test_a_job_goes_on_with_the_nodes_that_are_left(three: Cluster, project: Path, undisturbed: Path) -> None:
+def test_a_job_goes_on_with_the_nodes_that_are_left(by_process_tree: Cluster, project: Path, undisturbed: Path) -> None:
     """22 samples cannot be shared alike by three ranks, and can by two: both worlds learn the same."""
-    mine = Project(three, project)
+    three, mine = by_process_tree, Project(by_process_tree, project)
     job = mine.submit(*MINE, "cluster.nodes=2:3")
     mine.wait_for_step(6)
     assert mine.events()[-1]["ranks"] == 3

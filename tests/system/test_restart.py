@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.checkpoints import tensors
 from tests.conftest import Launch
 from tests.system.runs import OWN, is_agent, processes_of, records, start, summary, wait_for
 from tests.system.test_wandb import read_back
-from tests.train.test_resume import tensors, timeless
+from tests.train.test_resume import timeless
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 JOB = ("train.steps=40", "run.calibrate=2", "checkpoint.every=5", "checkpoint.keep=3", "wandb.mode=offline")

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.checkpoints import tensors
 from tests.conftest import Launch
 from tests.system.runs import OWN, processes_of, records, start, summary, wait_for
 from tests.system.test_wandb import read_back
-from tests.train.test_resume import tensors
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
@@ -74,13 +74,14 @@ def test_a_run_that_is_done_goes_on_in_another_world(project: Path, launch: Laun
     was = commit(project)
     assert launch("train", *OWN, *job, "train.steps=6").returncode == 0
     run = project / "runs" / "own"
-    assert summary(run)["code"] == was
+    assert summary(run)["commit"] == was
     before = (run / "plan.json").read_text()
     refused = launch("resume", "own", "cluster.workers_per_node=1")
     assert refused.returncode == 2
     assert "own: is done: 6 steps" in refused.stderr
     now = commit(project)
     done = launch("resume", "own", "train.steps=10", "cluster.workers_per_node=1")
+    assert summary(run)["commits"] == [{"step": 6, "from": was, "to": now}]
     assert done.returncode == 0, done.stderr
     assert "own goes on with cluster.workers_per_node null -> 1, train.steps 6 -> 10." in done.stdout
     assert [record["step"] for record in records(run)] == list(range(1, 11))

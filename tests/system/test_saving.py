@@ -15,10 +15,11 @@ import pytest
 import torch
 
 from launcher.paths import RunPaths
+from tests.checkpoints import tensors
 from tests.conftest import Launch
 from tests.helpers import torchrun
 from tests.system.runs import OWN, start, wait_for
-from tests.train.test_resume import COMMON, DDP, PLAIN, POWERSGD, assert_same, records, tensors
+from tests.train.test_resume import COMMON, DDP, PLAIN, POWERSGD, assert_same, records
 
 WORKER = Path(__file__).parent.parent / "train" / "saving_worker.py"
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]

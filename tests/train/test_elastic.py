@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.checkpoints import tensors
 from tests.train.elastic_chain import STEPS, go, job, records, run, seen, strategies, worst
-from tests.train.test_resume import tensors
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 

@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from launcher.train.safeload import Planner, Reader
+from tests.checkpoints import tensors
 from tests.helpers import torchrun
 
 WORKER = Path(__file__).parent / "resume_worker.py"
@@ -58,17 +57,6 @@ CASES: dict[int, dict[str, tuple[tuple[str, ...], dict[str, Any], tuple[int, ...
 def run(jobs: list[dict[str, Any]], ranks: int, place: Path) -> str:
     (place / "jobs").write_text("".join(f"{json.dumps(job)}\n" for job in jobs))
     return torchrun(WORKER, [str(place / "jobs")], ranks, place, timeout=120)
-
-
-def tensors(directory: Path) -> dict[str, Tensor]:
-    entries = Reader(directory).read_metadata().state_dict_metadata.items()
-    state: dict[str, Any] = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in entries
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    dcp.load(state, checkpoint_id=directory, no_dist=True)
-    return state
 
 
 def timeless(record: dict[str, Any]) -> dict[str, Any]:
