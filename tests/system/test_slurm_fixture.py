@@ -133,7 +133,7 @@ def test_a_signal_reaches_the_tasks_of_one_cluster(tmp_path: Path) -> None:
         other.heal("node1")
         other.wait(lambda: answers(other), "the link", 10)
         left = other.start("sleep", "600")  # and a job that still runs
-        assert left.pid in pids_in(other.network.switch)
+        other.wait(lambda: left.pid in pids_in(other.network.switch), "it to be on the switch", 10)
     assert remains(one, other, plain) == []
 
 
