@@ -131,7 +131,8 @@ def run(plan: LaunchPlan, display: Display, peers: Peers) -> Verdict:
             f"  Make room; `launch resume {plan.run.name}` goes on from the newest checkpoint."
         ) from None
     if asked:
-        status = _status_of_stop(plan, summary["verdict"], asked, trained=_recorded(plan) > recorded)
+        trained = plan.node != 0 or _recorded(plan) > recorded  # other hosts may not see the record
+        status = _status_of_stop(plan, summary["verdict"], asked, trained=trained)
     return Verdict(status, summary, plan)
 
 
@@ -144,7 +145,7 @@ def _status_of_stop(plan: LaunchPlan, verdict: str, asked: list[int], *, trained
     """Exit status of a run that was told to end here, by the signals ``asked``.
 
     Args:
-        trained: whether this start has taken a step. Killed before that, it has lost nothing.
+        trained: whether this start may have taken a step. Killed before that, it has lost nothing.
     """
     if asked[0] == signal.SIGINT:
         return EXIT_INTERRUPTED
