@@ -40,6 +40,11 @@ NO_LIMIT = resource.getrlimit(resource.RLIMIT_FSIZE)
 WAIT_S = 60
 
 
+def say(line: str) -> None:
+    """In one write: the other rank's lines come to the same pipe."""
+    print(f"{line}\n", end="", flush=True)
+
+
 @dataclass
 class Conduct:
     """What befalls a job."""
@@ -86,7 +91,7 @@ class Conduct:
                 self.ended.append(done)
                 self.changed.notify_all()
             if RANK == 0:
-                print(f"{self.job['run']}: step {snapshot.step} is {'' if done else 'not '}written", flush=True)
+                say(f"{self.job['run']}: step {snapshot.step} is {'' if done else 'not '}written")
 
 
 write = checkpoint.write
@@ -98,7 +103,8 @@ class Watched(Staging):
     def copy(self, state: dict[str, Any]) -> dict[str, Any]:
         copied = super().copy(state)
         places = sorted(buffer.data_ptr() for path, buffer in self._buffers.items() if path[0] == "optimizer")
-        print("copied", json.dumps({"rank": RANK, "bytes": self.nbytes, "places": places}), flush=True)
+        told = json.dumps({"rank": RANK, "bytes": self.nbytes, "places": places})
+        say(f"copied {told}")
         return copied
 
 
@@ -108,7 +114,7 @@ def main() -> None:
         job = json.loads(line)
         Path(job["run"]).mkdir(exist_ok=True)
         if RANK == 0:
-            print(f"begins {job['run']}", flush=True)
+            say(f"begins {job['run']}")
         conduct = Conduct(job)
         checkpoint.write = conduct.write
         try:
@@ -116,7 +122,7 @@ def main() -> None:
         except RunError as error:
             if type(error).__name__ != job.get("raises"):
                 raise
-            print(f"{type(error).__name__} on rank {RANK} of {job['run']}: {error}", flush=True)
+            say(f"{type(error).__name__} on rank {RANK} of {job['run']}: {error}")
         else:
             assert "raises" not in job, f"{job['run']} went on"
         resource.setrlimit(resource.RLIMIT_FSIZE, NO_LIMIT)
