@@ -78,7 +78,10 @@ def test_a_rank_that_hangs_ends_the_run_with_where_it_stands(launch: Launch, pro
 def test_a_rank_of_another_host_that_hangs_at_the_start(project: Path) -> None:
     with hosts(2) as pair:
         where = (f"cluster.rendezvous={pair.address(0)}:29400", "cluster.nodes=2", "cluster.workers_per_node=1")
-        job = launch_command("train", *OWN, *SOON, "cluster=hosts", *where, "task.trouble=hang at the start")
+        # each host waits so long for what the other one has to say, and a busy machine takes more than a second
+        job = launch_command(
+            "train", *OWN, *SOON, "cluster.grace_s=10", "cluster=hosts", *where, "task.trouble=hang at the start"
+        )
         first, other = finish([pair.start(host, job, project) for host in (0, 1)], 1, 1)
     run = project / "runs" / "own"
     said = f"hangs on {HERE} in its start: making the data"
