@@ -109,10 +109,10 @@ class Account:
         now = _world(origin(self.engine.plan))
         if restored.origin and before != now:
             self.worlds.append({"step": self.engine.steps, "from": before, "to": now})
-        self.commits, saved_by = state.get("commits", []), state.get("commit")
-        if self.commit and saved_by and saved_by != self.commit:
+        self.commits = state.get("commits", [])
+        if (saved_by := restored.other_commit(self.commit)) is not None:
             self.commits.append({"step": self.engine.steps, "from": saved_by, "to": self.commit})
-        self.commit = self.commit or saved_by
+        self.commit = self.commit or state.get("commit")
         if not restored.alike:
             return
         self.peak_bytes, self.size = state["peak_bytes"], state["size"]

@@ -35,6 +35,11 @@ class Restored:
     ranks: int
     alike: bool
 
+    def other_commit(self, commit: str | None) -> str | None:
+        """The one whose code has saved it; None where that is ``commit``, or one of the two is not known."""
+        saved_by = self.run.get("account", {}).get("commit")
+        return saved_by if commit and saved_by != commit else None
+
 
 def load(engine: Engine, directory: Path) -> Restored:
     """Put a fresh engine back to where ``checkpoint.snapshot`` was called, by as many ranks or others, under the same

@@ -62,7 +62,7 @@ def go_on(engine: Engine, paths: RunPaths, fence: Fence, commit: str | None = No
             if world.rank == 0:
                 _move_aside(paths, fence, refused)
                 print(f"Going on from {directory}: {_how(engine, restored)}", flush=True)
-                if commit and (saved_by := restored.run["account"].get("commit")) and saved_by != commit:
+                if (saved_by := restored.other_commit(commit)) is not None:
                     print(f"The code is another one: {commit}; the checkpoint was saved by {saved_by}.", flush=True)
             return Resumed(directory, restored)
         refused.append(directory)
