@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 PYTEST_ARGS ?=
 
-.PHONY: train test lint bench bench-sync clean
+.PHONY: train test lint bench bench-sync bench-speedup gpu gpu-wheels clean
 
 train: $(VENV)/.installed
 	$(BIN)/launch train $(ARGS)
@@ -34,6 +34,13 @@ bench-sync: $(VENV)/.installed-dev tools
 	$(call ON_HOSTS,100mbit,2)
 	$(BIN)/python jobs/bench_sync.py report --results build/sync.jsonl --to docs
 
+# On the same hosts: the printed speed-up against that of two whole runs. 15 minutes.
+bench-speedup: $(VENV)/.installed-dev tools
+	for rate in 1gbit 100mbit; do \
+		$(BIN)/python -m tests.system.hosts --rate $$rate -- $(BIN)/launch run cluster=hosts cluster.nodes=2 \
+			cluster.rendezvous={first}:29400 cluster.workers_per_node=1 run.dir=build/bench-speedup -- \
+			jobs/bench_speedup.py --rate $$rate || exit 1; done
+
 # The system tests make hosts of their own, and a Slurm cluster of them; where these are missing they skip, and say so.
 # Whether apt-get can start the daemons as services does not matter: the tests start their own.
 TOOLS = ip slurmctld slurmd munged sbatch
@@ -43,6 +50,19 @@ tools:
 	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! there; then \
 		apt-get update -qq; DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
 			iproute2 slurm-wlm munge >/dev/null; there || echo "still missing: some of $(TOOLS)" >&2; fi
+
+# Every CUDA path that one GPU allows, on a machine that has torch and needs no network: a table of checks and figures.
+# make gpu-wheels, on a connected machine, makes the folder that `make gpu` installs from: carry it along with the tree.
+GPU_WHEELS ?= build/gpu-wheels
+GPU_PYTHON ?= 3.12
+GPU_DEVICE ?= cuda
+GPU_ARGS ?=
+gpu:
+	$(PYTHON) jobs/gpu/wheels.py install $(GPU_WHEELS) build/gpu-site
+	PYTHONPATH=$(CURDIR):$(CURDIR)/build/gpu-site $(PYTHON) -m jobs.gpu.acceptance --device $(GPU_DEVICE) $(GPU_ARGS)
+
+gpu-wheels: $(VENV)/.installed-dev
+	$(BIN)/python -m jobs.gpu.wheels make $(GPU_WHEELS) --python $(GPU_PYTHON)
 
 $(BIN)/pip:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "launcher needs Python 3.11 or newer; set PYTHON=")'

@@ -23,8 +23,8 @@ from torch.utils.data import TensorDataset
 from launcher import Engine, make_plan
 from launcher.tasks.digits import Digits
 
-OVERRIDES = ["precision=fp32", "train.clip_norm=null", "schedule=constant", "train.loader_workers=0", "run.calibrate=0",
-             "batch.global_size=64"]  # fmt: skip
+OVERRIDES = ["precision=fp32", "train.clip_norm=null", "schedule=constant", "train.loader_workers=0",
+             "run.calibrate_s=0", "batch.global_size=64"]  # fmt: skip
 TASK = Digits()
 
 
@@ -59,7 +59,7 @@ def train(overrides: list[str], seed: int, data: Any) -> tuple[float, float, flo
     applied: list[Tensor] = []
     hook = optimizer.register_step_pre_hook(lambda *_: applied.append(flat(p.grad for p in model.parameters())))
     first, seconds = [], []
-    for window in engine.windows(data, replay=loss_of):
+    for window in engine.windows(data, forward=loss_of):
         began = time.perf_counter()
         for batch in window:
             if not engine.steps:

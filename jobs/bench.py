@@ -48,7 +48,7 @@ class Case:
         self.name = name
         self.gpt = name != "mlp"
         if self.gpt:
-            task = BytesGPT()
+            task = BytesGPT(width=192, depth=4, heads=3)
             self.make_model, self.data = task.model, task.train_data()
             self.options = ["precision=bf16"] + ["strategy=fsdp"] * (name == "fsdp")
         else:  # so small that the loop itself is what is measured
@@ -178,7 +178,7 @@ def compare(case: Case, steps: int, loader_workers: int) -> str:
         "cluster.device=cpu",
         f"train.loader_workers={loader_workers}",
         f"train.steps={10**9}",
-        "run.calibrate=0",
+        "run.calibrate_s=0",
     ]
     plan = make_plan(options, samples=len(case.data))
     with tempfile.TemporaryDirectory() as place:

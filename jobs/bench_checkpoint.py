@@ -80,7 +80,7 @@ def on_any_rank(flag: bool) -> bool:
 def measure(strategy: str, rounds: int, width: int, place: Path) -> str:
     options = [
         f"strategy={strategy}", "precision=fp32", "batch.global_size=16", "batch.micro_size=8", "cluster.device=cpu",
-        "train.loader_workers=0", "run.calibrate=0", f"train.steps={10**9}", "checkpoint.keep=2",
+        "train.loader_workers=0", "run.calibrate_s=0", f"train.steps={10**9}", "checkpoint.keep=2",
     ]  # fmt: skip
     plan = make_plan(options, samples=64)
     torch.manual_seed(0)

@@ -40,7 +40,7 @@ def measure(overrides: list[str], deaths: int) -> tuple[float, list[float]]:
     """Seconds of the cold start, and of each recovery."""
     with tempfile.TemporaryDirectory() as place:
         usual = ["train.steps=1000000", "checkpoint.every=2", "checkpoint.keep=2"]
-        fixed = [f"run.dir={place}", "wandb.mode=disabled", "run.calibrate=0", f"cluster.max_restarts={deaths}"]
+        fixed = [f"run.dir={place}", "wandb.mode=disabled", "run.calibrate_s=0", f"cluster.max_restarts={deaths}"]
         config, yaml = compose_with_yaml([*usual, *overrides, *fixed])
         plan = plan_job(config)
         stage, recoveries = Here(), list[float]()

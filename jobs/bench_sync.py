@@ -30,11 +30,14 @@ from torch import Tensor, nn
 
 from launcher import Engine, Loss, make_plan
 from launcher.tasks.bytes_gpt import BytesGPT
-from launcher.train.calibration import Calibrated
+from launcher.train import calibration
+from launcher.train.calibration import WARM_UP_WINDOWS, Calibrated, Kind
 
 ACCUMULATIONS = (1, 2, 4, 8, 16)
 MICRO_SIZE = 4
 STREAM_BYTES = 4 * 2**20
+# of the rest of sync.md, which jobs/bench_speedup.py is for
+SPEEDUP = "## The printed speed-up"
 ACROSS = [
     ("ddp", "every", "none"), ("ddp", "boundary", "none"), ("ddp", "boundary", "bf16"), ("ddp", "boundary", "powersgd"),
     ("fsdp", "every", "none"), ("fsdp", "boundary", "none"), ("fsdp", "gather_once", "none"),
@@ -83,11 +86,11 @@ def backward_s(task: BytesGPT, batch: Tensor) -> float:
 
 
 def cell(task: BytesGPT, data: Any, strategy: str, sync: str, compress: str, accumulation: int, windows: int) -> Any:
-    """One calibration of one policy: its result, and the collectives of a window."""
+    """Run one policy for a few windows. Returns its calibration, the median step in seconds, and a window's traffic."""
     local = int(os.environ["LOCAL_WORLD_SIZE"])
     options = [
         f"strategy={strategy}", f"strategy.sync={sync}", f"batch.micro_size={MICRO_SIZE}",
-        f"batch.accumulation={accumulation}", f"run.calibrate={windows}", "precision=fp32", "cluster.device=cpu",
+        f"batch.accumulation={accumulation}", f"run.calibrate_s={10**6}", "precision=fp32", "cluster.device=cpu",
         "train.loader_workers=0", f"train.steps={10**6}",
     ]  # fmt: skip
     if strategy == "ddp":
@@ -100,43 +103,52 @@ def cell(task: BytesGPT, data: Any, strategy: str, sync: str, compress: str, acc
     plan = dataclasses.replace(plan, strategy=dataclasses.replace(plan.strategy, rehearses=True))  # the model is small
     torch.manual_seed(0)
     engine = Engine(task.model, lambda p: torch.optim.AdamW(p, 1e-3), plan, shard_units=task.shard_units)
-    engine._calibration.alternates = False  # `every` has cells of its own
-    for window in engine.windows(data):
+    calibration.MAX_ROUNDS = windows
+    engine._calibration._kinds = lambda: [Kind.silent, Kind.own]  # `every` has cells of its own
+
+    def loss(model: Any, batch: Tensor) -> tuple[Tensor, int | Tensor]:
+        found: Loss = task.loss(model, batch)
+        return found.total, found.items
+
+    times: list[float] = []
+    for number, window in enumerate(engine.windows(data, forward=loss), 1):
         for batch in window:
-            loss: Loss = task.loss(engine.model, batch)
-            engine.backward(loss.total, loss.items)
+            engine.backward(*loss(engine.model, batch))
         result = engine.step()
-        if result.calibrated is not None:
-            return result.calibrated, result.comm
-    raise AssertionError("the data ended before the calibration")
+        if number > WARM_UP_WINDOWS:
+            times.append(result.step_s)
+        if len(times) == windows:
+            return engine.calibrated, statistics.median(times), result.comm
+    raise AssertionError("the data ended before the measurement")
 
 
 def measure(rate: str, out: Path, windows: int, accumulations: list[int]) -> None:
     dist.init_process_group("gloo")
     local, rank = int(os.environ["LOCAL_WORLD_SIZE"]), dist.get_rank()
-    task = BytesGPT(seq_len=64)
+    task = BytesGPT(width=192, depth=4, heads=3, seq_len=64)
     data = task.train_data()
     batch = torch.utils.data.default_collate([data[i] for i in range(MICRO_SIZE)])
     bytes_a_second, one_backward_s = line_rate(), backward_s(task, batch)
     for strategy, sync, compress in ACROSS if local == 1 else GROUPED:
         for accumulation in accumulations:
-            found: tuple[Calibrated, Any] = cell(task, data, strategy, sync, compress, accumulation, windows)
-            calibrated, comm = found
+            found: tuple[Calibrated, float, Any] = cell(task, data, strategy, sync, compress, accumulation, windows)
+            calibrated, step_s, comm = found
             if strategy == "hsdp":  # a shard group is a host: only what goes between replicas is on the link
                 link_bytes = local * sum(t.wire_bytes for kind, t in comm.kinds.items() if kind.value == "all_reduce")
             else:
                 link_bytes = comm.wire_bytes
             wire_s = link_bytes / bytes_a_second
             hidden_s = (accumulation if sync == "every" else 1) * one_backward_s
-            assert calibrated.exposed_s is not None
-            compute_s = calibrated.step_s - calibrated.exposed_s
+            assert calibrated.exposed is not None, calibrated.not_measured
+            exposed_s = calibrated.exposed.value
+            compute_s = step_s - exposed_s
             limit_s = compute_s + max(0.0, wire_s - hidden_s)
             record = {
                 "rate": rate, "strategy": strategy, "sync": sync, "compress": compress, "accumulation": accumulation,
-                "step_s": calibrated.step_s, "exposed_s": calibrated.exposed_s, "overlap": calibrated.overlap,
+                "step_s": step_s, "exposed_s": exposed_s, "overlap": calibrated.overlap,
                 "compute_s": compute_s, "payload_bytes": comm.payload_bytes, "link_bytes": link_bytes,
                 "line_rate": bytes_a_second, "backward_s": one_backward_s, "limit_s": limit_s,
-                "ratio": calibrated.step_s / limit_s,
+                "ratio": step_s / limit_s,
             }  # fmt: skip
             if rank == 0:
                 with out.open("a") as file:
@@ -177,7 +189,9 @@ def report(results: Path, to: Path) -> None:
         reached = statistics.median(record["line_rate"] for record in records if record["rate"] == rate)
         lines.append(f"- {rate}: a plain TCP stream reached {reached * 8 / 1e6:,.0f} Mbit/s, both ways at once.")
     lines += ["", "![milliseconds a micro-batch](sync.png)", "", head, *map(_row, records)]
-    (to / "sync.md").write_text("\n".join(lines) + "\n")
+    place = to / "sync.md"
+    _, heading, after = place.read_text().partition(SPEEDUP) if place.exists() else ("", "", "")
+    place.write_text("\n".join(lines) + "\n" + (f"\n{heading}{after}" if heading else ""))
     figure, panels = pyplot.subplots(1, len(rates), figsize=(6.5 * len(rates), 5), squeeze=False, layout="constrained")
     names = list(dict.fromkeys(map(_name, records)))
     colours = {name: pyplot.get_cmap("tab20")(number) for number, name in enumerate(names)}
@@ -203,12 +217,14 @@ def main() -> None:
     measuring = verbs.add_parser("measure", help="on hosts that `launch run` has started it on")
     measuring.add_argument("--rate", required=True, help="a name for these links")
     measuring.add_argument("--out", type=Path, required=True, help="JSON lines are added to it by rank 0")
-    measuring.add_argument("--windows", type=int, default=3, help="measured windows of each kind")
+    measuring.add_argument("--windows", type=int, default=3, help="and rounds of the calibration; at least 3")
     measuring.add_argument("--accumulation", type=int, nargs="*", default=list(ACCUMULATIONS))
     reporting = verbs.add_parser("report", help="a table and a plot")
     reporting.add_argument("--results", type=Path, required=True)
     reporting.add_argument("--to", type=Path, required=True)
     arguments = parser.parse_args()
+    if arguments.verb == "measure" and arguments.windows < 3:
+        measuring.error(f"argument --windows: must be at least 3, not {arguments.windows}")
     if arguments.verb == "measure":
         measure(arguments.rate, arguments.out, arguments.windows, arguments.accumulation)
     else:

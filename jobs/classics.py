@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from launcher import Engine, make_plan
 
-EXACT = ["precision=fp32", "schedule=constant", "train.clip_norm=null", "train.loader_workers=0", "run.calibrate=0"]
+EXACT = ["precision=fp32", "schedule=constant", "train.clip_norm=null", "train.loader_workers=0", "run.calibrate_s=0"]
 
 
 def engine_of(model: nn.Module, lr: float, samples: int, *options: str) -> Engine:

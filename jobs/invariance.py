@@ -20,7 +20,7 @@ MICRO = 8
 SHAPES = {"1x8": (1, MICRO), "2x4": (2, MICRO), "4x2": (4, MICRO), "4x1, micro-batch x2": (4, 2 * MICRO)}
 JOB = (
     f"batch.global_size={8 * MICRO}", "train.steps=100", "precision=fp32", "train.log_every=1", "train.eval_every=0",
-    "run.calibrate=0", "checkpoint.enabled=false", "wandb.mode=disabled", "cluster.device=cpu",
+    "run.calibrate_s=0", "checkpoint.enabled=false", "wandb.mode=disabled", "cluster.device=cpu",
     "task.width=64", "task.depth=2", "task.heads=2", "task.seq_len=64",
 )  # fmt: skip
 LAUNCH = (sys.executable, "-P", "-c", "from launcher.cli import main; main()", "train", "--quiet")

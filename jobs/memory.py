@@ -26,7 +26,7 @@ def measure(task: BytesGPT, strategy: str, accumulation: int, factor: int) -> tu
     """This rank's peak in bytes, its gradients in bytes, and which rank it is."""
     data = task.train_data()
     sizes = [f"batch.micro_size={MICRO * factor}", f"batch.accumulation={accumulation}", f"train.steps={WINDOWS}"]
-    options = [f"strategy={strategy}", "strategy.sync=every", "precision=fp32", "run.calibrate=0"]
+    options = [f"strategy={strategy}", "strategy.sync=every", "precision=fp32", "run.calibrate_s=0"]
     plan = make_plan([*sizes, *options, "train.loader_workers=0"], samples=len(data))
     engine = Engine(task.model, lambda p: torch.optim.AdamW(p, 1e-3), plan, shard_units=task.shard_units)
     gpu, tracker = engine.device.type == "cuda", MemTracker()
@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=192)
     parser.add_argument("--strategies", nargs="+", default=["ddp", "fsdp"])
     options = parser.parse_args()
-    task = BytesGPT(width=options.width)
+    task = BytesGPT(width=options.width, depth=4, heads=3)
     for strategy in options.strategies:
         measured = {name: measure(task, strategy, *shape) for name, shape in SHAPES.items()}
         one, eight, large = (peak / 1e6 for peak, _, _ in measured.values())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import netrc
 import os
 import re
@@ -13,15 +15,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from launcher import native
 from launcher.compose import compose
-from launcher.config import ClusterConfig, ClusterKind, Config, RunConfig, Sync, WandbMode
+from launcher.config import ClusterConfig, ClusterKind, Config, Device, PrecisionKind, RunConfig, Sync, WandbMode
 from launcher.errors import ConfigError, SiteError, UserError
 from launcher.forecast import weigh_memory
 from launcher.plan import RunInfo, RunPlan, TaskPlan
 from launcher.policy import SHARDED
 from launcher.site import Partition, Site, batch_env
 from launcher.solve import solve
-from launcher.taskinfo import describe_task
+from launcher.taskinfo import ask, describe_task
 
 T = TypeVar("T")
 
@@ -61,17 +64,44 @@ def plan_job(config: Config, once: Once | None = None) -> RunPlan:
     run = new_run(config.run, task_stem(config), site.cwd)
     require_mirror(config)
     # what no task could make right is said before the task is looked at, which may take seconds
-    solve(config, site, TaskPlan.unknown(ANY_NUMBER), run)
-    task = once(describe_task, config.task, site.cwd, shards=config.strategy.kind in SHARDED)
-    return weighed(solve(config, site, task, run), config)
+    cluster = solve(config, site, TaskPlan.unknown(ANY_NUMBER), run).cluster
+    if config.precision.kind is PrecisionKind.auto and cluster.kind is ClusterKind.local:
+        site = dataclasses.replace(site, bf16=once(_look_at_format, PrecisionKind.bf16, cluster.device)[0])
+    task = once(describe_task, config.task, site.cwd, shards=config.strategy.kind in SHARDED, seed=config.train.seed)
+    plan = weighed(solve(config, site, task, run), config)
+    return dataclasses.replace(plan, notes=(*plan.notes, *emulation_notes(plan, once)))
+
+
+def emulation_notes(plan: RunPlan, once: Once | None = None) -> list[str]:
+    """Return a warning if the job runs on this machine in a format that it emulates."""
+    kind = plan.precision.kind
+    if plan.cluster.kind is not ClusterKind.local or kind not in native.NARROW:
+        return []
+    is_native, factor = (once or Once())(_look_at_format, kind, plan.cluster.device, measure=True)
+    return [] if is_native or factor is None else [native.warning(kind, "this machine", factor)]
+
+
+def _look_at_format(kind: PrecisionKind, device: Device, *, measure: bool = False) -> tuple[bool | None, float | None]:
+    """Return whether this machine computes in ``kind`` natively, and how many times as long as in fp32 a matrix product
+    takes where it does not and ``measure``; None for what is not known. Only a doubt or a measurement needs torch."""
+    quick = native.computes(kind, device, os.environ)
+    if quick is not None and (quick or not measure):
+        return quick, None
+    request = {"kind": kind.value, "device": device.value, "measure": measure}
+    answer = ask("launcher.train.number_formats", json.dumps(request)) or {}
+    return answer.get("native", quick), answer.get("slowdown")
 
 
 def weighed(plan: RunPlan, config: Config) -> RunPlan:
-    """With the sync policy that fits into memory, where that is the launcher's to choose."""
-    if plan.strategy.kind not in SHARDED or config.strategy.sync is not Sync.auto:
+    """Return ``plan`` with the sync policy that fits into memory, if the user left the choice to the launcher.
+
+    Of a model with frozen parts, what each policy sends depends on where gradients flow, so windows of it are run too.
+    """
+    choose = config.strategy.sync is Sync.auto
+    if plan.strategy.kind not in SHARDED or not (choose or plan.task.frozen_parameters):
         return plan
-    most, *fewer = plan.worlds()
-    return weigh_memory(most).with_fewer(map(weigh_memory, fewer))
+    most, *fewer = (weigh_memory(world, choose=choose) for world in plan.worlds())
+    return most.with_fewer(fewer)
 
 
 def require_mirror(config: Config) -> None:
@@ -140,7 +170,13 @@ def make_plan(overrides: Sequence[str] | Config = (), *, samples: int | None) ->
     site = Site.here()
     world = World.here()
     run = new_run(config.run, "own_loop", site.cwd)
-    return solve(config, site, TaskPlan.unknown(samples), run, (world.size // world.local_size, world.local_size))
+    started = world.size // world.local_size, world.local_size
+    if started[0] == 1:  # else the engine decides on precision=auto, together with the other hosts
+        device = config.cluster.device
+        if device is Device.auto:
+            device = Device.cuda if site.gpus else Device.cpu
+        site = dataclasses.replace(site, bf16=native.computes(PrecisionKind.bf16, device, os.environ))
+    return solve(config, site, TaskPlan.unknown(samples), run, started)
 
 
 def new_run(config: RunConfig, stem: str, cwd: str) -> RunInfo:

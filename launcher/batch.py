@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from launcher.config import BatchConfig, Norm, OnOom
 from launcher.errors import ConfigError
+from launcher.sizes import count
 
 DEFAULT_GLOBAL_SIZE = 64
 DEFAULT_MICRO_SIZE = 4
@@ -203,7 +204,7 @@ def _divide(total: int, factor: int, world_size: int, name: str, value: int) -> 
     raise ConfigError(
         given,
         None,
-        f"{total} samples cannot be shared by {world_size} ranks{units}.",
+        f"{total} samples cannot be shared by {count(world_size, 'rank')}{units}.",
         f"Nearest choices: {'; or '.join(choices)}.",
     )
 

@@ -1,40 +1,73 @@
-"""The certificate of `launch verify`: what the workers measured, the rule of its verdict. No torch.
+"""The certificate of `launch verify`: what the workers measured, and the rule of its verdict. No torch.
 
-The rule. The accumulated gradient g and the reference r, one big batch in one process, are both computed in fp32 with
-dropout off, at the same parameters, on the same samples, so that what is left between them is rounding or a mistake.
+The rule. The accumulated gradient g of a window is compared with r, the gradient of the same samples as one big batch
+in one process, at the same parameters and with dropout off. This is done twice: with both in fp32, where only rounding
+or a mistake can be between them, and with g in the job's own arithmetic (precision, parameter format, TF32,
+compression).
 
-- A group of parameters agrees where ||g - r|| / ||r|| of that group is at most the tolerance, or ||g - r|| is at most a
-  tenth of the tolerance of the norm of the *whole* reference gradient: the gradient of a parameter that the loss hardly
-  depends on (the bias of attention's keys: not at all) is rounding itself, and has no correct digits to compare.
-- The tolerance is 1e-5, or ten times what this very model rounds in fp32 where that is more: measured as the difference
-  between the reference and the reference on the same samples in the opposite order. It is never above 1e-3: a wrong
-  average is off by more than that.
-- What the user's own precision and compression add is rounding too, but of another size: it is compared with the same
-  reference, and must be at most four times what one big batch in that precision is off by, or 2^-4, where that is more.
-  A wrong average is in the fp32 comparison as well, so this catches only what goes wrong in the narrow format alone.
-- A hazard that breaks the claim for windows that were not looked at (a mean over unequal items, hidden state, data that
-  differs between ranks) decides too, whatever the numbers are.
-- Where the result cannot be computed twice alike, a difference says nothing: then nothing is certified either way.
+- The limit follows from r's own rounding error, measured for each window:
+  in fp32, ten times the distance between r and a second r, with the samples in the opposite order and each parameter
+  moved to a neighbouring fp32 number; at least 1e-5, for kernels that sum in another order, and at most 1e-3;
+  in the job's arithmetic, three times the distance between r in fp32 and one big batch in that arithmetic, at least
+  three times the format's unit roundoff, and at most 1/8. There g may be compared with either of these two.
+- A window agrees where ||g - r|| / ||r|| of the whole gradient is within that limit, and each group of parameters is
+  off by no more than the same multiple of its own rounding error (or of the whole gradient's, where that is more), or
+  by no more than a tenth of the limit of the whole: the gradient of a parameter on which the loss hardly depends (the
+  bias of attention's keys: not at all) is rounding itself, and has no correct digits to compare.
+- Facts that break the claim for windows that were not compared (data that differs between ranks) decide by themselves.
+- What the probes suspect (a loss that is no sum, hidden state) explains a difference. Where all windows agree with one
+  big batch, the windows decide, and the suspicion is a warning for other micro-batches and other worlds.
+- Where the result cannot be computed twice alike, or rounding is larger than the largest limit, a difference proves
+  nothing: then nothing is certified either way.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from launcher.errors import EXIT_DONE, EXIT_FAILED
 
-TOLERANCE, MOST_TOLERANCE = 1e-5, 1e-3
-ROUNDINGS = 10
-NARROW_TIMES, NARROW_FLOOR = 4, 2**-4
+
+@dataclass(frozen=True)
+class Rule:
+    """The limit on the accumulated gradient's relative error.
+
+    Args:
+        times: multiple of the rounding error of one big batch.
+        least_error: the rounding error that is assumed at least.
+        most: the largest limit.
+    """
+
+    times: float
+    least_error: float
+    most: float
+
+    def uncapped(self, error: float) -> float:
+        """Return the limit for a rounding ``error`` of one big batch, without regard to ``most``."""
+        return self.times * max(error, self.least_error)
+
+
+FP32 = Rule(times=10, least_error=1e-6, most=1e-3)
+NARROW_TIMES, NARROW_MOST = 3, 1 / 8
+
+
+def narrow_rule(roundoff: float) -> Rule:
+    """Return the rule for the job's own arithmetic. ``roundoff``: unit roundoff of its coarsest format."""
+    return Rule(times=NARROW_TIMES, least_error=roundoff, most=NARROW_MOST)
 
 
 class Effect(StrEnum):
-    """What a hazard does to the verdict: nothing; it breaks the claim; nothing can be said in its presence."""
+    """Effect of a hazard on the verdict.
+
+    noted: nothing. suspect: it explains a difference, and is outweighed by windows that agree. breaks: it decides.
+    blinds: a difference proves nothing in its presence.
+    """
 
     noted = "noted"
+    suspect = "suspect"
     breaks = "breaks"
     blinds = "blinds"
 
@@ -59,7 +92,7 @@ class Hazard:
 
 @dataclass(frozen=True, kw_only=True)
 class Deviation:
-    """Of some parameters' gradient g from the reference r.
+    """Distance of some parameters' gradient g from the reference r.
 
     Args:
         name: of the group, or of the one parameter.
@@ -67,6 +100,7 @@ class Deviation:
         norm: ||r||.
         error: ||g - r|| / ||r||; None where r is zero and g is not.
         share: ||g - r|| / the norm of the whole reference gradient; None where that is zero and g is not.
+        limit: the largest share that is taken for rounding.
     """
 
     name: str
@@ -74,14 +108,48 @@ class Deviation:
     norm: float
     error: float | None
     share: float | None
+    limit: float
 
     @property
     def excess(self) -> float:
-        """What the tolerance is compared with: the relative error, or ten times the share, the smaller one."""
-        return min(math.inf if self.error is None else self.error, math.inf if self.share is None else 10 * self.share)
+        """Share divided by its limit: above 1, it is more than rounding."""
+        return math.inf if self.share is None else self.share / self.limit
 
-    def within(self, tolerance: float) -> bool:
-        return self.excess <= tolerance
+    @property
+    def within(self) -> bool:
+        return self.excess <= 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """One window's gradient against one big batch, in one arithmetic.
+
+    Args:
+        arithmetic: in words, such as "fp32" or "bf16".
+        one_batch: relative rounding error of one big batch in it; None where that overflows.
+        uncapped: the limit that follows from ``one_batch``, without regard to the largest one.
+        whole: deviation of the whole gradient; groups: of each group of parameters; worst: of the parameters that
+            deviate most. The worst are shown and not judged.
+    """
+
+    arithmetic: str
+    one_batch: float | None
+    uncapped: float | None
+    whole: Deviation
+    groups: tuple[Deviation, ...]
+    worst: tuple[Deviation, ...]
+
+    @property
+    def agrees(self) -> bool:
+        return self.whole.within and all(group.within for group in self.groups)
+
+    @property
+    def drowned(self) -> bool:
+        """Return True if it disagrees by no more than rounding without the cap."""
+        if self.agrees or self.whole.share is None:
+            return False
+        groups = all(group.within for group in self.groups)
+        return groups and self.whole.share <= (math.inf if self.uncapped is None else self.uncapped)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,10 +161,8 @@ class WindowCheck:
         samples, items: of the window, by the engine's count; reference_items: by the reference's.
         micro_batches: of each rank.
         reference_batches: in how many batches the reference had to be computed; 1 is what was wanted.
-        loss, reference_loss: means over the items.
-        whole: the whole gradient's deviation; groups: each group's; worst: the parameters that deviate most.
-        configured: ||g - r|| / ||r|| with the user's precision and compression; None where they are fp32 and none.
-        configured_one_batch: the same of one big batch in that precision.
+        loss, reference_loss: means over the items, in the first arithmetic compared.
+        comparisons: in fp32, and in the job's own arithmetic where that is another one.
     """
 
     name: str
@@ -107,24 +173,15 @@ class WindowCheck:
     reference_batches: int
     loss: float
     reference_loss: float
-    whole: Deviation
-    groups: tuple[Deviation, ...]
-    worst: tuple[Deviation, ...]
-    configured: float | None
-    configured_one_batch: float | None
-
-    def agrees(self, tolerance: float) -> bool:
-        return (
-            self.items == self.reference_items
-            and self.whole.within(tolerance)
-            and all(group.within(tolerance) for group in self.groups)
-        )
+    comparisons: tuple[Comparison, ...]
 
     @property
-    def narrow_agrees(self) -> bool:
-        if self.configured is None:
-            return True
-        return self.configured <= max(NARROW_FLOOR, NARROW_TIMES * (self.configured_one_batch or 0.0))
+    def counts_agree(self) -> bool:
+        return self.items == self.reference_items
+
+    @property
+    def agrees(self) -> bool:
+        return self.counts_agree and all(comparison.agrees for comparison in self.comparisons)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,14 +190,11 @@ class Certificate:
 
     Args:
         job: what was verified, line by line.
-        rounding: what this model rounds in fp32, relative; None where that is not known.
         refused: the error with which training would end.
         notes: what the reader should know of the comparison.
     """
 
     job: dict[str, str]
-    rounding: float | None
-    tolerance: float
     windows: tuple[WindowCheck, ...]
     hazards: tuple[Hazard, ...]
     notes: tuple[str, ...]
@@ -153,29 +207,62 @@ class Certificate:
         return EXIT_DONE if self.outcome is Outcome.exact else EXIT_FAILED
 
 
-def tolerance_for(rounding: float) -> float:
-    """``rounding``: relative difference of two fp32 references that differ in the order of their samples only."""
-    return min(MOST_TOLERANCE, max(TOLERANCE, ROUNDINGS * rounding))
-
-
-def judge(
-    windows: Sequence[WindowCheck], hazards: Sequence[Hazard], refused: str | None, tolerance: float
-) -> tuple[Outcome, str]:
-    """The verdict, and the sentence that gives its reason."""
+def judge(windows: Sequence[WindowCheck], hazards: Sequence[Hazard], refused: str | None) -> tuple[Outcome, str]:
+    """Return the verdict, and the sentences that give its reason."""
+    named = {effect: [hazard.name for hazard in hazards if hazard.effect is effect] for effect in Effect}
     if refused is not None:
         return Outcome.refused, refused
-    breaking = [hazard.name for hazard in hazards if hazard.effect is Effect.breaks]
-    wide = [window for window in windows if not window.agrees(tolerance)]
-    narrow = [window for window in windows if not window.narrow_agrees]
-    if breaking:
-        return Outcome.differs, f"Because of: {', '.join(breaking)}."
-    if not wide and not narrow:
-        return Outcome.exact, "The accumulated gradient is that of one big batch, to rounding."
-    blinding = [hazard.name for hazard in hazards if hazard.effect is Effect.blinds]
-    if blinding:
-        return Outcome.undecided, f"Two computations differ by themselves: {', '.join(blinding)}."
-    names = ", ".join(window.name for window in wide or narrow)
-    if wide:
-        suspects = ", ".join(hazard.name for hazard in hazards)
-        return Outcome.differs, f"In fp32, beyond rounding: {names}.{f' See: {suspects}.' if suspects else ''}"
-    return Outcome.differs, f"In fp32 it is, but not in the job's own precision, beyond its rounding: {names}."
+    if named[Effect.breaks]:
+        return Outcome.differs, f"Because of: {', '.join(named[Effect.breaks])}."
+    suspects = ", ".join(named[Effect.suspect])
+    if all(window.agrees for window in windows):
+        # a reference that was itself added up from batches is no evidence against a suspicion
+        if suspects and any(window.reference_batches > 1 for window in windows):
+            return Outcome.differs, f"Because of: {suspects}. A window's reference is not one batch."
+        exact = "The accumulated gradient is that of one big batch, to rounding"
+        warning = f" With other micro-batches or another world it may not be: {suspects}." if suspects else ""
+        return Outcome.exact, f"{exact}: {'; '.join(_largest(windows))}.{warning}"
+    if named[Effect.blinds]:
+        return Outcome.undecided, f"Two computations differ by themselves: {', '.join(named[Effect.blinds])}."
+    differing = list(_differing(windows))
+    # what remembers earlier windows has no rounding error that could be measured
+    if not suspects and all(comparison is not None and comparison.drowned for _, comparison in differing):
+        return Outcome.undecided, f"Rounding is too large to tell: {_listed(differing)}."
+    clues = ", ".join(hazard.name for hazard in hazards)
+    return Outcome.differs, f"Beyond rounding: {_listed(differing)}.{f' See: {clues}.' if clues else ''}"
+
+
+def words(comparison: Comparison) -> str:
+    """Return the deviation of the whole gradient, its limit, and what the limit follows from, in one phrase."""
+    whole = comparison.whole
+    off = "not zero, as one big batch's is," if whole.share is None else f"{whole.share:.1e} off"
+    one = "overflows" if comparison.one_batch is None else f"rounds by {comparison.one_batch:.1e}"
+    return f"in {comparison.arithmetic} {off} (limit {whole.limit:.1e}; one big batch {one})"
+
+
+def _largest(windows: Sequence[WindowCheck]) -> Iterator[str]:
+    """For each arithmetic, the comparison that is nearest to its limit."""
+    for same in zip(*(window.comparisons for window in windows), strict=True):
+        yield words(max(same, key=lambda comparison: comparison.whole.excess))
+
+
+def _differing(windows: Sequence[WindowCheck]) -> Iterator[tuple[WindowCheck, Comparison | None]]:
+    """The first comparison of each window that disagrees; None where only the items do."""
+    for window in windows:
+        wrong = [comparison for comparison in window.comparisons if not comparison.agrees]
+        if wrong:
+            yield window, wrong[0]
+        elif not window.counts_agree:
+            yield window, None
+
+
+def _listed(differing: Sequence[tuple[WindowCheck, Comparison | None]]) -> str:
+    parts: list[str] = []
+    for window, comparison in differing:
+        if comparison is None:
+            parts.append(f"{window.name}, {window.items} items, as one batch {window.reference_items:g}")
+            continue
+        groups = [group.name for group in comparison.groups if not group.within]
+        inside = f", in {', '.join(groups[:4])}{' and more' if len(groups) > 4 else ''}" if groups else ""
+        parts.append(f"{window.name}, {words(comparison)}{inside}")
+    return "; ".join(parts)

@@ -11,19 +11,30 @@ import tempfile
 import typing
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from launcher import config_files
 from launcher.config import Config
 from launcher.errors import ConfigError, did_you_mean
 from launcher.paths import CONF
-from launcher.sweeps.sweeper import BEGIN, AskedCell, Begin, Result
+
+if TYPE_CHECKING:
+    from launcher.sweeps.sweeper import AskedCell, Result
 
 _PRIMARY = "config"
 _SCHEMA = "launcher_schema"
 _RESUMED = "launcher_resumed"
+# of earlier versions, whose runs may have them in their config.yaml
+_RETIRED_KEYS = ("run.calibrate",)
 _CELL_LAUNCHER = "hydra_plugins.launcher_cells.CellLauncher"
 _OPEN_KEYS = r"(task|cluster\.sbatch)\.[^=]+="
+# keys for which null would be ambiguous: another option, "off" or "random" are as likely as the default
+_NOT_NULL = (
+    "cluster.kind", "strategy.kind", "optimizer.kind", "schedule.kind", "optimizer.lr", "train.seed",
+    "checkpoint.enabled", "wandb.mode",
+)  # fmt: skip
 
 
 def compose(overrides: Sequence[str] = ()) -> Config:
@@ -62,6 +73,9 @@ def recompose(kept: str, overrides: Sequence[str]) -> tuple[Config, str]:
 
     _register_schema()
     saved: Any = OmegaConf.to_container(OmegaConf.create(kept))
+    for key in _RETIRED_KEYS:
+        group, _, name = key.partition(".")
+        saved[group].pop(name, None)
     defaults: list[Any] = [_SCHEMA]
     for group in sorted(place.name for place in CONF.iterdir() if place.is_dir()):
         had = _option(group, saved[group])
@@ -116,10 +130,22 @@ def run_with_config(
     Raises:
         ConfigError: as ``compose``.
     """
-    from hydra import main as hydra_main
-
+    if {"--help", "-h"} & set(arguments):
+        print(_help(verb, arguments), end="")
+        return 0
     _register_schema()
     _require_known_keys(arguments)
+    if not any(argument.startswith("-") or "hydra" in argument for argument in arguments):
+        try:  # without Hydra's application, which composes twice
+            composed = compose_with_yaml(arguments)
+        except ConfigError:  # an interpolation may need the application; else it meets the same mistake
+            pass
+        else:
+            return act(*composed)
+    from hydra import main as hydra_main
+
+    from launcher.sweeps.sweeper import BEGIN, Begin
+
     arguments = _open_free_keys(arguments)
     statuses = [0]
     wrong: list[Exception] = []
@@ -173,18 +199,66 @@ def run_with_config(
     return max(statuses)
 
 
+def _help(verb: str, arguments: Sequence[str]) -> str:
+    """Return the groups with their options, and every key with the value that ``arguments`` give it."""
+    places = config_files.directories(arguments)
+    overrides = [argument for argument in arguments if "=" in argument and not argument.startswith("-")]
+    if places:
+        overrides.append(f"hydra.searchpath=[{','.join(f'file://{place.resolve()}' for place in places)}]")
+    groups: dict[str, set[str]] = {}
+    for file in itertools.chain(*(place.glob("*/*.yaml") for place in (CONF, *places))):
+        groups.setdefault(file.parent.name, set()).add(file.stem)
+    width = max(map(len, groups))
+    options = "".join(f"  {group:{width}}  {', '.join(sorted(groups[group]))}\n" for group in sorted(groups))
+    return (
+        f"launch {verb} [key=value ...]        all verbs and flags: launch --help\n\n"
+        f"Groups, chosen by group=option:\n{options}\n"
+        "Keys, set by key=value; types, units and meanings are in launcher/config.py:\n"
+        + "".join(f"  {line}\n" for line in compose_with_yaml(overrides)[1].splitlines())
+    )
+
+
+@cache
 def _register_schema() -> None:
     from hydra.core.config_store import ConfigStore
 
-    ConfigStore.instance().store(name=_SCHEMA, node=Config)
+    ConfigStore.instance().store(name=_SCHEMA, node=_nullable(Config))
     ConfigStore.instance().store(group="hydra/launcher", name="cells", node={"_target_": _CELL_LAUNCHER})
 
 
+def _nullable(kind: type[Any], group: str = "") -> type[Any]:
+    """Return a copy of a dataclass of ``launcher.config`` in which null may be written for every key outside
+    ``_NOT_NULL``."""
+    hints = typing.get_type_hints(kind)
+    fields: list[Any] = []
+    for field in dataclasses.fields(kind):
+        key, hint = f"{group}{field.name}", hints[field.name]
+        if dataclasses.is_dataclass(hint):
+            copy: Any = _nullable(typing.cast("type[Any]", hint), f"{key}.")
+            fields.append((field.name, copy, dataclasses.field(default_factory=copy)))
+        else:
+            hint = hint if key in _NOT_NULL or not group else hint | None
+            default, factory = field.default, field.default_factory
+            fields.append((field.name, hint, dataclasses.field(default=default, default_factory=factory)))  # pyright: ignore
+    return dataclasses.make_dataclass(kind.__name__, fields, kw_only=True)
+
+
 def _to_config(composed: Any) -> tuple[Config, str]:
+    """Return the typed config and its YAML. A null is replaced by the default, unless None is a value of that field."""
     from omegaconf import OmegaConf
 
-    config = OmegaConf.to_object(composed)
-    assert isinstance(config, Config)
+    config = Config()
+    values: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True, enum_to_str=False)
+    for group, kind in typing.get_type_hints(Config).items():
+        if not dataclasses.is_dataclass(kind):
+            setattr(config, group, values[group])
+            continue
+        hints = typing.get_type_hints(kind)
+        for name, value in values[group].items():
+            if value is not None or type(None) in typing.get_args(hints[name]):
+                setattr(getattr(config, group), name, value)
+            else:
+                OmegaConf.update(composed, f"{group}.{name}", getattr(getattr(config, group), name))
     return config, OmegaConf.to_yaml(composed)
 
 
@@ -201,10 +275,7 @@ def _require_known_keys(arguments: Sequence[str]) -> None:
 
 def _is_own_group(key: str, arguments: Sequence[str]) -> bool:
     """Whether a --config-dir of the user's has a group of this name."""
-    flags = ("--config-dir", "-cd")
-    places = [after for flag, after in itertools.pairwise(arguments) if flag in flags]
-    places += [argument.partition("=")[2] for argument in arguments if argument.startswith("--config-dir=")]
-    return any((Path(place) / key).is_dir() for place in places)
+    return any((place / key).is_dir() for place in config_files.directories(arguments))
 
 
 def _open_free_keys(arguments: Sequence[str]) -> list[str]:
@@ -222,32 +293,40 @@ def _errors_in_plain_words(arguments: Sequence[str]) -> Generator[None, None, No
     try:
         yield
     except MissingConfigException as error:
-        raise _unknown_option(error.missing_cfg_file or "", error.options or [], str(error)) from None
+        raise _unknown_option(error.missing_cfg_file or "", error.options or [], str(error), arguments) from None
     except YAMLError as error:
-        raise ConfigError("config", None, " ".join(str(error).split())) from None
+        raise config_files.explain_yaml(error) from None
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise _explain(error, arguments) from None
 
 
-def _unknown_option(place: str, options: Sequence[str], text: str) -> ConfigError:
+def _unknown_option(place: str, options: Sequence[str], text: str, arguments: Sequence[str]) -> ConfigError:
     group, _, option = place.rpartition("/")
     if not group:
         return ConfigError("config", place or None, text.splitlines()[0])
+    key = config_files.chosen_in(group, option, arguments) or group
     return ConfigError(
-        group, option, "there is no such option.", f"{did_you_mean(option, options)}Allowed: {', '.join(options)}."
+        key, option, "there is no such option.", f"{did_you_mean(option, options)}Allowed: {', '.join(options)}."
     )
 
 
 def _explain(error: Exception, arguments: Sequence[str]) -> ConfigError:
     known = known_keys()
+    if (in_file := config_files.explain_composition(str(error), arguments, known, _plain)) is not None:
+        return in_file
     for argument in arguments:
         if "=" not in argument:
             continue
         key, _, value = argument.partition("=")
         key = key.lstrip("+~")
         options = sorted(path.stem for path in (CONF / key).glob("*.yaml"))
-        if options and not re.match(r"[A-Za-z_]", value):  # a number is no name, and Hydra says so in other words
-            return _unknown_option(f"{key}/{value}", options, "")
+        if options and (value == "null" or not re.match(r"[A-Za-z_]", value)):
+            # neither null nor a number is a name, and Hydra says so in other words
+            return _unknown_option(f"{key}/{value}", options, "", arguments)
+        if "No match in the defaults list" in str(error) and _is_own_group(key, arguments):
+            return ConfigError(
+                key, value, "this group is not in the defaults list.", f"Add it with a plus sign: +{key}={value}"
+            )
         if key not in known and key.split(".")[0] not in ("task", "hydra") and "@" not in key and "/" not in key:
             return ConfigError(key, value, "there is no such key.", _nearest(key, known))
     cause = error.__cause__ if error.__cause__ is not None else error
@@ -270,10 +349,12 @@ def _plain(text: str) -> str:
     for words in (
         r"Value ('.*?') (?:of type '.*' )?(?:could not be converted to|is not a valid) (\w+).*",
         r"Value ('.*?') \(\w+\) is incompatible with type hint '(\w+)'.*",
-        r"Value ('.*?') of type '\w+' is incompatible with type hint '(Union\[int, str\])'",
+        r"Value ('.*?') of type '\w+' is incompatible with type hint '(?:Optional\[)?(Union\[int, str\])\]?'",
     ):
         if found := re.fullmatch(words, text):
             return f"must be {wanted.get(found[2], found[2])}, not {found[1]}."
+    if "is not Optional" in text:
+        return "null has no meaning here: give a value, or leave the key out."
     return "must be a list: [...]." if "is not a ListConfig" in text else f"{text}."
 
 

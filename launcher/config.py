@@ -1,7 +1,8 @@
 """What a user can set: one dataclass per config group, a line with the unit under every field.
 
 Python holds types and defaults, ``conf/`` holds values, ``launcher.compose`` puts them together with Hydra. A field
-whose default is None is decided by the plan, or belongs to another option of its group.
+whose default is None is decided by the plan, or belongs to another option of its group. Null for any other key is its
+default here, or is refused where that would be ambiguous.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Sync(StrEnum):
 class Compress(StrEnum):
     none = "none"
     bf16 = "bf16"
-    fp16 = "fp16"
+    fp16 = "fp16"  # only for an error that says why not, and to read plans of earlier versions
     powersgd = "powersgd"
 
 
@@ -51,9 +52,15 @@ class Recompute(StrEnum):
 
 
 class PrecisionKind(StrEnum):
+    auto = "auto"
     fp32 = "fp32"
     bf16 = "bf16"
     fp16 = "fp16"
+
+
+class Parameters(StrEnum):
+    fp32 = "fp32"
+    keep = "keep"
 
 
 class ShortWindow(StrEnum):
@@ -168,7 +175,7 @@ class StrategyConfig:
     find_unused_parameters: bool = False
     """ddp: its find_unused_parameters; only with sync=every."""
     compress: Compress = Compress.none
-    """ddp: gradients on the wire as bf16 or fp16, or as low-rank factors (powersgd, with error feedback)."""
+    """ddp: gradients on the wire as bf16, or as low-rank factors (powersgd, with error feedback). fp16 is refused."""
     powersgd_rank: int | None = None
     """powersgd: rank of the factors. Default: 1."""
     powersgd_start: int | None = None
@@ -183,16 +190,22 @@ class StrategyConfig:
 
 @dataclass(kw_only=True)
 class PrecisionConfig:
-    """Number formats of the forward and backward pass; parameters and optimizer state stay fp32."""
+    """Number formats of parameters and of the forward and backward pass."""
 
-    kind: PrecisionKind = PrecisionKind.bf16
-    """fp32, or autocast to bf16 or fp16 (with loss scaling)."""
+    kind: PrecisionKind = PrecisionKind.auto
+    """fp32, or autocast to bf16 or fp16 (with loss scaling). auto: bf16 if every worker's device computes it without
+    emulation, else fp32; decided once for a run."""
     init_scale: float | None = None
     """fp16: first loss scale."""
     reduce_dtype: PrecisionKind | None = None
     """fsdp, hsdp: format in which gradients are summed between ranks. Default: fp32."""
     growth_interval: int | None = None
     """fp16: steps without overflow after which the scale doubles."""
+    parameters: Parameters = Parameters.fp32
+    """Trained parameters that model() returns in bf16 or fp16. fp32: they become fp32; keep: they stay, and their
+    gradients and optimizer state have that format too. Frozen ones stay, except with precision=fp32."""
+    tf32: bool = False
+    """GPUs: whether fp32 matrix products and convolutions use TF32, which rounds their inputs to 10 mantissa bits."""
 
 
 @dataclass(kw_only=True)
@@ -242,8 +255,8 @@ class OptimizerConfig:
     nesterov: bool | None = None
     """sgd: Nesterov's form of it."""
     lr_scaling: LrScaling = LrScaling.none
-    """linear: lr x global/reference (SGD: Goyal et al. 2017); sqrt: lr x sqrt(global/reference) (Adam: Malladi et al.
-    2022); both with schedule.warmup_steps up to that rate."""
+    """k = global/reference. linear: lr k (for SGD: Goyal et al. 2017); sqrt, adamw only: lr sqrt(k), each of betas
+    1 - k (1 - beta), eps / sqrt(k) (Malladi et al. 2022); both with schedule.warmup_steps up to that rate."""
     reference_batch: int | None = None
     """Samples: the global batch that lr was tuned for."""
 
@@ -253,11 +266,11 @@ class ScheduleConfig:
     """The learning rate over optimizer steps, as a factor of lr."""
 
     kind: ScheduleKind = ScheduleKind.cosine
-    """constant; or falling to min_ratio at the last step as a cosine or a line."""
+    """constant; cosine or linear: falls from 1 to min_ratio, which it reaches after the last step."""
     warmup_steps: int = 0
     """Optimizer steps over which the factor rises to 1."""
     min_ratio: float | None = None
-    """cosine, linear: the factor at the end."""
+    """cosine, linear: the factor after the last step."""
 
 
 @dataclass(kw_only=True)
@@ -279,7 +292,7 @@ class TrainConfig:
     log_every: int = 1
     """Optimizer steps between two records."""
     eval_every: int = 0
-    """Optimizer steps between two evaluations; 0: once, at the end."""
+    """Optimizer steps between two evaluations; 0 or null: once, at the end."""
     loader_workers: int = 1
     """Processes a rank that read and collate ahead of the step; 0: in the step's own process."""
     hang_timeout: float | None = 1800.0
@@ -319,9 +332,13 @@ class WandbConfig:
     entity: str | None = None
     """W&B user or team; default: the key's own."""
     group: str | None = None
-    """Runs shown together."""
+    """Runs shown together. Default: a sweep's name, else WANDB_RUN_GROUP."""
     tags: list[str] = field(default_factory=list[str])
-    """W&B tags."""
+    """W&B tags. Default: WANDB_TAGS."""
+    notes: str | None = None
+    """What the run is for, shown beside it. Default: WANDB_NOTES."""
+    job_type: str | None = None
+    """W&B job type, such as train, to filter runs by. Default: WANDB_JOB_TYPE."""
 
 
 @dataclass(kw_only=True)
@@ -332,9 +349,10 @@ class RunConfig:
     """Its directory's name. Default: the task's name, the time and four random characters."""
     dir: str = "runs"
     """Where run directories lie."""
-    calibrate: int = 5
-    """Windows run with sync=every, and as many with the job's own policy (and once more, for nothing, without any
-    collective), to measure the speed-up and how much of the communication shows; 0: do not."""
+    calibrate_s: float | None = None
+    """Seconds, at most, in which the first window's micro-batches are measured before training: with sync=every, with
+    the job's own policy and without communication. That gives the speed-up and the exposed communication. 0: never.
+    Default: 15, and no more than a tenth of what the run is predicted to take."""
 
 
 @dataclass(kw_only=True)

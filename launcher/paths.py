@@ -74,6 +74,11 @@ class RunPaths:
         return self.root / "fitted.json"
 
     @property
+    def precision(self) -> Path:
+        """The number format that the first start of a run with precision=auto has decided on."""
+        return self.root / "precision.json"
+
+    @property
     def certificate(self) -> Path:
         """What `launch verify` measured."""
         return self.root / "certificate.json"

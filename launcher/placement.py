@@ -6,7 +6,7 @@ from launcher.config import ClusterConfig, ClusterKind, Device, StrategyKind
 from launcher.errors import ConfigError
 from launcher.plan import FORMAT, ClusterPlan, EnvPlan, LaunchPlan, RunInfo
 from launcher.sbatch import names_gpus, solve_sbatch
-from launcher.site import ALLOWED_ENV, Site
+from launcher.site import ALLOWED_ENV, Site, shares_gpus
 from launcher.worlds import NodeRange, node_range
 
 CPU_WORKERS = 2
@@ -52,7 +52,7 @@ def solve_cluster(
         raise ConfigError("cluster.workers_per_node", workers, "must be at least 1.")
     # ranks that a user's own torchrun has started, perhaps on several hosts, are checked where each takes its GPU
     most = site.partition.most_gpus if site.partition is not None and site.gpus else site.gpus
-    if device is Device.cuda and workers > most and started is None and _gpus_are_known(config, site):
+    if device is Device.cuda and workers > most and started is None and _gpus_are_known(config, site, most):
         where = f"a node of partition {site.partition.name}" if site.partition else "this machine"
         raise ConfigError(
             "cluster.workers_per_node",
@@ -85,8 +85,10 @@ def solve_cluster(
     )
 
 
-def _gpus_are_known(config: ClusterConfig, site: Site) -> bool:
-    """Generic resources of the user's own may be parts of a GPU."""
+def _gpus_are_known(config: ClusterConfig, site: Site, most: int) -> bool:
+    """Generic resources of the user's own may be parts of a GPU, and ranks may be allowed to share one."""
+    if shares_gpus() and most:
+        return False
     return config.kind is not ClusterKind.slurm or (site.partition is not None and not names_gpus(config))
 
 
@@ -162,7 +164,8 @@ def solve_env(config: ClusterConfig, cluster: ClusterPlan, site: Site) -> EnvPla
     no_gpu = {"CUDA_VISIBLE_DEVICES": ""} if cluster.device is Device.cpu else dict[str, str]()
     return EnvPlan(
         allow=(*ALLOWED_ENV, *config.env),
-        default={"OMP_NUM_THREADS": str(threads)},
+        # a task that numbers the words of a set gets the same numbers on every rank and at every start
+        default={"OMP_NUM_THREADS": str(threads), "PYTHONHASHSEED": "0"},
         # unbuffered: a log line must not be lost with the process that printed it; a store of its own for each attempt
         set={"PYTHONUNBUFFERED": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} | no_gpu,
     )

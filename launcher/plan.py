@@ -21,6 +21,7 @@ from launcher.config import (
     LrScaling,
     OnError,
     OptimizerKind,
+    Parameters,
     PrecisionKind,
     Recompute,
     ScheduleKind,
@@ -31,7 +32,7 @@ from launcher.config import (
 )
 from launcher.errors import UserError
 from launcher.fromjson import build
-from launcher.paths import RunPaths, write_text
+from launcher.paths import RunPaths, read_json, write_text
 from launcher.worlds import NodeRange
 
 FORMAT = 1
@@ -180,8 +181,14 @@ class LaunchPlan:
 @dataclass(frozen=True, kw_only=True)
 class TaskPlan:
     """``samples``: the length of the training data, None for a stream. ``parameters``, ``gradient_bytes``: of what is
-    trained; ``unit_parameters``: how many of them lie in shard units; ``batch_norms``: its BatchNorm layers; None where
-    the model was not looked at."""
+    trained; ``unit_parameters``: how many of them are in shard units; ``batch_norms``: its BatchNorm layers; None where
+    the model was not looked at. ``frozen_parameters``: further ones, which get no gradient; ``frozen_unit_parameters``:
+    how many of these are in shard units. ``matmul_parameters``, ``unit_matmul_parameters``: how many, frozen ones
+    included, belong to linear and convolution layers, which FSDP gathers in bf16 or fp16. ``narrow_parameters``: how
+    many trained ones model() returns in bf16 or fp16.
+    ``data_notes``: what is not used of a DataLoader. ``flops_per_sample``: forward and backward, counted where the
+    task has no such method; None where it has, or where they could not be counted. ``in_eval_mode``: modules that
+    ``model()`` returns in eval mode, without those inside them; an empty name is the model itself."""
 
     target: str
     params: dict[str, Any]
@@ -190,6 +197,14 @@ class TaskPlan:
     gradient_bytes: int | None
     unit_parameters: int | None
     batch_norms: int | None = None
+    matmul_parameters: int | None = None
+    unit_matmul_parameters: int | None = None
+    data_notes: tuple[str, ...] = ()
+    flops_per_sample: float | None = None
+    frozen_parameters: int = 0
+    frozen_unit_parameters: int = 0
+    in_eval_mode: tuple[str, ...] = ()
+    narrow_parameters: int | None = None
 
     @classmethod
     def unknown(cls, samples: int | None) -> Self:
@@ -251,17 +266,23 @@ class StrategyPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionPlan:
-    """``reduce_dtype``: of gradients between ranks, where the model is sharded."""
+    """``reduce_dtype``: of gradients between ranks, where the model is sharded. ``kind``: auto until the workers of the
+    run's first start have decided. ``reason``: why this kind; empty where the user chose it. ``parameters``: what
+    becomes of trained parameters in bf16 or fp16. ``tf32``: whether a GPU's fp32 products and convolutions use TF32."""
 
     kind: PrecisionKind
     reduce_dtype: PrecisionKind
     init_scale: float
     growth_interval: int
+    reason: str = ""
+    parameters: Parameters = Parameters.fp32
+    tf32: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerPlan:
-    """``lr``: after ``lr_scaling``; ``base_lr``: as the user gave it."""
+    """``lr``, ``betas``, ``eps``: after ``lr_scaling``; ``base_lr``, ``base_betas``, ``base_eps``: as the user gave
+    them, None in plans of earlier versions, which scaled the rate only."""
 
     kind: OptimizerKind
     lr: float
@@ -272,6 +293,8 @@ class OptimizerPlan:
     eps: float
     momentum: float
     nesterov: bool
+    base_betas: tuple[float, float] | None = None
+    base_eps: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,12 +308,16 @@ class SchedulePlan:
     steps: int | None = None
 
     def factor(self, step: int, steps: int | None) -> float:
-        """What the learning rate is multiplied by in optimizer step ``step`` (from 0) of ``steps``."""
+        """Return the multiple of the learning rate that optimizer step ``step`` (from 0) of ``steps`` applies.
+
+        It is ``min_ratio`` after step ``steps``: the last step still has a part of the fall left, as with torch's
+        CosineAnnealingLR(T_max=steps).
+        """
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         if self.kind is ScheduleKind.constant or steps is None:
             return 1.0
-        progress = min(1.0, (step - self.warmup_steps) / max(1, steps - 1 - self.warmup_steps))
+        progress = min(1.0, (step - self.warmup_steps) / max(1, steps - self.warmup_steps))
         fall = (1 + math.cos(math.pi * progress)) / 2 if self.kind is ScheduleKind.cosine else 1 - progress
         return self.min_ratio + (1 - self.min_ratio) * fall
 
@@ -298,7 +325,8 @@ class SchedulePlan:
 @dataclass(frozen=True, kw_only=True)
 class TrainPlan:
     """``steps``: optimizer steps, None only for epochs over a stream. ``epochs``: None where steps were given.
-    ``hang_timeout``: seconds; ``straggler_share``: of a step; None: none is looked for."""
+    ``hang_timeout``: seconds; ``straggler_share``: of a step; None: none is looked for. ``calibrate_s``: seconds at
+    most; None: a share of the run's time; 0 for plans of versions that calibrated during training."""
 
     steps: int | None
     epochs: int | None
@@ -309,9 +337,9 @@ class TrainPlan:
     log_every: int
     eval_every: int
     loader_workers: int
-    calibrate: int
     hang_timeout: float | None = None
     straggler_share: float | None = None
+    calibrate_s: float | None = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,6 +359,8 @@ class WandbPlan:
     entity: str | None
     group: str | None
     tags: tuple[str, ...]
+    notes: str | None = None
+    job_type: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -378,6 +408,18 @@ class RunPlan(LaunchPlan):
             for plan in plans
         )
         return dataclasses.replace(self, fewer=tuple(fewer))
+
+    def with_precision(self, kind: PrecisionKind, reason: str) -> Self:
+        """This plan with ``precision=auto`` decided."""
+        return dataclasses.replace(self, precision=dataclasses.replace(self.precision, kind=kind, reason=reason))
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Return the plan in ``path``, with the precision that the run's first start has decided."""
+        plan = super().load(path)
+        if plan.precision.kind is not PrecisionKind.auto or (found := read_json(plan.paths.precision)) is None:
+            return plan
+        return plan.with_precision(PrecisionKind(found["kind"]), found["reason"])
 
     @property
     def schedule_steps(self) -> int | None:

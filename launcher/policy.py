@@ -23,8 +23,8 @@ POLICIES: Mapping[StrategyKind, tuple[Sync, ...]] = {
 
 class Collective(StrEnum):
     """all_reduce: gradients, over all ranks (DDP) or between replicas (HSDP). all_gather, reduce_scatter: parameters
-    and gradients within a shard group. broadcast: buffers that training changes. norm: all-reduces of the statistics
-    that ``batch.norm`` takes over all ranks."""
+    and gradients within a shard group. broadcast: buffers that training changes. statistics: all-reduces of the
+    statistics that ``batch.norm`` takes over all ranks."""
 
     all_reduce = "all_reduce"
     all_gather = "all_gather"

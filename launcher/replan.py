@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from importlib import metadata
 
 from launcher import rebatch
-from launcher.api import require_mirror, weighed, where
+from launcher.api import emulation_notes, require_mirror, weighed, where
 from launcher.batch import Batch
 from launcher.compose import amended, recompose
-from launcher.config import Config, ScheduleKind
+from launcher.config import Config, PrecisionKind, ScheduleKind
 from launcher.errors import ConfigError, UserError
 from launcher.paths import STATE, RunPaths, read_json
 from launcher.placement import solve_cluster
@@ -19,6 +19,7 @@ from launcher.plan import RunPlan
 from launcher.policy import SHARDED
 from launcher.resumable import Change, changes, forced_by, refusals, shown
 from launcher.site import Site
+from launcher.sizes import count
 from launcher.solve import solve
 from launcher.taskinfo import describe_task
 
@@ -81,12 +82,17 @@ def replan(paths: RunPaths, old: RunPlan, overrides: Sequence[str], *, force: bo
         raise UserError(f"{name}: is done, and nothing of what was given changes that.\n  Give it more train.steps.")
     at = standing(paths)
     require_mirror(config)
+    keeps_precision = config.precision.kind is PrecisionKind.auto
+    if keeps_precision:  # on another kind of machine, too
+        config.precision.kind = old.precision.kind
     site = dataclasses.replace(where(config.cluster), cwd=old.cluster.cwd)
     touched = {change.key for change in changed}
     _fit_world(config, old, site, touched)
     plan = _solved(config, old, site, touched, at)
+    if keeps_precision:
+        plan = plan.with_precision(old.precision.kind, old.precision.reason)
     _require_something_to_do(plan, old, at, done=done)
-    notes = _notes(plan, old, at, touched)
+    notes = (*_notes(plan, old, at, touched), *emulation_notes(plan))
     plan = dataclasses.replace(
         plan,
         # the code that it began with, and the directory where it was typed
@@ -122,7 +128,7 @@ def _solved(config: Config, old: RunPlan, site: Site, touched: set[str], at: Sta
     run = dataclasses.replace(old.run, version=metadata.version("launcher"))
     task, shards = old.task, config.strategy.kind in SHARDED
     if {key for key in touched if key.startswith("task.")} or (shards and old.strategy.kind not in SHARDED):
-        task = describe_task(config.task, old.cluster.import_from[0], shards=shards)
+        task = describe_task(config.task, old.cluster.import_from[0], shards=shards, seed=config.train.seed)
         if task.samples != old.task.samples:
             change = Change("task: samples", old.task.samples, task.samples)
             raise UserError(f"{old.run.name}: this cannot change when a run goes on:\n  {refusals([change], ())[0]}")
@@ -154,7 +160,7 @@ def _require_something_to_do(plan: RunPlan, old: RunPlan, at: Standing | None, *
     )
     if done and not longer:
         raise UserError(
-            f"{old.run.name}: is done: {steps} steps, and the end stays where it is.\n"
+            f"{old.run.name}: is done: {count(steps, 'step')}, and the end stays where it is.\n"
             f"  Give it a later one: train.steps of more than {steps}, or more train.epochs."
         )
 
@@ -178,6 +184,6 @@ def _notes(plan: RunPlan, old: RunPlan, at: Standing | None, touched: set[str]) 
         notes.append(
             f"The global batch changes after window {at.windows}: the place in the data stays the next sample's, the "
             "schedule goes on by steps"
-            + (", and lr_scaling is anew." if plan.optimizer.lr != old.optimizer.lr else ".")
+            + (", and optimizer.lr_scaling is applied to it." if plan.optimizer.lr != old.optimizer.lr else ".")
         )
     return notes

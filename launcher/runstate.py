@@ -32,7 +32,8 @@ class Run:
     """One run as it stands. ``detail``: why, in a few words. ``step``, ``steps``: optimizer steps recorded, and
     planned. ``nodes``: that it runs on, or ran on last; ``ranks``: on all of them, None before it has begun.
     ``submissions``: how often it was sent off. ``sweep``, ``cell``: the directory of the sweep that it is of, and what
-    tells its cell from the others."""
+    tells its cell from the others. ``precision``: number format of the forward and backward pass; auto before it was
+    decided, None for a script of the user's own."""
 
     name: str
     dir: str
@@ -51,6 +52,7 @@ class Run:
     failure: dict[str, Any] | None
     sweep: str | None = None
     cell: str | None = None
+    precision: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

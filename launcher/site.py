@@ -18,15 +18,17 @@ ALLOWED_ENV = (
     "PYTHONPATH", "PYTHONHASHSEED", "PYTHONNOUSERSITE", "PYTHONWARNINGS", "VIRTUAL_ENV", "CONDA_*",
     "LD_LIBRARY_PATH", "LD_PRELOAD",
     "CUDA_*", "NVIDIA_*", "NCCL_*", "GLOO_*", "TORCH_*", "PYTORCH_*", "TORCHINDUCTOR_*", "TRITON_*", "CUBLAS_*",
-    "OMP_*", "MKL_*", "KMP_*", "GOMP_*", "OPENBLAS_*", "HF_HOME", "HF_DATASETS_*", "HF_HUB_OFFLINE",
+    "OMP_*", "MKL_*", "ONEDNN_*", "DNNL_*", "ATEN_*", "KMP_*", "GOMP_*", "OPENBLAS_*",
+    "HF_HOME", "HF_DATASETS_*", "HF_HUB_OFFLINE",
     "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "http_proxy", "https_proxy", "no_proxy",
-    "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "CC", "CXX",
+    "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "CC", "CXX", "LAUNCHER_SHARE_GPU",
 )  # fmt: skip
 WANDB_ENV = ("WANDB_*", "NETRC")
 # what a batch script needs beside that: to find Slurm, and for `module load` in cluster.setup
 BATCH_ENV = (
     "SLURM_CONF", "BASH_ENV", "BASH_FUNC_*", "MODULEPATH", "MODULESHOME", "MODULES_*", "LOADEDMODULES", "_LMFILES_",
     "LMOD_*", "__LMOD_*", "_ModuleTable*", "ENV", "WANDB_BASE_URL",
+    "WANDB_TAGS", "WANDB_NOTES", "WANDB_JOB_TYPE", "WANDB_RUN_GROUP",
 )  # fmt: skip
 # addresses that may hold a name and a password
 _URLS = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "WANDB_BASE_URL")
@@ -104,6 +106,8 @@ class Site:
     cores: int
     cwd: str
     partition: Partition | None = None
+    bf16: bool | None = None
+    """True if the workers' device computes bf16 natively; None if unknown before they start."""
 
     @classmethod
     def here(cls) -> Site:
@@ -115,6 +119,11 @@ class Site:
         torch that is here."""
         gpus = partition.gpus if image is not None or torch_has_cuda() else 0
         return cls(gpus=gpus, cores=partition.cores, cwd=str(Path.cwd()), partition=partition)
+
+
+def shares_gpus() -> bool:
+    """Return whether several ranks of a host may use one GPU (LAUNCHER_SHARE_GPU=1): for tests on a single GPU."""
+    return os.environ.get("LAUNCHER_SHARE_GPU") == "1"
 
 
 def torch_has_cuda(torch_version: str | None = None) -> bool:

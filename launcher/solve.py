@@ -18,6 +18,8 @@ from launcher.config import (
     OnOom,
     OptimizerConfig,
     OptimizerKind,
+    Parameters,
+    PrecisionKind,
     Recompute,
     ScheduleConfig,
     ScheduleKind,
@@ -33,6 +35,7 @@ from launcher.plan import (
     ClusterPlan,
     EpochPlan,
     OptimizerPlan,
+    PrecisionPlan,
     RunInfo,
     RunPlan,
     SchedulePlan,
@@ -43,6 +46,7 @@ from launcher.plan import (
 )
 from launcher.policy import SHARDED
 from launcher.site import Site
+from launcher.sizes import count
 from launcher.strategy import solve_precision, solve_strategy
 from launcher.validate import check
 from launcher.windows import Windows, count_windows
@@ -83,13 +87,13 @@ def solve(
     largest = rebatch(worlds.solve_largest(config.batch, cluster.world_size))
     plan = _on_cluster(config, site, task, run, cluster, largest)
     fewer: list[RunPlan] = []
-    for count in range(nodes.least, nodes.most):
+    for hosts in range(nodes.least, nodes.most):
         try:
-            cluster = solve_cluster(config.cluster, site, run.name, config.strategy.kind, nodes=count)
+            cluster = solve_cluster(config.cluster, site, run.name, config.strategy.kind, nodes=hosts)
             batch = rebatch(worlds.solve_smaller(config.batch, largest, cluster.world_size))
             fewer.append(_on_cluster(config, site, task, run, cluster, batch))
         except ConfigError as error:
-            raise worlds.on_hosts(count, config.cluster.nodes, error) from None
+            raise worlds.on_hosts(hosts, config.cluster.nodes, error) from None
     batches = {each.cluster.nodes: each.batch for each in (plan, *fewer)}
     notes = worlds.notes(config.batch, batches, task.batch_norms)
     return dataclasses.replace(plan, notes=(*plan.notes, *notes)).with_fewer(fewer)
@@ -101,7 +105,7 @@ def _on_cluster(
     """All that follows from the world and the batch in it."""
     epoch = _epoch(config.batch, batch, task)
     steps = _steps(config.train, epoch, batch, task)
-    precision = solve_precision(config.precision, config.strategy.kind)
+    precision = solve_precision(config.precision, config.strategy.kind, cluster.device, site.bf16)
     strategy = solve_strategy(config.strategy, batch, cluster, precision, task)
     require_possible(batch, strategy.recompute)
     if batch.on_oom is OnOom.shrink and batch.micro_size > 1:
@@ -133,7 +137,7 @@ def _on_cluster(
             log_every=config.train.log_every,
             eval_every=config.train.eval_every,
             loader_workers=config.train.loader_workers,
-            calibrate=config.run.calibrate,
+            calibrate_s=config.run.calibrate_s,
             hang_timeout=config.train.hang_timeout,
             straggler_share=config.train.straggler_share,
         ),
@@ -144,11 +148,17 @@ def _on_cluster(
             entity=config.wandb.entity,
             group=config.wandb.group,
             tags=tuple(config.wandb.tags),
+            notes=config.wandb.notes,
+            job_type=config.wandb.job_type,
         ),
         notes=(
             *_notes(schedule, steps, epoch, batch, optimizer),
             *_unit_notes(strategy, task),
+            *_precision_notes(precision, strategy),
             *_norm_notes(batch, task),
+            *task.data_notes,
+            *_mode_notes(task),
+            *_parameter_notes(precision, task),
         ),
     )
 
@@ -174,7 +184,8 @@ def _epoch(config: BatchConfig, batch: Batch, task: TaskPlan) -> EpochPlan:
         raise TaskError(f"task._target_={task.target}: train_data() is empty.")
     if task.samples < batch.global_size:
         raise ConfigError(
-            "batch.global_size", batch.global_size, f"the task has {task.samples} samples, fewer than one window.",
+            "batch.global_size", batch.global_size,
+            f"the task has {count(task.samples, 'sample')}, fewer than one window.",
             f"Use batch.global_size of {task.samples} or less.",
         )  # fmt: skip
     windows, short = count_windows(task.samples, batch.global_size, keep_short=policy is ShortWindow.exact)
@@ -207,14 +218,10 @@ def _optimizer(config: OptimizerConfig, global_size: int) -> OptimizerPlan:
             "optimizer.reference_batch", config.reference_batch, "has no effect with optimizer.lr_scaling=none.",
             "Use optimizer.lr_scaling=linear or sqrt.",
         )  # fmt: skip
-    ratio = global_size / (config.reference_batch or global_size)
-    lr = {
-        LrScaling.none: config.lr, LrScaling.linear: config.lr * ratio, LrScaling.sqrt: config.lr * math.sqrt(ratio)
-    }[config.lr_scaling]  # fmt: skip
     betas = config.betas or [0.9, 0.999]
-    return OptimizerPlan(
+    plan = OptimizerPlan(
         kind=config.kind,
-        lr=lr,
+        lr=config.lr,
         base_lr=config.lr,
         lr_scaling=config.lr_scaling,
         weight_decay=config.weight_decay,
@@ -223,6 +230,39 @@ def _optimizer(config: OptimizerConfig, global_size: int) -> OptimizerPlan:
         momentum=config.momentum or 0.0,
         nesterov=bool(config.nesterov),
     )
+    plan = dataclasses.replace(plan, base_betas=plan.betas, base_eps=plan.eps)
+    kappa = global_size / (config.reference_batch or global_size)
+    if config.lr_scaling is LrScaling.linear:
+        return dataclasses.replace(plan, lr=plan.lr * kappa)
+    return _scale_adam(plan, kappa) if config.lr_scaling is LrScaling.sqrt else plan
+
+
+def _scale_adam(plan: OptimizerPlan, kappa: float) -> OptimizerPlan:
+    """Return ``plan`` for ``kappa`` times the reference batch, by the square root scaling rule of Adam.
+
+    Malladi, Lyu, Panigrahi, Arora, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms" (2022),
+    section 5: lr sqrt(kappa), 1 - kappa (1 - beta) for both betas, eps / sqrt(kappa). It says nothing of decay.
+
+    Raises:
+        ConfigError: another optimizer than Adam, or a batch so large that a beta would not be above 0.
+    """
+    if plan.kind is not OptimizerKind.adamw:
+        raise ConfigError(
+            "optimizer.lr_scaling", "sqrt", f"is a rule for Adam, not for optimizer={plan.kind.value}.",
+            "Use optimizer.lr_scaling=linear, the rule for SGD.",
+        )  # fmt: skip
+    betas = tuple(1 - kappa * (1 - beta) for beta in plan.betas)
+    if min(betas) < 1e-9:  # 0, but for rounding
+        most = 1 / (1 - min(plan.betas))
+        raise ConfigError(
+            "optimizer.lr_scaling", "sqrt",
+            f"the global batch is {kappa:.4g} times optimizer.reference_batch, which makes {plan.betas[0]:g} and "
+            f"{plan.betas[1]:g} of optimizer.betas {betas[0]:.4g} and {betas[1]:.4g}; both must be above 0.",
+            f"With these betas the rule reaches to {most:.4g} times the reference batch: tune lr at a larger one, or "
+            "set the optimizer's values for this batch with optimizer.lr_scaling=none.",
+        )  # fmt: skip
+    root = math.sqrt(kappa)
+    return dataclasses.replace(plan, lr=plan.lr * root, betas=(betas[0], betas[1]), eps=plan.eps / root)
 
 
 def _schedule(config: ScheduleConfig, steps: int | None) -> SchedulePlan:
@@ -247,6 +287,32 @@ def _unit_notes(strategy: StrategyPlan, task: TaskPlan) -> list[str]:
     return notes
 
 
+def _precision_notes(precision: PrecisionPlan, strategy: StrategyPlan) -> list[str]:
+    if precision.kind is not PrecisionKind.auto or strategy.kind not in SHARDED:
+        return []
+    return ["Bytes and memory are predicted for fp32; in bf16 all-gathers send less."]
+
+
+def _mode_notes(task: TaskPlan) -> list[str]:
+    names = task.in_eval_mode
+    if not names:
+        return []
+    if names == ("",):
+        return ["model() returns a model in eval mode: it is put into training mode, with dropout and BatchNorm on."]
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return [f"Kept in eval mode, as model() returns them: {', '.join(names[:4])}{more}."]
+
+
+def _parameter_notes(precision: PrecisionPlan, task: TaskPlan) -> list[str]:
+    """Return what becomes of trained parameters that the task's model has in bf16 or fp16."""
+    if not task.narrow_parameters:
+        return []
+    found = f"model() returns {task.narrow_parameters:,} trained parameters in bf16 or fp16: "
+    if precision.parameters is Parameters.fp32:
+        return [found + "they are trained in fp32 (precision.parameters=keep leaves them as they are)."]
+    return [found + "they stay so (precision.parameters=keep), and gradients and optimizer state round as they do."]
+
+
 def _norm_notes(batch: Batch, task: TaskPlan) -> list[str]:
     if task.batch_norms == 0 and batch.norm is not Norm.leave:
         raise ConfigError("batch.norm", batch.norm, "has no effect: the model has no BatchNorm.", "Leave it out.")
@@ -260,13 +326,15 @@ def _notes(
     notes: list[str] = []
     ramp = sum(stage.windows for stage in batch.ramp)
     if steps is not None and ramp >= steps:
-        notes.append(f"batch.ramp is not over within {steps} steps: the global batch stays below {batch.global_size}.")
+        notes.append(
+            f"batch.ramp is not over within {count(steps, 'step')}: the global batch stays below {batch.global_size}."
+        )
     if ramp and optimizer.lr != optimizer.base_lr:
         notes.append(
             f"optimizer.lr_scaling is for the {batch.global_size} samples after batch.ramp, from the first step on."
         )
     if steps is not None and schedule.warmup_steps >= steps:
-        notes.append(f"schedule.warmup_steps={schedule.warmup_steps} is not over within {steps} steps.")
+        notes.append(f"schedule.warmup_steps={schedule.warmup_steps} is not over within {count(steps, 'step')}.")
     if epoch.short_window and epoch.short_window < batch.world_size:
-        notes.append(f"The short window of {epoch.short_window} samples leaves some of the ranks without one.")
+        notes.append(f"The short window of {count(epoch.short_window, 'sample')} leaves some of the ranks without one.")
     return tuple(notes)

@@ -5,8 +5,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from launcher import native
 from launcher.batch import Batch
-from launcher.config import Compress, Device, PrecisionConfig, PrecisionKind, StrategyConfig, StrategyKind, Sync
+from launcher.config import (
+    Compress,
+    Device,
+    Parameters,
+    PrecisionConfig,
+    PrecisionKind,
+    StrategyConfig,
+    StrategyKind,
+    Sync,
+)
 from launcher.errors import ConfigError
 from launcher.plan import ClusterPlan, Forecast, PrecisionPlan, StrategyPlan, TaskPlan
 from launcher.policy import POLICIES, SHARDED, Collective, Layout, passes
@@ -15,7 +25,7 @@ BUCKET_MB = 25.0
 POWERSGD_RANK, POWERSGD_START = 1, 10
 # of a rank's memory: the allocator's rounding and the communication library's own buffers need the rest
 USABLE_MEMORY = 0.92
-ITEM_BYTES = {PrecisionKind.fp32: 4, PrecisionKind.bf16: 2, PrecisionKind.fp16: 2}
+ITEM_BYTES = {PrecisionKind.auto: 4, PrecisionKind.fp32: 4, PrecisionKind.bf16: 2, PrecisionKind.fp16: 2}
 
 
 def solve_strategy(
@@ -44,6 +54,11 @@ def solve_strategy(
         raise ConfigError(
             "strategy.compress", "powersgd", "keeps back a residue, in which one overflow of fp16 would stay.",
             "Use precision=bf16 or fp32, or strategy.compress=bf16.",
+        )  # fmt: skip
+    if config.compress is Compress.fp16:
+        raise ConfigError(
+            "strategy.compress", "fp16", "would turn gradients below 3e-8 into zero: fp16 has too few exponent bits.",
+            "Use strategy.compress=bf16, which has the range of fp32 in the same two bytes.",
         )  # fmt: skip
     layout = _layout(config, batch, shard_size, precision, task)
     forecasts = tuple(_forecast(config.kind, sync, batch, layout, cluster) for sync in allowed)
@@ -116,7 +131,18 @@ def fewest_bytes(forecasts: Sequence[Forecast]) -> Forecast:
     return min(reversed(forecasts), key=lambda forecast: forecast.wire_bytes)
 
 
-def solve_precision(config: PrecisionConfig, strategy: StrategyKind) -> PrecisionPlan:
+def solve_precision(
+    config: PrecisionConfig, strategy: StrategyKind, device: Device, bf16: bool | None
+) -> PrecisionPlan:
+    """Return the number formats; auto stays as it is where ``bf16``, whether the device computes it, is not known."""
+    if config.reduce_dtype is PrecisionKind.auto:
+        raise ConfigError(
+            "precision.reduce_dtype", "auto", "is no format to sum in.", "Allowed: fp32, bf16, fp16; null is fp32."
+        )
+    kind, reason = config.kind, ""
+    if kind is PrecisionKind.auto and bf16 is not None:
+        kind = PrecisionKind.bf16 if bf16 else PrecisionKind.fp32
+        reason = native.reason(kind, "this machine")
     fp16 = config.kind is PrecisionKind.fp16
     for name in ("init_scale", "growth_interval"):
         if not fp16 and getattr(config, name) is not None:
@@ -126,11 +152,16 @@ def solve_precision(config: PrecisionConfig, strategy: StrategyKind) -> Precisio
             "precision.reduce_dtype", config.reduce_dtype, f"has no effect with strategy={strategy.value}.",
             "Use strategy=fsdp or hsdp; DDP sends narrower gradients with strategy.compress=bf16.",
         )  # fmt: skip
+    if config.tf32 and device is not Device.cuda:
+        raise ConfigError("precision.tf32", "true", "has no effect where no GPU is used.", "Leave it out.")
     return PrecisionPlan(
-        kind=config.kind,
+        kind=kind,
+        reason=reason,
         reduce_dtype=config.reduce_dtype or PrecisionKind.fp32,
         init_scale=config.init_scale or 65536.0,
         growth_interval=config.growth_interval or 2000,
+        parameters=config.parameters,
+        tf32=config.tf32,
     )
 
 
@@ -186,17 +217,24 @@ def _shard_size(config: StrategyConfig, batch: Batch, cluster: ClusterPlan) -> i
 def _layout(config: StrategyConfig, batch: Batch, shard_size: int, precision: PrecisionPlan, task: TaskPlan) -> Layout:
     """By arithmetic, without the padding of uneven shards. Of an unknown model, any size orders the policies."""
     parameters = 1_000_000 if task.parameters is None else task.parameters
-    in_units = parameters // 2 if task.unit_parameters is None else task.unit_parameters
     if config.kind not in SHARDED:
         own = parameters * 4 if task.gradient_bytes is None else task.gradient_bytes
-        sent = own // 2 if config.compress in (Compress.bf16, Compress.fp16) else own
+        if precision.parameters is Parameters.fp32:
+            own += 2 * (task.narrow_parameters or 0)  # two bytes became four
+        sent = own // 2 if config.compress is Compress.bf16 else own
         return Layout.replicated(sent, batch.world_size)
-    gathered = ITEM_BYTES[precision.kind]
+    # gathers concern all parameters, reductions those that are trained
+    total = parameters + task.frozen_parameters
+    trained_in_units = parameters // 2 if task.unit_parameters is None else task.unit_parameters
+    in_units = trained_in_units + task.frozen_unit_parameters
+    matmul = total if task.matmul_parameters is None else task.matmul_parameters
+    in_units_matmul = in_units if task.unit_matmul_parameters is None else task.unit_matmul_parameters
+    narrower = 4 - ITEM_BYTES[precision.kind]
     return Layout(
         shard_size=shard_size,
         replicas=batch.world_size // shard_size,
-        unit_bytes=gathered * in_units,
-        root_bytes=gathered * (parameters - in_units),
+        unit_bytes=4 * in_units - narrower * in_units_matmul,
+        root_bytes=4 * (total - in_units) - narrower * (matmul - in_units_matmul),
         gradient_bytes=ITEM_BYTES[precision.reduce_dtype] * parameters,
     )
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 from typing import Any, Protocol, cast
 
 from launcher.errors import ConfigError, TaskError
-from launcher.paths import read_json
+from launcher.fromjson import build
 from launcher.plan import TaskPlan
 from launcher.train.task import load_task
 
@@ -21,11 +21,14 @@ class HasFacts(Protocol):
     def facts(self) -> dict[str, int]: ...
 
 
-def describe_task(config: dict[str, Any], cwd: str, *, shards: bool) -> TaskPlan:
+def describe_task(config: dict[str, Any], cwd: str, *, shards: bool, seed: int) -> TaskPlan:
     """Look at the task that the config names.
 
-    A bundled task says it itself, from arithmetic. A user's class is imported in a process of its own. ``shards``:
-    whether the task's shard units matter, and must be right.
+    A bundled task says it itself, from arithmetic. A user's class is imported in a process of its own.
+
+    Args:
+        shards: whether the task's shard units matter, and must be right.
+        seed: of the job: the task is built under it here as it is in training.
 
     Raises:
         ConfigError: no task is named.
@@ -50,29 +53,34 @@ def describe_task(config: dict[str, Any], cwd: str, *, shards: bool) -> TaskPlan
             gradient_bytes=4 * facts["parameters"],
             unit_parameters=facts["unit_parameters"],
             batch_norms=facts["batch_norms"],
+            matmul_parameters=facts["matmul_parameters"],
+            unit_matmul_parameters=facts["unit_matmul_parameters"],
         )
-    request = {"target": target, "params": params, "search_path": [cwd], "shards": shards}
+    request = {"target": target, "params": params, "search_path": [cwd], "shards": shards, "seed": seed}
     result = ask("launcher.train.probe", json.dumps(request))
     if result is None:
         raise TaskError(f"task._target_={target}: looking at the task ended the process that looked.")
     if "error" in result:
         raise TaskError(result["error"])
-    return TaskPlan(**result["task"])
+    return build(TaskPlan, result["task"])
 
 
 def ask(module: str, question: str) -> dict[str, Any] | None:
-    """The JSON object that ``python -m module FILE`` leaves in FILE for ``question`` on its standard input, or None.
+    """Return the JSON object that ``python -m module FILE PARENT_PID`` writes into FILE for ``question`` on its
+    standard input, or None if it ends without an answer.
 
-    A process of its own, because torch and the user's code must not be imported here.
+    A separate process, because torch and the user's code must not be imported here. It ends with this one, whatever
+    kills this one, and the file has no name that could be left behind.
     """
-    with tempfile.TemporaryDirectory() as place:
-        answer = Path(place) / "answer.json"
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as answer:
         subprocess.run(
-            [sys.executable, "-P", "-m", module, str(answer)],
+            [sys.executable, "-P", "-m", module, f"/dev/fd/{answer.fileno()}", str(os.getpid())],
             input=question,
             text=True,
-            start_new_session=True,  # a Ctrl-C is this process's to answer: it ends the other one, without a traceback
+            start_new_session=True,  # this process handles Ctrl-C: it kills the other one, which prints no traceback
             stdout=sys.stderr,  # what the user's code prints must not end up in `launch plan --json`
+            pass_fds=(answer.fileno(),),
             check=False,
         )
-        return read_json(answer)
+        text = answer.read()
+    return json.loads(text) if text else None

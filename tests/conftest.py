@@ -2,18 +2,82 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import signal
 import subprocess
-from collections.abc import Callable
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
 
+import hypothesis
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
+from tests.helpers import SLOWNESS, patience
 from tests.helpers import launch as launch_in
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
+
+# A limit for one example, or for making it, is a timed assertion: it fails on a busy machine.
+hypothesis.settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any machine")
+
+# Importing torch in a new process takes this long where the limits in the tests were chosen.
+IMPORT_S = 2.5
+LIMIT_S = 300  # of one test, on that machine
+# Workers inherit TORCH_* names, so that this one marks every process that a test starts.
+MARK = "TORCH_LAUNCHER_TEST"
+_numbers = itertools.count()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Measure the machine once, in the process that the others inherit from, and stretch every limit accordingly."""
+    if SLOWNESS not in os.environ:
+        began = time.perf_counter()
+        subprocess.run([sys.executable, "-c", "import torch"], check=True)
+        os.environ[SLOWNESS] = f"{max(1.0, (time.perf_counter() - began) / IMPORT_S):.2f}"
+    if config.getoption("timeout", None) is None:
+        config.option.timeout = patience(LIMIT_S)
+
+
+@pytest.fixture(autouse=True)
+def _no_process_left() -> Iterator[None]:
+    """Kill what a test has started, whatever ended it: a limit, an assertion or a signal.
+
+    Test hosts and Slurm nodes have network namespaces of their own, and their fixtures end what runs there.
+    """
+    mark = f"{os.getpid()}-{next(_numbers)}"
+    os.environ[MARK] = mark
+    yield
+    del os.environ[MARK]
+    for pid in _marked(mark):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _marked(mark: str) -> list[int]:
+    """Return the processes of this network namespace that carry ``mark`` in their environment."""
+    entry, here = f"{MARK}={mark}".encode(), Path("/proc/self/ns/net").readlink()
+    pids: list[int] = []
+    for place in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            # multiprocessing keeps one of these for as long as this process runs
+            if (
+                entry in (place / "environ").read_bytes().split(b"\0")
+                and b"resource_tracker" not in (place / "cmdline").read_bytes()
+                and (place / "ns/net").readlink() == here
+            ):
+                pids.append(int(place.name))
+    return [pid for pid in pids if pid != os.getpid()]
+
 
 # These have a Slurm of their own, and wait for its timers most of the time: `make test` begins with them, in all of its
 # processes but one, which begins with the fast tests. Of all the others the longest come first, so that none of the

@@ -14,6 +14,8 @@ from launcher.site import Site
 from launcher.solve import solve
 
 ROOT = Path(__file__).resolve().parent.parent
+# how many times longer this machine takes than the one that the limits were chosen on; measured once by conftest.py
+SLOWNESS = "LAUNCHER_TEST_SLOWNESS"
 # two cores serve several ranks here: more threads than cores only wait for each other
 os.environ["OMP_NUM_THREADS"] = "1"
 # a stranger's settings must not decide a test
@@ -42,6 +44,19 @@ def make_plan(
     return solve(compose(overrides), Site(gpus=gpus, cores=2, cwd="/nowhere"), task, run)
 
 
+def slowness() -> float:
+    """Return the factor by which limits that the product itself applies are stretched on this machine; at least 1."""
+    return float(os.environ.get(SLOWNESS, "1"))
+
+
+def patience(seconds: float) -> float:
+    """Return the limit in seconds for a wait that takes ``seconds`` at most on a quiet machine.
+
+    Waits end by what they wait for. The limit only ends a test whose condition never comes true, so it is generous.
+    """
+    return 4 * seconds * slowness()
+
+
 def launch_command(*arguments: str) -> list[str]:
     return [sys.executable, "-P", "-c", "from launcher.cli import main; main()", *arguments]
 
@@ -55,7 +70,7 @@ def launch(*arguments: str, cwd: Path, env: dict[str, str] | None = None) -> sub
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=patience(240),
         check=False,
     )
 
@@ -68,7 +83,7 @@ def torchrun(script: Path, arguments: Sequence[str], ranks: int, cwd: Path, time
         cwd=cwd,
         capture_output=True,
         text=True,
-        timeout=timeout,
+        timeout=patience(timeout),
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

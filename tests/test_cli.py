@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from launcher import cli
 from tests.conftest import Launch
 from tests.helpers import launch_command
 
@@ -54,8 +55,11 @@ def refused(launch: Launch, tmp_path: Path, *arguments: str, env: dict[str, str]
             "cluster.device=cuda cluster.workers_per_node=99",
             ["workers_per_node=99: this machine shows", "cluster.device=cpu"],
         ),
-        ("task.widht=3", ["unexpected keyword argument 'widht'", "did you mean 'width'?"]),
-        ("task.width=32", ["task.width=32: must be a multiple of task.heads=3"]),
+        (
+            "task.widht=3",
+            ["task.widht: launcher.tasks.bytes_gpt.BytesGPT has no such parameter", "did you mean 'task.width'?"],
+        ),
+        ("task.width=33", ["task.width=33: must be a multiple of task.heads=2"]),
         ("task._target_=nosuch.Task", ["no module 'nosuch'", "Searched:"]),
         ("task._target_=speech.Task", ["has no 'Task'"]),
         ("task._target_=speech.tasks.Taggr", ["has no 'Taggr'", "did you mean 'Tagger'?"]),
@@ -66,7 +70,7 @@ def refused(launch: Launch, tmp_path: Path, *arguments: str, env: dict[str, str]
             ["error: task._target_=speech.broken.Task: ZeroDivisionError", "broken.py"],
         ),
         ("task.width={a:1}", ["launcher.tasks.bytes_gpt.BytesGPT with"]),
-        ("precision=16", ["precision=16: there is no such option", "Allowed: bf16, fp16, fp32"]),
+        ("precision=16", ["precision=16: there is no such option", "Allowed: auto, bf16, fp16, fp32"]),
         ("+foo=3", ["foo=3: there is no such key"]),
         ("++train.foo=3", ["train.foo=3: there is no such key"]),
         ("--quite", ["--quite: there is no such flag here", "did you mean '--quiet'?"]),
@@ -153,7 +157,10 @@ def test_plan_as_a_table(launch: Launch) -> None:
 
 def test_hydras_own_flags(launch: Launch) -> None:
     assert "global_size: 128" in launch("train", "--cfg", "job", "batch.global_size=128").stdout
-    assert "strategy: ddp, fsdp, hsdp, single" in launch("train", "--help").stdout
+    shown = launch("train", "--help", "strategy=fsdp").stdout
+    assert shown.startswith("launch train [key=value ...]")
+    assert "  strategy   ddp, fsdp, hsdp, single\n" in shown
+    assert "  strategy:\n    kind: fsdp\n" in shown
 
 
 def test_a_sweep_runs_every_cell_and_reports_the_impossible_one(launch: Launch, tmp_path: Path) -> None:
@@ -180,3 +187,36 @@ def test_help_and_version(launch: Launch) -> None:
 
 def test_environment_is_clean() -> None:
     assert not [name for name in os.environ if name.startswith("WANDB_")], "helpers.py takes them out"
+
+
+FILES = {
+    "experiment/key": ("# @package _global_\ntrain:\n  steps: 5\n  stepz: 3\n", ["line 4: train.stepz: there is no"]),
+    "experiment/type": ("# @package _global_\n\ntrain:\n  steps: many\n", ["line 4: train.steps: must be a whole num"]),
+    "experiment/enum": ("# @package _global_\nstrategy:\n  sync: often\n", ["line 3: strategy.sync: ", "gather_once"]),
+    "experiment/scalar": ("# @package _global_\ntrain: 5\n", ["line 2: train: must have keys of its own"]),
+    "experiment/yaml": ("# @package _global_\ntrain:\n  steps: [5\nx: 3\n", ["line 4: is not valid YAML"]),
+    "experiment/place": ("train:\n  steps: 5\n", ["keys became those of a group 'experiment'", "# @package _global_"]),
+    "experiment/option": (
+        "# @package _global_\ndefaults:\n  - override /strategy: ddpp\n",
+        ["line 3: strategy=ddpp: there is no such option", "did you mean 'ddp'?"],
+    ),
+    "strategy/mine": ("kind: ddp\nbuckets: 4\n", ["line 2: strategy.buckets: there is no", "strategy.bucket_mb"]),
+}  # fmt: skip
+
+
+def test_a_mistake_in_a_file_is_said_to_be_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, (text, says) in FILES.items():
+        file = tmp_path / "my_conf" / f"{name}.yaml"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+        group, option = name.split("/")
+        chosen = f"{'' if group == 'strategy' else '+'}{group}={option}"
+        assert cli.run(["plan", "--config-dir", "my_conf", chosen]) == 2, name
+        told = capsys.readouterr().err
+        assert told.startswith(f"launch: error: my_conf/{name}.yaml"), told
+        assert not [words for words in says if words not in told], told
+    assert cli.run(["plan", "--config-dir", "my_conf", "experiment=key"]) == 2
+    assert "+experiment=key" in capsys.readouterr().err

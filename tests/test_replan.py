@@ -217,3 +217,13 @@ def test_a_fixed_number_of_nodes_becomes_a_range(sent: list[RunPlan], monkeypatc
     assert {(world.batch.global_size, world.batch.micro_size) for world in plan.worlds()} == {(24, 3)}
     assert plan.cluster.slurm is not None
     assert plan.cluster.slurm.options["nodes"] == "1-3"
+
+
+def test_a_key_of_an_earlier_version_in_a_runs_config_is_left_out(sent: list[RunPlan]) -> None:
+    paths = begun()
+    text = paths.config.read_text()
+    paths.config.write_text(text.replace("calibrate_s: null", "calibrate: 5"))
+    assert "calibrate: 5" in paths.config.read_text()
+    assert cli.run(["resume", "own", "train.steps=30"]) == 0
+    assert sent[0].train.steps == 30
+    assert "calibrate_s: null" in paths.config.read_text()

@@ -10,6 +10,7 @@ import torch
 from launcher.errors import TaskError
 from launcher.tasks.bytes_gpt import BytesGPT
 from launcher.tasks.digits import Digits
+from launcher.train.narrow import matmul_parameters
 from launcher.train.norm import batch_norms
 from launcher.train.units import find_units
 
@@ -19,8 +20,17 @@ def test_facts_are_true(size: dict[str, int]) -> None:
     task = BytesGPT(**size)
     facts = task.facts()
     assert facts["parameters"] == sum(p.numel() for p in task.model().parameters())
+    require_true_products(facts, task.model())
     assert facts["samples"] == len(task.train_data())
     assert len(task.eval_data()) == 512
+
+
+def require_true_products(facts: dict[str, int], model: torch.nn.Module) -> None:
+    """Require that the facts count what linear and convolution layers hold, in all and in shard units."""
+    held = matmul_parameters(model)
+    in_units = {parameter for unit in find_units(model) for parameter in unit.parameters()}
+    assert facts["matmul_parameters"] == sum(p.numel() for p in held)
+    assert facts["unit_matmul_parameters"] == sum(p.numel() for p in held if p in in_units)
 
 
 def test_samples_are_the_text(tmp_path: Path) -> None:
@@ -54,6 +64,7 @@ def test_facts_of_digits_are_true(size: dict[str, int]) -> None:
     task = Digits(**size)
     facts, model = task.facts(), task.model()
     assert facts["parameters"] == sum(p.numel() for p in model.parameters())
+    require_true_products(facts, model)
     assert facts["samples"] == len(task.train_data())
     assert len(task.train_data()) + len(task.eval_data()) == 1797
     assert facts["batch_norms"] == len(batch_norms(model)) == 2

@@ -23,7 +23,7 @@ from launcher.worlds import node_range
 from tests.helpers import make_plan
 
 BASE = make_plan()
-SCALED = compose(["cluster=slurm", "optimizer.lr_scaling=sqrt", "optimizer.reference_batch=16"])
+SCALED = compose(["cluster=slurm", "optimizer.lr_scaling=sqrt", "optimizer.reference_batch=64"])
 ELASTIC = ("cluster=slurm", "cluster.nodes=2:4", "cluster.workers_per_node=1")
 
 
@@ -57,7 +57,7 @@ def test_what_no_range_can_be(overrides: list[str], message: str) -> None:
     assert message in str(caught.value)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     total=st.integers(1, 300), micro=st.none() | st.integers(1, 8), workers=st.integers(1, 4), least=st.integers(1, 3),
     more=st.integers(1, 3),

@@ -26,7 +26,7 @@ _OWN = (
 _DERIVED = (
     "batch.world_size", "epoch.windows", "epoch.short_window", "strategy.sync_reason", "strategy.payload_bytes",
     "strategy.payload_bytes_every", "strategy.wire_bytes", "strategy.wire_bytes_every", "strategy.forecasts",
-    "strategy.memory_bytes", "strategy.rehearses", "fewer",
+    "strategy.memory_bytes", "strategy.rehearses", "fewer", "task.flops_per_sample",
 )  # fmt: skip
 # the plan's names, and the keys that a user sets
 _KEYS = {
@@ -38,8 +38,10 @@ _KEYS = {
     "cluster.min_nodes": "cluster.nodes (the fewest)",
     "cluster.kind": "cluster", "strategy.kind": "strategy", "precision.kind": "precision",
     "optimizer.kind": "optimizer", "schedule.kind": "schedule", "task.target": "task._target_",
-    "epoch.short_window_policy": "batch.short_window", "train.calibrate": "run.calibrate",
+    "epoch.short_window_policy": "batch.short_window", "train.calibrate_s": "run.calibrate_s",
     "optimizer.base_lr": "optimizer.lr", "optimizer.lr": "optimizer.lr, scaled",
+    "optimizer.base_betas": "optimizer.betas", "optimizer.betas": "optimizer.betas, scaled",
+    "optimizer.base_eps": "optimizer.eps", "optimizer.eps": "optimizer.eps, scaled",
 }  # fmt: skip
 _LINES = 12
 

@@ -122,7 +122,13 @@ def judge(behind: Sequence[Seen], answers: Sequence[Answer], timeout_s: float) -
         where = f"its agent did not answer where it stands{others_wait}"
         also = f"\n  Nor is it known of rank {', '.join(others)}, which may be the one as well." if others else ""
         return _hang(one, one.rank, f"hangs on {one.host} in {one.stand.words}: {quiet}; {where}{also}", "")
-    one = said[0][0]
+    one, answer = said[0]
+    if len(said) == 1:  # no other rank is as far behind, so it waits for none of them
+        text = (
+            f"hangs on {one.host} in {one.stand.words}: {quiet}; it waits at {answer.place}. A GPU kernel that does "
+            "not end, or a broken link, looks like that"
+        )
+        return _hang(one, one.rank, text, answer.stack)
     text = (
         f"{len(said)} ranks wait for each other in {one.stand.words}: {quiet}, and none of them does anything else. A "
         "collective that not all of them run, a GPU kernel that does not end, or a broken link looks like that:"

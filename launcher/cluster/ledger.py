@@ -17,7 +17,7 @@ from launcher.cluster import jobfile
 from launcher.cluster.jobfile import Submission
 from launcher.cluster.slurm import client
 from launcher.cluster.slurm.client import Listed, SlurmSilent
-from launcher.config import ClusterKind
+from launcher.config import ClusterKind, PrecisionKind
 from launcher.paths import RunPaths, read_json
 from launcher.runstate import Run, State
 
@@ -93,6 +93,11 @@ class _Read:
         return self.plan.get("cluster", {}).get("kind", "")
 
     @property
+    def precision(self) -> str | None:
+        kind = self.plan.get("precision", {}).get("kind")
+        return _object(self.paths.precision).get("kind", kind) if kind == PrecisionKind.auto else kind
+
+    @property
     def verdict(self) -> str | None:
         """Of the last submission: what an earlier one said is over when the next has begun."""
         return self.summary.get("verdict") if self.begun or self.last is None else None
@@ -126,6 +131,7 @@ class _Read:
             steps=self.plan.get("train", {}).get("steps"),
             loss=record.get("train/loss"),
             failure=self.summary.get("failure") if state is State.failed else None,
+            precision=self.precision,
         )
 
     def _of_slurm(self, listed: Listed | None, silent: bool) -> tuple[State, str]:

@@ -121,6 +121,8 @@ def run(plan: LaunchPlan, display: Display, peers: Peers) -> Verdict:
         for number, handler in handlers.items():
             signal.signal(number, handler)
     status, summary = peers.conclude()
+    if status == EXIT_DONE and summary["verdict"] == "stopped":  # nobody asked this process: a worker got a signal
+        status, summary = EXIT_RESUMABLE, {"stopped_by": "a signal to a worker"} | summary
     try:
         _write_summary(plan, fence, summary)
         if _writes(plan):

@@ -114,10 +114,6 @@ def _require_no_sweep(config: Config) -> None:
 
 
 def train(arguments: list[str]) -> int:
-    from launcher.api import plan_job
-    from launcher.cluster.slurm import client
-    from launcher.report import tables, terminal
-
     quiet, wait, yes = (take(flag, arguments) for flag in ("--quiet", "--wait", "--yes"))
     if {"-m", "--multirun"} & set(arguments) and not {"--help", "-h", "--cfg", "-c"} & set(arguments):
         from launcher.commands.sweep import train_sweep
@@ -127,6 +123,10 @@ def train(arguments: list[str]) -> int:
         raise UserError("--yes: has no effect on a single run.\n  It begins a sweep (-m) of very many cells.")
 
     def act(config: Config, yaml: str) -> int:
+        from launcher.api import plan_job
+        from launcher.cluster.slurm import client
+        from launcher.report import tables, terminal
+
         require_no_wait(config, wait=wait)
         _require_no_sweep(config)
         if config.cluster.kind is ClusterKind.slurm:

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher.commands.overrides import take, with_config
+from launcher.commands.overrides import leaves_in_order, take, with_config
 from launcher.config import ClusterKind, Config, RunConfig, WandbConfig, WandbMode
 from launcher.errors import ConfigError
 
@@ -40,8 +40,9 @@ def verify(arguments: list[str]) -> int:
         place = Path(tempfile.mkdtemp(prefix="launch-verify-"))
         keep = False
         try:
-            plan = _plan(config, place)
-            status, keep = _run(plan, yaml, as_json=as_json)
+            with leaves_in_order():  # or SIGTERM would leave the directory behind
+                plan = _plan(config, place)
+                status, keep = _run(plan, yaml, as_json=as_json)
             return status
         finally:
             if not keep:
@@ -64,7 +65,7 @@ def _plan(config: Config, place: Path) -> RunPlan:
     """That of `launch train`, in a directory of its own, without record, mirror and checkpoints."""
     from launcher.api import plan_job
 
-    run = RunConfig(name="verify", dir=str(place), calibrate=0)
+    run = RunConfig(name="verify", dir=str(place), calibrate_s=0.0)
     wandb = WandbConfig(mode=WandbMode.disabled)
     plan = plan_job(dataclasses.replace(config, run=run, wandb=wandb))
     cluster = dataclasses.replace(plan.cluster, max_restarts=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from launcher.drill.verdict import Difference, Interrupted, Kind
 from launcher.errors import RunError
 from launcher.paths import RunPaths
 from launcher.plan import RunPlan
+from launcher.sizes import count
 
 LOOK_EVERY_S = 0.02
 # a job of microseconds a step could not be met between two steps anyway
@@ -82,7 +84,7 @@ class Drill:
 
     def _undisturbed(self, name: str, length: Length) -> tuple[float, float, float]:
         """Seconds to its first step, from the step at which others are interrupted to its end, and in all."""
-        self._say(f"{name}: {length.windows} windows ...")
+        self._say(f"{name}: {count(length.windows, 'window')} ...")
         began = time.monotonic()
         paths = self._begin(name, length)
         seen: dict[int, float] = {}
@@ -163,7 +165,7 @@ class Drill:
         ours, theirs = self._paths(name, length), self._paths("undisturbed", length)
         places = [str(paths.checkpoint(length.windows)) for paths in (ours, theirs)]
         # in a process of its own: it is torch's
-        command = [sys.executable, "-P", "-m", "launcher.train.alike", *places]
+        command = [sys.executable, "-P", "-m", "launcher.train.alike", *places, str(os.getpid())]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RunError(f"The checkpoints of {name} cannot be compared.\n  {done.stderr.strip()}")

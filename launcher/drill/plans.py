@@ -43,7 +43,7 @@ def of_length(plan: RunPlan, paths: RunPaths, length: Length) -> RunPlan:
 
 def shortened(plan: RunPlan) -> tuple[RunPlan, tuple[str, ...]]:
     """The plan of `launch train` as a drill runs it, whatever its length; and what is another one, in words."""
-    changed = ["calibration is left out (run.calibrate=0)", "every step is recorded (train.log_every=1)"]
+    changed = ["calibration is left out (run.calibrate_s=0)", "every step is recorded (train.log_every=1)"]
     schedule = dataclasses.replace(plan.schedule, steps=plan.schedule_steps)
     keep = plan.checkpoint.keep or 2
     if plan.checkpoint.keep is None:
@@ -57,7 +57,7 @@ def shortened(plan: RunPlan) -> tuple[RunPlan, tuple[str, ...]]:
         plan,
         cluster=cluster,
         schedule=schedule,
-        train=dataclasses.replace(plan.train, log_every=1, calibrate=0),
+        train=dataclasses.replace(plan.train, log_every=1, calibrate_s=0.0),
         checkpoint=dataclasses.replace(plan.checkpoint, every_minutes=None, keep=keep),
     )
     return plan, tuple(changed)

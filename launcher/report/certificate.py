@@ -10,11 +10,15 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from launcher.certificate import Certificate, Deviation, Effect, Hazard, Outcome, WindowCheck
+from launcher.certificate import Certificate, Comparison, Deviation, Effect, Hazard, Outcome, WindowCheck, words
 from launcher.report.tables import named_lines
+from launcher.sizes import count
 
 _COLOURS = {Outcome.exact: "bold green", Outcome.undecided: "bold yellow"}
-_EFFECTS = {Effect.noted: "[yellow]noted[/]", Effect.breaks: "[red]breaks it[/]", Effect.blinds: "[yellow]blinds[/]"}
+_EFFECTS = {
+    Effect.noted: "[yellow]noted[/]", Effect.suspect: "[yellow]suspect[/]", Effect.breaks: "[red]breaks it[/]",
+    Effect.blinds: "[yellow]blinds[/]",
+}  # fmt: skip
 
 
 def parts(found: Certificate) -> Iterator[RenderableType]:
@@ -22,13 +26,10 @@ def parts(found: Certificate) -> Iterator[RenderableType]:
     table, add = named_lines("Certificate")
     for name, text in found.job.items():
         add(name, text)
-    if found.windows:
-        rounding = "" if found.rounding is None else f"; this model rounds {found.rounding:.1e} in fp32"
-        add("tolerance", f"{found.tolerance:.1e} relative, in fp32{rounding}")
     yield table
     for window in found.windows:
         yield ""
-        yield from _window(window, found.tolerance)
+        yield from _window(window)
     if found.hazards:
         yield ""
         yield Text("Hazards", style="bold")
@@ -40,42 +41,41 @@ def parts(found: Certificate) -> Iterator[RenderableType]:
     yield verdict.append(found.reason, style="not bold default")
 
 
-def _window(window: WindowCheck, tolerance: float) -> Iterator[RenderableType]:
-    agrees = "agrees" if window.agrees(tolerance) else "DIFFERS"
+def _window(window: WindowCheck) -> Iterator[RenderableType]:
+    agrees = "agrees" if window.agrees else "DIFFERS"
     batches = "one batch" if window.reference_batches == 1 else f"{window.reference_batches} batches"
     yield Text(
-        f"{window.name}: {agrees}, {_error(window.whole)} off in all. {window.samples} samples, {window.items} items, "
-        f"{window.micro_batches} micro-batches a rank; loss {window.loss:.6f}, as {batches} "
-        f"{window.reference_loss:.6f}",
+        f"{window.name}: {agrees}. {count(window.samples, 'sample')}, {count(window.items, 'item')}, "
+        f"{count(window.micro_batches, 'micro-batch', 'micro-batches')} a rank; "
+        f"loss {window.loss:.6f}, as {batches} {window.reference_loss:.6f}",
         style="bold",
     )
-    if window.items != window.reference_items:
+    if not window.counts_agree:
         yield Text(f"  Counted as one batch it has {window.reference_items:g} items.", style="red")
+    for comparison in window.comparisons:
+        yield Text(f"  {words(comparison)}", style="" if comparison.agrees else "red")
+        if comparison is window.comparisons[0] or not comparison.agrees:
+            yield _table(comparison)
+
+
+def _table(comparison: Comparison) -> Table:
     table = Table(show_header=True, box=None, padding=(0, 2, 0, 2), header_style="dim")
-    for column in ("parameters of", "numbers", "||g - r|| / ||r||", "of the whole"):
+    for column in ("parameters of", "numbers", "||g - r|| / ||r||", "of the whole", "limit"):
         table.add_column(column, justify="left" if column == "parameters of" else "right")
-    for group in window.groups:
-        _row(table, group, tolerance)
+    for group in comparison.groups:
+        _row(table, group)
     table.add_section()
-    table.add_row("[dim]those that are off most[/]", "", "", "")
-    for one in window.worst:
-        _row(table, one, tolerance)
-    yield table
-    if window.configured is not None:
-        one_batch = "not finite" if window.configured_one_batch is None else f"{window.configured_one_batch:.1e}"
-        yield Text(
-            f"  In the job's own precision: {window.configured:.1e} off; one big batch in that precision: {one_batch}"
-        )
+    table.add_row("[dim]those that are off most[/]", "", "", "", "")
+    for one in comparison.worst:
+        _row(table, one)
+    return table
 
 
-def _row(table: Table, one: Deviation, tolerance: float) -> None:
-    style = None if one.within(tolerance) else "red"
+def _row(table: Table, one: Deviation) -> None:
+    error = "r is 0" if one.error is None else f"{one.error:.1e}"
     share = "-" if one.share is None else f"{one.share:.1e}"
-    table.add_row(escape(one.name), f"{one.parameters:,}", _error(one), share, style=style)
-
-
-def _error(one: Deviation) -> str:
-    return "r is 0" if one.error is None else f"{one.error:.1e}"
+    style = None if one.within else "red"
+    table.add_row(escape(one.name), f"{one.parameters:,}", error, share, f"{one.limit:.1e}", style=style)
 
 
 def _hazard(hazard: Hazard) -> RenderableType:

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from launcher.drill.verdict import Difference, Drilled, Interrupted, Outcome
 from launcher.report.tables import named_lines, near
+from launcher.sizes import count
 
 _COLOURS = {Outcome.survives: "bold green", Outcome.varies: "bold yellow"}
 
@@ -21,7 +22,7 @@ def parts(found: Drilled, place: Path) -> Iterator[RenderableType]:
     table, add = named_lines("Drill")
     for name, text in found.job.items():
         add(name, text)
-    add("each run", f"{found.windows} windows, saved every {found.every}; undisturbed {found.run_s:.1f} s")
+    add("each run", f"{count(found.windows, 'window')}, saved every {found.every}; undisturbed {found.run_s:.1f} s")
     add("cold start", f"{found.cold_start_s:.1f} s from the start to the first step")
     add("files", near(place))
     yield table

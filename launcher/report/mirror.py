@@ -15,12 +15,13 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import sys
 import traceback
 from pathlib import Path
 from typing import Any
 
-from launcher.config import WandbMode
+from launcher.config import PrecisionKind, WandbMode
 from launcher.errors import EXIT_DONE, Superseded
 from launcher.incarnation import Fence, Incarnation
 from launcher.paths import RunPaths, read_json, write_json
@@ -29,6 +30,9 @@ from launcher.tail import Tail
 
 POLL_S = 0.5
 INIT_TIMEOUT_S = 30
+# After the end of its input: W&B waits for a silent server without a limit, and an agent that was killed cannot end
+# this process. An agent that lives is less patient (launcher/cluster/mirroring.py).
+ENDS_WITHIN_S = 90
 
 
 def main(run_dir: str, incarnation: str, trial: str = "first") -> None:
@@ -62,6 +66,8 @@ def _mirror(plan: RunPlan, fence: Fence) -> None:
     known: dict[str, Any] = read_json(plan.paths.wandb_status) or {}
     if known.get("problem"):  # an earlier mirror's
         _say(plan, fence, problem=None)
+    while plan.precision.kind is PrecisionKind.auto and not _ended():  # the workers are about to decide
+        plan = RunPlan.load(plan.paths.plan)
     run = _open(plan, fence)
     _say(plan, fence, dir=str(Path(run.dir).parent), url=run.url)
     # online the server says where the run goes on; what an earlier mirror kept offline has yet to reach it
@@ -78,6 +84,7 @@ def _mirror(plan: RunPlan, fence: Fence) -> None:
             if record["step"] > done:  # a record that was cut back is read again, and its steps come again
                 done = record["step"]
                 run.log(record, step=done)
+    signal.alarm(ENDS_WITHIN_S)
     summary = read_json(plan.paths.summary) or {}
     fence.check()
     run.summary.update({name: value for name, value in summary.items() if value is not None})
@@ -98,7 +105,9 @@ def _open(plan: RunPlan, fence: Fence) -> Any:
             project=plan.wandb.project,
             entity=plan.wandb.entity,
             group=plan.wandb.group,
-            tags=plan.wandb.tags,
+            tags=plan.wandb.tags or None,  # None leaves a value to W&B's own environment variable
+            notes=plan.wandb.notes,
+            job_type=plan.wandb.job_type,
             config=json.loads(plan.to_json()),
             resume="allow" if mode is WandbMode.online else None,
             settings=wandb.Settings(init_timeout=INIT_TIMEOUT_S, console="off", disable_git=True, disable_code=True),

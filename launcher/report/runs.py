@@ -14,6 +14,7 @@ from rich.table import Table
 from launcher.plan import LaunchPlan
 from launcher.report.tables import failure_text, named_lines, near
 from launcher.runstate import Run, State
+from launcher.sizes import count
 
 COLOURS: dict[str, str] = {
     State.done: "green", State.running: "cyan", State.failed: "red", State.lost: "red", State.pending: "yellow",
@@ -45,7 +46,15 @@ def runs_table(runs: Sequence[Run], sweeps: Mapping[str, Sequence[Run]]) -> Tabl
         begun = min((cell.created for cell in cells if cell.created), default="")
         users = ",".join(sorted({cell.user for cell in cells if cell.user}))
         table.add_row(
-            escape(sweep), "sweep", "", "", "", "", escape(users), _when(begun), f"{len(cells)} cells: {states}"
+            escape(sweep),
+            "sweep",
+            "",
+            "",
+            "",
+            "",
+            escape(users),
+            _when(begun),
+            f"{count(len(cells), 'cell')}: {states}",
         )
     return table
 
@@ -62,6 +71,8 @@ def status_table(run: Run, happened: Sequence[dict[str, Any]] = ()) -> Table:
         add("nodes", f"{run.nodes}{ranks}")
     if run.step is not None:
         add("step", step_text(run) + ("" if run.loss is None else f", loss {run.loss:.4f}"))
+    if run.precision is not None:
+        add("precision", run.precision)
     add("files", near(run.dir))
     for number, event in enumerate(happened):
         add("" if number else "events", _event(event))

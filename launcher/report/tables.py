@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,10 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from launcher.config import Compress, OnOom, Recompute, ShortWindow, StrategyKind, WandbMode
+from launcher.config import Compress, OnOom, PrecisionKind, Recompute, ShortWindow, StrategyKind, WandbMode
 from launcher.paths import read_json
-from launcher.plan import Forecast, RunPlan, StrategyPlan
-from launcher.sizes import in_words
+from launcher.plan import Forecast, OptimizerPlan, PrecisionPlan, RunPlan, StrategyPlan
+from launcher.sizes import count, in_words
 from launcher.tail import last_lines
 
 # a global batch that is so many times smaller or larger than the noise scale is far from it: a step makes less than a
@@ -35,23 +36,23 @@ def plan_table(plan: RunPlan) -> Table:
     hosts = f"{cluster.range.words} host{'' if cluster.nodes == 1 else 's'}"
     add(
         "workers",
-        f"{hosts} × {_count(cluster.workers_per_node, 'worker')}, {cluster.device.value}",
+        f"{hosts} × {count(cluster.workers_per_node, 'worker')}, {cluster.device.value}",
     )
     for world in plan.worlds():
-        where = "" if cluster.range.fixed else f"on {_count(world.cluster.nodes, 'host')}: "
+        where = "" if cluster.range.fixed else f"on {count(world.cluster.nodes, 'host')}: "
         add("global batch" if world.batch is batch else "", f"{where}{world.batch.words}")
     if batch.on_oom is OnOom.shrink:
         add("", "out of memory: micro-batches are halved, and the window is done again")
     if batch.ramp:
-        stages = ", then ".join(f"{stage.global_size} for {_count(stage.windows, 'window')}" for stage in batch.ramp)
+        stages = ", then ".join(f"{stage.global_size} for {count(stage.windows, 'window')}" for stage in batch.ramp)
         add("", f"at first {stages}")
     add("task", _task(plan))
     add("windows", _windows(plan))
     if epoch.windows is not None and epoch.short_window_policy is ShortWindow.drop and plan.task.samples is not None:
         left_out = plan.task.samples % batch.global_size
-        add("", f"batch.short_window=drop leaves out {left_out} samples an epoch")
+        add("", f"batch.short_window=drop leaves out {count(left_out, 'sample')} an epoch")
     add("length", _length(plan))
-    add("precision", plan.precision.kind.value)
+    add("precision", precision_text(plan.precision))
     clip = "no clipping" if plan.train.clip_norm is None else f"clip {plan.train.clip_norm:g}"
     scaled = (
         ""
@@ -61,8 +62,10 @@ def plan_table(plan: RunPlan) -> Table:
     add(
         "optimizer",
         f"{plan.optimizer.kind.value}, lr {plan.optimizer.lr:g}{scaled}, {plan.schedule.kind.value} with "
-        f"{_count(plan.schedule.warmup_steps, 'warm-up step')}, {clip}",
+        f"{count(plan.schedule.warmup_steps, 'warm-up step')}, {clip}",
     )
+    if (scaled_too := _scaled_adam(plan.optimizer)) is not None:
+        add("", scaled_too)
     add("strategy", _strategy(strategy))
     if any(forecast.peak_bytes is not None or forecast.wire_s is not None for forecast in strategy.forecasts):
         for forecast in strategy.forecasts:
@@ -84,6 +87,25 @@ def plan_table(plan: RunPlan) -> Table:
     for note in plan.notes:
         add("note", note)
     return table
+
+
+def _scaled_adam(optimizer: OptimizerPlan) -> str | None:
+    """Return the arguments that lr_scaling=sqrt has changed beside the rate; None where it has not."""
+    before, after = optimizer.base_betas, optimizer.betas
+    if before is None or optimizer.base_eps is None or before == after:
+        return None
+    return (
+        f"betas {after[0]:.6g} and {after[1]:.6g} (sqrt of {before[0]:g} and {before[1]:g}), eps {optimizer.eps:.4g} "
+        f"(sqrt of {optimizer.base_eps:g})"
+    )
+
+
+def precision_text(precision: PrecisionPlan) -> str:
+    """Return the number format and why it was chosen."""
+    if precision.kind is PrecisionKind.auto:
+        return "auto: bf16 if every worker's device computes it natively, else fp32; decided at the start"
+    tf32 = ", TF32 for what is in fp32" if precision.tf32 else ""
+    return precision.kind.value + (f" ({precision.reason})" if precision.reason else "") + tf32
 
 
 def _strategy(strategy: StrategyPlan) -> str:
@@ -108,6 +130,9 @@ def _forecast(forecast: Forecast) -> str:
 def _task(plan: RunPlan) -> str:
     size = "a stream" if plan.task.samples is None else f"{plan.task.samples:,} samples"
     weights = "" if plan.task.parameters is None else f", {plan.task.parameters:,} parameters"
+    if plan.task.parameters is not None and plan.task.frozen_parameters:
+        total = plan.task.parameters + plan.task.frozen_parameters
+        weights = f", {plan.task.parameters:,} of {total:,} parameters trained"
     return f"{plan.task.target}: {size}{weights}"
 
 
@@ -116,15 +141,15 @@ def _windows(plan: RunPlan) -> str:
         return "as many as the stream has; the last one is exact, however short"
     short = plan.epoch.short_window
     return f"{plan.epoch.windows:,} an epoch{' after the ramp' if plan.batch.ramp else ''}" + (
-        f", the last one short: {_count(short, 'sample')}" if short else ", all full"
+        f", the last one short: {count(short, 'sample')}" if short else ", all full"
     )
 
 
 def _length(plan: RunPlan) -> str:
     steps, windows = plan.train.steps, plan.epoch.windows
     if steps is None:
-        return f"{_count(plan.train.epochs or 0, 'epoch')} of a stream"
-    return _count(steps, "step") + (f" = {steps / windows:.3g} epochs" if windows and not plan.batch.ramp else "")
+        return f"{count(plan.train.epochs or 0, 'epoch')} of a stream"
+    return count(steps, "step") + (f" = {steps / windows:.3g} epochs" if windows and not plan.batch.ramp else "")
 
 
 def summary_table(plan: RunPlan, summary: dict[str, Any]) -> Table:
@@ -132,7 +157,7 @@ def summary_table(plan: RunPlan, summary: dict[str, Any]) -> Table:
     table, add = named_lines(f"Run {plan.run.name}: {summary['verdict']}")
     if "train/loss" in summary:
         held_out = "" if summary.get("eval/loss") is None else f", held-out {summary['eval/loss']:.4f}"
-        add("loss", f"{summary['train/loss']:.4f}{held_out} after {_count(summary['steps'], 'step')}")
+        add("loss", f"{summary['train/loss']:.4f}{held_out} after {count(summary['steps'], 'step')}")
     if "throughput/samples_per_s" in summary:
         add(
             "throughput",
@@ -140,7 +165,7 @@ def summary_table(plan: RunPlan, summary: dict[str, Any]) -> Table:
             f"(median); {summary['time/total_s']:,.1f} s in all",
         )
     size = summary.get("batch/global_size", plan.batch.global_size)
-    add("global batch", f"{_count(size, 'sample')} in every full window{' at the end' if plan.batch.ramp else ''}")
+    add("global batch", f"{count(size, 'sample')} in every full window{' at the end' if plan.batch.ramp else ''}")
     if summary.get("comm/wire_bytes_every"):
         add(
             "wire a step",
@@ -153,19 +178,22 @@ def summary_table(plan: RunPlan, summary: dict[str, Any]) -> Table:
         add("speed-up", _speedup(plan, summary))
         if "comm/exposed_s" in summary:
             add("exposed", _exposed(summary))
-    if summary.get("noise/scale"):
-        add("noise scale", _noise_advice(summary["noise/scale"], size))
+    if "noise/scale_low" in summary:
+        add("noise scale", _noise_advice(summary, size))
     if (straggler := summary.get("straggler")) is not None:
         add("straggler", _straggler(straggler))
     if summary.get("amp/skipped_steps"):
-        add("skipped", f"{summary['amp/skipped_steps']} windows, by fp16 overflow")
+        add("skipped", f"{count(summary['amp/skipped_steps'], 'window')}, by fp16 overflow")
     if summary.get("batch/empty_windows"):
-        add("empty", f"{summary['batch/empty_windows']} windows held no item, and were left out")
+        add("empty", f"{count(summary['batch/empty_windows'], 'window')} without an item, left out")
     add("metrics", near(plan.paths.metrics))
     if summary.get("checkpoint"):
         add("checkpoint", near(summary["checkpoint"]))
     if summary.get("checkpoint/failed"):
-        add("not saved", f"{summary['checkpoint/failed']} checkpoints could not be written: the log of rank 0 says why")
+        add(
+            "not saved",
+            f"{count(summary['checkpoint/failed'], 'checkpoint')} not written: the log of rank 0 says why",
+        )
     mirror = read_json(plan.paths.wandb_status) or {}
     if mirror.get("url"):
         add("W&B", mirror["url"])
@@ -178,21 +206,31 @@ def summary_table(plan: RunPlan, summary: dict[str, Any]) -> Table:
 
 
 def _speedup(plan: RunPlan, summary: dict[str, Any]) -> str:
+    """Claim a speed-up only where its interval excludes 1."""
     if "comm/speedup" in summary:
-        return (
-            f"{summary['comm/speedup']:.2f}x measured: {summary['comm/step_s'] * 1e3:,.1f} ms a step, "
-            f"{summary['comm/step_s_every'] * 1e3:,.1f} ms with sync=every"
-        )
-    why = "run.calibrate=0" if not plan.train.calibrate else "too few full windows, or nothing to skip"
-    return f"not measured ({why})"
+        value, low, high = (summary[f"comm/speedup{end}"] for end in ("", "_low", "_high"))
+        times = f"{summary['comm/step_s'] * 1e3:,.1f} ms a step, {summary['comm/step_s_every'] * 1e3:,.1f} ms with"
+        if low <= 1 <= high:
+            return f"no difference measured ({low:.2f}x to {high:.2f}x): {times} sync=every"
+        return f"{value:.2f}x measured ({low:.2f} to {high:.2f}): {times} sync=every"
+    if "comm/not_measured" in summary:
+        return f"not measured ({summary['comm/not_measured']})"
+    if plan.train.calibrate_s == 0:
+        return "not measured (run.calibrate_s=0)"
+    if "comm/exposed_s" in summary:
+        return "none: sync=every sends the same"
+    return "not measured (too few full windows)"
 
 
 def _exposed(summary: dict[str, Any]) -> str:
     """Against the same micro-batches without any collective."""
-    exposed_s = summary["comm/exposed_s"]
-    if exposed_s <= 0:
-        return "no communication shows: it is hidden behind computation"
-    return f"{exposed_s * 1e3:,.1f} ms of a step is communication that shows; {summary['comm/overlap']:.0%} is hidden"
+    value, low, high = (summary[f"comm/exposed_s{end}"] * 1e3 for end in ("", "_low", "_high"))
+    if low <= 0:
+        return f"no exposed communication measured (95%: {low:,.1f} to {high:,.1f} ms)"
+    return (
+        f"{value:,.1f} ms of a step ({low:,.1f} to {high:,.1f}) is exposed communication; "
+        f"{summary['comm/overlap']:.0%} is hidden"
+    )
 
 
 def _straggler(found: dict[str, Any]) -> str:
@@ -202,23 +240,35 @@ def _straggler(found: dict[str, Any]) -> str:
     return f"rank {found['rank']} on {found['host']} {makes} {found['share']:.0%} longer by {doing}{over}"
 
 
-def _noise_advice(scale: float, global_size: int) -> str:
-    """What the noise scale says of the global batch, both in samples.
+def _noise_advice(summary: dict[str, Any], global_size: int) -> str:
+    """Return the noise scale with its interval, and what all of that interval says of the global batch, in samples.
 
     A step on B samples makes ``1 / (1 + scale / B)`` of the progress of one on endless samples (McCandlish et al. 2018,
-    section 2.2, equation 2.7).
+    section 2.2, equation 2.7: SGD whose learning rate is tuned for its batch).
     """
-    share = 1 / (1 + scale / global_size)
-    if global_size * FAR < scale:
+    low, high = summary["noise/scale_low"], summary.get("noise/scale_high", math.inf)
+    between = f"between {_samples(low)} and {_samples(high)}" if math.isfinite(high) else f"{_samples(low)} or more"
+    if low > global_size * FAR:
         where, advice = "far below", "a larger one would save many steps for few more samples"
-    elif global_size > scale * FAR:
+    elif high * FAR < global_size:
         where, advice = "far above", "a smaller one would save many samples for few more steps"
-    else:
+    elif low * FAR >= global_size and high <= global_size * FAR:
         where, advice = "near", "steps and samples are in balance"
+    elif low == 0 and not math.isfinite(high):
+        return "not known yet: the noise hides the gradient of the windows so far"
+    else:
+        return f"not known yet: {between} samples (95%)"
+    about = f"about {_samples(summary['noise/scale'])}, " if "noise/scale" in summary else ""
+    shares = [f"{1 / (1 + scale / global_size):.0%}" for scale in (high, low)]
+    progress = shares[0] if shares[0] == shares[1] else f"{shares[0]} to {shares[1]}"
     return (
-        f"about {scale:,.{0 if scale >= 10 else 1}f} samples; the global batch of {global_size:,} is {where} this "
-        f"critical size: a step makes {share:.0%} of the progress of one without noise; {advice}"
+        f"{about}{between} samples (95%); the global batch of {global_size:,} is {where} this critical size: by the "
+        f"model of tuned SGD a step makes {progress} of the progress of one without noise; {advice}"
     )
+
+
+def _samples(number: float) -> str:
+    return f"{number:,.{0 if number >= 10 else 1}f}"
 
 
 def failure_text(summary: dict[str, Any], node: int = 0) -> str:
@@ -244,7 +294,3 @@ def near(path: str | Path) -> str:
     """``path`` as one would type it here: relative where it lies below the working directory."""
     path = Path(path)
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import sys
 import time
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from launcher.paths import read_json
 from launcher.plan import LaunchPlan, RunPlan
 from launcher.process import LAST_WORDS
 from launcher.tail import Tail
 
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
 PLAIN_LINE_EVERY_S = 10.0
+TIMED_STEPS = 5  # before a run's length is predicted
 
 
 class LiveDisplay:
@@ -34,8 +37,12 @@ class LiveDisplay:
         self._muted = self._warned = False
         self._last: dict[str, Any] | None = None
         self._printed_at = -PLAIN_LINE_EVERY_S
+        self._first: dict[str, Any] | None = None  # record since which steps are timed
+        self._announced = False
         self._progress: Progress | None = None
         if console.is_terminal and isinstance(plan, RunPlan):
+            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
             self._progress = Progress(
                 TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn(),
                 console=console, transient=True,
@@ -63,6 +70,8 @@ class LiveDisplay:
             self._go_on_from(records[-1] if records else None)
         elif records:
             self._last = records[-1]
+            self._first = self._first or records[0]
+            self._announce(records[-1])
             self._show(records[-1])
         if not self._warned and (problem := (read_json(self._paths.wandb_status) or {}).get("problem")):
             self._warned = True
@@ -71,7 +80,7 @@ class LiveDisplay:
     def _go_on_from(self, record: dict[str, Any] | None) -> None:
         """``record``: of the last step that was kept, which has been shown before."""
         step = 0 if record is None else record["step"]
-        self._last = record
+        self._last, self._first = record, None
         if self._progress is not None:
             self._progress.update(self._bar, completed=step)
         self.say(f"--- goes on after step {step} ---")
@@ -83,7 +92,26 @@ class LiveDisplay:
             )
         elif time.monotonic() - self._printed_at >= PLAIN_LINE_EVERY_S or record["step"] == self._steps:
             self._printed_at = time.monotonic()
-            self.say(f"{_step_text(record, self._steps)}  {_rate(record)}")
+            left = self._seconds_left(record)
+            until = "" if not left else f"  {_duration(left)} left"
+            self.say(f"{_step_text(record, self._steps)}  {_rate(record)}{until}")
+
+    def _announce(self, record: dict[str, Any]) -> None:
+        """Print once how long the run will take, as soon as a few steps have been timed."""
+        left = self._seconds_left(record)
+        if self._announced or not left or self._first is None or record["step"] - self._first["step"] < TIMED_STEPS:
+            return
+        self._announced = True
+        whole = _duration(record["time/total_s"] + left)
+        self.say(f"The {self._steps} steps take about {whole}, {_duration(left)} from now.")
+
+    def _seconds_left(self, record: dict[str, Any]) -> float | None:
+        """Return the time to the last step at the mean rate since the display started; None where it is not known."""
+        first = self._first
+        if self._steps is None or first is None or record["step"] <= first["step"] or "time/total_s" not in first:
+            return None
+        per_step = (record["time/total_s"] - first["time/total_s"]) / (record["step"] - first["step"])
+        return per_step * (self._steps - record["step"])
 
     def say(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -125,6 +153,12 @@ def _step_text(record: dict[str, Any], steps: int | None) -> str:
     held_out = f"  held-out {record['eval/loss']:.4f}" if record.get("eval/loss") is not None else ""
     loss = "-" if record["train/loss"] is None else f"{record['train/loss']:.4f}"  # of a last window without items
     return f"step {record['step']}{f'/{steps}' if steps else ''}  loss {loss}{held_out}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def _rate(record: dict[str, Any]) -> str:

@@ -39,9 +39,9 @@ class BytesGPT:
 
     def __init__(
         self,
-        width: int = 192,
-        depth: int = 4,
-        heads: int = 3,
+        width: int = 128,
+        depth: int = 2,
+        heads: int = 2,
         seq_len: int = 128,
         dropout: float = 0.0,
         eval_samples: int = 512,
@@ -65,11 +65,13 @@ class BytesGPT:
         for directory, folders, names in os.walk(self.corpus):
             folders[:] = sorted(set(folders) - skipped)
             for name in sorted(names):
-                path = Path(directory, name)
-                if name.endswith(".py") and (size := path.stat().st_size):
-                    digest = hashlib.blake2b(path.relative_to(self.corpus).as_posix().encode(), digest_size=4).digest()
+                # strings: `launch plan` asks, and pathlib takes longer for these few hundred files than all the rest
+                path = os.path.join(directory, name)  # noqa: PTH118
+                if name.endswith(".py") and (size := os.stat(path).st_size):  # noqa: PTH116
+                    relative = path[len(str(self.corpus)) :].lstrip(os.sep).replace(os.sep, "/")
+                    digest = hashlib.blake2b(relative.encode(), digest_size=4).digest()
                     chosen = held_out if int.from_bytes(digest, "big") % HELD_OUT_SHARE == 0 else train
-                    chosen.append((path, size))
+                    chosen.append((Path(path), size))
         if not train or not held_out:
             raise TaskError(f"task.corpus={self.corpus}: too few *.py files to train and hold out on.")
         return train, held_out
@@ -84,6 +86,8 @@ class BytesGPT:
             "parameters": parameters,
             "unit_parameters": self.depth * block,
             "batch_norms": 0,
+            "matmul_parameters": self.depth * (block - 4 * d) + VOCABULARY * d,
+            "unit_matmul_parameters": self.depth * (block - 4 * d),
         }
 
     def model(self) -> nn.Module:

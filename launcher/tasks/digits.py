@@ -48,7 +48,15 @@ class Digits:
             "parameters": convolutions + norms + head,
             "unit_parameters": convolutions + norms,
             "batch_norms": 2,
+            "matmul_parameters": convolutions + head,
+            "unit_matmul_parameters": convolutions,
         }
+
+    def flops_per_sample(self) -> float:
+        """Return 6 per product of a weight and a pixel, 4 in the first convolution: the images need no gradient."""
+        w = self.width
+        first, second, head = SIDE**2 * 9 * w, SIDE**2 * 9 * w * 2 * w, 2 * w * (SIDE // 2) ** 2 * CLASSES
+        return 4.0 * first + 6.0 * (second + head)
 
     def model(self) -> nn.Module:
         from torch import nn

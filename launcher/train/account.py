@@ -12,6 +12,7 @@ from typing import Any
 
 from launcher.plan import RunPlan
 from launcher.policy import Collective
+from launcher.train.calibration import WARM_UP_WINDOWS
 from launcher.train.contents import origin
 from launcher.train.engine import Engine
 from launcher.train.meter import CommStats, Traffic
@@ -21,6 +22,12 @@ from launcher.train.telemetry import calibration_metrics, noise_metrics, peak_me
 
 # the newest so many full windows have their say in the median of the step's time
 SAMPLED_WINDOWS = 1000
+# full windows needed before their median is recorded with the calibration
+SETTLED_WINDOWS = 10
+
+
+def _seconds() -> deque[tuple[float, float]]:
+    return deque(maxlen=SAMPLED_WINDOWS)
 
 
 @dataclass
@@ -31,7 +38,9 @@ class Account:
         loss: of the last window with items, None before one.
         eval_loss: of the last evaluation, None where that was not finite or there was none.
         evaluated: whether there was one.
-        typical: what the last full window with the job's own policy sent; step_seconds: what such windows took.
+        typical: what the last full window sent; seconds: (step, waiting for data) of such windows, without the first
+            ones of each process; first_seconds: of those, in this process.
+        settles: whether the calibration is to go into the next record: the median of ``seconds`` has become worth it.
         peak_bytes: the most memory that this rank has held.
         resumed: how often the run has gone on from a checkpoint, on the way that led here.
         seconds_before: of training, up to the checkpoint that this process went on from.
@@ -49,7 +58,9 @@ class Account:
     eval_loss: float | None = None
     evaluated: bool = False
     typical: CommStats | None = None
-    step_seconds: deque[float] = field(default_factory=lambda: deque[float](maxlen=SAMPLED_WINDOWS))
+    seconds: deque[tuple[float, float]] = field(default_factory=_seconds)
+    first_seconds: deque[tuple[float, float]] = field(default_factory=_seconds)
+    settles: bool = False
     peak_bytes: int = 0
     resumed: int = 0
     seconds_before: float = 0.0
@@ -60,17 +71,23 @@ class Account:
     commit: str | None = None
     commits: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     started: float = field(default_factory=time.perf_counter)
+    _windows_here: int = 0
 
     def take_in(self, result: StepResult) -> None:
         if result.items:
             self.loss = result.loss
         size = self.plan.batch.global_size_at(result.window)
-        if result.sync is self.plan.strategy.sync and result.samples == size:
+        self._windows_here += 1
+        if result.samples == size:
             if size != self.size:  # batch.ramp has come one stage further
                 self.size = size
-                self.step_seconds.clear()
+                self.seconds.clear()
+                self.first_seconds.clear()
             self.typical = result.comm
-            self.step_seconds.append(result.step_s)
+            waited_s = result.data_s if result.spent is None else max(result.data_s, result.spent.data_most_s)
+            warm = self._windows_here > WARM_UP_WINDOWS
+            (self.seconds if warm else self.first_seconds).append((result.step_s, waited_s))
+            self.settles |= warm and len(self.seconds) == SETTLED_WINDOWS
 
     @property
     def total_s(self) -> float:
@@ -81,6 +98,14 @@ class Account:
         self.peak_bytes = max(self.peak_bytes, peak_memory_bytes(self.engine.device))
         return self.peak_bytes
 
+    def calibration(self) -> dict[str, float]:
+        """Return what the calibration says of a whole step; nothing before there are both."""
+        calibrated = self.engine.calibrated
+        if calibrated is None or not self.seconds:
+            return {}
+        step_s, data_s = (statistics.median(column) for column in zip(*self.seconds, strict=True))
+        return calibration_metrics(calibrated, step_s, data_s, reads_ahead=self.plan.train.loader_workers > 0)
+
     def state_dict(self) -> dict[str, Any]:
         """As JSON has it."""
         return {
@@ -88,7 +113,8 @@ class Account:
             "eval_loss": self.eval_loss,
             "evaluated": self.evaluated,
             "typical": None if self.typical is None else dataclasses.asdict(self.typical),
-            "step_seconds": list(self.step_seconds),
+            "step_seconds": [step_s for step_s, _ in self.seconds],
+            "data_seconds": [data_s for _, data_s in self.seconds],
             "peak_bytes": self.memory(),
             "size": self.size,
             "resumed": self.resumed,
@@ -119,7 +145,7 @@ class Account:
         if (typical := state["typical"]) is not None:
             kinds = {Collective(kind): Traffic(**traffic) for kind, traffic in typical["kinds"].items()}
             self.typical = CommStats(**{**typical, "kinds": kinds})
-        self.step_seconds.extend(state["step_seconds"])
+        self.seconds.extend(zip(state["step_seconds"], state.get("data_seconds", ()), strict=False))
 
     def summary(self, verdict: str) -> dict[str, Any]:
         """What summary.json holds. ``train/loss``: of the last window; times: medians over full windows."""
@@ -131,6 +157,7 @@ class Account:
             **({"commit": self.commit} if self.commit else {}),
             **({"commits": self.commits} if self.commits else {}),
             "steps": engine.steps,
+            "precision": engine.plan.precision.kind.value,
             **({} if self.loss is None else {"train/loss": self.loss}),
             **({"eval/loss": self.eval_loss} if self.evaluated else {}),
             "batch/global_size": self.size or self.plan.batch.global_size,
@@ -152,15 +179,16 @@ class Account:
             if len(self.typical.kinds) > 1:
                 for kind, traffic in self.typical.kinds.items():
                     summary[f"comm/{kind.value}/wire_bytes"] = traffic.wire_bytes
-            summary["time/step_s"] = statistics.median(self.step_seconds)
+            summary["time/step_s"] = statistics.median(step_s for step_s, _ in self.seconds or self.first_seconds)
             summary["throughput/samples_per_s"] = summary["batch/global_size"] / summary["time/step_s"]
         if (named := engine.pace.named) is not None:
             over = engine.pace.straggler is None
             summary["straggler"] = {
                 "rank": named.rank, "host": named.host, "share": named.share, "of": named.of, "over": over
             }  # fmt: skip
-        if (calibrated := engine.calibrated) is not None:
-            summary |= calibration_metrics(calibrated)
+        summary |= self.calibration()
+        if (calibrated := engine.calibrated) is not None and calibrated.not_measured:
+            summary["comm/not_measured"] = calibrated.not_measured
         if (noise := engine.noise) is not None:
             summary |= noise_metrics(noise)
         return summary

@@ -1,6 +1,6 @@
 """Two checkpoints side by side, tensor by tensor, as JSON: what `launch drill` compares runs by.
 
-    python -m launcher.train.alike CHECKPOINT REFERENCE
+    python -m launcher.train.alike CHECKPOINT REFERENCE PARENT_PID
 
 One process reads both, however many ranks wrote them, some tensors at a time.
 """
@@ -20,6 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from launcher.process import die_with_parent
 from launcher.train.safeload import Planner, Reader
 
 _AT_ONCE_BYTES = 1 << 28
@@ -110,6 +111,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 if __name__ == "__main__":
+    die_with_parent(int(sys.argv[3]))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "torch.distributed is disabled": so it is
         found = compare(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -8,25 +8,51 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from launcher.errors import EngineMisuse
+from launcher.config import Parameters, PrecisionKind
+from launcher.errors import EngineMisuse, TaskError
 from launcher.plan import RunPlan
 from launcher.policy import SHARDED
 from launcher.train.deferred import NotDeferrable, Recipe
 from launcher.train.deferred import build as build_deferred
 from launcher.train.parallel import Parallel, ShardUnits, wrap
+from launcher.train.precision import parameters_to_fp32
+from launcher.train.randomness import random_state, restore_random_state
+from launcher.train.replicas import require_same_structure, share_model, share_values
+from launcher.train.world import World
 
+ALONE = World(rank=0, size=1, local_rank=0)
 ModelFrom = nn.Module | Callable[[], nn.Module]
 OptimizerFrom = Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
 def build(
-    model: ModelFrom, optimizer: OptimizerFrom, plan: RunPlan, device: torch.device, shard_units: ShardUnits | None
+    model: ModelFrom,
+    optimizer: OptimizerFrom,
+    plan: RunPlan,
+    device: torch.device,
+    shard_units: ShardUnits | None,
+    world: World | None = None,
 ) -> tuple[Parallel, Optimizer]:
-    """The wrapped model, and the optimizer over the parameters that it has then."""
+    """Wrap the model, and make the optimizer over the parameters that it has then.
+
+    A model in eval mode, as ``from_pretrained`` returns it, is put into training mode; a module in eval mode inside a
+    model in training mode stays so.
+
+    Args:
+        world: ranks that make sure that they start with one model; None: the model is only looked at.
+    """
+    world = world or ALONE
+    sharded = plan.strategy.kind in SHARDED
     recipe: Recipe | None = None
     if not isinstance(model, nn.Module):
-        model, recipe = _made(model, deferred=plan.strategy.kind in SHARDED)
+        model, recipe = _made(model, world, deferred=sharded)
+    require_same_structure(model, world)
+    if sharded and recipe is None:  # DDP broadcasts by itself
+        share_model(model, world)
+    if not model.training:
+        model.train()
     model.zero_grad()  # what an earlier backward pass left there would be added to the first window
+    _set_formats(model, optimizer if isinstance(optimizer, Optimizer) else None, plan, world)
     if not isinstance(optimizer, Optimizer):
         parallel = wrap(model, plan, device, shard_units, recipe)
         optimizer = optimizer(parameter for parameter in model.parameters() if parameter.requires_grad)
@@ -39,14 +65,74 @@ def build(
     return parallel, optimizer
 
 
-def _made(make: Callable[[], nn.Module], *, deferred: bool) -> tuple[nn.Module, Recipe | None]:
-    """The model; to be sharded, it is made without values, and they are filled in shard by shard."""
-    if deferred:
-        try:
-            return build_deferred(make)
-        except NotDeferrable as reason:
-            print(f"The model is built whole on each rank before it is sharded: {reason}", flush=True)
+def _set_formats(model: nn.Module, optimizer: Optimizer | None, plan: RunPlan, world: World) -> None:
+    """Let trained parameters be fp32, as ``precision.parameters`` says.
+
+    Raises:
+        TaskError: fp16 parameters are kept, whose gradients cannot be unscaled.
+    """
+    if plan.precision.parameters is Parameters.fp32:
+        frozen = plan.precision.kind is PrecisionKind.fp32
+        changed = parameters_to_fp32(model, frozen=frozen, optimizer=optimizer)
+        if changed and world.rank == 0 and not plan.task.target:  # the plan of a task says so
+            print(f"{changed:,} trained parameters become fp32; precision.parameters=keep leaves them.", flush=True)
+    elif plan.precision.kind is PrecisionKind.fp16 and any(
+        p.dtype == torch.float16 and p.requires_grad for p in model.parameters()
+    ):
+        raise TaskError(
+            "model(): trained parameters in fp16 cannot be kept with precision=fp16: torch does not unscale fp16 "
+            "gradients.\n  Use precision.parameters=fp32, or precision=bf16."
+        )
+
+
+def _made(make: Callable[[], nn.Module], world: World, *, deferred: bool) -> tuple[nn.Module, Recipe | None]:
+    """Make the model; to be sharded, it is made without values, and they are filled in shard by shard."""
+    if not deferred:
+        return make(), None
+    before = random_state(torch.device("cpu"))
+    made: tuple[nn.Module, Recipe] | None = None
+    reason = "its construction is not the same on all ranks"
+    try:
+        made = build_deferred(make)
+    except NotDeferrable as refusal:
+        reason = str(refusal)
+    signatures = world.of_all(made and made[1].signature())
+    if made is not None and all(signature == signatures[0] for signature in signatures):
+        made[1].agree = lambda value: share_values([value], world)
+        return made
+    print(f"The model is built whole on each rank before it is sharded: {reason}", flush=True)
+    restore_random_state(before, torch.device("cpu"))
+    del made
     return make(), None
+
+
+class TrainedParameters:
+    """The parameters that require a gradient, as the strategy and the optimizer were set up for them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._names = self._now()
+
+    def require_same(self) -> None:
+        """Raise EngineMisuse where parameters were frozen or unfrozen since then."""
+        now = self._now()
+        if now == self._names:
+            return
+        changes = {"unfrozen": sorted(now - self._names), "frozen": sorted(self._names - now)}
+        found = "; ".join(
+            f"{how}: {', '.join(names[:8])}{f' and {len(names) - 8} more' if len(names) > 8 else ''}"
+            for how, names in changes.items()
+            if names
+        )
+        raise EngineMisuse(
+            f"The set of trained parameters has changed since the engine was made ({found}).\n"
+            "  Gradients are synchronised, sharded and updated for the parameters that were trained then. Let those "
+            "require a gradient that\n  are ever trained, and give them a learning rate of 0 until then; or save, and "
+            "make a new model and a new engine for each phase."
+        )
+
+    def _now(self) -> set[str]:
+        return {name for name, parameter in self._model.named_parameters() if parameter.requires_grad}
 
 
 def _require_all_parameters(model: nn.Module, optimizer: Optimizer) -> None:

@@ -1,170 +1,147 @@
-"""Measures what the sync policy gains and what communication still costs, on early windows of the job itself.
+"""Calibration: what the sync policy gains and what communication still costs, measured before the first window.
 
-Three kinds of windows compare: with sync=every, with the job's own policy, and a rehearsal without any collective. The
-first two sum the same gradients, so they train like any other window. A rehearsal runs the micro-batches of the window
-that follows it; its gradients are thrown away, and random state and buffers are put back.
+The micro-batches of the first window run forward and backward with sync=every, with the job's own policy,
+and silently, without any collective. After a warm-up they take turns in rounds of shuffled order, so that whatever else
+the machine does meets all of them alike, and each round gives paired differences. Gradients are
+thrown away, random state, buffers and the strategy's own state are restored, and no optimizer step is taken. Training
+is the same bits as without it. Python attributes which loss() changes, and random generators of the user's own, are not
+restored: run.calibrate_s=0 turns the phase off.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
+import random
 import statistics
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from launcher.config import Compress, Sync
-from launcher.errors import PolicyNotObserved
+from launcher.config import StrategyKind, Sync
+from launcher.errors import EngineMisuse, PolicyNotObserved
+from launcher.fromjson import build as from_json
 from launcher.plan import RunPlan
+from launcher.policy import passes
+from launcher.progress import PULSE, Phase
+from launcher.train.fit import is_out_of_memory
+from launcher.train.loader import MicroBatch
+from launcher.train.norm import Norms
+from launcher.train.parallel import Parallel
+from launcher.train.precision import Precision
 from launcher.train.randomness import random_state, restore_random_state
+from launcher.train.world import World
 
-if TYPE_CHECKING:
-    from launcher.train.parallel import Parallel
-
-# DDP lays its buckets out anew after the first synchronised backward pass: neither it nor its successor is typical
+# the first windows of a process are slower: memory is allocated, and DDP rebuilds its buckets in the second one
 WARM_UP_WINDOWS = 2
+MIN_ROUNDS, MAX_ROUNDS = 3, 20
+# with run.calibrate_s=null: seconds at most, and the share of the run's predicted time
+DEFAULT_S, DEFAULT_SHARE = 15.0, 0.1
+# from this many rounds on an interval of order statistics reaches 95%
+_SIGN_ROUNDS = 6
+# 97.5% quantile of Student's t distribution by number of values
+_T_QUANTILE = {3: 4.303, 4: 3.182, 5: 2.776}
+
+Run = Callable[[Callable[..., Any], MicroBatch], tuple[Tensor, int | Tensor]]
 
 
 @dataclass(frozen=True)
+class Interval:
+    """An estimate with its 95% confidence interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def excludes(self, value: float) -> bool:
+        return not self.low <= value <= self.high
+
+
+def interval(differences: Sequence[float]) -> Interval:
+    """Return the typical difference of at least MIN_ROUNDS paired measurements.
+
+    From six on: the median, with the narrowest pair of order statistics that holds the true median with 95% confidence
+    (the sign test inverted; of six values the lowest and the highest). No such pair exists for fewer: there it is the
+    mean with Student's t interval.
+    """
+    ordered, n = sorted(differences), len(differences)
+    if n < _SIGN_ROUNDS:
+        mean = statistics.mean(ordered)
+        half = _T_QUANTILE[n] * statistics.stdev(ordered) / math.sqrt(n)
+        return Interval(mean, mean - half, mean + half)
+    outside, place = 1, 0  # of 2^n equally likely signs, those with at most `place` of one kind
+    while 2 * (outside + math.comb(n, place + 1)) <= 0.05 * 2**n:
+        place += 1
+        outside += math.comb(n, place)
+    return Interval(statistics.median(ordered), ordered[place], ordered[n - 1 - place])
+
+
+@dataclass(frozen=True, kw_only=True)
 class Calibrated:
-    """Medians over the calibration's windows, in seconds.
+    """Result of a calibration. Times are seconds of one full window's forward and backward passes on the slowest rank.
 
     Args:
-        step_s: a step with the job's own policy.
-        step_s_every: with every micro-batch synchronised; None where the job's policy is that one.
-        exposed_s: what the same micro-batches took longer with the policy's collectives than without any; None where
-            none was rehearsed.
-        comm_s: time of ``step_s`` in which a collective was under way.
+        asked_s: ``run.calibrate_s`` under which it was made.
+        rounds: measured rounds.
+        gain: how much longer the passes take with sync=every than with the job's policy; None where that policy sends
+            the same, or nothing was measured.
+        exposed: how much longer they take with the job's policy than without collectives; None where that was not
+            measured.
+        comm_s: time in which a collective was under way, with the job's policy; median.
+        not_measured: the reason where nothing was measured; empty otherwise.
     """
 
-    step_s: float
-    step_s_every: float | None
-    exposed_s: float | None
-    comm_s: float
+    asked_s: float | None = None
+    rounds: int = 0
+    gain: Interval | None = None
+    exposed: Interval | None = None
+    comm_s: float = 0.0
+    not_measured: str = ""
 
-    @property
-    def speedup(self) -> float | None:
-        return None if self.step_s_every is None else self.step_s_every / self.step_s
+    def step_s_every(self, step_s: float, data_s: float, *, reads_ahead: bool) -> Interval | None:
+        """Return the seconds that a whole step would take with sync=every.
+
+        Args:
+            step_s: seconds of a step with the job's policy, data and optimizer included; data_s: of those, waiting for
+                data.
+            reads_ahead: whether loader processes read while the step runs. Then a longer step waits less for data: the
+                first ``data_s`` of a difference do not show.
+        """
+        if self.gain is None:
+            return None
+        hidden = data_s if reads_ahead else 0.0
+
+        def with_gain(gain: float) -> float:
+            return max(0.0, step_s + math.copysign(max(0.0, abs(gain) - hidden), gain))
+
+        return Interval(*map(with_gain, (self.gain.value, self.gain.low, self.gain.high)))
+
+    @classmethod
+    def restored(cls, state: dict[str, Any] | None, plan: RunPlan) -> Self | None:
+        """Return a checkpoint's result; None where it has none, or where ``plan`` allows another time for it."""
+        if state is None or "rounds" not in state:  # of an older version
+            return None
+        calibrated = from_json(cls, state)
+        return None if calibrated.not_measured and calibrated.asked_s != plan.train.calibrate_s else calibrated
 
     @property
     def overlap(self) -> float | None:
         """The part of the communication that was hidden behind computation, 0 to 1."""
-        if self.exposed_s is None:
+        if self.exposed is None:
             return None
-        return min(1.0, max(0.0, 1 - self.exposed_s / self.comm_s)) if self.comm_s else 0.0
-
-
-@dataclass(frozen=True)
-class WindowTimes:
-    """Of one window, in seconds: ``step_s`` in all; ``work_s`` from the first micro-batch to the gradients;
-    ``rehearsed_s``, the same without a collective, where it was rehearsed; ``comm_s``: collectives under way."""
-
-    step_s: float
-    work_s: float
-    comm_s: float
-    rehearsed_s: float | None
-
-
-@dataclass
-class Calibration:
-    """Which policy each early window runs with, and what came of it.
-
-    Args:
-        own: the job's policy.
-        windows: how many of each kind; 0 to leave it out.
-        alternates: whether ``own`` differs from syncing every micro-batch here.
-        may_rehearse: whether there is room for the whole model.
-    """
-
-    own: Sync
-    windows: int
-    alternates: bool
-    may_rehearse: bool = True
-    start: int = WARM_UP_WINDOWS
-    _every_s: list[float] = field(default_factory=list[float])
-    _own: list[WindowTimes] = field(default_factory=list[WindowTimes])
-
-    @classmethod
-    def of(cls, plan: RunPlan, begin: int = 0) -> Self:
-        """``begin``: the first window that runs as the plan says."""
-        strategy = plan.strategy
-        return cls(
-            strategy.sync,
-            plan.train.calibrate if plan.batch.world_size > 1 else 0,
-            alternates=strategy.sync is not Sync.every
-            and plan.batch.accumulation > 1
-            # what PowerSGD leaves out depends on how often it is asked: only its own policy trains as the job does
-            and strategy.compress is not Compress.powersgd,
-            may_rehearse=strategy.rehearses,
-            # what is measured is a step of the global batch itself
-            start=WARM_UP_WINDOWS + max(begin, sum(stage.windows for stage in plan.batch.ramp)),
-        )
-
-    @property
-    def _stop(self) -> int:
-        return self.start + self.windows * (2 if self.alternates else 1)
-
-    def sync(self, window: int) -> Sync:
-        """The policy of a window, counted over the whole run: policies round differently, so a run that is resumed
-        must use the one that it would have used."""
-        in_turn = self.alternates and self.start <= window < self._stop and (window - self.start) % 2 == 0
-        return Sync.every if in_turn else self.own
-
-    def rehearses(self, window: int) -> bool:
-        """Whether the micro-batches of this window are first run without any collective."""
-        in_turn = self.start <= window < self._stop and (not self.alternates or (window - self.start) % 2 == 1)
-        return in_turn and self.may_rehearse
-
-    def observe(self, window: int, times: WindowTimes, typical: bool) -> Calibrated | None:
-        """Take a window's times in, unless they are not ``typical``: of a short window, or just after a start. The
-        result, once, after the last of them."""
-        if not self.start <= window < self._stop:
-            return None
-        if typical:
-            if self.alternates and self.sync(window) is Sync.every:
-                self._every_s.append(times.step_s)
-            else:
-                self._own.append(times)
-        return self.result() if window == self._stop - 1 else None
-
-    def result_before(self, window: int) -> Calibrated | None:
-        """The result, if that was known before this window."""
-        return self.result() if window >= self._stop else None
-
-    def state_dict(self) -> dict[str, Any]:
-        """The times so far, as JSON has them."""
-        return {
-            "start": self.start,
-            "every_s": self._every_s,
-            "own": [dataclasses.asdict(times) for times in self._own],
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.start = state.get("start", self.start)
-        self._every_s = list(state["every_s"])
-        self._own = [WindowTimes(**times) for times in state["own"]]
-
-    def result(self) -> Calibrated | None:
-        if not self._own or (self.alternates and not self._every_s):
-            return None
-        exposed = [times.work_s - times.rehearsed_s for times in self._own if times.rehearsed_s is not None]
-        return Calibrated(
-            step_s=statistics.median(times.step_s for times in self._own),
-            step_s_every=statistics.median(self._every_s) if self._every_s else None,
-            exposed_s=statistics.median(exposed) if exposed else None,
-            comm_s=statistics.median(times.comm_s for times in self._own),
-        )
+        return min(1.0, max(0.0, 1 - self.exposed.value / self.comm_s)) if self.comm_s else 0.0
 
 
 def measured_as(plan: RunPlan) -> dict[str, Any]:
-    """What a step's time and traffic depend on, as JSON has it: figures of two plans that differ in it do not mix."""
-    left_out = ("forecasts", "sync_reason", "memory_bytes")  # said of the policy, and no part of it
+    """Return what a step's time and traffic depend on, as JSON has it; figures of plans that differ here do not mix."""
+    left_out = ("forecasts", "sync_reason", "memory_bytes")  # about the policy, and no part of it
     strategy = {name: value for name, value in dataclasses.asdict(plan.strategy).items() if name not in left_out}
     return {
         "nodes": plan.cluster.nodes,
@@ -176,58 +153,215 @@ def measured_as(plan: RunPlan) -> dict[str, Any]:
         "strategy": strategy,
         "precision": dataclasses.asdict(plan.precision),
         "compile": plan.train.compile,
-        "calibrate": plan.train.calibrate,
     }
 
 
-class Rehearsal:
-    """One window's forward and backward passes without any collective; nothing but their time stays."""
+class Kind(Enum):
+    """How a window's passes run."""
 
-    def __init__(self, parallel: Parallel, device: torch.device) -> None:
-        self._parallel, self._device = parallel, device
-        self._took = 0.0
+    own = auto()
+    every = auto()
+    silent = auto()
 
-    @contextmanager
-    def under_way(self) -> Iterator[None]:
-        """Around the passes.
+
+class Calibration:
+    """The calibration phase of one rank, and its result: None before there is one."""
+
+    def __init__(
+        self, world: World, device: torch.device, parallel: Parallel, precision: Precision, norms: Norms
+    ) -> None:
+        self._world, self._device = world, device
+        self._parallel, self._precision, self._norms = parallel, precision, norms
+        self.result: Calibrated | None = None
+
+    def wanted(self, plan: RunPlan) -> bool:
+        """Return whether the phase measures anything: not with one rank, and not with ``run.calibrate_s=0``."""
+        return self._world.size > 1 and plan.train.calibrate_s != 0
+
+    def measure(self, plan: RunPlan, run: Run, micro_batches: Sequence[MicroBatch], steps_done: int) -> None:
+        """Run the phase if it is ``wanted``. All ranks call it; the engine, the model and all random state are
+        afterwards as before.
+
+        Args:
+            run: the loop's forward pass: (model, micro-batch) -> (loss_sum, items).
+            micro_batches: of this rank, on the device; repeated where a full window has more.
 
         Raises:
-            PolicyNotObserved: they have run a collective.
+            PolicyNotObserved: the collectives that ran are not those of the policy.
         """
-        kept = Kept(self._parallel.module, self._device)
-        with self._parallel.rehearsal():
-            self._parallel.meter.open_window()
-            began = self._now()
-            yield
-            self._took = self._now() - began
-            if not self._parallel.meter.silent:
-                raise PolicyNotObserved("A rehearsal without communication has run collectives.")
-        kept.put_back()
+        if not self.wanted(plan):
+            return
+        if not micro_batches:
+            raise EngineMisuse("engine.calibrate() needs at least one batch.")
+        self._plan, self._run, self._micro_batches, self._count = plan, run, micro_batches, plan.batch.accumulation
+        self._steps_left = math.inf if plan.train.steps is None else plan.train.steps - steps_done
+        self._comm_s: list[float] = []
+        if plan.strategy.static_graph:
+            self.result = self._without("DDP cannot skip a reduction of a static graph")
+            return
+        kinds = self._kinds()
+        if len(kinds) < 2:
+            self.result = self._without("there is nothing to compare the job's policy with")
+            return
+        with self._parallel.trial():
+            self._kept = Kept(self._parallel.module, self._device)
+            self.result = self._measure(kinds)
 
-    def slowest_s(self) -> float:
-        """Seconds that the slowest rank took: in a window of its own every rank waits for that one. All call it."""
-        slowest = torch.tensor([self._took], dtype=torch.float64, device=self._device)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        return slowest.item()
+    def _kinds(self) -> list[Kind]:
+        strategy = self._plan.strategy
+        sent = [passes(strategy.kind, sync, self._count) for sync in (strategy.sync, Sync.every)]
+        return [Kind.silent] * strategy.rehearses + [Kind.own] + [Kind.every] * (sent[0] != sent[1])
 
-    def _now(self) -> float:
-        """The clock, once the device is through with what it was given."""
+    def _measure(self, kinds: list[Kind]) -> Calibrated:
+        # one micro-batch compiles, tunes and allocates what the first window needs anyway: its time does not count
+        cold_s = self._time(kinds[0], 1)
+        if math.isinf(cold_s):
+            if self._plan.strategy.kind is StrategyKind.ddp:  # the policies need as much memory
+                return self._without("a micro-batch does not fit into memory")
+            return self._measure(kinds[1:]) if len(kinds) > 2 else self._without("no room to run without communication")
+        self._started = time.perf_counter()
+        limit_s = self._limit_s(micro_batch_s := self._time(kinds[0], 1))
+        needed_s = len(kinds) * self._count * micro_batch_s * (1 + MIN_ROUNDS)
+        if needed_s > limit_s:
+            return self._too_long(needed_s, limit_s)
+        # the second synchronised forward pass is the one in which DDP rebuilds its buckets
+        for kind in kinds if Kind.every in kinds else [*kinds, Kind.own]:
+            if math.isinf(self._time(kind, self._count)):
+                return self._without("a window without communication does not fit into memory")
+        self._comm_s.clear()
+        return self._rounds(kinds, limit_s)
+
+    def _rounds(self, kinds: list[Kind], limit_s: float) -> Calibrated:
+        order = random.Random(0)  # the same on every rank, and none of the user's random numbers
+        times: dict[Kind, list[float]] = {kind: [] for kind in kinds}
+        elapsed_s = self._agree(time.perf_counter() - self._started)[0]
+        round_s = 0.0
+        for rounds in range(MAX_ROUNDS):
+            if elapsed_s + round_s * max(1, MIN_ROUNDS - rounds) > limit_s:
+                break
+            before_s = elapsed_s
+            for kind in order.sample(kinds, len(kinds)):
+                times[kind].append(self._time(kind, self._count))
+                if math.isinf(times[kind][-1]):
+                    return self._without("a window without communication does not fit into memory")
+            elapsed_s = self._agree(time.perf_counter() - self._started)[0]
+            round_s = elapsed_s - before_s
+        rounds = len(times[Kind.own])
+        if rounds < MIN_ROUNDS:
+            return self._too_long(elapsed_s + (MIN_ROUNDS - rounds + 1) * round_s, limit_s)
+
+        def difference(more: Kind, less: Kind) -> Interval | None:
+            if more not in times or less not in times:
+                return None
+            return interval([a - b for a, b in zip(times[more], times[less], strict=True)])
+
+        return Calibrated(
+            asked_s=self._plan.train.calibrate_s,
+            rounds=rounds,
+            gain=difference(Kind.every, Kind.own),
+            exposed=difference(Kind.own, Kind.silent),
+            comm_s=statistics.median(self._comm_s),
+        )
+
+    def _limit_s(self, micro_batch_s: float) -> float:
+        """Return the seconds that the phase may take."""
+        if self._plan.train.calibrate_s is not None:
+            return self._plan.train.calibrate_s
+        return min(DEFAULT_S, DEFAULT_SHARE * self._steps_left * self._count * micro_batch_s)
+
+    def _too_long(self, needed_s: float, limit_s: float) -> Calibrated:
+        return self._without(
+            f"{MIN_ROUNDS} rounds take {needed_s:.2g} s or more, {limit_s:.2g} s were allowed: "
+            f"run.calibrate_s={math.ceil(1.5 * needed_s)}"
+        )
+
+    def _without(self, why: str) -> Calibrated:
+        return Calibrated(asked_s=self._plan.train.calibrate_s, not_measured=why)
+
+    def _time(self, kind: Kind, count: int) -> float:
+        """Run ``count`` micro-batches. Returns seconds on the slowest rank; infinite where silent passes ran out of
+        memory on some rank, which no other one waits for."""
+        silent, meter = kind is Kind.silent, self._parallel.meter
+        sync = Sync.every if kind is Kind.every else self._plan.strategy.sync
+        with ExitStack() as contexts:
+            entered_s = 0.0
+            try:
+                if silent:
+                    contexts.enter_context(self._parallel.silent())
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                entered_s = math.inf
+            meter.open_window()
+            took_s = self._agree(entered_s)[0]  # ranks start together
+            began = time.perf_counter()
+            try:
+                if not math.isinf(took_s):
+                    self._passes(sync, count, silent=silent)
+                    took_s = time.perf_counter() - began
+            except Exception as error:
+                if not silent or not is_out_of_memory(error):
+                    raise
+                took_s = math.inf
+            if silent and not meter.silent:
+                raise PolicyNotObserved("Passes without communication have run collectives.")
+        comm_s = 0.0 if silent else meter.close_window(count, sync).time_s
+        self._parallel.zero_grad()
+        self._kept.put_back()
+        took_s, comm_s = self._agree(took_s, comm_s)
+        if kind is Kind.own:
+            self._comm_s.append(comm_s)
+        return took_s
+
+    def _passes(self, sync: Sync, count: int, *, silent: bool) -> None:
+        for number in range(count):
+            PULSE.beat(Phase.computing, number + 1)
+            micro = self._micro_batches[number % len(self._micro_batches)]
+            self._norms.trial(alone=silent)
+            with (
+                nullcontext()
+                if silent
+                else self._parallel.micro_batch(sync, first=number == 0, last=number == count - 1)
+            ):
+                with self._precision.autocast():
+                    loss_sum, items = self._run(self._parallel.forward, micro)
+                some = items.clamp(min=1) if isinstance(items, Tensor) else max(1, items)
+                self._precision.backward(loss_sum / (some * count))
+        if not silent:
+            self._parallel.gradients()  # all of them have arrived
+        self._synchronise()
+
+    def _synchronise(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        return time.perf_counter()
+
+    def _agree(self, *values: float) -> list[float]:
+        """Return each value's maximum over the ranks; all of them call it, and wait for each other."""
+        most = torch.tensor(values, dtype=torch.float64, device=self._device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        found: list[float] = most.tolist()
+        return found
 
 
 class Kept:
-    """What a rehearsal must leave as it was: random state, and the buffers that forward passes change."""
+    """Random state and buffers, saved to be restored after passes that do not train."""
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self._device, self._random = device, random_state(device)
-        # by name: a forward pass may put a new tensor in a buffer's place
-        self._module = module
-        self._buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+        # a forward pass may put a new tensor in a buffer's place, or register a buffer
+        self._buffers = [
+            (part, [(name, buffer, None if buffer is None else buffer.detach().clone())
+                    for name, buffer in part._buffers.items()])
+            for part in module.modules()
+        ]  # fmt: skip
 
     @torch.no_grad()
     def put_back(self) -> None:
         restore_random_state(self._random, self._device)
-        for name, buffer in self._module.named_buffers():
-            buffer.copy_(self._buffers[name])
+        for part, buffers in self._buffers:
+            if [*map(id, part._buffers.values())] != [id(buffer) for _, buffer, _ in buffers]:
+                part._buffers.clear()
+                part._buffers.update((name, buffer) for name, buffer, _ in buffers)
+            for _, buffer, value in buffers:
+                if buffer is not None and value is not None:
+                    buffer.copy_(value)

@@ -44,6 +44,18 @@ def cut_back(path: Path, step: int, last: dict[str, Any] | None) -> None:
         raise
 
 
+def record_of(path: Path, step: int) -> dict[str, Any] | None:
+    """Return the record of ``step``; None where there is no line for it."""
+    if not path.exists():
+        return None
+    with path.open("rb") as record:
+        end, newest = _end(record, step)
+        if newest != step:
+            return None
+        record.seek(0)
+        return json.loads(record.read(end).splitlines()[-1])
+
+
 def _end(record: IO[bytes], step: int) -> tuple[int, int | None]:
     """Where the last line that is kept ends, and its step."""
     if not os.fstat(record.fileno()).st_size:  # which mmap refuses

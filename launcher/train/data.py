@@ -16,10 +16,12 @@ from launcher.config import ShortWindow
 from launcher.errors import DataError
 from launcher.plan import RunPlan
 from launcher.train.feed import BEGINNING, Collate, Feed, Place, Window
+from launcher.train.fingerprint import require_same_data
 from launcher.train.loader import prefetch
 from launcher.train.randomness import SampleRandom
 from launcher.train.sampling import Permutation
 from launcher.train.stream import StreamFeed
+from launcher.train.task import is_loader
 from launcher.train.world import World
 from launcher.windows import Windows, share_of_window
 
@@ -33,6 +35,8 @@ def open_feed(
     device: torch.device,
     collate: Collate | None = None,
     start: Place = BEGINNING,
+    *,
+    compare: bool = False,
 ) -> Feed:
     """The windows of ``dataset``, from ``start`` on. Of a stream, what lies before is read and left out: it must come
     again as it came before.
@@ -40,13 +44,21 @@ def open_feed(
     Args:
         dataset: map-style (``__len__``, ``__getitem__``), or iterable.
         collate: samples -> batch; default: torch's default_collate.
+        compare: whether the ranks make sure that they hold the same data. All ranks call this together then.
 
     Raises:
-        DataError: the dataset's length is not the plan's.
+        DataError: the dataset's length is not the plan's, or the data differs between ranks.
     """
+    if is_loader(dataset):
+        raise DataError(
+            f"The training data is a {type(dataset).__name__}: the engine makes up micro-batches of samples itself.\n"
+            "  Give its dataset to engine.windows(), and its collate_fn as collate."
+        )
     collate = collate or default_collate
+    if compare:
+        require_same_data({"The training data": dataset}, plan, world, device)
     if plan.task.samples is None:
-        return StreamFeed(dataset, plan, world, device, collate, start)
+        return StreamFeed(dataset, plan, world, device, collate, start, compare=compare and world.size > 1)
     if not isinstance(dataset, Sized) or len(dataset) != plan.task.samples:
         found = f"{len(dataset)} samples" if isinstance(dataset, Sized) else "no length"
         raise DataError(
@@ -132,9 +144,12 @@ class _Shuffled(Dataset[tuple[Any, int]]):
         indices = self._window(spec)
         # without a sample of its own, a rank runs its window's first one with weight zero
         mine = indices[spec.start : spec.stop] or indices[:1]
-        samples: list[Any] = []
-        with self._random.own():
+
+        def read() -> Any:
+            samples: list[Any] = []
             for position, index in enumerate(mine, spec.first + spec.start):
                 self._random.seed(spec.epoch, position)
                 samples.append(self._dataset[index])
-            return self._collate(samples), spec.stop - spec.start
+            return self._collate(samples)
+
+        return self._random.around(read), spec.stop - spec.start

@@ -5,7 +5,7 @@ Annotations are evaluated here, unlike elsewhere: DDP compares those of the comm
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -31,24 +31,37 @@ class Ddp:
     def __init__(self, model: nn.Module, plan: RunPlan, device: torch.device) -> None:
         strategy, world_size = plan.strategy, plan.batch.world_size
         self.module, self.averaged_over = model, world_size
-        self._unused_allowed, self._static_graph = strategy.find_unused_parameters, strategy.static_graph
-        self._order: list[str] | None = None
+        self._unused_allowed = strategy.find_unused_parameters
+        # with these two options DDP keeps its first buckets, or the order is not that of one backward pass
+        self._keeps_buckets = self._unused_allowed or strategy.static_graph
+        self._order = self._first_order()
         self.meter = Meter(strategy.kind, Layout.replicated(payload_of_gradients(model), world_size), device)
+        self._strategy, self._device = strategy, device
         self._compression = _compression(strategy, model, self.meter)
         self.own = OwnGradient()
         # what PowerSGD leaves out for later makes of the reduced gradient another one than the mean of the ranks'
         self._comparable = strategy.compress is not Compress.powersgd
-        self.forward = self._ddp = DistributedDataParallel(
-            model,
-            device_ids=[device.index] if device.type == "cuda" else None,
+        self.forward = self._ddp = self._wrapped(init_sync=True)
+
+    def _first_order(self) -> list[str] | None:
+        """Return the gradient order of a new reducer: None until a backward pass has recorded it."""
+        return [] if self._keeps_buckets else None
+
+    def _wrapped(self, *, init_sync: bool) -> DistributedDataParallel:
+        strategy = self._strategy
+        ddp = DistributedDataParallel(
+            self.module,
+            device_ids=[self._device.index] if self._device.type == "cuda" else None,
             bucket_cap_mb=strategy.bucket_mb,
             gradient_as_bucket_view=True,
             static_graph=strategy.static_graph,
             find_unused_parameters=strategy.find_unused_parameters,
+            init_sync=init_sync,
         )
         # the engine's affair, under every strategy; the argument of this name is deprecated since torch 2.13
-        self._ddp.broadcast_buffers = False
-        self._ddp.register_comm_hook(None, self._hook)
+        ddp.broadcast_buffers = False
+        ddp.register_comm_hook(None, self._hook)
+        return ddp
 
     def _hook(self, state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # noqa: ARG002
         gradients = bucket.buffer()
@@ -68,7 +81,9 @@ class Ddp:
         self._sync = sync
         self.own.await_part(due=self._comparable and (first if sync is Sync.every else last))
         # DDP decides in forward, so the context must be open before it
-        return nullcontext() if last or sync is Sync.every else self._ddp.no_sync()
+        if not last and sync is not Sync.every:
+            return self._ddp.no_sync()
+        return nullcontext() if self._order is not None else self._record_order()
 
     def silent_until_boundary(self, sync: Sync) -> bool:
         return sync is not Sync.every
@@ -83,10 +98,28 @@ class Ddp:
             self._compression.before_reduction(items)
 
     @contextmanager
-    def rehearsal(self) -> Iterator[None]:
+    def silent(self) -> Iterator[None]:
         with self._ddp.no_sync():
             yield
         self.zero_grad()
+
+    @contextmanager
+    def trial(self) -> Iterator[None]:
+        # how the buckets are laid out decides how sums are rounded: a new reducer starts as the first one did
+        order, kept = self.gradient_order(), self._compression.state_dict()
+        self._compression.begin_trial()
+        try:
+            yield
+        finally:  # without collectives: an exception may be this rank's alone
+            for parameter in self.module.parameters():
+                parameter.grad = None
+            del self._ddp.reducer, self._ddp.logger  # it takes its hooks off the parameters, and frees the buckets
+            vars(self._ddp).update(vars(self._wrapped(init_sync=False)))
+            self._order = self._first_order()
+            self._compression = _compression(self._strategy, self.module, self.meter)
+            if kept:
+                self._compression.load_state_dict(kept)
+        self.take_gradient_order(order)
 
     def gradients(self) -> list[Tensor]:
         return whole_gradients(self.module, unused_allowed=self._unused_allowed)
@@ -103,20 +136,31 @@ class Ddp:
         return nullcontext()
 
     def gradient_order(self) -> list[str]:
-        """DDP lays its buckets out by the order in which the first synchronised backward pass came upon the gradients,
-        and a ring sums a number's parts in an order that depends on its place in the bucket."""
-        if self._order is None:
-            reducer = self._ddp.reducer
-            if self._static_graph or not (self._ddp._has_rebuilt_buckets or reducer._rebuild_buckets()):
-                return []
-            self._ddp._has_rebuilt_buckets = True
-            names = {parameter: name for name, parameter in self.module.named_parameters()}
-            buckets: list[dist.GradBucket] = reducer._get_zeros_like_grad_buckets()
-            self._order = [names[p] for bucket in buckets for p in cast("list[nn.Parameter]", bucket.parameters())]
-        return self._order
+        """Return the order in which the first synchronised backward pass of this process, or of the run that it
+        resumes, reached the gradients. DDP lays out its final buckets in that order, and a ring sums the parts of a
+        number in an order that depends on its place in the bucket."""
+        return self._order or []
+
+    @contextmanager
+    def _record_order(self) -> Iterator[None]:
+        """Record the order of one synchronised backward pass. DDP records the same one, but answers only with buckets
+        as large as all gradients (``_get_zeros_like_grad_buckets``)."""
+        order: list[str] = []
+
+        def recorder(name: str) -> Callable[[Tensor], None]:
+            return lambda _: order.append(name)
+
+        named = [(name, parameter) for name, parameter in self.module.named_parameters() if parameter.requires_grad]
+        handles = [parameter.register_post_accumulate_grad_hook(recorder(name)) for name, parameter in named]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        self._order = order
 
     def take_gradient_order(self, names: list[str]) -> None:
-        if not names:
+        if not names or self._keeps_buckets:  # earlier versions saved names in that case, too
             return
         # as after a backward pass that came upon them in this order; every gradient is zero
         parameters, reducer = dict(self.module.named_parameters()), self._ddp.reducer
@@ -125,6 +169,7 @@ class Ddp:
         for name in names:
             parameters[name].view_as(parameters[name]).backward(torch.zeros_like(parameters[name]))
         self._ddp._has_rebuilt_buckets = reducer._rebuild_buckets()
+        self._order = names
         self.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
@@ -141,6 +186,10 @@ class Compression(Protocol):
 
     def before_reduction(self, items: Callable[[], int]) -> None: ...
 
+    def begin_trial(self) -> None:
+        """Compress from now on as in the run's later windows."""
+        ...
+
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
@@ -150,17 +199,19 @@ def _compression(strategy: StrategyPlan, model: nn.Module, meter: Meter) -> Comp
         from launcher.train.powersgd import PowerSgd
 
         return PowerSgd(model, strategy.powersgd_rank, strategy.powersgd_start, meter)
-    hooks: dict[Compress, tuple[Any, int | None]] = {
-        Compress.none: (default_hooks.allreduce_hook, None),
-        Compress.bf16: (default_hooks.bf16_compress_hook, 2),
-        Compress.fp16: (default_hooks.fp16_compress_hook, 2),
-    }
-    return _Cast(*hooks[strategy.compress])
+    # an earlier version's plan may have fp16, which loses small gradients: bf16 does not, and is as short
+    narrow = strategy.compress is not Compress.none
+    return _Cast(default_hooks.bf16_compress_hook, 2) if narrow else _Cast(default_hooks.allreduce_hook, None)
 
 
 class _Cast:
-    """Gradients as they are, or each one as a narrower number: a relative error of 2^-8 (bf16) or 2^-11 (fp16) a rank
-    when it is sent, and as much again in each sum."""
+    """Gradients as they are, or rounded to bf16.
+
+    bf16 has the exponent range of fp32, so that small gradients survive. A ring of W ranks rounds each number when it
+    is sent, when it is divided by W (unless that is a power of two), and in each of W-1 sums, by 2^-8 (half a unit in
+    the last place) each time: the error is at most (W+1) 2^-8 of the mean magnitude, sum(|g|)/W, to first order. Where
+    the ranks' gradients cancel, that is more of the mean gradient itself.
+    """
 
     def __init__(self, hook: Hook, item_bytes: int | None) -> None:
         self._hook, self._item_bytes = hook, item_bytes
@@ -171,6 +222,7 @@ class _Cast:
         return self._hook(None, bucket), payload, 1
 
     def before_reduction(self, items: Callable[[], int]) -> None: ...
+    def begin_trial(self) -> None: ...
     def state_dict(self) -> dict[str, Any]:
         return {}
 

@@ -7,11 +7,11 @@ bit. The idea is that of torchdistx's deferred_init; here values belong to stora
 from __future__ import annotations
 
 import gc
+import hashlib
 import random
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -56,13 +56,26 @@ def build(make: Callable[[], nn.Module]) -> tuple[nn.Module, Recipe]:
 
 
 class Recipe:
-    """The recorded construction. ``ties``: the names of each parameter or buffer, in the model's order."""
+    """The recorded construction.
+
+    Args:
+        ties: the names of each parameter or buffer, in the model's order.
+        agree: called by ``fill`` with each whole value, in an order that the signature fixes; may change it in place.
+    """
+
+    agree: Callable[[Tensor], None] = staticmethod(lambda _: None)
 
     def __init__(
         self, calls: list[Call], sizes: dict[int, int], values: list[tuple[tuple[str, ...], Place | Tensor]]
     ) -> None:
         self._calls, self._sizes, self._values = calls, sizes, values
         self.ties = [names for names, _ in values]
+
+    def signature(self) -> str:
+        """Return a hash of the recorded operators: ranks with the same one replay in the same order."""
+        made = [(str(call.run), [(p.dtype, p.size) for p in call.fresh.values()]) for call in self._calls]
+        real = [isinstance(value, Tensor) for _, value in self._values]
+        return hashlib.blake2b(repr((made, self.ties, real)).encode(), digest_size=16).hexdigest()
 
     @torch.no_grad()
     def replay(self, place: Callable[[tuple[str, ...], Tensor], None]) -> None:
@@ -195,10 +208,10 @@ def _strays(recorder: Recorder, known: set[int]) -> list[Tensor]:
 
 @torch.no_grad()
 def fill(model: nn.Module, recipe: Recipe) -> None:
-    """Gives ``model`` its initial values, after ``fully_shard`` and ``model.to_empty(device=...)``.
+    """Give ``model`` its initial values, after ``fully_shard`` and ``model.to_empty(device=...)``.
 
-    Of a sharded parameter each rank takes its own part, without communication. Ties that ``to_empty`` broke are made
-    again: call this before an optimizer takes the parameters.
+    Of a sharded parameter each rank takes its own part. Ties that ``to_empty`` broke are made again: call this before
+    an optimizer takes the parameters.
 
     Raises:
         ValueError: the model's parameters and buffers are not those of the recipe.
@@ -211,7 +224,12 @@ def fill(model: nn.Module, recipe: Recipe) -> None:
         for name in others:
             module, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(module), attribute, named[first])
-    recipe.replay(partial(_copy, named))
+
+    def place(names: tuple[str, ...], value: Tensor) -> None:
+        recipe.agree(value)
+        _copy(named, names, value)
+
+    recipe.replay(place)
 
 
 def _copy(named: dict[str, Tensor], names: Iterable[str], value: Tensor) -> None:

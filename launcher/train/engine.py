@@ -14,11 +14,12 @@ every rank and micro-batch: see update.py.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -26,21 +27,22 @@ from launcher.config import OnOom
 from launcher.errors import ConfigError, EngineMisuse
 from launcher.plan import RunPlan
 from launcher.progress import PULSE, Phase
-from launcher.train import data, step
+from launcher.train import data, number_formats, step
 from launcher.train.buffers import Buffers
-from launcher.train.build import ModelFrom, OptimizerFrom, build
-from launcher.train.calibration import WARM_UP_WINDOWS, Calibrated, Calibration, WindowTimes, measured_as
+from launcher.train.build import ModelFrom, OptimizerFrom, TrainedParameters, build
+from launcher.train.calibration import Calibrated, Calibration, measured_as
 from launcher.train.feed import BEGINNING, Collate, Place, Window
 from launcher.train.fit import WindowAbandoned, is_out_of_memory
+from launcher.train.loader import MicroBatch, to_device
 from launcher.train.noise import Noise, NoiseScale
 from launcher.train.norm import AsTheyAre
 from launcher.train.pace import Pace
 from launcher.train.parallel import ShardUnits
 from launcher.train.precision import Precision
 from launcher.train.step import StepResult, WindowTotals
-from launcher.train.under_way import Replay, UnderWay
+from launcher.train.under_way import Forward, UnderWay
 from launcher.train.update import Update
-from launcher.train.window_norm import OverWindow, norms_of
+from launcher.train.window_norm import norms_of
 from launcher.train.world import World, device_of, join
 
 
@@ -73,28 +75,31 @@ class Engine:
         shard_units: ShardUnits | None = None,
         save_due: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.plan = plan
         self.world = World.here()
         if self.world.size != plan.batch.world_size:
             raise ConfigError(
-                "WORLD_SIZE", self.world.size, f"the plan is for {plan.batch.world_size} ranks.",
+                "WORLD_SIZE", self.world.size, f"the plan is for a world size of {plan.batch.world_size}.",
                 "Make the plan in the job itself: launcher.make_plan takes the world from torchrun.",
             )  # fmt: skip
         self.device = device_of(self.world, plan.cluster.device)
         join(self.world, self.device, plan.train.hang_timeout)
-        self.parallel, self.optimizer = build(model, optimizer, plan, self.device, shard_units)
-        self._buffers = Buffers(self.parallel.module, self.world.size, self.device)
-        self.precision = Precision(plan.precision, self.device)
+        self.plan = plan = number_formats.decided(plan, self.world, self.device)
+        self.parallel, self.optimizer = build(model, optimizer, plan, self.device, shard_units, self.world)
+        self._trained = TrainedParameters(self.parallel.module)
+        self._buffers = Buffers(self.parallel.module, self.world, self.device)
+        offloads = torch.device("cpu") if plan.strategy.cpu_offload else None
+        self.precision = Precision(plan.precision, self.device, gradients_on=offloads)
         self._norms = norms_of(plan, self.parallel, self.precision, self.device)
         self._update = Update(self.parallel, self.optimizer, self.precision, self._norms, plan, self.world, self.device)
-        self._now = UnderWay(self.parallel, self.precision, self._norms, self._buffers, self._update, self.device)
-        self._calibration = Calibration.of(plan)
+        self._now = UnderWay(
+            self.parallel, self.precision, self._norms, self._buffers, self._update, self.device, plan.strategy.sync
+        )
+        self._calibration = Calibration(self.world, self.device, self.parallel, self.precision, self._norms)
         self._stop = stop
         self._save_due = save_due if self.world.rank == 0 else lambda: False
         self._totals = WindowTotals(self.world, self.device)
         self.pace = Pace(self.world, self.device, plan.train.straggler_share)
         self._noise = NoiseScale(self.world.size, self.device)
-        self._windows_here = 0  # in this process
         self._place = BEGINNING
 
     @property
@@ -103,31 +108,30 @@ class Engine:
         return self.parallel.forward
 
     def windows(
-        self, dataset: Any, collate: Collate | None = None, replay: Replay | None = None
+        self, dataset: Any, collate: Collate | None = None, forward: Forward | None = None, *, compare_data: bool = True
     ) -> Iterator[Iterator[Any]]:
-        """One iterator of this rank's batches for each optimizer step, until the plan's steps or epochs are done.
+        """Yield one iterator of this rank's batches for each optimizer step, until the plan's steps or epochs are done.
 
         Args:
-            replay: for ``batch.norm=window``, which runs each micro-batch several times before it is handed out:
-                (model, batch) -> what goes into ``backward``.
+            forward: the loop's own forward pass, (model, batch) -> (loss_sum, items), which gets copies of batches: of
+                the first window's for the calibration, and with ``batch.norm=window`` of all. Default: no
+                calibration, and ``batch.norm=window`` is refused.
+            compare_data: whether the ranks make sure that they hold the same data before the first window.
 
         Raises:
-            ConfigError: ``batch.norm=window`` without it.
+            ConfigError: ``batch.norm=window`` without ``forward``.
+            DataError: the data is not that of the plan, or differs between ranks.
         """
-        if replay is None and isinstance(self._norms, OverWindow):
-            raise ConfigError(
-                "batch.norm", "window", "runs each micro-batch several times, and this loop's own forward pass is not "
-                "known to the engine.",
-                "Give it: engine.windows(..., replay=function of (model, batch) that returns loss_sum and items); or "
-                "use batch.norm=sync.",
-            )  # fmt: skip
-        self._now.replay = replay
+        self._now.take_forward(forward)
         if self.over:
             return
         self._again = True
         while self._again:
             self._again = False
-            self._feed = feed = data.open_feed(dataset, self.plan, self.world, self.device, collate, self._place)
+            self._feed = feed = data.open_feed(
+                dataset, self.plan, self.world, self.device, collate, self._place, compare=compare_data
+            )
+            compare_data = False
             try:
                 for window in feed.windows():
                     yield self._open(window)
@@ -141,16 +145,37 @@ class Engine:
                 feed.close()
 
     def _open(self, window: Window) -> Iterator[Any]:
-        sync, rehearses = self._calibration.sync(window.index), self._calibration.rehearses(window.index)
         self._totals.clear()
+        self._trained.require_same()
         # in place only where all ranks can meet in the window's own small collective, with none before it
         self._may_abandon = (
             self.plan.batch.on_oom is OnOom.shrink
-            and self.parallel.silent_until_boundary(sync)
+            and self.parallel.silent_until_boundary(self._now.sync)
             and isinstance(self._norms, AsTheyAre)
         )
         PULSE.begin_window(window.index + 1, self.steps + 1)
-        return self._now.open(window, sync, rehearses=rehearses, may_abandon=self._may_abandon)
+        forward, due = self._now.forward, self.calibrated is None and self._calibration.wanted(self.plan)
+        calibrate = functools.partial(self._calibrate, forward) if forward is not None and due else None
+        return self._now.open(window, calibrate, may_abandon=self._may_abandon)
+
+    def calibrate(self, forward: Forward, batches: Iterable[Any]) -> Calibrated | None:
+        """Measure what the sync policy gains and what communication costs. Between two windows; all ranks call it.
+
+        Args:
+            forward: (model, batch) -> (loss_sum, items); it gets copies of the batches.
+            batches: of this rank, each of micro-batch size; repeated where a window has more.
+
+        Returns:
+            The result; None for one rank, and with ``run.calibrate_s=0``.
+        """
+        if self._now.window is not None:
+            raise EngineMisuse("engine.calibrate() belongs between two windows.")
+        samples = self.plan.batch.micro_size
+        self._calibrate(forward, [MicroBatch(to_device(batch, self.device), samples) for batch in batches])
+        return self.calibrated
+
+    def _calibrate(self, forward: Forward, micro_batches: list[MicroBatch]) -> None:
+        self._calibration.measure(self.plan, functools.partial(self._now.run, forward), micro_batches, self.steps)
 
     @property
     def over(self) -> bool:
@@ -160,16 +185,14 @@ class Engine:
             return self._place.epoch >= epochs
         return steps is not None and self.steps >= steps
 
-    def share_buffers(self) -> None:
-        """Give every rank those of rank 0 that training changes. Each window begins with it; all ranks call it before
-        an evaluation or a checkpoint too."""
-        self._buffers.watch()
-        self._buffers.share(self.parallel.meter)
+    def share_buffers(self, *, watch: bool = True) -> None:
+        """Give every rank rank 0's changing buffers, as each window does. ``watch``: look for further ones first."""
+        self._buffers.share(self.parallel.meter, watch=watch)
 
     @property
     def samples_in_batch(self) -> int:
-        """Samples of the micro-batch under way; 0 in one that counts for nothing: it keeps the other ranks company, or
-        rehearses the window that follows."""
+        """Samples of the micro-batch under way; 0 in a stand-in, which counts for nothing and keeps step with the other
+        ranks."""
         if self._now.micro is None:
             raise EngineMisuse("No micro-batch is under way.")
         return self._now.micro.samples
@@ -190,17 +213,15 @@ class Engine:
             raise EngineMisuse(
                 "The loss does not require a gradient: it was detached, made from a number, or computed under no_grad."
             )
-        if self._now.rehearsing:
-            self.precision.backward(loss_sum * (1 / self._update.divisor))
-            return
         weight = self._update.weight(items, samples)
         if samples:
             self._totals.add(loss_sum, items, samples)
         if self.parallel.own.due:
             self._noise.begin(*self._totals.here)
         if self._now.last:
+            self._trained.require_same()
             flags = (self._feed.has_next(), self._stop(), self._save_due())
-            self._totals.send(*flags, self._noise.own, self.pace.numbers())
+            self._totals.send(*flags, self._noise.own, self.pace.numbers(), self._buffers.changed())
             if self._may_abandon and self._totals.out_of_memory():
                 raise WindowAbandoned
             self.parallel.before_reduction(self._totals.items_of_all)
@@ -228,7 +249,7 @@ class Engine:
             not is_out_of_memory(error)
             or smaller is None
             or self._now.window is None
-            or self._now.rehearsing
+            or self._now.calibrating
             or self._totals.sent
             or not self._may_abandon
         ):
@@ -240,7 +261,7 @@ class Engine:
         self._now.abandon()
         self.plan = dataclasses.replace(self.plan, batch=smaller)
         self._update.change_accumulation(smaller.accumulation)
-        self._calibration = Calibration.of(self.plan, begin=self.window_index)
+        self._calibration.result = None  # it was of larger micro-batches
         self._again = True
         return True
 
@@ -260,41 +281,36 @@ class Engine:
         gradients = self.parallel.gradients()
         self.precision.unscale(self.optimizer)
         agreed = self._totals.receive(self.parallel.total_norm(gradients))
-        work_s = time.perf_counter() - now.work_began
+        now.gradients_arrived()
         if not math.isfinite(agreed.loss_sum):
             raise step.explain_bad_loss(self._totals, self.world, self.steps + 1)
         comm = self.parallel.meter.close_window(window.count, now.sync)
         self._noise.settle(agreed.own_squares)
         self.pace.take_in(agreed.spent)
 
-        lr, scale = self._update.lr, self._update.scale
+        scale = self._update.scale
         unit = self._update.divisor / (scale or 1.0)
         PULSE.beat(Phase.updating, window.count)
         norm = self._update.apply(gradients, agreed)
         skipped = not math.isfinite(norm)
-        if window.index == 0:
+        if agreed.buffers_changed:
             self._buffers.watch()
 
-        step_s = time.perf_counter() - now.started
+        step_s = now.close()
         self.pace.measure(step_s, now.data_s, self.parallel.meter.waited_s + self._totals.waited_s)
         # a short window is faster for another reason, and its ranks' parts are not of one size
         full = agreed.samples == self.plan.batch.global_size_at(window.index)
         if full and not skipped and self.plan.batch.even_at(window.index):
             self._noise.measure(self.parallel.own, norm, agreed.items, agreed.samples, unit)
-        times = WindowTimes(step_s, work_s, comm.time_s, now.rehearsed_s)
-        typical = full and not skipped and self._windows_here >= WARM_UP_WINDOWS
-        calibrated = self._calibration.observe(window.index, times, typical)
-        self._windows_here += 1
-        now.close()
         self._place = self._feed.settle(agreed.more)
         self._update.count(agreed, window.epoch, epoch_over=self._place.epoch > window.epoch)
         stopped = agreed.stop and not self.over
         self._finished = stopped or self.over
         return StepResult(
             step=self.steps, window=window.index, epoch=window.epoch, micro_batches=window.count,
-            samples=agreed.samples, items=agreed.items, grad_norm=norm, lr=lr,
+            samples=agreed.samples, items=agreed.items, grad_norm=norm, lr=self._update.lr,
             loss=agreed.loss_sum / agreed.items if agreed.items else math.nan,
-            skipped=skipped, scale=scale, sync=now.sync, comm=comm, calibrated=calibrated,
+            skipped=skipped, scale=scale, sync=now.sync, comm=comm,
             noise=self._noise.now, spent=self.pace.spent, straggler=self.pace.straggler,
             step_s=step_s, data_s=now.data_s, last=self._finished, stopped=stopped,
             save_due=agreed.save_due,
@@ -302,7 +318,7 @@ class Engine:
 
     @property
     def schedule(self) -> LRScheduler:
-        """Of the learning rate; the engine steps it."""
+        """Learning rate schedule of the plan; the engine steps it."""
         return self._update.schedule
 
     @property
@@ -345,8 +361,8 @@ class Engine:
 
     @property
     def calibrated(self) -> Calibrated | None:
-        """The calibration's result, once it is over."""
-        return self._calibration.result_before(self.window_index)
+        """The calibration's result; None where there was none."""
+        return self._calibration.result
 
     @property
     def noise(self) -> Noise | None:
@@ -365,7 +381,7 @@ class Engine:
         return {
             **self._update.state_dict(),
             "place": dataclasses.asdict(self._place),
-            "calibration": self._calibration.state_dict(),
+            "calibration": self.calibrated and dataclasses.asdict(self.calibrated),
             "measured_as": measured_as(self.plan),
             "noise": self._noise.state_dict(),
             "gathered_by_every": self.parallel.meter.gathered_by_every,
@@ -383,10 +399,8 @@ class Engine:
         self._update.load_state_dict(state)
         self._place = Place(**state["place"])
         if alike:
-            self._calibration.load_state_dict(state["calibration"])
+            self._calibration.result = Calibrated.restored(state["calibration"], self.plan)
             self.parallel.meter.gathered_by_every = state["gathered_by_every"]
-        else:
-            self._calibration = Calibration.of(self.plan, begin=self._place.index)
         self._noise.load_state_dict(state["noise"])
         self._buffers.know(state["changing_buffers"])
         if same_order:

@@ -76,10 +76,15 @@ class Gather:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+        covers: int | None = None,
     ) -> dist.Work | None:
         flight = self._meter.take_off()
-        self._meter.count(Collective.all_gather, output_tensor.nbytes)
+        self._meter.count(Collective.all_gather, output_tensor.nbytes, covers)
         if self._exchanger is not None:
             parts = output_tensor.view(group.size(), -1)
             if parts[group.rank()].data_ptr() != input_tensor.data_ptr():

@@ -19,8 +19,16 @@ from launcher.paths import read_json, write_json
 from launcher.plan import RunPlan
 from launcher.train.world import World
 
-# how libraries that have no exception of their own for it word it
-_WORDS = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory", "ALLOC_FAILED")
+# messages of libraries that raise no exception class of their own: CUDA's of memory that torch's allocator does not
+# manage (kernels, page-locked memory), NCCL's, cuBLAS's and cuDNN's
+_WORDS = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "DefaultCPUAllocator: not enough memory",
+    "ALLOC_FAILED",
+    "CUDA error: out of memory",
+    "CUDA driver error: out of memory",
+    "'out of memory'",
+)
 
 
 class WindowAbandoned(Exception):

@@ -6,10 +6,11 @@ those of ``exchange.py``. What of it happens on which micro-batch is the sync po
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.nn.utils import get_total_norm
 
 from launcher.config import StrategyKind, Sync
@@ -27,11 +29,13 @@ from launcher.policy import Layout
 from launcher.train.deferred import Recipe, fill
 from launcher.train.exchange import Gather, Scatter
 from launcher.train.meter import Meter
+from launcher.train.narrow import groups_of, matmul_parameters, narrow
 from launcher.train.noise import OwnGradient
 from launcher.train.parallel import whole_gradients
 from launcher.train.precision import DTYPES
 from launcher.train.step import local
 from launcher.train.units import owned
+from launcher.train.world import patience
 
 
 class Fsdp:
@@ -48,20 +52,28 @@ class Fsdp:
         strategy, world_size = plan.strategy, plan.batch.world_size
         self.module = self.forward = model
         mesh = mesh_of(device, world_size, strategy.shard_size)
+        _wait_for_hangs(mesh, plan.train.hang_timeout)
         self._shard_group = mesh["shard"].get_group()
         self._shard_size = strategy.shard_size
         self._replicated = strategy.kind is StrategyKind.hsdp
-        precision = MixedPrecisionPolicy(
-            param_dtype=DTYPES.get(plan.precision.kind),
-            reduce_dtype=DTYPES.get(plan.precision.reduce_dtype, torch.float32),
-        )
-        layout = _layout(model, units, precision, strategy.shard_size, world_size)
+        # the rest of the mixed precision is autocast's, as under every strategy: see narrow.py
+        reduce_dtype = DTYPES.get(plan.precision.reduce_dtype, torch.float32)
+        precision = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+        dtype = DTYPES.get(plan.precision.kind)
+        formats = {p.dtype for p in model.parameters() if p.requires_grad}
+        if len(formats) > 1:  # only with precision.parameters=keep
+            raise TaskError(
+                f"model(): its trained parameters have several formats ({', '.join(sorted(map(str, formats)))}), which "
+                f"strategy={strategy.kind.value} cannot shard together.\n"
+                "  Use precision.parameters=fp32, or strategy=ddp."
+            )
+        narrowed = {p: place for p, place in matmul_parameters(model).items() if dtype and p.dtype == torch.float32}
+        item_bytes = dict.fromkeys(narrowed, 2)
+        layout = _layout(model, units, item_bytes, reduce_dtype, strategy.shard_size, world_size)
         self.meter = Meter(strategy.kind, layout, device)
         offload = CPUOffloadPolicy() if strategy.cpu_offload else OffloadPolicy()
         for module in (*units, model):
             fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)
-            if plan.train.compile and (module is not model or not units):
-                module.compile()
         if recipe is not None:
             model.to_empty(device="cpu" if strategy.cpu_offload else device)
             fill(model, recipe)
@@ -69,6 +81,10 @@ class Fsdp:
             _move_buffers(model, device)  # only parameters wait in host memory
         self._modules = [module for module in (model, *units) if isinstance(module, FSDPModule)]
         gather = Gather(self.meter, device)
+        self._gather = gather
+        places = set(narrowed.values())
+        for module in self._modules:
+            narrow(module, places, dtype or torch.float32, reduce_dtype, None if plan.train.compile else self._widen)
         self.own = OwnGradient()
         self._scatter = Scatter(self.meter, device, self.own)
         for module in self._modules:
@@ -79,9 +95,7 @@ class Fsdp:
             if self._replicated:
                 module.set_all_reduce_hook(self._scatter.reduced_between_replicas)
         # a sum that is added to an earlier one, converted, sent on or copied is needed at once
-        same_format = precision.reduce_dtype == torch.float32 and all(
-            p.dtype == torch.float32 for p in model.parameters()
-        )
+        same_format = reduce_dtype == torch.float32 and all(p.dtype == torch.float32 for p in model.parameters())
         self._may_defer = device.type == "cpu" and same_format and not self._replicated
         if device.type == "cpu":
             self._prefetch_in_forward()
@@ -128,6 +142,34 @@ class Fsdp:
         for module in self._modules:
             module.unshard(async_op=True)
 
+    def _widen(self, parameter: Any, dtype: torch.dtype) -> Tensor:
+        """Return a parameter that is gathered as ``dtype`` whole, in its own format; it is gathered so from then on."""
+        shard = parameter._sharded_param_data.to(parameter.device)
+        whole = torch.empty(shard.numel() * self._shard_size, dtype=shard.dtype, device=shard.device)
+        more = whole.nbytes - whole.numel() * dtype.itemsize
+        if self._shard_size == 1:
+            whole.copy_(shard)
+        elif (work := self._gather(whole, shard, self._shard_group, covers=more)) is not None:
+            work.wait()
+        layout, root = self.meter.layout, any(each is parameter for each in self._parameters_of_root())
+        self.meter.layout = dataclasses.replace(
+            layout,
+            root_bytes=layout.root_bytes + (more if root else 0),
+            unit_bytes=layout.unit_bytes + (0 if root else more),
+        )
+        if dist.get_rank() == 0:
+            info = parameter._module_info
+            names = {module: name for name, module in self.module.named_modules()}
+            print(
+                f"{names.get(info.module, '')}.{info.param_name} is gathered in fp32: the model uses it outside of "
+                "autocast's matrix products.",
+                flush=True,
+            )
+        return whole
+
+    def _parameters_of_root(self) -> list[Any]:
+        return [parameter for group in groups_of(self._modules[0]) for parameter in group.fsdp_params]
+
     def silent_until_boundary(self, sync: Sync) -> bool:  # noqa: ARG002 (parameters are gathered in forward)
         return False
 
@@ -137,16 +179,20 @@ class Fsdp:
     def before_reduction(self, items: Callable[[], int]) -> None: ...
 
     @contextmanager
-    def rehearsal(self) -> Iterator[None]:
+    def silent(self) -> Iterator[None]:
         self._set(reduce=False, all_reduce=False, reshard_after_forward=False, reshard_after_backward=False)
-        for module in self._modules:
-            module.unshard()
         try:
+            for module in self._modules:
+                module.unshard()
             yield
-        finally:
+        finally:  # passes may have run out of memory anywhere
+            _reset(self._modules)
             for module in self._modules:
                 _drop_gradients(module)
                 module.reshard()
+
+    def trial(self) -> AbstractContextManager[object]:
+        return nullcontext()
 
     def gradients(self) -> list[Tensor]:
         self._scatter.finish()
@@ -194,10 +240,28 @@ def _mesh(world: dist.ProcessGroup | None, device: str, world_size: int, shard_s
     return init_device_mesh(device, (world_size // shard_size, shard_size), mesh_dim_names=("replicate", "shard"))
 
 
+def _wait_for_hangs(mesh: DeviceMesh, hang_timeout_s: float | None) -> None:
+    """Give the mesh's groups the time limit of the default group: torch would give up before a hang is found."""
+    waits = patience(hang_timeout_s)
+    if waits is not None and dist.get_backend() != "fake":
+        for group in mesh.get_all_groups():
+            group.set_timeout(waits)
+
+
 def _layout(
-    model: nn.Module, units: Sequence[nn.Module], precision: MixedPrecisionPolicy, shard_size: int, world_size: int
+    model: nn.Module,
+    units: Sequence[nn.Module],
+    item_bytes: Mapping[nn.Parameter, int],
+    reduce_dtype: torch.dtype,
+    shard_size: int,
+    world_size: int,
 ) -> Layout:
-    """Payload of each part, with what ``fully_shard`` pads: the first dimension to a multiple of the shard group."""
+    """Return the payload of each part, with what ``fully_shard`` pads: the first dimension to a multiple of the shard
+    group.
+
+    Args:
+        item_bytes: of the parameters that are gathered in another format than their own.
+    """
     scalars = [name for name, parameter in model.named_parameters() if parameter.ndim == 0]
     if scalars:
         raise TaskError(
@@ -210,9 +274,9 @@ def _layout(
         for parameter in parameters:
             rows = math.ceil(parameter.shape[0] / shard_size) * shard_size
             numel = rows * parameter.shape[1:].numel()
-            gathered[module is model] += numel * (precision.param_dtype or parameter.dtype).itemsize
+            gathered[module is model] += numel * item_bytes.get(parameter, parameter.itemsize)
             if parameter.requires_grad:
-                reduced += numel * (precision.reduce_dtype or parameter.dtype).itemsize
+                reduced += numel * reduce_dtype.itemsize
     return Layout(
         shard_size=shard_size,
         replicas=world_size // shard_size,
@@ -239,10 +303,32 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
 
 def _drop_gradients(module: FSDPModule) -> None:
     """Of passes that were not synchronised. torch offers this only together with a reset of everything."""
-    state = module._get_fsdp_state()  # pyright: ignore[reportPrivateUsage]
-    # one group up to torch 2.11, a list of them since
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # pyright: ignore
-    for group in groups:
-        for parameter in group.fsdp_params if group is not None else ():
+    for group in groups_of(module):
+        for parameter in group.fsdp_params:
             parameter.unsharded_accumulated_grad = None
-            parameter.unsharded_param.grad = None
+            if hasattr(parameter, "_unsharded_param"):  # it has been gathered
+                parameter.unsharded_param.grad = None
+
+
+def _reset(modules: Sequence[FSDPModule]) -> None:
+    """Let the next forward pass start as if the passes before, which may be incomplete, had ended.
+
+    Args:
+        modules: the root first.
+    """
+    if modules[0]._get_fsdp_state()._is_root is None:  # pyright: ignore[reportPrivateUsage]
+        return  # before the first forward pass: torch sets its state up in the first one
+    if hasattr(modules[0], "reset_iter_state"):  # since torch 2.13
+        modules[0].reset_iter_state()
+        return
+    for module in modules:
+        state: Any = module._get_fsdp_state()  # pyright: ignore[reportPrivateUsage]
+        state._training_state = TrainingState.IDLE
+        state._state_ctx.iter_forward_root = None
+        state._state_ctx.post_backward_final_callback_queued = False
+        state._comm_ctx.post_forward_order.clear()
+        if hasattr(state, "_modules_to_run_forward"):
+            state._modules_to_run_forward.clear()
+        for group in groups_of(module):
+            group._training_state = TrainingState.IDLE
+            group.finalize_backward()

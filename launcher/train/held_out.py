@@ -2,38 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import Dataset, IterableDataset, default_collate
+from torch import nn
+from torch.utils.data import Dataset, default_collate
 
 from launcher.errors import DataError
 from launcher.plan import RunPlan
+from launcher.train.calibration import Kept
+from launcher.train.engine import Engine
 from launcher.train.feed import Collate
 from launcher.train.loader import MicroBatch, prefetch
+from launcher.train.randomness import SampleRandom, seed_everything, seed_for
 from launcher.train.stream import Shard, blocks_in_turn
+from launcher.train.task import is_mapped
 from launcher.train.world import World
 
 
+@contextmanager
+def evaluation(engine: Engine) -> Iterator[nn.Module]:
+    """Yield the model in eval mode with rank 0's buffers, between two windows.
+
+    Random state, buffers and each module's mode are restored at the end.
+    """
+    module = engine.parallel.module
+    kept = Kept(module, engine.device)
+    training = [part for part in module.modules() if part.training]  # a task may keep some of them in eval mode
+    seed_everything(seed_for(engine.plan.train.seed, f"evaluation on rank {engine.world.rank}"))
+    engine.share_buffers(watch=False)
+    module.eval()
+    try:
+        with torch.no_grad(), engine.parallel.evaluation():
+            yield module
+    finally:
+        for part in training:
+            part.training = True
+        kept.put_back()
+
+
 def eval_batches(
-    dataset: Any, plan: RunPlan, world: World, device: torch.device, collate: Collate | None = None
+    dataset: Any,
+    plan: RunPlan,
+    world: World,
+    device: torch.device,
+    collate: Collate | None = None,
+    most: int | None = None,
 ) -> Iterator[MicroBatch]:
-    """This rank's share of ``dataset``, once, in micro-batches; the shares of all ranks are the whole.
+    """Return this rank's share of ``dataset``, once, in micro-batches; the shares of all ranks are the whole.
 
     Every rank gets as many: a sharded model needs all ranks in each forward pass. A stand-in counts 0 samples.
+
+    Args:
+        most: micro-batches to end after; None: all.
     """
     collate = collate or default_collate
     size = plan.batch.micro_size
-    if not isinstance(dataset, Sized) or isinstance(dataset, IterableDataset):
+    if not is_mapped(dataset):
         blocks = blocks_in_turn(size, world.size, world.rank)
         shard = Shard(dataset, blocks, collate, plan.train.seed, epoch=0)
-        return _in_step(prefetch(shard, plan, device, plan.train.seed), world)
+        return itertools.islice(_in_step(prefetch(shard, plan, device, plan.train.seed), world), most)
     mine = range(world.rank, len(dataset), world.size)
     rounds = -(-len(dataset) // (size * world.size))
-    shares = [mine[at * size : (at + 1) * size] for at in range(rounds)]
-    return prefetch(_InOrder(dataset, collate), plan, device, plan.train.seed, order=shares)
+    shares = [mine[at * size : (at + 1) * size] for at in range(rounds)][:most]
+    return prefetch(_InOrder(dataset, collate, plan.train.seed), plan, device, plan.train.seed, order=shares)
 
 
 def _in_step(batches: Iterator[MicroBatch], world: World) -> Iterator[MicroBatch]:
@@ -57,8 +93,14 @@ def _in_step(batches: Iterator[MicroBatch], world: World) -> Iterator[MicroBatch
 class _InOrder(Dataset[tuple[Any, int]]):
     """Collates the samples of a range."""
 
-    def __init__(self, dataset: Any, collate: Collate) -> None:
+    def __init__(self, dataset: Any, collate: Collate, seed: int) -> None:
         self._dataset, self._collate = dataset, collate
+        self._random = SampleRandom(seed)
 
     def __getitem__(self, indices: range) -> tuple[Any, int]:
-        return self._collate([self._dataset[index] for index in indices or (0,)]), len(indices)
+        samples: list[Any] = []
+        with self._random.own():
+            for index in indices or (0,):
+                self._random.seed(0, index)  # a sample draws the same numbers in every evaluation and every world
+                samples.append(self._dataset[index])
+            return self._collate(samples), len(indices)

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
+import dataclasses
 import functools
+import inspect
 import io
 import os
 import pickle
 import signal
 import sys
 import threading
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from launcher.errors import DataError, LauncherError
 from launcher.plan import RunPlan
 from launcher.process import STOP_SIGNALS, die_with_parent
+from launcher.train.task import users_frames
 
 # Loader processes are forked in the middle of a run too, while gloo's threads come and go in Python. Before Python 3.12
-# a fork while one of them registers itself leaves the child waiting for that thread's lock for ever. Taking the lock
+# a fork while one of them registers itself leaves the child waiting for that thread's lock without end. Taking the lock
 # once, as this call does, waits until nobody is half way.
 if sys.version_info < (3, 12):
     os.register_at_fork(before=sys._current_frames)  # pyright: ignore[reportPrivateUsage]
@@ -53,22 +59,24 @@ def prefetch(
     """
     # of an iterable, each process would read a copy
     workers = plan.train.loader_workers if order is not None else min(1, plan.train.loader_workers)
-    packs = workers > 0 and device.type == "cpu"  # batches for a GPU go through pinned memory, as tensors
-    if packs:
-        source = _Packed(source) if order is not None else _PackedStream(source)
+    packs, pins = workers > 0 and device.type == "cpu", device.type == "cuda"  # a GPU's go through pinned memory
+    if workers:
+        source = _Guarded(source, packs) if order is not None else _GuardedStream(source, packs)
     loader: DataLoader[Any] = DataLoader(
         source,
         batch_size=None,
         sampler=order,  # pyright: ignore[reportArgumentType]
         num_workers=workers,
-        collate_fn=_as_is,
+        collate_fn=_Pinned if pins else _as_is,
         prefetch_factor=max(2, -(-2 * plan.batch.accumulation // workers)) if workers else None,
-        pin_memory=device.type == "cuda",
+        pin_memory=pins,
         worker_init_fn=functools.partial(_init_loader_process, os.getpid()),
         # a generator of its own: reading data must not draw from the stream that dropout uses
         generator=torch.Generator().manual_seed(seed),
     )
     for item in loader:
+        if isinstance(item, _Failed):
+            raise DataError(item.text)
         data, samples = pickle.loads(item) if packs else item
         yield MicroBatch(to_device(data, device), samples)
 
@@ -94,20 +102,47 @@ def _as_is(item: Any) -> Any:
     return item
 
 
-class _Packed(Dataset[bytes]):
-    def __init__(self, source: Any) -> None:
-        self._source = source
+@dataclass(frozen=True)
+class _Failed:
+    """Error raised by the user's code in a loader process, sent in place of a batch.
 
-    def __getitem__(self, spec: Any) -> bytes:
-        return _pack(self._source[spec])
+    torch itself would raise an exception of the same type whose message is a whole traceback.
+    """
+
+    text: str
+
+    @classmethod
+    def by(cls, error: Exception) -> _Failed:
+        if isinstance(error, LauncherError):
+            return cls(str(error))
+        frames = users_frames(error)
+        return cls(
+            f"{type(error).__name__}: {error}\n  Raised in a loader process by the dataset or collate:\n{frames}"
+        )
 
 
-class _PackedStream(IterableDataset[bytes]):
-    def __init__(self, source: Any) -> None:
-        self._source = source
+class _Guarded(Dataset[Any]):
+    """The source in a loader process: packed batches, or what it raised."""
 
-    def __iter__(self) -> Generator[bytes, None, None]:
-        yield from map(_pack, self._source)
+    def __init__(self, source: Any, packs: bool) -> None:
+        self._source, self._pack = source, _pack if packs else _as_is
+
+    def __getitem__(self, spec: Any) -> Any:
+        try:
+            return self._pack(self._source[spec])
+        except Exception as error:
+            return _Failed.by(error)
+
+
+class _GuardedStream(IterableDataset[Any]):
+    def __init__(self, source: Any, packs: bool) -> None:
+        self._source, self._pack = source, _pack if packs else _as_is
+
+    def __iter__(self) -> Generator[Any, None, None]:
+        try:
+            yield from map(self._pack, self._source)
+        except Exception as error:
+            yield _Failed.by(error)
 
 
 class _Packer(ForkingPickler):
@@ -134,13 +169,61 @@ def _unpack(data: bytes, dtype: torch.dtype, shape: torch.Size) -> Tensor:
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """``value`` with every tensor in it on ``device``: tuples, lists, dicts and objects with ``to`` are looked into."""
-    if device.type == "cpu":
-        return value
-    if isinstance(value, dict):
-        return type(value)((k, to_device(v, device)) for k, v in value.items())
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(to_device(v, device) for v in value))
-    if isinstance(value, list | tuple):
-        return type(value)(to_device(v, device) for v in value)
-    return value.to(device, non_blocking=True) if hasattr(value, "to") else value
+    """Return ``value`` with every tensor in it on ``device``.
+
+    Searched are the containers that torch's pytree knows (named tuples, defaultdict and registered classes included),
+    dataclasses, and other mappings and sequences. An object with a ``to`` method moves itself.
+    """
+    return value if device.type == "cpu" else _mapped(value, "to", functools.partial(_moved, device=device))
+
+
+def _moved(item: Any, device: torch.device) -> Any:
+    try:
+        parameters = inspect.signature(item.to).parameters.values()
+    except ValueError:  # a built-in method, such as a tensor's
+        return item.to(device, non_blocking=True)
+    asynchronous = any(each.name == "non_blocking" or each.kind is each.VAR_KEYWORD for each in parameters)
+    moved = item.to(device, non_blocking=True) if asynchronous else item.to(device)
+    return item if moved is None else moved  # some move themselves in place
+
+
+def _mapped(value: Any, method: str, change: Callable[[Any], Any]) -> Any:
+    """Replace every object in ``value`` that has ``method`` by ``change(object)``; containers keep their type."""
+
+    def has_method(item: Any) -> bool:
+        return callable(getattr(item, method, None)) and not isinstance(item, type)
+
+    def leaf(item: Any) -> Any:
+        if has_method(item):
+            return change(item)
+        # containers that pytree takes for leaves
+        if dataclasses.is_dataclass(item) and not isinstance(item, type):
+            clone = copy.copy(item)
+            for each in dataclasses.fields(item):
+                if hasattr(item, each.name):
+                    object.__setattr__(clone, each.name, inner(getattr(item, each.name)))  # frozen ones too
+            return clone
+        if isinstance(item, MutableMapping):
+            clone = cast("MutableMapping[Any, Any]", copy.copy(item))
+            for key in list(clone):
+                clone[key] = inner(clone[key])
+            return clone
+        if isinstance(item, list | tuple):
+            items: Any = [inner(each) for each in cast("Sequence[Any]", item)]
+            return type(item)(*items) if hasattr(item, "_fields") else type(item)(items)
+        return item
+
+    def inner(item: Any) -> Any:
+        return tree_map(leaf, item, is_leaf=lambda each: has_method(each) or isinstance(each, torch.Size))
+
+    return inner(value)
+
+
+class _Pinned:
+    """A batch whose tensors DataLoader's pinning thread copies to page-locked memory, whatever container has them."""
+
+    def __init__(self, item: Any) -> None:
+        self.item = item
+
+    def pin_memory(self) -> Any:
+        return _mapped(self.item, "pin_memory", lambda each: each.pin_memory())

@@ -18,25 +18,26 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from launcher import snapshot
 from launcher.config import Device, OnOom, OptimizerKind
-from launcher.errors import CheckpointFailed, DataError, RecordFailed, TaskError
+from launcher.errors import DataError, RecordFailed, TaskError
 from launcher.incarnation import Fence
 from launcher.paths import write_json
 from launcher.plan import OptimizerPlan, RunPlan
 from launcher.progress import PULSE, Phase
-from launcher.train import checkpoint, fit, resume, room
+from launcher.train import checkpoint, cutback, fit, number_formats, resume, room
 from launcher.train.account import Account
 from launcher.train.engine import Engine
-from launcher.train.held_out import eval_batches
+from launcher.train.fingerprint import require_same_data
+from launcher.train.flops import peak_flops
+from launcher.train.held_out import eval_batches, evaluation
 from launcher.train.randomness import seed_everything
 from launcher.train.saver import Saver
 from launcher.train.step import StepResult, require_sum
-from launcher.train.task import Loss, Task, eval_data, file_of, load_task
+from launcher.train.task import Loss, Task, eval_data, file_of, is_mapped, load_task, train_data
 from launcher.train.telemetry import (
     Metrics,
     NoRecord,
     Sink,
     as_record,
-    peak_flops,
     peak_memory_bytes,
     step_metrics,
 )
@@ -55,11 +56,13 @@ def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
         Superseded: a newer incarnation of the run has begun.
     """
     world, fence = World.here(), Fence.here(plan.paths)
-    join(world, device_of(world, plan.cluster.device), plan.train.hang_timeout)
+    device = device_of(world, plan.cluster.device)
+    join(world, device, plan.train.hang_timeout)
+    plan = number_formats.decided(plan, world, device, plan.paths.precision)
     asked, plan = plan, fit.fitted(plan, world)
     if world.rank == 0:
         resume.begin(plan.paths, fence)
-    task = load_task(plan.task.target, plan.task.params, plan.cluster.import_from)
+    task = load_task(plan.task.target, plan.task.params, plan.cluster.import_from, plan.train.seed)
     # of what was just imported: it may be edited while the run goes on
     commit = snapshot.commit_of(file, plan.cluster.copies) if world.rank == 0 and (file := file_of(task)) else None
     seed_everything(plan.train.seed)  # the same initial parameters on every rank
@@ -74,10 +77,11 @@ def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
         getattr(task, "shard_units", None),
         cadence.by_clock,
     )
-    seed_everything(plan.train.seed + 1 + world.rank)  # but dropout of its own
     PULSE.beat(Phase.starting, 3)
-    samples = task.train_data()  # before the checkpoint is loaded: making data may draw random numbers
+    samples, held_out = train_data(task, plan.train.seed), eval_data(task, plan.train.seed)
+    require_same_data({"train_data()": samples, "eval_data()": held_out}, plan, world, engine.device)
     PULSE.beat(Phase.starting, 4)
+    seed_everything(plan.train.seed + 1 + world.rank)  # from here on each rank draws its own: dropout
     resumed = resume.go_on(engine, plan.paths, fence, commit) if plan.checkpoint.enabled else None
     account, last = Account(plan, engine, commit=commit), None
     if resumed is not None:
@@ -87,7 +91,11 @@ def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
     if plan.checkpoint.enabled:
         room.require(engine, plan.paths.checkpoints, has_one=resumed is not None)
     saver = Saver(engine, account, fence, trouble)
-    run = _Run(asked, task, engine, NoRecord(), account, cadence, saver, recorded=engine.steps if last else None)
+    run = _Run(
+        asked, task, held_out, engine, NoRecord(), account, cadence, saver, recorded=engine.steps if last else None
+    )
+    if resumed is None:
+        run.try_evaluation()
     owed = run.owed(last)
     if world.rank == 0:
         run.record = resume.open_record(plan, fence, engine.steps, last and last | owed, amended=bool(owed))
@@ -139,6 +147,7 @@ def as_loss(value: Loss | Tensor, samples: int, target: str) -> Loss:
 class _Run:
     plan: RunPlan
     task: Task
+    held_out: Any
     engine: Engine
     record: Sink
     account: Account
@@ -147,16 +156,19 @@ class _Run:
     recorded: int | None = None
 
     def __post_init__(self) -> None:
-        self.samples_per_s_at_peak: float | None = None
-        peak, flops = peak_flops(self.engine.device), getattr(self.task, "flops_per_sample", None)
-        if peak is not None and flops is not None:
-            self.samples_per_s_at_peak = peak * self.engine.world.size / flops()
+        own: Callable[[], float] | None = getattr(self.task, "flops_per_sample", None)
+        self.flops_per_sample = self.plan.task.flops_per_sample if own is None else own()
+        self.peak_flops: float | None = None
+        if self.engine.device.type == "cuda":
+            name, tf32 = torch.cuda.get_device_name(self.engine.device), torch.backends.cuda.matmul.fp32_precision
+            self.peak_flops = peak_flops(name, self.plan.precision.kind, tf32=tf32 == "tf32")
 
     def steps(self, samples: Any) -> str:
         """To the end of the plan's steps, or to a stop; the verdict."""
         engine = self.engine
         self.cadence.start_clock()
-        for window in engine.windows(samples, getattr(self.task, "collate", None), self.loss):
+        collate, compare = getattr(self.task, "collate", None), not is_mapped(samples)  # the others were compared
+        for window in engine.windows(samples, collate, self.loss, compare_data=compare):
             try:
                 for batch in window:
                     engine.backward(*self.loss(engine.model, batch))
@@ -171,22 +183,22 @@ class _Run:
                 print(f"step {engine.steps + 1}: skipped, {why}", flush=True)
             if engine.pace.news is not None and engine.world.rank == 0:
                 print(f"step {engine.steps}: {engine.pace.news}", flush=True)
-            metrics = self.metrics(result)
-            evaluated: Metrics = {}
-            if self.eval_due(result):
-                with self.out_of_memory("while the held-out data was evaluated"):
-                    evaluated = self.evaluate()
-            saves = self.save_due(result)
-            try:
-                saved = self.save(result, metrics | evaluated) if saves else {}
-            except CheckpointFailed:
+            metrics, saves, evaluates = self.metrics(result), self.save_due(result), self.eval_due(result)
+            try:  # before the evaluation: a mistake in that must not cost the steps so far
+                if saves:
+                    metrics |= self.save(result, metrics)
+                if evaluates:
+                    with self.out_of_memory("while the held-out data was evaluated"):
+                        metrics |= self.evaluate()
+            except Exception:
                 if not (result.skipped and result.step == self.recorded):
                     with suppress(RecordFailed):  # the disk is full: it has been said
-                        self.record.write(result.step, metrics | evaluated)
+                        self.record.write(result.step, metrics)
                 raise
-            if self.log_due(result, extra=bool(evaluated) or saves):
-                self.record.write(result.step, metrics | evaluated | saved | self.saver.news())
+            if self.log_due(result, extra=evaluates or saves):
+                self.record.write(result.step, metrics | self.saver.news())
                 self.recorded = result.step
+                self.account.settles = False
             if result.stopped:
                 return "stopped"
         return "done"
@@ -219,18 +231,31 @@ class _Run:
         return loss_and_items(self.task, self.engine, model, batch)
 
     def eval_due(self, result: StepResult) -> bool:
+        if self.held_out is None:
+            return False
         every = self.plan.train.eval_every
         if result.last:
             return not result.stopped
         return bool(every) and not result.skipped and result.step % every == 0
 
     def owed(self, last: dict[str, Any] | None) -> Metrics:
-        """The evaluation of the step that the run goes on from, where a stop was in a hurry and left it out. ``last``:
-        the record of that step."""
-        every = self.plan.train.eval_every
-        if last is None or not every or last["step"] % every or "eval/loss" in last:
+        """Return the evaluation that is due at the step that the run resumes from, if its record lacks it: a stop in a
+        hurry left it out, or it failed.
+
+        Args:
+            last: the record of that step, as the checkpoint has it.
+        """
+        if last is None or self.held_out is None:
             return {}
-        return self.evaluate()
+        every = self.plan.train.eval_every
+        if not self.engine.over and (not every or last["step"] % every):
+            return {}
+        paths, world = self.plan.paths, self.engine.world
+        written = world.of_rank_0(cutback.record_of(paths.metrics, last["step"]) if world.rank == 0 else None)
+        if written is None or "eval/loss" not in written:
+            return self.evaluate()
+        self.account.evaluated, self.account.eval_loss = True, written["eval/loss"]
+        return {}
 
     def save_due(self, result: StepResult) -> bool:
         if not self.plan.checkpoint.enabled or not self.engine.steps:  # of no step there is nothing to save
@@ -244,15 +269,20 @@ class _Run:
         metrics["batch/empty_windows"] = engine.empty_windows
         if engine.precision.scales:
             metrics["amp/skipped_steps"] = engine.skipped_steps
-        if self.samples_per_s_at_peak is not None:
-            metrics["throughput/mfu"] = metrics["throughput/samples_per_s"] / self.samples_per_s_at_peak
+        if self.account.settles or result.last:
+            metrics |= self.account.calibration()
+        if self.flops_per_sample is not None:
+            flops_per_s = metrics["throughput/samples_per_s"] * self.flops_per_sample
+            metrics["throughput/flops_per_s"] = flops_per_s
+            if self.peak_flops is not None:
+                metrics["throughput/mfu"] = flops_per_s / (self.peak_flops * engine.world.size)
         return metrics
 
     def log_due(self, result: StepResult, *, extra: bool) -> bool:
         # a skipped window is no step, so there is no record of one: the counters of the next record have it
         if result.skipped and (not result.last or result.step == self.recorded):
             return False
-        return bool(extra or result.calibrated or result.last or result.step % self.plan.train.log_every == 0)
+        return bool(extra or result.last or result.step % self.plan.train.log_every == 0)
 
     def save(self, result: StepResult, metrics: Metrics) -> Metrics:
         """``metrics``: of this very step. They are recorded after the checkpoint, and would be lost in between."""
@@ -265,33 +295,17 @@ class _Run:
         self.cadence.start_clock()
         return {"time/checkpoint_s": time.perf_counter() - began}
 
-    @torch.no_grad()
+    def try_evaluation(self) -> None:
+        """Evaluate the first micro-batch of each rank, so that a mistake in the evaluation shows before training."""
+        if self.held_out is not None and not isinstance(self.held_out, Iterator):  # which would lose what is read
+            with self.out_of_memory("while the first held-out data was evaluated"):
+                self.evaluated(most=1)
+
     def evaluate(self) -> Metrics:
-        """Mean loss over the items of the held-out data; nothing where the task has none."""
-        data = eval_data(self.task)
-        if data is None:
+        """Return the mean loss over the items of the held-out data; nothing where the task has none."""
+        if self.held_out is None:
             return {}
-        engine, module = self.engine, self.engine.parallel.module
-        PULSE.beat(Phase.evaluating)
-        engine.share_buffers()
-        training = [part for part in module.modules() if part.training]  # a task may keep some of them in eval mode
-        module.eval()
-        totals = torch.zeros(2, dtype=torch.float64, device=engine.device)
-        batches = eval_batches(data, engine.plan, engine.world, engine.device, getattr(self.task, "collate", None))
-        with engine.parallel.evaluation():
-            for number, batch in enumerate(batches, 1):
-                PULSE.beat(Phase.evaluating, number)
-                with engine.precision.autocast():
-                    loss = as_loss(self.task.loss(module, batch.data), batch.samples, self.plan.task.target)
-                require_sum(loss.total, loss.items)
-                if batch.samples:
-                    totals[0] += loss.total.double()
-                    totals[1] += loss.items
-        for part in training:
-            part.training = True
-        if engine.world.size > 1:
-            dist.all_reduce(totals)
-        loss_sum, items = totals.tolist()
+        loss_sum, items = self.evaluated()
         if not items > 0:
             raise DataError(
                 "eval_data() holds no item: there is nothing to evaluate on.\n  Return None to have no evaluation."
@@ -300,3 +314,23 @@ class _Run:
         self.account.evaluated = True
         self.account.eval_loss = loss if math.isfinite(loss) else None
         return {"eval/loss": loss}
+
+    def evaluated(self, most: int | None = None) -> tuple[float, float]:
+        """Return the sum of the loss over the held-out data of all ranks, and the items. ``most``: micro-batches."""
+        engine, collate = self.engine, getattr(self.task, "collate", None)
+        PULSE.beat(Phase.evaluating)
+        totals = torch.zeros(2, dtype=torch.float64, device=engine.device)
+        with evaluation(engine) as module:
+            batches = eval_batches(self.held_out, engine.plan, engine.world, engine.device, collate, most)
+            for number, batch in enumerate(batches, 1):
+                PULSE.beat(Phase.evaluating, number)
+                with engine.precision.autocast():
+                    loss = as_loss(self.task.loss(module, batch.data), batch.samples, self.plan.task.target)
+                require_sum(loss.total, loss.items)
+                if batch.samples:
+                    totals[0] += loss.total.double()
+                    totals[1] += loss.items
+        if engine.world.size > 1:
+            dist.all_reduce(totals)
+        loss_sum, items = totals.tolist()
+        return loss_sum, items

@@ -17,6 +17,7 @@ import torch
 from launcher.config import StrategyKind, Sync
 from launcher.errors import PolicyNotObserved
 from launcher.policy import Collective, Layout, passes
+from launcher.sizes import count
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class Meter:
         self.open_window()
 
     def open_window(self) -> None:
-        """Forget what ran since the last window: evaluation, or a rehearsal."""
+        """Forget what ran since the last window: an evaluation, or a calibration."""
         self._covered = dict.fromkeys(Collective, 0)
         self._payload = dict.fromkeys(Collective, 0)
         self._collectives = dict.fromkeys(Collective, 0)
@@ -166,6 +167,11 @@ class Meter:
         self._collectives[kind] += collectives
 
     @property
+    def payload(self) -> Mapping[Collective, int]:
+        """Payload bytes of each kind since the window was opened."""
+        return dict(self._payload)
+
+    @property
     def silent(self) -> bool:
         """Whether nothing ran since the window was opened."""
         return not any(self._collectives.values())
@@ -216,8 +222,8 @@ class Meter:
             if wrong:
                 raise PolicyNotObserved(
                     f"strategy.sync={sync.value} means {kind.value} of {wanted:,} bytes in this window of "
-                    f"{micro_batches} micro-batches; {seen:,} bytes were seen in {self._collectives[kind]} "
-                    "collectives.\n"
+                    f"{count(micro_batches, 'micro-batch', 'micro-batches')}; {seen:,} bytes were "
+                    f"seen in {count(self._collectives[kind], 'collective')}.\n"
                     "  Every forward pass must go through the engine's model (engine.model, or the model handed to "
                     "loss), once a micro-batch, and the loss must reach every parameter that requires a gradient."
                 )

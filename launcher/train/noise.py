@@ -4,7 +4,8 @@ After McCandlish, Kaplan, Amodei et al., "An Empirical Model of Large-Batch Trai
 norm of a mean gradient over B samples is expected to be ``|G|^2 + tr(Sigma) / B``, with G the true gradient and Sigma
 the covariance of one sample's. Two sizes of batch are two equations: the large one is the window, the small one what a
 rank has summed by itself before any other rank's gradient was added. Both unknowns are averaged over windows (weighted,
-see _Averages), and only then divided: ``noise/scale = tr(Sigma) / |G|^2``, in samples.
+see _Averages), and only then divided: ``noise/scale = tr(Sigma) / |G|^2``, in samples. How well the quotient is known
+follows from how far the windows' estimates scatter: see _Averages.interval.
 
 What the norms are of: a rank's gradient lies there as ``g_r = s / C * sum of its items' gradients`` (C the engine's
 divisor, s the loss scale), so the mean over its n_r items is ``G_r = C / (s * n_r) * g_r``. A rank with more items
@@ -32,19 +33,23 @@ FEWEST_WINDOWS = 10
 
 @dataclass(frozen=True)
 class Noise:
-    """What the windows so far say, averaged.
+    """Estimates from the windows so far.
 
     Args:
         grad_sq: squared norm of the gradient that an endless batch would have, |G|^2.
         variance: of one sample's gradient, summed over all parameters, tr(Sigma).
+        low, high: samples between which ``scale`` lies with 95% confidence; ``high`` is infinite where the windows do
+            not exclude a true gradient of zero.
     """
 
     grad_sq: float
     variance: float
+    low: float = 0.0
+    high: float = math.inf
 
     @property
     def scale(self) -> float | None:
-        """Samples; None while the noise leaves one of the two below zero: then it is known too badly."""
+        """Samples; None while the noise leaves one of the two averages below zero."""
         return self.variance / self.grad_sq if self.variance > 0 and self.grad_sq > 0 else None
 
 
@@ -136,7 +141,9 @@ class NoiseScale:
         return asdict(self._averages)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._averages = _Averages(**state)
+        """Averages of an earlier version, without the squares, are dropped: they have no interval."""
+        known = state.keys() == asdict(self._averages).keys()
+        self._averages = _Averages(**state) if known else _Averages()
 
 
 @dataclass(frozen=True)
@@ -174,6 +181,7 @@ class _Averages:
         windows: that are in them.
         before_sq: squared norm of the newest window's mean gradient; 0 before there is one.
         weight, grad_sq, variance: averages of the weights, and of the two estimates times their weights.
+        grad_sq_2, both, variance_2: averages of the squares and of the product of the latter two.
     """
 
     windows: int = 0
@@ -181,6 +189,9 @@ class _Averages:
     weight: float = 0.0
     grad_sq: float = 0.0
     variance: float = 0.0
+    grad_sq_2: float = 0.0
+    both: float = 0.0
+    variance_2: float = 0.0
 
     def take_in(self, large_sq: float, grad_sq: float, variance: float) -> None:
         if self.before_sq > 0:
@@ -188,13 +199,52 @@ class _Averages:
             if self.windows:
                 weight = min(weight, MOST_WEIGHT * self.weight / (1 - SMOOTHING**self.windows))
             self.windows += 1
+            g, v = weight * grad_sq, weight * variance
             self.weight += (1 - SMOOTHING) * (weight - self.weight)
-            self.grad_sq += (1 - SMOOTHING) * (weight * grad_sq - self.grad_sq)
-            self.variance += (1 - SMOOTHING) * (weight * variance - self.variance)
+            self.grad_sq += (1 - SMOOTHING) * (g - self.grad_sq)
+            self.variance += (1 - SMOOTHING) * (v - self.variance)
+            self.grad_sq_2 += (1 - SMOOTHING) * (g * g - self.grad_sq_2)
+            self.both += (1 - SMOOTHING) * (g * v - self.both)
+            self.variance_2 += (1 - SMOOTHING) * (v * v - self.variance_2)
         self.before_sq = large_sq
 
     @property
     def noise(self) -> Noise | None:
         if self.windows < FEWEST_WINDOWS:
             return None
-        return Noise(self.grad_sq / self.weight, self.variance / self.weight)
+        return Noise(self.grad_sq / self.weight, self.variance / self.weight, *self.interval())
+
+    def interval(self) -> tuple[float, float]:
+        """Return the 95% confidence interval of the scale, in samples, at least 0; from two windows on.
+
+        It holds each quotient R that the windows do not exclude (Fieller, "Some Problems in Interval Estimation",
+        1954): those where the average of v - R g, whose expectation is 0 at the true R, is at most t standard errors
+        from 0. A normal interval around the quotient would be wrong where the average of g is not far from 0 itself.
+        The standard error is that of an average with unequal weights: a fraction of the windows' scatter that depends
+        on their number only.
+        """
+        mass = 1 - SMOOTHING**self.windows  # of the weights (1 - s) s^i of the windows, newest first
+        share = (1 - SMOOTHING) / (1 + SMOOTHING) * (1 + SMOOTHING**self.windows) / mass  # 1 / effective windows
+        g, v = self.grad_sq / mass, self.variance / mass
+        t_sq = _student(1 / share - 1) ** 2 * share / (1 - share)
+        # (v - R g)^2 <= t^2 Var(v - R g), a quadratic in R: a R^2 - 2 b R + c <= 0
+        a = g * g - t_sq * max(0.0, self.grad_sq_2 / mass - g * g)
+        b = g * v - t_sq * (self.both / mass - g * v)
+        c = v * v - t_sq * max(0.0, self.variance_2 / mass - v * v)
+        if not all(map(math.isfinite, (a, b, c))):
+            return 0.0, math.inf
+        if a > 0:
+            root = math.sqrt(max(0.0, b * b - a * c))
+            return max(0.0, (b - root) / a), max(0.0, (b + root) / a)
+        # g may be 0: the interval excludes nothing, or only the values between the two roots
+        if a == 0 or b * b <= a * c:
+            return 0.0, math.inf
+        root = math.sqrt(b * b - a * c)
+        low, high = (b + root) / a, (b - root) / a
+        return (max(0.0, high) if low <= 0 else 0.0), math.inf
+
+
+def _student(freedom: float) -> float:
+    """Return the 97.5% quantile of Student's t distribution: Cornish and Fisher's expansion around the normal one."""
+    z = 1.959964
+    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)

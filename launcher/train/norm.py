@@ -21,7 +21,7 @@ from launcher.errors import ConfigError, TaskError
 from launcher.plan import RunPlan
 from launcher.policy import Collective
 from launcher.train.meter import Meter
-from launcher.train.moments import Statistics, normalise, per_channel, sums_of, track, widened
+from launcher.train.moments import Statistics, normalise, per_channel, sums_of, track
 
 
 def batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:
@@ -49,8 +49,12 @@ class Ranks:
 class Norms(Protocol):
     """What the engine tells of its windows, for the sake of the model's BatchNorm layers."""
 
-    def micro_batch(self, *, counts: bool, rehearsal: bool) -> None:
-        """Called before each. ``counts``: its samples do; ``rehearsal``: no collective may run, and nothing stays."""
+    def micro_batch(self, *, counts: bool) -> None:
+        """Prepare for the next micro-batch of a window. ``counts``: whether its samples do."""
+        ...
+
+    def trial(self, *, alone: bool) -> None:
+        """Prepare for a micro-batch of which nothing stays. ``alone``: no collective may run."""
         ...
 
     def track(self) -> None:
@@ -69,7 +73,8 @@ class Normaliser(Norms, Protocol):
 class AsTheyAre:
     """``leave``, ``freeze``, or no BatchNorm at all: nothing of a layer depends on other micro-batches."""
 
-    def micro_batch(self, *, counts: bool, rehearsal: bool) -> None: ...
+    def micro_batch(self, *, counts: bool) -> None: ...
+    def trial(self, *, alone: bool) -> None: ...
     def track(self) -> None: ...
 
 
@@ -79,13 +84,16 @@ class OverRanks:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._counts, self._rehearsal = True, False
+        self._counts, self._alone = True, False
 
-    def micro_batch(self, *, counts: bool, rehearsal: bool) -> None:
-        self._counts, self._rehearsal = counts or rehearsal, rehearsal
+    def micro_batch(self, *, counts: bool) -> None:
+        self._counts, self._alone = counts, False
+
+    def trial(self, *, alone: bool) -> None:
+        self._counts, self._alone = True, alone
 
     def normalised(self, layer: _BatchNorm, x: Tensor) -> Tensor:
-        counts, add_up = self._counts, (lambda sums: sums) if self._rehearsal else self._ranks.add_up
+        counts, add_up = self._counts, (lambda sums: sums) if self._alone else self._ranks.add_up
         with torch.no_grad():
             statistics = Statistics.of_sums(add_up(sums_of(x, counts=counts)))
         if not _in_backward():
@@ -120,23 +128,6 @@ def freeze(model: nn.Module) -> None:
         _let_run(layer, functools.partial(_frozen, layer))
 
 
-def widen(model: nn.Module) -> None:
-    """Let the BatchNorm layers of ``model`` take a scale and shift that a sharded model gathers in bf16 or fp16, which
-    torch refuses beside statistics in fp32.
-
-    Raises:
-        TaskError: one is a SyncBatchNorm, whose collectives are inside of what would be replaced.
-    """
-    for name, layer in batch_norms(model).items():
-        if isinstance(layer, nn.SyncBatchNorm):
-            raise TaskError(
-                f"batch.norm=leave: {name} is a SyncBatchNorm, which torch cannot run on shards in bf16 or fp16.\n"
-                "  Use batch.norm=sync, which does the same, or precision=fp32."
-            )
-        if _is_plain(layer):
-            _let_run(layer, functools.partial(_wide, layer))
-
-
 def _let_run(layer: nn.Module, forward: Callable[..., Any]) -> None:
     layer.forward = forward
 
@@ -147,32 +138,13 @@ def _is_plain(layer: _BatchNorm) -> bool:
 
 def _frozen(layer: _BatchNorm, x: Tensor) -> Tensor:
     layer._check_input_dim(x)
-    scale, shift = _scale_and_shift(layer)
-    return functional.batch_norm(x, layer.running_mean, layer.running_var, scale, shift, training=False, eps=layer.eps)
-
-
-def _wide(layer: _BatchNorm, x: Tensor) -> Tensor:
-    """torch's own, but for the formats of scale and shift."""
-    if not layer.training and layer.running_mean is not None:
-        return _frozen(layer, x)
-    layer._check_input_dim(x)
-    part = layer.momentum or 0.0
-    if layer.num_batches_tracked is not None:
-        layer.num_batches_tracked.add_(1)
-        part = 1 / float(layer.num_batches_tracked) if layer.momentum is None else part
-    scale, shift = _scale_and_shift(layer)
-    return functional.batch_norm(x, layer.running_mean, layer.running_var, scale, shift, True, part, layer.eps)
-
-
-def _scale_and_shift(layer: _BatchNorm) -> tuple[Tensor | None, Tensor | None]:
-    if layer.weight is None or layer.bias is None:
-        return layer.weight, layer.bias
-    return widened(layer.weight), widened(layer.bias)
+    statistics = layer.running_mean, layer.running_var
+    return functional.batch_norm(x, *statistics, layer.weight, layer.bias, training=False, eps=layer.eps)
 
 
 def _forward(layer: _BatchNorm, norms: Normaliser, x: Tensor) -> Tensor:
     if not layer.training:  # an evaluation, or the task keeps this layer so
-        return _wide(layer, x)
+        return type(layer).forward(layer, x)
     layer._check_input_dim(x)
     y = norms.normalised(layer, x)
     if layer.weight is not None:

@@ -23,6 +23,8 @@ from launcher.train.world import World
 
 # in which a rank's usual time is looked for, and how many there must be
 WINDOWS, FEWEST_WINDOWS = 20, 10
+# seconds a window: a shorter delay is that of the measurement, or of nothing that is worth a search
+NEGLIGIBLE_S = 0.01
 # of a process that has just started, whose first windows are not typical
 _LEFT_OUT = 2
 _COMPUTE, _DATA, _WAIT = range(3)
@@ -31,11 +33,13 @@ _KINDS = 3
 
 @dataclass(frozen=True)
 class Spent:
-    """Seconds of a window: of computing, on average over the ranks and at most, and of waiting for other ranks."""
+    """Seconds of a window: of computing, on average over the ranks and at most; of waiting for other ranks; and of
+    waiting for data, at most."""
 
     compute_s: float
     compute_most_s: float
     wait_s: float
+    data_most_s: float
 
 
 @dataclass(frozen=True)
@@ -44,12 +48,14 @@ class Straggler:
 
     Args:
         share: of a step's time that would be saved, were it as fast as the median of the other ranks.
+        excess_s: seconds of a window that this is.
         of: what it spends that on, compute or data; own_s: its seconds of that, others_s: the others' median.
     """
 
     rank: int
     host: str
     share: float
+    excess_s: float
     of: str
     own_s: float
     others_s: float
@@ -109,7 +115,9 @@ class Pace:
         rows = torch.tensor(table, dtype=torch.float64).view(self._ranks, _KINDS)
         self._tables.append(rows)
         compute = rows[:, _COMPUTE]
-        self.spent = Spent(compute.mean().item(), compute.max().item(), rows[:, _WAIT].mean().item())
+        self.spent = Spent(
+            compute.mean().item(), compute.max().item(), rows[:, _WAIT].mean().item(), rows[:, _DATA].max().item()
+        )
         if self._share is not None and len(self._tables) >= FEWEST_WINDOWS:
             self._look(self._share)
 
@@ -117,7 +125,9 @@ class Pace:
         before, now = self.straggler, slowest(torch.stack([*self._tables]), self._hosts)
         # whoever is named stays so until it is clearly over: a cost near the limit is not said again and again
         lasts = before is not None and before.rank == now.rank
-        self.straggler = now if now.share >= (share / 2 if lasts else share) else None
+        least = 0.5 if lasts else 1.0
+        names = now.share >= least * share and now.excess_s >= least * NEGLIGIBLE_S
+        self.straggler = now if names else None
         if self.straggler is not None:
             self.named = now
             if not lasts:
@@ -140,6 +150,7 @@ def slowest(tables: Tensor, hosts: Sequence[str]) -> Straggler:
         rank=rank,
         host=hosts[rank],
         share=(excess_s / step_s).item() if step_s > 0 else 0.0,
+        excess_s=excess_s.item(),
         of=("compute", "data")[kind],
         own_s=usual[rank, kind].item(),
         others_s=usual[others, kind].median().item(),

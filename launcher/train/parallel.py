@@ -60,9 +60,13 @@ class Parallel(Protocol):
         """Called before the window's last backward pass. ``items``: waits for how many the window has on all ranks."""
         ...
 
-    def rehearsal(self) -> AbstractContextManager[object]:
-        """Around forward and backward passes without any collective, whose gradients are thrown away at its end. What
-        must be sent before is sent on entering."""
+    def silent(self) -> AbstractContextManager[object]:
+        """Return a context for forward and backward passes without any collective. Their gradients are thrown away at
+        its end; what must be sent before is sent on entering."""
+        ...
+
+    def trial(self) -> AbstractContextManager[object]:
+        """Return a context, between two windows, for passes that must not change what training does after it."""
         ...
 
     def gradients(self) -> list[Tensor]:
@@ -115,6 +119,8 @@ def wrap(
     units: list[nn.Module] = []
     if strategy.kind in SHARDED or strategy.recompute is Recompute.blocks:
         units = find_units(model, None if shard_units is None else shard_units(model))
+    if plan.train.compile and strategy.kind in SHARDED:
+        compile_forward(units or [model])
     if strategy.recompute is Recompute.blocks:
         recompute(units)
     if strategy.kind in SHARDED:
@@ -129,6 +135,16 @@ def wrap(
     from launcher.train.ddp import Ddp
 
     return Ddp(model, plan, device)
+
+
+def compile_forward(modules: Sequence[nn.Module]) -> None:
+    """Compile the forward function of each of ``modules``, inside the hooks of ``fully_shard`` and inside recompute.
+
+    ``Module.compile`` would put both into the compiled region. They are not traced there: under recompute the unit
+    then runs without the compiler, and no message says so.
+    """
+    for module in modules:
+        module.forward = torch.compile(module.forward)
 
 
 def recompute(units: Sequence[nn.Module]) -> None:
@@ -190,8 +206,11 @@ class Single:
         self.zero_grad()
 
     def before_reduction(self, items: Callable[[], int]) -> None: ...
-    def rehearsal(self) -> AbstractContextManager[object]:
+    def silent(self) -> AbstractContextManager[object]:
         raise AssertionError("one rank has no collective to leave out")
+
+    def trial(self) -> AbstractContextManager[object]:
+        return nullcontext()
 
     def gradients(self) -> list[Tensor]:
         return whole_gradients(self.module, unused_allowed=self._unused_allowed)

@@ -71,6 +71,10 @@ class PowerSgd:
                 error.mul_(number / self._items)
         self._items = number
 
+    def begin_trial(self) -> None:
+        """Compress from now on, however few synchronisations there have been."""
+        self._state.iter = max(self._state.iter, self._start)
+
     def _settle(self, index: int, parameters: list[nn.Parameter]) -> None:
         """Give bucket ``index`` what its parameters remember, if it does not hold just those."""
         known = self._layout.get(index)

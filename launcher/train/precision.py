@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
@@ -17,11 +19,68 @@ from launcher.plan import PrecisionPlan
 DTYPES = {PrecisionKind.bf16: torch.bfloat16, PrecisionKind.fp16: torch.float16}
 
 
-class Precision:
-    """Parameters, gradients and optimizer state stay fp32; only the forward and backward arithmetic is narrow."""
+# formats in which parameters do not add up small updates
+NARROW_DTYPES = (torch.bfloat16, torch.float16)
 
-    def __init__(self, plan: PrecisionPlan, device: torch.device) -> None:
-        """Raises ConfigError where ``device`` cannot compute in the format."""
+
+def parameters_to_fp32(model: nn.Module, *, frozen: bool, optimizer: Optimizer | None = None) -> int:
+    """Turn trained parameters in bf16 or fp16 into fp32, in place, and return how many numbers that were.
+
+    Accumulated gradients and the optimizer's state have the format of their parameter. Frozen parameters have neither,
+    and keep their memory. Buffers become fp32 too, except in modules whose own parameters stay narrow.
+
+    Args:
+        frozen: also frozen parameters: without autocast, all operands must be of one format.
+        optimizer: over the model's parameters; its state becomes fp32 with them.
+    """
+    wide = {id(p): p for p in model.parameters() if p.dtype in NARROW_DTYPES and (p.requires_grad or frozen)}
+    if not wide:
+        return 0
+    buffers = [
+        buffer
+        for module in model.modules()
+        if all(p.dtype not in NARROW_DTYPES or id(p) in wide for p in module.parameters(recurse=False))
+        for buffer in module.buffers(recurse=False)
+        if buffer.dtype in NARROW_DTYPES
+    ]
+    changed = wide.keys() | {id(buffer) for buffer in buffers}
+    model._apply(lambda tensor: tensor.float() if id(tensor) in changed else tensor)
+    for parameter, state in () if optimizer is None else optimizer.state.items():
+        if id(parameter) in wide:
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.dtype in NARROW_DTYPES:
+                    state[name] = value.float()
+    return sum(p.numel() for p in wide.values() if p.requires_grad)
+
+
+def set_tf32(allowed: bool) -> None:
+    """Let fp32 matrix products and convolutions on a GPU use TF32, or forbid it to both.
+
+    torch's default forbids it to products and allows it to convolutions. Both of torch's interfaces are set: it refuses
+    to read the older one, as torch.compile does, where only the newer one was.
+    """
+    precision = "tf32" if allowed else "ieee"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # some versions of torch warn of the older interface
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
+    cudnn: Any = torch.backends.cudnn
+    for operations in (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn):
+        operations.fp32_precision = precision
+
+
+class Precision:
+    """The arithmetic of forward and backward passes: autocast, loss scaling, and TF32 on or off for the process."""
+
+    def __init__(self, plan: PrecisionPlan, device: torch.device, gradients_on: torch.device | None = None) -> None:
+        """Make the formats of ``plan`` available on ``device``.
+
+        Args:
+            gradients_on: the device that holds the gradients; default: ``device``.
+
+        Raises:
+            ConfigError: ``device`` cannot compute in the format.
+        """
+        set_tf32(plan.tf32)
         self._device = device.type
         self._dtype = DTYPES.get(plan.kind)
         if self._dtype is not None:
@@ -30,6 +89,10 @@ class Precision:
         self.scaler = torch.amp.GradScaler(
             self._device, init_scale=plan.init_scale, growth_interval=plan.growth_interval, enabled=fp16
         )
+        if gradients_on is not None:
+            # The scaler keeps its scale on the device of the first tensor that it scales. From a GPU it would copy the
+            # scale and the overflow flag to gradients on the host without waiting for the copy to end.
+            self.scaler.scale(torch.ones((), device=gradients_on))
 
     def autocast(self) -> AbstractContextManager[object]:
         """Around the forward pass and the loss."""

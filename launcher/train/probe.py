@@ -8,42 +8,55 @@ from __future__ import annotations
 
 import json
 import sys
-import traceback
-from collections.abc import Sized
+import warnings
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from launcher.errors import TaskError
-from launcher.train.task import load_task
+from launcher.process import die_with_parent
+from launcher.train.task import Task, build_model, eval_data, is_mapped, load_task, train_data, users_frames
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
-def probe(target: str, params: dict[str, Any], search_path: list[str], shards: bool) -> dict[str, Any]:
-    """The fields of a TaskPlan. The model is built on the meta device where it can be, so that size costs nothing.
+def probe(target: str, params: dict[str, Any], search_path: list[str], shards: bool, seed: int) -> dict[str, Any]:
+    """Return the fields of a TaskPlan. The model is built on the meta device where it can be, so that size costs
+    nothing.
 
-    ``shards``: whether the task's shard units matter, and must be right.
+    Args:
+        shards: whether the task's shard units matter, and must be right.
+        seed: of the job, which the data's length may depend on.
     """
     import torch
 
+    from launcher.train.narrow import matmul_parameters
     from launcher.train.norm import batch_norms
+    from launcher.train.precision import NARROW_DTYPES
     from launcher.train.units import find_units
 
-    task = load_task(target, params, search_path)
-    data = task.train_data()
-    samples = None if isinstance(data, torch.utils.data.IterableDataset) or not isinstance(data, Sized) else len(data)
+    task = load_task(target, params, search_path, seed)
+    notes: list[str] = []
+    data = train_data(task, seed, notes)
+    eval_data(task, seed, notes)
+    samples = len(data) if is_mapped(data) else None
     if samples is None and not hasattr(data, "__iter__"):
         raise TaskError(
             f"task._target_={target}: train_data() returned a {type(data).__name__} that has no length and cannot be "
             "iterated.\n  Give a map-style dataset (__len__ and __getitem__) or an IterableDataset."
         )
     try:
-        with torch.device("meta"), _without_random_values():
-            model = task.model()
+        # the warnings of load_state_dict and others about meta tensors are not about the job's model
+        with torch.device("meta"), _without_random_values(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = build_model(task, seed)
     except Exception:  # a constructor that computes with its tensors needs real ones
-        model = task.model()
+        model = build_model(task, seed)
     if not isinstance(model, torch.nn.Module):
         raise TaskError(f"task._target_={target}: model() returned a {type(model).__name__}, not a torch.nn.Module.")
     trained = [p for p in model.parameters() if p.requires_grad]
+    frozen = [p for p in model.parameters() if not p.requires_grad]
     if not trained:
         raise TaskError(
             f"task._target_={target}: model() has no parameter that requires a gradient.\n"
@@ -52,6 +65,7 @@ def probe(target: str, params: dict[str, Any], search_path: list[str], shards: b
     shard_units = getattr(task, "shard_units", None) if shards else None
     units = find_units(model, None if shard_units is None else shard_units(model))
     in_units = {parameter for unit in units for parameter in unit.parameters()}
+    multiplied = list(matmul_parameters(model))
     return {
         "target": target,
         "params": params,
@@ -59,8 +73,34 @@ def probe(target: str, params: dict[str, Any], search_path: list[str], shards: b
         "parameters": sum(p.numel() for p in trained),
         "gradient_bytes": sum(p.numel() * p.element_size() for p in trained),
         "unit_parameters": sum(p.numel() for p in trained if p in in_units),
+        "frozen_parameters": sum(p.numel() for p in frozen),
+        "frozen_unit_parameters": sum(p.numel() for p in frozen if p in in_units),
         "batch_norms": len(batch_norms(model)),
+        "data_notes": tuple(notes),
+        "narrow_parameters": sum(p.numel() for p in trained if p.dtype in NARROW_DTYPES),
+        "matmul_parameters": sum(p.numel() for p in multiplied),
+        "unit_matmul_parameters": sum(p.numel() for p in multiplied if p in in_units),
+        "in_eval_mode": in_eval_mode(model),
+        "flops_per_sample": _flops(task, model, data),
     }
+
+
+def _flops(task: Task, model: nn.Module, data: Any) -> float | None:
+    """Return a sample's FLOPs, counted last because it reads data and runs the task's loss; None where the task has a
+    method for them."""
+    if callable(getattr(task, "flops_per_sample", None)):
+        return None
+    from launcher.train.flops import flops_per_sample
+
+    return flops_per_sample(task, model, data)
+
+
+def in_eval_mode(module: nn.Module, name: str = "") -> list[str]:
+    """Return the names of the outermost modules in eval mode; an empty name is ``module`` itself."""
+    if not module.training:
+        return [name]
+    prefix = f"{name}." if name else ""
+    return [found for child, part in module.named_children() for found in in_eval_mode(part, f"{prefix}{child}")]
 
 
 def _without_random_values() -> AbstractContextManager[object]:
@@ -83,28 +123,15 @@ def _without_random_values() -> AbstractContextManager[object]:
     return WithoutRandomValues()
 
 
-def _users_frames(error: Exception) -> str:
-    """Where in the user's own code it happened."""
-    ours = str(Path(__file__).resolve().parent.parent)
-    frames = traceback.extract_tb(error.__traceback__)
-    theirs = [
-        frame
-        for frame in frames
-        if not frame.filename.startswith((ours, "<frozen")) and "importlib" not in frame.filename
-    ]
-    return "".join(traceback.format_list(theirs)).rstrip()
-
-
 def main() -> None:
+    die_with_parent(int(sys.argv[2]))
     request = json.load(sys.stdin)
     try:
         result: dict[str, Any] = {"task": probe(**request)}
     except TaskError as error:
         result = {"error": str(error)}
     except Exception as error:  # user code may raise anything
-        result = {
-            "error": f"task._target_={request['target']}: {type(error).__name__}: {error}\n{_users_frames(error)}"
-        }
+        result = {"error": f"task._target_={request['target']}: {type(error).__name__}: {error}\n{users_frames(error)}"}
     Path(sys.argv[1]).write_text(json.dumps(result), encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""Random numbers: their state, kept and put back, and those of a micro-batch's samples, which depend on its place only.
+"""Random numbers: seeds, their state, kept and put back, and those of a sample, which depend on its place only.
 
 All of them: torch's (on the CPU and on this rank's GPU), Python's, and NumPy's where it is in use.
 """
@@ -8,15 +8,23 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+T = TypeVar("T")
+
+
+def seed_for(seed: int, part: str) -> int:
+    """Return the seed of ``part``, so that what one part draws does not depend on how many numbers another drew."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{part}".encode(), digest_size=7).digest(), "little")
+
 
 def seed_everything(seed: int) -> None:
+    """Seed the global generators of torch, Python and, where it is in use, NumPy."""
     torch.manual_seed(seed)
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
@@ -55,6 +63,21 @@ def restore_random_state(state: dict[str, Tensor], device: torch.device) -> None
         np.random.set_state(("MT19937", np.array(key, np.uint32), position, has_gauss, state["numpy_gauss"].item()))
 
 
+def _host_state() -> tuple[Any, Any]:
+    """Return the states of Python's and NumPy's generators at the least cost; equal states are ``_same``."""
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), numpy and numpy.random.get_state()
+
+
+def _same(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
+    mine, others = one[1], other[1]
+    if isinstance(mine, tuple) and isinstance(others, tuple):  # MT19937: its words are an array
+        (_, words, *mine), (_, other_words, *others) = mine, others
+        if not (words == other_words).all():
+            return False
+    return one[0] == other[0] and mine == others
+
+
 class SampleRandom:
     """The random numbers that reading samples draws.
 
@@ -64,6 +87,7 @@ class SampleRandom:
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
+        self._drawn = self._lean = False
         self._numpy: Any = None
         self._left: tuple[Tensor, Any] | None = None
 
@@ -86,11 +110,41 @@ class SampleRandom:
             if numpy is not None:
                 numpy.random.set_bit_generator(outer)
 
+    def around(self, read: Callable[[], T]) -> T:
+        """Return the result of ``read``, which calls ``seed`` before each sample.
+
+        To seed Python's and NumPy's generators takes longer than to read a small sample, and most data sets draw from
+        neither. So ``seed`` leaves these two out until a read has changed one: that read is repeated.
+        """
+        if not self._drawn:
+            torch_state = torch.get_rng_state()
+            before = python_state, numpy_state = _host_state()
+            self._lean = True
+            try:
+                value = read()
+            except Exception:
+                if _same(before, _host_state()):
+                    raise
+            else:
+                if _same(before, _host_state()):
+                    return value
+            finally:
+                self._lean = False
+                torch.set_rng_state(torch_state)
+            self._drawn = True
+            random.setstate(python_state)
+            if numpy_state is not None:
+                sys.modules["numpy"].random.set_state(numpy_state)
+        with self.own():
+            return read()
+
     def seed(self, epoch: int, place: int) -> None:
         """Within ``own``. ``place``: of a sample in the epoch."""
         digest = hashlib.blake2b(f"{self._seed}/{epoch}/{place}".encode(), digest_size=8).digest()
         seed = int.from_bytes(digest, "little")
         torch.default_generator.manual_seed(seed)
+        if self._lean:
+            return
         random.seed(seed)
         if (numpy := sys.modules.get("numpy")) is not None:
             numpy.random.seed(seed % 2**32)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
 
-from launcher.config import Compress
+from launcher.config import Compress, LrScaling
 from launcher.paths import read_json
 from launcher.plan import RunPlan
 from launcher.train import contents, elastic
@@ -77,7 +77,7 @@ def load(engine: Engine, directory: Path) -> Restored:
     now = measured_as(plan)
     alike = same_ranks and saved.get("measured_as", now) == now
     engine.load_state_dict(saved, alike=alike, same_order=same_ranks)
-    _take_hyperparameters(engine, plan)
+    _take_hyperparameters(engine, plan, scheduled=saved.get("follows_plan", True))
 
     kept = tensors[strategy]
     if not same_ranks or not compresses:
@@ -105,22 +105,26 @@ def _leave_out_unknown(state: dict[str, dict[str, Any]], stored: Metadata) -> No
             del state[parameter]
 
 
-def _take_hyperparameters(engine: Engine, plan: RunPlan) -> None:
-    """Those of the checkpoint go on, but where the user has insisted on others; and the learning rate is the schedule's
-    for the step that comes, as the schedule may have become a longer one."""
+def _take_hyperparameters(engine: Engine, plan: RunPlan, *, scheduled: bool) -> None:
+    """Keep the optimizer's arguments of the checkpoint, except for those that the user has forced, and set the learning
+    rate of the next step by the plan's schedule, which may have another end now.
+
+    Args:
+        scheduled: whether that schedule set the rates of the run; else they stay as they are in the checkpoint.
+    """
     groups, optimizer = engine.optimizer.param_groups, plan.optimizer
-    for key in plan.forced:
-        group, _, name = key.partition(".")
-        if group != "optimizer":
-            continue
-        if name in ("lr", "lr_scaling", "reference_batch"):
-            engine.schedule.base_lrs = [optimizer.lr for _ in groups]
-            continue
+    forced = {name for group, _, name in (key.partition(".") for key in plan.forced) if group == "optimizer"}
+    resized = "batch.global_size" in plan.forced and optimizer.lr_scaling is not LrScaling.none
+    if resized or forced & {"lr_scaling", "reference_batch"}:
+        forced |= {"lr", "betas", "eps"}
+    if "lr" in forced:
+        engine.schedule.base_lrs = [optimizer.lr for _ in groups]
+    for name in forced - {"lr", "lr_scaling", "reference_batch"}:
         for parameters in groups:
             if name in parameters:
                 parameters[name] = getattr(optimizer, name)
-    if "batch.global_size" in plan.forced and optimizer.lr != optimizer.base_lr:  # lr_scaling is of the global batch
-        engine.schedule.base_lrs = [optimizer.lr for _ in groups]
+    if not scheduled:
+        return
     factor = plan.schedule.factor(engine.steps, plan.schedule_steps)
     rates = [base * factor for base in engine.schedule.base_lrs]
     for group, rate in zip(groups, rates, strict=True):

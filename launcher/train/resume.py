@@ -12,6 +12,7 @@ from launcher.errors import NoGoodCheckpoint, RecordFailed, WrongCheckpoint
 from launcher.incarnation import Fence
 from launcher.paths import RunPaths
 from launcher.plan import RunPlan
+from launcher.sizes import count
 from launcher.train import checkpoint, cutback, manifest, restore
 from launcher.train.engine import Engine
 from launcher.train.restore import Restored
@@ -100,7 +101,7 @@ def require_same_shards(engine: Engine, resumed: Resumed, dataset: Any) -> None:
 
 def _how(engine: Engine, restored: Restored) -> str:
     batch, origin = engine.plan.batch, restored.origin
-    said = f"{engine.steps} steps are done"
+    said = f"{count(engine.steps, 'step')} done"
     if restored.ranks != batch.world_size:
         said += f", at {batch.world_size} rank{'' if batch.world_size == 1 else 's'} instead of {restored.ranks}"
     if (before := origin.get("strategy", engine.plan.strategy.kind)) != engine.plan.strategy.kind:

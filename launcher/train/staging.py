@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import mmap
+import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -56,35 +58,35 @@ def _without(state: dict[str, Any], left_out: set[Path], above: Path) -> dict[st
 
 
 class Staging:
-    """Copies, at most one of each tensor: the next save writes over those of the last one."""
+    """Copies in host memory, at most one of each tensor: the next save writes over those of the last one."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._buffers: dict[Path, Tensor] = {}
+        self._pinned: _Pinned | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        return sum(buffer.nbytes for buffer in {id(buffer): buffer for buffer in self._buffers.values()}.values())
+        return sum(buffer.nbytes for buffer in self._buffers.values())
 
     @torch.no_grad()
     def copy(self, state: dict[str, Any]) -> dict[str, Any]:
-        """``state`` with its tensors in host memory; no save may still be reading the last copy."""
-        before, self._buffers = self._buffers, {}
-        seen: dict[tuple[Any, ...], Tensor] = {}  # tied tensors have two names
+        """Return ``state`` with its tensors in host memory; no save may still be reading the last copy."""
+        sources: dict[tuple[Any, ...], tuple[Path, Tensor]] = {}  # tied tensors have two names
+
+        def collect(path: Path, tensor: Tensor) -> Tensor:
+            source = local(tensor).detach()
+            sources.setdefault(_place(path, source), (path, source))
+            return tensor
+
+        _mapped(state, (), collect)
+        self._make_room(dict(sources.values()))
+        for path, source in sources.values():
+            self._buffers[path].copy_(source, non_blocking=True)
 
         def staged(path: Path, tensor: Tensor) -> Tensor:
-            source = local(tensor).detach()
-            place = (source.data_ptr(), source.dtype, source.shape, source.stride()) if source.numel() else (path,)
-            if (buffer := seen.get(place)) is None:
-                buffer = before.pop(path, None)
-                if any(buffer is taken for taken in seen.values()):  # two names had one tensor, and have no more
-                    buffer = None
-                if buffer is None or (buffer.shape, buffer.dtype) != (source.shape, source.dtype):
-                    pinned = self._device.type == "cuda" and source.numel() > 0
-                    buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=pinned)
-                seen[place] = buffer.copy_(source, non_blocking=True)
-            self._buffers[path] = buffer
+            buffer = self._buffers[sources[_place(path, local(tensor).detach())][0]]
             if isinstance(tensor, DTensor):
                 # from_local would send it back to the device
                 return DTensor(buffer, tensor._spec, requires_grad=False)  # pyright: ignore
@@ -94,6 +96,72 @@ class Staging:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return copied
+
+    def _make_room(self, sources: dict[Path, Tensor]) -> None:
+        """Have one buffer for each of ``sources``. Those of an earlier copy are used again where they fit."""
+        before, self._buffers = self._buffers, {}
+        on_device: dict[Path, Tensor] = {}
+        for path, source in sources.items():
+            if _is_on_device(source):
+                on_device[path] = source
+            if (buffer := before.get(path)) is not None and _format(buffer) == _format(source):
+                self._buffers[path] = buffer
+            elif path not in on_device:
+                self._buffers[path] = torch.empty(source.shape, dtype=source.dtype)
+        if any(path not in self._buffers for path in on_device):
+            for path in on_device:
+                self._buffers.pop(path, None)
+            before.clear()
+            self._pinned = None  # first: the old memory and the new one are not held together
+            self._pinned = _Pinned(on_device)
+            self._buffers |= self._pinned.buffers
+
+
+class _Pinned:
+    """One region of page-locked host memory, with a buffer for each of ``sources``.
+
+    ``torch.empty(pin_memory=True)`` rounds each allocation up to a power of two, which may take twice the memory; this
+    takes what the tensors need, and a page. The mapping is shared, because a page-locked page must not be copied on
+    write when loader processes are forked. Where the driver refuses, the memory stays ordinary: copies are slower.
+    """
+
+    def __init__(self, sources: dict[Path, Tensor]) -> None:
+        offsets: dict[Path, int] = {}
+        size = 0
+        for path, source in sources.items():
+            offsets[path] = size
+            size += -(-source.nbytes // _ALIGNMENT) * _ALIGNMENT
+        memory = mmap.mmap(-1, max(size, 1))
+        self.buffers = {
+            path: torch.frombuffer(memory, dtype=source.dtype, count=source.numel(), offset=offsets[path]).reshape(
+                source.shape
+            )
+            for path, source in sources.items()
+        }
+        address, cudart = torch.frombuffer(memory, dtype=torch.uint8).data_ptr(), cast("Any", torch.cuda.cudart())
+        self.nbytes = len(memory)
+        if int(cudart.cudaHostRegister(address, self.nbytes, _PORTABLE)) == 0:
+            weakref.finalize(self, cudart.cudaHostUnregister, address)
+        else:
+            print("The memory for copies of checkpoints cannot be page-locked: saving holds up the steps for longer.")
+
+
+_ALIGNMENT = 64
+_PORTABLE = 1  # cudaHostRegisterPortable
+
+
+def _place(path: Path, source: Tensor) -> tuple[Any, ...]:
+    """Return what two names of one tensor have in common."""
+    return (source.data_ptr(), source.dtype, source.shape, source.stride()) if source.numel() else (path,)
+
+
+def _format(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+    return tensor.shape, tensor.dtype
+
+
+def _is_on_device(source: Tensor) -> bool:
+    """Return whether a copy crosses the bus, which is asynchronous into page-locked memory only."""
+    return source.is_cuda and source.numel() > 0
 
 
 def _mapped(value: Any, path: Path, staged: Callable[[Path, Tensor], Tensor]) -> Any:

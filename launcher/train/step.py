@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 
 from launcher.config import Sync
 from launcher.errors import NotFinite, TaskError
-from launcher.train.calibration import Calibrated
 from launcher.train.meter import CommStats
 from launcher.train.noise import Noise
 from launcher.train.pace import Spent, Straggler, places
@@ -31,13 +30,12 @@ class StepResult:
         window: index of the window in the run, from 0; epoch: from 0.
         loss: sum over the window's items divided by their number; nan in a window without items, as is grad_norm.
         grad_norm: global norm of the gradient of that mean, unscaled, before clipping.
-        lr: learning rate that was applied, of the first parameter group.
+        lr: learning rate of the first parameter group that this step applied, whoever set it.
         samples, items: what the window held, on all ranks.
         micro_batches: run by each rank.
         skipped: fp16 overflowed, or the window held no item: neither parameters, schedule nor step count moved.
         scale: fp16 loss scale of this window; None without scaling.
         sync: the policy of this window; comm: what it sent, on this rank.
-        calibrated: once, when the calibration is over.
         noise: what the windows before this one say of the gradient's noise; None while too few of them do.
         spent: what the ranks' time went into in the window before; straggler: the rank that holds the others up.
         step_s, data_s: wall seconds of the window, and of those, waiting for data.
@@ -58,7 +56,6 @@ class StepResult:
     scale: float | None
     sync: Sync
     comm: CommStats
-    calibrated: Calibrated | None
     noise: Noise | None
     spent: Spent | None
     straggler: Straggler | None
@@ -82,12 +79,13 @@ class Agreed:
     stop: bool
     save_due: bool
     own_squares: float
+    buffers_changed: bool
     spent: list[float]
     grad_norm: float
 
 
-_FLAGS = 8
-_OWN_SQUARE, _OUT_OF_MEMORY = 6, 7  # their places among the flags
+_FLAGS = 9
+_OWN_SQUARE, _OUT_OF_MEMORY, _BUFFERS = 6, 7, 8  # their places among the flags
 
 
 class WindowTotals:
@@ -134,10 +132,11 @@ class WindowTotals:
         save_due: bool,
         own_square: Tensor | float,
         spent: Sequence[float],
+        buffers_changed: Tensor | float = 0.0,
         *,
         out_of_memory: bool = False,
     ) -> None:
-        known = [self._counted_items, 0, self._samples, has_next, stop, save_due, 0, out_of_memory, *spent]
+        known = [self._counted_items, 0, self._samples, has_next, stop, save_due, 0, out_of_memory, 0, *spent]
         # from pinned memory: an ordinary copy would hold the host until the GPU is through with the forward pass
         flags = torch.tensor(known, dtype=torch.float64, pin_memory=self._device.type == "cuda")
         flags = flags.to(self._device, non_blocking=True)
@@ -148,6 +147,7 @@ class WindowTotals:
             # what is no count spoils the sum, on every rank: that needs neither a flag of its own nor the host
             flags[0] += counts.where((counts >= 0) & (counts == counts.round()), torch.nan).sum()
         flags[_OWN_SQUARE] = own_square
+        flags[_BUFFERS] = buffers_changed
         if self._world.size > 1:
             self._work = dist.all_reduce(flags, async_op=True)
         self._shared = flags
@@ -177,11 +177,11 @@ class WindowTotals:
         """Raises TaskError, on all ranks, where one has counted items that are no number of items."""
         # of offloaded gradients the norm is on the host
         both = torch.cat((self._arrived(), grad_norm.detach().to(self._device, torch.float64).reshape(1)))
-        items, loss_sum, samples, more, stop, save_due, own_squares, _, *spent, norm = both.tolist()
+        items, loss_sum, samples, more, stop, save_due, own_squares, _, buffers, *spent, norm = both.tolist()
         if not math.isfinite(items):
             raise self._explain_bad_items()
         flags = (more > 0, stop > 0, save_due > 0)
-        return Agreed(round(items), loss_sum, round(samples), *flags, own_squares, spent, norm)
+        return Agreed(round(items), loss_sum, round(samples), *flags, own_squares, buffers > 0, spent, norm)
 
     def _explain_bad_items(self) -> TaskError:
         counts = [float(count.item()) for count in self._items]

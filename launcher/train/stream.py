@@ -14,6 +14,7 @@ from launcher.batch import Batch
 from launcher.errors import DataError
 from launcher.plan import RunPlan
 from launcher.train.feed import Collate, Place, Window
+from launcher.train.fingerprint import Outline, outline, require_same_stream
 from launcher.train.loader import MicroBatch, prefetch
 from launcher.train.randomness import SampleRandom
 from launcher.train.world import World
@@ -29,10 +30,19 @@ class StreamFeed:
     """
 
     def __init__(
-        self, dataset: Any, plan: RunPlan, world: World, device: torch.device, collate: Collate, start: Place
+        self,
+        dataset: Any,
+        plan: RunPlan,
+        world: World,
+        device: torch.device,
+        collate: Collate,
+        start: Place,
+        *,
+        compare: bool = False,
     ) -> None:
         self._dataset, self._plan, self._world, self._device, self._collate = dataset, plan, world, device, collate
         self._place = start
+        self._compare = compare
         self._stand_in: MicroBatch | None = None
         self._open()
 
@@ -43,8 +53,12 @@ class StreamFeed:
         window = self._place.index - self._place.window  # the epoch's first
         skip = sum(batch.accumulation_at(index) for index in range(window, self._place.index))
         blocks = blocks_of_windows(batch, window, self._world.rank)
-        shard = Shard(self._dataset, blocks, self._collate, seed, self._place.epoch, skip)
+        shard = Shard(self._dataset, blocks, self._collate, seed, self._place.epoch, skip, outlined=self._compare)
         self._source = prefetch(shard, self._plan, self._device, seed)
+        if self._compare:
+            self._compare = False
+            outlines = [Outline(*each) for each in next(self._source).data]
+            require_same_stream("The training data", outlines, self._world)
         self._next = next(self._source, None)
         if self._next is not None and self._next.samples == OVER:
             self._stand_in, self._next = MicroBatch(self._next.data, 0), None
@@ -107,6 +121,8 @@ def blocks_of_windows(batch: Batch, first: int, rank: int) -> Iterator[Block]:
 
 # in place of a number of samples: of this rank's share nothing is left, and this is what it stands in with
 OVER = -1
+# in place of a number of samples: the outlines of the stream's first samples, before everything else
+OUTLINES, OUTLINED_SAMPLES = -2, 4
 
 
 class Shard(IterableDataset[tuple[Any, int]]):
@@ -117,14 +133,23 @@ class Shard(IterableDataset[tuple[Any, int]]):
     Args:
         blocks: how the stream is dealt out. A rank's block of size 0 counts 0 samples: it is a stand-in.
         skip: how many of this rank's blocks to leave out. If it has no more of them, the last one comes, as OVER.
+        outlined: whether the outlines of the first samples come first, as OUTLINES; none of a stream that is sharded.
     """
 
     def __init__(
-        self, dataset: Iterable[Any], blocks: Iterator[Block], collate: Collate, seed: int, epoch: int, skip: int = 0
+        self,
+        dataset: Iterable[Any],
+        blocks: Iterator[Block],
+        collate: Collate,
+        seed: int,
+        epoch: int,
+        skip: int = 0,
+        *,
+        outlined: bool = False,
     ) -> None:
         self._dataset, self._blocks, self._collate = dataset, blocks, collate
         self._reading, self._collating = SampleRandom(seed), SampleRandom(seed)
-        self._epoch, self._skip = epoch, skip
+        self._epoch, self._skip, self._outlined = epoch, skip, outlined
 
     def __iter__(self) -> Iterator[tuple[Any, int]]:
         whole = bool(getattr(self._dataset, "sharded", False))
@@ -135,9 +160,13 @@ class Shard(IterableDataset[tuple[Any, int]]):
         blocks = (Block(size, True) for size, mine in self._blocks if mine) if whole else self._blocks
         newest: list[Any] = []  # this rank's last one, or before it has one, anybody's
         left_out, skip, place = False, self._skip, 0
+        outlined = self._outlined
         for size, mine in blocks:
             with self._reading.going_on(self._epoch):
                 block = list(itertools.islice(samples, size))
+            if outlined:
+                outlined = False
+                yield [] if whole else [tuple(outline(sample)) for sample in block[:OUTLINED_SAMPLES]], OUTLINES
             if size and not block:
                 break
             newest = block if block and (mine or not newest) else newest

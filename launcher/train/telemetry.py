@@ -18,14 +18,12 @@ import torch
 
 from launcher.errors import RecordFailed
 from launcher.plan import RunPlan
+from launcher.sizes import count
 from launcher.train.calibration import Calibrated
 from launcher.train.noise import Noise
 from launcher.train.step import StepResult, flags_bytes
 
 Metrics = dict[str, float]
-
-# Dense bf16 and fp16 tensor-core peaks in FLOP/s, from NVIDIA's data sheets; a device that is not here has no MFU.
-_PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "A10": 125e12, "V100": 125e12}
 
 
 class Sink(Protocol):
@@ -87,7 +85,7 @@ class Record:
         self._file.close()
         if self._left:
             raise RecordFailed(
-                f"{len(self._left)} lines of {self._path} could not be written: the disk took them to the end not.\n"
+                f"{count(len(self._left), 'line')} of {self._path} were not written: the disk was full to the end.\n"
                 "  The checkpoint is whole; of these steps there is no record."
             )
 
@@ -131,8 +129,6 @@ def step_metrics(result: StepResult, plan: RunPlan, seen: tuple[int, int], total
     }
     if result.scale is not None:
         metrics["amp/scale"] = result.scale
-    if result.calibrated is not None:
-        metrics |= calibration_metrics(result.calibrated)
     if result.noise is not None:
         metrics |= noise_metrics(result.noise)
     if result.spent is not None:
@@ -149,19 +145,32 @@ def step_metrics(result: StepResult, plan: RunPlan, seen: tuple[int, int], total
     return metrics
 
 
-def calibration_metrics(calibrated: Calibrated) -> Metrics:
-    metrics = {
-        "comm/step_s": calibrated.step_s,
-        "comm/step_s_every": calibrated.step_s_every,
-        "comm/speedup": calibrated.speedup,
-        "comm/exposed_s": calibrated.exposed_s,
-        "comm/overlap": calibrated.overlap,
-    }
-    return {name: value for name, value in metrics.items() if value is not None}
+def calibration_metrics(calibrated: Calibrated, step_s: float, data_s: float, *, reads_ahead: bool) -> Metrics:
+    """Return the calibration applied to a whole step of ``step_s`` seconds; see ``Calibrated.step_s_every``."""
+    metrics: Metrics = {}
+    if (every := calibrated.step_s_every(step_s, data_s, reads_ahead=reads_ahead)) is not None:
+        metrics |= {
+            "comm/step_s": step_s,
+            "comm/step_s_every": every.value,
+            "comm/speedup": every.value / step_s,
+            "comm/speedup_low": every.low / step_s,
+            "comm/speedup_high": every.high / step_s,
+        }
+    if (exposed := calibrated.exposed) is not None and (overlap := calibrated.overlap) is not None:
+        metrics |= {
+            "comm/exposed_s": exposed.value,
+            "comm/exposed_s_low": exposed.low,
+            "comm/exposed_s_high": exposed.high,
+            "comm/overlap": overlap,
+        }
+    return metrics | {"comm/calibration_rounds": calibrated.rounds} if metrics else {}
 
 
 def noise_metrics(noise: Noise) -> Metrics:
-    metrics = {"noise/grad_sq": noise.grad_sq, "noise/variance": noise.variance}
+    """Return its metrics; one that is not known (``noise/scale``) or has no bound (``noise/scale_high``) is missing."""
+    metrics = {"noise/grad_sq": noise.grad_sq, "noise/variance": noise.variance, "noise/scale_low": noise.low}
+    if math.isfinite(noise.high):
+        metrics["noise/scale_high"] = noise.high
     return metrics if noise.scale is None else metrics | {"noise/scale": noise.scale}
 
 
@@ -178,11 +187,3 @@ def peak_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def peak_flops(device: torch.device) -> float | None:
-    """FLOP/s that this device could do in half precision; None where no data sheet figure is known."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for known, peak in _PEAK_FLOPS.items() if known in name), None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import time
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from launcher.config import Sync
-from launcher.errors import EngineMisuse
+from launcher.errors import ConfigError, EngineMisuse
 from launcher.progress import PULSE, Phase
 from launcher.train import step
 from launcher.train.buffers import Buffers
-from launcher.train.calibration import Kept, Rehearsal
+from launcher.train.calibration import Kept
 from launcher.train.feed import Window
 from launcher.train.loader import MicroBatch
 from launcher.train.norm import Norms
@@ -24,7 +24,9 @@ from launcher.train.precision import Precision
 from launcher.train.update import Update
 from launcher.train.window_norm import OverWindow
 
-Replay = Callable[[Callable[..., Any], Any], tuple[Tensor, int | Tensor]]
+# the loop's own forward pass: (model, batch) -> loss_sum, items
+Forward = Callable[[Callable[..., Any], Any], tuple[Tensor, int | Tensor]]
+Calibrate = Callable[[list[MicroBatch]], None]
 
 
 class UnderWay:
@@ -34,11 +36,11 @@ class UnderWay:
         window: None between two windows.
         micro: the micro-batch whose backward pass has not come yet.
         last: whether it is the window's last on this rank, its boundary.
-        rehearsing: whether it only takes time, and counts for nothing.
-        sync: the window's policy.
-        replay: runs a micro-batch again: (model, batch) -> what goes into the backward pass.
-        started, work_began: when the window, and its first micro-batch, did, by ``time.perf_counter``.
-        data_s: seconds waited for data; rehearsed_s: what the rehearsal took on the slowest rank, if there was one.
+        calibrating: whether its micro-batches are being measured, before the first one is handed out.
+        sync: the job's policy.
+        forward: the loop's own forward pass, where the engine knows it.
+        started: when the window did, by ``time.perf_counter``.
+        data_s: seconds waited for data.
     """
 
     def __init__(
@@ -49,28 +51,50 @@ class UnderWay:
         buffers: Buffers,
         update: Update,
         device: torch.device,
+        sync: Sync,
     ) -> None:
         self._parallel, self._precision, self._norms = parallel, precision, norms
         self._buffers, self._update, self._device = buffers, update, device
         self.window: Window | None = None
         self.micro: MicroBatch | None = None
-        self.last = self.rehearsing = False
-        self.replay: Replay | None = None
+        self.last = self.calibrating = False
+        self.sync = sync
+        self.forward: Forward | None = None
+        self._arrived = self._queueing_s = 0.0
 
-    def open(self, window: Window, sync: Sync, *, rehearses: bool, may_abandon: bool) -> Iterator[Any]:
-        """Begin a window; its micro-batches' data, each to be followed by ``take``."""
-        self.window, self.sync = window, sync
-        self.rehearsed_s: float | None = None
+    def open(self, window: Window, calibrate: Calibrate | None, *, may_abandon: bool) -> Iterator[Any]:
+        """Return an iterator over the data of a window's micro-batches, each to be followed by ``take``.
+
+        Args:
+            calibrate: called with all micro-batches before the first is yielded.
+        """
+        self.window = window
         self.data_s = 0.0
+        self.calibrating = False
         self._kept = Kept(self._parallel.module, self._device) if may_abandon else None
+        self._batches = self._hand_out_all(window, calibrate)
         self._start()
-        self._batches = self._hand_out_all(window, rehearses)
         return self._batches
 
     def _start(self) -> None:
         self.started = time.perf_counter()
         self._parallel.meter.open_window()
         self._buffers.share(self._parallel.meter)
+
+    def take_forward(self, forward: Forward | None) -> None:
+        """Take the loop's own forward pass, where it is given.
+
+        Raises:
+            ConfigError: ``batch.norm=window`` without it.
+        """
+        if forward is None and isinstance(self._norms, OverWindow):
+            raise ConfigError(
+                "batch.norm", "window", "runs each micro-batch several times, and this loop's own forward pass is not "
+                "known to the engine.",
+                "Give it: engine.windows(..., forward=function of (model, batch) that returns loss_sum and items); or "
+                "use batch.norm=sync.",
+            )  # fmt: skip
+        self.forward = forward
 
     def take(self) -> MicroBatch:
         """The micro-batch under way, whose loss has come."""
@@ -79,8 +103,21 @@ class UnderWay:
         micro, self.micro = self.micro, None
         return micro
 
-    def close(self) -> None:
-        self.window = None
+    def gradients_arrived(self) -> None:
+        """Note that the host has just waited for the device."""
+        self._arrived = time.perf_counter()
+
+    def close(self) -> float:
+        """End the window. Returns its seconds.
+
+        On a GPU the optimizer step is only queued by then. It runs before the next window's passes, and is counted
+        there, where the host waits for the device anyway.
+        """
+        self.window, ended = None, time.perf_counter()
+        if self._device.type != "cuda":
+            return ended - self.started
+        before_s, self._queueing_s = self._queueing_s, ended - self._arrived
+        return before_s + self._arrived - self.started
 
     def abandon(self) -> None:
         """Let nothing of the window stay: it is run again."""
@@ -89,21 +126,22 @@ class UnderWay:
         self._batches.close()
         self._parallel.abandon()
         self._kept.put_back()
-        self.close()
+        self.window = None
 
-    def _hand_out_all(self, window: Window, rehearses: bool) -> Generator[Any, None, None]:
+    def _hand_out_all(self, window: Window, calibrate: Calibrate | None) -> Generator[Any, None, None]:
         micro_batches = window.micro_batches
-        if rehearses:
-            ahead = list(micro_batches)
-            yield from self._rehearse(ahead)
-            micro_batches = iter(ahead)
-        if isinstance(self._norms, OverWindow):
+        if calibrate is not None or isinstance(self._norms, OverWindow):
             asked, ahead = time.perf_counter(), list(micro_batches)
             self.data_s += time.perf_counter() - asked
-            self._norms.look_ahead(ahead, self._replayed)
             micro_batches = iter(ahead)
-        self.work_began = time.perf_counter()
-        self._handed_out = 0
+            if calibrate is not None:
+                self.calibrating = True  # stays so where it raises: no rank can leave its collectives
+                calibrate(ahead)
+                self.calibrating = False
+                self._start()
+                self.started -= self.data_s
+            if isinstance(self._norms, OverWindow):
+                self._norms.look_ahead(ahead, self._replayed)
         for number in range(window.count):
             asked = time.perf_counter()
             PULSE.beat(Phase.data, number + 1)
@@ -111,37 +149,27 @@ class UnderWay:
             self.data_s += time.perf_counter() - asked
             self.last = number == window.count - 1
             with self._parallel.micro_batch(self.sync, first=number == 0, last=self.last):
-                yield from self._hand_out(self.micro)
+                # the user's forward and backward run inside this: DDP decides in forward whether to synchronise
+                self._norms.micro_batch(counts=self.micro.samples > 0)
+                PULSE.beat(Phase.computing, number + 1)
+                with self._precision.autocast():
+                    yield self.micro.data
+                if self.micro is not None:
+                    raise EngineMisuse("engine.backward(loss_sum, items) was not called for a micro-batch.")
 
-    def _hand_out(self, micro: MicroBatch) -> Iterator[Any]:
-        self._norms.micro_batch(counts=micro.samples > 0, rehearsal=self.rehearsing)
-        # the user's forward and backward run inside this: DDP decides in forward whether to synchronise
-        self._handed_out += 1
-        PULSE.beat(Phase.computing, self._handed_out)
-        with self._precision.autocast():
-            yield micro.data
-        if self.micro is not None:
-            raise EngineMisuse("engine.backward(loss_sum, items) was not called for a micro-batch.")
+    def run(self, forward: Forward, model: Callable[..., Any], micro: MicroBatch) -> tuple[Tensor, int | Tensor]:
+        """Return (loss_sum, items) of a micro-batch that training has yet to see: ``forward`` gets a copy of it."""
+        self.micro = micro
+        try:
+            loss_sum, items = forward(model, copy.deepcopy(micro.data))
+        finally:
+            self.micro = None
+        step.require_sum(loss_sum, items)
+        return loss_sum, items
 
     def _replayed(self, micro: MicroBatch) -> Tensor:
-        """What would go into the backward pass of ``micro``; the wrapped model's collectives are left out."""
-        assert self.replay is not None
-        self.micro = micro
+        """Return what would go into the backward pass of ``micro``; the wrapped model's collectives are left out."""
+        assert self.forward is not None
         with self._precision.autocast():
-            loss_sum, items = self.replay(self._parallel.module, micro.data)
-        step.require_sum(loss_sum, items)
-        self.micro = None
+            loss_sum, items = self.run(self.forward, self._parallel.module, micro)
         return self._precision.scaled(loss_sum * self._update.weight(items, micro.samples))
-
-    def _rehearse(self, micro_batches: list[MicroBatch]) -> Iterator[Any]:
-        """The window's forward and backward passes without any collective, for their time; nothing of them stays."""
-        rehearsal = Rehearsal(self._parallel, self._device)
-        self.rehearsing = True
-        self._handed_out = 0
-        with rehearsal.under_way():
-            for micro in micro_batches:
-                self.micro = dataclasses.replace(micro, samples=0)
-                yield from self._hand_out(micro)
-        self.rehearsing = False
-        self.rehearsed_s = rehearsal.slowest_s()
-        self._start()

@@ -35,7 +35,9 @@ class Update:
     Args:
         steps: optimizer steps taken; skipped_steps: left out because fp16 overflowed; empty_windows: because they held
             no item; samples, items: seen so far, on all ranks.
-        schedule: of the learning rate.
+        schedule: of the learning rate, from the plan.
+        follows_plan: whether ``schedule`` still sets the learning rate; false once the user's own loop has set it.
+        lr: learning rate of the first parameter group in the latest window's optimizer step.
     """
 
     def __init__(
@@ -52,6 +54,8 @@ class Update:
         self._plan, self._world, self._device = plan, world, device
         self._accumulation = plan.batch.accumulation
         self.schedule = LambdaLR(optimizer, lambda done: plan.schedule.factor(done, plan.schedule_steps))
+        self.follows_plan = True
+        self.lr = float(self.schedule.get_last_lr()[0])
         self._divisor: float | None = None
         self._items_in_epoch = False  # whether it has had any so far
         self._empty_in_a_row = 0
@@ -62,11 +66,6 @@ class Update:
         """C. Known from the first micro-batch on."""
         assert self._divisor is not None
         return self._divisor
-
-    @property
-    def lr(self) -> float:
-        """Of the first parameter group, in the step to come."""
-        return float(self.schedule.get_last_lr()[0])
 
     @property
     def scale(self) -> float | None:
@@ -101,6 +100,7 @@ class Update:
             DataError: it holds no item, and what PowerSGD has kept back would be lost.
             NotFinite: the gradient is not, and no smaller loss scale will help.
         """
+        self._read_rates()
         if not agreed.items:
             self._leave_out()
             return math.nan
@@ -113,7 +113,8 @@ class Update:
                 gradients, factor if clip_norm is None else factor * min(1.0, clip_norm / (norm + 1e-6))
             )
             self._precision.step(self._optimizer)
-            self.schedule.step()
+            if self.follows_plan:
+                self.schedule.step()
             self._norms.track()
             self.steps += 1
         # a scale of 1 changes nothing: what overflows then is the gradient itself, and no smaller scale will help
@@ -127,6 +128,22 @@ class Update:
             # the first micro-batch was a guess, and may have had few items, or none
             self._divisor = _power_of_two(agreed.items / self._world.size)
         return norm
+
+    def _read_rates(self) -> None:
+        """Read the rates that this step applies. Rates other than the plan's were set by the user's own schedule: it
+        keeps them from then on, because one that multiplies the rate it finds would work on the plan's rates."""
+        rates = [float(group["lr"]) for group in self._optimizer.param_groups]
+        self.lr, planned = rates[0], [float(rate) for rate in self.schedule.get_last_lr()]
+        if not self.follows_plan or rates == planned:
+            return
+        self.follows_plan = False
+        if self._world.rank == 0:
+            print(
+                f"step {self.steps + 1}: the learning rate was set to {rates[0]:g} from outside the engine, which had "
+                f"set {planned[0]:g}. From here on schedule={self._plan.schedule.kind.value} of the plan has no "
+                "effect.\n  With a schedule of your own, use schedule=constant schedule.warmup_steps=0.",
+                flush=True,
+            )
 
     def _leave_out(self) -> None:
         """A window without items: there is no mean, so nothing moves, and nothing is learned of the loss scale."""
@@ -175,6 +192,7 @@ class Update:
         return {
             "progress": {name: getattr(self, name) for name in _PROGRESS},
             "schedule": self.schedule.state_dict(),
+            "follows_plan": self.follows_plan,
             "scaler": self._precision.scaler.state_dict(),
             "divisor": self._divisor,
             "items_in_epoch": self._items_in_epoch,
@@ -184,6 +202,7 @@ class Update:
         for name in _PROGRESS:
             setattr(self, name, state["progress"][name])
         self.schedule.load_state_dict(state["schedule"])
+        self.follows_plan = state.get("follows_plan", True)
         if self._precision.scales and state["scaler"]:  # a run that was in another precision has none
             self._precision.scaler.load_state_dict(state["scaler"])
         self._divisor = state["divisor"]

@@ -20,7 +20,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from launcher.config import Norm, Sync
 from launcher.errors import TaskError
 from launcher.plan import RunPlan
-from launcher.policy import SHARDED
 from launcher.train.calibration import Kept
 from launcher.train.loader import MicroBatch
 from launcher.train.moments import Statistics, gradient_sums, normalise, sums_of, track
@@ -33,10 +32,9 @@ from launcher.train.norm import (
     freeze,
     install,
     require_replaceable,
-    widen,
 )
 from launcher.train.parallel import Parallel
-from launcher.train.precision import DTYPES, Precision
+from launcher.train.precision import Precision
 
 
 @dataclass
@@ -54,7 +52,7 @@ class Call:
 
 
 class Pass(Enum):
-    local = auto()  # a rehearsal: each micro-batch by itself
+    local = auto()  # each micro-batch by itself
     statistics = auto()
     means = auto()
     whole = auto()  # all is known
@@ -82,8 +80,11 @@ class OverWindow:
         self._sums: Tensor | None = None
         self._tap: Tensor | None = None
 
-    def micro_batch(self, *, counts: bool, rehearsal: bool) -> None:
-        self._begin(Pass.local if rehearsal else Pass.whole, counts=counts)
+    def micro_batch(self, *, counts: bool) -> None:
+        self._begin(Pass.whole, counts=counts)
+
+    def trial(self, *, alone: bool) -> None:  # noqa: ARG002 (the passes over a whole window are not part of it)
+        self._begin(Pass.local, counts=True)
 
     def look_ahead(self, micro_batches: Sequence[MicroBatch], loss: Callable[[MicroBatch], Tensor]) -> None:
         """Find out what the window's micro-batches must know of each other. All ranks call it; random state and buffers
@@ -98,7 +99,7 @@ class OverWindow:
         kept = Kept(self._parallel.module, self._device)
         self._calls = []
         parallel = self._parallel
-        with parallel.meter.beside(), parallel.rehearsal() if self._gathers_once else parallel.evaluation():
+        with parallel.meter.beside(), parallel.silent() if self._gathers_once else parallel.evaluation():
             number = 0
             while number < max(1, len(self._calls)):  # the first pass shows how many there are
                 sums = self._pass(Pass.statistics, number, micro_batches, loss, kept)
@@ -193,8 +194,6 @@ def norms_of(plan: RunPlan, parallel: Parallel, precision: Precision, device: to
         require_replaceable(module, plan)
     if norm is Norm.freeze:
         freeze(module)
-    if norm is Norm.leave and plan.strategy.kind in SHARDED and plan.precision.kind in DTYPES:
-        widen(module)
     if norm in (Norm.leave, Norm.freeze) or not batch_norms(module):
         return AsTheyAre()
     ranks = Ranks(parallel.meter, plan.batch.world_size)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from launcher.config import Device
 from launcher.errors import SiteError
+from launcher.site import shares_gpus
 
 if TYPE_CHECKING:
     import torch
@@ -76,31 +77,44 @@ def _number(
 
 
 def device_of(world: World, device: Device) -> torch.device:
-    """The torch device of this rank. Raises SiteError where torch sees no such device."""
+    """Return the torch device of this rank.
+
+    Raises:
+        SiteError: torch sees no such device.
+    """
     import torch
 
     if device is Device.cpu:
         return torch.device("cpu")
-    if torch.cuda.device_count() <= world.local_rank:
+    index, count = world.local_rank, torch.cuda.device_count()
+    if shares_gpus() and count:
+        index %= count
+    if count <= index:
         raise SiteError(
-            f"cluster.device=cuda: torch {torch.__version__} sees {torch.cuda.device_count()} GPUs, and local rank "
+            f"cluster.device=cuda: torch {torch.__version__} sees {count} GPUs, and local rank "
             f"{world.local_rank} needs one of its own.\n  Use cluster.device=cpu, or a CUDA build of torch."
         )
-    torch.cuda.set_device(world.local_rank)
-    return torch.device("cuda", world.local_rank)
+    torch.cuda.set_device(index)
+    torch.cuda.init()  # before that, a device mesh would choose the device anew, by LOCAL_RANK
+    return torch.device("cuda", index)
 
 
 def join(world: World, device: torch.device, hang_timeout_s: float | None) -> None:
     """Start the default process group, unless the user's script has started it: gloo, and NCCL beside it on CUDA.
 
-    ``hang_timeout_s``: whoever waits for a rank that hangs waits longer than that, or it would be taken for the cause.
+    Ranks that share a GPU use gloo for both: NCCL refuses two ranks on one device.
+
+    Args:
+        hang_timeout_s: a rank that waits for one that hangs waits longer than this, or it would be taken for the cause.
     """
     import torch.distributed as dist
 
     if dist.is_initialized():
         return
     timeout = patience(hang_timeout_s)
-    if device.type == "cuda":
+    if device.type == "cuda" and shares_gpus():
+        dist.init_process_group("cpu:gloo,cuda:gloo", rank=world.rank, world_size=world.size, timeout=timeout)
+    elif device.type == "cuda":
         dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, timeout=timeout)
     else:
         dist.init_process_group("gloo", rank=world.rank, world_size=world.size, timeout=timeout)

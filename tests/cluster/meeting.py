@@ -10,6 +10,7 @@ from launcher.cluster.channel import Channel, Door
 from launcher.cluster.first_host import FirstHost
 from launcher.cluster.network import Interface
 from launcher.cluster.peers import OtherHost
+from tests.helpers import patience
 
 TWO = ("cluster=hosts", "cluster.nodes=2", "cluster.rendezvous=10.0.0.1:29400", "checkpoint.enabled=false")
 LO = Interface("lo", "127.0.0.1")
@@ -21,11 +22,10 @@ def free_port() -> int:
 
 
 def wait_until(condition: Any) -> None:
-    for _ in range(3000):
-        if condition():
-            return
+    end = time.monotonic() + patience(30)
+    while not condition():
+        assert time.monotonic() < end, "it never came true"
         time.sleep(0.01)
-    raise AssertionError("it never came true")
 
 
 def star(least: int | None = None) -> tuple[FirstHost, list[OtherHost], list[Channel]]:

@@ -85,6 +85,15 @@ def test_where_all_wait_all_are_named() -> None:
     assert "node 1 (host1) hangs as a whole" in gone.text
 
 
+def test_one_that_waits_where_nobody_else_is_as_far_behind_is_named() -> None:
+    """Such as the only rank of a job, whose GPU kernel does not end."""
+    verdict = judge([seen(0, 3, 8, Phase.waiting)], [waits(0)], T)
+    assert (verdict.rank, verdict.victim, verdict.host) == (0, 0, "host0")
+    assert "nothing moved for 10 s (train.hang_timeout); it waits at loop.py:1 in f. A GPU kernel" in verdict.sentence
+    assert "each other" not in verdict.sentence
+    assert verdict.stack == "stack 0"
+
+
 STUCK = """
 import ctypes, signal, socket, sys, threading, time
 from launcher.process import show_stacks_when_asked

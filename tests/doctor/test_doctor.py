@@ -14,7 +14,7 @@ import pytest
 
 from launcher.site import file_system
 from tests.conftest import Launch
-from tests.helpers import launch_command
+from tests.helpers import launch_command, patience
 
 pytestmark = pytest.mark.slow
 
@@ -108,12 +108,12 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
         # tests that a shell runs in the background have it ignored, and hand that on
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
-    end = time.monotonic() + 30
+    end = time.monotonic() + patience(30)
     while not list(tmp_path.glob("runs/.doctor-*")):
         assert time.monotonic() < end
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGINT)
-    _, said = process.communicate(timeout=20)
+    _, said = process.communicate(timeout=patience(20))
     assert process.returncode == 130
     assert b"Traceback" not in said
     assert list(tmp_path.iterdir()) == []

@@ -44,7 +44,5 @@ def test_hosts_wait_for_each_other_but_not_for_one_that_is_done(tmp_path: Path) 
     assert first.wait("port", {0, 1}, 0.3).keys() == {0}
     assert time.monotonic() - begun >= 0.3
     second.tell(host="b", done=True)
-    begun = time.monotonic()
-    assert first.wait("port", {0, 1}, 30).keys() == {0}
-    assert time.monotonic() - begun < 10
+    assert first.wait("port", {0, 1}, 1_000_000).keys() == {0}, "and not at the end of the limit"
     assert desk.answers(tmp_path, 2)[1] == {"host": "b", "done": True}

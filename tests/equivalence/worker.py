@@ -98,7 +98,7 @@ def reference(problem: Problem, schedule: SchedulePlan, seed: int) -> Reference:
 
 @functools.cache
 def composed() -> Config:
-    options = ["precision=fp32", "run.calibrate=0", "train.loader_workers=0", "schedule.warmup_steps=4"]
+    options = ["precision=fp32", "run.calibrate_s=0", "train.loader_workers=0", "schedule.warmup_steps=4"]
     return compose([*options, f"train.steps={STEPS}", f"batch.global_size={GLOBAL_SIZE}"])
 
 

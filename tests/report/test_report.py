@@ -68,11 +68,8 @@ def test_figures_equal_what_the_records_say(grid: Path) -> None:
     for accumulation, workers in GRID:
         lines, shown = read_records(RunPaths(grid / f"a{accumulation}w{workers}")), runs[f"a{accumulation}w{workers}"]
         sent = lines[-1]["comm/wire_bytes"]
-        own = [
-            line for line in lines
-            if line["batch/samples"] == line["batch/global_size"] and line["comm/wire_bytes"] == sent
-        ]  # fmt: skip
-        assert len(own) == shown["own_windows"] == (26 if accumulation > 1 and workers > 1 else 29)
+        own = [line for line in lines if line["batch/samples"] == line["batch/global_size"]]
+        assert len(own) == shown["own_windows"] == 29
         step_s = statistics.median(line["time/step_s"] for line in own)
         assert shown["time/step_s"] == step_s
         assert shown["time/data_s"] == statistics.median(line["time/data_s"] for line in own)
@@ -82,7 +79,9 @@ def test_figures_equal_what_the_records_say(grid: Path) -> None:
         assert shown["time/compute_s"] == pytest.approx(step_s - shown["time/data_s"] - exposed)
         assert shown["comm/wire_bytes"] == sent
         assert shown["comm/saved_fraction"] == (None if workers == 1 else 1 - sent / lines[-1]["comm/wire_bytes_every"])
-        assert shown["comm/speedup"] == (4 / 3 if accumulation > 1 and workers > 1 else None)
+        compared = accumulation > 1 and workers > 1
+        assert shown["comm/speedup"] == (4 / 3 if compared else None)
+        assert (shown["comm/speedup_low"], shown["comm/speedup_high"]) == ((1.25, 1.4) if compared else (None, None))
         assert shown["eval/loss"] == lines[-1]["eval/loss"]
         speed[accumulation, workers] = 64 / step_s
         alone = speed[accumulation, 1]

@@ -5,14 +5,19 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from launcher.paths import write_text
 from launcher.process import LAST_WORDS
+from launcher.report import terminal
+from launcher.report.certificate import _window
 from launcher.report.tables import failure_text, plan_table, summary_table
 from launcher.report.terminal import LiveDisplay
+from launcher.sizes import count
 from launcher.tail import Tail
 from tests.helpers import make_plan
 
@@ -33,13 +38,20 @@ def test_the_plan() -> None:
         "task          some.Task: 1,000 samples, 1,000 parameters\n"
         "windows       16 an epoch, the last one short: 40 samples\n"
         "length        300 steps = 18.8 epochs\n"
-        "precision     bf16\n"
+        "precision     auto: bf16 if every worker's device computes it natively, else fp32; decided at the start\n"
         "optimizer     adamw, lr 0.0015 (linear of 0.003), cosine with 20 warm-up steps, clip 1\n"
         "strategy      ddp, sync boundary: fewest wire bytes\n"
         "wire a step   4.00 kB a rank predicted; 32.00 kB with sync=every\n"
         "files         /nowhere/run\n"
         "W&B           offline, project launcher, id abcd1234"
     )
+
+
+def test_the_plan_shows_what_the_square_root_rule_has_scaled() -> None:
+    text = shown(plan_table(make_plan("optimizer.lr_scaling=sqrt", "optimizer.reference_batch=16")))
+    assert "adamw, lr 0.006 (sqrt of 0.003)" in text
+    assert "betas 0.6 and 0.8 (sqrt of 0.9 and 0.95), eps 5e-09 (sqrt of 1e-08)" in text
+    assert "betas" not in shown(plan_table(make_plan("optimizer.lr_scaling=linear", "optimizer.reference_batch=16")))
 
 
 def test_the_plan_of_a_stream() -> None:
@@ -56,23 +68,44 @@ def test_dropped_samples_are_said() -> None:
 
 
 @pytest.mark.parametrize(
-    ("scale", "words"),
+    ("scale", "low", "high", "words"),
     [
         (
-            257.0,
-            "257 samples; the global batch of 64 is far below this critical size: a step makes 20% of the progress",
+            300.0, 257.0, 576.0,
+            "about 300, between 257 and 576 samples (95%); the global batch of 64 is far below this critical size: by "
+            "the model of tuned SGD a step makes 10% to 20% of the progress of one without noise; a larger one",
         ),
-        (256.0, "256 samples; the global batch of 64 is near this critical size: a step makes 20% of the progress"),
-        (64.0, "64 samples; the global batch of 64 is near this critical size: a step makes 50% of"),
-        (16.0, "16 samples; the global batch of 64 is near this critical size: a step makes 80% of"),
-        (4.25, "4.2 samples; the global batch of 64 is far above this critical size: a step makes 94% of"),
+        (1800.0, 400.0, None, "about 1,800, 400 or more samples (95%); the global batch of 64 is far below this"),
+        (None, 400.0, None, "400 or more samples (95%); the global batch of 64 is far below this critical size"),
+        (64.0, 16.0, 256.0, "about 64, between 16 and 256 samples (95%); the global batch of 64 is near this critical"),
+        (4.25, 0.0, 15.9, "about 4.2, between 0.0 and 16 samples (95%); the global batch of 64 is far above this"),
+        (300.0, 255.0, 400.0, "not known yet: between 255 and 400 samples (95%)"),
+        (300.0, 15.0, None, "not known yet: 15 or more samples (95%)"),
+        (40.0, 15.0, 100.0, "not known yet: between 15 and 100 samples (95%)"),
+        (5000.0, 0.0, None, "not known yet: the noise hides the gradient"),
     ],
-)
-def test_what_the_noise_scale_says_of_the_global_batch(scale: float, words: str) -> None:
-    summary = {"verdict": "done", "noise/scale": scale}
+)  # fmt: skip
+def test_advice_about_the_global_batch_is_what_all_of_the_interval_supports(
+    scale: float | None, low: float, high: float | None, words: str
+) -> None:
+    summary = {"verdict": "done", "noise/scale_low": low}
+    summary |= {} if scale is None else {"noise/scale": scale}
+    summary |= {} if high is None else {"noise/scale_high": high}
     text = " ".join(shown(summary_table(make_plan(), summary)).split())
-    assert f"noise scale about {words}" in text
+    assert f"noise scale {words}" in text
     assert ("a larger one" in text, "a smaller one" in text) == ("far below" in words, "far above" in words)
+
+
+def test_one_is_no_plural() -> None:
+    assert count(1, "window") == "1 window"
+    assert (count(0, "window"), count(2000, "window")) == ("0 windows", "2,000 windows")
+    assert count(1, "micro-batch", "micro-batches") == "1 micro-batch"
+    assert count(3, "micro-batch", "micro-batches") == "3 micro-batches"
+    check: Any = SimpleNamespace(
+        name="window 1", agrees=True, samples=1, items=1, micro_batches=1, reference_batches=1, loss=1.0,
+        reference_loss=1.0, counts_agree=True, comparisons=(),
+    )  # fmt: skip
+    assert "1 sample, 1 item, 1 micro-batch a rank; loss" in shown(*_window(check))
 
 
 def test_without_a_noise_scale_nothing_is_said_of_it() -> None:
@@ -85,7 +118,8 @@ def test_the_summary(tmp_path: Path) -> None:
         "verdict": "done", "steps": 300, "train/loss": 1.5, "eval/loss": 1.75,
         "time/step_s": 0.25, "time/total_s": 80.0, "throughput/samples_per_s": 256.0,
         "comm/wire_bytes": 4000, "comm/wire_bytes_every": 32000, "comm/saved_fraction": 0.875,
-        "comm/speedup": 1.5, "comm/step_s": 0.2, "comm/step_s_every": 0.3,
+        "comm/speedup": 1.5, "comm/step_s": 0.2, "comm/step_s_every": 0.3, "comm/speedup_low": 1.25,
+        "comm/speedup_high": 1.75,
         "checkpoint": "/nowhere/run/checkpoints/step_000300",
     }  # fmt: skip
     (tmp_path / "wandb.json").write_text(json.dumps({"dir": "/nowhere/run/wandb/offline-run-x"}))
@@ -95,14 +129,34 @@ def test_the_summary(tmp_path: Path) -> None:
         "throughput    256.0 samples/s, 250.0 ms a step (median); 80.0 s in all\n"
         "global batch  64 samples in every full window\n"
         "wire a step   4.00 kB a rank counted; 32.00 kB with sync=every: 87.5% saved\n"
-        "speed-up      1.50x measured: 200.0 ms a step, 300.0 ms with sync=every\n"
+        "speed-up      1.50x measured (1.25 to 1.75): 200.0 ms a step, 300.0 ms with sync=every\n"
         f"metrics       {tmp_path}/metrics.jsonl\n"
         "checkpoint    /nowhere/run/checkpoints/step_000300\n"
         "W&B           /nowhere/run/wandb/offline-run-x\n"
         "to send it    wandb sync /nowhere/run/wandb/offline-run-x"
     )
+    summary |= {"comm/speedup": 1.01, "comm/speedup_low": 0.98, "comm/speedup_high": 1.03}
+    assert "speed-up      no difference measured (0.98x to 1.03x): 200.0 ms" in shown(summary_table(plan, summary))
     del summary["comm/speedup"]
     assert "speed-up      not measured" in shown(summary_table(plan, summary)), "a speed-up is never computed"
+    summary["comm/not_measured"] = "3 rounds take 90 s"
+    assert "speed-up      not measured (3 rounds take 90 s)" in shown(summary_table(plan, summary))
+
+
+@pytest.mark.parametrize(
+    ("low", "value", "high", "words"),
+    [
+        (0.001, 0.002, 0.004, "2.0 ms of a step (1.0 to 4.0) is exposed communication; 25% is hidden"),
+        (-0.001, 0.002, 0.004, "no exposed communication measured (95%: -1.0 to 4.0 ms)"),
+        (-0.004, -0.002, -0.001, "no exposed communication measured (95%: -4.0 to -1.0 ms)"),
+    ],
+)
+def test_exposed_communication_is_said_with_its_interval(low: float, value: float, high: float, words: str) -> None:
+    summary = {
+        "verdict": "done", "comm/wire_bytes": 4000, "comm/wire_bytes_every": 32000, "comm/saved_fraction": 0.875,
+        "comm/exposed_s_low": low, "comm/exposed_s": value, "comm/exposed_s_high": high, "comm/overlap": 0.25,
+    }  # fmt: skip
+    assert f"exposed       {words}" in shown(summary_table(make_plan(), summary))
 
 
 def test_a_failure_is_the_ranks_own_words_first() -> None:
@@ -194,4 +248,25 @@ def test_the_live_display_follows_the_files(tmp_path: Path) -> None:
         "half a line",
         "step 9/9  loss -  1,000 samples/s",
         "W&B: no server",
+    ]
+
+
+def test_plain_lines_say_how_long_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terminal, "PLAIN_LINE_EVERY_S", 0.0)
+    plan = make_plan("train.steps=300", run_dir=str(tmp_path))
+    out = io.StringIO()
+    display = LiveDisplay(plan, Console(file=out, width=200))
+    for step in (1, 2, 6, 7, 300):  # two seconds a step, after a first one of ten
+        record = {"step": step, "train/loss": 1, "throughput/samples_per_s": 1, "time/total_s": 8 + 2 * step}
+        with plan.paths.metrics.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        display.refresh()
+    display.close()
+    assert out.getvalue().splitlines() == [
+        "step 1/300  loss 1.0000  1 samples/s",
+        "step 2/300  loss 1.0000  1 samples/s  9 min 56 s left",
+        "The 300 steps take about 10 min 8 s, 9 min 48 s from now.",
+        "step 6/300  loss 1.0000  1 samples/s  9 min 48 s left",
+        "step 7/300  loss 1.0000  1 samples/s  9 min 46 s left",
+        "step 300/300  loss 1.0000  1 samples/s",
     ]

@@ -50,7 +50,7 @@ def make_run(place: Path, verdict: str | None) -> None:
 @pytest.mark.parametrize(
     "overrides",
     [["train.steps=5"], ["batch.accumulation=4"], ["cluster.workers_per_node=4"], ["optimizer.lr=0.5"],
-     ["precision=fp32"], ["strategy=fsdp"], ["train.seed=3"], ["run.calibrate=0"], ["checkpoint.every=7"]],
+     ["precision=fp32"], ["strategy=fsdp"], ["train.seed=3"], ["run.calibrate_s=0"], ["checkpoint.every=7"]],
 )  # fmt: skip
 def test_what_changes_what_is_computed_or_measured_changes_the_content(overrides: list[str]) -> None:
     assert content_of(make_plan(*overrides), "") != content_of(make_plan(), "")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import re
 import signal
@@ -23,7 +24,7 @@ from pathlib import Path
 
 from launcher.drill.record import Record, first_difference, wrong_steps
 from launcher.paths import RunPaths
-from tests.helpers import launch_command
+from tests.helpers import launch_command, patience
 from tests.system.deaths import JOB, Chaos
 
 # what deaths leave that no undisturbed run has: logs of further attempts, W&B's offline runs, numbers that are taken
@@ -40,7 +41,7 @@ def files(root: Path) -> set[str]:
 def judge(chaos: Chaos, whole: RunPaths) -> list[str]:
     """What is not as in the undisturbed run, or was left."""
     paths, wrong = chaos.paths, [*chaos.wrong]
-    end = time.monotonic() + 60
+    end = time.monotonic() + patience(60)
     while (left := chaos.processes()) and time.monotonic() < end:
         time.sleep(0.1)
     wrong += [f"left: {process.pid} {process.command[:100]}" for process in left]
@@ -55,7 +56,7 @@ def judge(chaos: Chaos, whole: RunPaths) -> list[str]:
     wrong += [text for text in (wrong_steps(record, chaos.steps),) if text]
     wrong += [text for text in (first_difference(record, Record.of(whole.metrics)),) if text]
     places = [str(each.checkpoint(chaos.steps)) for each in (paths, whole)]
-    command = [sys.executable, "-P", "-m", "launcher.train.alike", *places]
+    command = [sys.executable, "-P", "-m", "launcher.train.alike", *places, str(os.getpid())]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     found = json.loads(done.stdout) if done.returncode == 0 else {}
     if found.get("differing") != 0 or not found["tensors"]:
@@ -68,7 +69,7 @@ def wreak(place: Path, deaths: int, seed: int, kinds: Collection[str] = ()) -> l
     chaos = Chaos(place, deaths, random.Random(seed), kinds)
     steps = f"train.steps={chaos.steps}"
     whole = subprocess.run(
-        launch_command("train", *JOB, "run.name=whole", steps, "--quiet"), cwd=place, timeout=600, check=False
+        launch_command("train", *JOB, "run.name=whole", steps, "--quiet"), cwd=place, timeout=patience(600), check=False
     )
     assert whole.returncode == 0
     began = time.monotonic()

@@ -17,11 +17,11 @@ from typing import Any
 from launcher.drill.processes import Process, in_words, kill_all, processes_of, worker_of
 from launcher.drill.record import Record
 from launcher.paths import RunPaths, read_json
-from tests.helpers import launch_command
+from tests.helpers import launch_command, patience
 
 EVERY = 4
 PACE = 12  # steps a death: those that pass until it is noticed included
-WAIT_S = 300  # a hang guard
+WAIT_S = patience(300)
 JOB = (
     f"task.corpus={sysconfig.get_path('stdlib')}/asyncio", "task.width=32", "task.depth=2", "task.heads=2",
     "task.seq_len=64", "task.eval_samples=16", "batch.global_size=32", "batch.micro_size=4", "train.deterministic=true",

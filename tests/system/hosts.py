@@ -21,6 +21,7 @@ from itertools import count as numbers
 from pathlib import Path
 from typing import Any
 
+from tests.helpers import patience
 from tests.system.netns import namespace_named, pids_in
 
 NET = "10.213.7"
@@ -87,7 +88,7 @@ class Hosts:
             if process.stdout is not None:
                 process.stdout.close()
         self.processes.clear()
-        end = time.monotonic() + 10
+        end = time.monotonic() + patience(10)
         while left := [pid for name in (self.switch, *self.names) for pid in pids_in(name)]:
             assert time.monotonic() < end, f"killed processes that do not die: {left}"
             for pid in left:

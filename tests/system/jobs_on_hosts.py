@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.helpers import launch_command
+from tests.helpers import launch_command, patience
 from tests.system.hosts import Hosts
 
 SMALL = (
     "task.width=64", "task.depth=1", "task.heads=2", "task.seq_len=16", "task.eval_samples=32", "precision=fp32",
-    "batch.global_size=16", "batch.micro_size=1", "wandb.mode=disabled", "run.calibrate=0", "checkpoint.enabled=false",
-    "schedule=constant", "schedule.warmup_steps=0", "run.name=job",
+    "batch.global_size=16", "batch.micro_size=1", "wandb.mode=disabled", "run.calibrate_s=0",
+    "checkpoint.enabled=false", "schedule=constant", "schedule.warmup_steps=0", "run.name=job",
 )  # fmt: skip
 
 
@@ -28,6 +28,6 @@ def start(there: Hosts, tmp_path: Path, *overrides: str, shared: bool = False, e
 
 
 def finish(processes: list[Any], *statuses: int) -> list[str]:
-    outputs = [process.communicate(timeout=90)[0] for process in processes]
+    outputs = [process.communicate(timeout=patience(90))[0] for process in processes]
     assert tuple(process.returncode for process in processes) == statuses, "\n---\n".join(outputs)
     return outputs

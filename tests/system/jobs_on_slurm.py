@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tests.checkpoints import tensors
-from tests.helpers import launch, launch_command
+from tests.helpers import launch, launch_command, patience
 from tests.system.runs import OWN, PROJECT, records, summary
 from tests.system.slurm import Cluster
 
@@ -20,7 +20,7 @@ STEPS = 100
 # ten steps a second, so that there is time to disturb it
 JOB = (
     *OWN, "batch.global_size=12", "batch.micro_size=3", f"train.steps={STEPS}", "checkpoint.every=10",
-    "run.calibrate=2", "precision=bf16",
+    "run.calibrate_s=5", "precision=bf16",
 )  # fmt: skip
 
 
@@ -32,7 +32,7 @@ class Project:
     place: Path
 
     def launch(self, *arguments: str, status: int = 0) -> subprocess.CompletedProcess[str]:
-        done = self.there.login(*launch_command(*arguments), cwd=self.place, check=False, timeout=120)
+        done = self.there.login(*launch_command(*arguments), cwd=self.place, check=False, timeout=patience(120))
         assert done.returncode == status, f"{arguments}: {done.returncode}\n{done.stdout}{done.stderr}"
         return done
 

@@ -39,7 +39,7 @@ def run(policy: str) -> dict[str, object]:
     kind, sync, *compress = policy.split()
     options = [
         f"strategy={kind}", f"strategy.sync={sync}", "precision=fp32", f"batch.global_size={GLOBAL_SIZE}",
-        "batch.micro_size=1", "train.loader_workers=0", "run.calibrate=0", f"train.steps={AFTER}",
+        "batch.micro_size=1", "train.loader_workers=0", "run.calibrate_s=0", f"train.steps={AFTER}",
     ]  # fmt: skip
     options += [f"strategy.compress={name}" for name in compress]
     options += ["strategy.shard_size=2"] if kind == "hsdp" else []

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.helpers import launch_command
+from tests.helpers import launch_command, patience
 
 PROJECT = Path(__file__).parent.parent / "user_project"
 OWN = (
@@ -40,9 +40,9 @@ def processes_of(run: Path) -> list[str]:
 
 
 def wait_for(condition: Any, what: str, seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
+    end = time.monotonic() + patience(seconds)
     while not condition():
-        assert time.monotonic() < end, f"waited {seconds} s for {what}"
+        assert time.monotonic() < end, f"waited {patience(seconds):.0f} s for {what}"
         time.sleep(0.05)
 
 
@@ -62,3 +62,11 @@ def is_agent(cmdline: Path, run: Path) -> bool:
     except OSError:
         return False
     return b"launcher.cluster.agent" in words and str(run).encode() in words
+
+
+def is_worker(cmdline: Path, run: Path) -> bool:
+    try:
+        words = cmdline.read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return b"launcher.train.worker" in words and str(run / "plan.json").encode() in words

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.helpers import patience
 from tests.system.netns import pids_in
 from tests.system.slurm_conf import FREEZER
 
@@ -127,7 +128,7 @@ class Node:
             os.kill(self.init, signal.SIGKILL)
         elif self.holder.poll() is None:
             self.holder.kill()
-        end = time.monotonic() + 10
+        end = time.monotonic() + patience(10)
         while self.holder.poll() is None:
             assert time.monotonic() < end, f"{self.name} does not die: {self.processes()}"
             self.thaw()
@@ -142,7 +143,7 @@ class Node:
 
     def remove_cgroup(self) -> None:
         """Once the node is dead. A process that has just died may still count in its cgroup."""
-        end = time.monotonic() + 5
+        end = time.monotonic() + patience(5)
         while self.cgroup is not None and self.cgroup.exists():
             for directory, _, _ in os.walk(self.cgroup, topdown=False):
                 with suppress(OSError):

@@ -12,7 +12,7 @@ import torch
 
 from tests.checkpoints import tensors
 from tests.conftest import Launch
-from tests.helpers import launch_command
+from tests.helpers import launch_command, slowness
 from tests.system.hosts import hosts
 from tests.system.jobs_on_hosts import finish
 from tests.system.netns import needs_root
@@ -22,7 +22,8 @@ from tests.train.test_resume import timeless
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 HERE = socket.gethostname()
 # longer than any part of a healthy start, or a micro-batch, on a machine that has other things to do too
-SOON = ("cluster.grace_s=1", "train.hang_timeout=15", "run.calibrate=0")
+LIMIT_S = 15 * slowness()
+SOON = ("cluster.grace_s=1", f"train.hang_timeout={LIMIT_S:g}", "run.calibrate_s=0")
 
 
 def hang_of(run: Path) -> dict[str, Any]:
@@ -36,9 +37,11 @@ def test_a_rank_that_hangs_costs_nothing_but_time(launch: Launch, project: Path)
     """It even holds the interpreter's lock. In the first window the others wait for it longer than the time limit: then
     it is slow, and does not hang."""
     # beside the steps, step 2's checkpoint might still be under way, and never end: it needs the interpreter
-    job = ("train.steps=8", "run.calibrate=0", "checkpoint.every=1", "checkpoint.async_save=false")
+    job = ("train.steps=8", "run.calibrate_s=0", "checkpoint.every=1", "checkpoint.async_save=false")
     assert launch("train", *OWN, *job, "run.name=whole").returncode == 0
-    trouble = ("task.trouble=slow then hang once", "train.hang_timeout=10", "cluster.max_restarts=1")
+    pause_s = 2.8 * slowness()  # four of them are longer than the limit, and each is shorter
+    limit = f"train.hang_timeout={10 * slowness():g}"
+    trouble = ("task.trouble=slow then hang once", f"task.pause_s={pause_s}", limit, "cluster.max_restarts=1")
     done = launch("train", *OWN, *job, *SOON, *trouble)
     assert done.returncode == 0, done.stdout + done.stderr
     run, whole = project / "runs" / "own", project / "runs" / "whole"
@@ -67,7 +70,7 @@ def test_a_rank_that_hangs_ends_the_run_with_where_it_stands(launch: Launch, pro
     assert done.returncode == 1, done.stdout + done.stderr
     run = project / "runs" / "own"
     said = f"launch: rank 1 failed: hangs on {HERE} in step 3, micro-batch 3, forward and backward pass: nothing moved"
-    assert f"{said} for 15 s (train.hang_timeout); the process is stopped (state T" in done.stderr
+    assert f"{said} for {LIMIT_S:g} s (train.hang_timeout); the process is stopped (state T" in done.stderr
     assert (summary(run)["verdict"], summary(run)["failure"]["rank"]) == ("failed", 1)
     assert (hang_of(run)["rank"], hang_of(run)["step"]) == (1, 3)
     wait_for(lambda: not processes_of(run), "every process of the failed run to end", 60)
@@ -80,7 +83,13 @@ def test_a_rank_of_another_host_that_hangs_at_the_start(project: Path) -> None:
         where = (f"cluster.rendezvous={pair.address(0)}:29400", "cluster.nodes=2", "cluster.workers_per_node=1")
         # each host waits so long for what the other one has to say, and a busy machine takes more than a second
         job = launch_command(
-            "train", *OWN, *SOON, "cluster.grace_s=10", "cluster=hosts", *where, "task.trouble=hang at the start"
+            "train",
+            *OWN,
+            *SOON,
+            f"cluster.grace_s={10 * slowness():g}",
+            "cluster=hosts",
+            *where,
+            "task.trouble=hang at the start",
         )
         first, other = finish([pair.start(host, job, project) for host in (0, 1)], 1, 1)
     run = project / "runs" / "own"

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.conftest import Launch
-from tests.helpers import ROOT
+from tests.helpers import ROOT, patience
 
 pytestmark = pytest.mark.slow
 
@@ -18,7 +18,7 @@ def test_one_loss_curve_for_every_shape() -> None:
     job = [sys.executable, str(ROOT / "jobs" / "invariance.py"), "--within", "1e-6"]
     small = ["train.steps=20", "task.width=32", "task.depth=1", "task.heads=2", "task.seq_len=16"]
     command = [*job, "--shapes", "1x8", "4x1, micro-batch x2", "--", *small]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patience(240), check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     losses = [float(loss) for loss in re.findall(r"loss ([0-9.]+) after 20 steps", done.stdout)]
     assert len(losses) == 2

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 LIMITED = (
     *OWN, "task._target_=speech.memory.Limited", "task.samples=240", "batch.micro_size=6", "train.steps=8",
-    "run.calibrate=0",
+    "run.calibrate_s=0",
 )  # fmt: skip
 
 

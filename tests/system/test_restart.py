@@ -11,12 +11,13 @@ import torch
 
 from tests.checkpoints import tensors
 from tests.conftest import Launch
+from tests.helpers import patience
 from tests.system.runs import OWN, is_agent, processes_of, records, start, summary, wait_for
 from tests.system.test_wandb import read_back
 from tests.train.test_resume import timeless
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
-JOB = ("train.steps=40", "run.calibrate=2", "checkpoint.every=5", "checkpoint.keep=3", "wandb.mode=offline")
+JOB = ("train.steps=40", "run.calibrate_s=5", "checkpoint.every=5", "checkpoint.keep=3", "wandb.mode=offline")
 
 
 def worker_of(run: Path, rank: int) -> int:
@@ -41,7 +42,7 @@ def test_a_killed_rank_costs_nothing_but_time(launch: Launch, project: Path) -> 
     run = project / "runs" / "own"
     wait_for(lambda: len([*run.glob("checkpoints/step_*")]) >= 2 and len(records(run)) >= 12, "twelve steps")
     os.kill(worker_of(run, 1), signal.SIGKILL)
-    out, _ = job.communicate(timeout=120)
+    out, _ = job.communicate(timeout=patience(120))
     assert job.returncode == 0, out
     assert "Going on from" in out
     assert "--- goes on after step" in out

@@ -12,6 +12,7 @@ import torch
 
 from tests.checkpoints import tensors
 from tests.conftest import Launch
+from tests.helpers import patience
 from tests.system.runs import OWN, processes_of, records, start, summary, wait_for
 from tests.system.test_wandb import read_back
 
@@ -34,7 +35,7 @@ def test_a_scheduler_around_it_finds_a_run_that_goes_on(project: Path, launch: L
     wait_for(lambda: (run / "metrics.jsonl").exists() and len(records(run)) >= 3, "three steps")
     assert "is running" in launch("resume", "own").stderr
     job.send_signal(number)
-    out, _ = job.communicate(timeout=60)
+    out, _ = job.communicate(timeout=patience(60))
     assert job.returncode == 75, out
     assert summary(run)["verdict"] == "stopped"
     (shown,) = json.loads(launch("runs", "--json").stdout)
@@ -61,7 +62,7 @@ def test_a_scheduler_that_is_quicker_than_the_workers_finds_one_too(project: Pat
     run = project / "runs" / "own"
     wait_for(lambda: (run / "logs" / "node0.log").exists(), "the agent")
     job.send_signal(signal.SIGTERM)
-    out, _ = job.communicate(timeout=60)
+    out, _ = job.communicate(timeout=patience(60))
     assert job.returncode == 75, out
     assert not (run / "metrics.jsonl").exists()
     done = launch("resume", "own")
@@ -70,7 +71,7 @@ def test_a_scheduler_that_is_quicker_than_the_workers_finds_one_too(project: Pat
 
 
 def test_a_run_that_is_done_goes_on_in_another_world(project: Path, launch: Launch) -> None:
-    job = ("run.calibrate=0", "checkpoint.every=4", "wandb.mode=offline")
+    job = ("run.calibrate_s=0", "checkpoint.every=4", "wandb.mode=offline")
     was = commit(project)
     assert launch("train", *OWN, *job, "train.steps=6").returncode == 0
     run = project / "runs" / "own"
@@ -91,7 +92,7 @@ def test_a_run_that_is_done_goes_on_in_another_world(project: Path, launch: Laun
     assert [(each["step"], each["to"]["world_size"]) for each in summary(run)["worlds"]] == [(6, 1)]
     assert (run / "plan.0.json").read_text() == before
     said = (run / "logs" / "rank0.attempt1.log").read_text()
-    assert "6 steps are done, at 1 rank instead of 2" in said
+    assert "6 steps done, at 1 rank instead of 2" in said
     assert f"The code is another one: {now}; the checkpoint was saved by {was}." in said
     _, history, _, _ = read_back(run)
     assert [row["step"] for row in history] == [*range(1, 11)], "the mirror goes on where it was, as the same run"
@@ -103,7 +104,7 @@ def test_cancel_ends_a_run_of_this_machine(project: Path, launch: Launch) -> Non
     wait_for(lambda: (run / "metrics.jsonl").exists() and len(records(run)) >= 2, "two steps")
     done = launch("cancel", "own")
     assert done.returncode == 0, done.stderr
-    assert job.wait(10) == 75
+    assert job.wait(patience(10)) == 75
     assert json.loads(launch("status", "own", "--json").stdout)["state"] == "cancelled"
     assert processes_of(run) == []
     assert job.stdout is not None

@@ -17,7 +17,7 @@ import torch
 from launcher.paths import RunPaths
 from tests.checkpoints import tensors
 from tests.conftest import Launch
-from tests.helpers import torchrun
+from tests.helpers import patience, torchrun
 from tests.system.runs import OWN, start, wait_for
 from tests.train.test_resume import COMMON, DDP, PLAIN, POWERSGD, assert_same, records
 
@@ -221,7 +221,7 @@ def test_a_disk_that_fills_up_under_the_whole_run_loses_no_step(project: Path, p
     with disk(project / "disk", "size=2m"):
         options = (
             "run.dir=disk/checkpoints", "task.trouble=slow", "train.steps=40", "checkpoint.every=3",
-            "checkpoint.keep=2", f"checkpoint.on_error={policy}", "run.calibrate=0",
+            "checkpoint.keep=2", f"checkpoint.on_error={policy}", "run.calibrate_s=0",
         )  # fmt: skip
         job = start(project, *options)
         place = project / "disk" / "checkpoints" / "own"
@@ -231,7 +231,7 @@ def test_a_disk_that_fills_up_under_the_whole_run_loses_no_step(project: Path, p
         if policy == "continue":
             time.sleep(3)  # of training on a full disk
             filler.unlink()
-        out, _ = job.communicate(timeout=120)
+        out, _ = job.communicate(timeout=patience(120))
         assert "Traceback" not in out, out
         recorded = [record["step"] for record in records(place)]
         assert recorded == [*range(1, len(recorded) + 1)]

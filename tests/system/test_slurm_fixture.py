@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import patience
 from tests.system.netns import pids_in
 from tests.system.slurm import Cluster, cluster, needs_slurm
 from tests.system.slurm_conf import FREEZER
@@ -156,5 +157,5 @@ def test_a_command_on_a_fresh_cluster() -> None:
         "-c",
         "srun -n1 hostname; exit 3",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patience(60), check=False)
     assert (done.stdout, done.returncode) == ("node1\n", 3), done.stderr

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Launch
-from tests.system.runs import OWN, is_agent, processes_of, records, start, summary, wait_for
+from tests.helpers import patience
+from tests.system.runs import OWN, is_agent, is_worker, processes_of, records, start, summary, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -69,7 +70,7 @@ def test_ctrl_c_stops_after_the_window_and_saves(project: Path) -> None:
     wait_for(lambda: (run / "metrics.jsonl").exists() and len(records(run)) >= 3, "three steps")
     assert len(processes_of(run)) >= 3, "the agent and two workers are found while they live"
     job.send_signal(signal.SIGINT)
-    out, _ = job.communicate(timeout=60)
+    out, _ = job.communicate(timeout=patience(60))
     assert job.returncode == 130, out
     assert "Stopping at the end of this window" in out
     seen = records(run)
@@ -79,14 +80,29 @@ def test_ctrl_c_stops_after_the_window_and_saves(project: Path) -> None:
     assert processes_of(run) == []
 
 
+def test_sigterm_to_a_worker_stops_the_job_like_any_stop_from_outside(project: Path) -> None:
+    job = start(project, "task.trouble=slow", "train.steps=100000")
+    run = project / "runs" / "own"
+    wait_for(lambda: (run / "metrics.jsonl").exists() and len(records(run)) >= 2, "two steps")
+    workers = [place.parent for place in Path("/proc").glob("[0-9]*/cmdline") if is_worker(place, run)]
+    second = [place for place in workers if b"RANK=1" in (place / "environ").read_bytes().split(b"\0")]
+    os.kill(int(second[0].name), signal.SIGTERM)
+    out, _ = job.communicate(timeout=patience(60))
+    assert job.returncode == 75, out
+    found = summary(run)
+    assert (found["verdict"], found["stopped_by"]) == ("stopped", "a signal to a worker")
+    assert (run / "checkpoints" / f"step_{len(records(run)):06d}" / ".metadata").exists()
+
+
 def test_a_second_ctrl_c_kills_at_once(project: Path) -> None:
     job = start(project, "task.trouble=hang", "train.steps=100000", "cluster.grace_s=1000")
     run = project / "runs" / "own"
     wait_for(lambda: (run / "metrics.jsonl").exists() and len(records(run)) >= 2, "two steps")
     job.send_signal(signal.SIGINT)
-    time.sleep(0.5)
+    assert job.stdout is not None
+    assert any("Stopping at the end of this window" in line for line in job.stdout), "the first one was not answered"
     job.send_signal(signal.SIGINT)
-    out, _ = job.communicate(timeout=60)
+    out, _ = job.communicate(timeout=patience(60))
     assert job.returncode == 130, out
     assert summary(run) == {"verdict": "killed"}
     wait_for(lambda: not processes_of(run), "every process of the run to end", 60)
@@ -97,7 +113,7 @@ def test_ctrl_c_before_the_first_step(project: Path) -> None:
     run = project / "runs" / "own"
     wait_for(lambda: (run / "logs" / "node0.log").exists(), "the agent's start")
     job.send_signal(signal.SIGINT)
-    out, _ = job.communicate(timeout=60)
+    out, _ = job.communicate(timeout=patience(60))
     assert job.returncode == 130, out
     assert "Traceback" not in out
     wait_for(lambda: not processes_of(run), "every process of the run to end", 60)
@@ -109,7 +125,7 @@ def test_a_hanging_worker_does_not_outlive_ctrl_c(project: Path) -> None:
     wait_for(lambda: (run / "metrics.jsonl").exists() and len(records(run)) >= 2, "two steps")
     time.sleep(1)  # rank 1 hangs now, and rank 0 waits for it in a collective
     job.send_signal(signal.SIGINT)
-    out, _ = job.communicate(timeout=60)
+    out, _ = job.communicate(timeout=patience(60))
     assert job.returncode == 130, out
     assert summary(run)["verdict"] == "killed"
     assert processes_of(run) == []
@@ -126,7 +142,7 @@ def test_kill_9_leaves_nothing_behind(project: Path, victim: str) -> None:
         agents = [int(p.parent.name) for p in Path("/proc").glob("[0-9]*/cmdline") if is_agent(p, run)]
         assert len(agents) == 1
         os.kill(agents[0], signal.SIGKILL)
-    job.communicate(timeout=60)
+    job.communicate(timeout=patience(60))
     wait_for(lambda: not processes_of(run), "every process of the run to end", 60)
 
 

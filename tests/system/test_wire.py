@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import launch_command
+from tests.helpers import launch_command, patience
 from tests.system.netns import needs_root, network_namespace, sent_bytes
 
 pytestmark = [pytest.mark.slow, pytest.mark.root, needs_root]
@@ -21,7 +21,7 @@ def run(tmp_path: Path, name: str, *overrides: str) -> tuple[int, list[dict[str,
     with network_namespace() as namespace:
         command = ["ip", "netns", "exec", namespace, *launch_command("train", *overrides, f"run.name={name}")]
         done = subprocess.run(
-            command, cwd=tmp_path, env=os.environ, capture_output=True, text=True, timeout=240, check=False
+            command, cwd=tmp_path, env=os.environ, capture_output=True, text=True, timeout=patience(240), check=False
         )
         assert done.returncode == 0, done.stdout + done.stderr
         carried = sent_bytes(namespace)
@@ -31,7 +31,7 @@ def run(tmp_path: Path, name: str, *overrides: str) -> tuple[int, list[dict[str,
 def test_payload_is_an_eighth_and_the_wire_agrees(tmp_path: Path) -> None:
     job = (
         "task.width=256", "task.depth=2", "task.heads=4", "task.seq_len=16", "task.eval_samples=32",
-        "batch.global_size=16", "batch.micro_size=1", "precision=fp32", "wandb.mode=disabled", "run.calibrate=0",
+        "batch.global_size=16", "batch.micro_size=1", "precision=fp32", "wandb.mode=disabled", "run.calibrate_s=0",
         "checkpoint.enabled=false",
     )  # fmt: skip
     payload: dict[str, int] = {}

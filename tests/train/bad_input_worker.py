@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from launcher import Engine, make_plan
 from launcher.errors import LauncherError
 
-COMMON = ("precision=fp32", "run.calibrate=0", "train.loader_workers=0", "batch.global_size=8", "batch.micro_size=2")
+COMMON = ("precision=fp32", "run.calibrate_s=0", "train.loader_workers=0", "batch.global_size=8", "batch.micro_size=2")
 SAMPLES, EMPTY = 24, (1, 4)  # three windows an epoch
 Answer = Callable[[Tensor, Tensor], tuple[Any, Any]]  # values [samples, 2] and mask [samples] -> loss, items
 

@@ -28,7 +28,7 @@ class Model(nn.Module):
 
 def run(overrides: list[str], data: list[Tensor]) -> dict[str, Any]:
     torch.manual_seed(0)
-    plan = make_plan([*overrides, "precision=fp32", "run.calibrate=1", "train.loader_workers=0"], samples=len(data))
+    plan = make_plan([*overrides, "precision=fp32", "train.loader_workers=0"], samples=len(data))
     engine = Engine(Model, lambda p: torch.optim.SGD(p, 0.01), plan)
     model: Any = engine.parallel.module
     apart, sent, seen = [], [], 0

@@ -18,7 +18,7 @@ from tests.helpers import torchrun
 WORKER = Path(__file__).parent / "elastic_worker.py"
 STEPS = 20
 COMMON = (
-    "batch.global_size=16", "precision=fp32", f"train.steps={STEPS}", "run.calibrate=2", "optimizer.lr=0.01",
+    "batch.global_size=16", "precision=fp32", f"train.steps={STEPS}", "run.calibrate_s=1", "optimizer.lr=0.01",
     "train.clip_norm=0.5", "batch.uneven=true",
 )  # fmt: skip
 

@@ -70,7 +70,9 @@ def read(job: dict[str, Any]) -> None:
     random = torch.rand(4).tolist()
     everyone = engine.world.of_all(random)
     if engine.world.rank == 0:
-        print(json.dumps({"ranks": restored.ranks, "random": everyone}), flush=True)
+        group = {name: value for name, value in engine.optimizer.param_groups[0].items() if name != "params"}
+        rates = {"base_lr": engine.schedule.base_lrs[0], "betas": group["betas"], "eps": group["eps"]}
+        print(json.dumps({"ranks": restored.ranks, "random": everyone, **rates}), flush=True)
 
 
 def main() -> None:

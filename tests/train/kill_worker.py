@@ -161,7 +161,7 @@ def kill_and_look(root: Path, tries: int, seed: int) -> None:
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
     plan = make_plan(
         "cluster.workers_per_node=2", "precision=fp32", "train.loader_workers=0", f"checkpoint.keep={KEEP}",
-        "run.calibrate=0", run_dir=str(root),
+        "run.calibrate_s=0", run_dir=str(root),
     )  # fmt: skip
     chance, newest, left_over = random.Random(seed), 0, 0
     for number in range(tries):

@@ -72,7 +72,7 @@ def run(options: list[str]) -> dict[str, Any]:
     most_items = 5 if "items" in options else 1
     data = samples(most_items)
     base = [f"batch.global_size={GLOBAL}", "train.epochs=1", "schedule=constant", "train.loader_workers=0"]
-    plan = make_plan([*base, "run.calibrate=2", *[o for o in options if o != "items"]], samples=len(data))
+    plan = make_plan([*base, "run.calibrate_s=0", *[o for o in options if o != "items"]], samples=len(data))
     engine = Engine(Model, lambda parameters: torch.optim.SGD(parameters, lr=0.0), plan)
     seen: list[int] = []
     work: set[tuple[int, int]] = set()
@@ -83,12 +83,13 @@ def run(options: list[str]) -> dict[str, Any]:
         result = engine.step()
         if result.noise is not None:
             seen.append(result.window)
-        work.add((SMALL_REDUCES[0], BACKWARDS[0] - result.micro_batches))
-        if result.window < plan.train.calibrate * 2 + 2:  # these may be rehearsed
-            work.clear()
+        if result.window:  # the first one agrees on a divisor too
+            work.add((SMALL_REDUCES[0], BACKWARDS[0] - result.micro_batches))
         SMALL_REDUCES[0] = BACKWARDS[0] = 0
     noise = engine.noise
-    values = None if noise is None else {"scale": noise.scale, "grad_sq": noise.grad_sq, "variance": noise.variance}
+    values = noise and {
+        "scale": noise.scale, "grad_sq": noise.grad_sq, "variance": noise.variance, "interval": [noise.low, noise.high]
+    }  # fmt: skip
     before = engine.state_dict()["noise"]  # settles what waits; once
     items = sum(number for _, number in data) / len(data)
     everyone: list[Any] = [None] * engine.world.size

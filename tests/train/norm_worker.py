@@ -81,7 +81,7 @@ def build(dropout: float = 0.0) -> Net:
 
 def compare(data: Any, overrides: list[str]) -> dict[str, Any]:
     plan = make_plan(
-        ["precision=fp32", "train.clip_norm=null", "train.epochs=3", "run.calibrate=1", "train.loader_workers=0",
+        ["precision=fp32", "train.clip_norm=null", "train.epochs=3", "run.calibrate_s=1", "train.loader_workers=0",
          "batch.global_size=12", "schedule=constant", *overrides],
         samples=len(data),
     )  # fmt: skip
@@ -95,7 +95,7 @@ def compare(data: Any, overrides: list[str]) -> dict[str, Any]:
     applied: list[Tensor] = []
     optimizer.register_step_pre_hook(lambda *_: applied.append(flat([p.grad for p in model.parameters()])))
     error, from_one_batch, losses, calls = 0.0, 0.0, [], []
-    for window in engine.windows(data, replay=loss_of):
+    for window in engine.windows(data, forward=loss_of):
         for each in (reference, one_batch):
             nn.utils.vector_to_parameters(flat(list(model.parameters())), each.parameters())
         for batch in window:
@@ -127,7 +127,7 @@ def normalised_with_dropout(data: Any) -> dict[str, Any]:
     model = build(dropout=0.5)
     engine = Engine(model, torch.optim.SGD(model.parameters(), lr=1e-9), plan)
     seen: list[Tensor] = []
-    for window in engine.windows(data, replay=loss_of):
+    for window in engine.windows(data, forward=loss_of):
         for batch in window:
             hook = model.first[2].register_forward_hook(lambda _m, _i, out: seen.append(out.detach()))
             loss = loss_of(engine.model, batch)
@@ -142,7 +142,7 @@ def normalised_with_dropout(data: Any) -> dict[str, Any]:
     return {"mean": (sums[0] / sums[2]).abs().max().item(), "square": (sums[1] / sums[2]).tolist()}
 
 
-def without_replay(data: Any) -> dict[str, Any]:
+def without_forward(data: Any) -> dict[str, Any]:
     plan = make_plan(["train.steps=2", "batch.global_size=12", "batch.norm=window"], samples=len(data))
     engine = Engine(model := build(), torch.optim.SGD(model.parameters(), lr=0.1), plan)
     try:
@@ -152,7 +152,7 @@ def without_replay(data: Any) -> dict[str, Any]:
     return {}
 
 
-SPECIAL = {"dropout": normalised_with_dropout, "no replay": without_replay}
+SPECIAL = {"dropout": normalised_with_dropout, "no forward": without_forward}
 
 
 def main() -> None:

@@ -36,7 +36,7 @@ class Samples(torch.utils.data.Dataset[Tensor]):
 
 
 def train(name: str, overrides: list[str]) -> dict[str, Any]:
-    batch = ["batch.global_size=16", "batch.micro_size=2", "train.loader_workers=0", "run.calibrate=0"]
+    batch = ["batch.global_size=16", "batch.micro_size=2", "train.loader_workers=0", "run.calibrate_s=0"]
     # so much that the noise of a machine that has other things to do stays below it
     share = ["precision=fp32", f"train.steps={STEPS}", "train.straggler_share=0.6"]
     plan = make_plan(*batch, *share, *overrides, samples=16 * STEPS)

@@ -23,7 +23,7 @@ from launcher.train.step import local
 RANKS = int(sys.argv[2])
 VOCABULARY, WIDTH, LENGTH, SAMPLES = 64, 32, 256, 128  # 128 samples of 256 items are the window
 POLICIES = [("ddp", "boundary"), ("fsdp", "every"), ("fsdp", "gather_once")] if RANKS > 1 else [("fsdp", "boundary")]
-OPTIONS = ["run.calibrate=0", "train.loader_workers=0", "train.clip_norm=null", f"cluster.device={sys.argv[1]}"]
+OPTIONS = ["run.calibrate_s=0", "train.loader_workers=0", "train.clip_norm=null", f"cluster.device={sys.argv[1]}"]
 # the scale after each window: it doubles after three steps without overflow, and halves at the third window's
 OVERFLOWS = (False, False, True, False, False, False, False)
 SCALES = [8.0, 8.0, 8.0, 4.0, 4.0, 4.0, 8.0]

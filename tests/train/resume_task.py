@@ -20,7 +20,7 @@ def augmented(sample: Tensor) -> Tensor:
 class Data(torch.utils.data.Dataset[Tensor]):
     def __init__(self, count: int) -> None:
         self.count = count
-        self.noise = torch.randn(4)  # of the rank's own random numbers, before the first window
+        self.noise = torch.randn(4)  # drawn while the data is built
 
     def __len__(self) -> int:
         return self.count

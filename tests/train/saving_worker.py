@@ -31,13 +31,14 @@ from launcher.train.checkpoint import Snapshot
 from launcher.train.loop import train
 from launcher.train.staging import Staging
 from launcher.train.worker import StopRequest
+from tests.helpers import patience
 from tests.train.resume_worker import plan_of
 
 torch.set_num_threads(1)
 RANK = int(os.environ["RANK"])
 LEFT_FREE = 5 * 4096  # bytes of a full disk: whole pages
 NO_LIMIT = resource.getrlimit(resource.RLIMIT_FSIZE)
-WAIT_S = 60
+WAIT_S = patience(60)
 
 
 def say(line: str) -> None:

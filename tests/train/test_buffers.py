@@ -22,4 +22,4 @@ def test_statistics_are_shared_and_constants_are_not_sent(tmp_path: Path) -> Non
     for result in seen:
         assert result["apart"] == [0.0] * 8
         assert result["sent"] == [0] + [STATISTICS] * 7, "the first window shows which buffers change"
-        assert result["counted"] == result["seen"] == 16, "rehearsals leave no trace"
+        assert result["counted"] == result["seen"] == 16, "each batch is seen once"

@@ -129,21 +129,35 @@ def test_a_rank_whose_share_of_a_stream_has_ended_keeps_its_stand_in() -> None:
 
 
 class Drawing(torch.utils.data.Dataset[Any]):
-    """Samples that are all chance, of each kind."""
+    """Random samples of each kind. Only one in ``every`` draws a number, of the kind that comes up."""
+
+    def __init__(self, every: int = 1) -> None:
+        self.every = every
 
     def __len__(self) -> int:
         return 103
 
     def __getitem__(self, index: int) -> Any:
-        return index, random.random(), torch.rand(1).item(), np.random.rand(), np.random.normal()
+        if self.every == 1:
+            return index, random.random(), torch.rand(1).item(), np.random.rand(), np.random.normal()
+        if index % self.every:
+            return index, torch.initial_seed()  # as some augmentations seed a generator of their own
+        draw = (random.random, lambda: torch.rand(1).item(), np.random.rand)[index // self.every % 3]
+        return index, draw()
 
 
-def drawn(ranks: int, loader_workers: int, start: int = 0, micro: int = 2) -> dict[int, Any]:
+def drawn(
+    ranks: int,
+    loader_workers: int,
+    start: int = 0,
+    micro: int = 2,
+    dataset: Any = Drawing(),  # noqa: B008
+) -> dict[int, Any]:
     """What each sample drew in the first epoch."""
     plan = plan_for(micro, ranks, f"train.loader_workers={loader_workers}", "batch.uneven=true")
     seen: dict[int, Any] = {}
     for rank in range(ranks):
-        feed = open_feed(Drawing(), plan, World(rank, ranks, rank), CPU, collate=list, start=Place(start))
+        feed = open_feed(dataset, plan, World(rank, ranks, rank), CPU, collate=list, start=Place(start))
         for window in itertools.islice(feed.windows(), 4 - start):
             for batch in window.micro_batches:
                 seen |= {index: rest for index, *rest in batch.data}
@@ -162,6 +176,28 @@ def test_what_a_sample_draws_depends_on_its_place_only() -> None:
     resumed = drawn(2, loader_workers=1, start=2)
     assert resumed == {index: rest for index, rest in here.items() if index in resumed}
     assert len(resumed) == 48
+
+
+def test_a_sample_that_seldom_draws_draws_alike_in_every_world() -> None:
+    """Two generators are not seeded until a read draws from one: that read is repeated, and no sample may notice."""
+    seldom = Drawing(every=10)
+    here = drawn(1, loader_workers=0, dataset=seldom)
+    assert sum(isinstance(drawn, float) for (drawn,) in here.values()) >= 9
+    for ranks, workers, micro in ((2, 1, 2), (3, 0, 2), (5, 0, 4)):
+        assert drawn(ranks, workers, micro=micro, dataset=seldom) == here
+    resumed = drawn(2, loader_workers=0, start=2, dataset=seldom)
+    assert resumed == {index: rest for index, rest in here.items() if index in resumed}
+
+
+def test_a_data_set_that_draws_nothing_is_read_once() -> None:
+    reads: list[int] = []
+
+    class Counting(Drawing):
+        def __getitem__(self, index: int) -> Any:
+            reads.append(index)
+            return index, None
+
+    assert sorted(drawn(1, loader_workers=0, dataset=Counting())) == sorted(reads)
 
 
 def test_another_length_than_the_plans_is_refused() -> None:

@@ -4,6 +4,7 @@ One that is not of this run is refused."""
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,7 @@ def test_a_run_goes_on_in_any_world_and_strategy(tmp_path: Path) -> None:
         assert [(each["step"], each["to"]["world_size"]) for each in summary["worlds"]] == [(5, 2), (10, 3), (15, 1)]
         assert summary["comm/wire_bytes"] == 0, "of the last world alone"
         assert "comm/step_s" not in summary
-    assert "5 steps are done, at 2 ranks instead of 4, with strategy=fsdp instead of ddp: accumulation 4" in said[1]
+    assert "5 steps done, at 2 ranks instead of 4, with strategy=fsdp instead of ddp: accumulation 4" in said[1]
     assert "micro-batch 2; global batch 16 as before." in said[1]
 
     stored = tensors(kept)
@@ -116,7 +117,18 @@ def test_what_is_not_of_this_run_is_refused(tmp_path: Path) -> None:
     jobs.append(job(bigger, *base, "batch.global_size=24", past=[[5, 16]], raises="WrongCheckpoint"))
     insisting = {"past": [[5, 16]], "forced": ["batch.global_size", "optimizer.lr"]}
     jobs.append(job(bigger, *base, "batch.global_size=24", "optimizer.lr=0.02", **insisting))
+    # what lr_scaling=sqrt makes of 24 samples, k = 24/16; and without it
+    scaled = ["optimizer.lr=0.01", "batch.global_size=24", "optimizer.lr_scaling=sqrt", "optimizer.reference_batch=16"]
+    forced = ["batch.global_size", "optimizer.lr_scaling", "optimizer.reference_batch"]
+    reads = str(tmp_path / "old" / "checkpoints" / "step_000005")
+    jobs.append(job(tmp_path / "scaled", *base, *scaled, reads=reads, past=[[5, 16]], forced=forced))
+    jobs.append(job(tmp_path / "kept", *base, reads=reads))
     said = run(jobs, 2, tmp_path)
+    rescaled, kept = [json.loads(line) for line in said.splitlines() if line.startswith('{"ranks"')]
+    assert rescaled["base_lr"] == pytest.approx(0.01 * math.sqrt(1.5))
+    assert rescaled["betas"] == pytest.approx([0.85, 0.925])
+    assert rescaled["eps"] == pytest.approx(1e-8 / math.sqrt(1.5))
+    assert (kept["betas"], kept["eps"]) == ([0.9, 0.95], 1e-8)
     for name, (_, _, _, words) in WRONG.items():
         (told,) = [part for part in said.split("WrongCheckpoint at ") if part.startswith(f"{tmp_path / name}:")]
         assert all(word in told for word in words), told

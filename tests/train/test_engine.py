@@ -11,7 +11,7 @@ import pytest
 from tests.helpers import torchrun
 
 WORKER = Path(__file__).parent / "engine_worker.py"
-COMMON = ["precision=fp32", "train.epochs=2", "schedule.warmup_steps=4", "train.loader_workers=0", "run.calibrate=1"]
+COMMON = ["precision=fp32", "train.epochs=2", "schedule.warmup_steps=4", "train.loader_workers=0", "run.calibrate_s=0"]
 
 
 def run_all(ranks: int, samples: int, tmp_path: Path, runs: list[list[str]]) -> list[dict[str, Any]]:
@@ -100,18 +100,16 @@ def test_every_policy_of_every_sharding_is_one_big_batch(ranks: int, tmp_path: P
 
 @pytest.mark.slow
 def test_compressed_gradients_keep_to_their_bound(tmp_path: Path) -> None:
-    """bf16 and fp16 round each number once when it is sent and once in the sum of two; PowerSGD loses nothing for good:
+    """bf16 rounds each number once when it is sent and once in the sum of two; PowerSGD loses nothing for good:
     the sum of what was applied, with the residue still kept back, is the sum of the gradients."""
     base = ["batch.global_size=48", "batch.micro_size=4", "train.clip_norm=null"]
     runs = [
         [*base, "strategy.compress=bf16"],
-        [*base, "strategy.compress=fp16"],
         [*base, "strategy.compress=powersgd", "strategy.powersgd_start=2", "strategy.bucket_mb=0.005"],
         [*base, "strategy.compress=bf16", "strategy.sync=every"],
     ]
-    bf16, fp16, powersgd, every = run_all(2, 203, tmp_path, runs)
+    bf16, powersgd, every = run_all(2, 203, tmp_path, runs)
     assert 1e-4 < bf16["gradient"] < 2**-7
-    assert 1e-5 < fp16["gradient"] < 2**-10
     assert every["gradient"] < 2**-7
     assert powersgd["gradient"] > 0.1, "rank 1 leaves much out of a single step"
     assert powersgd["owed"] < 1e-6

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import ROOT
+from tests.helpers import ROOT, patience
 
 TRIES = 25
 
@@ -21,7 +21,7 @@ TRIES = 25
 def test_a_kill_at_any_moment_leaves_what_was_committed(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.train.kill_worker", "--tries", str(TRIES), "--seed", "7", "--dir", str(tmp_path)],
-        cwd=ROOT, capture_output=True, text=True, timeout=280, check=False,
+        cwd=ROOT, capture_output=True, text=True, timeout=patience(280), check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     said = re.search(rf"{TRIES} tries, (\d+) checkpoints, (\d+) kills left a part of one", done.stdout)

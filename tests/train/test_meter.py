@@ -53,7 +53,7 @@ def test_a_policy_that_is_not_observed_is_an_error(seen: int, sync: Sync) -> Non
     meter = ddp()
     for _ in range(seen):
         meter.count(Collective.all_reduce, 1000)
-    with pytest.raises(PolicyNotObserved, match=f"{seen * 1000:,} bytes were seen in {seen} collectives"):
+    with pytest.raises(PolicyNotObserved, match=f"{seen * 1000:,} bytes were seen in {seen} collective"):
         meter.close_window(8, sync)
 
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from launcher.train.noise import FEWEST_WINDOWS, SMOOTHING, NoiseScale, OwnGradient
+from launcher.train.noise import FEWEST_WINDOWS, SMOOTHING, Noise, NoiseScale, OwnGradient
 from tests.helpers import torchrun
 from tests.train.noise_worker import GLOBAL, SCALE, WIDTH, WINDOWS
 
@@ -95,6 +96,63 @@ def test_a_gradient_that_is_almost_zero_for_once_does_not_speak_for_all_that_fol
     assert scale_of(usual * 20 + [(1e-310, 0.0)] + usual * 300) == pytest.approx(50, rel=0.02)
 
 
+def simulated(scale: float, eigenvalues: Tensor, windows: int, ranks: int, seed: int) -> NoiseScale:
+    """What windows of 64 samples on so many ranks say of a problem with |G|^2 = 1 and tr(Sigma) = ``scale``, where the
+    gradient's covariance has such eigenvalues, but for a factor: few large ones make the norms scatter."""
+    generator, large, small = torch.Generator().manual_seed(seed), 64, 64 // ranks
+    deviations = (eigenvalues / eigenvalues.sum() * scale / small).sqrt()
+    draws = torch.randn(windows, ranks, len(eigenvalues), generator=generator, dtype=torch.float64)
+    parts = len(eigenvalues) ** -0.5 + draws * deviations
+    shares = parts.square().sum((1, 2)).tolist()
+    norms = parts.mean(1).norm(dim=1).tolist()
+    noise, own = NoiseScale(ranks, torch.device("cpu")), OwnGradient()
+    for share, norm in zip(shares, norms, strict=True):
+        own.await_part(due=True)
+        noise.begin(small, small)
+        own.take([torch.zeros(1)])
+        # a rank's gradient lies there as a mean over its samples, and items are samples
+        noise.measure(own, norm, large, large, unit=small)
+        noise.settle(share / small)
+    return noise
+
+
+SPREAD, NARROW = torch.ones(256), 1 / torch.arange(1, 257)
+
+
+@pytest.mark.parametrize("scale", [5000.0, 50.0])
+@pytest.mark.parametrize("windows", [12, 100])
+@pytest.mark.parametrize(("eigenvalues", "ranks"), [(SPREAD, 4), (NARROW, 2)], ids=["spread", "narrow"])
+def test_the_interval_has_the_true_scale_in_it(scale: float, windows: int, eigenvalues: Tensor, ranks: int) -> None:
+    """In 95% of 200 runs, give or take three standard deviations; and outside of it on either side alike."""
+    found: list[Noise] = []
+    for seed in range(200):
+        noise = simulated(scale, eigenvalues, windows, ranks, seed).now
+        assert noise is not None
+        found.append(noise)
+    inside = sum(noise.low <= scale <= noise.high for noise in found)
+    assert 181 <= inside <= 199, inside
+    assert sum(noise.low > scale for noise in found) <= 12, "too large a batch is not advised"
+    points = [noise.scale for noise in found if noise.scale is not None]
+    assert all(noise.low <= noise.scale <= noise.high for noise in found if noise.scale is not None)
+    if scale == 50:
+        assert len(points) == 200
+        assert windows == 12 or all(noise.high / noise.low < 3 for noise in found), "narrow enough to say something"
+    else:
+        assert sum(math.isinf(noise.high) for noise in found) > 60, (
+            "64 samples of 5,000 leave the gradient in the noise"
+        )
+
+
+def test_the_interval_is_the_same_after_a_resume() -> None:
+    whole, first = simulated(50.0, NARROW, 60, 2, 0), simulated(50.0, NARROW, 60, 2, 0)
+    second = NoiseScale(2, torch.device("cpu"))
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert second.now == whole.now
+    old = {name: first.state_dict()[name] for name in ("windows", "before_sq", "weight", "grad_sq", "variance")}
+    second.load_state_dict(old)
+    assert second.now is None, "a checkpoint of an earlier version has no interval"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", CASES)
 def test_a_known_scale_is_found(ranks: int, tmp_path: Path) -> None:
@@ -113,5 +171,8 @@ def test_a_known_scale_is_found(ranks: int, tmp_path: Path) -> None:
         assert noise["variance"] == pytest.approx(scale, rel=4 * variance), case
         assert noise["grad_sq"] == pytest.approx(1, rel=4 * grad_sq), case
         assert noise["scale"] == noise["variance"] / noise["grad_sq"], "of the averages"
+        low, high = noise["interval"]
+        assert low < noise["scale"] < high < 2 * low, case
+        assert low / 1.3 < scale < high * 1.3, f"{case}: one draw; the coverage is that of the test above"
         assert found["windows"] == WINDOWS - 1, f"{case}: the first has none before it; the short one is not among them"
         assert found["first"] == FEWEST_WINDOWS + 1, "a window late, with the next one's flags"

@@ -14,7 +14,7 @@ from launcher.config import Norm
 from launcher.errors import ConfigError, TaskError
 from launcher.plan import RunPlan
 from launcher.train.loader import MicroBatch
-from launcher.train.norm import batch_norms, widen
+from launcher.train.norm import batch_norms
 from launcher.train.parallel import Single
 from launcher.train.precision import Precision
 from launcher.train.window_norm import OverWindow, norms_of
@@ -38,7 +38,7 @@ def require_one_batch(seen: dict[str, Any], tolerance: float = 1e-9) -> None:
     assert seen["gradient"] < tolerance
     assert seen["from_one_batch"] < tolerance
     assert seen["statistics"] < tolerance
-    assert seen["counted"] == [9, 18, 9], "once a window for each call: rehearsals and passes ahead leave no trace"
+    assert seen["counted"] == [9, 18, 9], "once a window for each call: a calibration and passes ahead leave no trace"
 
 
 @pytest.mark.slow
@@ -48,8 +48,8 @@ def test_on_one_rank(tmp_path: Path) -> None:
         norm: f"{one} batch.micro_size={micro} batch.norm={norm.split()[0]}"
         for norm, micro in (("window", 3), ("window whole", 12), ("freeze", 4), ("leave", 4), ("leave whole", 12))
     }
-    found = run_all(1, tmp_path, [*runs.values(), "no replay"])
-    assert "engine.windows(..., replay=" in found["no replay"]["error"]
+    found = run_all(1, tmp_path, [*runs.values(), "no forward"])
+    assert "engine.windows(..., forward=" in found["no forward"]["error"]
     seen = {norm: found[overrides] for norm, overrides in runs.items()}
     for norm in ("window", "window whole"):
         require_one_batch(seen[norm])
@@ -139,7 +139,7 @@ def test_a_large_mean_does_not_swallow_the_variance() -> None:
 def test_one_number_a_channel_is_normalised_to_nothing() -> None:
     model = nn.Sequential(nn.BatchNorm1d(2))
     norms = look_ahead(model, [torch.randn(1, 2)])
-    norms.micro_batch(counts=True, rehearsal=False)
+    norms.micro_batch(counts=True)
     assert model(torch.randn(1, 2)).isfinite().all()
     norms.track()
     assert all(value.isfinite().all() for value in model.buffers())
@@ -178,15 +178,6 @@ def test_what_cannot_be_had_is_refused(model: nn.Module, norm: str, message: str
     plan, whole = plan_on_one_rank(norm), nn.Sequential(model, nn.Linear(3, 3))
     with pytest.raises((TaskError, ConfigError), match=message):
         norms_of(plan, Single(whole, plan, CPU), Precision(plan.precision, CPU), CPU)
-
-
-def test_torchs_own_collectives_are_not_taken_away() -> None:
-    """Of a SyncBatchNorm on narrow shards, which torch cannot run and `leave` has to leave."""
-    with pytest.raises(TaskError, match=r"0 is a SyncBatchNorm[^~]*Use batch.norm=sync"):
-        widen(nn.Sequential(nn.SyncBatchNorm(3)))
-    model = nn.Sequential(nn.BatchNorm1d(3))
-    widen(model)
-    assert "forward" in vars(model[0])
 
 
 def test_an_evaluation_is_torchs_own() -> None:

@@ -69,6 +69,17 @@ def test_equal_ranks_and_those_slow_by_less_than_the_share_are_left_alone(share:
     assert pace.named is None
 
 
+def test_a_delay_of_milliseconds_is_not_worth_a_line() -> None:
+    """30% of a window, and 3 ms; the same share of seconds is named."""
+    for scale, named in ((0.01, False), (1.0, True)):
+        pace = Pace(ALONE, torch.device("cpu"), 0.1)
+        pace._ranks, pace._places, pace._hosts = 2, 6, ["a", "b"]
+        for _ in range(30):
+            pace.take_in([1.0 * scale, 0.0, 0.3 * scale, 1.3 * scale, 0.0, 0.0])
+            assert pace.news is None or named
+        assert (pace.straggler is not None) is named
+
+
 @pytest.mark.slow
 def test_real_ranks(tmp_path: Path) -> None:
     lines = torchrun(Path(__file__).with_name("pace_worker.py"), [], 2, tmp_path).splitlines()

@@ -6,7 +6,9 @@ import os
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.nn.functional import all_gather
 from torch.nn import functional
 
 from launcher import Loss
@@ -146,6 +148,105 @@ class Streamed(Padded):
 
     def train_data(self) -> Any:
         return self.Data()
+
+
+class Bf16Parameters(Padded):
+    """A sum, of a model that was loaded in bf16."""
+
+    def model(self) -> nn.Module:
+        return bag_of_words(nn.Sequential(nn.Linear(WIDTH, 24), nn.Tanh(), nn.Linear(24, WIDTH))).bfloat16()
+
+    def loss(self, model: Any, batch: Tensor) -> Any:
+        logits, targets = model(batch[:, :-1]).float(), batch[:, 1:]
+        total = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=0, reduction="sum")
+        return Loss(total=total, items=tokens(batch))
+
+
+class Adapted(Bf16Parameters):
+    """A frozen bf16 model with trained fp32 layers before and behind it."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.behind = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+            self.base = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)).bfloat16()
+            self.base.requires_grad_(False)
+
+        def forward(self, words: Tensor) -> Tensor:
+            x = self.before(words)
+            return self.behind(x + self.base(x.to(self.base[0].weight.dtype)).to(x.dtype))
+
+    def model(self) -> nn.Module:
+        return self.Model()
+
+
+class Gathered(Padded):
+    """Each sample against those of all ranks: the fix for a contrastive loss, with accumulation 1."""
+
+    def loss(self, model: Any, batch: Tensor) -> Any:
+        # of one length, so that padding has no part in it
+        pooled = model(batch[:, :2]).mean(1)
+        everyone = torch.cat(all_gather(pooled))  # pyright: ignore[reportArgumentType]
+        first = dist.get_rank() * len(pooled)
+        own = torch.arange(first, first + len(pooled))
+        total = functional.cross_entropy(pooled @ everyone.T, own, reduction="sum")
+        return Loss(total=total, items=len(batch))
+
+
+class Denoising:
+    """Several inputs, integers and time steps up to 993 among them, a residual stream in fp32, a mean of its own."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            generator = torch.Generator().manual_seed(5)  # initial values that the job's seed does not decide
+            self.frequencies = nn.Parameter(torch.rand(8, generator=generator) / 50)
+            self.kinds, self.blocks = nn.Embedding(3, 16), nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+            self.inputs, self.outputs = nn.Linear(4, 16), nn.Linear(16, 4)
+            self.scale = nn.Parameter(torch.ones(16))
+
+        def forward(self, noisy: Tensor, *, time: Tensor, kind: dict[str, Tensor]) -> Tensor:
+            angles = time[:, None] * self.frequencies
+            stream = self.inputs(noisy) + torch.cat((angles.sin(), angles.cos()), 1) + self.kinds(kind["id"])
+            for block in self.blocks:
+                stream = stream + block(functional.layer_norm(stream * self.scale, (16,))).tanh()
+            return self.outputs(stream)
+
+    def model(self) -> nn.Module:
+        return self.Model()
+
+    def train_data(self) -> Any:
+        self.center = torch.tensor([0.5, -0.5, 0.0, 0.25])  # loss() needs what is known here only
+        numbers = torch.Generator().manual_seed(2)
+        rows = [
+            {"x": torch.randn(4, generator=numbers), "time": torch.rand((), generator=numbers) * 993, "id": n % 3}
+            for n in range(40)
+        ]
+        return torch.utils.data.random_split(rows, [29, 11])[0]  # pyright: ignore[reportArgumentType]
+
+    def loss(self, model: Any, batch: dict[str, Tensor]) -> Any:
+        found = model(batch["x"], time=batch["time"], kind={"id": batch["id"]})
+        return ((found - batch["x"] + self.center) ** 2).mean()
+
+
+class Advantages(Padded):
+    """A loss of both signs, whose sum is near zero."""
+
+    def loss(self, model: Any, batch: Tensor) -> Any:
+        chances = -functional.cross_entropy(model(batch[:, :1])[:, 0].float(), batch[:, 1], reduction="none")
+        signs = torch.where(batch[:, 0] % 2 == 0, 1.0, -1.0)
+        return Loss(total=(chances * signs).sum(), items=len(batch))
+
+
+# to be caught: arithmetic
+
+
+class CoarseAlone(Padded):
+    """In bf16, and for a single sample, another function by five percent."""
+
+    def loss(self, model: Any, batch: Tensor) -> Any:
+        coarse = torch.is_autocast_enabled("cpu") and len(batch) == 1
+        return Loss(total=token_loss(model, batch) * (1.05 if coarse else 1.0), items=tokens(batch))
 
 
 # to be caught: the loss
@@ -320,6 +421,18 @@ class Negative(Padded):
 class ItemsWithGradient(Padded):
     def loss(self, model: Any, batch: Tensor) -> Any:
         return Loss(total=token_loss(model, batch), items=model(batch[:, :-1]).exp().sum())
+
+
+class NotEvaluated(Padded):
+    """Trains, and would end at its first evaluation."""
+
+    def eval_data(self) -> Any:
+        return Sentences(5)
+
+    def loss(self, model: Any, batch: Tensor) -> Any:
+        if not torch.is_grad_enabled():
+            raise ValueError("no labels in the held-out data")
+        return super().loss(model, batch)
 
 
 class AllPadding(Padded):

@@ -204,7 +204,7 @@ def _notes(rows: Sequence[Row], groups: Sequence[TaskGroup]) -> list[str]:
             notes.append(f"{row.entry.label} is the same run as {row.same_as}, and counts once.")
     measured = [(row, row.measured) for row in rows if row.measured and not row.same_as]
     for why, which in (
-        ("no full window with the job's own policy yet: no speed", [row for row, m in measured if not m.windows]),
+        ("no full window yet: no speed", [row for row, m in measured if not m.windows]),
         (
             "exposed communication was not measured: it is inside their computation",
             [row for row, m in measured if m.exposed_s is None and m.windows],

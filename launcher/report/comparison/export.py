@@ -11,18 +11,16 @@ from rich.markup import escape
 from rich.table import Table
 
 from launcher.report.comparison.compare import Comparison, Row, TaskGroup
-from launcher.report.comparison.figures import SMOOTHED_OVER
+from launcher.report.comparison.figures import SMOOTHED_OVER, Measured
 from launcher.report.runs import COLOURS
 
-# figure: how it comes out of metrics.jsonl. "Own windows" are full ones that sent the fewest bytes of all full ones:
-# what the job's own policy sends. The others are calibration's.
+# figure: how it comes out of metrics.jsonl
 DEFINITIONS = {
-    "own windows": "records with batch/samples = batch/global_size that sent the fewest comm/wire_bytes of all such "
-    "records: full windows with the job's own sync policy, without those that calibration ran with sync=every",
+    "own windows": "full windows: records with batch/samples = batch/global_size, of the largest batch/global_size",
     "time/step_s": "median of time/step_s over own windows; seconds",
     "time/data_s": "median of time/data_s over own windows: the part of a step that waited for data; seconds",
-    "comm/exposed_s": "as calibration measured it: a step less the same micro-batches without any collective; seconds. "
-    "0 on one worker; below zero: none shows; absent: not measured",
+    "comm/exposed_s": "as the calibration before training measured it: a window's passes less the same passes without "
+    "any collective; seconds. 0 on one worker; below zero: within the noise; absent: not measured",
     "time/compute_s": "time/step_s - time/data_s - comm/exposed_s (no less than 0); absent where the latter was not "
     "measured, or is longer than the step",
     "throughput/samples_per_s": "batch/global_size / time/step_s; the whole job",
@@ -32,7 +30,10 @@ DEFINITIONS = {
     "comm/wire_bytes": "median over own windows: bytes one rank puts on the wire a step, as counted",
     "comm/wire_bytes_every": "the same, had each micro-batch been synchronised",
     "comm/saved_fraction": "1 - comm/wire_bytes / comm/wire_bytes_every",
-    "comm/speedup": "measured by calibration: median step with sync=every / median step with the job's own policy",
+    "comm/speedup": "(median step + what its passes take longer with sync=every, as the calibration before training "
+    "measured it) / median step",
+    "comm/speedup_low": "lower end of its 95% interval; comm/speedup_high: the upper end. Where 1 is between them, no "
+    "difference was measured",
     "train/loss_smoothed": f"mean of the newest {SMOOTHED_OVER} logged values of train/loss (of fewer at the start)",
     "time/total_s": "wall seconds of training up to the last record, over all starts of the run",
     "loss/hours": "batch/world_size × time/total_s / 3600 at the first record whose smoothed loss is loss/target or "
@@ -77,6 +78,8 @@ def record_of(row: Row, group: TaskGroup | None) -> dict[str, Any]:
         "comm/wire_bytes_every": measured.wire_bytes_every if measured else None,
         "comm/saved_fraction": row.saved_fraction,
         "comm/speedup": measured.speedup if measured else None,
+        "comm/speedup_low": measured.speedup_low if measured else None,
+        "comm/speedup_high": measured.speedup_high if measured else None,
         "train/loss": measured.loss if measured else None,
         "train/loss_smoothed": measured.smoothed if measured else None,
         "train/loss_smoothed_min": measured.lowest if measured else None,
@@ -148,10 +151,17 @@ def _cells(row: Row, group: TaskGroup | None) -> list[str]:
         _shown(row.efficiency.value if row.efficiency else None, 1, ".0%"),
         _shown(measured.wire_bytes, 1e-6, ",.2f"),
         _shown(row.saved_fraction, 1, ".1%"),
-        _shown(measured.speedup, 1, ".2f"),
+        shown_speedup(measured),
         _shown(measured.smoothed, 1, ".4f"),
         _shown(row.hours, 1, ".4g") or ("not reached" if group and group.loss is not None else ""),
     ]
+
+
+def shown_speedup(measured: Measured) -> str:
+    """Return the speed-up where one may be claimed, its interval where not, and nothing where none was measured."""
+    if measured.speedup_low is None or measured.speedup_high is None or measured.claimed_speedup is not None:
+        return _shown(measured.claimed_speedup, 1, ".2f")
+    return f"{measured.speedup_low:.2f}–{measured.speedup_high:.2f}"
 
 
 def _shown(value: float | None, times: float, form: str) -> str:

@@ -6,7 +6,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from launcher.paths import RunPaths
+from launcher.config import PrecisionKind
+from launcher.paths import RunPaths, read_json
 
 # what names a run, or says where a copy of it goes, does not change what is measured
 _NO_SETTINGS = ("run.", "wandb.", "sweep.", "hydra.")
@@ -39,6 +40,9 @@ def facts_of(plan: dict[str, Any], paths: RunPaths) -> Facts:
     if cluster.get("min_nodes") is None:  # a range is told as it was set
         solved["cluster.nodes"] = cluster["nodes"]
     solved["optimizer.lr"] = plan["optimizer"]["lr"]
+    solved["precision.kind"] = plan["precision"]["kind"]
+    if solved["precision.kind"] == PrecisionKind.auto and (decided := read_json(paths.precision)) is not None:
+        solved["precision.kind"] = decided["kind"]
     return Facts(
         name=run["name"],
         version=run["version"],

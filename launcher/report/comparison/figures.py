@@ -24,13 +24,14 @@ SMOOTHED_OVER = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What the record says. Seconds and bytes are medians over the ``windows`` own windows, None without any.
+    """Figures of one run's record. Seconds and bytes are medians over the ``windows`` full windows, None without any.
 
     Args:
         records: lines that were read; damaged: lines that were none.
-        windows: full ones that sent what the job's own policy sends.
+        windows: full ones, of the largest global batch.
         exposed_s: as the calibration measured it, perhaps below zero; None where it did not.
-        speedup: a step with sync=every by one with the job's policy, as calibrated.
+        speedup: a step with sync=every by one with the job's policy, as calibrated; speedup_low, speedup_high: its
+            95% interval.
         loss, smoothed: of the last record; lowest: of all smoothed ones.
         estimated_time: whether the records have no clock, so that wall time was added up from their steps.
         reached_loss, reached_s, reached_step: each smoothed loss that was lower than all before it; when.
@@ -48,6 +49,8 @@ class Measured:
     wire_bytes: float | None
     wire_bytes_every: float | None
     speedup: float | None
+    speedup_low: float | None
+    speedup_high: float | None
     loss: float | None
     smoothed: float | None
     lowest: float | None
@@ -59,6 +62,13 @@ class Measured:
     curve: Curve
     smooth: Curve
     held_out: Curve
+
+    @property
+    def claimed_speedup(self) -> float | None:
+        """The speed-up, where its interval excludes 1."""
+        if self.speedup_low is None or self.speedup_high is None or self.speedup_low <= 1 <= self.speedup_high:
+            return None
+        return self.speedup
 
     def reached(self, loss: float) -> tuple[int, float] | None:
         """The first step at which the smoothed loss was ``loss`` or lower, and the wall seconds until then."""
@@ -143,11 +153,6 @@ class _Reading:
         self.last = record
         self.estimated = self.estimated or estimated
 
-    def own(self) -> list[tuple[float, float, float, float]]:
-        """The full windows that sent what the job's own policy sends: calibration's, with sync=every, send more."""
-        sent = min((window[0] for window in self.full), default=0)
-        return [window for window in self.full if window[0] == sent]
-
 
 def _measured(paths: RunPaths) -> Measured | None:
     import orjson  # here, for `launch runs` answers without it
@@ -167,7 +172,7 @@ def _measured(paths: RunPaths) -> Measured | None:
 
 
 def _sum_up(reading: _Reading) -> Measured:
-    own, last = reading.own(), reading.last
+    full, last = reading.full, reading.last
     smoothed = _smoothed(reading.losses)
     reached = [array("d") for _ in range(3)]
     lowest = float("inf")
@@ -183,16 +188,18 @@ def _sum_up(reading: _Reading) -> Measured:
     return Measured(
         records=len(reading.steps),
         damaged=reading.damaged,
-        windows=len(own),
+        windows=len(full),
         step=int(last["step"]),
         samples=int(last["progress/samples"]),
         total_s=reading.seconds[-1],
-        step_s=_median([window[2] for window in own]),
-        data_s=_median([window[3] for window in own]),
+        step_s=_median([window[2] for window in full]),
+        data_s=_median([window[3] for window in full]),
         exposed_s=exposed,
-        wire_bytes=_median([window[0] for window in own]),
-        wire_bytes_every=_median([window[1] for window in own]),
+        wire_bytes=_median([window[0] for window in full]),
+        wire_bytes_every=_median([window[1] for window in full]),
         speedup=reading.calibrated.get("comm/speedup"),
+        speedup_low=reading.calibrated.get("comm/speedup_low"),
+        speedup_high=reading.calibrated.get("comm/speedup_high"),
         loss=last.get("train/loss"),
         smoothed=smoothed[-1] if smoothed and smoothed[-1] == smoothed[-1] else None,
         lowest=lowest if reached[0] else None,

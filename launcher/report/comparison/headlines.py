@@ -58,8 +58,13 @@ def _saved(rows: Sequence[Row], group: TaskGroup) -> Headline | None:
     saved, best = max(saving, key=lambda pair: (pair[0], (pair[1].measured and pair[1].measured.speedup) or 0.0))
     assert best.facts is not None
     assert best.measured is not None
-    speedup = best.measured.speedup
-    gain = "; what this gained was not measured" if speedup is None else f", and a step ran {speedup:.2f}× as fast"
+    speedup = best.measured.claimed_speedup
+    if speedup is not None:
+        gain = f", and a step ran {speedup:.2f}× as fast"
+    elif best.measured.speedup is not None:
+        gain = "; no difference in speed was measured"
+    else:
+        gain = "; what this gained was not measured"
     return Headline(
         f"{saved:.1%} fewer bytes",
         f"on the wire with accumulation {best.facts.accumulation} than if every micro-batch were synchronised{gain} "

@@ -6,9 +6,11 @@ import multiprocessing
 import os
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from launcher.paths import RunPaths
+from launcher.process import die_with_parent
 from launcher.report.comparison.figures import Figures, read
 
 # below so many bytes of records the processes take longer to begin than to read
@@ -23,7 +25,9 @@ def read_all(runs: Sequence[Path]) -> dict[Path, Figures]:
         return {run: _read(run) for run in sizes}
     largest_first = sorted(sizes, key=lambda run: -sizes[run])
     # spawned: a forked process would have the locks that some other thread of this one happens to hold
-    with ProcessPoolExecutor(cores, mp_context=multiprocessing.get_context("spawn")) as pool:
+    # without the initializer each would outlive this process: it holds both ends of its own queue, which never closes
+    context, end = multiprocessing.get_context("spawn"), partial(die_with_parent, os.getpid())
+    with ProcessPoolExecutor(cores, mp_context=context, initializer=end) as pool:
         return dict(zip(largest_first, pool.map(_read, largest_first), strict=True))
 
 

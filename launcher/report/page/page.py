@@ -9,7 +9,7 @@ from typing import Any
 
 from launcher.report.comparison import series
 from launcher.report.comparison.compare import Comparison, Row, TaskGroup
-from launcher.report.comparison.export import DEFINITIONS
+from launcher.report.comparison.export import DEFINITIONS, shown_speedup
 from launcher.report.comparison.headlines import headlines
 from launcher.report.page.plots import Plot, plots
 
@@ -145,7 +145,7 @@ def _line(comparison: Comparison, row: Row) -> dict[str, Any]:
         _cell(row.efficiency and row.efficiency.value, 100, ".1f"),
         _cell(m and m.wire_bytes, 1e-6, ",.2f"),
         _cell(row.saved_fraction, 100, ".1f"),
-        _cell(m and m.speedup, 1, ".2f"),
+        (shown_speedup(m), repr(m.speedup)) if m and m.speedup_low is not None else _cell(None, 1, ""),
         _cell(m and m.smoothed, 1, ".4f"),
         _cell(m and m.eval_loss, 1, ".4f"),
         _cell(row.hours, 1, ".4g"),

@@ -55,8 +55,8 @@ def _speedup(lines: Lines) -> Plot:
     form["shapes"] = [level(1)]
     return Plot(
         title="Measured speed-up over accumulation",
-        caption="Median step with every micro-batch synchronised, by the median step with the job's own policy: both "
-        f"measured on early windows of the run itself. Accumulation 1 has nothing to skip.{lines.hint}",
+        caption="Median step, with what its passes take longer when every micro-batch is synchronised, by the median "
+        f"step: measured on the run itself, before training. Accumulation 1 has nothing to skip.{lines.hint}",
         data=data,
         layout=form,
     )

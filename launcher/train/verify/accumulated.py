@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from launcher.config import Compress, PrecisionKind
+from launcher.config import Compress, Parameters, PrecisionKind
 from launcher.errors import DataError, NotFinite, PolicyNotObserved, TaskError, UnusedParameters
 from launcher.plan import RunPlan
 from launcher.train.calibration import Kept
@@ -21,12 +21,11 @@ from launcher.train.engine import Engine
 from launcher.train.loop import loss_and_items
 from launcher.train.randomness import seed_everything
 from launcher.train.step import StepResult
-from launcher.train.task import Task, load_task
+from launcher.train.task import Task, load_task, train_data
+from launcher.train.verify.measure import Gradient
 from launcher.train.verify.still import without_dropout
 from launcher.train.verify.trials import MapTrials, StreamTrials, Trial
 from launcher.train.world import World, device_of
-
-Gradient = dict[str, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -44,10 +43,11 @@ class Accumulated:
 @dataclass(frozen=True)
 class Beginning:
     """The model as training begins with it, whole, on rank 0's host: ``values`` of parameters and buffers, and which
-    modules are in training mode."""
+    modules are in training mode. ``with_data``: as ``accumulate`` has it."""
 
     values: dict[str, Tensor]
     training: dict[str, bool]
+    with_data: bool
 
 
 @dataclass(frozen=True)
@@ -86,21 +86,32 @@ def in_fp32(plan: RunPlan) -> RunPlan:
     """The plan with nothing that rounds more than it must: fp32 throughout, gradients sent as they are, no compiler."""
     return dataclasses.replace(
         plan,
-        precision=dataclasses.replace(plan.precision, kind=PrecisionKind.fp32, reduce_dtype=PrecisionKind.fp32),
+        precision=dataclasses.replace(
+            plan.precision,
+            kind=PrecisionKind.fp32,
+            reduce_dtype=PrecisionKind.fp32,
+            parameters=Parameters.fp32,
+            tf32=False,
+        ),
         strategy=dataclasses.replace(plan.strategy, compress=Compress.none),
         train=dataclasses.replace(plan.train, compile=False),
     )
 
 
-def accumulate(plan: RunPlan, world: World, windows: MapTrials | StreamTrials) -> Taken:
-    """Run the windows on an engine of ``plan``, which starts afresh. All ranks call it."""
+def accumulate(plan: RunPlan, world: World, windows: MapTrials | StreamTrials, *, with_data: bool) -> Taken:
+    """Run the windows one after the other on a fresh engine of ``plan``, at the parameters that training starts with.
+    Buffers keep what a window leaves in them, as in training. All ranks call it.
+
+    Args:
+        with_data: whether ``train_data()`` leaves something in the task that its other methods may need.
+    """
     # what does not belong into a gradient is left out, and no window is the last one
-    train = dataclasses.replace(plan.train, clip_norm=None, calibrate=0, steps=None, epochs=None)
+    train = dataclasses.replace(plan.train, clip_norm=None, calibrate_s=0.0, steps=None, epochs=None)
     plan = dataclasses.replace(plan, train=train)
     device = device_of(world, plan.cluster.device)
     keeps = world.rank == 0
+    task = load_task(plan.task.target, plan.task.params, plan.cluster.import_from, plan.train.seed)
     seed_everything(plan.train.seed)
-    task = load_task(plan.task.target, plan.task.params, plan.cluster.import_from)
     witnesses: list[Witness] = []
 
     def witness(parameters: Iterable[nn.Parameter]) -> Witness:
@@ -108,12 +119,12 @@ def accumulate(plan: RunPlan, world: World, windows: MapTrials | StreamTrials) -
         return witnesses[0]
 
     engine = Engine(task.model, witness, plan, shard_units=getattr(task, "shard_units", None))
+    if with_data:
+        train_data(task, plan.train.seed)
     seed_everything(plan.train.seed + 1 + world.rank)
     module = engine.parallel.module
-    taken = Taken(_beginning(module, device, keep=keeps), [], None)
-    kept = Kept(module, device)
+    taken = Taken(_beginning(module, device, with_data, keep=keeps), [], None)
     for trial in windows.trials:
-        kept.put_back()
         dataset, engine.plan = windows.feed(trial, plan)
         with without_dropout(module, functions=not plan.train.compile):
             result = _run(engine, task, trial, dataset)
@@ -131,10 +142,14 @@ def accumulate(plan: RunPlan, world: World, windows: MapTrials | StreamTrials) -
 def _run(engine: Engine, task: Task, trial: Trial, dataset: Any) -> StepResult | str:
     """One window, with fp16 again until its loss scale has settled; or the error with which training would end."""
     loss_of = functools.partial(loss_and_items, task, engine)
+    kept = Kept(engine.parallel.module, engine.device)
     of_a_step = (UnusedParameters, NotFinite, PolicyNotObserved, DataError, TaskError)  # on all ranks alike
     while True:
         engine.go_to(trial.place)
-        opened = cast("Generator[Any]", engine.windows(dataset, getattr(task, "collate", None), replay=loss_of))
+        opened = cast(
+            "Generator[Any]",
+            engine.windows(dataset, getattr(task, "collate", None), forward=loss_of, compare_data=False),
+        )
         for batch in next(opened):
             engine.backward(*loss_of(engine.model, batch))
         try:
@@ -144,11 +159,12 @@ def _run(engine: Engine, task: Task, trial: Trial, dataset: Any) -> StepResult |
         opened.close()
         if not result.skipped or not result.items:
             return result
+        kept.put_back()
 
 
-def _beginning(module: nn.Module, device: torch.device, *, keep: bool) -> Beginning:
+def _beginning(module: nn.Module, device: torch.device, with_data: bool, *, keep: bool) -> Beginning:
     values: dict[str, Tensor] = {}
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if (value := whole(tensor, device, keep=keep)) is not None:
             values[name] = value
-    return Beginning(values, {name: part.training for name, part in module.named_modules()})
+    return Beginning(values, {name: part.training for name, part in module.named_modules()}, with_data)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from torch import Tensor
 
-from launcher.certificate import Deviation
+from launcher.certificate import Comparison, Deviation, Rule
 
+Gradient = dict[str, Tensor | None]
 WORST = 5
 
 
@@ -32,7 +33,7 @@ def _together(norms: Iterable[float]) -> float:
     return math.sqrt(sum(norm * norm for norm in norms))
 
 
-def distance(one: Mapping[str, Tensor | None], two: Mapping[str, Tensor | None]) -> float:
+def distance(one: Gradient, two: Gradient) -> float:
     """||one - two|| / ||one||; infinite where only one of them is zero."""
     apart = _together(_norm_of_difference(one[name], two[name]) for name in one)
     size = _together(_norm(one[name]) for name in one)
@@ -41,33 +42,51 @@ def distance(one: Mapping[str, Tensor | None], two: Mapping[str, Tensor | None])
     return apart / size if size else math.inf
 
 
-def deviations(
-    got: Mapping[str, Tensor | None], wanted: Mapping[str, Tensor | None]
-) -> tuple[Deviation, tuple[Deviation, ...], tuple[Deviation, ...]]:
-    """The whole gradient's deviation from what was ``wanted``, that of each group of parameters, and those of the
-    parameters that are nearest to the verdict's limit, or beyond it."""
-    apart = {name: _norm_of_difference(got[name], wanted[name]) for name in wanted}
+def compare(arithmetic: str, got: Gradient, wanted: Gradient, rounded: Gradient, rule: Rule) -> Comparison:
+    """Return the deviation of the gradient ``got`` from the one that was ``wanted``, judged by ``rule``.
+
+    Args:
+        rounded: the gradient of one big batch in the arithmetic of ``got``: its distance from ``wanted`` is the
+            rounding error from which the limits follow.
+    """
+    off = {name: _norm_of_difference(got[name], wanted[name]) for name in wanted}
+    rounding = {name: _norm_of_difference(rounded[name], wanted[name]) for name in wanted}
     norms = {name: _norm(wanted[name]) for name in wanted}
     numel = {name: 0 if (one := got[name]) is None else one.numel() for name in wanted}
     total = _together(norms.values())
+    one_batch = _ratio(_together(rounding.values()), total)
+    uncapped = None if one_batch is None or not math.isfinite(one_batch) else rule.uncapped(one_batch)
+    limit = rule.most if uncapped is None else min(rule.most, uncapped)
 
-    def of(title: str, names: Iterable[str]) -> Deviation:
+    def deviation(title: str, names: Iterable[str], *, part: bool) -> Deviation:
         names = list(names)
-        off, norm = _together(apart[name] for name in names), _together(norms[name] for name in names)
+        apart, norm = _together(off[name] for name in names), _together(norms[name] for name in names)
+        allowed = limit
+        if part:  # its own rounding error, or its share of the whole gradient's
+            own = rule.times * _together(rounding[name] for name in names)
+            shares = (limit / 10, _ratio(own, total), (uncapped or limit) * norm / (total or 1.0))
+            allowed = max(share for share in shares if share is not None and math.isfinite(share))
         return Deviation(
             name=title,
             parameters=sum(numel[name] for name in names),
             norm=norm,
-            error=_ratio(off, norm),
-            share=_ratio(off, total),
+            error=_ratio(apart, norm),
+            share=_ratio(apart, total),
+            limit=allowed,
         )
 
     groups: defaultdict[str, list[str]] = defaultdict(list)
     for name, group in _grouped(list(wanted)).items():
         groups[group].append(name)
-    each = [of(name, [name]) for name in wanted]
-    worst = sorted(each, key=lambda one: one.excess, reverse=True)[:WORST]
-    return of("all", wanted), tuple(of(group, names) for group, names in groups.items()), tuple(worst)
+    each = [deviation(name, [name], part=True) for name in wanted]
+    return Comparison(
+        arithmetic=arithmetic,
+        one_batch=None if uncapped is None else one_batch,
+        uncapped=uncapped,
+        whole=deviation("all", wanted, part=False),
+        groups=tuple(deviation(group, names, part=True) for group, names in groups.items()),
+        worst=tuple(sorted(each, key=lambda one: one.excess, reverse=True)[:WORST]),
+    )
 
 
 def _ratio(off: float, norm: float) -> float | None:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from launcher.certificate import Effect, Hazard
+from launcher.certificate import FP32, Effect, Hazard
 from launcher.config import Norm
 from launcher.norms import what_norms_do
 from launcher.train.norm import batch_norms
@@ -26,10 +26,14 @@ from launcher.train.verify.still import dropout_modules, without_dropout
 _PARTS = 4
 
 
-def probe(make: Callable[[], Plain], window: Sequence[Any], micro_size: int) -> list[Hazard]:
-    """All that is found on a window's samples. ``make``: builds the task and the model anew.
+def probe(make: Callable[[], Plain], window: Sequence[Any], micro_size: int, rounding: float) -> list[Hazard]:
+    """Return all that is found on a window's samples.
 
     What is not the same twice, or remembers, fails every later comparison too, so those are left out then.
+
+    Args:
+        make: builds the task and the model, in fp32.
+        rounding: relative rounding error of the model's gradient in fp32.
     """
     first = list(window[:micro_size])
     other = list(window[micro_size : 2 * micro_size]) or list(window[: max(1, micro_size // 2)])
@@ -42,7 +46,7 @@ def probe(make: Callable[[], Plain], window: Sequence[Any], micro_size: int) -> 
         found += random
         if all(hazard.effect is Effect.noted for hazard in random):
             with without_dropout(plain.model):
-                found += _sum(plain, window, micro_size)
+                found += _sum(plain, window, micro_size, min(FP32.most, max(10 * SAME, FP32.uncapped(rounding))))
     return found
 
 
@@ -67,7 +71,7 @@ def _answer(plain: Plain, samples: Sequence[Any]) -> list[Hazard]:
     return [
         Hazard(
             name="items",
-            effect=Effect.breaks,
+            effect=Effect.suspect,
             seen=f"The items {problem}: {items:g} in the first micro-batch.",
             matters="The window's gradient is divided by the sum of its items, counted as whole ones.",
             remedy="Count what the total sums over.",
@@ -75,9 +79,9 @@ def _answer(plain: Plain, samples: Sequence[Any]) -> list[Hazard]:
     ]
 
 
-def _sum(plain: Plain, window: Sequence[Any], micro_size: int) -> list[Hazard]:
-    """Is the loss of several micro-batches together the sum of theirs, and its gradient too? When training begins all
-    items may have the same loss, and only gradients tell. Statistics of BatchNorm are left out: another matter."""
+def _sum(plain: Plain, window: Sequence[Any], micro_size: int, same: float) -> list[Hazard]:
+    """Compare the loss of several micro-batches together with the sum of theirs, and their gradients: when training
+    starts all items may have the same loss. Statistics of BatchNorm are another matter, and left out."""
     many = window[: min(_PARTS * micro_size, plain.most or len(window))]
     size = micro_size if len(many) > micro_size else -(-len(many) // 2)
     if len(many) <= size:
@@ -94,11 +98,11 @@ def _sum(plain: Plain, window: Sequence[Any], micro_size: int) -> list[Hazard]:
     factor = apart.items / (together.items or 1.0)
     added = {name: None if part is None else part * factor for name, part in apart.gradient.items()}
     off = max(distance(together.gradient, added), abs(apart.loss * factor / (together.loss or 1.0) - 1))
-    if off > 10 * SAME:
+    if off > same:
         found.append(
             Hazard(
                 name="a loss that is no sum over items",
-                effect=Effect.breaks,
+                effect=Effect.suspect,
                 seen=f"{len(many)} samples as one batch have another total, or gradient of it, than as {apart.batches} "
                 f"micro-batches together: by {off:.1e}.",
                 matters="It is a mean, over items of which samples have unequal numbers, or samples see each other "
@@ -111,7 +115,7 @@ def _sum(plain: Plain, window: Sequence[Any], micro_size: int) -> list[Hazard]:
         found.append(
             Hazard(
                 name="items that do not add up",
-                effect=Effect.breaks,
+                effect=Effect.suspect,
                 seen=f"{len(many)} samples as one batch have {together.items:g} items; as {apart.batches} "
                 f"micro-batches together {apart.items:g}.",
                 matters="What a sample counts depends on its neighbours: padding is counted, perhaps.",

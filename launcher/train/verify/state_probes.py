@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from launcher.certificate import Effect, Hazard
-from launcher.train.verify.accumulated import Gradient
-from launcher.train.verify.measure import distance
+from launcher.config import Norm
+from launcher.train.norm import batch_norms
+from launcher.train.verify.measure import Gradient, distance
 from launcher.train.verify.reference import Plain
 from launcher.train.verify.still import without_dropout
 
@@ -52,6 +53,10 @@ def _apart(one: tuple[float, float, Gradient], two: tuple[float, float, Gradient
 def _changed_buffers(plain: Plain) -> list[str]:
     now = dict(plain.model.named_buffers())
     was = plain.beginning.values
+    if plain.plan.batch.norm is Norm.window:  # the engine's layers count windows, unlike those of the plain model
+        for layer, module in batch_norms(plain.model).items():
+            for name, _ in module.named_buffers(layer, recurse=False):
+                now.pop(name, None)
     return [name for name, buffer in now.items() if not torch.equal(buffer.cpu(), was[name])]
 
 
@@ -69,7 +74,7 @@ def _not_repeatable(apart: float) -> Hazard:
 def _hidden_state(apart: float) -> Hazard:
     return Hazard(
         name="hidden state",
-        effect=Effect.breaks,
+        effect=Effect.suspect,
         seen=f"After other micro-batches the same micro-batch gives another result (by {apart:.1e}), though "
         "parameters, buffers and random numbers are as they were.",
         matters="The model, or the task, remembers micro-batches in something that is no declared buffer: the result "
@@ -86,7 +91,7 @@ def _buffers(names: list[str], carried: float) -> Hazard:
     )  # fmt: skip
     return Hazard(
         name="changing buffers",
-        effect=Effect.breaks if carried > SAME else Effect.noted,
+        effect=Effect.suspect if carried > SAME else Effect.noted,
         seen=f"The forward pass changes the buffers {shown}.",
         matters=matters,
         remedy="Update once a window what the gradient depends on." if carried > SAME else "Nothing, where that is so.",

@@ -31,8 +31,8 @@ class Utterances(torch.utils.data.Dataset):
 class Tagger:
     """``trouble``: what goes wrong, on rank 1, in its eleventh micro-batch."""
 
-    def __init__(self, width=16, samples=100, trouble=None):
-        self.width, self.samples, self.trouble = width, samples, trouble
+    def __init__(self, width=16, samples=100, trouble=None, pause_s=2.8):
+        self.width, self.samples, self.trouble, self.pause_s = width, samples, trouble, pause_s
         self.calls = 0
 
     def model(self):
@@ -87,7 +87,7 @@ class Tagger:
         if self.trouble in ("slow", "remembers"):
             time.sleep(0.05)
         if self.trouble == "slow then hang once" and self.calls <= 4 and os.environ["RANK"] == "1":
-            time.sleep(2.8)  # the other rank waits for the sum of them
+            time.sleep(self.pause_s)  # the other rank waits for the sum of them
         if self.calls != 11 or os.environ["RANK"] != "1":
             return
         if self.trouble == "raise":

@@ -1,0 +1,141 @@
+"""Is the printed speed-up that of two whole runs? Each cell trains one calibrated run and two whole ones without.
+
+    make bench-speedup                                                   # on two shaped hosts on this machine
+    launch run cluster=hosts ... -- jobs/bench_speedup.py --rate NAME    # on hosts of yours
+
+A cell is a strategy (DDP, FSDP) with data that is read at once, or slowly. Of the two whole uncalibrated runs one has
+sync=every and one the job's own policy; the ratio of their median steps is what the calibrated run's `comm/speedup`
+should be. The three take turns, a piece of --steps windows each, so that a noisy machine is noisy for all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from launcher import Engine, make_plan
+from launcher.tasks.bytes_gpt import BytesGPT
+from launcher.train.account import Account
+
+ACCUMULATION, MICRO_SIZE = 4, 4
+HEAD = (
+    "| link | strategy | ms to read a sample | own, ms | every, ms | more, ms | more as calibrated, ms | whole runs | "
+    "printed | off |"
+)
+
+
+class Slow(Dataset[Any]):
+    """Samples that take ``read_s`` seconds each to read, without a processor."""
+
+    def __init__(self, data: Any, read_s: float) -> None:
+        self._data, self._read_s = data, read_s
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(self._read_s)
+        return self._data[index]
+
+
+def run(task: BytesGPT, data: Any, options: list[str]) -> Iterator[tuple[float, Account]]:
+    """Train as the worker of `launch train` does; yields each window's seconds, and the run's totals."""
+    plan = make_plan(
+        [*options, f"batch.micro_size={MICRO_SIZE}", f"batch.accumulation={ACCUMULATION}", "precision=fp32",
+         "cluster.device=cpu", "train.loader_workers=1", "train.steps=100000"], samples=len(data),
+    )  # fmt: skip
+    torch.manual_seed(0)
+    engine = Engine(task.model, lambda p: torch.optim.AdamW(p, 1e-3), plan, shard_units=task.shard_units)
+    account = Account(plan, engine)
+
+    def loss(model: Any, batch: Tensor) -> tuple[Tensor, int | Tensor]:
+        found = task.loss(model, batch)
+        return found.total, found.items
+
+    for window in engine.windows(data, forward=loss):
+        for batch in window:
+            engine.backward(*loss(engine.model, batch))
+        result = engine.step()
+        account.take_in(result)
+        yield result.step_s, account
+
+
+def cell(strategy: str, read_s: float, arguments: argparse.Namespace) -> str:
+    task = BytesGPT(width=96, depth=3, heads=3, seq_len=32)
+    data = Slow(task.train_data(), read_s)
+    own = [f"strategy={strategy}", f"strategy.sync={'boundary' if strategy == 'ddp' else 'gather_once'}"]
+    options = {
+        "calibrated": [*own, f"run.calibrate_s={arguments.calibrate_s}"],
+        "own": [*own, "run.calibrate_s=0"],
+        "every": [f"strategy={strategy}", "strategy.sync=every", "run.calibrate_s=0"],
+    }
+    runs = {name: run(task, data, each) for name, each in options.items()}
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    account: Account | None = None
+    for _ in range(arguments.pieces):
+        for name, windows in runs.items():
+            for number in range(arguments.steps):
+                step_s, totals = next(windows)
+                if number >= 3:  # the first of a piece: loader processes have read ahead while it waited its turn
+                    times[name].append(step_s)
+                if name == "calibrated":
+                    account = totals
+    assert account is not None
+    # of the calibrated run too, only windows from the middle of a piece
+    kept = [seconds for place, seconds in enumerate(account.seconds, 2) if place % arguments.steps >= 3]
+    account.seconds.clear()
+    account.seconds.extend(kept)
+    found = account.calibration()
+    for windows in runs.values():
+        windows.close()
+    own_s, every_s = statistics.median(times["own"]), statistics.median(times["every"])
+    said = account.engine.calibrated
+    if "comm/speedup" not in found:
+        return f"| {strategy} | {read_s * 1e3:g} | not measured: {said and said.not_measured} |"
+    printed, low, high = (found[f"comm/speedup{end}"] for end in ("", "_low", "_high"))
+    whole = every_s / own_s
+    assert said is not None
+    assert said.gain is not None
+    cells = [
+        arguments.rate, strategy, f"{read_s * 1e3:g}", f"{own_s * 1e3:,.0f}", f"{every_s * 1e3:,.0f}",
+        f"{(every_s - own_s) * 1e3:,.0f}", f"{said.gain.value * 1e3:,.0f} ({said.rounds} rounds)", f"{whole:.2f}",
+        f"{printed:.2f} ({low:.2f} to {high:.2f})", f"{printed / whole - 1:+.1%}",
+    ]  # fmt: skip
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rate", required=True, help="a name for these links")
+    parser.add_argument("--steps", type=int, default=8, help="windows of a piece")
+    parser.add_argument("--pieces", type=int, default=4, help="of each run")
+    parser.add_argument("--calibrate-s", type=float, default=20.0)
+    parser.add_argument("--strategy", nargs="*", default=["ddp", "fsdp"])
+    parser.add_argument("--read-ms", type=float, nargs="*", default=[0.0, 40.0], help="to read a sample")
+    arguments = parser.parse_args()
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 0:
+        print(HEAD)
+        print("|" + "---|" * 10, flush=True)
+    for strategy in arguments.strategy:
+        for read_ms in arguments.read_ms:
+            line = cell(strategy, read_ms / 1e3, arguments)
+            if dist.get_rank() == 0:
+                print(line, flush=True)
+    if dist.get_rank() == 0:
+        print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""One check in this process: ``python -m jobs.gpu NAME DEVICE FOLDER``. Its result goes to FOLDER/result.json."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from jobs.gpu import checks, direct  # noqa: F401 (they register what they have)
+from jobs.gpu.registry import CHECKS, SECONDS, Place, Skip, check
+
+# The checks below show that the acceptance reports what goes wrong: `--only 'selftest fails'`.
+
+
+@check("selftest fails")
+def fails(place: Place) -> str:
+    place.launch("train", "no.such.key=1")
+    return "unreachable"
+
+
+@check("selftest sleeps", seconds=2)
+def sleeps(place: Place) -> str:  # noqa: ARG001
+    subprocess.run(["sleep", "3600"], check=False)
+    return "unreachable"
+
+
+@check("selftest dies")
+def dies(place: Place) -> str:  # noqa: ARG001
+    os.abort()
+
+
+def main(name: str, device: str, folder: str) -> None:
+    result: dict[str, Any]
+    try:
+        result = {"state": "ok", "text": CHECKS[name](Place(device, Path(folder), SECONDS[name]))}
+    except Skip as reason:
+        result = {"state": "skipped", "text": str(reason)}
+    except Exception as error:
+        traceback.print_exc()
+        first = str(error).splitlines()[0] if str(error) else ""
+        result = {"state": "failed", "text": f"{type(error).__name__}: {first}"}
+    Path(folder, "result.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

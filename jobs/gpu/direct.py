@@ -1,0 +1,245 @@
+"""The checks of the GPU acceptance that call the strategies directly: what no job of one rank reaches.
+
+A world of one rank trains without DDP, and torch's FSDP2 leaves its collectives out there. NCCL refuses two ranks on
+one GPU. So the collectives, the hook of DDP and the timing events run here, on a group of one rank over NCCL.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from jobs.gpu.registry import Place, check, need_cuda
+
+
+def _joined(place: Place, *overrides: str) -> tuple[Any, Any]:
+    """Return the plan of a world of one rank and its device, with the process group started."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place_of_rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    os.environ.update(place_of_rank, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+
+    from launcher import make_plan
+    from launcher.train.world import World, device_of, join
+
+    job = ("batch.global_size=16", "batch.micro_size=4", "train.steps=3", "train.loader_workers=0", "precision=fp32")
+    plan = make_plan([*job, f"cluster.device={place.device}", *overrides], samples=240)
+    world = World.here()
+    device = device_of(world, plan.cluster.device)
+    join(world, device, plan.train.hang_timeout)
+    return plan, device
+
+
+def _close(seen: Any, wanted: Any, within: float, what: str) -> None:
+    distance = ((seen.double() - wanted.double()).norm() / wanted.double().norm()).item()
+    if not distance <= within:
+        raise AssertionError(f"{what}: relative distance {distance:.2g}, more than {within:g}")
+
+
+@check("collectives of FSDP and of a window, NCCL")
+def collectives(place: Place) -> str:
+    import torch
+    import torch.distributed as dist
+
+    from launcher.config import StrategyKind
+    from launcher.policy import Layout
+    from launcher.train.exchange import Gather, Scatter
+    from launcher.train.meter import Meter, _union_s
+    from launcher.train.noise import OwnGradient
+    from launcher.train.step import WindowTotals
+    from launcher.train.world import World
+
+    _, device = _joined(place)
+    meter = Meter(StrategyKind.fsdp, Layout.replicated(0, 1), device)
+    gather, scatter = Gather(meter, device), Scatter(meter, device, OwnGradient())
+    source, group = torch.randn(2**22, device=device), dist.group.WORLD
+    assert group is not None
+    began = time.perf_counter()
+    for async_op in (False, True):
+        output = torch.empty_like(source)
+        work = gather(output, source, group, async_op)
+        if work is not None:
+            work.wait()
+        _close(output, source, 0, "all-gather")
+    output = torch.empty_like(source)
+    scatter(output, source, group, dist.ReduceOp.SUM)
+    scatter.finish()
+    _close(output, source, 0, "reduce-scatter")
+    if place.device == "cuda":
+        torch.cuda.synchronize()
+    took, under_way = time.perf_counter() - began, _union_s(meter._flights)
+    if len(meter._flights) != 3 or not 0 < under_way <= took:
+        raise AssertionError(f"{len(meter._flights)} collectives took {under_way} s of {took} s")
+
+    totals = WindowTotals(World(0, 2, 0), device)  # as of two ranks, so that the flags are sent
+    totals.add(torch.tensor(3.5, device=device), torch.tensor(7, device=device), 4)
+    totals.send(True, False, True, 0.25, [0.0] * (6 if place.device == "cpu" else 0))
+    agreed = totals.receive(torch.tensor(2.0, device=device))
+    seen = (
+        agreed.items,
+        agreed.loss_sum,
+        agreed.samples,
+        agreed.more,
+        agreed.stop,
+        agreed.save_due,
+        agreed.own_squares,
+    )
+    if seen != (7, 3.5, 4, True, False, True, 0.25) or agreed.grad_norm != 2.0:
+        raise AssertionError(f"the window's flags came back as {agreed}")
+    dist.barrier()
+    backend = dist.get_backend()
+    dist.destroy_process_group()
+    return f"{backend}, torch {torch.__version__}; 3 collectives of 16 MiB in {1e3 * under_way:.2f} ms"
+
+
+@check("DDP's hook and events, NCCL")
+def ddp(place: Place) -> str:
+    """Gradients of two micro-batches through Ddp, and one synchronisation, against autograd alone."""
+    import torch
+    import torch.distributed as dist
+
+    from jobs.gpu.tasks import Words
+    from launcher.config import Sync
+    from launcher.train.ddp import Ddp
+
+    plan, device = _joined(place, "strategy=ddp", "strategy.sync=boundary")
+    task = Words()
+    torch.manual_seed(0)
+    model, alone = task.model().to(device), task.model().to(device)
+    alone.load_state_dict(model.state_dict())
+    parallel, data = Ddp(model, plan, device), task.train_data()
+    parallel.meter.layout = dataclasses.replace(parallel.meter.layout, replicas=2)  # so that it expects an all-reduce
+    for window in range(3):
+        parallel.meter.open_window()
+        for first in (0, 4):
+            batch = task.collate([data[8 * window + first + n] for n in range(4)]).to(device)
+            with parallel.micro_batch(Sync.boundary, first=first == 0, last=first == 4):
+                task.loss(parallel.forward, batch).total.backward()
+            task.loss(alone, batch).total.backward()
+        gradients = parallel.gradients()
+        if place.device == "cuda":
+            torch.cuda.synchronize()
+        comm = parallel.meter.close_window(2, Sync.boundary)
+        _close(torch.cat([g.flatten() for g in gradients]), torch.cat([p.grad.flatten() for p in alone.parameters()]),
+               1e-5, "gradients")  # fmt: skip
+        if not comm.collectives or not comm.time_s > 0:
+            raise AssertionError(f"window {window}: {comm}")
+        parallel.zero_grad()
+        alone.zero_grad()
+    dist.destroy_process_group()
+    return f"{comm.collectives} all-reduce of {comm.payload_bytes} bytes, {1e3 * comm.time_s:.3f} ms"
+
+
+@check("HSDP's streams, NCCL")
+def hsdp(place: Place) -> str:
+    """A shard group of one rank in one replica: torch's all-reduce between replicas runs, and the hook after it."""
+    import torch
+    import torch.distributed as dist
+
+    from jobs.gpu.tasks import Words
+    from launcher import Engine
+    from launcher.config import StrategyKind
+
+    plan, device = _joined(place, "strategy=fsdp", "strategy.sync=boundary", "train.clip_norm=null")
+    plan = dataclasses.replace(plan, strategy=dataclasses.replace(plan.strategy, kind=StrategyKind.hsdp, shard_size=1))
+    task = Words()
+    torch.manual_seed(0)
+    alone = task.model().to(device)
+    torch.manual_seed(0)
+    engine = Engine(task.model, lambda p: torch.optim.SGD(p, 0.1), plan, shard_units=task.shard_units)
+    meter = engine.parallel.meter
+    meter.layout = dataclasses.replace(meter.layout, replicas=2)
+    optimizer, sent = torch.optim.SGD(alone.parameters(), 0.1), list[int]()
+    for window in engine.windows(task.train_data(), task.collate):
+        items = 0
+        for batch in window:
+            loss = task.loss(engine.model, batch)
+            engine.backward(loss.total, loss.items)
+            other = task.loss(alone, batch)
+            other.total.backward()
+            items += int(other.items)
+        result = engine.step()
+        sent.append(result.comm.payload_bytes)
+        for parameter in alone.parameters():
+            parameter.grad /= items
+        for group in optimizer.param_groups:
+            group["lr"] = result.lr
+        optimizer.step()
+        optimizer.zero_grad()
+    whole = (p.full_tensor() for p in engine.parallel.module.parameters())
+    seen = torch.cat([p.detach().flatten() for p in whole])
+    _close(seen, torch.cat([p.detach().flatten() for p in alone.parameters()]), 1e-5, "parameters")
+    if not all(sent):
+        raise AssertionError(f"bytes of all-reduce in each window: {sent}")
+    dist.destroy_process_group()
+    return f"{sent[-1]} bytes between replicas a window"
+
+
+@check("page-locked copies", alone=True)
+def staging(place: Place) -> str:
+    """A tensor just over a power of two: torch's own page-locked memory would take twice as much."""
+    import torch
+
+    from launcher.train.staging import Staging
+
+    need_cuda(place)
+    device = torch.device("cuda", 0)
+    tensor = torch.randn(2**28 + 1, device=device)  # 1 GiB and four bytes
+    state = {"model": {"large": tensor, "small": torch.arange(7, device=device), "bf16": tensor[:9].bfloat16()}}
+    staged = Staging(device)
+
+    def resident() -> int:
+        lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
+        return int(lines["VmRSS"].split()[0]) * 1024
+
+    torch.cuda.synchronize()
+    before = resident()
+    copied = staged.copy(state)
+    taken = resident() - before
+    times = list[float]()
+    for _ in range(3):
+        began = time.perf_counter()
+        copied = staged.copy(state)
+        times.append(time.perf_counter() - began)
+    if not all(torch.equal(copied["model"][name].to(device), value) for name, value in state["model"].items()):
+        raise AssertionError("the copies differ")
+    pinned = copied["model"]["large"].is_pinned()
+    if not pinned:
+        raise AssertionError("the copies are not page-locked")
+    rate = tensor.nbytes / min(times)
+    if taken > 1.1 * tensor.nbytes:
+        raise AssertionError(f"{taken / 2**20:.0f} MiB taken for {tensor.nbytes / 2**20:.0f} MiB")
+    return f"{taken / 2**20:.0f} MiB for {tensor.nbytes / 2**20:.0f} MiB, {rate / 1e9:.1f} GB/s"
+
+
+@check("random numbers")
+def randomness(place: Place) -> str:
+    import torch
+
+    from launcher.train.randomness import random_state, restore_random_state, seed_everything
+
+    device = torch.device(place.device, 0) if place.device == "cuda" else torch.device("cpu")
+    seed_everything(5)
+    torch.rand(3, device=device)
+    kept = random_state(device)
+    first = torch.nn.functional.dropout(torch.ones(1000, device=device), 0.5)
+    restore_random_state(kept, device)
+    if not torch.equal(first, torch.nn.functional.dropout(torch.ones(1000, device=device), 0.5)):
+        raise AssertionError("other numbers after the state was put back")
+    return f"kept and put back: {', '.join(sorted(kept))}"
+
+
+@check("native bf16 and memory of the device")
+def device_facts(place: Place) -> str:
+    import torch
+
+    need_cuda(place)
+    name, memory = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory
+    native = torch.cuda.is_bf16_supported(including_emulation=False)
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    return f"{name}, {memory / 2**30:.0f} GiB, bf16 {'native' if native else 'emulated'}, NCCL {nccl}"

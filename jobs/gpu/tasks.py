@@ -1,0 +1,252 @@
+"""Tasks of the GPU acceptance: small models whose every window a plain loop can repeat, and tasks that misbehave."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import OrderedDict, defaultdict, namedtuple
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+from launcher import Loss
+from launcher.site import shares_gpus
+from launcher.train import exchange
+
+WORDS = 61
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.down(functional.gelu(self.up(self.norm(x)))))
+
+
+class Reader(nn.Module):
+    """Words [samples, length] -> logits of the next word, from the mean of the words so far."""
+
+    def __init__(self, width: int, depth: int, dropout: float) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, width)
+        self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(depth))
+        self.head = nn.Linear(width, WORDS)
+
+    def forward(self, words: Tensor) -> Tensor:
+        so_far = torch.arange(1, words.shape[1] + 1, device=words.device)[:, None]
+        x = self.words(words).cumsum(1) / so_far
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Sentences(torch.utils.data.Dataset[Tensor]):
+    """Sample i depends on i alone: word k + 1 follows from word k, and the lengths differ."""
+
+    def __init__(self, samples: int, length: int) -> None:
+        self.samples, self.length = samples, length
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> Tensor:
+        if not 0 <= index < self.samples:
+            raise IndexError(index)
+        words = [(7 * index + 3) % (WORDS - 1) + 1]
+        while len(words) < 3 + (5 * index) % (self.length - 3):
+            words.append((5 * words[-1] + index % 4) % (WORDS - 1) + 1)
+        return torch.tensor(words)
+
+
+class Words:
+    """Next-word prediction; an item is a target word, counted on the device.
+
+    Args:
+        trouble: in training, from this rank's ``after``-th loss on: "stuck" starts a kernel that does not end, "dies"
+            ends the process, once in the run that ``marks`` belongs to.
+        marks: directory in which a death is noted.
+        megabytes: that each sample of a micro-batch needs beside, and ``room`` that the process may have in all.
+    """
+
+    def __init__(
+        self, width: int = 32, depth: int = 2, samples: int = 240, length: int = 24, dropout: float = 0.0,
+        trouble: str = "", after: int = 7, marks: str = "", megabytes: int = 0, room: int = 0,
+    ) -> None:  # fmt: skip
+        self.width, self.depth, self.samples, self.length, self.dropout = width, depth, samples, length, dropout
+        self.trouble, self.after, self.marks, self.megabytes, self.room = trouble, after, marks, megabytes, room
+        self._losses = 0
+
+    def model(self) -> nn.Module:
+        return Reader(self.width, self.depth, self.dropout)
+
+    def train_data(self) -> Sentences:
+        return Sentences(self.samples, self.length)
+
+    def eval_data(self) -> Sentences:
+        return Sentences(16, self.length)
+
+    def collate(self, samples: list[Tensor]) -> Tensor:
+        return nn.utils.rnn.pad_sequence(samples, batch_first=True)
+
+    def shard_units(self, model: Any) -> list[nn.Module]:
+        return list(model.blocks)
+
+    def flops_per_sample(self) -> float:
+        """6 for each weight of a linear layer and word; of the longest sentence."""
+        return 6.0 * self.length * (8 * self.depth * self.width**2 + self.width * WORDS)
+
+    def loss(self, model: Any, batch: Tensor) -> Loss:
+        inputs, targets = batch[:, :-1], batch[:, 1:]
+        logits = model(inputs).flatten(0, 1).float()
+        total = functional.cross_entropy(logits, targets.flatten(), ignore_index=0, reduction="sum")
+        if torch.is_grad_enabled() and "RANK" in os.environ:
+            self._losses += 1
+            total = self._misbehave(total, batch)
+        return Loss(total=total, items=(targets != 0).sum())
+
+    def _misbehave(self, total: Tensor, batch: Tensor) -> Tensor:
+        if self.room:
+            whole = torch.cuda.get_device_properties(total.device).total_memory
+            torch.cuda.set_per_process_memory_fraction(self.room * 2**20 / whole, total.device)
+        if self.megabytes:
+            total = total + 0 * torch.ones(len(batch) * self.megabytes * 2**18, device=total.device).sum()
+        if self._losses >= self.after and self.trouble == "stuck":
+            if total.is_cuda:
+                for _ in range(100):
+                    torch.cuda._sleep(2**40)
+            else:
+                time.sleep(3600)
+        mark = Path(self.marks, "died")
+        if self._losses >= self.after and self.trouble == "dies" and not mark.exists():
+            mark.touch()
+            os._exit(3)
+        return total
+
+
+Pair = namedtuple("Pair", ["first", "rest"])
+
+
+@dataclass
+class Sample:
+    words: Tensor
+    name: str
+
+
+class Bag:
+    """Something with ``to`` that torch does not know."""
+
+    def __init__(self, words: Tensor) -> None:
+        self.words = words
+
+    def to(self, *arguments: Any, **options: Any) -> Bag:
+        return Bag(self.words.to(*arguments, **options))
+
+
+class Nested(Words):
+    """The same batch in every container that a task may use; each must be on the device that the model is on."""
+
+    def collate(self, samples: list[Tensor]) -> Any:  # type: ignore[override]
+        words = super().collate(samples)
+        counted: defaultdict[str, Tensor] = defaultdict(list, {"words": words})  # type: ignore[arg-type]
+        return {
+            "words": words,
+            "tuple": (words, [words]),
+            "named": Pair(words, {"more": words}),
+            "dataclass": Sample(words, "a name"),
+            "counted": counted,
+            "ordered": OrderedDict(words=words),
+            "bag": Bag(words),
+            "text": ["as it is"],
+        }
+
+    def loss(self, model: Any, batch: Any) -> Loss:
+        if isinstance(batch, Tensor):  # of the plain loop
+            return super().loss(model, batch)
+        places = {
+            "dict": batch["words"],
+            "tuple": batch["tuple"][1][0],
+            "named tuple": batch["named"].rest["more"],
+            "dataclass": batch["dataclass"].words,
+            "defaultdict": batch["counted"]["words"],
+            "OrderedDict": batch["ordered"]["words"],
+            "object with to()": batch["bag"].words,
+        }
+        device = next(model.parameters()).device
+        elsewhere = [name for name, tensor in places.items() if tensor.device != device]
+        if elsewhere:
+            raise RuntimeError(f"not on {device}: {', '.join(elsewhere)}")
+        return super().loss(model, batch["words"])
+
+
+class Arithmetic(Words):
+    """Writes the relative errors of a matrix product and of a convolution in fp32 to ``report``."""
+
+    def __init__(self, report: str = "", **others: Any) -> None:
+        super().__init__(**others)
+        self.report = report
+
+    def loss(self, model: Any, batch: Tensor) -> Loss:
+        if "RANK" in os.environ and not Path(self.report).exists():
+            with torch.autocast(batch.device.type, enabled=False), torch.no_grad():
+                a, b = torch.randn(2, 512, 512, device=batch.device)
+                image = torch.randn(4, 64, 32, 32, device=batch.device)
+                kernel = torch.randn(64, 64, 3, 3, device=batch.device)
+                pairs = {
+                    "matmul": (a @ b, a.double() @ b.double()),
+                    "conv": (functional.conv2d(image, kernel), functional.conv2d(image.double(), kernel.double())),
+                }
+                errors = [f"{name} {((x - y).norm() / y.norm()).item()}" for name, (x, y) in pairs.items()]
+            Path(self.report).write_text("\n".join(errors))
+        return super().loss(model, batch)
+
+
+class Normalised(Words):
+    """BatchNorm over words: the statistics of a window are those of its big batch."""
+
+    def __init__(self, **others: Any) -> None:
+        super().__init__(**{"length": 5, **others})
+
+    def model(self) -> nn.Module:
+        width = self.width
+        layers = nn.Embedding(WORDS, width), nn.Flatten(), nn.Linear(3 * width, width), nn.BatchNorm1d(width)
+        return nn.Sequential(*layers, nn.Tanh(), nn.Linear(width, WORDS))
+
+    def shard_units(self, model: Any) -> list[nn.Module]:
+        return [model[2]]
+
+    def collate(self, samples: list[Tensor]) -> Tensor:
+        return torch.stack([sample[:3] for sample in samples])
+
+    def loss(self, model: Any, batch: Tensor) -> Loss:
+        total = functional.cross_entropy(model(batch).float(), (batch.sum(1) % WORDS), reduction="sum")
+        return Loss(total=total, items=len(batch))
+
+
+class MeanOfMeans(Words):
+    """Wrong under accumulation: the mean of each micro-batch, weighted by its samples."""
+
+    def loss(self, model: Any, batch: Tensor) -> Loss:
+        right = super().loss(model, batch)
+        return Loss(total=right.total / right.items * len(batch), items=len(batch))
+
+
+def _gather_by_lists(output: Tensor, source: Tensor, group: Any, async_op: bool) -> Any:
+    return dist.all_gather(list(output.chunk(group.size())), source, group=group, async_op=async_op)
+
+
+def _scatter_by_sum(output: Tensor, source: Tensor, group: Any, op: Any, async_op: bool) -> None:  # noqa: ARG001
+    whole = source.clone()
+    dist.all_reduce(whole, op=op, group=group)
+    output.copy_(whole.chunk(group.size())[group.rank()])
+
+
+if shares_gpus():  # gloo, which ranks that share a GPU use, has these two collectives for GPUs in other forms only
+    exchange._all_gather, exchange._reduce_scatter = _gather_by_lists, _scatter_by_sum

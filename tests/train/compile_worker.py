@@ -1,0 +1,114 @@
+"""Compiled models under every strategy, run by torchrun in test_compile.py: the same steps as without a compiler.
+
+The backend is aot_eager: the graphs, guards and graph breaks of train.compile, without a C++ compiler. Prints one JSON
+object from rank 0: for each case the relative distance of the parameters, and how many operators were compiled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+from launcher import Engine, make_plan
+
+SAMPLES, WIDTH = 44, 16  # windows of 16, 16 and a short one of 12
+CASES = [
+    ("ddp", "boundary", "none", "bf16"),
+    ("ddp", "every", "blocks", "fp32"),
+    ("fsdp", "boundary", "blocks", "bf16"),
+    ("fsdp", "gather_once", "none", "fp32"),
+]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return x + scale[:, None] * self.down(functional.gelu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    """Two inputs, one of them on a residual stream in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, scale)
+        return self.head(x)
+
+
+def data() -> list[tuple[Tensor, Tensor, int]]:
+    generator = torch.Generator().manual_seed(3)
+    return [
+        (torch.randn(WIDTH, generator=generator), torch.rand((), generator=generator), number % 3)
+        for number in range(SAMPLES)
+    ]
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return Model()
+
+
+def trained(strategy: str, sync: str, recompute: str, precision: str, *, compiles: bool) -> Tensor:
+    plan = make_plan(
+        [
+            f"strategy={strategy}", f"strategy.sync={sync}", f"strategy.recompute={recompute}",
+            f"precision={precision}", "batch.global_size=16", "batch.micro_size=2", "train.epochs=1",
+            "train.loader_workers=0", "cluster.device=cpu",
+        ],
+        samples=SAMPLES,
+    )  # fmt: skip
+    plan = dataclasses.replace(plan, train=dataclasses.replace(plan.train, compile=compiles))
+    engine = Engine(build, lambda p: torch.optim.SGD(p, 0.05), plan, shard_units=lambda m: list(m.blocks))
+
+    def loss(model: Any, batch: Any) -> tuple[Tensor, int]:
+        x, scale, target = batch
+        return functional.cross_entropy(model(x, scale), target, reduction="sum"), len(target)
+
+    for window in engine.windows(data(), None, loss):
+        for batch in window:
+            engine.backward(*loss(engine.model, batch))
+        engine.step()
+        with torch.no_grad(), engine.parallel.evaluation(), engine.precision.autocast():  # as after train.eval_every
+            x, scale, _ = torch.utils.data.default_collate(data()[:5])
+            engine.parallel.module.eval()(x, scale)
+            engine.parallel.module.train()
+    whole = (p.full_tensor() if isinstance(p, DTensor) else p for p in engine.parallel.module.parameters())
+    return torch.cat([p.detach().double().flatten() for p in whole])
+
+
+def main() -> None:
+    torch.compile = functools.partial(torch.compile, backend="aot_eager")
+    results: dict[str, Any] = {}
+    for case in CASES:
+        torch._dynamo.reset()
+        counters.clear()
+        plain = trained(*case, compiles=False)
+        compiled = trained(*case, compiles=True)
+        # of each forward pass the linear layers of both blocks, whose graph may serve both
+        calls = counters["stats"]["calls_captured"]
+        results[" ".join(case)] = {"distance": ((compiled - plain).norm() / plain.norm()).item(), "calls": calls}
+    if dist.get_rank() == 0:
+        print(json.dumps(results), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

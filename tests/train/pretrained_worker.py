@@ -1,0 +1,117 @@
+"""bf16 parameters that become fp32, or stay, run by torchrun in test_precision.py: prints one JSON object.
+
+The model is bf16 throughout, as ``from_pretrained(torch_dtype=torch.bfloat16)`` returns it, with a frozen part, a tied
+weight and a BatchNorm.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+from launcher import Engine, make_plan
+from launcher.train.sampling import Permutation
+
+SAMPLES, WIDTH = 256, 12
+OPTIONS = ["run.calibrate_s=0", "train.loader_workers=0", "train.clip_norm=null", "train.steps=1", "cluster.device=cpu"]
+SIZES = [f"batch.global_size={SAMPLES}", "batch.micro_size=1"]  # accumulation 128
+
+
+class Pretrained(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids = nn.Embedding(20, WIDTH)
+        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.head = nn.Linear(WIDTH, 20, bias=False)
+        self.head.weight = self.ids.weight
+        self.to(torch.bfloat16)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.base(self.ids(ids))
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return self.head(self.norm(x))
+
+
+def seeded() -> nn.Module:
+    torch.manual_seed(0)
+    return Pretrained()
+
+
+def loss_sum(model: Any, ids: Tensor) -> tuple[Tensor, int]:
+    total = functional.cross_entropy(model(ids[:, 0]).float(), ids[:, 1], reduction="sum")
+    return total, len(ids)
+
+
+def texts(indices: Iterable[int]) -> Tensor:
+    numbers = torch.tensor(list(indices))
+    return torch.stack([numbers * 7 % 20, numbers * 3 % 19], 1)
+
+
+def flat(tensors: Iterable[Any]) -> Tensor:
+    whole = (t.full_tensor() if isinstance(t, DTensor) else t for t in tensors)
+    return torch.cat([t.detach().double().flatten() for t in whole])
+
+
+def by_hand() -> Tensor:
+    """The window's gradient in fp64, at the parameters that bf16 holds."""
+    model = seeded().double().eval()
+    total, items = loss_sum(model, texts(Permutation(SAMPLES, 0, 0).take(0, SAMPLES)))
+    (total / items).backward()
+    return flat(p.grad for p in model.parameters() if p.requires_grad)
+
+
+def run(make: Callable[[], Any], given: bool, *overrides: str) -> dict[str, Any]:
+    """One window: error of the gradient against fp64, and all formats after the step."""
+    plan = make_plan([*OPTIONS, *SIZES, "batch.norm=freeze", *overrides], samples=SAMPLES)
+    if given:
+        model = make()
+        optimizer: Any = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-3)
+        engine = Engine(model, optimizer, plan)
+    else:
+        engine = Engine(make, lambda p: torch.optim.AdamW(p, 1e-3), plan)
+    module, found = engine.parallel.module, list[Tensor]()
+    trained = [p for p in module.parameters() if p.requires_grad]
+    engine.optimizer.register_step_pre_hook(lambda *_: found.append(flat(p.grad for p in trained)))
+    for batches in engine.windows(range(SAMPLES), texts):
+        for batch in batches:
+            engine.backward(*loss_sum(engine.model, batch))
+        engine.step()
+    states = [value for state in engine.optimizer.state.values() for value in state.values()]
+    wanted = by_hand()
+    return {
+        "error": ((found[0] - wanted).norm() / wanted.norm()).item(),
+        "trained": sorted({str(p.dtype) for p in trained}),
+        "frozen": sorted({str(p.dtype) for p in module.parameters() if not p.requires_grad}),
+        "buffers": sorted({str(b.dtype) for b in module.buffers() if b.is_floating_point()}),
+        "state": sorted({str(value.dtype) for value in states if isinstance(value, Tensor) and value.ndim}),
+        "tied": module.ids.weight is module.head.weight,
+    }
+
+
+def main() -> None:
+    results: dict[str, Any] = {}
+    for strategy in ("ddp", "fsdp"):
+        kind = [f"strategy={strategy}"]
+        results[f"{strategy} bf16"] = run(seeded, False, *kind, "precision=bf16")
+        results[f"{strategy} bf16 given"] = run(seeded, True, *kind, "precision=bf16")
+        results[f"{strategy} bf16 unseeded build"] = run(Pretrained, False, *kind, "precision=bf16")
+        results[f"{strategy} fp32"] = run(seeded, False, *kind, "precision=fp32")
+        results[f"{strategy} keep"] = run(seeded, False, *kind, "precision=bf16", "precision.parameters=keep")
+    if dist.get_rank() == 0:
+        print(json.dumps(results), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
