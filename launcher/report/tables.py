@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from launcher.config import Compress, OnOom, PrecisionKind, Recompute, ShortWindow, StrategyKind, WandbMode
+from launcher.interval import exposed_text, speedup_text
 from launcher.paths import read_json
 from launcher.plan import Forecast, OptimizerPlan, PrecisionPlan, RunPlan, StrategyPlan
 from launcher.sizes import count, in_words
@@ -175,9 +176,9 @@ def summary_table(plan: RunPlan, summary: dict[str, Any]) -> Table:
         for kind in ("all_gather", "reduce_scatter", "all_reduce", "statistics"):
             if f"comm/{kind}/wire_bytes" in summary:
                 add("", f"{kind}: {in_words(summary[f'comm/{kind}/wire_bytes'])}")
-        add("speed-up", _speedup(plan, summary))
-        if "comm/exposed_s" in summary:
-            add("exposed", _exposed(summary))
+        add("speed-up", speedup_text(summary) or _not_measured(plan, summary))
+        if (exposed := exposed_text(summary)) is not None:
+            add("exposed", exposed)
     if "noise/scale_low" in summary:
         add("noise scale", _noise_advice(summary, size))
     if (straggler := summary.get("straggler")) is not None:
@@ -205,14 +206,8 @@ def summary_table(plan: RunPlan, summary: dict[str, Any]) -> Table:
     return table
 
 
-def _speedup(plan: RunPlan, summary: dict[str, Any]) -> str:
-    """Claim a speed-up only where its interval excludes 1."""
-    if "comm/speedup" in summary:
-        value, low, high = (summary[f"comm/speedup{end}"] for end in ("", "_low", "_high"))
-        times = f"{summary['comm/step_s'] * 1e3:,.1f} ms a step, {summary['comm/step_s_every'] * 1e3:,.1f} ms with"
-        if low <= 1 <= high:
-            return f"no difference measured ({low:.2f}x to {high:.2f}x): {times} sync=every"
-        return f"{value:.2f}x measured ({low:.2f} to {high:.2f}): {times} sync=every"
+def _not_measured(plan: RunPlan, summary: dict[str, Any]) -> str:
+    """Return why the calibration has no speed-up."""
     if "comm/not_measured" in summary:
         return f"not measured ({summary['comm/not_measured']})"
     if plan.train.calibrate_s == 0:
@@ -220,17 +215,6 @@ def _speedup(plan: RunPlan, summary: dict[str, Any]) -> str:
     if "comm/exposed_s" in summary:
         return "none: sync=every sends the same"
     return "not measured (too few full windows)"
-
-
-def _exposed(summary: dict[str, Any]) -> str:
-    """Against the same micro-batches without any collective."""
-    value, low, high = (summary[f"comm/exposed_s{end}"] * 1e3 for end in ("", "_low", "_high"))
-    if low <= 0:
-        return f"no exposed communication measured (95%: {low:,.1f} to {high:,.1f} ms)"
-    return (
-        f"{value:,.1f} ms of a step ({low:,.1f} to {high:,.1f}) is exposed communication; "
-        f"{summary['comm/overlap']:.0%} is hidden"
-    )
 
 
 def _straggler(found: dict[str, Any]) -> str:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from launcher.config import StrategyKind, Sync
 from launcher.errors import EngineMisuse, PolicyNotObserved
 from launcher.fromjson import build as from_json
+from launcher.interval import Interval, interval
 from launcher.plan import RunPlan
 from launcher.policy import passes
 from launcher.progress import PULSE, Phase
@@ -44,43 +45,8 @@ WARM_UP_WINDOWS = 2
 MIN_ROUNDS, MAX_ROUNDS = 3, 20
 # with run.calibrate_s=null: seconds at most, and the share of the run's predicted time
 DEFAULT_S, DEFAULT_SHARE = 15.0, 0.1
-# from this many rounds on an interval of order statistics reaches 95%
-_SIGN_ROUNDS = 6
-# 97.5% quantile of Student's t distribution by number of values
-_T_QUANTILE = {3: 4.303, 4: 3.182, 5: 2.776}
 
 Run = Callable[[Callable[..., Any], MicroBatch], tuple[Tensor, int | Tensor]]
-
-
-@dataclass(frozen=True)
-class Interval:
-    """An estimate with its 95% confidence interval."""
-
-    value: float
-    low: float
-    high: float
-
-    def excludes(self, value: float) -> bool:
-        return not self.low <= value <= self.high
-
-
-def interval(differences: Sequence[float]) -> Interval:
-    """Return the typical difference of at least MIN_ROUNDS paired measurements.
-
-    From six on: the median, with the narrowest pair of order statistics that holds the true median with 95% confidence
-    (the sign test inverted; of six values the lowest and the highest). No such pair exists for fewer: there it is the
-    mean with Student's t interval.
-    """
-    ordered, n = sorted(differences), len(differences)
-    if n < _SIGN_ROUNDS:
-        mean = statistics.mean(ordered)
-        half = _T_QUANTILE[n] * statistics.stdev(ordered) / math.sqrt(n)
-        return Interval(mean, mean - half, mean + half)
-    outside, place = 1, 0  # of 2^n equally likely signs, those with at most `place` of one kind
-    while 2 * (outside + math.comb(n, place + 1)) <= 0.05 * 2**n:
-        place += 1
-        outside += math.comb(n, place)
-    return Interval(statistics.median(ordered), ordered[place], ordered[n - 1 - place])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from launcher.errors import RecordFailed
+from launcher.interval import Interval
 from launcher.plan import RunPlan
 from launcher.sizes import count
 from launcher.train.calibration import Calibrated
@@ -149,20 +150,10 @@ def calibration_metrics(calibrated: Calibrated, step_s: float, data_s: float, *,
     """Return the calibration applied to a whole step of ``step_s`` seconds; see ``Calibrated.step_s_every``."""
     metrics: Metrics = {}
     if (every := calibrated.step_s_every(step_s, data_s, reads_ahead=reads_ahead)) is not None:
-        metrics |= {
-            "comm/step_s": step_s,
-            "comm/step_s_every": every.value,
-            "comm/speedup": every.value / step_s,
-            "comm/speedup_low": every.low / step_s,
-            "comm/speedup_high": every.high / step_s,
-        }
+        speedup = Interval(every.value / step_s, every.low / step_s, every.high / step_s)
+        metrics |= {"comm/step_s": step_s, "comm/step_s_every": every.value, **speedup.as_record("comm/speedup")}
     if (exposed := calibrated.exposed) is not None and (overlap := calibrated.overlap) is not None:
-        metrics |= {
-            "comm/exposed_s": exposed.value,
-            "comm/exposed_s_low": exposed.low,
-            "comm/exposed_s_high": exposed.high,
-            "comm/overlap": overlap,
-        }
+        metrics |= {**exposed.as_record("comm/exposed_s"), "comm/overlap": overlap}
     return metrics | {"comm/calibration_rounds": calibrated.rounds} if metrics else {}
 
 

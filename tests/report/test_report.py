@@ -17,6 +17,7 @@ import pytest
 from launcher.cli import run as launch
 from launcher.commands.report import report
 from launcher.errors import UserError
+from launcher.interval import NO_INTERVAL
 from launcher.paths import RunPaths
 from launcher.report.comparison.curve import POINTS, thinned
 from launcher.report.comparison.facts import facts_of
@@ -189,6 +190,23 @@ def test_records_without_a_clock(tmp_path: Path) -> None:
     given = as_json(paths.root)
     assert given["runs"][0]["time/total_s"] == pytest.approx(5 * sum(line["time/step_s"] for line in lines))
     assert "wall time is time/step_s added up" in " ".join(given["notes"])
+
+
+def test_a_speedup_without_an_interval_was_not_measured_under_equal_conditions(tmp_path: Path) -> None:
+    for accumulation in (2, 4):
+        words = ("cluster.workers_per_node=2", f"batch.accumulation={accumulation}")
+        paths = make_run(tmp_path, f"old{accumulation}", *words)
+        ends = ("comm/speedup_low", "comm/speedup_high")
+        write_records(paths, [{k: v for k, v in line.items() if k not in ends} for line in read_records(paths)])
+    page = tmp_path / "page.html"
+    given = as_json(tmp_path, "--html", page)
+    shown = {run["run"]: run for run in given["runs"]}["old4"]
+    assert (shown["comm/speedup"], shown["comm/speedup_low"]) == (4 / 3, None)
+    assert any(note.startswith(f"old2, old4: the speed-up was {NO_INTERVAL}") for note in given["notes"])
+    found = Page(page.read_text())
+    assert "no difference in speed" not in found.text
+    assert f"; the speed-up was {NO_INTERVAL}" in found.text
+    assert not [figure for figure in found.figures if figure["title"].startswith("Measured speed-up")]
 
 
 def test_a_loss_that_is_asked_for(grid: Path) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
-import random
 import statistics
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from launcher.train.calibration import Calibrated, Interval, Kept, interval
+from launcher.interval import Interval, interval
+from launcher.train.calibration import Calibrated, Kept
 from tests.helpers import make_plan, torchrun
 
 WORKER = Path(__file__).parent / "calibration_worker.py"
@@ -80,29 +79,6 @@ def test_training_is_the_same_bits_with_and_without_it(ranks: int, tmp_path: Pat
     if ranks == 2:
         assert "static graph" in found["static graph"]["not_measured"]
         assert found["ddp"]["order"].count("F") == 4 + 4 + 2 + 4 + 4, "each batch is handed out once"
-
-
-def test_the_interval_holds_the_true_difference_as_often_as_it_says() -> None:
-    """Skewed noise, as of a machine with other work; its median, and of few values its mean, is the truth."""
-    draw = random.Random(1)
-    for count, truth in ((4, 0.0), (6, 0.0), (15, 0.0), (20, 0.0)):
-        hits = 0
-        for _ in range(2000):
-            times = [draw.gauss(0, 1) for _ in range(count)] if count < 6 else [
-                draw.expovariate(1) - math.log(2) for _ in range(count)]  # fmt: skip
-            hits += not interval(times).excludes(truth)
-        assert hits / 2000 > 0.935, count
-
-
-def test_few_rounds_give_students_interval() -> None:
-    found = interval([1.0, 2.0, 3.0])
-    assert found.value == 2.0
-    assert (found.low, found.high) == pytest.approx((2 - 4.303 / 3**0.5, 2 + 4.303 / 3**0.5))
-
-
-def test_many_rounds_give_order_statistics() -> None:
-    assert interval([5.0, 1.0, 2.0, 3.0, 100.0, 4.0]) == Interval(3.5, 1.0, 100.0)
-    assert interval([float(n) for n in range(20)]) == Interval(9.5, 5.0, 14.0), "of twenty: the 6th and the 15th"
 
 
 def steps(compute_s: float, read_s: float, gain_s: float, *, ahead: bool) -> tuple[float, float, float]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from launcher.interval import NO_INTERVAL
 from launcher.report.comparison import series
 from launcher.report.comparison.facts import Facts
 from launcher.report.comparison.figures import SMOOTHED_OVER, Figures, Measured
@@ -212,6 +213,10 @@ def _notes(rows: Sequence[Row], groups: Sequence[TaskGroup]) -> list[str]:
         (
             "the exposed communication that calibration measured is longer than their step: no computation is told",
             [row for row, m in measured if m.windows and row.rest_s is None],
+        ),
+        (
+            f"the speed-up was {NO_INTERVAL}, and is left out",
+            [row for row, m in measured if m.speedup is not None and m.speedup_95 is None],
         ),
         (
             "records without time/total_s (an older version): wall time is time/step_s added up",

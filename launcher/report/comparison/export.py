@@ -78,8 +78,8 @@ def record_of(row: Row, group: TaskGroup | None) -> dict[str, Any]:
         "comm/wire_bytes_every": measured.wire_bytes_every if measured else None,
         "comm/saved_fraction": row.saved_fraction,
         "comm/speedup": measured.speedup if measured else None,
-        "comm/speedup_low": measured.speedup_low if measured else None,
-        "comm/speedup_high": measured.speedup_high if measured else None,
+        "comm/speedup_low": measured.speedup_95.low if measured and measured.speedup_95 else None,
+        "comm/speedup_high": measured.speedup_95.high if measured and measured.speedup_95 else None,
         "train/loss": measured.loss if measured else None,
         "train/loss_smoothed": measured.smoothed if measured else None,
         "train/loss_smoothed_min": measured.lowest if measured else None,
@@ -159,9 +159,11 @@ def _cells(row: Row, group: TaskGroup | None) -> list[str]:
 
 def shown_speedup(measured: Measured) -> str:
     """Return the speed-up where one may be claimed, its interval where not, and nothing where none was measured."""
-    if measured.speedup_low is None or measured.speedup_high is None or measured.claimed_speedup is not None:
-        return _shown(measured.claimed_speedup, 1, ".2f")
-    return f"{measured.speedup_low:.2f}–{measured.speedup_high:.2f}"
+    if measured.speedup_95 is None:
+        return ""
+    if measured.claimed_speedup is not None:
+        return f"{measured.claimed_speedup:.2f}"
+    return f"{measured.speedup_95.low:.2f}–{measured.speedup_95.high:.2f}"
 
 
 def _shown(value: float | None, times: float, form: str) -> str:

@@ -13,6 +13,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
+from launcher.interval import Interval
 from launcher.paths import RunPaths
 from launcher.plan import FORMAT
 from launcher.report.comparison.curve import SMOOTH_POINTS, Curve, thinned
@@ -30,8 +31,8 @@ class Measured:
         records: lines that were read; damaged: lines that were none.
         windows: full ones, of the largest global batch.
         exposed_s: as the calibration measured it, perhaps below zero; None where it did not.
-        speedup: a step with sync=every by one with the job's policy, as calibrated; speedup_low, speedup_high: its
-            95% interval.
+        speedup: a step with sync=every by one with the job's policy; speedup_95: the same with its interval, None in
+            a record of an older version, which did not measure both under equal conditions.
         loss, smoothed: of the last record; lowest: of all smoothed ones.
         estimated_time: whether the records have no clock, so that wall time was added up from their steps.
         reached_loss, reached_s, reached_step: each smoothed loss that was lower than all before it; when.
@@ -49,8 +50,7 @@ class Measured:
     wire_bytes: float | None
     wire_bytes_every: float | None
     speedup: float | None
-    speedup_low: float | None
-    speedup_high: float | None
+    speedup_95: Interval | None
     loss: float | None
     smoothed: float | None
     lowest: float | None
@@ -66,9 +66,7 @@ class Measured:
     @property
     def claimed_speedup(self) -> float | None:
         """The speed-up, where its interval excludes 1."""
-        if self.speedup_low is None or self.speedup_high is None or self.speedup_low <= 1 <= self.speedup_high:
-            return None
-        return self.speedup
+        return self.speedup_95.value if self.speedup_95 is not None and self.speedup_95.excludes(1) else None
 
     def reached(self, loss: float) -> tuple[int, float] | None:
         """The first step at which the smoothed loss was ``loss`` or lower, and the wall seconds until then."""
@@ -198,8 +196,7 @@ def _sum_up(reading: _Reading) -> Measured:
         wire_bytes=_median([window[0] for window in full]),
         wire_bytes_every=_median([window[1] for window in full]),
         speedup=reading.calibrated.get("comm/speedup"),
-        speedup_low=reading.calibrated.get("comm/speedup_low"),
-        speedup_high=reading.calibrated.get("comm/speedup_high"),
+        speedup_95=Interval.of_record(reading.calibrated, "comm/speedup"),
         loss=last.get("train/loss"),
         smoothed=smoothed[-1] if smoothed and smoothed[-1] == smoothed[-1] else None,
         lowest=lowest if reached[0] else None,

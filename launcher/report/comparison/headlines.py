@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from launcher.interval import NO_INTERVAL
 from launcher.report.comparison.compare import Row, TaskGroup
 
 
@@ -52,17 +53,18 @@ def _scaling(rows: Sequence[Row], group: TaskGroup) -> Headline | None:
 
 
 def _saved(rows: Sequence[Row], group: TaskGroup) -> Headline | None:
-    saving = [(saved, row) for row in rows if (saved := row.saved_fraction) and row.measured]
+    saving = [(saved, row.measured, row) for row in rows if (saved := row.saved_fraction) and row.measured]
     if not saving:
         return None
-    saved, best = max(saving, key=lambda pair: (pair[0], (pair[1].measured and pair[1].measured.speedup) or 0.0))
+    saved, measured, best = max(saving, key=lambda found: (found[0], found[1].claimed_speedup or 0.0))
     assert best.facts is not None
-    assert best.measured is not None
-    speedup = best.measured.claimed_speedup
+    speedup = measured.claimed_speedup
     if speedup is not None:
         gain = f", and a step ran {speedup:.2f}× as fast"
-    elif best.measured.speedup is not None:
+    elif measured.speedup_95 is not None:
         gain = "; no difference in speed was measured"
+    elif measured.speedup is not None:
+        gain = f"; the speed-up was {NO_INTERVAL}"
     else:
         gain = "; what this gained was not measured"
     return Headline(

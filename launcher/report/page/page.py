@@ -145,7 +145,7 @@ def _line(comparison: Comparison, row: Row) -> dict[str, Any]:
         _cell(row.efficiency and row.efficiency.value, 100, ".1f"),
         _cell(m and m.wire_bytes, 1e-6, ",.2f"),
         _cell(row.saved_fraction, 100, ".1f"),
-        (shown_speedup(m), repr(m.speedup)) if m and m.speedup_low is not None else _cell(None, 1, ""),
+        (shown_speedup(m), repr(m.speedup)) if m and m.speedup_95 is not None else _cell(None, 1, ""),
         _cell(m and m.smoothed, 1, ".4f"),
         _cell(m and m.eval_loss, 1, ".4f"),
         _cell(row.hours, 1, ".4g"),

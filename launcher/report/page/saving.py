@@ -23,7 +23,7 @@ def over_accumulation(group: TaskGroup, style: Style) -> list[Plot]:
     axis = "accumulation (micro-batches a worker and step)"
     lines = Lines.of(group, style, rows, keys, _accumulation, axis, neutral=True)
     found = [_wire(lines)]
-    if any(row.measured and row.measured.speedup for row in rows):
+    if any(row.measured and row.measured.speedup_95 for row in rows):
         found.append(_speedup(lines))
     return found
 
@@ -48,7 +48,10 @@ def _wire(lines: Lines) -> Plot:
 
 
 def _speedup(lines: Lines) -> Plot:
-    data = lines.traces(lambda row: row.measured.speedup if row.measured else None, "%{y:.3f}× as fast")
+    def speedup(row: Row) -> float | None:
+        return row.measured.speedup_95.value if row.measured and row.measured.speedup_95 else None
+
+    data = lines.traces(speedup, "%{y:.3f}× as fast")
     if len(data) == 1:
         data[0]["name"] = "measured speed-up"
     form = lines.form("times as fast as sync=every")
