@@ -10,7 +10,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from launcher.config import Compress, OnOom, PrecisionKind, Recompute, ShortWindow, StrategyKind, WandbMode
+from launcher.config import Compress, LrScaling, OnOom, PrecisionKind, Recompute, ShortWindow, StrategyKind, WandbMode
 from launcher.interval import exposed_text, speedup_text
 from launcher.paths import read_json
 from launcher.plan import Forecast, OptimizerPlan, PrecisionPlan, RunPlan, StrategyPlan
@@ -55,14 +55,9 @@ def plan_table(plan: RunPlan) -> Table:
     add("length", _length(plan))
     add("precision", precision_text(plan.precision))
     clip = "no clipping" if plan.train.clip_norm is None else f"clip {plan.train.clip_norm:g}"
-    scaled = (
-        ""
-        if plan.optimizer.lr == plan.optimizer.base_lr
-        else f" ({plan.optimizer.lr_scaling.value} of {plan.optimizer.base_lr:g})"
-    )
     add(
         "optimizer",
-        f"{plan.optimizer.kind.value}, lr {plan.optimizer.lr:g}{scaled}, {plan.schedule.kind.value} with "
+        f"{plan.optimizer.kind.value}, lr {_rate(plan.optimizer)}, {plan.schedule.kind.value} with "
         f"{count(plan.schedule.warmup_steps, 'warm-up step')}, {clip}",
     )
     if (scaled_too := _scaled_adam(plan.optimizer)) is not None:
@@ -90,14 +85,22 @@ def plan_table(plan: RunPlan) -> Table:
     return table
 
 
+def _rate(optimizer: OptimizerPlan) -> str:
+    """Return the learning rate; with a scaling rule also the one it is from, and k, global by reference batch."""
+    if optimizer.lr_scaling is LrScaling.none or optimizer.lr == optimizer.base_lr:
+        return f"{optimizer.lr:g}"
+    k = (optimizer.lr / optimizer.base_lr) ** (2 if optimizer.lr_scaling is LrScaling.sqrt else 1)
+    return f"{optimizer.lr:g} (from {optimizer.base_lr:g}, {optimizer.lr_scaling.value} rule, k={k:.4g})"
+
+
 def _scaled_adam(optimizer: OptimizerPlan) -> str | None:
     """Return the arguments that lr_scaling=sqrt has changed beside the rate; None where it has not."""
     before, after = optimizer.base_betas, optimizer.betas
     if before is None or optimizer.base_eps is None or before == after:
         return None
     return (
-        f"betas {after[0]:.6g} and {after[1]:.6g} (sqrt of {before[0]:g} and {before[1]:g}), eps {optimizer.eps:.4g} "
-        f"(sqrt of {optimizer.base_eps:g})"
+        f"betas {after[0]:.6g} and {after[1]:.6g} (from {before[0]:g} and {before[1]:g}), eps {optimizer.eps:.4g} "
+        f"(from {optimizer.base_eps:g})"
     )
 
 

@@ -39,7 +39,7 @@ def test_the_plan() -> None:
         "windows       16 an epoch, the last one short: 40 samples\n"
         "length        300 steps = 18.8 epochs\n"
         "precision     auto: bf16 if every worker's device computes it natively, else fp32; decided at the start\n"
-        "optimizer     adamw, lr 0.0015 (linear of 0.003), cosine with 20 warm-up steps, clip 1\n"
+        "optimizer     adamw, lr 0.0015 (from 0.003, linear rule, k=0.5), cosine with 20 warm-up steps, clip 1\n"
         "strategy      ddp, sync boundary: fewest wire bytes\n"
         "wire a step   4.00 kB a rank predicted; 32.00 kB with sync=every\n"
         "files         /nowhere/run\n"
@@ -49,8 +49,8 @@ def test_the_plan() -> None:
 
 def test_the_plan_shows_what_the_square_root_rule_has_scaled() -> None:
     text = shown(plan_table(make_plan("optimizer.lr_scaling=sqrt", "optimizer.reference_batch=16")))
-    assert "adamw, lr 0.006 (sqrt of 0.003)" in text
-    assert "betas 0.6 and 0.8 (sqrt of 0.9 and 0.95), eps 5e-09 (sqrt of 1e-08)" in text
+    assert "adamw, lr 0.006 (from 0.003, sqrt rule, k=4)" in text
+    assert "betas 0.6 and 0.8 (from 0.9 and 0.95), eps 5e-09 (from 1e-08)" in text
     assert "betas" not in shown(plan_table(make_plan("optimizer.lr_scaling=linear", "optimizer.reference_batch=16")))
 
 
