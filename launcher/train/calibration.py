@@ -238,7 +238,7 @@ class Calibration:
     def _too_long(self, needed_s: float, limit_s: float) -> Calibrated:
         return self._without(
             f"{MIN_ROUNDS} rounds take {needed_s:.2g} s or more, {limit_s:.2g} s were allowed: "
-            f"run.calibrate_s={math.ceil(1.5 * needed_s)}"
+            f"set run.calibrate_s={math.ceil(1.5 * needed_s)} to allow it"
         )
 
     def _without(self, why: str) -> Calibrated:
