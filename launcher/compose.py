@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 _PRIMARY = "config"
 _SCHEMA = "launcher_schema"
 _RESUMED = "launcher_resumed"
-# of earlier versions, whose runs may have them in their config.yaml
-_RETIRED_KEYS = ("run.calibrate",)
+# of earlier versions, whose runs may have them in their config.yaml; and what replaced them
+_RETIRED_KEYS = {"run.calibrate": "run.calibrate_s replaced it: seconds at most; run.calibrate_s=0 leaves it out."}
 _CELL_LAUNCHER = "hydra_plugins.launcher_cells.CellLauncher"
 _OPEN_KEYS = r"(task|cluster\.sbatch)\.[^=]+="
 # keys for which null would be ambiguous: another option, "off" or "random" are as likely as the default
@@ -363,7 +363,8 @@ def _nearest(key: str, known: Sequence[str]) -> str:
     group, _, leaf = key.rpartition(".")
     if group in known:
         leaves = [name.rpartition(".")[2] for name in known if name.startswith(f"{group}.")]
-        return did_you_mean(leaf, leaves, f"{group}.") or f"Keys: {', '.join(f'{group}.{name}' for name in leaves)}."
+        likely = did_you_mean(leaf, leaves, f"{group}.") or f"Keys: {', '.join(f'{group}.{name}' for name in leaves)}."
+        return f"{likely.rstrip()} {_RETIRED_KEYS.get(key, '')}".rstrip()
     return did_you_mean(key, known) or f"Groups: {', '.join(name for name in known if '.' not in name)}."
 
 

@@ -356,8 +356,11 @@ def test_a_plan_of_a_version_that_calibrated_during_training_loads() -> None:
     older = build(RunPlan, json.loads(json.dumps(fields)))
     assert older.train.calibrate_s == 0
     assert dataclasses.replace(older, train=plan.train) == plan
-    with pytest.raises(ConfigError, match=r"run.calibrate=5: there is no such key.*\n.*did you mean 'run.calibrate_s'"):
-        make_plan("run.calibrate=5")
+    for value in ("5", "false"):
+        with pytest.raises(
+            ConfigError, match=rf"run.calibrate={value}: there is no such key.*\n.*calibrate_s=0 leaves"
+        ):
+            make_plan(f"run.calibrate={value}")
 
 
 def test_null_is_the_default_or_off_for_every_key() -> None:
