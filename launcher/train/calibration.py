@@ -3,9 +3,9 @@
 The micro-batches of the first window run forward and backward with sync=every, with the job's own policy,
 and silently, without any collective. After a warm-up they take turns in rounds of shuffled order, so that whatever else
 the machine does meets all of them alike, and each round gives paired differences. Gradients are
-thrown away, random state, buffers and the strategy's own state are restored, and no optimizer step is taken. Training
-is the same bits as without it. Python attributes which loss() changes, and random generators of the user's own, are not
-restored: run.calibrate_s=0 turns the phase off.
+thrown away; random state, buffers, attributes of the model and the task and the strategy's own state are restored; no
+optimizer step is taken. Training is the same bits as without it. State beyond these, such as global variables, is
+not restored: run.calibrate_s=0 turns the phase off.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from launcher.config import StrategyKind, Sync
 from launcher.errors import EngineMisuse, PolicyNotObserved
@@ -33,11 +33,11 @@ from launcher.plan import RunPlan
 from launcher.policy import passes
 from launcher.progress import PULSE, Phase
 from launcher.train.fit import is_out_of_memory
+from launcher.train.kept import Kept, KeptAttributes
 from launcher.train.loader import MicroBatch
 from launcher.train.norm import Norms
 from launcher.train.parallel import Parallel
 from launcher.train.precision import Precision
-from launcher.train.randomness import random_state, restore_random_state
 from launcher.train.world import World
 
 # the first windows of a process are slower: memory is allocated, and DDP rebuilds its buckets in the second one
@@ -131,12 +131,22 @@ class Kind(Enum):
 
 
 class Calibration:
-    """The calibration phase of one rank, and its result: None before there is one."""
+    """The calibration phase of one rank, and its result: None before there is one.
+
+    Args:
+        owner: the object that the forward pass belongs to; its attributes are restored, like the model's.
+    """
 
     def __init__(
-        self, world: World, device: torch.device, parallel: Parallel, precision: Precision, norms: Norms
+        self,
+        world: World,
+        device: torch.device,
+        parallel: Parallel,
+        precision: Precision,
+        norms: Norms,
+        owner: object = None,
     ) -> None:
-        self._world, self._device = world, device
+        self._world, self._device, self._owner = world, device, owner
         self._parallel, self._precision, self._norms = parallel, precision, norms
         self.result: Calibrated | None = None
 
@@ -171,6 +181,7 @@ class Calibration:
             return
         with self._parallel.trial():
             self._kept = Kept(self._parallel.module, self._device)
+            self._attributes = KeptAttributes((self._parallel.module, self._owner))
             self.result = self._measure(kinds)
 
     def _kinds(self) -> list[Kind]:
@@ -274,6 +285,7 @@ class Calibration:
         comm_s = 0.0 if silent else meter.close_window(count, sync).time_s
         self._parallel.zero_grad()
         self._kept.put_back()
+        self._attributes.put_back()
         took_s, comm_s = self._agree(took_s, comm_s)
         if kind is Kind.own:
             self._comm_s.append(comm_s)
@@ -307,27 +319,3 @@ class Calibration:
         dist.all_reduce(most, dist.ReduceOp.MAX)
         found: list[float] = most.tolist()
         return found
-
-
-class Kept:
-    """Random state and buffers, saved to be restored after passes that do not train."""
-
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
-        self._device, self._random = device, random_state(device)
-        # a forward pass may put a new tensor in a buffer's place, or register a buffer
-        self._buffers = [
-            (part, [(name, buffer, None if buffer is None else buffer.detach().clone())
-                    for name, buffer in part._buffers.items()])
-            for part in module.modules()
-        ]  # fmt: skip
-
-    @torch.no_grad()
-    def put_back(self) -> None:
-        restore_random_state(self._random, self._device)
-        for part, buffers in self._buffers:
-            if [*map(id, part._buffers.values())] != [id(buffer) for _, buffer, _ in buffers]:
-                part._buffers.clear()
-                part._buffers.update((name, buffer) for name, buffer, _ in buffers)
-            for _, buffer, value in buffers:
-                if buffer is not None and value is not None:
-                    buffer.copy_(value)

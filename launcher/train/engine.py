@@ -58,6 +58,7 @@ class Engine:
         stop: asked once a window; when it is true on any rank, all stop together after that window.
         save_due: asked once a window, on rank 0; its answer reaches all ranks as StepResult.save_due.
         shard_units: the modules that FSDP gathers as one and recompute works on; default: the model's repeated blocks.
+        owner: the object that the forward pass belongs to, such as the task: calibration restores its attributes.
 
     Raises:
         ConfigError: the plan is for another number of ranks.
@@ -74,6 +75,7 @@ class Engine:
         stop: Callable[[], bool] = lambda: False,
         shard_units: ShardUnits | None = None,
         save_due: Callable[[], bool] = lambda: False,
+        owner: object = None,
     ) -> None:
         self.world = World.here()
         if self.world.size != plan.batch.world_size:
@@ -94,7 +96,7 @@ class Engine:
         self._now = UnderWay(
             self.parallel, self.precision, self._norms, self._buffers, self._update, self.device, plan.strategy.sync
         )
-        self._calibration = Calibration(self.world, self.device, self.parallel, self.precision, self._norms)
+        self._calibration = Calibration(self.world, self.device, self.parallel, self.precision, self._norms, owner)
         self._stop = stop
         self._save_due = save_due if self.world.rank == 0 else lambda: False
         self._totals = WindowTotals(self.world, self.device)
@@ -366,7 +368,7 @@ class Engine:
 
     @property
     def noise(self) -> Noise | None:
-        """What the windows so far say of the gradient's noise; None while too few of them do."""
+        """The gradient's noise scale; None before enough windows."""
         return self._noise.now
 
     @property

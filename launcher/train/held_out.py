@@ -14,9 +14,9 @@ from torch.utils.data import Dataset, default_collate
 
 from launcher.errors import DataError
 from launcher.plan import RunPlan
-from launcher.train.calibration import Kept
 from launcher.train.engine import Engine
 from launcher.train.feed import Collate
+from launcher.train.kept import Kept
 from launcher.train.loader import MicroBatch, prefetch
 from launcher.train.randomness import SampleRandom, seed_everything, seed_for
 from launcher.train.stream import Shard, blocks_in_turn

@@ -29,6 +29,7 @@ from launcher.train.engine import Engine
 from launcher.train.fingerprint import require_same_data
 from launcher.train.flops import peak_flops
 from launcher.train.held_out import eval_batches, evaluation
+from launcher.train.kept import KeptAttributes
 from launcher.train.randomness import seed_everything
 from launcher.train.saver import Saver
 from launcher.train.step import StepResult, require_sum
@@ -76,6 +77,7 @@ def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
         lambda: stop() or trouble.is_set(),
         getattr(task, "shard_units", None),
         cadence.by_clock,
+        owner=task,
     )
     PULSE.beat(Phase.starting, 3)
     samples, held_out = train_data(task, plan.train.seed), eval_data(task, plan.train.seed)
@@ -298,8 +300,10 @@ class _Run:
     def try_evaluation(self) -> None:
         """Evaluate the first micro-batch of each rank, so that a mistake in the evaluation shows before training."""
         if self.held_out is not None and not isinstance(self.held_out, Iterator):  # which would lose what is read
+            kept = KeptAttributes((self.task, self.engine.parallel.module))
             with self.out_of_memory("while the first held-out data was evaluated"):
                 self.evaluated(most=1)
+            kept.put_back()
 
     def evaluate(self) -> Metrics:
         """Return the mean loss over the items of the held-out data; nothing where the task has none."""

@@ -15,8 +15,8 @@ from launcher.errors import ConfigError, EngineMisuse
 from launcher.progress import PULSE, Phase
 from launcher.train import step
 from launcher.train.buffers import Buffers
-from launcher.train.calibration import Kept
 from launcher.train.feed import Window
+from launcher.train.kept import Kept
 from launcher.train.loader import MicroBatch
 from launcher.train.norm import Norms
 from launcher.train.parallel import Parallel

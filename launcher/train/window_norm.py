@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from launcher.config import Norm, Sync
 from launcher.errors import TaskError
 from launcher.plan import RunPlan
-from launcher.train.calibration import Kept
+from launcher.train.kept import Kept
 from launcher.train.loader import MicroBatch
 from launcher.train.moments import Statistics, gradient_sums, normalise, sums_of, track
 from launcher.train.norm import (

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distrib
 HERE = socket.gethostname()
 # longer than any part of a healthy start, or a micro-batch, on a machine that has other things to do too
 LIMIT_S = 15 * slowness()
-SOON = ("cluster.grace_s=1", f"train.hang_timeout={LIMIT_S:g}", "run.calibrate_s=0")
+SOON = ("cluster.grace_s=1", f"train.hang_timeout={LIMIT_S:g}")
 
 
 def hang_of(run: Path) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def test_a_rank_that_hangs_costs_nothing_but_time(launch: Launch, project: Path)
     """It even holds the interpreter's lock. In the first window the others wait for it longer than the time limit: then
     it is slow, and does not hang."""
     # beside the steps, step 2's checkpoint might still be under way, and never end: it needs the interpreter
-    job = ("train.steps=8", "run.calibrate_s=0", "checkpoint.every=1", "checkpoint.async_save=false")
+    job = ("train.steps=8", "checkpoint.every=1", "checkpoint.async_save=false")
     assert launch("train", *OWN, *job, "run.name=whole").returncode == 0
     pause_s = 2.8 * slowness()  # four of them are longer than the limit, and each is shorter
     limit = f"train.hang_timeout={10 * slowness():g}"

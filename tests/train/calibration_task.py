@@ -36,6 +36,15 @@ class Model(nn.Module):
 
 
 class Traced:
+    """Its loss depends on its attributes, and changes them."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.recent: list[float] = []
+        self.state = {"mean": torch.zeros(2), "noise": np.random.default_rng(5)}
+        self.generator = torch.Generator().manual_seed(7)
+        self.python = random.Random(9)
+
     def model(self) -> nn.Module:
         return Model()
 
@@ -51,7 +60,12 @@ class Traced:
     def loss(self, model: Any, batch: dict[str, Tensor]) -> Loss:
         inputs = batch.pop("inputs")  # a batch may be used up
         inputs += 0.01 * float(np.random.rand())
-        return Loss(total=(model(inputs).float() - batch["target"]).square().sum(), items=len(inputs))
+        self.calls += 1
+        drawn = float(torch.rand((), generator=self.generator)) + self.python.random() + self.state["noise"].random()
+        self.recent = [*self.recent[-3:], drawn]
+        self.state["mean"].mul_(0.9).add_(0.01 * drawn)
+        target = batch["target"] * (1 + 0.01 * self.calls) + self.state["mean"].sum() + 0.01 * sum(self.recent)
+        return Loss(total=(model(inputs).float() - target).square().sum(), items=len(inputs))
 
 
 class Augmented(torch.utils.data.Dataset[dict[str, Tensor]]):

@@ -64,7 +64,7 @@ def train(plan: RunPlan, words: dict[str, int]) -> tuple[dict[str, Any], Calibra
         return loss_and_items(task, engine, model, batch)
 
     seed_everything(3)
-    engine = Engine(task.model, lambda p: torch.optim.AdamW(p, 0.05), plan, shard_units=task.shard_units)
+    engine = Engine(task.model, lambda p: torch.optim.AdamW(p, 0.05), plan, shard_units=task.shard_units, owner=task)
     seed_everything(4 + engine.world.rank)
     module: Any = engine.parallel.module
     if "oom_gather" in words:
@@ -99,6 +99,7 @@ def train(plan: RunPlan, words: dict[str, int]) -> tuple[dict[str, Any], Calibra
         "losses": losses,
         "sent": sent,
         "state": state,
+        "task": [task.calls, task.recent, task.state["mean"]],
     }
     if "resume" in words:
         resumed = Engine(task.model, lambda p: torch.optim.AdamW(p, 0.05), plan, shard_units=task.shard_units)

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from launcher.interval import Interval, interval
-from launcher.train.calibration import Calibrated, Kept
+from launcher.interval import Interval
+from launcher.train.calibration import Calibrated
+from launcher.train.kept import Kept
 from tests.helpers import make_plan, torchrun
 
 WORKER = Path(__file__).parent / "calibration_worker.py"

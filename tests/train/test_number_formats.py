@@ -56,7 +56,7 @@ def test_a_run_keeps_its_precision_on_another_machine(launch: Launch, tmp_path: 
     far as an explicit format goes: it is kept, with the measured slow-down."""
     run = tmp_path / "runs" / "kept"
     shutil.copytree(PROJECT / "speech", tmp_path / "speech")
-    common = [*OWN, "run.calibrate_s=0", "precision=auto"]
+    common = [*OWN, "precision=auto"]
     done = launch("train", *common, "train.steps=2", "run.name=kept", env=OLD_CPU)
     assert done.returncode == 0, done.stderr
     assert "precision     fp32 (auto: this machine emulates bf16)" in done.stdout

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from launcher.config import Compress, Parameters, PrecisionKind
 from launcher.errors import DataError, NotFinite, PolicyNotObserved, TaskError, UnusedParameters
 from launcher.plan import RunPlan
-from launcher.train.calibration import Kept
 from launcher.train.engine import Engine
+from launcher.train.kept import Kept
 from launcher.train.loop import loss_and_items
 from launcher.train.randomness import seed_everything
 from launcher.train.step import StepResult

@@ -15,8 +15,8 @@ from torch.utils.data import default_collate
 from launcher.config import Norm
 from launcher.errors import RunError
 from launcher.plan import RunPlan
-from launcher.train.calibration import Kept
 from launcher.train.forecast import free_host_bytes
+from launcher.train.kept import Kept
 from launcher.train.loader import to_device
 from launcher.train.loop import as_loss
 from launcher.train.norm import freeze
