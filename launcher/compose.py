@@ -286,7 +286,7 @@ def _open_free_keys(arguments: Sequence[str]) -> list[str]:
 
 @contextmanager
 def _errors_in_plain_words(arguments: Sequence[str]) -> Generator[None, None, None]:
-    from hydra.errors import HydraException, MissingConfigException
+    from hydra.errors import HydraException, MissingConfigException, OverrideParseException
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
@@ -294,10 +294,24 @@ def _errors_in_plain_words(arguments: Sequence[str]) -> Generator[None, None, No
         yield
     except MissingConfigException as error:
         raise _unknown_option(error.missing_cfg_file or "", error.options or [], str(error), arguments) from None
+    except OverrideParseException as error:
+        raise _unreadable(error.override, error.message) from None
     except YAMLError as error:
         raise config_files.explain_yaml(error) from None
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise _explain(error, arguments) from None
+
+
+def _unreadable(override: str, message: str) -> ConfigError:
+    """Return the error for an override that Hydra's grammar does not allow. ``message``: Hydra's, several lines."""
+    key, _, value = override.partition("=")
+    why = next(line for line in message.splitlines() if not line.startswith("Error parsing override"))
+    if why.startswith("LexerNoViableAltException"):
+        why = "a quote is left open, or a character is not allowed"
+    return ConfigError(
+        key.lstrip("+~"), value, f"cannot be read as an override: {why}.",
+        "Close every bracket and quote, and quote other special characters for Hydra too: 'key=\"a, b{\"'.",
+    )  # fmt: skip
 
 
 def _unknown_option(place: str, options: Sequence[str], text: str, arguments: Sequence[str]) -> ConfigError:
@@ -319,6 +333,8 @@ def _explain(error: Exception, arguments: Sequence[str]) -> ConfigError:
             continue
         key, _, value = argument.partition("=")
         key = key.lstrip("+~")
+        if not key:
+            return ConfigError(argument, None, "has no key.", "Write key=value, such as train.steps=100.")
         options = sorted(path.stem for path in (CONF / key).glob("*.yaml"))
         if options and (value == "null" or not re.match(r"[A-Za-z_]", value)):
             # neither null nor a number is a name, and Hydra says so in other words
