@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from launcher.interval import Interval
+from launcher.interval import Interval, interval
 from launcher.train.calibration import Calibrated
 from launcher.train.kept import Kept
 from tests.helpers import make_plan, torchrun
