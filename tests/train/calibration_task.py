@@ -18,6 +18,7 @@ class Model(nn.Module):
     """Uses its parameters in another order than it defines them, in several buckets; caches a table on first use."""
 
     calls: Tensor
+    table: Tensor
 
     def __init__(self) -> None:
         super().__init__()

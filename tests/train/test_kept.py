@@ -21,6 +21,8 @@ class Part:
 
 
 class Model(nn.Module):
+    data: Any
+
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.steps, self.mean = nn.Linear(2, 2), 0, torch.zeros(3)
