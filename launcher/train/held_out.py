@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset, default_collate
 
-from launcher.errors import DataError
+from launcher.errors import DataError, LauncherError
 from launcher.plan import RunPlan
 from launcher.train.engine import Engine
 from launcher.train.feed import Collate
@@ -43,6 +43,20 @@ def evaluation(engine: Engine) -> Iterator[nn.Module]:
         for part in training:
             part.training = True
         kept.put_back()
+
+
+@contextmanager
+def named_as_held_out(number: int, rank: int) -> Iterator[None]:
+    """Add to an error that it arose in micro-batch ``number`` of the evaluation."""
+    try:
+        yield
+    except Exception as error:
+        where = f"While micro-batch {number} of eval_data() was evaluated on rank {rank}."
+        if isinstance(error, LauncherError):  # shown without its traceback, which has the notes
+            error.args = (f"{error}\n  {where}",)
+        else:
+            error.add_note(where)
+        raise
 
 
 def eval_batches(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 import time
@@ -28,7 +29,7 @@ from launcher.train.account import Account
 from launcher.train.engine import Engine
 from launcher.train.fingerprint import require_same_data
 from launcher.train.flops import peak_flops
-from launcher.train.held_out import eval_batches, evaluation
+from launcher.train.held_out import eval_batches, evaluation, named_as_held_out
 from launcher.train.kept import KeptAttributes
 from launcher.train.randomness import seed_everything
 from launcher.train.saver import Saver
@@ -326,11 +327,14 @@ class _Run:
         totals = torch.zeros(2, dtype=torch.float64, device=engine.device)
         with evaluation(engine) as module:
             batches = eval_batches(self.held_out, engine.plan, engine.world, engine.device, collate, most)
-            for number, batch in enumerate(batches, 1):
-                PULSE.beat(Phase.evaluating, number)
-                with engine.precision.autocast():
-                    loss = as_loss(self.task.loss(module, batch.data), batch.samples, self.plan.task.target)
-                require_sum(loss.total, loss.items)
+            for number in itertools.count(1):
+                with named_as_held_out(number, engine.world.rank):
+                    if (batch := next(batches, None)) is None:
+                        break
+                    PULSE.beat(Phase.evaluating, number)
+                    with engine.precision.autocast():
+                        loss = as_loss(self.task.loss(module, batch.data), batch.samples, self.plan.task.target)
+                    require_sum(loss.total, loss.items)
                 if batch.samples:
                     totals[0] += loss.total.double()
                     totals[1] += loss.items
