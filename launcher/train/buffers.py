@@ -70,6 +70,11 @@ class Buffers:
         return {name for name in known.keys() | forms.keys() if known.get(name) != forms.get(name)} - self._own
 
     @property
+    def own(self) -> set[str]:
+        """Names of those that each rank keeps for itself."""
+        return self._own
+
+    @property
     def changing(self) -> list[str]:
         """Names of those that are known to change."""
         return list(self._changing)

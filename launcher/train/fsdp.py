@@ -174,7 +174,10 @@ class Fsdp:
         return False
 
     def abandon(self) -> None:
-        raise AssertionError("its passes are never silent")
+        """Also of passes that were not silent, where all ranks have left them at the same place."""
+        self._scatter.finish()
+        self._forget_passes()
+        self.zero_grad()
 
     def before_reduction(self, items: Callable[[], int]) -> None: ...
 
@@ -186,10 +189,13 @@ class Fsdp:
                 module.unshard()
             yield
         finally:  # passes may have run out of memory anywhere
-            _reset(self._modules)
-            for module in self._modules:
-                _drop_gradients(module)
-                module.reshard()
+            self._forget_passes()
+
+    def _forget_passes(self) -> None:
+        _reset(self._modules)
+        for module in self._modules:
+            _drop_gradients(module)
+            module.reshard()
 
     def trial(self) -> AbstractContextManager[object]:
         return nullcontext()

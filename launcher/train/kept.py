@@ -6,7 +6,7 @@ import itertools
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -28,15 +28,20 @@ _FOREIGN = frozenset({"torch", "launcher", "numpy"}) | sys.stdlib_module_names
 
 
 class Kept:
-    """Random state and buffers, saved to be restored after passes that do not train."""
+    """Random state and buffers, saved to be restored after passes that do not train.
 
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
+    Args:
+        only: names of the buffers whose values are saved; default: all.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device, only: Collection[str] | None = None) -> None:
         self._device, self._random = device, random_state(device)
         # a forward pass may put a new tensor in a buffer's place, or register a buffer
         self._buffers = [
-            (part, [(name, buffer, None if buffer is None else buffer.detach().clone())
+            (part, [(name, buffer, buffer.detach().clone() if buffer is not None and
+                     (only is None or f"{prefix}.{name}".removeprefix(".") in only) else None)
                     for name, buffer in part._buffers.items()])
-            for part in module.modules()
+            for prefix, part in module.named_modules()
         ]  # fmt: skip
 
     @torch.no_grad()
