@@ -222,9 +222,11 @@ def _not_measured(plan: RunPlan, summary: dict[str, Any]) -> str:
 
 def _straggler(found: dict[str, Any]) -> str:
     doing = "computing" if found["of"] == "compute" else "waiting for data"
-    makes = "made steps" if found["over"] else "makes every step"
-    over = ", which is over" if found["over"] else ""
-    return f"rank {found['rank']} on {found['host']} {makes} {found['share']:.0%} longer by {doing}{over}"
+    over = "; it is over" if found["over"] else ""
+    return (
+        f"rank {found['rank']} on {found['host']} was the slowest in {found['steps']:,} of {found['measured']:,} "
+        f"measured steps, by {doing}: {found['share']:.0%} of a step when it was last named{over}"
+    )
 
 
 def _noise_advice(summary: dict[str, Any], global_size: int) -> str:

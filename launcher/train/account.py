@@ -184,7 +184,8 @@ class Account:
         if (named := engine.pace.named) is not None:
             over = engine.pace.straggler is None
             summary["straggler"] = {
-                "rank": named.rank, "host": named.host, "share": named.share, "of": named.of, "over": over
+                "rank": named.rank, "host": named.host, "share": named.share, "of": named.of, "over": over,
+                "steps": engine.pace.slow[named.rank], "measured": engine.pace.measured,
             }  # fmt: skip
         summary |= self.calibration()
         if (calibrated := engine.calibrated) is not None and calibrated.not_measured:

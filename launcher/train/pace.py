@@ -25,6 +25,8 @@ from launcher.train.world import World
 WINDOWS, FEWEST_WINDOWS = 20, 10
 # seconds a window: a shorter delay is that of the measurement, or of nothing that is worth a search
 NEGLIGIBLE_S = 0.01
+# in a row that must agree before a rank is named, or is named no more: near the limit the verdict changes often
+PERSISTS = 10
 # of a process that has just started, whose first windows are not typical
 _LEFT_OUT = 2
 _COMPUTE, _DATA, _WAIT = range(3)
@@ -48,7 +50,7 @@ class Straggler:
 
     Args:
         share: of a step's time that would be saved, were it as fast as the median of the other ranks.
-        excess_s: seconds of a window that this is.
+        excess_s: seconds of a window that this is; both medians over ``windows`` windows.
         of: what it spends that on, compute or data; own_s: its seconds of that, others_s: the others' median.
     """
 
@@ -59,13 +61,18 @@ class Straggler:
     of: str
     own_s: float
     others_s: float
+    windows: int
+
+    def above(self, share: float, excess_s: float = NEGLIGIBLE_S) -> bool:
+        """Return whether it costs at least ``share`` of a step, and at least ``excess_s`` seconds."""
+        return self.share >= share and self.excess_s >= excess_s
 
     @property
     def words(self) -> str:
         doing = "computing" if self.of == "compute" else "waiting for data"
         return (
-            f"rank {self.rank} on {self.host} makes every step {self.share:.0%} longer: {self.own_s:.3g} s of {doing} "
-            f"a window, where the other ranks need {self.others_s:.3g} s (median)"
+            f"rank {self.rank} on {self.host} makes a step {self.share:.0%} longer: {self.own_s:.3g} s of {doing} "
+            f"a window, where the other ranks need {self.others_s:.3g} s (medians of {self.windows} windows)"
         )
 
 
@@ -81,6 +88,8 @@ class Pace:
         share: from which on the slowest rank is named; None: never.
         spent: of the newest window that is known, which is the one before; None while none is.
         straggler: the rank that is named now; named: the last one that was.
+        measured: windows of this process that were looked at; slow: in how many of them each rank was the slowest by
+            the share or more.
         news: what has changed about it with the newest window, in words; None for nothing.
     """
 
@@ -94,6 +103,8 @@ class Pace:
         self.spent: Spent | None = None
         self.straggler: Straggler | None = None
         self.named: Straggler | None = None
+        self.measured, self.slow = 0, [0] * world.size
+        self._differs = 0  # windows in a row whose verdict is not the one that is stated
         self.news: str | None = None
 
     def measure(self, step_s: float, data_s: float, wait_s: float) -> None:
@@ -118,22 +129,33 @@ class Pace:
         self.spent = Spent(
             compute.mean().item(), compute.max().item(), rows[:, _WAIT].mean().item(), rows[:, _DATA].max().item()
         )
-        if self._share is not None and len(self._tables) >= FEWEST_WINDOWS:
+        if self._share is None:
+            return
+        self.measured += 1
+        if (alone := slowest(rows[None], self._hosts)).above(self._share):
+            self.slow[alone.rank] += 1
+        if len(self._tables) >= FEWEST_WINDOWS:
             self._look(self._share)
 
     def _look(self, share: float) -> None:
         before, now = self.straggler, slowest(torch.stack([*self._tables]), self._hosts)
-        # whoever is named stays so until it is clearly over: a cost near the limit is not said again and again
-        lasts = before is not None and before.rank == now.rank
-        least = 0.5 if lasts else 1.0
-        names = now.share >= least * share and now.excess_s >= least * NEGLIGIBLE_S
-        self.straggler = now if names else None
-        if self.straggler is not None:
-            self.named = now
-            if not lasts:
+        # whoever is named stays so until it is clearly over
+        lasts = before is not None and before.rank == now.rank and now.above(share / 2, NEGLIGIBLE_S / 2)
+        names = lasts or now.above(share)
+        if lasts or (before is None and not names):
+            self._differs = 0
+        else:
+            self._differs += 1
+        if lasts:
+            self.straggler = self.named = now
+        elif self._differs >= PERSISTS:
+            self._differs = 0
+            self.straggler = now if names else None
+            if names:
+                self.named = now
                 self.news = f"Straggler: {now.words}."
-        elif before is not None:
-            self.news = f"Straggler: no more, rank {before.rank} on {before.host} is as fast as the others."
+            elif before is not None:
+                self.news = f"Straggler: no more. Rank {before.rank} on {before.host} is close to the others again."
 
 
 def slowest(tables: Tensor, hosts: Sequence[str]) -> Straggler:
@@ -154,4 +176,5 @@ def slowest(tables: Tensor, hosts: Sequence[str]) -> Straggler:
         of=("compute", "data")[kind],
         own_s=usual[rank, kind].item(),
         others_s=usual[others, kind].median().item(),
+        windows=len(tables),
     )

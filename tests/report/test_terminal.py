@@ -108,6 +108,14 @@ def test_one_is_no_plural() -> None:
     assert "1 sample, 1 item, 1 micro-batch a rank; loss" in shown(*_window(check))
 
 
+def test_a_straggler_is_shown_with_the_steps_in_which_it_was_one() -> None:
+    found = {"rank": 1, "host": "b", "share": 0.5, "of": "data", "over": True, "steps": 30, "measured": 1078}
+    words = "rank 1 on b was the slowest in 30 of 1,078 measured steps, by waiting for data: 50% of a step"
+    text = shown(summary_table(make_plan(), {"verdict": "done", "straggler": found}))
+    assert words in text
+    assert text.count("it is over") == 1
+
+
 def test_without_a_noise_scale_nothing_is_said_of_it() -> None:
     assert "noise" not in shown(summary_table(make_plan(), {"verdict": "done"}))
 

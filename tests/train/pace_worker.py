@@ -14,7 +14,7 @@ from launcher.train.engine import Engine
 from launcher.train.telemetry import step_metrics
 from tests.helpers import make_plan
 
-STEPS, SLEEP_S = 14, 0.02
+STEPS, SLEEP_S = 24, 0.02
 CASES = {
     "computes": [],
     "computes, every": ["strategy.sync=every"],
@@ -60,6 +60,7 @@ def train(name: str, overrides: list[str]) -> dict[str, Any]:
     return {
         "named": None if named is None else [named.rank, named.of],
         "said": said,
+        "slow": engine.pace.slow,
         "first": first,
         "metrics": sorted(metrics),
     }
