@@ -183,7 +183,8 @@ def summary_table(plan: RunPlan, summary: dict[str, Any]) -> Table:
         if (exposed := exposed_text(summary)) is not None:
             add("exposed", exposed)
     if "noise/scale_low" in summary:
-        add("noise scale", _noise_advice(summary, size))
+        warm = summary["steps"] > plan.schedule.warmup_steps
+        add("noise scale", _noise_advice(summary, size) if warm else "not known yet: the learning rate is warming up")
     if (straggler := summary.get("straggler")) is not None:
         add("straggler", _straggler(straggler))
     if summary.get("amp/skipped_steps"):

@@ -88,12 +88,20 @@ def test_dropped_samples_are_said() -> None:
 def test_advice_about_the_global_batch_is_what_all_of_the_interval_supports(
     scale: float | None, low: float, high: float | None, words: str
 ) -> None:
-    summary = {"verdict": "done", "noise/scale_low": low}
+    summary = {"verdict": "done", "steps": 300, "noise/scale_low": low}
     summary |= {} if scale is None else {"noise/scale": scale}
     summary |= {} if high is None else {"noise/scale_high": high}
     text = " ".join(shown(summary_table(make_plan(), summary)).split())
     assert f"noise scale {words}" in text
     assert ("a larger one" in text, "a smaller one" in text) == ("far below" in words, "far above" in words)
+
+
+def test_no_advice_about_the_global_batch_before_the_warm_up_is_over() -> None:
+    for steps, given in ((20, False), (21, True)):
+        summary = {"verdict": "stopped", "steps": steps, "noise/scale": 300.0, "noise/scale_low": 257.0}
+        text = shown(summary_table(make_plan("schedule.warmup_steps=20"), summary | {"noise/scale_high": 400.0}))
+        assert ("a larger one" in " ".join(text.split())) == given
+        assert ("not known yet: the learning rate is warming up" in text) == (not given)
 
 
 def test_one_is_no_plural() -> None:
