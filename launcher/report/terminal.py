@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from rich.console import Console
 
@@ -165,6 +166,21 @@ def _rate(record: dict[str, Any]) -> str:
     return f"{record['throughput/samples_per_s']:,.0f} samples/s"
 
 
+class _Trimmed:
+    """A file that gets no blanks at the ends of lines: rich pads every line of a table to the table's width."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, text: str) -> int:
+        return self._file.write(re.sub(r" +$", "", text, flags=re.MULTILINE))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
 def console(*, quiet: bool = False) -> Console:
+    if sys.stdout.isatty():
+        return Console(file=sys.stdout, quiet=quiet)
     # in a file nothing is folded, so that a command printed there can be pasted
-    return Console(file=sys.stdout, quiet=quiet, width=None if sys.stdout.isatty() else 200)
+    return Console(file=cast("TextIO", _Trimmed(sys.stdout)), quiet=quiet, width=200)

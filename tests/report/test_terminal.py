@@ -16,7 +16,7 @@ from launcher.process import LAST_WORDS
 from launcher.report import terminal
 from launcher.report.certificate import _window
 from launcher.report.tables import failure_text, plan_table, summary_table
-from launcher.report.terminal import LiveDisplay
+from launcher.report.terminal import LiveDisplay, console
 from launcher.sizes import count
 from launcher.tail import Tail
 from tests.helpers import make_plan
@@ -173,6 +173,13 @@ def test_exposed_communication_is_said_with_its_interval(low: float, value: floa
         "comm/exposed_s_low": low, "comm/exposed_s": value, "comm/exposed_s_high": high, "comm/overlap": 0.25,
     }  # fmt: skip
     assert f"exposed       {words}" in shown(summary_table(make_plan(), summary))
+
+
+def test_no_blanks_at_the_ends_of_lines_in_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    console().print(plan_table(make_plan()), "")
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 8
+    assert [line for line in lines if line != line.rstrip()] == []
 
 
 def test_a_failure_is_the_ranks_own_words_first() -> None:
