@@ -81,10 +81,11 @@ def _forecast(plan: RunPlan, sync: Sync, task: Task, batch: Any, device: torch.d
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     model = _model_without_memory(plan, task, fake, device)
     with fake:
-        parallel, optimizer = build(
-            model, lambda p: build_optimizer(p, plan.optimizer, plan.cluster.device), plan, device,
-            getattr(task, "shard_units", None),
-        )  # fmt: skip
+        with patch.object(torch.utils, "swap_tensors", _set_data):
+            parallel, optimizer = build(
+                model, lambda p: build_optimizer(p, plan.optimizer, plan.cluster.device), plan, device,
+                getattr(task, "shard_units", None),
+            )  # fmt: skip
         memory = PeakMemory(device)
         memory.add([*model.parameters(), *model.buffers()])
         inputs = tree_map(lambda x: fake.from_tensor(x).to(device) if isinstance(x, Tensor) else x, batch)

@@ -87,6 +87,17 @@ def converted() -> nn.Module:
     return Net().to(torch.float64).to(torch.float32)
 
 
+def narrow() -> nn.Module:
+    """Trained parameters in bf16 become fp32 (precision.parameters)."""
+    return Net().to(torch.bfloat16)
+
+
+def narrow_base() -> nn.Module:
+    model = Net().to(torch.bfloat16)
+    model.blocks[:2].requires_grad_(False)
+    return model
+
+
 class Distilled(nn.Module):
     """A teacher that runs without a graph, and so is gathered once a micro-batch."""
 
@@ -141,7 +152,8 @@ class Recurrent(nn.Module):
 MODELS = {
     make.__name__: make
     for make in (
-        adapters, last_block_of_loaded, loaded, converted, Distilled, shared, needs_values, convolutions, Recurrent
+        adapters, last_block_of_loaded, loaded, converted, narrow, narrow_base, Distilled, shared, needs_values,
+        convolutions, Recurrent,
     )
 }  # fmt: skip
 

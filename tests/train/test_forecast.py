@@ -83,7 +83,8 @@ def bytes_cases(ranks: int) -> list[tuple[list[str], str]]:
         return [([*hsdp, "precision=fp32"], "adapters"), ([*hsdp, "precision=bf16"], "Distilled")]
     cases = [([*common, f"strategy={kind}", "precision=fp32"], model) for model in MODELS for kind in ("fsdp", "ddp")]
     narrow = [*common, "strategy=fsdp", "precision=bf16"]
-    return [*cases, *((narrow, model) for model in ("adapters", "Distilled", "loaded"))]
+    models = ("narrow", "narrow_base", "adapters", "Distilled", "loaded")
+    return [*((narrow, model) for model in models), *cases]  # a process predicts one model: the first
 
 
 @pytest.mark.slow
