@@ -8,11 +8,17 @@ from typing import Any
 import pytest
 import wandb
 
+from launcher.paths import RunPaths
+from launcher.plan import RunPlan
 from launcher.report.mirror import _open
 from launcher.site import batch_env
+from launcher.study import typed
 from tests.helpers import make_plan
 
 WANDB = {"WANDB_TAGS": "theirs,too", "WANDB_NOTES": "their notes", "WANDB_JOB_TYPE": "theirs", "WANDB_RUN_GROUP": "all"}
+
+NOTES = """it's the "last" one:
+  lr = {0.1, [0.2  \\ $HOME"""
 
 
 @pytest.mark.slow
@@ -22,13 +28,18 @@ def test_the_environment_says_what_the_config_does_not(
 ) -> None:
     for name, value in WANDB.items():
         monkeypatch.setenv(name, value)
-    own = ["wandb.tags=[a,b]", "wandb.notes=ours", "wandb.job_type=train", "wandb.group=g"] if configured else []
+    own = (
+        ["wandb.tags=[a,b]", f"wandb.notes={typed(NOTES)}", "wandb.job_type=train", "wandb.group=g"]
+        if configured
+        else []
+    )
     fence: Any = None  # for trouble only
-    run = _open(make_plan(*own, run_dir=str(tmp_path)), fence)
+    make_plan(*own, run_dir=str(tmp_path)).save()
+    run = _open(RunPlan.load(RunPaths(tmp_path).plan), fence)  # as the mirror's process reads it
     shown = (set(run.tags), run.notes, run.job_type, run.group)
     run.finish()
     wandb.teardown()
-    ours, theirs = ({"a", "b"}, "ours", "train", "g"), ({"theirs", "too"}, "their notes", "theirs", "all")
+    ours, theirs = ({"a", "b"}, NOTES, "train", "g"), ({"theirs", "too"}, "their notes", "theirs", "all")
     assert shown == (ours if configured else theirs)
 
 
