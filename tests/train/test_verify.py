@@ -24,7 +24,8 @@ from launcher.certificate import (
 )
 from launcher.fromjson import build
 from launcher.train.verify.measure import Gradient, compare
-from tests.helpers import torchrun
+from launcher.train.verify.worker import Together, _notes
+from tests.helpers import make_plan, torchrun
 
 WORKER = Path(__file__).parent / "verify_worker.py"
 
@@ -136,6 +137,7 @@ def test_exact(answers: dict[str, dict[str, Any]], line: str) -> None:
         assert "(limit " in found.reason
     fitted = [window.reference_batches for window in found.windows]
     assert fitted == ([4, 4, 2] if line == "Greedy" else [1] * len(fitted))
+    assert "in training mode with dropout off, and in fp32" in found.notes[0]
     assert any("did not fit into memory" in note for note in found.notes) == (line == "Greedy")
 
 
@@ -275,3 +277,17 @@ def test_what_overflows_in_one_batch_is_held_to_the_largest_limit() -> None:
     assert found.one_batch is None
     assert found.whole.limit == 1 / 8
     assert found.agrees
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["precision=fp32"], "in training mode with dropout off, and in fp32, as configured."),
+        (["precision=bf16"], "in training mode with dropout off, and in fp32 in place of precision.kind=bf16."),
+        (["precision=fp32", "strategy.compress=bf16"], "and in fp32 in place of strategy.compress=bf16."),
+    ],
+)
+def test_what_the_comparison_changes_is_stated(overrides: list[str], words: str) -> None:
+    plan = make_plan(*overrides)
+    (note, *_) = _notes(plan, Together([], None, None, plan, []), None, [])
+    assert note.endswith(words)

@@ -298,7 +298,10 @@ def _unused(wholes: Sequence[Whole]) -> list[Hazard]:
 
 
 def _notes(plan: RunPlan, found: Together, most: int | None, wholes: Sequence[Whole]) -> list[str]:
-    notes = ["Gradients are compared before the clip, at the parameters that training begins with, without dropout."]
+    notes = [
+        "Gradients are compared before the clip, at the parameters that training begins with, in training mode with "
+        f"dropout off, and in {_formats(found)}."
+    ]
     if any(whole.batches > 1 for whole in wholes):
         notes.append(
             f"A window did not fit into memory as one batch: the reference adds up batches of {most} samples at most."
@@ -320,6 +323,20 @@ def _notes(plan: RunPlan, found: Together, most: int | None, wholes: Sequence[Wh
     if plan.epoch.short_window_policy is ShortWindow.drop:
         notes.append("batch.short_window=drop: there is no short window to verify.")
     return notes
+
+
+def _formats(found: Together) -> str:
+    """Return in which arithmetic the comparison is made, and which settings fp32 takes the place of."""
+    own, plain = found.own_plan, in_fp32(found.own_plan)
+    if own == plain:
+        return "fp32, as configured"
+    wide = dataclasses.asdict(plain.precision)
+    values = {name: value for name, value in dataclasses.asdict(own.precision).items() if value != wide[name]}
+    replaced = [f"precision.{name}={str(value).lower()}" for name, value in values.items()]
+    replaced += [f"strategy.compress={own.strategy.compress.value}"] if own.strategy != plain.strategy else []
+    replaced += ["train.compile=true"] if own.train.compile else []
+    then = "" if found.own is None else f", then as configured ({arithmetic_of(own, found.own)})"
+    return f"fp32 in place of {', '.join(replaced)}{then}"
 
 
 def _job(plan: RunPlan) -> dict[str, str]:
