@@ -93,6 +93,8 @@ class Ddp:
         self._ddp.reducer._reset_state()
         self.zero_grad()
 
+    def before_backward(self) -> None: ...
+
     def before_reduction(self, items: Callable[[], int]) -> None:
         if self._sync is not Sync.every:  # then part of the residue is of this very window
             self._compression.before_reduction(items)

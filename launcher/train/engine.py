@@ -246,6 +246,7 @@ class Engine:
             if self._may_abandon and self._totals.out_of_memory():
                 raise WindowAbandoned
             self.parallel.before_reduction(self._totals.items_of_all)
+        self.parallel.before_backward()
         self._now.in_backward = True  # stays so where it raises
         self.precision.backward(loss_sum * weight)
         self._now.in_backward = False

@@ -35,6 +35,7 @@ from launcher.train.parallel import whole_gradients
 from launcher.train.precision import DTYPES
 from launcher.train.step import local
 from launcher.train.units import owned
+from launcher.train.uses import Uses
 from launcher.train.world import patience
 
 
@@ -85,6 +86,7 @@ class Fsdp:
         places = set(narrowed.values())
         for module in self._modules:
             narrow(module, places, dtype or torch.float32, reduce_dtype, None if plan.train.compile else self._widen)
+        self._uses = Uses(self._modules)
         self.own = OwnGradient()
         self._scatter = Scatter(self.meter, device, self.own)
         for module in self._modules:
@@ -110,6 +112,7 @@ class Fsdp:
 
     def micro_batch(self, sync: Sync, *, first: bool, last: bool) -> AbstractContextManager[object]:
         keeps = sync is Sync.gather_once
+        self._uses.begin(in_loss=True)
         reduces_each = sync in (Sync.every, Sync.replicas_at_boundary)
         self.own.await_part(due=first if reduces_each else last)
         self._set(
@@ -179,10 +182,14 @@ class Fsdp:
         self._forget_passes()
         self.zero_grad()
 
+    def before_backward(self) -> None:
+        self._uses.before_backward()
+
     def before_reduction(self, items: Callable[[], int]) -> None: ...
 
     @contextmanager
     def silent(self) -> Iterator[None]:
+        self._uses.begin(in_loss=True)
         self._set(reduce=False, all_reduce=False, reshard_after_forward=False, reshard_after_backward=False)
         try:
             for module in self._modules:
@@ -192,6 +199,7 @@ class Fsdp:
             self._forget_passes()
 
     def _forget_passes(self) -> None:
+        self._uses.begin(in_loss=False)
         _reset(self._modules)
         for module in self._modules:
             _drop_gradients(module)
@@ -219,6 +227,7 @@ class Fsdp:
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
+        self._uses.begin(in_loss=False)
         self._set(reduce=False, all_reduce=False, reshard_after_forward=True, reshard_after_backward=True)
         yield
         for module in self._modules:

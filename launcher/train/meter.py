@@ -225,7 +225,7 @@ class Meter:
                     f"{count(micro_batches, 'micro-batch', 'micro-batches')}; {seen:,} bytes were "
                     f"seen in {count(self._collectives[kind], 'collective')}.\n"
                     "  Every forward pass must go through the engine's model (engine.model, or the model handed to "
-                    "loss), once a micro-batch, and the loss must reach every parameter that requires a gradient."
+                    "loss), and the loss must reach every parameter that requires a gradient."
                 )
 
 

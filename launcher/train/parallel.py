@@ -56,6 +56,10 @@ class Parallel(Protocol):
         """Forget the passes of a window that is not applied. None of its reductions is under way."""
         ...
 
+    def before_backward(self) -> None:
+        """Called before each micro-batch's backward pass; the loss may have had backward passes of its own."""
+        ...
+
     def before_reduction(self, items: Callable[[], int]) -> None:
         """Called before the window's last backward pass. ``items``: waits for how many the window has on all ranks."""
         ...
@@ -205,6 +209,7 @@ class Single:
     def abandon(self) -> None:
         self.zero_grad()
 
+    def before_backward(self) -> None: ...
     def before_reduction(self, items: Callable[[], int]) -> None: ...
     def silent(self) -> AbstractContextManager[object]:
         raise AssertionError("one rank has no collective to leave out")

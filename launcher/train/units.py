@@ -16,8 +16,7 @@ def find_units(model: nn.Module, named: Iterable[nn.Module] | None = None) -> li
 
     Args:
         named: what the task's ``shard_units(model)`` returned. Default: the elements of every outermost ModuleList (or
-            Sequential, where there is no such list) that repeats one class with parameters. A unit's forward must run
-            once a micro-batch: torch reduces its gradients after each.
+            Sequential, where there is no such list) that repeats one class with parameters.
 
     Raises:
         TaskError: one is no part of the model, has no parameters, lies under two parents, or shares a parameter with
@@ -38,8 +37,8 @@ def find_units(model: nn.Module, named: Iterable[nn.Module] | None = None) -> li
             )
         if len(names[unit]) > 1:
             raise TaskError(
-                f"shard_units(model): {' and '.join(names[unit][:2])} are one {_shown(unit)} under two parents: its "
-                "gradients would be sent before the last use of it is done.\n"
+                f"shard_units(model): {' and '.join(names[unit][:2])} are one {_shown(unit)} under two parents: a "
+                "unit has one place in the model.\n"
                 "  Leave it out, or name the module that holds both."
             )
         if isinstance(unit, CONTAINERS):

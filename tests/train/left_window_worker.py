@@ -107,6 +107,7 @@ def train(options: tuple[str, ...], where: str, number: int, *, again: bool) -> 
     """
     plan = make_plan([*OPTIONS, *options], samples=SAMPLES)
     model = build()
+    block: Any = model.blocks[1]
     engine = Engine(model, torch.optim.SGD(model.parameters(), 0.05, momentum=0.9), plan)
     failed, states = False, list[str]()
 
@@ -115,11 +116,11 @@ def train(options: tuple[str, ...], where: str, number: int, *, again: bool) -> 
         for nth, batch in enumerate(batches):
             due = not failed and engine.window_index == LEFT and nth == number and where != "never"
             failed |= due
-            model.blocks[1].fails = due and where == "block"
+            block.fails = due and where == "block"
             try:
                 outputs = engine.model(batch)
             finally:
-                model.blocks[1].fails = False
+                block.fails = False
             if due and where == "loss":
                 raise BadBatch
             engine.backward(loss_of(outputs), len(batch))

@@ -1,0 +1,22 @@
+"""Units that run more than once in a micro-batch, and gradients in the loss, under every strategy and sync policy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import torchrun
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "cases"), [(1, 16), (4, 56)])
+def test_the_gradient_is_that_of_plain_torch(ranks: int, cases: int, tmp_path: Path) -> None:
+    lines = torchrun(Path(__file__).parent / "uses_worker.py", [str(ranks)], ranks, tmp_path).splitlines()
+    seen = json.loads(lines[-1])
+    assert len(seen) == cases
+    for name, found in seen.items():
+        assert found["error"] < 2 * found["at once"], (name, found)
+        if "fsdp" in name and ranks > 1:  # of two units and the root, in two micro-batches: each once
+            assert found["collectives"]["reduce_scatter"] == (6 if "sync=every" in name else 3), (name, found)
