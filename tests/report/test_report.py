@@ -22,7 +22,7 @@ from launcher.paths import RunPaths
 from launcher.report.comparison.curve import POINTS, thinned
 from launcher.report.comparison.facts import facts_of
 from launcher.report.comparison.figures import read
-from launcher.report.comparison.series import efficiencies, over_accumulation
+from launcher.report.comparison.series import efficiencies, over_accumulation, said
 from tests.report.made import cell, make_run, make_sweep, read_records, write_records
 
 GRID = [(accumulation, workers) for accumulation in (1, 2, 4) for workers in (1, 2)]
@@ -196,8 +196,7 @@ def test_a_speedup_without_an_interval_was_not_measured_under_equal_conditions(t
     for accumulation in (2, 4):
         words = ("cluster.workers_per_node=2", f"batch.accumulation={accumulation}")
         paths = make_run(tmp_path, f"old{accumulation}", *words)
-        ends = ("comm/speedup_low", "comm/speedup_high")
-        write_records(paths, [{k: v for k, v in line.items() if k not in ends} for line in read_records(paths)])
+        write_records(paths, [{k: v for k, v in each.items() if "speedup_" not in k} for each in read_records(paths)])
     page = tmp_path / "page.html"
     given = as_json(tmp_path, "--html", page)
     shown = {run["run"]: run for run in given["runs"]}["old4"]
@@ -305,8 +304,8 @@ def test_the_page_is_one_file_and_holds_every_run(grid: Path, capsys: pytest.Cap
         assert (words in page.text) == (words != "87.5% fewer"), "the failed run makes no headline"
     titles = [figure["title"] for figure in page.figures]
     assert titles == [
-        "Where the time of a step goes", "Speed over workers", "Scaling efficiency over workers",
-        "Bytes on the wire over accumulation", "Measured speed-up over accumulation", "Loss", "Worker-hours to a loss",
+        "Where the time of a step goes", "Speed over workers", "Scaling efficiency over workers", "Bytes on the wire "
+        "over accumulation", "Measured speed-up over accumulation", "Loss", "Worker-seconds to a loss",
     ]  # fmt: skip
     for figure in page.figures:
         plotly.graph_objects.Figure(data=figure["data"], layout=figure["layout"])  # validates every name and value
@@ -331,6 +330,19 @@ def test_names_are_text_everywhere(tmp_path: Path, capsys: pytest.CaptureFixture
     names = [trace["name"] for figure in page.figures for trace in figure["data"] if "name" in trace]
     assert any("&lt;script&gt;" in name for name in names), "plotly takes markup"
     assert "<script>" not in json.dumps(page.figures)
+
+
+def test_labels_titles_and_reasons_of_the_page(tmp_path: Path) -> None:
+    assert said((("strategy.kind", "fsdp"), ("optimizer.lr", "0.1"))) == "strategy=fsdp lr=0.1"
+    make_run(tmp_path, "a", steps=10)
+    make_run(tmp_path, "b", verdict="failed", steps=2)
+    page = tmp_path / "page.html"
+    as_json(tmp_path, "--html", page)
+    split, hours = (figure for figure in Page(page.read_text()).figures if figure["data"][0]["type"] == "bar")
+    for figure in (split, hours):
+        assert figure["layout"]["yaxis"]["zeroline"] is False, "it would run through the first bar's label"
+    assert hours["layout"]["xaxis"]["title"]["text"].startswith(hours["title"].lower().replace(" a loss", ""))
+    assert '<tr class="why"><td colspan="18">rank 1: out of luck</td></tr>' in page.read_text()
 
 
 def test_many_runs(tmp_path: Path) -> None:

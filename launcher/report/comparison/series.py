@@ -53,8 +53,8 @@ def _key(facts: Facts, keys: Iterable[str]) -> Key:
 
 
 def said(key: Key) -> str:
-    """``accumulation=4 lr=0.001``: the settings without their groups."""
-    return " ".join(f"{name.rpartition('.')[2]}={value}" for name, value in key)
+    """Return ``accumulation=4 lr=0.001 strategy=fsdp``: settings without their groups, options with their group."""
+    return " ".join(f"{name.removesuffix('.kind').rpartition('.')[2]}={value}" for name, value in key)
 
 
 def natural(text: str) -> tuple[tuple[int, float, str], ...]:

@@ -105,18 +105,21 @@ def hours(group: TaskGroup, style: Style) -> Plot | None:
         "the loss that was asked for" if group.given else "the lowest that every finished run of this task has reached"
     )
     caption = f"Workers × wall time until the smoothed training loss was {group.loss:.4g} or lower: {which}."
-    return Plot(
-        title=f"{group.hours[0].upper()}{group.hours[1:]} to a loss", caption=caption, data=data, layout=form, wide=True
-    )
+    title = f"{heading[0].upper()}{heading[1:]} to a loss"
+    return Plot(title=title, caption=caption, data=data, layout=form, wide=True)
 
 
 def _named(form: dict[str, Any], said: Sequence[str]) -> None:
     """Flat bars, the first on top, each with its run's name."""
     ticks = {"tickvals": list(range(len(said))), "ticktext": [f"{name}  " for name in said]}
-    form["yaxis"] |= {"autorange": "reversed", "showgrid": False, "title": {"text": ""}, **ticks}
+    form["yaxis"] |= {"autorange": "reversed", "showgrid": False, "zeroline": False, "title": {"text": ""}, **ticks}
 
 
 def _upright(form: dict[str, Any]) -> None:
     """Of so many runs that there is no room for names."""
     form["xaxis"], form["yaxis"] = form["yaxis"], form["xaxis"]
-    form["xaxis"] |= {"showticklabels": False, "title": {"text": "runs, in the order of the table: hover for names"}}
+    form["xaxis"] |= {
+        "showticklabels": False,
+        "zeroline": False,
+        "title": {"text": "runs, in the order of the table: hover for names"},
+    }

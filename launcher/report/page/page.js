@@ -43,20 +43,21 @@ FIGURES.forEach((figure, number) => {
   }
 });
 
-const body = document.querySelector("#runs tbody");
+// A run is a body of its own: its figures, and under them, over the whole width, why it has no more.
+const runs = document.querySelector("#runs");
 document.querySelectorAll("#runs thead th").forEach((head, column) => {
   head.addEventListener("click", () => {
     const down = head.getAttribute("aria-sort") === "ascending";
     document.querySelectorAll("#runs thead th").forEach((other) => other.removeAttribute("aria-sort"));
     head.setAttribute("aria-sort", down ? "descending" : "ascending");
-    const value = (row) => row.children[column].dataset.value;
+    const value = (body) => body.rows[0].children[column].dataset.value;
     const compare = (a, b) => {
       const [x, y] = [value(a), value(b)];
       if (x === "" || y === "") return (x === "") - (y === ""); // what is not known stays last
       const order = column < 2 ? x.localeCompare(y, undefined, { numeric: true }) : x - y;
       return down ? -order : order;
     };
-    body.append(...[...body.rows].sort(compare));
+    runs.append(...[...runs.tBodies].sort(compare));
   });
 });
 
