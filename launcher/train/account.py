@@ -47,6 +47,7 @@ class Account:
         checkpoint: the newest one's directory.
         failed_saves: checkpoints that could not be written.
         size: samples of the last full window.
+        since: the step after which a step takes, sends and holds what it does now; 0: from the start.
         worlds: where the run went on in another world: the steps done by then, and both of them.
         commit: of the task's code, see ``snapshot.commit_of``; rank 0 knows it. ``commits``: where the run went on with
             another one, as ``worlds``.
@@ -67,6 +68,7 @@ class Account:
     checkpoint: str | None = None
     failed_saves: int = 0
     size: int | None = None
+    since: int = 0
     worlds: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     commit: str | None = None
     commits: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
@@ -117,6 +119,7 @@ class Account:
             "data_seconds": [data_s for _, data_s in self.seconds],
             "peak_bytes": self.memory(),
             "size": self.size,
+            "since": self.since,
             "resumed": self.resumed,
             "worlds": self.worlds,
             "commit": self.commit,
@@ -139,6 +142,7 @@ class Account:
         if (saved_by := restored.other_commit(self.commit)) is not None:
             self.commits.append({"step": self.engine.steps, "from": saved_by, "to": self.commit})
         self.commit = self.commit or state.get("commit")
+        self.since = state.get("since", 0) if restored.alike else self.engine.steps
         if not restored.alike:
             return
         self.peak_bytes, self.size = state["peak_bytes"], state["size"]

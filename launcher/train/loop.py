@@ -270,6 +270,8 @@ class _Run:
         seen, peak = (engine.samples, engine.items), peak_memory_bytes(engine.device)
         metrics = step_metrics(result, engine.plan, seen, self.account.total_s, peak)
         metrics["batch/empty_windows"] = engine.empty_windows
+        if self.account.since:
+            metrics["progress/measured_since"] = self.account.since
         if engine.precision.scales:
             metrics["amp/skipped_steps"] = engine.skipped_steps
         if self.account.settles or result.last:

@@ -19,10 +19,7 @@ from launcher.commands.report import report
 from launcher.errors import UserError
 from launcher.interval import NO_INTERVAL
 from launcher.paths import RunPaths
-from launcher.report.comparison.curve import POINTS, thinned
-from launcher.report.comparison.facts import facts_of
-from launcher.report.comparison.figures import read
-from launcher.report.comparison.series import efficiencies, over_accumulation, said
+from launcher.report.comparison.series import said
 from tests.report.made import cell, make_run, make_sweep, read_records, write_records
 
 GRID = [(accumulation, workers) for accumulation in (1, 2, 4) for workers in (1, 2)]
@@ -363,38 +360,3 @@ def test_one_run_has_a_page(tmp_path: Path) -> None:
     assert report([str(paths.root)]) == 0
     page = Page((tmp_path / "report.html").read_text())
     assert "no scaling to show" in page.text
-
-
-def test_lines_over_accumulation(tmp_path: Path) -> None:
-    """A study of the micro-batch has its global batch follow; two global batches at one accumulation are two lines."""
-
-    def lines(*sizes: tuple[int, int]) -> int:
-        facts = []
-        for number, (accumulation, total) in enumerate(sizes):
-            words = (f"batch.accumulation={accumulation}", f"batch.global_size={total}")
-            facts.append(read(make_run(tmp_path, f"{sizes}{number}", *words, steps=1)).facts)
-        return len(set(over_accumulation([each for each in facts if each])))
-
-    assert lines((1, 8), (2, 16), (4, 32)) == 1
-    assert lines((1, 32), (2, 32), (1, 64), (2, 64)) == 2
-
-
-def test_the_baseline_is_the_fastest_on_the_fewest(tmp_path: Path) -> None:
-    two = facts_of(*_plan(make_run(tmp_path, "two", "cluster.workers_per_node=2")))
-    eight = facts_of(*_plan(make_run(tmp_path, "eight", "cluster.workers_per_node=8")))
-    found = efficiencies([(two, 90.0, True), (two, 100.0, True), (two, 300.0, False), (eight, 200.0, False)])
-    assert [each.value for each in found if each] == [0.9, 1.0, 3.0, 0.5]
-
-
-def _plan(paths: RunPaths) -> tuple[dict[str, Any], RunPaths]:
-    return json.loads(paths.plan.read_text()), paths
-
-
-def test_a_thinned_curve_keeps_its_spikes() -> None:
-    losses = [1.0] * 10_000
-    losses[5000], losses[7003], losses[8000] = 99.0, -5.0, float("nan")
-    steps = range(10_000)
-    curve = thinned(steps, steps, steps, losses)
-    assert len(curve.steps) <= POINTS + 2
-    assert {5000, 7003, 8000, 0, 9999} <= set(curve.steps)
-    assert list(curve.steps) == sorted(curve.steps)

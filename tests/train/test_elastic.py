@@ -66,6 +66,9 @@ def test_a_run_goes_on_in_any_world_and_strategy(tmp_path: Path) -> None:
         summary = json.loads((tmp_path / chain.name / "summary.json").read_text())
         assert [(each["step"], each["to"]["world_size"]) for each in summary["worlds"]] == [(5, 2), (10, 3), (15, 1)]
         assert summary["comm/wire_bytes"] == 0, "of the last world alone"
+        lines = (tmp_path / chain.name / "metrics.jsonl").read_text().splitlines()
+        since = [json.loads(line).get("progress/measured_since", 0) for line in lines]
+        assert sorted({*since}) == [0, 5, 10, 15]
         assert "comm/step_s" not in summary
     assert "5 steps done, at 2 ranks instead of 4, with strategy=fsdp instead of ddp: accumulation 4" in said[1]
     assert "micro-batch 2; global batch 16 as before." in said[1]

@@ -204,6 +204,13 @@ def _notes(rows: Sequence[Row], groups: Sequence[TaskGroup]) -> list[str]:
         elif row.same_as and row.same_as != row.entry.label:
             notes.append(f"{row.entry.label} is the same run as {row.same_as}, and counts once.")
     measured = [(row, row.measured) for row in rows if row.measured and not row.same_as]
+    for row, m in measured:
+        if m.since:
+            notes.append(
+                f"{row.entry.label} was resumed with another strategy, precision or world after step {m.since}: step "
+                "times, traffic and speed-up are of the steps after it; wall time and hours are of all, at the present "
+                "number of workers."
+            )
     for why, which in (
         ("no full window yet: no speed", [row for row, m in measured if not m.windows]),
         (

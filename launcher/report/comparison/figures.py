@@ -29,6 +29,8 @@ class Measured:
 
     Args:
         records: lines that were read; damaged: lines that were none.
+        since: the step at which the run was resumed with another strategy, world or precision; 0: it was not. Figures
+            of steps are of those after it.
         windows: full ones, of the largest global batch.
         exposed_s: as the calibration measured it, perhaps below zero; None where it did not.
         speedup: a step with sync=every by one with the job's policy; speedup_95: the same with its interval, None in
@@ -40,6 +42,7 @@ class Measured:
 
     records: int
     damaged: int
+    since: int
     windows: int
     step: int
     samples: int
@@ -118,6 +121,7 @@ class _Reading:
         self.calibrated: dict[str, Any] = {}
         self.damaged = 0
         self.estimated = False
+        self.since = 0
         self._global_size = 0
 
     def take(self, record: dict[str, Any]) -> None:
@@ -136,6 +140,10 @@ class _Reading:
             record["time/data_s"],
         )
         value = float("nan") if loss is None else float(loss)
+        if (since := record.get("progress/measured_since", 0)) != self.since:  # resumed with another strategy or world
+            self.since = since
+            self.full.clear()
+            self.calibrated.clear()
         if record["batch/global_size"] > self._global_size:  # a ramp has come one stage further
             self._global_size = record["batch/global_size"]
             self.full.clear()
@@ -186,6 +194,7 @@ def _sum_up(reading: _Reading) -> Measured:
     return Measured(
         records=len(reading.steps),
         damaged=reading.damaged,
+        since=int(reading.since),
         windows=len(full),
         step=int(last["step"]),
         samples=int(last["progress/samples"]),
