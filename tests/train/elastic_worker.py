@@ -47,7 +47,8 @@ def note_samples(job: dict[str, Any]) -> None:
     file = Path(job["run"]) / f"seen.{World.here().rank}"
 
     def noted(task: Task, engine: Engine, model: Any, batch: Tensor) -> Any:
-        samples = batch[:, 0].tolist() if engine.samples_in_batch else []
+        trains = engine.samples_in_batch and not engine._now.calibrating  # pyright: ignore[reportPrivateUsage]
+        samples = batch[:, 0].tolist() if trains else []
         with file.open("a") as out:
             out.write(json.dumps([engine.window_index, samples]) + "\n")
         return inner(task, engine, model, batch)
