@@ -24,7 +24,7 @@ launch: distributed training where the effective global batch is a contract.
   launch logs   RUN [--rank R] [--follow]     what a rank printed
   launch cancel RUN                           end it; its workers save first
   launch resume RUN   [key=value ...]         let it go on from its newest checkpoint, with something changed
-  launch retry  RUN                           begin it anew, with the plan and the code that it had
+  launch retry  RUN                           start it again, with the plan and the code that it had
   launch report RUN... | SWEEP                compare runs: a table, CSV, JSON, and one HTML page with plots
   launch doctor [key=value ...]               is this machine, or the cluster, fit to run?
 

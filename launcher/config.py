@@ -336,7 +336,7 @@ class WandbConfig:
     tags: list[str] = field(default_factory=list[str])
     """W&B tags. Default: WANDB_TAGS."""
     notes: str | None = None
-    """What the run is for, shown beside it. Default: WANDB_NOTES."""
+    """Purpose of the run, shown beside it. Default: WANDB_NOTES."""
     job_type: str | None = None
     """W&B job type, such as train, to filter runs by. Default: WANDB_JOB_TYPE."""
 

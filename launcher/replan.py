@@ -151,7 +151,7 @@ def _require_something_to_do(plan: RunPlan, old: RunPlan, at: Standing | None, *
     if done and at is None:
         raise UserError(
             f"{old.run.name}: is done, and has no checkpoint to go on from.\n"
-            f"  `launch retry {old.run.name}` begins it anew, under another name."
+            f"  `launch retry {old.run.name}` starts it again, under another name."
         )
     longer = (
         (end is not None and end > steps)

@@ -115,7 +115,7 @@ def to_resume(run: Run) -> LaunchPlan:
     """
     if run.state is State.done:
         raise UserError(
-            f"{run.name}: is done. `launch retry {run.name}` begins it anew, under another name; a later end, such as "
+            f"{run.name}: is done. `launch retry {run.name}` starts it again, under another name; a later end, such as "
             f"`launch resume {run.name} train.steps=...`, lets it go on."
         )
     return to_change(run)

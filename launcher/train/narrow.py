@@ -117,7 +117,7 @@ def narrow(
 
 
 class _Formats:
-    """In place of torch's method, which has one format for all parameters of a group."""
+    """Replaces torch's method, which has one format for all parameters of a group."""
 
     def __init__(self, group: Any, narrowed: set[Any], dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
         self._group, self._narrowed, self._dtype, self._reduce_dtype = group, narrowed, dtype, reduce_dtype

@@ -208,7 +208,7 @@ def _collate_of(loader: Any) -> Callable[[list[Any]], Any] | None:
 
 
 def _require_samples_of_dataset(loader: Any, where: str) -> None:
-    """Raises TaskError where the loader's samples are not the elements of its dataset, each once an epoch."""
+    """Raise TaskError where the loader's samples are not the elements of its dataset, each once an epoch."""
     from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler, WeightedRandomSampler
     from torch.utils.data.distributed import DistributedSampler
 

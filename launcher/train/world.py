@@ -111,7 +111,7 @@ def device_of(world: World, device: Device) -> torch.device:
             f"{world.local_rank} needs one of its own.\n  Use cluster.device=cpu, or a CUDA build of torch."
         )
     torch.cuda.set_device(index)
-    torch.cuda.init()  # before that, a device mesh would choose the device anew, by LOCAL_RANK
+    torch.cuda.init()  # before that, a device mesh would choose the device again, by LOCAL_RANK
     return torch.device("cuda", index)
 
 

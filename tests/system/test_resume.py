@@ -47,7 +47,7 @@ def test_a_scheduler_around_it_finds_a_run_that_goes_on(project: Path, launch: L
     assert processes_of(run) == []
     refused = launch("resume", "own")
     assert refused.returncode == 2
-    assert "own: is done. `launch retry own` begins it anew" in refused.stderr
+    assert "own: is done. `launch retry own` starts it again" in refused.stderr
     again = launch("retry", "own")
     assert again.returncode == 0, again.stderr
     mine, wanted = (tensors(place / "checkpoints" / "step_000012") for place in (run, run.with_name("own.retry1")))
