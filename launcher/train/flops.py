@@ -108,7 +108,7 @@ def flops_per_sample(task: Task, model: nn.Module, data: Any) -> float | None:
         with _time_limit(LIMIT_S):
             batch, samples = first_batch(task, data, SAMPLES)
             return _count(task, model, batch, samples)
-    except Exception:  # a model may do what tensors without values cannot, and data may not be here
+    except (Exception, SystemExit):  # a model may do what tensors without values cannot, and data may not be here
         return None
 
 

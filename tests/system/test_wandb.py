@@ -119,7 +119,7 @@ def record_until(plan: RunPlan, step: int) -> None:
 
 
 def test_a_later_mirror_goes_on_where_an_earlier_one_is_known_to_have_ended(tmp_path: Path) -> None:
-    plan = make_plan("wandb.mode=offline", run_dir=str(tmp_path))
+    plan = make_plan("wandb.mode=offline", "precision=fp32", run_dir=str(tmp_path))
     plan.save()
     for step in (5, 8):
         record_until(plan, step)
@@ -145,7 +145,7 @@ def test_a_later_mirror_goes_on_where_an_earlier_one_is_known_to_have_ended(tmp_
 
 
 def test_a_mirror_whose_run_goes_on_elsewhere_goes_without_a_word(tmp_path: Path) -> None:
-    plan = make_plan("wandb.mode=offline", run_dir=str(tmp_path))
+    plan = make_plan("wandb.mode=offline", "precision=fp32", run_dir=str(tmp_path))
     plan.save()
     record_until(plan, 3)
     old = mirror(tmp_path)

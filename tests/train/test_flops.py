@@ -175,7 +175,7 @@ def test_what_is_recorded(task: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def recorded(device: str) -> dict[str, float]:
         parts: Any = SimpleNamespace(
             device=torch.device(device), world=SimpleNamespace(size=2), plan=plan, samples=0, items=0, empty_windows=0,
-            precision=SimpleNamespace(scales=False), total_s=1.0, settles=False, last=False,
+            precision=SimpleNamespace(scales=False), total_s=1.0, settles=False, last=False, since=0,
         )  # fmt: skip
         fields: dict[str, Any] = dict.fromkeys(field.name for field in dataclasses.fields(loop._Run))
         run = loop._Run(**fields | {"plan": plan, "task": task, "engine": parts, "account": parts})
