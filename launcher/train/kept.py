@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from launcher.errors import TaskError
-from launcher.train.randomness import random_state, restore_random_state
+from launcher.train.randomness import live_random_state, restore_live_random_state
 
 # More than this is not copied: of tensors beyond it, a change is an error.
 MAX_COPY_BYTES = 256 * 2**20
@@ -35,7 +35,7 @@ class Kept:
     """
 
     def __init__(self, module: nn.Module, device: torch.device, only: Collection[str] | None = None) -> None:
-        self._device, self._random = device, random_state(device)
+        self._device, self._random = device, live_random_state(device)
         # a forward pass may put a new tensor in a buffer's place, or register a buffer
         self._buffers = [
             (part, [(name, buffer, buffer.detach().clone() if buffer is not None and
@@ -46,7 +46,7 @@ class Kept:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        restore_random_state(self._random, self._device)
+        restore_live_random_state(self._random, self._device)
         for part, buffers in self._buffers:
             if [*map(id, part._buffers.values())] != [id(buffer) for _, buffer, _ in buffers]:
                 part._buffers.clear()

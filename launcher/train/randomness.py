@@ -31,19 +31,38 @@ def seed_everything(seed: int) -> None:
         numpy.random.seed(seed % 2**32)
 
 
-def random_state(device: torch.device) -> dict[str, Tensor]:
-    """As tensors, which a checkpoint holds without pickling anything."""
-    _, words, gauss = random.getstate()
-    state = {
-        "torch": torch.get_rng_state(),
-        "python": torch.tensor(words),
-        "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
-    }
+def live_random_state(device: torch.device) -> dict[str, Any]:
+    """Return the generators' state as they have it: for this process, at the least cost."""
+    state = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
     numpy = sys.modules.get("numpy")
     # a generator that the user has put in its place is the user's to keep
     if numpy is not None and (legacy := numpy.random.get_state(legacy=False))["bit_generator"] == "MT19937":
+        state["numpy"] = legacy
+    return state
+
+
+def restore_live_random_state(state: dict[str, Any], device: torch.device) -> None:
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+    if "numpy" in state:
+        sys.modules["numpy"].random.set_state(state["numpy"])
+
+
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """As tensors, which a checkpoint holds without pickling anything."""
+    live = live_random_state(device)
+    _, words, gauss = live.pop("python")
+    legacy = live.pop("numpy", None)
+    state: dict[str, Tensor] = {
+        **live,
+        "python": torch.tensor(words),
+        "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
+    }
+    if legacy is not None:
         words = [*legacy["state"]["key"].tolist(), int(legacy["state"]["pos"]), int(legacy["has_gauss"])]
         state["numpy"] = torch.tensor(words)
         state["numpy_gauss"] = torch.tensor([float(legacy["gauss"])], dtype=torch.float64)
