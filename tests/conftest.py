@@ -18,6 +18,7 @@ import hypothesis
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
+from launcher.cluster.network import free_port
 from tests.helpers import SLOWNESS, patience
 from tests.helpers import launch as launch_in
 
@@ -129,3 +130,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile | Non
 def launch(tmp_path: Path) -> Launch:
     """`launch ...` typed in the test's own empty directory."""
     return partial(launch_in, cwd=tmp_path)
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """This process as the only rank of a job."""
+    here = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": free_port("127.0.0.1")}
+    for name, value in here.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    yield
+    import torch.distributed as dist
+
+    dist.destroy_process_group()

@@ -35,7 +35,7 @@ class Buffers:
         if self._strange(now):
             return 1.0
         if self._device.type == "cpu":
-            return float(any(_differs(now[name], before) for name, before in self._still.items()))
+            return float(any(differs(now[name], before) for name, before in self._still.items()))
         differ = [(_bits(now[name]) != _bits(before)).any() for name, before in self._still.items()]
         return torch.stack(differ).any().double() if differ else 0.0
 
@@ -44,7 +44,7 @@ class Buffers:
         so on one of them, and before checkpoints."""
         now = dict(self._module.named_buffers())
         strange = self._strange(now)
-        changed = {name for name, before in self._still.items() if name in strange or _differs(now[name], before)}
+        changed = {name for name, before in self._still.items() if name in strange or differs(now[name], before)}
         forms = {name: _form(buffer) for name, buffer in now.items()}
         everyone = self._world.of_all((changed | strange, forms))
         found = set[str]().union(*(names for names, _ in everyone))
@@ -68,11 +68,6 @@ class Buffers:
         known = self._changing | {name: _form(buffer) for name, buffer in self._still.items()}
         forms = {name: _form(buffer) for name, buffer in now.items()}
         return {name for name in known.keys() | forms.keys() if known.get(name) != forms.get(name)} - self._own
-
-    @property
-    def own(self) -> set[str]:
-        """Names of those that each rank keeps for itself."""
-        return self._own
 
     @property
     def changing(self) -> list[str]:
@@ -116,5 +111,5 @@ def _bits(buffer: Tensor) -> Tensor:
     return flat.view(_BITS[flat.itemsize])
 
 
-def _differs(one: Tensor, other: Tensor) -> bool:
+def differs(one: Tensor, other: Tensor) -> bool:
     return not torch.equal(_bits(one), _bits(other))

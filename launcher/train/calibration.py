@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from launcher.config import StrategyKind, Sync
-from launcher.errors import EngineMisuse, PolicyNotObserved
+from launcher.errors import EngineMisuse, PolicyNotObserved, TaskError
 from launcher.fromjson import build as from_json
 from launcher.interval import Interval, interval
 from launcher.plan import RunPlan
@@ -169,7 +169,7 @@ class Calibration:
             return
         if not micro_batches:
             raise EngineMisuse("engine.calibrate() needs at least one batch.")
-        self._plan, self._run, self._micro_batches, self._count = plan, run, micro_batches, plan.batch.accumulation
+        self._plan, self._run, self._count = plan, run, plan.batch.accumulation
         self._steps_left = math.inf if plan.train.steps is None else plan.train.steps - steps_done
         self._comm_s: list[float] = []
         if plan.strategy.static_graph:
@@ -180,9 +180,13 @@ class Calibration:
             self.result = self._without("there is nothing to compare the job's policy with")
             return
         with self._parallel.trial():
+            self._micro_batches = micro_batches
             self._kept = Kept(self._parallel.module, self._device)
-            self._attributes = KeptAttributes((self._parallel.module, self._owner))
-            self.result = self._measure(kinds)
+            self._attributes = KeptAttributes(self._parallel.module, self._owner)
+            try:
+                self.result = self._measure(kinds)
+            finally:  # copies of tensors, and batches
+                del self._kept, self._attributes, self._micro_batches
 
     def _kinds(self) -> list[Kind]:
         strategy = self._plan.strategy
@@ -285,7 +289,12 @@ class Calibration:
         comm_s = 0.0 if silent else meter.close_window(count, sync).time_s
         self._parallel.zero_grad()
         self._kept.put_back()
-        self._attributes.put_back()
+        if changed := self._attributes.put_back():
+            raise TaskError(
+                f"The forward pass changes {changed}, which is neither a parameter nor a buffer and too large to be "
+                "restored after the passes that calibrate.\n"
+                "  Make it a buffer of the model (register_buffer), or do not calibrate: run.calibrate_s=0."
+            )
         took_s, comm_s = self._agree(took_s, comm_s)
         if kind is Kind.own:
             self._comm_s.append(comm_s)

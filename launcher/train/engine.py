@@ -120,22 +120,18 @@ class Engine:
                 calibration, and ``batch.norm=window`` is refused.
             compare_data: whether the ranks make sure that they hold the same data before the first window.
 
-        A window that the loop leaves before its last backward pass, by an exception or a ``break``, is not applied.
-        The next one is as if it had never been there; a new call of ``windows`` starts with the same window again. All
-        ranks must leave it.
-
         Raises:
             ConfigError: ``batch.norm=window`` without ``forward``.
             DataError: the data is not that of the plan, or differs between ranks.
+            EngineMisuse: the loop has left a window before ``step``.
         """
         self._now.take_forward(forward)
-        if self._now.window is not None:
-            self._now.discard(self.world, sent=self._totals.sent)
+        self._now.require_closed()
         if self.over:
             return
         self._again = True
         while self._again:
-            self._again = self._finished = False
+            self._again = False
             self._feed = feed = data.open_feed(
                 dataset, self.plan, self.world, self.device, collate, self._place, compare=compare_data
             )
@@ -145,25 +141,13 @@ class Engine:
                     yield self._open(window)
                     if self._again:
                         break
-                    if self._now.window is not None:
-                        self._leave_out(self._now.window)
+                    self._now.require_closed()
                     if self._finished:
                         return
             finally:
-                self._now.leave()
+                if self._feed is feed:
+                    self._now.leave()
                 feed.close()
-
-    def _leave_out(self, window: Window) -> None:
-        """Continue after a window that the loop has left early."""
-        self._now.discard(self.world, sent=self._totals.sent)
-        for _ in window.micro_batches:  # the next window's lie behind them
-            pass
-        # a dataset with a length needs nobody's word
-        more = self.plan.task.samples is not None or any(self.world.of_all(self._feed.has_next()))
-        self._place = self._feed.settle(more)
-        self._finished = self.over
-        if self.world.rank == 0:
-            print(f"step {self.steps + 1}: window {window.index} was left early and is not applied.", flush=True)
 
     def _open(self, window: Window) -> Iterator[Any]:
         self._totals.clear()
@@ -247,9 +231,7 @@ class Engine:
                 raise WindowAbandoned
             self.parallel.before_reduction(self._totals.items_of_all)
         self.parallel.before_backward()
-        self._now.in_backward = True  # stays so where it raises
         self.precision.backward(loss_sum * weight)
-        self._now.in_backward = False
         self.parallel.meter.backward_is_over()
 
     def shrinks(self, error: BaseException) -> bool:

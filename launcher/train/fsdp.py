@@ -177,10 +177,7 @@ class Fsdp:
         return False
 
     def abandon(self) -> None:
-        """Also of passes that were not silent, where all ranks have left them at the same place."""
-        self._scatter.finish()
-        self._forget_passes()
-        self.zero_grad()
+        raise AssertionError("its passes are never silent")
 
     def before_backward(self) -> None:
         self._uses.before_backward()
@@ -196,14 +193,11 @@ class Fsdp:
                 module.unshard()
             yield
         finally:  # passes may have run out of memory anywhere
-            self._forget_passes()
-
-    def _forget_passes(self) -> None:
-        self._uses.begin(in_loss=False)
-        _reset(self._modules)
-        for module in self._modules:
-            _drop_gradients(module)
-            module.reshard()
+            self._uses.begin(in_loss=False)
+            _reset(self._modules)
+            for module in self._modules:
+                _drop_gradients(module)
+                module.reshard()
 
     def trial(self) -> AbstractContextManager[object]:
         return nullcontext()

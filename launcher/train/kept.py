@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from launcher.errors import TaskError
+from launcher.train.buffers import differs
 from launcher.train.randomness import live_random_state, restore_live_random_state
 
-# More than this is not copied: of tensors beyond it, a change is an error.
+# More than this is not copied. Tensors beyond it are watched, arrays are left as they are.
 MAX_COPY_BYTES = 256 * 2**20
-# Objects that are looked at, nearest first: a list of a million samples is no state.
-MAX_OBJECTS = 10_000
+# A longer container holds data, and is no state: of its elements, only which ones they are is restored.
+MAX_ELEMENTS = 10_000
 # Torch's own bookkeeping of a module: parameters, buffers, hooks. Buffers are those of Kept.
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 _ATOMS = (int, float, complex, str, bytes, type(None), type, range, FunctionType, BuiltinFunctionType, ModuleType)
@@ -28,20 +29,15 @@ _FOREIGN = frozenset({"torch", "launcher", "numpy"}) | sys.stdlib_module_names
 
 
 class Kept:
-    """Random state and buffers, saved to be restored after passes that do not train.
+    """Random state and buffers, saved to be restored after passes that do not train."""
 
-    Args:
-        only: names of the buffers whose values are saved; default: all.
-    """
-
-    def __init__(self, module: nn.Module, device: torch.device, only: Collection[str] | None = None) -> None:
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
         self._device, self._random = device, live_random_state(device)
         # a forward pass may put a new tensor in a buffer's place, or register a buffer
         self._buffers = [
-            (part, [(name, buffer, buffer.detach().clone() if buffer is not None and
-                     (only is None or f"{prefix}.{name}".removeprefix(".") in only) else None)
+            (part, [(name, buffer, None if buffer is None else buffer.detach().clone())
                     for name, buffer in part._buffers.items()])
-            for prefix, part in module.named_modules()
+            for part in module.modules()
         ]  # fmt: skip
 
     @torch.no_grad()
@@ -60,37 +56,35 @@ class KeptAttributes:
     """Attributes of the user's objects, saved to be restored in place, with what they refer to.
 
     Follows attributes, lists, dicts, sets, deques and tuples. Restores tensors that are neither parameters nor buffers,
-    NumPy arrays, and random generators of torch, NumPy and Python. Of data sets, and of objects whose class is not the
-    user's, it restores the reference only.
+    NumPy arrays, and random generators of torch, NumPy and Python. Only the reference is restored to data sets, to
+    objects of installed packages, and to iterators.
     """
 
-    def __init__(self, roots: Iterable[object]) -> None:
+    def __init__(self, *roots: object) -> None:
+        self._packages = {_package(type(root)) for root in roots}
         self._seen: dict[int, object] = {}  # holds the objects, so that no other one gets the same id
-        self._undo: list[Callable[[], object]] = []
+        self._undo: list[Callable[[], str | None]] = []
         self._copied_bytes = 0
         waiting = deque(roots)
-        while waiting and len(self._seen) < MAX_OBJECTS:
+        while waiting:
             value = waiting.popleft()
             if isinstance(value, _ATOMS) or id(value) in self._seen:
                 continue
             self._seen[id(value)] = value
-            waiting.extend(itertools.islice(self._save(value), MAX_OBJECTS))
+            parts = self._save(value)
+            if len(parts) <= MAX_ELEMENTS:
+                waiting.extend(parts)
 
     @torch.no_grad()
-    def put_back(self) -> None:
-        """Restore all.
+    def put_back(self) -> str:
+        """Restore all. Returns a description of what has changed without a copy of it; empty if nothing has."""
+        return ", ".join(filter(None, [undo() for undo in self._undo]))
 
-        Raises:
-            TaskError: a tensor has changed of which there is no copy.
-        """
-        for undo in self._undo:
-            undo()
-
-    def _save(self, value: Any) -> Iterable[object]:
+    def _save(self, value: Any) -> Collection[object]:
         """Save ``value``; return what it refers to."""
         numpy: Any = sys.modules.get("numpy")
         match value:
-            case nn.Parameter():
+            case nn.Parameter() | random.SystemRandom():
                 pass
             case Tensor():
                 self._save_tensor(value)
@@ -123,48 +117,44 @@ class KeptAttributes:
                 return self._save_object(value)
         return ()
 
-    def _save_object(self, value: Any) -> Iterable[object]:
-        if isinstance(value, nn.Module):  # FSDP's classes of the user's modules are torch's
+    def _save_object(self, value: Any) -> Collection[object]:
+        parts: list[nn.Module | None] = []
+        hidden = frozenset[str]()
+        if isinstance(value, nn.Module):
             parts, hidden = [*value._modules.values()], _OF_TORCH
-            own = not type(value).__module__.startswith("torch._")
+            followed = not type(value).__module__.startswith("torch._")  # torch.compile's own
         else:
-            parts, hidden = [], frozenset[str]()
-            own = type(value).__module__.split(".")[0] not in _FOREIGN and not isinstance(value, Dataset)
-        if not own or not hasattr(value, "__dict__"):
+            followed = isinstance(value, SimpleNamespace) or (
+                not isinstance(value, Dataset)
+                and (_package(type(value)) in self._packages or not _is_installed(type(value)))
+            )
+        if not followed:
             return parts
+        attributes = {name: held for name, held in _attributes(value).items() if name not in hidden}
 
-        def restore(saved: dict[str, Any]) -> None:
-            held = vars(value)
-            for name in held.keys() - saved.keys() - hidden:
-                del held[name]
-            held.update(saved)
+        def restore(saved: Mapping[str, Any]) -> None:
+            for name in _attributes(value).keys() - saved.keys() - hidden:
+                object.__delattr__(value, name)
+            for name, held in saved.items():
+                object.__setattr__(value, name, held)
 
-        attributes = {name: held for name, held in vars(value).items() if name not in hidden}
         self._keep(restore, attributes)
         return [*attributes.values(), *parts]
 
     def _save_tensor(self, value: Tensor) -> None:
-        if value.grad_fn is not None or value.layout is not torch.strided or value.is_inference():
+        if value.grad_fn is not None or value.layout is not torch.strided or value.is_inference() or value.is_meta:
             return  # nothing changes these in place
         if self._has_room(value.nbytes):
-            # most are unchanged, and one that is expanded takes no copy
-            self._keep(lambda old: torch.equal(value, old) or value.copy_(old), value.detach().clone())
+            # the memory of one that has not changed may be read-only
+            self._keep(lambda old: differs(value, old) and value.copy_(old), value.detach().clone())
             return
-
-        def require_unchanged(version: int) -> None:
-            if value._version != version:
-                raise TaskError(
-                    f"A forward pass changes a tensor of shape {(*value.shape,)} that is neither a parameter nor a "
-                    "buffer, and too large to be copied and restored after a pass that does not train.\n"
-                    "  Make it a buffer of the model (register_buffer), or allow no such passes: run.calibrate_s=0."
-                )
-
-        self._keep(require_unchanged, value._version)
+        version, shape = value._version, tuple(value.shape)
+        self._undo.append(lambda: f"a tensor of shape {shape}" if value._version != version else None)
 
     def _save_array(self, value: Any) -> None:
-        numpy = sys.modules["numpy"]
-        if not value.dtype.hasobject and self._has_room(value.nbytes):
-            self._keep(lambda old: numpy.array_equal(value, old) or numpy.copyto(value, old), value.copy())
+        if value.flags.writeable and not value.dtype.hasobject and self._has_room(value.nbytes):
+            numpy = sys.modules["numpy"]
+            self._keep(lambda old: value.tobytes() != old.tobytes() and numpy.copyto(value, old), value.copy())
 
     def _has_room(self, size: int) -> bool:
         fits = self._copied_bytes + size <= MAX_COPY_BYTES
@@ -172,4 +162,33 @@ class KeptAttributes:
         return fits
 
     def _keep(self, restore: Callable[[Any], object], saved: Any) -> None:
-        self._undo.append(lambda: restore(saved))
+        def undo() -> None:
+            restore(saved)
+
+        self._undo.append(undo)
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """Return an object's attributes, those in slots too."""
+    slots = [name for kind in type(value).__mro__ for name in _slots(kind)]
+    found = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    return found | getattr(value, "__dict__", {})
+
+
+def _slots(kind: type) -> list[str]:
+    names = vars(kind).get("__slots__", ())
+    names = [names] if isinstance(names, str) else [*names]
+    return [name for name in names if name not in ("__dict__", "__weakref__") and not name.startswith("__")]
+
+
+def _package(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
+
+
+@functools.cache
+def _is_installed(kind: type) -> bool:
+    """Return whether ``kind`` is of Python, or of an installed package."""
+    package = _package(kind)
+    file = getattr(sys.modules.get(package), "__file__", None)
+    installed = file is not None and not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
+    return package in _FOREIGN or installed

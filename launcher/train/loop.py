@@ -303,10 +303,11 @@ class _Run:
     def try_evaluation(self) -> None:
         """Evaluate the first micro-batch of each rank, so that a mistake in the evaluation shows before training."""
         if self.held_out is not None and not isinstance(self.held_out, Iterator):  # which would lose what is read
-            kept = KeptAttributes((self.task, self.engine.parallel.module))
+            kept = KeptAttributes(self.engine.parallel.module, self.task)
             with self.out_of_memory("while the first held-out data was evaluated"):
                 self.evaluated(most=1)
-            kept.put_back()
+            if changed := kept.put_back():
+                print(f"The evaluation that was tried before the first step has changed {changed}.", flush=True)
 
     def evaluate(self) -> Metrics:
         """Return the mean loss over the items of the held-out data; nothing where the task has none."""

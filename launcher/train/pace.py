@@ -155,7 +155,7 @@ class Pace:
                 self.named = now
                 self.news = f"Straggler: {now.words}."
             elif before is not None:
-                self.news = f"Straggler: no more. Rank {before.rank} on {before.host} is close to the others again."
+                self.news = f"Straggler: no more. Rank {before.rank} on {before.host} no longer holds the others up."
 
 
 def slowest(tables: Tensor, hosts: Sequence[str]) -> Straggler:

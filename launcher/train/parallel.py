@@ -53,7 +53,7 @@ class Parallel(Protocol):
         ...
 
     def abandon(self) -> None:
-        """Forget the passes of a window that is not applied. None of its reductions is under way."""
+        """Forget the passes of a window that were silent so far."""
         ...
 
     def before_backward(self) -> None:

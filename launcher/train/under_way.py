@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import time
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
@@ -24,15 +23,10 @@ from launcher.train.parallel import Parallel
 from launcher.train.precision import Precision
 from launcher.train.update import Update
 from launcher.train.window_norm import OverWindow
-from launcher.train.world import World
 
 # the loop's own forward pass: (model, batch) -> loss_sum, items
 Forward = Callable[[Callable[..., Any], Any], tuple[Tensor, int | Tensor]]
 Calibrate = Callable[[list[MicroBatch]], None]
-
-# how long ranks wait for each other where they leave a window early; and a number for each time
-LEAVE_S = 120.0
-_LEFT = itertools.count()
 
 
 class UnderWay:
@@ -40,11 +34,10 @@ class UnderWay:
 
     Args:
         window: None between two windows.
-        number: of the micro-batch that was handed out last, from 1.
+        number: of micro-batches that were handed out.
         micro: the micro-batch whose backward pass has not come yet.
         last: whether it is the window's last on this rank, its boundary.
         calibrating: whether its micro-batches are being measured, before the first one is handed out.
-        in_backward: whether a backward pass is running, or has raised.
         sync: the job's policy.
         forward: the loop's own forward pass, where the engine knows it.
         started: when the window did, by ``time.perf_counter``.
@@ -65,10 +58,9 @@ class UnderWay:
         self._buffers, self._update, self._device = buffers, update, device
         self.window: Window | None = None
         self.micro: MicroBatch | None = None
-        self.last = self.calibrating = self.in_backward = False
+        self.last = self.calibrating = False
         self.number, self.sync = 0, sync
         self._batches: Generator[Any, None, None] | None = None
-        self._first = True
         self.forward: Forward | None = None
         self._arrived = self._queueing_s = 0.0
 
@@ -80,10 +72,8 @@ class UnderWay:
         """
         self.window = window
         self.data_s = 0.0
-        self.last = self.calibrating = self.in_backward = False
-        # which buffers training changes is known from the first window that was applied
-        some = None if may_abandon or self._first else {*self._buffers.changing, *self._buffers.own}
-        self._kept = Kept(self._parallel.module, self._device, some)
+        self.number, self.calibrating = 0, False
+        self._kept = Kept(self._parallel.module, self._device) if may_abandon else None
         self._batches = self._hand_out_all(window, calibrate)
         self._start()
         return self._batches
@@ -126,49 +116,33 @@ class UnderWay:
         there, where the host waits for the device anyway.
         """
         self.window, ended = None, time.perf_counter()
-        self._first = False
         if self._device.type != "cuda":
             return ended - self.started
         before_s, self._queueing_s = self._queueing_s, ended - self._arrived
         return before_s + self._arrived - self.started
 
-    def abandon(self) -> None:
-        """Let nothing of the window stay, in the model, its gradients, its buffers and the random state."""
-        self.leave()
-        self.micro = None
-        self._parallel.abandon()
-        self._kept.put_back()
-        self.window = None
-
-    def discard(self, world: World, *, sent: bool) -> None:
-        """Let nothing of a window stay that the loop has left early, on all ranks.
-
-        Args:
-            sent: whether this rank has sent the window's totals, which is before its last backward pass.
-
-        Raises:
-            EngineMisuse: the ranks exchange gradients, or some of them have not left the window.
-        """
-        silent = world.size == 1 or (not self.last and self._parallel.silent_until_boundary(self.sync))
-        if self.calibrating or (self.in_backward and not silent):
+    def require_closed(self) -> None:
+        if self.window is not None:
             raise EngineMisuse(
-                "An exception was caught that left a pass in which the ranks exchange gradients: the window cannot be "
-                "left out.\n  Let the exception end the process."
+                f"A window was left without engine.step(), after {self.number} of its {self.window.count} "
+                "micro-batches.\n"
+                "  Run all of them and then engine.step(). An exception that leaves a window must end the process: the "
+                "ranks may be in the middle of an exchange. Skip bad samples in the dataset or in collate."
             )
-        if sent and not self.in_backward:
-            raise EngineMisuse("engine.step() was not called at the end of a window, or its error was caught.")
-        if missing := world.missing(f"left/{next(_LEFT)}", LEAVE_S):
-            raise EngineMisuse(
-                f"Rank {world.rank} has left a window in micro-batch {self.number}, and after {LEAVE_S:g} s "
-                f"{', '.join(map(str, missing))} had not: a window is left out on all ranks, or on none.\n"
-                "  Catch the exception only where all ranks leave the window, or let it end the process."
-            )
-        self.abandon()
 
     def leave(self) -> None:
         """Leave the contexts of a micro-batch whose loop was left, such as autocast."""
         if self._batches is not None:
             self._batches.close()
+
+    def abandon(self) -> None:
+        """Let nothing of the window stay: it is run again."""
+        assert self._kept is not None
+        self.micro = None
+        self.leave()
+        self._parallel.abandon()
+        self._kept.put_back()
+        self.window = None
 
     def _hand_out_all(self, window: Window, calibrate: Calibrate | None) -> Generator[Any, None, None]:
         micro_batches = window.micro_batches

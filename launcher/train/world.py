@@ -61,22 +61,6 @@ class World:
             dist.broadcast_object_list(values, 0, group)
         return values[0]
 
-    def missing(self, meeting: str, wait_s: float) -> list[int]:
-        """Return the ranks that have not called this with the same ``meeting`` after ``wait_s`` seconds at most. It is
-        no collective: the ranks that are missing may be waiting in one."""
-        if self.size == 1:
-            return []
-        import torch.distributed as dist
-
-        store = dist.distributed_c10d._get_default_store()
-        keys = [f"launcher/{meeting}/{rank}" for rank in range(self.size)]
-        store.set(keys[self.rank], "")
-        try:
-            store.wait(keys, timedelta(seconds=wait_s))
-        except dist.DistStoreError:
-            return [rank for rank, key in enumerate(keys) if not store.check([key])]
-        return []
-
 
 def _number(
     env: Mapping[str, str], name: str, *, low: int = 0, high: int | None = None, default: int | None = None

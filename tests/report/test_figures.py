@@ -23,8 +23,9 @@ def test_a_run_resumed_with_another_strategy_has_the_figures_of_the_later_one(
     """Both were mixed: one median over the step times of two strategies."""
     paths = make_run(tmp_path, "one", "cluster.workers_per_node=2", steps=40, step_s=0.2)
     lines = read_records(paths)
+    half = {name: lines[0][name] // 2 for name in ("batch/global_size", "batch/samples")}
     for line in lines[30:]:
-        line |= {"progress/measured_since": 30, "time/step_s": 0.5, "comm/wire_bytes": 9000}
+        line |= {"progress/measured_since": 30, "time/step_s": 0.5, "comm/wire_bytes": 9000, **half}
     write_records(paths, lines)
     measured = read(paths).measured
     assert measured is not None
@@ -33,7 +34,7 @@ def test_a_run_resumed_with_another_strategy_has_the_figures_of_the_later_one(
     assert len(measured.curve.steps) == 40
     assert report([str(paths.root), "--json"]) == 0
     (note,) = [note for note in json.loads(capsys.readouterr().out)["notes"] if "resumed" in note]
-    assert note.startswith("one was resumed with another strategy, precision or world after step 30: step times")
+    assert note.startswith("one was resumed after step 30 under settings that change what a step takes or sends")
 
 
 def test_lines_over_accumulation(tmp_path: Path) -> None:

@@ -4,34 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from launcher import Engine
 from launcher.batch import Batch
-from launcher.cluster.network import free_port
 from launcher.errors import ConfigError
 from launcher.plan import RunPlan
 from launcher.train import fit
 from launcher.train.world import World
 from tests.helpers import make_plan
-
-
-@pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """This process as the only rank of a job."""
-    here = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": free_port("127.0.0.1")}
-    for name, value in here.items():
-        monkeypatch.setenv(name, str(value))
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    yield
-    dist.destroy_process_group()
 
 
 def plan_of(*overrides: str) -> RunPlan:

@@ -55,7 +55,7 @@ def test_it_is_said_once_when_it_begins_and_when_it_is_over() -> None:
         "Straggler: rank 1 on b makes a step 50% longer: 2 s of computing a window, where the other ranks need "
         "1 s (medians of 20 windows)."
     )
-    assert last == "Straggler: no more. Rank 1 on b is close to the others again."
+    assert last == "Straggler: no more. Rank 1 on b no longer holds the others up."
     assert (pace.slow, pace.measured) == ([0, 30], 78), "windows 20 to 49, of all but the first two"
     assert pace.straggler is None
     assert pace.named is not None

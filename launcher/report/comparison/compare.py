@@ -207,9 +207,9 @@ def _notes(rows: Sequence[Row], groups: Sequence[TaskGroup]) -> list[str]:
     for row, m in measured:
         if m.since:
             notes.append(
-                f"{row.entry.label} was resumed with another strategy, precision or world after step {m.since}: step "
-                "times, traffic and speed-up are of the steps after it; wall time and hours are of all, at the present "
-                "number of workers."
+                f"{row.entry.label} was resumed after step {m.since} under settings that change what a step takes or "
+                "sends: step times, traffic and speed-up are of the steps after it; wall time and hours are of all, "
+                "at the present number of workers."
             )
     for why, which in (
         ("no full window yet: no speed", [row for row, m in measured if not m.windows]),

@@ -29,8 +29,8 @@ class Measured:
 
     Args:
         records: lines that were read; damaged: lines that were none.
-        since: the step at which the run was resumed with another strategy, world or precision; 0: it was not. Figures
-            of steps are of those after it.
+        since: the step at which the run was resumed under settings that change what a step takes or sends; 0: it
+            was not. Figures of steps are of those after it.
         windows: full ones, of the largest global batch.
         exposed_s: as the calibration measured it, perhaps below zero; None where it did not.
         speedup: a step with sync=every by one with the job's policy; speedup_95: the same with its interval, None in
@@ -140,8 +140,8 @@ class _Reading:
             record["time/data_s"],
         )
         value = float("nan") if loss is None else float(loss)
-        if (since := record.get("progress/measured_since", 0)) != self.since:  # resumed with another strategy or world
-            self.since = since
+        if (since := record.get("progress/measured_since", 0)) != self.since:
+            self.since, self._global_size = since, 0
             self.full.clear()
             self.calibrated.clear()
         if record["batch/global_size"] > self._global_size:  # a ramp has come one stage further
