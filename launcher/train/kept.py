@@ -61,7 +61,7 @@ class KeptAttributes:
     """
 
     def __init__(self, *roots: object) -> None:
-        self._packages = {_package(type(root)) for root in roots}
+        self._packages = {_package(type(root)) for root in roots} - _FOREIGN
         self._seen: dict[int, object] = {}  # holds the objects, so that no other one gets the same id
         self._undo: list[Callable[[], str | None]] = []
         self._copied_bytes = 0

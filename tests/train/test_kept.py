@@ -129,6 +129,16 @@ def test_long_data_does_not_hide_what_lies_deep() -> None:
     assert (inner.steps, task.slotted.count, task.space.count, len(task.samples)) == (0, 0, 0, 20_000)
 
 
+def test_torchs_own_objects_are_left_alone() -> None:
+    """An optimizer that the task holds has its state in dicts."""
+    task, model = Task(), nn.Sequential(Model())
+    task.space = torch.optim.SGD(model.parameters(), 0.1)
+    saved = KeptAttributes(model, task)
+    task.space.param_groups[0]["lr"] = 0.5
+    saved.put_back()
+    assert task.space.param_groups[0]["lr"] == 0.5
+
+
 def test_what_no_pass_has_changed_is_not_written_to(tmp_path: Path) -> None:
     """Memory that is mapped from a file may be read-only, and NaN is not equal to itself."""
     np.save(tmp_path / "data.npy", np.full(8, np.nan))
