@@ -61,7 +61,7 @@ def test_the_fewest_bytes_of_those_that_fit(memory: int, chosen: str, why: str) 
 def test_memory_is_what_was_predicted(ranks: int, extra: str, launch: Launch, tmp_path: Path) -> None:
     said = launch("plan", "--json", *JOB, f"cluster.workers_per_node={ranks}", *extra.split())
     plan = RunPlan.from_json(said.stdout)
-    assert not plan.notes
+    assert not [note for note in plan.notes if "emulates" not in note]
     (tmp_path / "plan.json").write_text(json.dumps(dataclasses.asdict(plan)))
     lines = torchrun(WORKER, [str(tmp_path / "plan.json")], ranks, tmp_path).splitlines()
     peaks = json.loads(lines[-1])
