@@ -78,20 +78,23 @@ def cell(strategy: str, read_s: float, arguments: argparse.Namespace) -> str:
         "own": [*own, "run.calibrate_s=0"],
         "every": [f"strategy={strategy}", "strategy.sync=every", "run.calibrate_s=0"],
     }
+    # the first windows of a piece: loader processes have read ahead while it waited its turn, and slow ones keep that
+    # lead for long, as a step outruns them by little
+    steps, skipped = (3 * arguments.steps, 2 * arguments.steps) if read_s else (arguments.steps, 3)
     runs = {name: run(task, data, each) for name, each in options.items()}
     times: dict[str, list[float]] = {name: [] for name in runs}
     account: Account | None = None
     for _ in range(arguments.pieces):
         for name, windows in runs.items():
-            for number in range(arguments.steps):
+            for number in range(steps):
                 step_s, totals = next(windows)
-                if number >= 3:  # the first of a piece: loader processes have read ahead while it waited its turn
+                if number >= skipped:
                     times[name].append(step_s)
                 if name == "calibrated":
                     account = totals
     assert account is not None
     # of the calibrated run too, only windows from the middle of a piece
-    kept = [seconds for place, seconds in enumerate(account.seconds, 2) if place % arguments.steps >= 3]
+    kept = [seconds for place, seconds in enumerate(account.seconds, 2) if place % steps >= skipped]
     account.seconds.clear()
     account.seconds.extend(kept)
     found = account.calibration()
