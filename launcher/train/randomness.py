@@ -53,7 +53,7 @@ def restore_live_random_state(state: dict[str, Any], device: torch.device) -> No
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
-    """As tensors, which a checkpoint holds without pickling anything."""
+    """Return the generators' state as tensors, which a checkpoint holds without pickling anything."""
     live = live_random_state(device)
     _, words, gauss = live.pop("python")
     legacy = live.pop("numpy", None)
@@ -70,16 +70,19 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def restore_random_state(state: dict[str, Tensor], device: torch.device) -> None:
-    torch.set_rng_state(state["torch"].cpu())
-    if "cuda" in state and device.type == "cuda":  # the run may have come from GPUs to where there are none
-        torch.cuda.set_rng_state(state["cuda"].cpu(), device)
     gauss: list[float] = state["python_gauss"].tolist()
-    random.setstate((3, tuple(state["python"].tolist()), gauss[0] if gauss else None))
+    live: dict[str, Any] = {
+        "torch": state["torch"].cpu(),
+        "python": (3, tuple(state["python"].tolist()), gauss[0] if gauss else None),
+    }
+    if "cuda" in state and device.type == "cuda":  # the run may have come from GPUs to where there are none
+        live["cuda"] = state["cuda"].cpu()
     if "numpy" in state:
         import numpy as np
 
         *key, position, has_gauss = state["numpy"].tolist()
-        np.random.set_state(("MT19937", np.array(key, np.uint32), position, has_gauss, state["numpy_gauss"].item()))
+        live["numpy"] = ("MT19937", np.array(key, np.uint32), position, has_gauss, state["numpy_gauss"].item())
+    restore_live_random_state(live, device)
 
 
 def _host_state() -> tuple[Any, Any]:

@@ -106,7 +106,7 @@ class Loaded(Split):
 
 
 class StatefullyLoaded(Loaded):
-    """As torchdata's StatefulDataLoader: by its attributes only."""
+    """A stand-in for torchdata's StatefulDataLoader: it has the same attributes."""
 
     def parts(self) -> list[Any]:
         names = ("dataset", "sampler", "batch_sampler", "batch_size", "collate_fn")

@@ -31,7 +31,7 @@ COMMON = (
 
 
 def run(name: str, *options: str) -> dict[str, Any]:
-    """What this rank saw of a run of the task ``name``."""
+    """Run the task ``name``. Returns the samples and figures of this rank."""
     random.seed()  # as in a process that has just started
     streams = "Stream" in name or name == "Sharded"
     params = dict(option.removeprefix("task.").split("=") for option in options if option.startswith("task."))

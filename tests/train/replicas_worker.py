@@ -37,7 +37,7 @@ def rank() -> int:
 
 
 def drawn(*shape: int, by: int) -> Tensor:
-    """What a generator that nobody seeds would draw: other numbers on each rank, rank 0's in every run."""
+    """Return numbers as an unseeded generator draws them: different on each rank, the same in every run."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(100 * rank() + by))
 
 
@@ -118,7 +118,7 @@ def run(model: Any, *options: str) -> dict[str, Any]:
 
 
 def starts() -> dict[str, Any]:
-    """Of models that differ between ranks."""
+    """Compare models that differ between ranks."""
     sharded = ["strategy=fsdp", *(["strategy=hsdp strategy.shard_size=2"] if dist.get_world_size() == 4 else [])]
     found: dict[str, Any] = {}
     for precision in ("fp32", "bf16"):

@@ -16,5 +16,5 @@ def test_a_compiled_model_takes_the_same_steps(tmp_path: Path) -> None:
     seen = json.loads(torchrun(worker, [], 2, tmp_path, timeout=900).splitlines()[-1])
     assert len(seen) == 4
     for case, result in seen.items():
-        assert result["calls"] >= 6, (case, result, "what lies in the blocks is at least that many")
+        assert result["calls"] >= 6, (case, result, "the layers of the blocks are captured")
         assert result["distance"] < (1e-3 if "bf16" in case else 1e-6), (case, result)
