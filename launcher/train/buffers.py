@@ -85,7 +85,7 @@ class Buffers:
         """Give every rank what rank 0 has, all of one format at once. ``watch``: look for further changes first."""
         if watch:
             self.watch()
-        if self._world.size == 1:
+        if self._world.size == 1 or not self._changing:
             return
         now = dict(self._module.named_buffers())
         by_dtype: dict[torch.dtype, list[Tensor]] = {}

@@ -18,7 +18,7 @@ from launcher.plan import RunPlan
 from launcher.train.feed import BEGINNING, Collate, Feed, Place, Window
 from launcher.train.fingerprint import require_same_data
 from launcher.train.loader import prefetch
-from launcher.train.randomness import SampleRandom
+from launcher.train.randomness import SampleRandom, Seed
 from launcher.train.sampling import Permutation
 from launcher.train.stream import StreamFeed
 from launcher.train.task import is_loader
@@ -145,10 +145,11 @@ class _Shuffled(Dataset[tuple[Any, int]]):
         # without a sample of its own, a rank runs its window's first one with weight zero
         mine = indices[spec.start : spec.stop] or indices[:1]
 
-        def read() -> Any:
+        def read(seed: Seed | None) -> Any:
             samples: list[Any] = []
             for position, index in enumerate(mine, spec.first + spec.start):
-                self._random.seed(spec.epoch, position)
+                if seed is not None:
+                    seed(spec.epoch, position)
                 samples.append(self._dataset[index])
             return self._collate(samples)
 

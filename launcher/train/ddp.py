@@ -10,7 +10,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
@@ -21,8 +20,6 @@ from launcher.policy import Collective, Layout
 from launcher.train.meter import Meter
 from launcher.train.noise import OwnGradient
 from launcher.train.parallel import payload_of_gradients, trained, whole_gradients
-
-Hook = Callable[[Any, dist.GradBucket], Future[Tensor]]
 
 
 class Ddp:
@@ -39,6 +36,7 @@ class Ddp:
         self._strategy, self._device = strategy, device
         self._compression = _compression(strategy, model, self.meter)
         self.own = OwnGradient()
+        self._parameters = trained(model)
         # what PowerSGD leaves out for later makes of the reduced gradient another one than the mean of the ranks'
         self._comparable = strategy.compress is not Compress.powersgd
         self.forward = self._ddp = self._wrapped(init_sync=True)
@@ -71,9 +69,10 @@ class Ddp:
         self.meter.reduces()
         self.meter.count(Collective.all_reduce, payload, covers=gradients.nbytes, collectives=collectives)
 
-        def landed(done: Future[Tensor]) -> Tensor:
+        def landed(done: Future[Any]) -> Tensor:
             flight.land()
-            return done.value()
+            value = done.value()
+            return value[0] if isinstance(value, list) else value
 
         return sent.then(landed)
 
@@ -124,14 +123,14 @@ class Ddp:
         self.take_gradient_order(order)
 
     def gradients(self) -> list[Tensor]:
-        return whole_gradients(self.module, unused_allowed=self._unused_allowed)
+        return whole_gradients(self.module, self._parameters, unused_allowed=self._unused_allowed)
 
     def total_norm(self, gradients: list[Tensor]) -> Tensor:
         return get_total_norm(gradients)
 
     def zero_grad(self) -> None:
         # in place: setting them to None would give the buckets a second copy during the next window
-        if gradients := [p.grad for p in trained(self.module) if p.grad is not None]:
+        if gradients := [p.grad for p in self._parameters if p.grad is not None]:
             torch._foreach_zero_(gradients)
 
     def evaluation(self) -> AbstractContextManager[object]:
@@ -182,8 +181,9 @@ class Ddp:
 
 
 class Compression(Protocol):
-    def reduce(self, bucket: dist.GradBucket) -> tuple[Future[Tensor], int, int]:
-        """Average a bucket over the ranks; the payload bytes of that, and in how many collectives they go."""
+    def reduce(self, bucket: dist.GradBucket) -> tuple[Future[Any], int, int]:
+        """Average a bucket over the ranks; the payload bytes of that, and in how many collectives they go. The future's
+        value is the tensor, or a list of it."""
         ...
 
     def before_reduction(self, items: Callable[[], int]) -> None: ...
@@ -202,8 +202,7 @@ def _compression(strategy: StrategyPlan, model: nn.Module, meter: Meter) -> Comp
 
         return PowerSgd(model, strategy.powersgd_rank, strategy.powersgd_start, meter)
     # an earlier version's plan may have fp16, which loses small gradients: bf16 does not, and is as short
-    narrow = strategy.compress is not Compress.none
-    return _Cast(default_hooks.bf16_compress_hook, 2) if narrow else _Cast(default_hooks.allreduce_hook, None)
+    return _Cast(None if strategy.compress is Compress.none else torch.bfloat16)
 
 
 class _Cast:
@@ -215,13 +214,18 @@ class _Cast:
     the ranks' gradients cancel, that is more of the mean gradient itself.
     """
 
-    def __init__(self, hook: Hook, item_bytes: int | None) -> None:
-        self._hook, self._item_bytes = hook, item_bytes
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        self._dtype = dtype
 
-    def reduce(self, bucket: dist.GradBucket) -> tuple[Future[Tensor], int, int]:
+    def reduce(self, bucket: dist.GradBucket) -> tuple[Future[Any], int, int]:
         gradients = bucket.buffer()
-        payload = gradients.numel() * (self._item_bytes or gradients.element_size())
-        return self._hook(None, bucket), payload, 1
+        sent = gradients.to(self._dtype or gradients.dtype).div_(dist.get_world_size())
+        work = dist.all_reduce(sent, async_op=True)
+        assert work is not None  # this rank is in the group
+        done = work.get_future()
+        if sent is not gradients:
+            done = done.then(lambda done: gradients.copy_(done.value()[0]))
+        return done, sent.nbytes, 1
 
     def before_reduction(self, items: Callable[[], int]) -> None: ...
     def begin_trial(self) -> None: ...

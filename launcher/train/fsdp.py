@@ -31,7 +31,7 @@ from launcher.train.exchange import Gather, Scatter
 from launcher.train.meter import Meter
 from launcher.train.narrow import groups_of, matmul_parameters, narrow
 from launcher.train.noise import OwnGradient
-from launcher.train.parallel import whole_gradients
+from launcher.train.parallel import trained, whole_gradients
 from launcher.train.precision import DTYPES
 from launcher.train.step import local
 from launcher.train.units import owned
@@ -204,7 +204,9 @@ class Fsdp:
 
     def gradients(self) -> list[Tensor]:
         self._scatter.finish()
-        return [local(gradient) for gradient in whole_gradients(self.module, unused_allowed=False)]
+        return [
+            local(gradient) for gradient in whole_gradients(self.module, trained(self.module), unused_allowed=False)
+        ]
 
     def total_norm(self, gradients: list[Tensor]) -> Tensor:
         own = get_total_norm(gradients)

@@ -60,6 +60,10 @@ def prefetch(
     # of an iterable, each process would read a copy
     workers = plan.train.loader_workers if order is not None else min(1, plan.train.loader_workers)
     packs, pins = workers > 0 and device.type == "cpu", device.type == "cuda"  # a GPU's go through pinned memory
+    if not workers and not pins:  # DataLoader would only add its own time
+        for data, samples in source if order is None else map(source.__getitem__, order):
+            yield MicroBatch(to_device(data, device), samples)
+        return
     if workers:
         source = _Guarded(source, packs) if order is not None else _GuardedStream(source, packs)
     loader: DataLoader[Any] = DataLoader(

@@ -15,18 +15,16 @@ import socket
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean, median_low
 
 import torch
-from torch import Tensor
 
 from launcher.train.world import World
 
-# in which a rank's usual time is looked for, and how many there must be
-WINDOWS, FEWEST_WINDOWS = 20, 10
+# in which a rank's usual time is looked for; and from one look to the next
+WINDOWS, LOOK_EVERY = 20, 10
 # seconds a window: a shorter delay is that of the measurement, or of nothing that is worth a search
 NEGLIGIBLE_S = 0.01
-# in a row that must agree before a rank is named, or is named no more: near the limit the verdict changes often
-PERSISTS = 10
 # of a process that has just started, whose first windows are not typical
 _LEFT_OUT = 2
 _COMPUTE, _DATA, _WAIT = range(3)
@@ -99,12 +97,12 @@ class Pace:
         self._hosts = world.of_all(socket.gethostname()) if self._places else []
         self._own = [0.0] * _KINDS
         self._windows = 0
-        self._tables: deque[Tensor] = deque(maxlen=WINDOWS)
+        self._tables: deque[Sequence[float]] = deque(maxlen=WINDOWS)
         self.spent: Spent | None = None
         self.straggler: Straggler | None = None
         self.named: Straggler | None = None
         self.measured, self.slow = 0, [0] * world.size
-        self._differs = 0  # windows in a row whose verdict is not the one that is stated
+        self._verdict: int | None = None  # the rank that the last look found
         self.news: str | None = None
 
     def measure(self, step_s: float, data_s: float, wait_s: float) -> None:
@@ -123,58 +121,56 @@ class Pace:
         self.news, self._windows = None, self._windows + 1
         if not self._places or self._windows <= _LEFT_OUT:
             return
-        rows = torch.tensor(table, dtype=torch.float64).view(self._ranks, _KINDS)
-        self._tables.append(rows)
-        compute = rows[:, _COMPUTE]
-        self.spent = Spent(
-            compute.mean().item(), compute.max().item(), rows[:, _WAIT].mean().item(), rows[:, _DATA].max().item()
-        )
+        self._tables.append(table)
+        compute, data, wait = (table[kind::_KINDS] for kind in range(_KINDS))
+        self.spent = Spent(fmean(compute), max(compute), fmean(wait), max(data))
         if self._share is None:
             return
         self.measured += 1
-        if (alone := slowest(rows[None], self._hosts)).above(self._share):
+        if (alone := slowest([table], self._hosts)).above(self._share):
             self.slow[alone.rank] += 1
-        if len(self._tables) >= FEWEST_WINDOWS:
+        if self.measured % LOOK_EVERY == 0:
             self._look(self._share)
 
     def _look(self, share: float) -> None:
-        before, now = self.straggler, slowest(torch.stack([*self._tables]), self._hosts)
+        """Two looks in a row must agree before a rank is named, or is named no more: near the limit verdicts vary."""
+        before, now = self.straggler, slowest(self._tables, self._hosts)
         # whoever is named stays so until it is clearly over
         lasts = before is not None and before.rank == now.rank and now.above(share / 2, NEGLIGIBLE_S / 2)
-        names = lasts or now.above(share)
-        if lasts or (before is None and not names):
-            self._differs = 0
-        else:
-            self._differs += 1
+        verdict = now.rank if lasts or now.above(share) else None
+        agree, self._verdict = verdict == self._verdict, verdict
         if lasts:
             self.straggler = self.named = now
-        elif self._differs >= PERSISTS:
-            self._differs = 0
-            self.straggler = now if names else None
-            if names:
-                self.named = now
-                self.news = f"Straggler: {now.words}."
-            elif before is not None:
-                self.news = f"Straggler: no more. Rank {before.rank} on {before.host} no longer holds the others up."
+        elif agree and verdict is not None:
+            self.straggler = self.named = now
+            self.news = f"Straggler: {now.words}."
+        elif agree and before is not None:
+            self.straggler = None
+            self.news = f"Straggler: no more. Rank {before.rank} on {before.host} no longer holds the others up."
 
 
-def slowest(tables: Tensor, hosts: Sequence[str]) -> Straggler:
-    """``tables``: seconds, [windows, ranks, (compute, data, wait)]."""
-    usual = tables.median(0).values
-    busy = usual[:, _COMPUTE] + usual[:, _DATA]
-    rank = int(busy.argmax().item())
-    others = torch.arange(len(busy)) != rank
-    excess_s = busy[rank] - busy[others].median()
-    step_s = tables.sum(2).mean(1).median()
-    more = usual[rank, :_WAIT] - usual[others, :_WAIT].median(0).values
-    kind = int(more.argmax().item())
+def slowest(tables: Sequence[Sequence[float]], hosts: Sequence[str]) -> Straggler:
+    """Return the slowest rank. ``tables``: of each window the seconds of each rank's compute, data and wait."""
+    ranks = range(len(hosts))
+    compute, data = (
+        [median_low(table[rank * _KINDS + kind] for table in tables) for rank in ranks] for kind in (_COMPUTE, _DATA)
+    )
+    busy = [sum(both) for both in zip(compute, data, strict=True)]
+    rank = max(ranks, key=busy.__getitem__)
+
+    def others(seconds: list[float]) -> float:
+        return median_low(seconds[:rank] + seconds[rank + 1 :])
+
+    excess_s = busy[rank] - others(busy)
+    step_s = median_low(sum(table) / len(hosts) for table in tables)
+    of, spent = max((("compute", compute), ("data", data)), key=lambda kind: kind[1][rank] - others(kind[1]))
     return Straggler(
         rank=rank,
         host=hosts[rank],
-        share=(excess_s / step_s).item() if step_s > 0 else 0.0,
-        excess_s=excess_s.item(),
-        of=("compute", "data")[kind],
-        own_s=usual[rank, kind].item(),
-        others_s=usual[others, kind].median().item(),
+        share=excess_s / step_s if step_s > 0 else 0.0,
+        excess_s=excess_s,
+        of=of,
+        own_s=spent[rank],
+        others_s=others(spent),
         windows=len(tables),
     )

@@ -166,13 +166,12 @@ def payload_of_gradients(model: nn.Module) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in trained(model))
 
 
-def whole_gradients(module: nn.Module, *, unused_allowed: bool) -> list[Tensor]:
-    """The gradient of each trained parameter.
+def whole_gradients(module: nn.Module, parameters: Sequence[nn.Parameter], *, unused_allowed: bool) -> list[Tensor]:
+    """Return the gradients of ``parameters``, those of ``module`` that are trained.
 
     Raises:
         UnusedParameters: some have none.
     """
-    parameters = trained(module)
     gradients = [p.grad for p in parameters if p.grad is not None]
     if len(gradients) < len(parameters) and not unused_allowed:
         names = [name for name, p in module.named_parameters() if p.requires_grad and p.grad is None]
@@ -218,7 +217,7 @@ class Single:
         return nullcontext()
 
     def gradients(self) -> list[Tensor]:
-        return whole_gradients(self.module, unused_allowed=self._unused_allowed)
+        return whole_gradients(self.module, trained(self.module), unused_allowed=self._unused_allowed)
 
     def total_norm(self, gradients: list[Tensor]) -> Tensor:
         return get_total_norm(gradients)

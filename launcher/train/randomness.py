@@ -5,17 +5,20 @@ All of them: torch's (on the CPU and on this rank's GPU), Python's, and NumPy's 
 
 from __future__ import annotations
 
+import _random
+import ctypes
 import hashlib
 import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 T = TypeVar("T")
+Seed = Callable[[int, int], None]  # (epoch, place of the sample in it)
 
 
 def seed_for(seed: int, part: str) -> int:
@@ -85,19 +88,63 @@ def restore_random_state(state: dict[str, Tensor], device: torch.device) -> None
     restore_live_random_state(live, device)
 
 
-def _host_state() -> tuple[Any, Any]:
-    """Return the states of Python's and NumPy's generators at the least cost; equal states are ``_same``."""
-    numpy = sys.modules.get("numpy")
-    return random.getstate(), numpy and numpy.random.get_state()
+class _PythonGenerator:
+    """The state of Python's global generator where it is in memory: ``random.getstate`` takes far longer."""
+
+    def __init__(self) -> None:
+        self._generator = cast("Any", random.random).__self__
+        head, end = object.__basicsize__, _random.Random.__basicsize__  # of the part that is written in C
+        self._words = (ctypes.c_char * (end - head)).from_address(id(self._generator) + head)
+
+    @property
+    def state(self) -> tuple[bytes, float | None]:
+        """Words that change with every draw and every seed, and the number that the last ``gauss`` left over."""
+        return self._words.raw, self._generator.gauss_next
+
+    @state.setter
+    def state(self, state: tuple[bytes, float | None]) -> None:
+        self._words.raw, self._generator.gauss_next = state
 
 
-def _same(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
-    mine, others = one[1], other[1]
-    if isinstance(mine, tuple) and isinstance(others, tuple):  # MT19937: its words are an array
-        (_, words, *mine), (_, other_words, *others) = mine, others
-        if not (words == other_words).all():
-            return False
-    return one[0] == other[0] and mine == others
+class _NumpyGenerator:
+    """A generator of our own for NumPy's global functions.
+
+    To put one in place takes a hundredth of the time in which NumPy hands out a state.
+    """
+
+    def __init__(self, numpy: Any) -> None:
+        self._random = numpy.random
+        self._own = numpy.random.MT19937(0)
+        # its 624 words and its position, where they are in memory
+        self._words = (ctypes.c_char * (625 * 4)).from_address(self._own.ctypes.state_address)
+        self._outer: Any = None
+
+    def put_in(self) -> None:
+        self._outer = self._random.get_bit_generator()
+        self._random.set_bit_generator(self._own)
+
+    def take_out(self) -> None:
+        self._random.set_bit_generator(self._outer)
+
+    @property
+    def state(self) -> bytes:
+        """Its words; they change with every draw and every seed."""
+        return self._words.raw
+
+
+class _Watch:
+    """torch's default generator for the functions of Python that use it, such as torch.initial_seed()."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator, self.used = generator, False
+
+    def __getattr__(self, name: str) -> Any:
+        self.used = True
+        return getattr(self.generator, name)
+
+
+# odd, so that no two samples of an epoch have one seed, also in the lower 32 bits, all that torch and NumPy use
+_STRIDE, _LIMIT = 0x9E3779B97F4A7C15, 2**64
 
 
 class SampleRandom:
@@ -109,64 +156,83 @@ class SampleRandom:
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._drawn = self._lean = False
-        self._numpy: Any = None
+        self._epoch, self._base = 0, seed_for(seed, "samples/0")
+        self._drawn = False
+        self._python = _PythonGenerator()
+        self._numpy: _NumpyGenerator | None = None
         self._left: tuple[Tensor, Any] | None = None
 
     @contextmanager
     def own(self) -> Iterator[None]:
         """Around reads, each after a ``seed``: what they draw is nobody else's."""
-        torch_state, python_state = torch.get_rng_state(), random.getstate()
-        numpy = sys.modules.get("numpy")
-        outer: Any = None
-        if numpy is not None:
-            # to change the generator takes a thirtieth of the time that its state takes to read and write
-            self._numpy = self._numpy or numpy.random.MT19937(0)
-            outer = numpy.random.get_bit_generator()
-            numpy.random.set_bit_generator(self._numpy)
+        torch_state, python_state, numpy = torch.get_rng_state(), random.getstate(), self._put_in_numpy()
         try:
             yield
         finally:
             torch.set_rng_state(torch_state)
             random.setstate(python_state)
             if numpy is not None:
-                numpy.random.set_bit_generator(outer)
+                numpy.take_out()
 
-    def around(self, read: Callable[[], T]) -> T:
-        """Return the result of ``read``, which calls ``seed`` before each sample.
+    def _put_in_numpy(self) -> _NumpyGenerator | None:
+        if self._numpy is None and (numpy := sys.modules.get("numpy")) is not None:
+            self._numpy = _NumpyGenerator(numpy)
+        if self._numpy is not None:
+            self._numpy.put_in()
+        return self._numpy
 
-        To seed Python's and NumPy's generators takes longer than to read a small sample, and most data sets draw from
-        neither. So ``seed`` leaves these two out until a read has changed one: that read is repeated.
+    def around(self, read: Callable[[Seed | None], T]) -> T:
+        """Return the result of ``read``, which is to call ``seed`` before each sample if it is given one.
+
+        To seed the generators takes longer than to read a small sample, and most data sets draw no random numbers. So
+        there is no ``seed`` until a read has drawn some: that read is repeated.
         """
         if not self._drawn:
-            torch_state = torch.get_rng_state()
-            before = python_state, numpy_state = _host_state()
-            self._lean = True
-            try:
-                value = read()
-            except Exception:
-                if _same(before, _host_state()):
-                    raise
-            else:
-                if _same(before, _host_state()):
-                    return value
-            finally:
-                self._lean = False
-                torch.set_rng_state(torch_state)
+            with self._watched() as unused:
+                try:
+                    value = read(None)
+                except Exception:
+                    if unused():
+                        raise
+                else:
+                    if unused():
+                        return value
             self._drawn = True
-            random.setstate(python_state)
-            if numpy_state is not None:
-                sys.modules["numpy"].random.set_state(numpy_state)
         with self.own():
-            return read()
+            return read(self.seed)
+
+    @contextmanager
+    def _watched(self) -> Iterator[Callable[[], bool]]:
+        """Around a read without seeds. Yields a function that returns whether it has left all generators alone."""
+        watch, python, numpy = _Watch(torch.default_generator), self._python, self._put_in_numpy()
+        torch_state = torch.get_rng_state()
+        # NumPy may be imported, and drawn from, by the read itself
+        before = python.state, numpy.state if numpy is not None else "numpy" in sys.modules
+        torch.default_generator = torch.random.default_generator = watch  # pyright: ignore[reportAttributeAccessIssue]
+        used = True
+
+        def unused() -> bool:
+            nonlocal used
+            now = python.state, numpy.state if numpy is not None else "numpy" in sys.modules
+            used = watch.used or now != before or not torch.equal(torch_state, watch.generator.get_state())
+            return not used
+
+        try:
+            yield unused
+        finally:
+            torch.default_generator = torch.random.default_generator = watch.generator
+            if numpy is not None:
+                numpy.take_out()
+            if used:
+                torch.set_rng_state(torch_state)
+                python.state = before[0]
 
     def seed(self, epoch: int, place: int) -> None:
-        """Within ``own``. ``place``: of a sample in the epoch."""
-        digest = hashlib.blake2b(f"{self._seed}/{epoch}/{place}".encode(), digest_size=8).digest()
-        seed = int.from_bytes(digest, "little")
+        """Seed the generators for a sample. Within ``own``. ``place``: of the sample in the epoch."""
+        if epoch != self._epoch:
+            self._epoch, self._base = epoch, seed_for(self._seed, f"samples/{epoch}")
+        seed = (self._base + place * _STRIDE) % _LIMIT
         torch.default_generator.manual_seed(seed)
-        if self._lean:
-            return
         random.seed(seed)
         if (numpy := sys.modules.get("numpy")) is not None:
             numpy.random.seed(seed % 2**32)

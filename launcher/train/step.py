@@ -85,7 +85,7 @@ class Agreed:
 
 
 _FLAGS = 9
-_OWN_SQUARE, _OUT_OF_MEMORY, _BUFFERS = 6, 7, 8  # their places among the flags
+_ITEMS, _LOSS, _OWN_SQUARE, _OUT_OF_MEMORY, _BUFFERS = 0, 1, 6, 7, 8  # their places among the flags
 
 
 class WindowTotals:
@@ -137,17 +137,25 @@ class WindowTotals:
         out_of_memory: bool = False,
     ) -> None:
         known = [self._counted_items, 0, self._samples, has_next, stop, save_due, 0, out_of_memory, 0, *spent]
-        # from pinned memory: an ordinary copy would hold the host until the GPU is through with the forward pass
-        flags = torch.tensor(known, dtype=torch.float64, pin_memory=self._device.type == "cuda")
-        flags = flags.to(self._device, non_blocking=True)
-        if self.losses:
-            flags[1] = _stack(self.losses).sum()
+        from_device: dict[int, Tensor | float] = {
+            _LOSS: _stack(self.losses).sum() if self.losses else 0.0,
+            _OWN_SQUARE: own_square,
+            _BUFFERS: buffers_changed,
+        }
         if self._items:
             counts = _stack(self._items)
             # what is no count spoils the sum, on every rank: that needs neither a flag of its own nor the host
-            flags[0] += counts.where((counts >= 0) & (counts == counts.round()), torch.nan).sum()
-        flags[_OWN_SQUARE] = own_square
-        flags[_BUFFERS] = buffers_changed
+            counted = counts.where((counts >= 0) & (counts == counts.round()), torch.nan).sum()
+            from_device[_ITEMS] = self._counted_items + counted
+        if self._device.type == "cpu":
+            for place, value in from_device.items():
+                known[place] = float(value)
+            flags = torch.tensor(known, dtype=torch.float64)
+        else:
+            # from pinned memory: an ordinary copy would hold the host until the GPU is through with the forward pass
+            flags = torch.tensor(known, dtype=torch.float64, pin_memory=True).to(self._device, non_blocking=True)
+            for place, value in from_device.items():
+                flags[place] = value
         if self._world.size > 1:
             self._work = dist.all_reduce(flags, async_op=True)
         self._shared = flags
@@ -158,7 +166,7 @@ class WindowTotals:
 
     def items_of_all(self) -> int:
         """The window's items on all ranks; the host waits for them."""
-        items = self._arrived()[0].item()
+        items = self._arrived()[_ITEMS].item()
         return round(items) if math.isfinite(items) else 0
 
     def out_of_memory(self) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from launcher.train.pace import FEWEST_WINDOWS, Pace, slowest
+from launcher.train.pace import LOOK_EVERY, Pace, slowest
 from launcher.train.world import World
 from tests.helpers import torchrun
 
@@ -22,8 +22,8 @@ def of_two(share: float | None) -> Pace:
     return pace
 
 
-def table(*rows: tuple[float, float, float]) -> torch.Tensor:
-    return torch.tensor([rows] * 5, dtype=torch.float64)
+def table(*rows: tuple[float, float, float]) -> list[list[float]]:
+    return [[seconds for row in rows for seconds in row] for _ in range(5)]
 
 
 def test_the_slowest_rank_and_what_it_costs() -> None:
@@ -37,7 +37,7 @@ def test_the_slowest_rank_and_what_it_costs() -> None:
 
 def test_one_slow_window_is_no_slow_rank() -> None:
     tables = table((1.0, 0.0, 0.0), (1.0, 0.0, 0.0))
-    tables[2, 1, 0] = 100.0
+    tables[2][3] = 100.0
     assert slowest(tables, ["a", "b"]).share == 0.0
 
 
@@ -108,7 +108,19 @@ def test_real_ranks(tmp_path: Path) -> None:
         assert found[name]["named"] == [1, of], name
         assert found[name]["said"][0].startswith("Straggler: rank 1 on ")
         assert len(found[name]["said"]) == 1
-        assert found[name]["slow"][1] > FEWEST_WINDOWS
-        assert found[name]["first"] > FEWEST_WINDOWS, "and not before there are enough windows"
+        assert found[name]["slow"][1] > LOOK_EVERY
+        assert found[name]["first"] > LOOK_EVERY, "and not before there are enough windows"
     for seen in found.values():
         assert {"time/compute_s", "time/compute_s_max", "time/wait_s"} <= {*seen["metrics"]}
+
+
+def test_a_rank_is_named_once_two_looks_blame_the_same_one() -> None:
+    pace = of_two(0.1)
+    slow = [1.0, 0.0, 1.0, 2.0, 0.0, 0.0]
+    news: dict[int, str] = {}
+    for window in range(40):  # looks come after windows 11, 21 and 31
+        pace.take_in(slow if window >= 8 else slow[3:] + slow[:3])
+        if pace.news is not None:
+            news[window] = pace.news
+    assert [*news] == [31], "the first look blamed the other rank"
+    assert news[31].startswith("Straggler: rank 1 on b ")
