@@ -113,18 +113,32 @@ class _NumpyGenerator:
     """
 
     def __init__(self, numpy: Any) -> None:
-        self._random = numpy.random
-        self._own = numpy.random.MT19937(0)
-        # its 624 words and its position, where they are in memory
-        self._words = (ctypes.c_char * (625 * 4)).from_address(self._own.ctypes.state_address)
-        self._outer: Any = None
+        self._random, self._legacy = numpy.random, numpy.random.MT19937
+        self._own, self._outer = self._legacy(0), self._random.get_bit_generator()
+        self._words, self._outer_words = self._words_of(self._own), self._words_of(self._outer)
+        self._left = b""
+        self._kept: Any = None
+
+    def _words_of(self, generator: Any) -> Any:
+        """Return its 624 words and its position where they are in memory; a user's own generator may have none."""
+        size = 625 * 4 if isinstance(generator, self._legacy) else 0
+        return (ctypes.c_char * size).from_address(generator.ctypes.state_address)
 
     def put_in(self) -> None:
-        self._outer = self._random.get_bit_generator()
+        if (outer := self._random.get_bit_generator()) is not self._outer:
+            self._outer, self._outer_words, self._left = outer, self._words_of(outer), b""
+        # a change of generators loses the number that a draw of two normal ones has left over
+        if isinstance(outer, self._legacy) and self._outer_words.raw != self._left:
+            self._kept = self._random.get_state(legacy=False)
         self._random.set_bit_generator(self._own)
 
     def take_out(self) -> None:
         self._random.set_bit_generator(self._outer)
+        if self._kept is not None and self._kept["has_gauss"]:
+            self._random.set_state(self._kept)
+        else:
+            self._left = self._outer_words.raw
+        self._kept = None
 
     @property
     def state(self) -> bytes:

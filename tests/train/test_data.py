@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -18,6 +18,7 @@ from launcher.plan import RunPlan
 from launcher.train.data import open_feed
 from launcher.train.feed import BEGINNING, Feed, Place
 from launcher.train.held_out import eval_batches
+from launcher.train.randomness import SampleRandom, Seed, seed_everything
 from launcher.train.world import World
 from tests.helpers import make_plan
 
@@ -325,3 +326,35 @@ def test_a_run_that_is_resumed_within_a_ramp_goes_on_with_the_next_window() -> N
     whole = read(plan, data)
     for at in (1, 3, 7, 8, 12, 15):
         assert read(plan, data, Place(at)) == whole[at:]
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        pytest.param(lambda: torch.rand(1).item(), id="torch"),
+        pytest.param(torch.initial_seed, id="the seed of torch"),
+        pytest.param(lambda: torch.default_generator.initial_seed(), id="the seed of torch's generator"),
+        pytest.param(random.random, id="Python"),
+        pytest.param(lambda: random.gauss(0, 1), id="a number that Python's gauss has left over"),
+        pytest.param(lambda: np.random.rand(), id="NumPy"),
+        pytest.param(lambda: np.random.default_rng(torch.initial_seed()).random(), id="a generator of its own"),
+    ],
+)
+def test_the_first_number_drawn_is_noticed_and_comes_from_the_samples_place(draw: Callable[[], float]) -> None:
+    def read(seed: Seed | None) -> float:
+        if seed is not None:
+            seed(3, 5)
+        return draw()
+
+    values: list[float] = []
+    for outer in (1, 2):
+        seed_everything(outer)
+        _ = random.gauss(0, 1), np.random.normal()  # each leaves a second number
+        before = torch.get_rng_state(), random.getstate(), repr(np.random.get_state())
+        values.append(SampleRandom(7).around(read))
+        after = torch.get_rng_state(), random.getstate(), repr(np.random.get_state())
+        assert torch.equal(before[0], after[0])
+        assert before[1:] == after[1:]
+        assert isinstance(torch.default_generator, torch.Generator)
+        assert torch.default_generator is torch.random.default_generator
+    assert values[0] == values[1], "it does not depend on what was drawn elsewhere"
