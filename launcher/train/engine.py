@@ -228,7 +228,10 @@ class Engine:
             flags = (self._feed.has_next(), self._stop(), self._save_due())
             self._totals.send(*flags, self._noise.own, self.pace.numbers(), self._buffers.changed())
             if self._may_abandon and self._totals.out_of_memory():
-                raise WindowAbandoned
+                raise WindowAbandoned(
+                    "Another rank ran out of memory, and batch.on_oom=shrink runs this window again. The loop must pass "
+                    "this exception to engine.shrinks(error)."
+                )
             self.parallel.before_reduction(self._totals.items_of_all)
         self.parallel.before_backward()
         self.precision.backward(loss_sum * weight)
