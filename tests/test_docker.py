@@ -59,7 +59,7 @@ def test_labels_say_what_the_package_says() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     text = DOCKERFILES[0].read_text()
     assert f'org.opencontainers.image.version="{project["version"]}"' in text
-    assert f'org.opencontainers.image.licenses="{project["license"]["text"]}"' in text
+    assert f'org.opencontainers.image.licenses="{project["license"]}"' in text
 
 
 def test_the_context_holds_what_the_build_needs_and_no_more() -> None:
@@ -67,7 +67,7 @@ def test_the_context_holds_what_the_build_needs_and_no_more() -> None:
     assert "*" in lines, "everything stays out but"
     kept = {line.removeprefix("!") for line in lines if line.startswith("!")}
     assert all((ROOT / name).exists() for name in kept)
-    assert {"launcher", "conf", "docker", "pyproject.toml", "constraints.txt", "README.md"} <= kept
+    assert {"launcher", "conf", "docker", "pyproject.toml", "constraints.txt", "README.md", "LICENSE"} <= kept
 
 
 def test_the_compose_files_services_run_what_is_there() -> None:
