@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 PYTEST_ARGS ?=
 
-.PHONY: train test lint bench bench-sync bench-speedup gpu gpu-wheels clean
+.PHONY: train test lint docs-reference bench bench-sync bench-speedup gpu gpu-wheels clean
 
 train: $(VENV)/.installed
 	$(BIN)/launch train $(ARGS)
@@ -19,10 +19,14 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
+# The generated page of docs/reference; tests/test_docs.py fails if it is not up to date.
+docs-reference: $(VENV)/.installed
+	$(BIN)/python docs/configuration.py
+
 bench: $(VENV)/.installed
 	$(BIN)/launch run -- jobs/bench.py
 
-# Two shaped hosts on this machine (needs root and iproute2): docs/sync.md and docs/sync.png are made of it. 20 minutes.
+# Two shaped hosts on this machine (needs root and iproute2): docs/explanations/sync.md and sync.png are made of it. 20 minutes.
 ON_HOSTS = $(BIN)/python -m tests.system.hosts --rate $(1) -- $(BIN)/launch run cluster=hosts cluster.nodes=2 \
 	cluster.rendezvous={first}:29400 cluster.workers_per_node=$(2) run.dir=build/bench-sync -- \
 	jobs/bench_sync.py measure --rate $(1) --out build/sync.jsonl
@@ -32,7 +36,7 @@ bench-sync: $(VENV)/.installed-dev tools
 	$(call ON_HOSTS,1gbit,2)
 	$(call ON_HOSTS,100mbit,1)
 	$(call ON_HOSTS,100mbit,2)
-	$(BIN)/python jobs/bench_sync.py report --results build/sync.jsonl --to docs
+	$(BIN)/python jobs/bench_sync.py report --results build/sync.jsonl --to docs/explanations
 
 # On the same hosts: the printed speed-up against that of two whole runs. 15 minutes.
 bench-speedup: $(VENV)/.installed-dev tools

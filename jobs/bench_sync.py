@@ -2,7 +2,7 @@
 
     make bench-sync                                                     # two shaped hosts on this machine, all of it
     launch run cluster=hosts ... -- jobs/bench_sync.py measure --rate NAME --out results.jsonl    # on hosts of yours
-    python jobs/bench_sync.py report --results results.jsonl --to docs
+    python jobs/bench_sync.py report --results results.jsonl --to docs/explanations
 
 With one worker a host: every policy of DDP and FSDP; with several: of HSDP, a shard group a host.
 
@@ -184,7 +184,7 @@ def report(results: Path, to: Path) -> None:
         "limit, ms | step / limit |\n|---|---|---|---|---|---|---|---|---|"
     )
     rates = list(dict.fromkeys(record["rate"] for record in records))
-    lines = ["# Sync policies between two hosts", "", "Made by `make bench-sync`; `jobs/bench_sync.py` says how.", ""]
+    lines = ["# Sync policies between two hosts", "", "Made by `make bench-sync`: see `jobs/bench_sync.py`.", ""]
     for rate in rates:
         reached = statistics.median(record["line_rate"] for record in records if record["rate"] == rate)
         lines.append(f"- {rate}: a plain TCP stream reached {reached * 8 / 1e6:,.0f} Mbit/s, both ways at once.")

@@ -1,4 +1,6 @@
-"""Gradient accumulation's three classic examples on the engine, one rank each. docs/classics.md has what they print.
+"""Gradient accumulation's three classic examples on the engine, one rank each.
+
+docs/explanations/classics.md shows the output.
 
 launch run cluster.workers_per_node=1 -- jobs/classics.py
 """

@@ -1,7 +1,7 @@
 """One loss curve, however the global batch is spread: the same job at several shapes, curve beside curve.
 
     python jobs/invariance.py                                # 100 steps of a small bytes_gpt in fp32: two minutes
-    python jobs/invariance.py --to docs                      # also draws docs/invariance.png
+    python jobs/invariance.py --to docs/explanations         # also draws invariance.png
     python jobs/invariance.py train.steps=20 task.width=192  # any key of `launch train`, but batch and ranks
 
 Shapes are ranks x accumulation (x micro-batch): 1x8, 2x4, 4x2 and, with micro-batches twice as large, 4x1.

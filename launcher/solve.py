@@ -281,7 +281,9 @@ def _unit_notes(strategy: StrategyPlan, task: TaskPlan) -> list[str]:
         return []
     notes: list[str] = []
     if strategy.kind in SHARDED:
-        notes.append("The model has no repeated blocks: it is gathered as a whole. See shard_units in the README.")
+        notes.append(
+            "The model has no repeated blocks: it is gathered as a whole. See shard units in docs/guides/sharding.md."
+        )
     if strategy.recompute is not Recompute.none:
         notes.append("strategy.recompute=blocks has no effect: the model has no repeated blocks.")
     return notes

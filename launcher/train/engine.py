@@ -229,8 +229,8 @@ class Engine:
             self._totals.send(*flags, self._noise.own, self.pace.numbers(), self._buffers.changed())
             if self._may_abandon and self._totals.out_of_memory():
                 raise WindowAbandoned(
-                    "Another rank ran out of memory, and batch.on_oom=shrink runs this window again. The loop must pass "
-                    "this exception to engine.shrinks(error)."
+                    "Another rank ran out of memory, and batch.on_oom=shrink runs this window again. The loop must "
+                    "pass this exception to engine.shrinks(error)."
                 )
             self.parallel.before_reduction(self._totals.items_of_all)
         self.parallel.before_backward()

@@ -55,7 +55,7 @@ class GPT(nn.Module):
 
 
 class Text:
-    """``how``: "masked" picks the valid targets by a mask, as the README's task does."""
+    """``how``: "masked" picks the valid targets by a mask, as the task in the README does."""
 
     def __init__(self, how: str = "") -> None:
         self.how = how
