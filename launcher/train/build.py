@@ -112,12 +112,6 @@ class TrainedParameters:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._names = self._now()
-        self._parameters = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-
-    def require_unchanged(self) -> None:
-        """Do as ``require_same``, at less cost: parameters that were added since then are not noticed."""
-        if any(parameter.requires_grad is not trained for parameter, trained in self._parameters):
-            self.require_same()
 
     def require_same(self) -> None:
         """Raise EngineMisuse where parameters were frozen or unfrozen since then."""

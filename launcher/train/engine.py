@@ -224,7 +224,7 @@ class Engine:
         if self.parallel.own.due:
             self._noise.begin(*self._totals.here)
         if self._now.last:
-            self._trained.require_unchanged()
+            self._trained.require_same()
             flags = (self._feed.has_next(), self._stop(), self._save_due())
             self._totals.send(*flags, self._noise.own, self.pace.numbers(), self._buffers.changed())
             if self._may_abandon and self._totals.out_of_memory():
