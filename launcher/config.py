@@ -1,8 +1,8 @@
-"""What a user can set: one dataclass per config group, a line with the unit under every field.
+"""Config schema: one dataclass per group, and under every field its meaning and unit.
 
-Python holds types and defaults, ``conf/`` holds values, ``launcher.compose`` puts them together with Hydra. A field
-whose default is None is decided by the plan, or belongs to another option of its group. Null for any other key is its
-default here, or is refused where that would be ambiguous.
+Types and defaults are here, values in ``conf/``; Hydra composes them. A default of None is decided by the plan, or
+belongs to another option of the group. Null for any other key means its default, or is refused where that would be
+ambiguous. docs/reference/configuration.md is generated from this file.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Sync(StrEnum):
 class Compress(StrEnum):
     none = "none"
     bf16 = "bf16"
-    fp16 = "fp16"  # only for an error that says why not, and to read plans of earlier versions
+    fp16 = "fp16"  # refused with a reason; plans of earlier versions may have it
     powersgd = "powersgd"
 
 
@@ -111,71 +111,71 @@ class ClusterConfig:
     """Where the job runs."""
 
     kind: ClusterKind = ClusterKind.local
-    """local: this machine; hosts: several, on each of which the same command is typed; slurm: a job of Slurm's."""
+    """local: this machine; hosts: several, with the same command typed on each; slurm: a Slurm job."""
     nodes: int | str = 1
-    """Hosts; a local job has one. slurm, hosts: "MIN:MAX", such as 2:4: it goes on with as many as there are, at
-    the same global batch; in a YAML file in quotes."""
+    """Number of hosts; a local job has one. slurm, hosts: "MIN:MAX", such as 2:4: the job continues with as many as
+    there are, at the same global batch. Quote it in a YAML file."""
     rendezvous: str | None = None
-    """hosts: HOST:PORT where they meet, an address of the first of them."""
+    """hosts: HOST:PORT of the rendezvous, an address of the first host."""
     interface: str | None = None
-    """hosts, slurm: a host's network interface to the others. Default: the one that leads to the first of them."""
+    """hosts, slurm: a host's network interface to the others. Default: the one that leads to the first host."""
     link_gbit: float | None = None
-    """hosts, slurm: Gbit/s of a host's link to the others, for the predicted time on the wire."""
+    """hosts, slurm: rate of a host's link to the others in Gbit/s, used to predict the time on the wire."""
     workers_per_node: int | None = None
-    """Ranks a host. Default: the GPUs seen (slurm: of a node of the partition), else 2."""
+    """Ranks per host. Default: the number of visible GPUs (slurm: of a node of the partition), else 2."""
     device: Device = Device.auto
-    """auto: cuda where a GPU is seen (slurm: where the partition has some), else cpu."""
+    """auto: cuda if a GPU is visible (slurm: if the partition has GPUs), else cpu."""
     max_restarts: int = 0
-    """How often torchrun starts the workers again after one failed; a training job goes on from its last checkpoint."""
+    """How often torchrun restarts the workers after a failure; a training job resumes from its last checkpoint."""
     grace_s: int = 30
-    """Seconds that workers get to finish their window and save when they are asked to stop."""
+    """Seconds that workers have to finish their window and save when the job is stopped."""
     env: list[str] = field(default_factory=list[str])
-    """Names of environment variables that workers get beside the usual ones; a trailing * matches any ending."""
+    """Environment variables that workers get in addition to the usual ones; a trailing * matches any ending."""
     partition: str | None = None
-    """slurm: where the job queues. Default: Slurm's."""
+    """slurm: partition. Default: that of the cluster."""
     account: str | None = None
-    """slurm: who pays."""
+    """slurm: account that is charged."""
     qos: str | None = None
     """slurm: quality of service."""
     time: str | None = None
-    """slurm: time limit, "HH:MM:SS" or "D-HH:MM:SS". A run that is longer goes on in the job's next turn."""
+    """slurm: time limit, "HH:MM:SS" or "D-HH:MM:SS". A longer run is requeued and continues."""
     mem: str | None = None
-    """slurm: memory a node, such as "64G"."""
+    """slurm: memory per node, such as "64G"."""
     cpus_per_worker: int | None = None
-    """slurm: CPU cores a rank. Default: a node's cores by its GPUs; without GPUs 2."""
+    """slurm: CPU cores per rank. Default: a node's cores divided by its GPUs; 2 without GPUs."""
     constraint: str | None = None
-    """slurm: features that nodes must have."""
+    """slurm: required features of the nodes."""
     exclude: str | None = None
-    """slurm: nodes not to use."""
+    """slurm: nodes to exclude."""
     dependency: str | None = None
-    """slurm: jobs to wait for, such as "afterok:1234"."""
+    """slurm: dependency on other jobs, such as "afterok:1234"."""
     setup: list[str] = field(default_factory=list[str])
-    """slurm: shell lines run on the first node before the job, such as "module load cuda"."""
+    """slurm: shell lines that run on the first node before the job, such as "module load cuda"."""
     container: str | None = None
     """slurm: container image for the job's tasks (pyxis)."""
     sbatch: dict[str, Any] = field(default_factory=dict[str, Any])
-    """slurm: any other option of sbatch by its long name; true for one without a value."""
+    """slurm: any other option of sbatch by its long name; true for an option without a value."""
 
 
 @dataclass(kw_only=True)
 class StrategyConfig:
-    """How the model lies over the ranks, and when gradients are synchronised."""
+    """How the model is distributed over the ranks, and when gradients are synchronised."""
 
     kind: StrategyKind = StrategyKind.ddp
-    """single: one rank; ddp: a whole model on each rank; fsdp: sharded over all ranks; hsdp: sharded over shard_size
-    ranks, and replicated."""
+    """single: one rank; ddp: a full copy of the model on each rank; fsdp: sharded over all ranks;
+    hsdp: sharded over shard_size ranks, and replicated."""
     sync: Sync = Sync.auto
-    """every: gradients on each micro-batch; boundary: on the last of a window; gather_once (fsdp, hsdp): parameters too
-    once a window; replicas_at_boundary (hsdp): within a shard group each time, between replicas at the boundary; auto:
-    the one with the fewest wire bytes whose predicted memory fits."""
+    """every: synchronise gradients in each micro-batch; boundary: in the last of a window; gather_once (fsdp, hsdp):
+    also gather parameters once per window; replicas_at_boundary (hsdp): in each micro-batch within a shard group, at
+    the boundary between replicas; auto: the policy with the fewest wire bytes whose predicted memory fits."""
     bucket_mb: float | None = None
     """ddp: size of the gradient buckets, MiB. Default: 25."""
     static_graph: bool = False
-    """ddp: its static_graph; only with sync=every."""
+    """ddp: DDP's static_graph; only with sync=every."""
     find_unused_parameters: bool = False
-    """ddp: its find_unused_parameters; only with sync=every."""
+    """ddp: DDP's find_unused_parameters; only with sync=every."""
     compress: Compress = Compress.none
-    """ddp: gradients on the wire as bf16, or as low-rank factors (powersgd, with error feedback). fp16 is refused."""
+    """ddp: send gradients as bf16, or as low-rank factors (powersgd, with error feedback). fp16 is refused."""
     powersgd_rank: int | None = None
     """powersgd: rank of the factors. Default: 1."""
     powersgd_start: int | None = None
@@ -183,14 +183,14 @@ class StrategyConfig:
     shard_size: int | None = None
     """hsdp: ranks that share one copy of the model. Default: the workers of one host."""
     recompute: Recompute = Recompute.none
-    """blocks: activations within the model's repeated blocks are computed again in backward, not kept."""
+    """blocks: recompute the activations inside the model's repeated blocks in the backward pass."""
     cpu_offload: bool = False
-    """fsdp, hsdp on GPUs: parameters, gradients and optimizer state lie in host memory between uses."""
+    """fsdp, hsdp on GPUs: keep parameters, gradients and optimizer state in host memory between uses."""
 
 
 @dataclass(kw_only=True)
 class PrecisionConfig:
-    """Number formats of parameters and of the forward and backward pass."""
+    """Number formats of the parameters and of the forward and backward passes."""
 
     kind: PrecisionKind = PrecisionKind.auto
     """fp32, or autocast to bf16 or fp16 (with loss scaling). auto: bf16 if every worker's device computes it without
@@ -202,38 +202,38 @@ class PrecisionConfig:
     growth_interval: int | None = None
     """fp16: steps without overflow after which the scale doubles."""
     parameters: Parameters = Parameters.fp32
-    """Trained parameters that model() returns in bf16 or fp16. fp32: they become fp32; keep: they stay, and their
-    gradients and optimizer state have that format too. Frozen ones stay, except with precision=fp32."""
+    """Trained parameters that model() returns in bf16 or fp16. fp32: convert them; keep: they stay, and their
+    gradients and optimizer state have that format too. Frozen parameters stay, except with precision=fp32."""
     tf32: bool = False
-    """GPUs: whether fp32 matrix products and convolutions use TF32, which rounds their inputs to 10 mantissa bits."""
+    """GPUs: use TF32 for fp32 matrix products and convolutions; it rounds their inputs to 10 mantissa bits."""
 
 
 @dataclass(kw_only=True)
 class BatchConfig:
-    """The contract. Any two of the first three fix the third; global_size alone lets micro_size follow."""
+    """The batch contract. Any two of the first three keys fix the third; with global_size alone micro_size follows."""
 
     global_size: int | None = None
     """Samples in one optimizer step, over all ranks. Default: 64."""
     micro_size: int | str | None = None
-    """Samples one rank passes forward and backward at once. auto: the largest that memory has room for, found by trying
-    (on_oom=shrink). Default: the largest of 4, 3, 2, 1 that divides a rank's share."""
+    """Samples that one rank passes forward and backward at once. auto: the largest that fits into memory, found by
+    trying (on_oom=shrink). Default: the largest of 4, 3, 2, 1 that divides a rank's share."""
     accumulation: int | None = None
-    """Micro-batches a rank in one optimizer step."""
+    """Micro-batches of one rank in one optimizer step."""
     uneven: bool = False
-    """Where the ranks cannot share global_size in whole micro-batches: true: their micro-batches differ by one sample,
-    one without a sample counts for nothing, and accumulation is rounded up; false: refused."""
+    """If the ranks cannot share global_size in whole micro-batches: true: micro-batches differ by one sample, one
+    without a sample has weight zero, and accumulation is rounded up; false: refuse the combination."""
     ramp: list[list[int]] = field(default_factory=list[list[int]])
     """Stages before global_size holds: [[100, 16], [200, 32]] is 100 windows of 16 samples, then 200 of 32. The
     micro-batch stays, accumulation grows."""
     short_window: ShortWindow = ShortWindow.exact
-    """The window at an epoch's end that is not full: exact: used, with its true weight; drop: left out."""
+    """A window at the end of an epoch that is not full. exact: use it with its true weight; drop: leave it out."""
     on_oom: OnOom = OnOom.stop
-    """A rank that runs out of memory: stop: ends the run; shrink: all ranks halve the micro-batch, run as many more of
-    them, and do the window again."""
+    """A rank that runs out of memory. stop: end the run; shrink: all ranks halve the micro-batch, accumulate more of
+    them, and repeat the window."""
     norm: Norm = Norm.leave
     """What a BatchNorm normalises by: leave: one rank's micro-batch; sync: that micro-batch of all ranks; freeze: its
     running statistics, which stay as they are; window: the whole window, with the gradient of one big batch, at the
-    price of two more passes for each BatchNorm."""
+    cost of two more passes for each BatchNorm."""
 
 
 @dataclass(kw_only=True)
@@ -241,11 +241,11 @@ class OptimizerConfig:
     """The update rule."""
 
     kind: OptimizerKind = OptimizerKind.adamw
-    """adamw or sgd."""
+    """adamw: AdamW; sgd: SGD with momentum."""
     lr: float = 1e-3
     """Learning rate at reference_batch, or at any batch without lr_scaling."""
     weight_decay: float = 0.0
-    """Decay a step, times the learning rate."""
+    """Decay per step, multiplied by the learning rate."""
     betas: list[float] | None = None
     """adamw: decay of the first and second moment."""
     eps: float | None = None
@@ -275,7 +275,7 @@ class ScheduleConfig:
 
 @dataclass(kw_only=True)
 class TrainConfig:
-    """How long, and with what care."""
+    """Length of the run, reproducibility, evaluation, hang and straggler detection."""
 
     steps: int | None = None
     """Optimizer steps. Default, without epochs: 300."""
@@ -284,9 +284,9 @@ class TrainConfig:
     clip_norm: float | None = 1.0
     """Largest global gradient norm; null: no clipping."""
     seed: int = 0
-    """Of the initial parameters, the sample order and dropout."""
+    """Seed of the initial parameters, the sample order and dropout."""
     deterministic: bool = False
-    """Only deterministic kernels: slower, bitwise repeatable."""
+    """Use deterministic kernels only: slower, bitwise repeatable."""
     compile: bool = False
     """torch.compile the model."""
     log_every: int = 1
@@ -294,65 +294,65 @@ class TrainConfig:
     eval_every: int = 0
     """Optimizer steps between two evaluations; 0 or null: once, at the end."""
     loader_workers: int = 1
-    """Processes a rank that read and collate ahead of the step; 0: in the step's own process."""
+    """Processes per rank that read and collate ahead of the step; 0: in the step's own process."""
     hang_timeout: float | None = 1800.0
-    """Seconds after which a rank that does not get on hangs, and the workers are ended, to be started again as after a
-    death: longer than the start, any micro-batch, any batch of an evaluation and any checkpoint; null: never."""
+    """Seconds without progress after which a rank counts as hanging and the workers are ended, and restarted as after
+    any failure. Must exceed the start, any micro-batch, any batch of an evaluation and any checkpoint. null: never."""
     straggler_share: float | None = 0.1
-    """The slowest rank is named once it makes a step longer by this share of it; null: never."""
+    """Report the slowest rank once it lengthens a step by this share of it; null: never."""
 
 
 @dataclass(kw_only=True)
 class CheckpointConfig:
-    """What is kept. The last step is always saved, unless enabled is false."""
+    """Checkpoints. The last step is always saved, unless enabled is false."""
 
     enabled: bool = True
-    """Save at all."""
+    """Save checkpoints."""
     every: int | None = None
     """Optimizer steps between two checkpoints."""
     every_minutes: float | None = None
     """Minutes between two checkpoints. Default, without every: none; slurm: 10."""
     keep: int | None = None
-    """Checkpoints kept, the newest. Default: all; slurm, where every and every_minutes are not set: 3."""
+    """Number of newest checkpoints to keep. Default: all; slurm, if every and every_minutes are not set: 3."""
     async_save: bool = True
-    """Copy what is to be saved to host memory, and write it while training goes on; the last one is written at once."""
+    """Copy the state to host memory and write it while training continues; the last checkpoint is written at once."""
     on_error: OnError = OnError.stop
-    """When a checkpoint cannot be written: stop: the run ends as failed; continue: it goes on, and tries again when the
-    next one is due."""
+    """If a checkpoint cannot be written. stop: the run ends as failed; continue: training continues, and the next due
+    checkpoint is tried."""
 
 
 @dataclass(kw_only=True)
 class WandbConfig:
-    """Weights & Biases, the mirror of metrics.jsonl."""
+    """Weights & Biases, a mirror of metrics.jsonl."""
 
     mode: WandbMode = WandbMode.offline
-    """offline: files for `wandb sync`; online: live; disabled: none."""
+    """offline: write files for `wandb sync`; online: upload live; disabled: off."""
     project: str = "launcher"
     """W&B project."""
     entity: str | None = None
-    """W&B user or team; default: the key's own."""
+    """W&B user or team. Default: that of the API key."""
     group: str | None = None
-    """Runs shown together. Default: a sweep's name, else WANDB_RUN_GROUP."""
+    """W&B group. Default: the sweep's name, else WANDB_RUN_GROUP."""
     tags: list[str] = field(default_factory=list[str])
     """W&B tags. Default: WANDB_TAGS."""
     notes: str | None = None
-    """Purpose of the run, shown beside it. Default: WANDB_NOTES."""
+    """W&B notes, such as the purpose of the run. Default: WANDB_NOTES."""
     job_type: str | None = None
     """W&B job type, such as train, to filter runs by. Default: WANDB_JOB_TYPE."""
 
 
 @dataclass(kw_only=True)
 class RunConfig:
-    """The run itself."""
+    """Name and directory of the run, calibration."""
 
     name: str | None = None
-    """Its directory's name. Default: the task's name, the time and four random characters."""
+    """Name of its directory. Default: the task's name, the time and four random characters."""
     dir: str = "runs"
-    """Where run directories lie."""
+    """Parent of the run directories."""
     calibrate_s: float | None = None
-    """Seconds, at most, in which the first window's micro-batches are measured before training: with sync=every, with
-    the job's own policy and without communication. That gives the speed-up and the exposed communication. 0: never.
-    Default: 15, and no more than a tenth of what the run is predicted to take."""
+    """Maximum seconds of the calibration before training, which measures the first window's micro-batches with
+    sync=every, with the job's own policy and without communication: the speed-up and the exposed communication.
+    0: never. Default: 15, and no more than a tenth of the predicted run time."""
 
 
 @dataclass(kw_only=True)
@@ -360,13 +360,13 @@ class SweepConfig:
     """Many runs from one command (-m)."""
 
     name: str | None = None
-    """Its directory's name, and W&B's group. Default: the task's name and what was typed, as a digest: the same command
-    goes on with the same sweep."""
+    """Name of its directory, and W&B group. Default: the task's name and a digest of the command, so that the same
+    command continues the same sweep."""
     at_once: int | None = None
-    """slurm: cells of one array that run at the same time. Default: as many as there is room for."""
+    """slurm: cells of one array that run at the same time. Default: no limit."""
     objective: str | None = None
-    """What a sweeper that learns from results, such as Optuna's, is told of a cell: a number in its summary.json.
-    Default: eval/loss where there is one, else train/loss."""
+    """Result that a sweeper which learns from results, such as Optuna's, receives for a cell: a number in its
+    summary.json. Default: eval/loss if there is one, else train/loss."""
 
 
 @dataclass(kw_only=True)
