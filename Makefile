@@ -27,7 +27,7 @@ bench: $(VENV)/.installed
 	$(BIN)/launch run -- jobs/bench.py
 
 # Two shaped hosts on this machine (needs root and iproute2): docs/explanations/sync.md and sync.png are made of it. 20 minutes.
-ON_HOSTS = $(BIN)/python -m tests.system.hosts --rate $(1) -- $(BIN)/launch run cluster=hosts cluster.nodes=2 \
+ON_HOSTS = $(BIN)/python -m tests.infra.hosts --rate $(1) -- $(BIN)/launch run cluster=hosts cluster.nodes=2 \
 	cluster.rendezvous={first}:29400 cluster.workers_per_node=$(2) run.dir=build/bench-sync -- \
 	jobs/bench_sync.py measure --rate $(1) --out build/sync.jsonl
 bench-sync: $(VENV)/.installed-dev tools
@@ -41,7 +41,7 @@ bench-sync: $(VENV)/.installed-dev tools
 # On the same hosts: the printed speed-up against that of two whole runs. 15 minutes.
 bench-speedup: $(VENV)/.installed-dev tools
 	for rate in 1gbit 100mbit; do \
-		$(BIN)/python -m tests.system.hosts --rate $$rate -- $(BIN)/launch run cluster=hosts cluster.nodes=2 \
+		$(BIN)/python -m tests.infra.hosts --rate $$rate -- $(BIN)/launch run cluster=hosts cluster.nodes=2 \
 			cluster.rendezvous={first}:29400 cluster.workers_per_node=1 run.dir=build/bench-speedup -- \
 			jobs/bench_speedup.py --rate $$rate || exit 1; done
 

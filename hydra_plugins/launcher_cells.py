@@ -1,4 +1,4 @@
-"""Hydra's Launcher plugin of this project: any sweeper of Hydra's says which cells, and the rest is launcher/sweeps/.
+"""Hydra's Launcher plugin of this project: any sweeper of Hydra's says which cells, and the rest is launcher/sweep/.
 
 Hydra finds plugins in packages of this name, and nowhere else.
 """
@@ -15,20 +15,20 @@ from omegaconf import DictConfig
 
 
 class CellLauncher(Launcher):
-    """Hands a sweeper's cells to whoever has called `launcher.compose.run_with_config`, and their results back."""
+    """Hands a sweeper's cells to whoever has called `launcher.config.hydra.run_with_config`, and their results back."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:  # noqa: ARG002
-        from launcher.sweeps import sweeper
+        from launcher.config import multirun
 
         self._config = config
-        self._loader = hydra_context.config_loader = sweeper.CellLoader(hydra_context.config_loader)
-        sweeper.confirm_size(self._loader, config)
+        self._loader = hydra_context.config_loader = multirun.CellLoader(hydra_context.config_loader)
+        multirun.confirm_size(self._loader, config)
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:  # noqa: ARG002
-        from launcher.sweeps import sweeper
+        from launcher.config import multirun
 
         composed = [self._loader.load_sweep_config(self._config, list(overrides)) for overrides in job_overrides]
-        return [self._returned(result) for result in sweeper.begin(self._config, job_overrides, composed)]
+        return [self._returned(result) for result in multirun.begin(self._config, job_overrides, composed)]
 
     def _returned(self, result: Any) -> JobReturn:
         failed = isinstance(result, Exception)

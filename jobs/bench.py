@@ -33,9 +33,9 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from launcher import Engine, RunPlan, make_plan
 from launcher.tasks.bytes_gpt import BytesGPT
-from launcher.train.meter import CommStats
-from launcher.train.noise import OwnGradient
-from launcher.train.telemetry import Record, peak_memory_bytes, step_metrics
+from launcher.train.measure.comm_meter import CommStats
+from launcher.train.measure.noise_scale import OwnGradient
+from launcher.train.metrics import Record, peak_memory_bytes, step_metrics
 
 WARM_UP = 5
 CASES = ["bytes_gpt", "mlp", "fsdp", "meter", "noise"]

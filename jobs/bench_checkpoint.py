@@ -23,11 +23,11 @@ import torch.distributed as dist
 from torch import nn
 
 from launcher import Engine, make_plan
-from launcher.incarnation import Fence, Incarnation
-from launcher.paths import RunPaths
-from launcher.train import room
-from launcher.train.account import Account
-from launcher.train.saver import Saver
+from launcher.rundir.fencing import Fence, Incarnation
+from launcher.rundir.paths import RunPaths
+from launcher.train.checkpoint import save as checkpoint_save
+from launcher.train.checkpoint.async_save import Saver
+from launcher.train.checkpoint.run_totals import Account
 
 LAYERS, ALONE, WARM_UP = 3, 4, 6
 
@@ -106,7 +106,7 @@ def measure(strategy: str, rounds: int, width: int, place: Path) -> str:
                 times["with a write"].append(next(steps))
             times["write"].append(saver.news()["time/checkpoint_write_s"])
     steps.close()
-    whole = room.predicted_bytes(engine)
+    whole = checkpoint_save.predicted_bytes(engine)
     local = whole if strategy == "ddp" else whole / engine.world.size
     median = {name: statistics.median(values or [float("nan")]) for name, values in times.items()}
     return (

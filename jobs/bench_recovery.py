@@ -15,13 +15,12 @@ import sys
 import tempfile
 import time
 
-from launcher.api import plan_job
-from launcher.compose import compose_with_yaml
-from launcher.drill.conduct import LOOK_EVERY_S, next_step
-from launcher.drill.record import Record
-from launcher.drill.stage import Here
-from launcher.drill.verdict import Kind
+from launcher.config.hydra import compose_with_yaml
+from launcher.drill.backends import Here
+from launcher.drill.runner import LOOK_EVERY_S, next_step
+from launcher.drill.verdict import Kind, Record
 from launcher.errors import UserError
+from launcher.launch.planner import plan_job
 
 MOST = 1.5
 STEPS_BETWEEN = 4

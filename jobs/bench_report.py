@@ -18,12 +18,13 @@ import tempfile
 import time
 from pathlib import Path
 
-from launcher.cluster import local
-from launcher.compose import compose
-from launcher.paths import write_json
-from launcher.plan import RunInfo, TaskPlan
-from launcher.site import Site
-from launcher.solve import solve
+from launcher.config.hydra import compose
+from launcher.launch import local
+from launcher.plan.host import Site
+from launcher.plan.launch_plan import RunInfo
+from launcher.plan.run_plan import TaskPlan
+from launcher.plan.solve import solve
+from launcher.rundir.files import write_json
 
 # what a record holds beside the figures below
 REST = {f"comm/all_reduce/figure_{number}": 0.1234567890123 + number for number in range(26)}

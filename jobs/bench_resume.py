@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from launcher.train.cutback import cut_back
+from launcher.train.checkpoint.resume import cut_back
 
 # as `launch train` writes it for FSDP at two ranks, with every number as long as it may be
 LINE = {

@@ -1,6 +1,6 @@
 """What runs and sweeps cost a user of Slurm: seconds to submit, to list, from "save" to "queued again", steps lost.
 
-    python -m tests.system.slurm --nodes 2 -- python jobs/bench_slurm.py      # on a cluster made for it (root)
+    python -m tests.infra.slurm --nodes 2 -- python jobs/bench_slurm.py      # on a cluster made for it (root)
     python jobs/bench_slurm.py                                                # on the one you are logged in to
 
 The job is the default one, bytes_gpt, on two nodes. Everything is done with `launch`, as a user would.

@@ -24,7 +24,7 @@ from torch.utils.data import Dataset
 
 from launcher import Engine, make_plan
 from launcher.tasks.bytes_gpt import BytesGPT
-from launcher.train.account import Account
+from launcher.train.checkpoint.run_totals import Account
 
 ACCUMULATION, MICRO_SIZE = 4, 4
 HEAD = (

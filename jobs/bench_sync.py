@@ -30,8 +30,8 @@ from torch import Tensor, nn
 
 from launcher import Engine, Loss, make_plan
 from launcher.tasks.bytes_gpt import BytesGPT
-from launcher.train import calibration
-from launcher.train.calibration import WARM_UP_WINDOWS, Calibrated, Kind
+from launcher.train.engine import calibration
+from launcher.train.engine.calibration import WARM_UP_WINDOWS, Calibrated, Kind
 
 ACCUMULATIONS = (1, 2, 4, 8, 16)
 MICRO_SIZE = 4

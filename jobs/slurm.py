@@ -11,7 +11,7 @@ import sys
 
 from launcher import submit
 from launcher.errors import UserError
-from launcher.runstate import Run, State
+from launcher.runs.status import Run, State
 
 
 def main(overrides: list[str]) -> int:

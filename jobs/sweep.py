@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from launcher import sweep
 from launcher.errors import UserError
-from launcher.runstate import Run, State
+from launcher.runs.status import Run, State
 
 OVER = {"batch.accumulation": [1, 2, 4, 8], "cluster.workers_per_node": [1, 2]}
 FIXED = ["batch.global_size=64", "train.steps=30"]

@@ -8,33 +8,37 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from launcher import compat
+
 if TYPE_CHECKING:
+    from launcher.api import Job as Job
+    from launcher.api import Study as Study
     from launcher.api import make_plan as make_plan
-    from launcher.api import plan_job as plan_job
-    from launcher.compose import compose as compose
-    from launcher.config import Config as Config
-    from launcher.plan import RunPlan as RunPlan
-    from launcher.study import Job as Job
-    from launcher.study import Study as Study
-    from launcher.study import submit as submit
-    from launcher.study import sweep as sweep
-    from launcher.train.engine import Engine as Engine
-    from launcher.train.step import StepResult as StepResult
-    from launcher.train.task import Loss as Loss
+    from launcher.api import submit as submit
+    from launcher.api import sweep as sweep
+    from launcher.config.hydra import compose as compose
+    from launcher.config.schema import Config as Config
+    from launcher.launch.planner import plan_job as plan_job
+    from launcher.plan.run_plan import RunPlan as RunPlan
+    from launcher.task import Loss as Loss
+    from launcher.train.engine.engine import Engine as Engine
+    from launcher.train.engine.window_totals import StepResult as StepResult
+
+compat.install()
 
 _HOMES = {
-    "Config": "launcher.config",
-    "Engine": "launcher.train.engine",
-    "Job": "launcher.study",
-    "Loss": "launcher.train.task",
-    "RunPlan": "launcher.plan",
-    "StepResult": "launcher.train.step",
-    "Study": "launcher.study",
-    "compose": "launcher.compose",
+    "Config": "launcher.config.schema",
+    "Engine": "launcher.train.engine.engine",
+    "Job": "launcher.api",
+    "Loss": "launcher.task",
+    "RunPlan": "launcher.plan.run_plan",
+    "StepResult": "launcher.train.engine.window_totals",
+    "Study": "launcher.api",
+    "compose": "launcher.config.hydra",
     "make_plan": "launcher.api",
-    "plan_job": "launcher.api",
-    "submit": "launcher.study",
-    "sweep": "launcher.study",
+    "plan_job": "launcher.launch.planner",
+    "submit": "launcher.api",
+    "sweep": "launcher.api",
 }
 __all__ = list(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 __version__: str  # that of pyproject.toml

@@ -1,153 +1,40 @@
-"""What can be done with a job from Python; the command line is made of the same calls."""
+"""The public Python API: plans, jobs and sweeps."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import netrc
+import itertools
 import os
 import re
-import secrets
 from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime
-from importlib import metadata
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
-from typing import Any, TypeVar
-from urllib.parse import urlsplit
+from typing import Any
 
-from launcher import native
-from launcher.compose import compose
-from launcher.config import ClusterConfig, ClusterKind, Config, Device, PrecisionKind, RunConfig, Sync, WandbMode
-from launcher.errors import ConfigError, SiteError, UserError
-from launcher.forecast import weigh_memory
-from launcher.plan import RunInfo, RunPlan, TaskPlan
-from launcher.policy import SHARDED
-from launcher.site import Partition, Site, batch_env
-from launcher.solve import solve
-from launcher.taskinfo import ask, describe_task
-
-T = TypeVar("T")
-
-ANY_NUMBER = 2**62  # of samples: enough for every window
-
-
-class Once:
-    """Calls a function once for equal arguments. The jobs of a sweep ask the same of the same task and cluster."""
-
-    def __init__(self) -> None:
-        self._known: dict[str, tuple[Any, UserError | None]] = {}
-
-    def __call__(self, function: Callable[..., T], *arguments: object, **named: object) -> T:
-        key = repr((function, arguments, named))
-        if key not in self._known:
-            try:
-                self._known[key] = function(*arguments, **named), None
-            except UserError as error:  # what is wrong for one is wrong for all
-                self._known[key] = None, error
-        found, error = self._known[key]
-        if error is not None:
-            raise error
-        return found
-
-
-def plan_job(config: Config, once: Once | None = None) -> RunPlan:
-    """The plan of `launch train` with this config. Looks at the task and at this machine; starts and writes nothing.
-
-    Args:
-        once: what was found out for other jobs of the same moment.
-
-    Raises:
-        ConfigError, TaskError, SiteError: what is wrong with the input.
-    """
-    once = once or Once()
-    site = once(where, config.cluster)
-    run = new_run(config.run, task_stem(config), site.cwd)
-    require_mirror(config)
-    # what no task could make right is said before the task is looked at, which may take seconds
-    cluster = solve(config, site, TaskPlan.unknown(ANY_NUMBER), run).cluster
-    if config.precision.kind is PrecisionKind.auto and cluster.kind is ClusterKind.local:
-        site = dataclasses.replace(site, bf16=once(_look_at_format, PrecisionKind.bf16, cluster.device)[0])
-    task = once(describe_task, config.task, site.cwd, shards=config.strategy.kind in SHARDED, seed=config.train.seed)
-    plan = weighed(solve(config, site, task, run), config)
-    return dataclasses.replace(plan, notes=(*plan.notes, *emulation_notes(plan, once)))
-
-
-def emulation_notes(plan: RunPlan, once: Once | None = None) -> list[str]:
-    """Return a warning if the job runs on this machine in a format that it emulates."""
-    kind = plan.precision.kind
-    if plan.cluster.kind is not ClusterKind.local or kind not in native.NARROW:
-        return []
-    is_native, factor = (once or Once())(_look_at_format, kind, plan.cluster.device, measure=True)
-    return [] if is_native or factor is None else [native.warning(kind, "this machine", factor)]
-
-
-def _look_at_format(kind: PrecisionKind, device: Device, *, measure: bool = False) -> tuple[bool | None, float | None]:
-    """Return whether this machine computes in ``kind`` natively, and how many times as long as in fp32 a matrix product
-    takes where it does not and ``measure``; None for what is not known. Only a doubt or a measurement needs torch."""
-    quick = native.computes(kind, device, os.environ)
-    if quick is not None and (quick or not measure):
-        return quick, None
-    request = {"kind": kind.value, "device": device.value, "measure": measure}
-    answer = ask("launcher.train.number_formats", json.dumps(request)) or {}
-    return answer.get("native", quick), answer.get("slowdown")
-
-
-def weighed(plan: RunPlan, config: Config) -> RunPlan:
-    """Return ``plan`` with the sync policy that fits into memory, if the user left the choice to the launcher.
-
-    Of a model with frozen parts, what each policy sends depends on where gradients flow, so windows of it are run too.
-    """
-    choose = config.strategy.sync is Sync.auto
-    if plan.strategy.kind not in SHARDED or not (choose or plan.task.frozen_parameters):
-        return plan
-    most, *fewer = (weigh_memory(world, choose=choose) for world in plan.worlds())
-    return most.with_fewer(fewer)
-
-
-def require_mirror(config: Config) -> None:
-    """Raises SiteError where W&B would find no key."""
-    if config.wandb.mode is WandbMode.online:
-        # a job of Slurm's finds the key in .netrc, or where the user names the variable in cluster.env
-        everything = config.cluster.kind is not ClusterKind.slurm
-        require_wandb_key(os.environ if everything else batch_env(os.environ, ("HOME", *config.cluster.env)))
-
-
-def task_stem(config: Config) -> str:
-    """What runs of a task are called: ``bytes_gpt`` for ``BytesGPT``."""
-    class_name = str(config.task.get("_target_", "")).rpartition(".")[2]
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", class_name).lower()
-
-
-def where(config: ClusterConfig) -> Site:
-    """What the machines have that the job will run on: this one, or the nodes of a partition of Slurm's.
-
-    Raises:
-        ConfigError: there is no such partition.
-    """
-    from launcher.cluster.slurm import client
-
-    if config.kind is not ClusterKind.slurm or not client.available():
-        return Site.here()
-    return Site.of(Partition.joined(partitions(config)), config.container)
-
-
-def partitions(config: ClusterConfig) -> list[Partition]:
-    """Those of Slurm's that a job may run in: whichever is free first.
-
-    Raises:
-        ConfigError: there is no such partition.
-    """
-    from launcher.cluster.slurm import client
-
-    known = client.partitions()
-    wanted = known[0].name if config.partition is None else config.partition
-    found = [partition for name in wanted.split(",") for partition in known if partition.name == name]
-    if len(found) < len(wanted.split(",")):
-        raise ConfigError(
-            "cluster.partition", wanted, "Slurm has no such partition.",
-            f"There are: {', '.join(partition.name for partition in known)}.",
-        )  # fmt: skip
-    return found
+from launcher.config.hydra import compose, compose_with_yaml
+from launcher.config.multirun import AskedCell
+from launcher.config.schema import ClusterKind, Config, Device, PrecisionKind
+from launcher.errors import EXIT_INTERRUPTED, EXIT_RESUMABLE, SiteError, UserError
+from launcher.launch import local
+from launcher.launch.peers import Alone
+from launcher.launch.planner import new_run, plan_job
+from launcher.launch.slurm import submit as slurm
+from launcher.plan import host
+from launcher.plan.host import Site
+from launcher.plan.launch_plan import LaunchPlan
+from launcher.plan.run_plan import RunPlan, TaskPlan
+from launcher.plan.solve import solve
+from launcher.report.compare import Comparison, Entry
+from launcher.report.compare import compare as side_by_side
+from launcher.report.figures import read_all
+from launcher.report.live import Silence
+from launcher.rundir.files import read_json, write_text
+from launcher.rundir.paths import RunPaths, SweepPaths
+from launcher.runs import control
+from launcher.runs.status import Run, look
+from launcher.sweep.conductor import Conductor
+from launcher.sweep.reuse import look_at_sweeps
 
 
 def make_plan(overrides: Sequence[str] | Config = (), *, samples: int | None) -> RunPlan:
@@ -175,35 +62,158 @@ def make_plan(overrides: Sequence[str] | Config = (), *, samples: int | None) ->
         device = config.cluster.device
         if device is Device.auto:
             device = Device.cuda if site.gpus else Device.cpu
-        site = dataclasses.replace(site, bf16=native.computes(PrecisionKind.bf16, device, os.environ))
+        site = dataclasses.replace(site, bf16=host.computes(PrecisionKind.bf16, device, os.environ))
     return solve(config, site, TaskPlan.unknown(samples), run, started)
 
 
-def new_run(config: RunConfig, stem: str, cwd: str) -> RunInfo:
-    """A run's name, id and directory. Names of runs started in the same second differ by their random end."""
-    now = datetime.now(UTC)
-    name = config.name or f"{stem or 'run'}-{now:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
-    return RunInfo(
-        name=name,
-        id=secrets.token_hex(4),
-        dir=str((Path(cwd) / config.dir / name).resolve()),
-        created=now.isoformat(timespec="seconds"),
-        version=metadata.version("launcher"),
-    )
+# what Hydra would read as something else
+_NO_TEXT = ("null", "true", "false", "nan", "inf")
 
 
-def require_wandb_key(env: Mapping[str, str]) -> None:
-    """Raises SiteError where wandb.mode=online would find no key: in the environment, or in .netrc for the host."""
-    if env.get("WANDB_API_KEY") or env.get("WANDB_IDENTITY_TOKEN_FILE"):
-        return
-    host = urlsplit(env.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
-    place = Path(env.get("NETRC") or Path(env.get("HOME", "~")).expanduser() / ".netrc")
+@dataclass(frozen=True)
+class Job:
+    """A run that was begun: ``dir`` is its directory."""
+
+    dir: Path
+
+    @property
+    def name(self) -> str:
+        return self.dir.name
+
+    def look(self) -> Run:
+        """How it stands."""
+        return control.one(RunPaths(self.dir))
+
+    def wait(self, watch: Callable[[Run], None] = lambda _: None) -> Run:
+        """How it stands once it is over, through every requeue. ``watch``: called now and then with how it stands."""
+        return control.wait_for([RunPaths(self.dir)], lambda runs: watch(runs[0]))[0]
+
+    def summary(self) -> dict[str, Any]:
+        """What summary.json holds; empty before the end."""
+        return read_json(RunPaths(self.dir).summary) or {}
+
+
+@dataclass(frozen=True)
+class Study:
+    """A sweep that was begun: ``dir`` is its directory."""
+
+    dir: Path
+
+    def cells(self) -> list[Run]:
+        """How each stands, in the order in which they were asked for."""
+        return look_at_sweeps([SweepPaths(self.dir)])[str(self.dir)]
+
+    def report(self, loss: float | None = None) -> Path:
+        """Write the page of `launch report`, and return where it is. ``loss``: that hours are counted to."""
+        paths = SweepPaths(self.dir)
+        write_page(compare([paths], title=self.dir.name, loss=loss), paths.report)
+        return paths.report
+
+
+def submit(overrides: Sequence[str] = ()) -> Job:
+    """Begin the job of ``launch train OVERRIDES``. With cluster=slurm it is in the queue when this returns; on this
+    machine it is over.
+
+    Raises:
+        UserError: what is wrong with the input; nothing was begun.
+    """
+    config, yaml = compose_with_yaml(overrides)
+    if config.cluster.kind is ClusterKind.hosts:
+        raise SiteError("cluster=hosts: is begun by `launch train`, typed on each host.")
+    plan = plan_job(config)
+    if plan.cluster.slurm is not None:
+        plan, _ = slurm.submit(plan, yaml)
+    else:
+        local.create(plan, yaml)
+        if _run_here(plan) in (EXIT_INTERRUPTED, EXIT_RESUMABLE):  # no more of it is wanted
+            raise KeyboardInterrupt
+    return Job(plan.paths.root)
+
+
+def sweep(
+    over: Mapping[str, Sequence[object]],
+    overrides: Sequence[str] = (),
+    *,
+    wait: bool = True,
+    watch: Callable[[Sequence[Run]], None] = lambda _: None,
+) -> Study:
+    """Begin a run for each combination of the values of ``over``, as ``launch train -m`` does.
+
+    Args:
+        over: keys, and the values that each takes.
+        overrides: of all runs.
+        wait: whether to return when all are over; on this machine they are in any case.
+        watch: called now and then with how Slurm's stand.
+
+    Raises:
+        UserError: no cell can begin, or a value is of the wrong type.
+    """
+    words_of = {key: [typed(value) for value in values] for key, values in over.items()}
+    varying = tuple(f"{key}={','.join(values)}" for key, values in words_of.items())
+    cells: list[AskedCell] = []
+    for values in itertools.product(*words_of.values()):
+        words = tuple(f"{key}={value}" for key, value in zip(words_of, values, strict=True))
+        cells.append(AskedCell(words, *compose_with_yaml([*overrides, *words])))
+    conductor = Conductor(["-m", *overrides, *varying], _run_here, watch, lambda _: None, wait=wait)
+    conductor.begin(cells, False)
+    assert conductor.paths is not None
+    return Study(conductor.paths.root)
+
+
+def compare(asked: Sequence[RunPaths | SweepPaths], *, title: str, loss: float | None = None) -> Comparison:
+    """Runs, and the cells of sweeps, side by side, with all figures of `launch report`.
+
+    Args:
+        loss: training loss that hours are counted to; None: the lowest that all finished runs of a task have reached.
+    """
+    sweeps = look_at_sweeps([paths for paths in asked if isinstance(paths, SweepPaths)])
+    runs = {run.dir: run for run in look([paths for paths in asked if isinstance(paths, RunPaths)])}
+    entries: list[Entry] = []
+    for paths in asked:
+        for run in sweeps.get(str(paths.root)) or [runs[str(paths.root)]]:
+            label = run.cell or run.name
+            if run.cell is not None and len(asked) > 1:
+                label = f"{paths.root.name}: {label}"
+            place = Path(run.dir) if run.dir else None
+            elsewhere = place is not None and run.cell is not None and place.parent != paths.root
+            entries.append(
+                Entry(
+                    label=label,
+                    state=run.state.value,
+                    detail=run.detail,
+                    dir=place,
+                    elsewhere=str(place.parent) if place is not None and elsewhere else "",
+                )
+            )
+    places = list(dict.fromkeys(entry.dir for entry in entries if entry.dir is not None))
+    return side_by_side(title, entries, read_all(places), loss)
+
+
+def write_page(compared: Comparison, place: Path) -> None:
+    """Raises UserError where it cannot be written."""
+    from launcher.report.page import page
+
+    text = page(compared, datetime.now().astimezone())
     try:
-        known = netrc.netrc(place).authenticators(host)
-    except (OSError, netrc.NetrcParseError):
-        known = None
-    if known is None:
-        raise SiteError(
-            f"wandb.mode=online: there is no key for {host}, neither in WANDB_API_KEY nor in {place}.\n"
-            "  Run `wandb login`, or use wandb.mode=offline and `wandb sync` later."
-        )
+        write_text(place, text)
+    except OSError as error:
+        raise UserError(f"{place}: cannot be written: {error.strerror}.\n  Name another: --html FILE.") from error
+
+
+def typed(value: object) -> str:
+    """``value`` as one types it on the command line, in the grammar of Hydra's overrides."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(typed, value))}]"  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+    text = str(value)
+    if re.fullmatch(r"[A-Za-z_][\w.+/:@%-]*", text) and text.lower() not in _NO_TEXT:
+        return text
+    escaped = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), text)
+    return f"'{escaped}'"
+
+
+def _run_here(plan: LaunchPlan | RunPlan) -> int:
+    return local.run(plan, Silence(), Alone()).status

@@ -2,5 +2,5 @@ import pytest
 
 # they assert for many tests, and are to say what they found
 pytest.register_assert_rewrite(
-    "tests.helpers", "tests.system.runs", "tests.system.jobs_on_slurm", "tests.system.jobs_on_hosts"
+    "tests.helpers", "tests.infra.runs", "tests.infra.jobs_on_slurm", "tests.infra.jobs_on_hosts"
 )

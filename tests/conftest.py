@@ -18,7 +18,7 @@ import hypothesis
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-from launcher.cluster.network import free_port
+from launcher.launch.network import free_port
 from tests.helpers import SLOWNESS, patience
 from tests.helpers import launch as launch_in
 
@@ -86,18 +86,20 @@ def _marked(mark: str) -> list[int]:
 WAITING = ("system/test_slurm", "system/test_slurm_lost", "system/test_sweep")
 LONG = (
     "system/test_elastic", "system/test_hosts", "system/test_links", "system/test_drill", "system/test_chaos",
-    "train/test_verify",
+    "verify/test_verify_worker",
 )  # fmt: skip
 # A file's tests run in one process, where they may share something long in the making. These are long, and do not.
 DEALT_OUT = (
     "system/test_drill", "system/test_hangs", "system/test_resume", "system/test_saving", "system/test_sharding",
-    "system/test_trouble", "system/test_wandb", "equivalence/test_grid", "train/test_forecast", "train/test_noise",
-    "train/test_resume",
+    "system/test_trouble", "system/test_wandb", "equivalence/test_grid", "train/inspect/test_memory_forecast",
+    "train/measure/test_noise_scale", "train/checkpoint/test_resume",
 )  # fmt: skip
 
 
 def _file(path: PurePath) -> str:
-    return f"{path.parent.name}/{path.stem}"
+    """Its path below tests/, without the ending."""
+    below = [part for part in path.parents if part.name == "tests"]
+    return str(path.relative_to(below[0] if below else path.parent.parent).with_suffix(""))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -8,10 +8,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from launcher.compose import compose
-from launcher.plan import RunInfo, RunPlan, TaskPlan
-from launcher.site import Site
-from launcher.solve import solve
+from launcher.config.hydra import compose
+from launcher.plan.host import Site
+from launcher.plan.launch_plan import RunInfo
+from launcher.plan.run_plan import RunPlan, TaskPlan
+from launcher.plan.solve import solve
 
 ROOT = Path(__file__).resolve().parent.parent
 # how many times longer this machine takes than the one that the limits were chosen on; measured once by conftest.py
@@ -79,7 +80,7 @@ def torchrun(script: Path, arguments: Sequence[str], ranks: int, cwd: Path, time
     """Run ``script`` on ``ranks`` real processes with gloo; its output. Fails the test when it fails."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     done = subprocess.run(
-        [*command, "-m", "launcher.cluster.script", str(script), *arguments],
+        [*command, "-m", "launcher.launch.script", str(script), *arguments],
         cwd=cwd,
         capture_output=True,
         text=True,

@@ -1,10 +1,11 @@
-"""The rooms: who may import whom, what the command line must not import, and who reads torchrun's variables."""
+"""Order of imports, what the command line must not import, and who reads torchrun's variables."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,55 +14,146 @@ import pytest
 import launcher
 
 PACKAGE = Path(launcher.__file__).parent
-# what a person types: it asks the other rooms, and none of them asks it
-ON_TOP = ("launcher.doctor", "launcher.commands", "launcher.cli")
 HEAVY = {"torch", "wandb", "submitit", "sklearn", "numpy"}
+
+# Each line may import the lines above it and itself, but not its neighbours on the line. Lazy imports and those for
+# types count too. The finer lines are of launcher/train.
+LAYERS = (
+    ("compat",),
+    ("errors",),
+    ("quantities",),
+    ("process",),
+    ("heartbeat",),
+    ("task",),
+    ("tasks",),
+    ("config",),
+    ("rundir",),
+    ("plan",),
+    (
+        "launch", "train.world", "train.precision", "train.measure", "train.data", "train.parallel", "train.engine",
+        "train.metrics", "train.checkpoint", "train.evaluation", "train.trainer", "train.inspect", "train.worker",
+    ),
+    ("runs",),
+    ("verify", "sweep", "drill", "doctor"),
+    ("report",),
+    ("api",),
+    ("cli",),
+    ("__main__",),
+)  # fmt: skip
+TRAIN = (
+    ("train.world",),
+    ("train.precision",),
+    ("train.measure", "train.data"),
+    ("train.parallel",),
+    ("train.engine",),
+    ("train.metrics",),
+    ("train.checkpoint",),
+    ("train.evaluation",),
+    ("train.trainer",),
+    ("train.inspect", "train.worker"),
+)
+# (importing module, imported module): what breaks the order. Keep it empty. The root's own __init__, which names the
+# public API and imports each name when it is first used, is in no layer.
+EXCEPTIONS = set[tuple[str, str]]()
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 def imports(path: Path) -> Iterator[str]:
+    """Modules that ``path`` imports anywhere, those of the launcher as exactly as they are named."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (name.name for name in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            yield from (f"{node.module}.{name.name}" for name in node.names)
+            for name in node.names:
+                full = f"{node.module}.{name.name}"
+                yield full if full in MODULES else node.module
 
 
-def room(name: str) -> list[Path]:
-    found = sorted((PACKAGE / name).rglob("*.py"))
-    assert found
-    return found
+def own_imports(module: str) -> set[str]:
+    return {name for name in imports(MODULES[module]) if name in MODULES}
 
 
-@pytest.mark.parametrize(
-    ("of", "never"),
-    [
-        ("cluster", ("launcher.train", "launcher.report", *ON_TOP)),
-        ("train", ("launcher.cluster", "launcher.report", "launcher.api", *ON_TOP)),
-        ("drill", ("launcher.train", "launcher.report", "launcher.commands", "launcher.cli")),
-        ("doctor", ("launcher.train", "launcher.report", "launcher.commands", "launcher.cli")),
-        ("commands", ("launcher.train", "launcher.tasks", "launcher.cli")),
-        ("report", ("launcher.train", "launcher.cluster", "launcher.sweeps", *ON_TOP)),
-        ("sweeps", ("launcher.train", "launcher.report", *ON_TOP)),
-        ("tasks", ("launcher.cluster", "launcher.report", *ON_TOP)),
-    ],
-)
-def test_rooms_do_not_import_each_other(of: str, never: tuple[str, ...]) -> None:
-    for path in room(of):
-        wrong = [name for name in imports(path) if name.startswith(never)]
-        assert not wrong, f"{path.name} imports {wrong}"
+def place_of(module: str, layers: tuple[tuple[str, ...], ...]) -> tuple[int, str]:
+    """The line of ``module``, and under which name it is there."""
+    inside = module.removeprefix("launcher.")
+    for number, layer in enumerate(layers):
+        for name in layer:
+            if inside == name or inside.startswith(f"{name}."):
+                return number, name
+    raise AssertionError(f"{module} has no place in the order of imports: add it to LAYERS")
 
 
-def test_nothing_imports_jobs() -> None:
-    for path in PACKAGE.rglob("*.py"):
-        assert not [name for name in imports(path) if name.split(".")[0] == "jobs"]
+def has_code(module: str) -> bool:
+    """False for a package whose __init__ holds a docstring and nothing else."""
+    return len(ast.parse(MODULES[module].read_text()).body) > 1
+
+
+CODE = [module for module in MODULES if has_code(module) and module != "launcher"]
+
+
+@pytest.mark.parametrize("module", CODE)
+def test_imports_point_downwards(module: str) -> None:
+    number, name = place_of(module, LAYERS)
+    for other in own_imports(module):
+        if not has_code(other):
+            continue
+        its_number, its_name = place_of(other, LAYERS)
+        train = name.startswith("train.") and its_name.startswith("train.")
+        allowed = its_number < number or its_name == name or train or (module, other) in EXCEPTIONS
+        assert allowed, f"{module} imports {other}"
+        if train:
+            mine, theirs = place_of(module, TRAIN), place_of(other, TRAIN)
+            assert theirs[0] < mine[0] or theirs == mine, f"{module} imports {other}"
+
+
+def test_there_is_no_cycle() -> None:
+    """Lazily or for types neither."""
+    imported = {module: own_imports(module) for module in CODE}
+    state: dict[str, int] = defaultdict(int)
+
+    def visit(module: str, way: tuple[str, ...]) -> None:
+        assert state[module] != 1, " -> ".join((*way[way.index(module) :], module))
+        if state[module] == 0:
+            state[module] = 1
+            for other in sorted(imported.get(module, ())):
+                visit(other, (*way, module))
+            state[module] = 2
+
+    for module in CODE:
+        visit(module, ())
+
+
+def test_no_two_modules_share_a_name() -> None:
+    names: dict[str, list[str]] = defaultdict(list)
+    for module, path in MODULES.items():
+        if path.stem not in ("__init__", "__main__"):
+            names[path.stem].append(module)
+    assert {name: modules for name, modules in names.items() if len(modules) > 1} == {}
+
+
+def test_no_module_is_too_long() -> None:
+    most = {"launcher.train.engine.engine": 420}  # not longer than it was; "one path for the step" divides it
+    lines = {module: len(path.read_text().splitlines()) for module, path in MODULES.items()}
+    assert {module: count for module, count in lines.items() if count > most.get(module, 400)} == {}
+
+
+def test_nothing_imports_jobs_or_tests() -> None:
+    for path in MODULES.values():
+        assert not [name for name in imports(path) if name.split(".")[0] in ("jobs", "tests")]
 
 
 def test_only_world_reads_torchruns_variables() -> None:
     """In the workers; the agent is the one who hands them out."""
     names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK"}
-    for path in PACKAGE.rglob("*.py"):
-        if path.relative_to(PACKAGE).as_posix() in ("train/world.py", "cluster/agent.py"):
+    for module, path in MODULES.items():
+        if module in ("launcher.train.world", "launcher.launch.agent"):
             continue
         strings = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
         docs = {"WORLD_SIZE"} if path.name == "engine.py" else set[str]()  # it names the variable in an error
@@ -72,13 +164,13 @@ def test_only_world_reads_torchruns_variables() -> None:
     "code",
     [
         "import launcher",
-        "import launcher.api, launcher.cluster.local, launcher.cluster.agent, launcher.report.terminal",
+        "import launcher.api, launcher.launch.local, launcher.launch.agent, launcher.report.live",
         "import launcher; launcher.Loss, launcher.Config, launcher.compose",
         "from launcher.cli import run; assert run(['--help']) == 0",
-        "import launcher.commands.doctor, launcher.doctor.examine, launcher.doctor.bandwidth, launcher.report.checks",
+        "import launcher.cli.doctor, launcher.doctor.examination, launcher.doctor.bandwidth, launcher.report.verdicts",
         "from launcher.cli import run; assert run(['runs', '--dir', '.']) == 0",
-        "import launcher.commands.drill, launcher.drill.conduct, launcher.drill.queued, launcher.report.drill",
-        "import launcher.commands.report, launcher.report.page, launcher.report.page.plots",
+        "import launcher.cli.drill, launcher.drill.runner, launcher.drill.backends, launcher.report.verdicts",
+        "import launcher.cli.report, launcher.report.page, launcher.report.plots",
         "from launcher.cli import run; assert run(['plan']) == 0",
         "from launcher.cli import run; assert run(['plan', '--json', 'strategy.sync=every']) == 0",
         "from launcher.cli import run; assert run(['plan', 'batch.globl_size=3']) == 2",
@@ -94,7 +186,7 @@ def test_the_control_side_imports_nothing_heavy(code: str, tmp_path: Path) -> No
 def test_only_the_report_needs_what_the_report_is_made_of(tmp_path: Path) -> None:
     """Not even its modules, until there is something to report: `launch runs` answers without them."""
     modules = "{'plotly', 'orjson', 'jinja2'}"
-    code = "from launcher.cli import run; import sys; run(['--help']); run(['runs']); import launcher.commands.report"
+    code = "from launcher.cli import run; import sys; run(['--help']); run(['runs']); import launcher.cli.report"
     check = f"{code}; assert not {modules} & set(sys.modules), 'imported too early'"
     subprocess.run([sys.executable, "-c", check], cwd=tmp_path, capture_output=True, check=True)
 
@@ -102,7 +194,7 @@ def test_only_the_report_needs_what_the_report_is_made_of(tmp_path: Path) -> Non
 def test_a_look_at_a_task_needs_no_compiler(tmp_path: Path) -> None:
     """Every `launch train` and `launch plan` waits for it, and torch's compiler takes as long to import as torch."""
     look = "probe('launcher.tasks.bytes_gpt.BytesGPT', {}, ['.'], shards=True, seed=0)"
-    code = f"import sys; from launcher.train.probe import probe; print({look})"
+    code = f"import sys; from launcher.train.inspect.task_probe import probe; print({look})"
     check = f"{code}; print(sorted({{'torch._dynamo', 'torch.distributed.tensor'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", check], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -10,7 +10,7 @@ import pytest
 
 from tests.conftest import DEALT_OUT, LONG, WAITING
 from tests.helpers import ROOT
-from tests.system.runs import processes_of
+from tests.infra.runs import processes_of
 
 TESTS = Path(__file__).parent
 

@@ -31,7 +31,7 @@ def test_what_is_in_it(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {"launcher/conf/config.yaml", "launcher/py.typed"} <= {*names}
     assert [name for name in names if name.endswith(".dist-info/licenses/LICENSE")]
-    assert {f"launcher/report/page/page.{kind}" for kind in ("html.j2", "css", "js")} <= {*names}
+    assert {f"launcher/report/page.{kind}" for kind in ("html.j2", "css", "js")} <= {*names}
     assert not [name for name in names if name.startswith(("tests/", "jobs/"))]
 
 

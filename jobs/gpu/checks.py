@@ -21,10 +21,9 @@ def plain_losses(place: Place) -> list[float]:
     import torch
     from torch.nn.utils import clip_grad_norm_
 
-    from launcher.plan import RunPlan
-    from launcher.train.randomness import seed_everything
-    from launcher.train.sampling import Permutation
-    from launcher.train.task import load_task
+    from launcher.plan.run_plan import RunPlan
+    from launcher.task import load_task, seed_everything
+    from launcher.train.data.randomness import Permutation
 
     plan = RunPlan.load(place.run / "plan.json")
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(plan.precision.kind.value)
@@ -110,7 +109,7 @@ def tensors(directory: Path) -> dict[str, Any]:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    from launcher.train.safeload import Reader
+    from launcher.train.checkpoint.file_format import Reader
 
     state: dict[str, Any] = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)

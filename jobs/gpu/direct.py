@@ -46,12 +46,12 @@ def collectives(place: Place) -> str:
     import torch
     import torch.distributed as dist
 
-    from launcher.config import StrategyKind
-    from launcher.policy import Layout
-    from launcher.train.exchange import Gather, Scatter
-    from launcher.train.meter import Meter, _union_s
-    from launcher.train.noise import OwnGradient
-    from launcher.train.step import WindowTotals
+    from launcher.config.schema import StrategyKind
+    from launcher.plan.sync_policy import Layout
+    from launcher.train.engine.window_totals import WindowTotals
+    from launcher.train.measure.comm_meter import Meter, _union_s
+    from launcher.train.measure.noise_scale import OwnGradient
+    from launcher.train.parallel.collectives import Gather, Scatter
     from launcher.train.world import World
 
     _, device = _joined(place)
@@ -104,8 +104,8 @@ def ddp(place: Place) -> str:
     import torch.distributed as dist
 
     from jobs.gpu.tasks import Words
-    from launcher.config import Sync
-    from launcher.train.ddp import Ddp
+    from launcher.config.schema import Sync
+    from launcher.train.parallel.ddp import Ddp
 
     plan, device = _joined(place, "strategy=ddp", "strategy.sync=boundary")
     task = Words()
@@ -143,7 +143,7 @@ def hsdp(place: Place) -> str:
 
     from jobs.gpu.tasks import Words
     from launcher import Engine
-    from launcher.config import StrategyKind
+    from launcher.config.schema import StrategyKind
 
     plan, device = _joined(place, "strategy=fsdp", "strategy.sync=boundary", "train.clip_norm=null")
     plan = dataclasses.replace(plan, strategy=dataclasses.replace(plan.strategy, kind=StrategyKind.hsdp, shard_size=1))
@@ -185,7 +185,7 @@ def staging(place: Place) -> str:
     """A tensor just over a power of two: torch's own page-locked memory would take twice as much."""
     import torch
 
-    from launcher.train.staging import Staging
+    from launcher.train.checkpoint.contents import Staging
 
     need_cuda(place)
     device = torch.device("cuda", 0)
@@ -221,7 +221,8 @@ def staging(place: Place) -> str:
 def randomness(place: Place) -> str:
     import torch
 
-    from launcher.train.randomness import random_state, restore_random_state, seed_everything
+    from launcher.task import seed_everything
+    from launcher.train.data.randomness import random_state, restore_random_state
 
     device = torch.device(place.device, 0) if place.device == "cuda" else torch.device("cpu")
     seed_everything(5)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from launcher import Loss
-from launcher.site import shares_gpus
-from launcher.train import exchange
+from launcher.plan.host import shares_gpus
+from launcher.train.parallel import collectives
 
 WORDS = 61
 
@@ -249,4 +249,4 @@ def _scatter_by_sum(output: Tensor, source: Tensor, group: Any, op: Any, async_o
 
 
 if shares_gpus():  # gloo, which ranks that share a GPU use, has these two collectives for GPUs in other forms only
-    exchange._all_gather, exchange._reduce_scatter = _gather_by_lists, _scatter_by_sum
+    collectives._all_gather, collectives._reduce_scatter = _gather_by_lists, _scatter_by_sum

@@ -5,7 +5,6 @@
 Prints one JSON object, the last line of its output. A process of its own, as a worker is: a library that ends the
 process is an answer too.
 """
-
 # pyright: reportUnknownMemberType=false
 # torch.distributed leaves some of its arguments without a type
 
@@ -25,6 +24,7 @@ from launcher.process import die_with_parent, leave
 
 if TYPE_CHECKING:
     import torch
+
 
 # sizes are multiplied as long as the next one is expected to fit into the time that is left
 _SMALLEST, _LARGEST, _TIMES = 256 * 1024, 256 * 2**20, 4

@@ -1,4 +1,4 @@
-"""What one host finds out, alone and together with the others; the doctor reads the answers and judges.
+"""Probe: what one host finds out, alone and together with the others; the doctor reads the answers and judges.
 
     python -m launcher.doctor.probe FOLDER PARENT_PID
 
@@ -10,27 +10,109 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import socketserver
+import struct
 import sys
 import threading
+import time
+from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import urlopen
 
-from launcher.api import require_wandb_key
-from launcher.cluster.network import GLOO, NCCL, Route, interfaces, socket_names
-from launcher.cluster.slurm.node import Task
-from launcher.cluster.slurm.route import way_to, way_to_others
-from launcher.doctor import bandwidth, desk, facts, links
+from launcher.doctor import bandwidth, host_facts
 from launcher.doctor.bandwidth import Worker
-from launcher.doctor.desk import Desk
+from launcher.doctor.host_facts import Desk
 from launcher.errors import LauncherError, SiteError
-from launcher.fromjson import build
-from launcher.paths import read_json
-from launcher.plan import EnvPlan
+from launcher.launch.network import GLOO, NCCL, Route, interfaces, socket_names
+from launcher.launch.planner import require_wandb_key
+from launcher.launch.slurm.client import Task
+from launcher.launch.slurm.node import way_to, way_to_others
+from launcher.plan.host import allowed_env
+from launcher.plan.launch_plan import EnvPlan
 from launcher.process import die_with_parent
-from launcher.site import allowed_env
+from launcher.rundir.files import build, read_json
+
+_WITHIN_S = 5.0
+_ASKED = 8
+_AT_ONCE = 16
+_TIME = struct.Struct("!d")
+
+
+class _Clock(socketserver.BaseRequestHandler):
+    """Says what time it is here, once for each byte that it gets."""
+
+    def handle(self) -> None:
+        self.request.settimeout(_WITHIN_S)
+        while self.request.recv(1):
+            self.request.sendall(_TIME.pack(time.time()))
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A caller that has gone is the caller's to tell of."""
+
+
+@contextmanager
+def listening(address: str) -> Generator[int]:
+    """A free port of ``address`` on which this host's clock answers.
+
+    Raises:
+        OSError: none can be opened.
+    """
+    with _Server((address, 0), _Clock) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield server.server_address[1]
+        finally:
+            server.shutdown()
+
+
+def reach_all(places: dict[int, tuple[str, int]]) -> list[dict[str, Any]]:
+    """Call each of the hosts, as ``reach`` does, several at once; ``node`` says which one it was."""
+    if not places:
+        return []
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        calls = {node: pool.submit(reach, address, port) for node, (address, port) in places.items()}
+    return [{"node": node} | call.result() for node, call in calls.items()]
+
+
+def reach(address: str, port: int) -> dict[str, Any]:
+    """``problem``: why there is no connection; empty where there is. ``rtt_s``: of the fastest way there and back,
+    ``offset_s``: what the clock there is ahead of this one, by that same exchange: half the way is the same each way.
+    """
+    best: tuple[float, float] | None = None
+    try:
+        with socket.create_connection((address, port), timeout=_WITHIN_S) as there:
+            for _ in range(_ASKED):
+                before, begun = time.time(), time.monotonic()
+                there.sendall(b"?")
+                said = _TIME.unpack(_receive(there, _TIME.size))[0]
+                took = time.monotonic() - begun
+                if best is None or took < best[0]:
+                    best = (took, said - (before + took / 2))
+    except OSError as error:
+        return {"address": address, "problem": error.strerror or str(error) or type(error).__name__}
+    assert best is not None
+    return {"address": address, "problem": "", "rtt_s": best[0], "offset_s": best[1]}
+
+
+def _receive(there: socket.socket, size: int) -> bytes:
+    got = b""
+    while len(got) < size:
+        part = there.recv(size - len(got))
+        if not part:
+            raise ConnectionError("closed by the other host")
+        got += part
+    return got
+
 
 # the first word of every host; whoever has said none by then does not see the directory
 _HELLO_WITHIN_S = 45
@@ -61,7 +143,7 @@ def of_slurm(folder: str) -> None:
 
 def answer(folder: Path, node: int, node_name: str | None) -> None:
     """Find out, and tell. ``node_name``: Slurm's name of this host, None without Slurm."""
-    question = build(Question, read_json(desk.question_of(folder)) or {})
+    question = build(Question, read_json(host_facts.question_of(folder)) or {})
     told = Desk(folder, node, question.nodes)
     try:
         told.tell(host=node_name or socket.gethostname())
@@ -81,16 +163,16 @@ def answer(folder: Path, node: int, node_name: str | None) -> None:
 
 
 def _look_around(question: Question, told: Desk) -> None:
-    cwd, seen = facts.directory(Path(question.cwd)), False
+    cwd, seen = host_facts.directory(Path(question.cwd)), False
     if question.cwd_token:
         token = Path(question.cwd) / question.cwd_token
         seen = token.exists()
         if seen and not cwd["problem"]:
             token.with_name(f"{token.name}.node{told.node}").touch()
     told.tell(
-        facts=facts.here(),
+        facts=host_facts.here(),
         slurm_gpus=os.environ.get("SLURM_GPUS_ON_NODE"),
-        run_dir=facts.directory(told.folder),
+        run_dir=host_facts.directory(told.folder),
         cwd=cwd | {"same": seen},
         interfaces=[interface.name for interface in interfaces()],
         said_interfaces={name: os.environ[name] for name in (GLOO, NCCL) if os.environ.get(name)},
@@ -114,11 +196,11 @@ def _look_at_links(question: Question, told: Desk) -> Wire:
     # the workers' own port: a free one as for any run
     with socket.create_server((address, 0)) as free:
         port = free.getsockname()[1]
-    with links.listening(address) as clock:
+    with listening(address) as clock:
         told.tell(address=address, interface=route.interface.name, clock_port=clock, store=f"{address}:{port}")
         present = told.wait("clock_port", everyone, _HELLO_WITHIN_S)
         others = {k: (one["address"], one["clock_port"]) for k, one in present.items() if k != told.node}
-        told.tell(absent=sorted(everyone - present.keys()), reached=links.reach_all(others))
+        told.tell(absent=sorted(everyone - present.keys()), reached=reach_all(others))
         done = told.wait("reached", set(present), _TELL_WITHIN_S)
     linked = all(not one["absent"] and not any(link["problem"] for link in one["reached"]) for one in done.values())
     whole = linked and done.keys() == everyone

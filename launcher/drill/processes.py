@@ -18,7 +18,7 @@ from pathlib import Path
 
 OWN = b"launcher.drill.processes"
 # modules that only look at a run
-_LOOK_ON = (OWN.decode(), "launcher.train.alike")
+_LOOK_ON = (OWN.decode(), "launcher.train.checkpoint.diff")
 # of all that may be given a run's directory, what makes it go on
 _COMMANDS = ("train", "resume")
 _LOOK_EVERY_S = 0.02

@@ -1,4 +1,4 @@
-"""What a drill finds out, and the rule of its verdict. No torch.
+"""Verdict of a drill: the records of its runs side by side, and the rule. No torch.
 
 The rule. The job ran its first windows undisturbed, then once for each kind of interruption, to the same step.
 
@@ -11,9 +11,14 @@ The rule. The job ran its first windows undisturbed, then once for each kind of 
 
 from __future__ import annotations
 
+import itertools
+import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
+from typing import Any
 
 from launcher.errors import EXIT_DONE, EXIT_FAILED
 
@@ -29,7 +34,7 @@ class Kind(StrEnum):
     requeue = "requeue"
 
 
-class Outcome(StrEnum):
+class DrillOutcome(StrEnum):
     survives = "survives"
     varies = "survives, and is not deterministic by itself"
     damaged = "does not survive"
@@ -128,23 +133,78 @@ class Drilled:
     run_s: float
     interrupted: tuple[Interrupted, ...]
     by_itself: Difference | None
-    outcome: Outcome
+    outcome: DrillOutcome
     reason: str
 
     @property
     def exit_status(self) -> int:
-        return EXIT_FAILED if self.outcome is Outcome.damaged else EXIT_DONE
+        return EXIT_FAILED if self.outcome is DrillOutcome.damaged else EXIT_DONE
 
 
-def judge(interrupted: Sequence[Interrupted], by_itself: Difference | None) -> tuple[Outcome, str]:
+def judge(interrupted: Sequence[Interrupted], by_itself: Difference | None) -> tuple[DrillOutcome, str]:
     """The verdict, and the sentence that gives its reason."""
     faults = [f"{one.kind.value}: {fault}" for one in interrupted if (fault := one.fault(by_itself))]
     if faults:
-        return Outcome.damaged, f"{'; '.join(faults)}."
+        return DrillOutcome.damaged, f"{'; '.join(faults)}."
     kinds = ", ".join(one.kind.value for one in interrupted)
     if all(one.difference is not None and one.difference.identical for one in interrupted):
-        return Outcome.survives, f"{kinds}: each time it ended as the undisturbed run, bit by bit."
-    return Outcome.varies, (
+        return DrillOutcome.survives, f"{kinds}: each time it ended as the undisturbed run, bit by bit."
+    return DrillOutcome.varies, (
         f"{kinds}: no step was lost, and it differs from the undisturbed run by no more than that differs from itself. "
         "train.deterministic=true may make it repeatable."
     )
+
+
+# what two runs of the same job have in common; the rest is times and memory
+_LEARNED = ("train/", "eval/", "batch/", "progress/", "noise/", "amp/")
+
+
+@dataclass(frozen=True)
+class Record:
+    """The whole lines of a record. ``file``: its inode, 0 where it is not there: a run that goes on has a new one."""
+
+    file: int = 0
+    lines: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, metrics: Path) -> Record:
+        try:
+            with metrics.open("rb") as stream:
+                file = os.fstat(stream.fileno()).st_ino
+                text = stream.read()
+        except OSError:
+            return cls()
+        return cls(file, tuple(text[: text.rfind(b"\n") + 1].decode(errors="replace").splitlines()))
+
+    @property
+    def step(self) -> int:
+        """The last one recorded."""
+        return int(json.loads(self.lines[-1])["step"]) if self.lines else 0
+
+    def kept_of(self, before: Record) -> int:
+        """How many of its first lines are those of ``before``, to the letter: the times in them never come twice."""
+        pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(self.lines, before.lines, strict=False))
+        return sum(1 for _ in pairs)
+
+
+def wrong_steps(record: Record, steps: int) -> str:
+    """What is wrong with the steps of a run of ``steps``, in words; empty where each is there once, in order."""
+    seen = [int(json.loads(line)["step"]) for line in record.lines]
+    if seen == list(range(1, steps + 1)):
+        return ""
+    missing = sorted(set(range(1, steps + 1)) - set(seen))
+    twice = sorted({step for step in seen if seen.count(step) > 1})
+    parts = [f"{words} {', '.join(map(str, these[:5]))}" for words, these in (("without", missing), ("twice", twice))
+             if these]  # fmt: skip
+    return f"the record's steps: {'; '.join(parts) or 'out of order'}"
+
+
+def first_difference(ours: Record, theirs: Record) -> str:
+    """The first figure of what was learned that is another one, with both values; empty where there is none."""
+    by_step: dict[int, dict[str, Any]] = {fields["step"]: fields for fields in map(json.loads, theirs.lines)}
+    for fields in map(json.loads, ours.lines):
+        other = by_step.get(fields["step"], {})
+        for name in sorted({*fields, *other}):
+            if name.startswith(_LEARNED) and fields.get(name) != other.get(name):
+                return f"{name} of step {fields['step']}: {fields.get(name)} instead of {other.get(name)}"
+    return ""

@@ -10,12 +10,19 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from launcher.config import Compress, LrScaling, OnOom, PrecisionKind, Recompute, ShortWindow, StrategyKind, WandbMode
-from launcher.interval import exposed_text, speedup_text
-from launcher.paths import read_json
-from launcher.plan import Forecast, OptimizerPlan, PrecisionPlan, RunPlan, StrategyPlan
-from launcher.sizes import count, in_words
-from launcher.tail import last_lines
+from launcher.config.schema import (
+    Compress,
+    LrScaling,
+    OnOom,
+    PrecisionKind,
+    Recompute,
+    ShortWindow,
+    StrategyKind,
+    WandbMode,
+)
+from launcher.plan.run_plan import Forecast, OptimizerPlan, PrecisionPlan, RunPlan, StrategyPlan
+from launcher.quantities import count, exposed_text, in_words, speedup_text
+from launcher.rundir.files import last_lines, read_json
 
 # a global batch that is so many times smaller or larger than the noise scale is far from it: a step makes less than a
 # fifth of the progress of one without noise, or more than four fifths

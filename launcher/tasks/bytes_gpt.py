@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher.errors import TaskError
-from launcher.train.task import Loss
+from launcher.task import Loss
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from launcher.tasks.bytes_model import ByteWindows
+
 
 VOCABULARY = 256
 HELD_OUT_SHARE = 20  # one file in twenty, chosen by a hash of its name

@@ -9,11 +9,12 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from launcher.errors import TaskError
-from launcher.train.task import Loss
+from launcher.task import Loss
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.utils.data import TensorDataset
+
 
 IMAGES, SIDE, CLASSES = 1797, 8, 10  # of sklearn.datasets.load_digits (UCI, Alpaydin & Kaynak 1998)
 HELD_OUT_EVERY = 5  # image 4, 9, 14, ...

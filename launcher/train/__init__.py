@@ -1,1 +1,1 @@
-"""The worker wing: what one rank does. It meets the control wing in plan.json, and nowhere else."""
+"""What the workers run. They read plan.json and nothing else of the control side."""

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-from launcher.plan import RunPlan
+from launcher.heartbeat import PULSE, Phase
+from launcher.plan.run_plan import RunPlan
 from launcher.process import (
     AGENT_PID,
     STOP_SIGNALS,
@@ -20,7 +21,6 @@ from launcher.process import (
     never_fail_to_print,
     show_stacks_when_asked,
 )
-from launcher.progress import PULSE, Phase
 
 
 class StopRequest:
@@ -60,7 +60,7 @@ def _run(plan_path: str, stop: StopRequest) -> None:
     if plan.train.deterministic:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read by cuBLAS when its handle is made
 
-    from launcher.train.loop import train
+    from launcher.train.trainer import train
     from launcher.train.world import disband
 
     train(plan, stop)

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
-from launcher.config import Device
+from launcher.config.schema import Device
 from launcher.errors import SiteError
-from launcher.site import shares_gpus
+from launcher.plan.host import shares_gpus
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
+
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from launcher import Engine
-from launcher.train.step import Agreed
+from launcher.train.engine.window_totals import Agreed
 from tests.equivalence.grid import CLIP
 
 

@@ -20,11 +20,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from launcher import Engine, make_plan
-from launcher.compose import compose
-from launcher.config import Config, StrategyKind, Sync
+from launcher.config.hydra import compose
+from launcher.config.schema import Config, StrategyKind, Sync
 from launcher.errors import LauncherError
-from launcher.plan import RunPlan, SchedulePlan
-from launcher.train.sampling import Permutation
+from launcher.plan.run_plan import RunPlan, SchedulePlan
+from launcher.train.data.randomness import Permutation
 from tests.equivalence.grid import GLOBAL_SIZE, SELECTIONS, SHORT, STEPS, Cell, Outcome, Problem
 from tests.equivalence.mistakes import MISTAKES
 

@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 
-from launcher.commands.report import report
-from launcher.paths import RunPaths
-from launcher.report.comparison.curve import POINTS, thinned
-from launcher.report.comparison.facts import facts_of
-from launcher.report.comparison.figures import read
-from launcher.report.comparison.series import efficiencies, over_accumulation
-from tests.report.made import make_run, read_records, write_records
+from launcher.cli.report import report
+from launcher.report.compare import efficiencies, over_accumulation
+from launcher.report.figures import POINTS, facts_of, read, thinned
+from launcher.rundir.paths import RunPaths
+from tests.infra.made_runs import make_run, read_records, write_records
 
 
 def test_a_run_resumed_with_another_strategy_has_the_figures_of_the_later_one(

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher.commands import ledger
-from launcher.paths import RunPaths
-from launcher.report.logs import Following, of_rank
+from launcher.cli import runs
+from launcher.report.live import Following, of_rank
+from launcher.rundir.paths import RunPaths
 from tests.helpers import make_plan
 
 
@@ -33,7 +33,7 @@ def test_last_words_without_an_end_of_line(tmp_path: Path, capsys: pytest.Captur
     assert capsys.readouterr().out == ""
     following.close()
     assert capsys.readouterr().out == "Bus error\n"
-    ledger.logs(["run", "--dir", str(tmp_path)])
+    runs.logs(["run", "--dir", str(tmp_path)])
     assert capsys.readouterr().out.splitlines() == [
         "step 1", "Segmentation fault", "--- rank0.attempt1.log ---", "again", "Bus error",
     ]  # fmt: skip

@@ -22,8 +22,8 @@ from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
 
-from launcher.drill.record import Record, first_difference, wrong_steps
-from launcher.paths import RunPaths
+from launcher.drill.verdict import Record, first_difference, wrong_steps
+from launcher.rundir.paths import RunPaths
 from tests.helpers import launch_command, patience
 from tests.system.deaths import JOB, Chaos
 
@@ -56,7 +56,7 @@ def judge(chaos: Chaos, whole: RunPaths) -> list[str]:
     wrong += [text for text in (wrong_steps(record, chaos.steps),) if text]
     wrong += [text for text in (first_difference(record, Record.of(whole.metrics)),) if text]
     places = [str(each.checkpoint(chaos.steps)) for each in (paths, whole)]
-    command = [sys.executable, "-P", "-m", "launcher.train.alike", *places, str(os.getpid())]
+    command = [sys.executable, "-P", "-m", "launcher.train.checkpoint.diff", *places, str(os.getpid())]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     found = json.loads(done.stdout) if done.returncode == 0 else {}
     if found.get("differing") != 0 or not found["tensors"]:

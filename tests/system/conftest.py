@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.hosts import Hosts, hosts
-from tests.system.jobs_on_slurm import train_undisturbed
-from tests.system.runs import PROJECT
-from tests.system.slurm import Cluster, cluster
+from tests.infra.hosts import Hosts, hosts
+from tests.infra.jobs_on_slurm import train_undisturbed
+from tests.infra.runs import PROJECT
+from tests.infra.slurm import Cluster, cluster
 
 
 @pytest.fixture

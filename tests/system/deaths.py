@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from launcher.drill.processes import Process, in_words, kill_all, processes_of, worker_of
-from launcher.drill.record import Record
-from launcher.paths import RunPaths, read_json
+from launcher.drill.verdict import Record
+from launcher.rundir.files import read_json
+from launcher.rundir.paths import RunPaths
 from tests.helpers import launch_command, patience
 
 EVERY = 4
@@ -64,7 +65,7 @@ class Chaos:
         return processes_of(str(self.paths.root), plan.get("run", {}).get("id", "-"))
 
     def agent(self) -> int | None:
-        return next((p.pid for p in self.processes() if "launcher.cluster.agent" in p.command and not p.of_run), None)
+        return next((p.pid for p in self.processes() if "launcher.launch.agent" in p.command and not p.of_run), None)
 
     def worker(self) -> int | None:
         found = worker_of(self.processes(), self.chance.randrange(2))
@@ -78,7 +79,7 @@ class Chaos:
         return self.chance.choice(loaders) if loaders else None
 
     def mirror(self) -> int | None:
-        return next((p.pid for p in self.processes() if "launcher.report.mirror" in p.command), None)
+        return next((p.pid for p in self.processes() if "launcher.report.trackers" in p.command), None)
 
     def wait(self, condition: Callable[[], Any], what: str) -> bool:
         """Whether ``condition`` came true before the run was over. A run that hangs ends the chaos."""

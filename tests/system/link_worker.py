@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from launcher import Engine, make_plan
-from tests.system.netns import counters_in
+from tests.infra.netns import counters_in
 
 WIDTH, LAYERS, GLOBAL_SIZE = 192, 6, 16
 BEFORE, AFTER = 2, 10  # windows

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.helpers import launch_command
-from tests.system.slurm import Cluster, cluster, needs_slurm
+from tests.infra.slurm import Cluster, cluster, needs_slurm
 
 pytestmark = [pytest.mark.slow, pytest.mark.root, needs_slurm]
 

@@ -8,16 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from launcher.api import plan_job
-from launcher.compose import compose_with_yaml
-from launcher.drill.conduct import Drill
-from launcher.drill.plans import Length, conclude, shortened
-from launcher.drill.stage import Here
-from launcher.drill.verdict import Kind, Outcome
+from launcher.config.hydra import compose_with_yaml
+from launcher.drill.backends import Here
+from launcher.drill.runner import Drill, Length, conclude, shortened
+from launcher.drill.verdict import DrillOutcome, Kind
 from launcher.errors import RunError
-from launcher.paths import write_json
+from launcher.launch.planner import plan_job
+from launcher.rundir.files import write_json
 from tests.conftest import Launch
-from tests.system.runs import OWN, processes_of
+from tests.infra.runs import OWN, processes_of
 
 pytestmark = pytest.mark.slow
 
@@ -72,7 +71,7 @@ def test_a_job_that_remembers_what_no_checkpoint_holds_does_not_survive(
 ) -> None:
     drill = drilled(project, monkeypatch, "remembers", OnlyTheTree())
     found = conclude(drill.plan, (), drill.run(Length(4)))
-    assert found.outcome is Outcome.damaged
+    assert found.outcome is DrillOutcome.damaged
     (one,) = found.interrupted
     assert one.difference is not None
     assert one.difference.figure.startswith("train/")

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoints import tensors
 from tests.conftest import Launch
 from tests.helpers import launch_command, slowness
-from tests.system.hosts import hosts
-from tests.system.jobs_on_hosts import finish
-from tests.system.netns import needs_root
-from tests.system.runs import OWN, processes_of, records, summary, wait_for
-from tests.train.test_resume import timeless
+from tests.infra.checkpoints import tensors
+from tests.infra.hosts import hosts
+from tests.infra.jobs_on_hosts import finish
+from tests.infra.netns import needs_root
+from tests.infra.runs import OWN, processes_of, records, summary, wait_for
+from tests.train.checkpoint.test_resume import timeless
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 HERE = socket.gethostname()

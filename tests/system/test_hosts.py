@@ -11,10 +11,10 @@ import pytest
 
 from tests.conftest import Launch
 from tests.helpers import launch_command
-from tests.system.hosts import Hosts, hosts
-from tests.system.jobs_on_hosts import SMALL, finish, start
-from tests.system.netns import needs_root
-from tests.system.runs import processes_of, records, summary, wait_for
+from tests.infra.hosts import Hosts, hosts
+from tests.infra.jobs_on_hosts import SMALL, finish, start
+from tests.infra.netns import needs_root
+from tests.infra.runs import processes_of, records, summary, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.root, needs_root]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import launch_command
-from tests.system.runs import wait_for
+from tests.infra.runs import wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +29,7 @@ BY_SIGTERM = ("forecast", "verify")
 # two runs whose records never end, read by as many processes
 REPORT = """
 from pathlib import Path
-from launcher.report.comparison import reading
+from launcher.report import reading
 
 if __name__ == "__main__":
     reading._ALONE_BYTES = -1

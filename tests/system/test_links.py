@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from tests.helpers import launch_command
-from tests.system.hosts import Hosts
-from tests.system.jobs_on_hosts import finish
-from tests.system.netns import needs_root
+from tests.infra.hosts import Hosts
+from tests.infra.jobs_on_hosts import finish
+from tests.infra.netns import needs_root
 
 pytestmark = [pytest.mark.slow, pytest.mark.root, needs_root]
 

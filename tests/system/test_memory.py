@@ -12,7 +12,7 @@ import pytest
 
 from tests.conftest import Launch
 from tests.helpers import launch as launch_in
-from tests.system.runs import OWN, PROJECT, processes_of, records, summary
+from tests.infra.runs import OWN, PROJECT, processes_of, records, summary
 
 pytestmark = pytest.mark.slow
 

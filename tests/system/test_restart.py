@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.checkpoints import tensors
 from tests.conftest import Launch
 from tests.helpers import patience
-from tests.system.runs import OWN, is_agent, processes_of, records, start, summary, wait_for
+from tests.infra.checkpoints import tensors
+from tests.infra.runs import OWN, is_agent, processes_of, records, start, summary, wait_for
 from tests.system.test_wandb import read_back
-from tests.train.test_resume import timeless
+from tests.train.checkpoint.test_resume import timeless
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 JOB = ("train.steps=40", "run.calibrate_s=5", "checkpoint.every=5", "checkpoint.keep=3", "wandb.mode=offline")

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.checkpoints import tensors
 from tests.conftest import Launch
 from tests.helpers import patience
-from tests.system.runs import OWN, processes_of, records, start, summary, wait_for
+from tests.infra.checkpoints import tensors
+from tests.infra.runs import OWN, processes_of, records, start, summary, wait_for
 from tests.system.test_wandb import read_back
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]

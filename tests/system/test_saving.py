@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from launcher.paths import RunPaths
-from tests.checkpoints import tensors
+from launcher.rundir.paths import RunPaths
 from tests.conftest import Launch
 from tests.helpers import patience, torchrun
-from tests.system.runs import OWN, start, wait_for
-from tests.train.test_resume import COMMON, DDP, PLAIN, POWERSGD, assert_same, records
+from tests.infra.checkpoints import tensors
+from tests.infra.runs import OWN, start, wait_for
+from tests.train.checkpoint.test_resume import COMMON, DDP, PLAIN, POWERSGD, assert_same, records
 
-WORKER = Path(__file__).parent.parent / "train" / "saving_worker.py"
+WORKER = Path(__file__).parent.parent / "train" / "checkpoint" / "saving_worker.py"
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
 EVERY_2 = [*COMMON, *DDP, "batch.micro_size=4", "checkpoint.every=2"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Launch
-from tests.system.runs import OWN, records, summary
+from tests.infra.runs import OWN, records, summary
 
 pytestmark = pytest.mark.slow
 

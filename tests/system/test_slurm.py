@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.jobs_on_slurm import JOB, Project, assert_as_undisturbed
-from tests.system.runs import records
-from tests.system.slurm import Cluster, needs_slurm
+from tests.infra.jobs_on_slurm import JOB, Project, assert_as_undisturbed
+from tests.infra.runs import records
+from tests.infra.slurm import Cluster, needs_slurm
 
 pytestmark = [
     pytest.mark.slow,

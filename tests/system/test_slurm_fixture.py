@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import patience
-from tests.system.netns import pids_in
-from tests.system.slurm import Cluster, cluster, needs_slurm
-from tests.system.slurm_conf import FREEZER
+from tests.infra.netns import pids_in
+from tests.infra.slurm import Cluster, cluster, needs_slurm
+from tests.infra.slurm_conf import FREEZER
 
 pytestmark = [pytest.mark.slow, pytest.mark.root, needs_slurm]
 
@@ -149,7 +149,7 @@ def test_a_command_on_a_fresh_cluster() -> None:
     command = [
         sys.executable,
         "-m",
-        "tests.system.slurm",
+        "tests.infra.slurm",
         "--nodes",
         "1",
         "--",

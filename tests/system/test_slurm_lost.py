@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.jobs_on_slurm import Project, assert_as_undisturbed
-from tests.system.runs import summary
-from tests.system.slurm import Cluster, needs_slurm
+from tests.infra.jobs_on_slurm import Project, assert_as_undisturbed
+from tests.infra.runs import summary
+from tests.infra.slurm import Cluster, needs_slurm
 
 pytestmark = [
     pytest.mark.slow,

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from launcher.paths import SweepPaths
-from launcher.sweeps import book
+from launcher.rundir.paths import SweepPaths
+from launcher.sweep import manifest
 from tests.helpers import ROOT, launch, launch_command, patience
-from tests.system.runs import OWN, records, wait_for
-from tests.system.slurm import Cluster, cluster, needs_slurm
+from tests.infra.runs import OWN, records, wait_for
+from tests.infra.slurm import Cluster, cluster, needs_slurm
 
 CELL = (
     *(word for word in OWN if not word.startswith(("run.name", "batch.micro"))), "train.steps=6", "run.calibrate_s=5",
@@ -173,7 +173,7 @@ def test_on_one_machine_cells_run_one_after_the_other_on_frozen_code(project: Pa
     assert launch(*sweep[:2], "train.seed=1,1", *sweep[3:], cwd=project).returncode == 0
     assert len([*runs.glob("*/summary.json")]) == 3
     assert len([*(runs / "code").iterdir()]) == 2
-    sweep_now = book.load(SweepPaths(runs))
+    sweep_now = manifest.load(SweepPaths(runs))
     assert len(sweep_now.cells) == 2
     begun = {cell.overrides: cell.run for cell in sweep_now.cells}
     assert begun[("train.seed=1",)] not in first

@@ -11,9 +11,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.nn import functional
 
-from launcher.train.sampling import Permutation
+from launcher.train.data.randomness import Permutation
 from tests.conftest import Launch
-from tests.system.runs import OWN, processes_of, records, summary
+from tests.infra.runs import OWN, processes_of, records, summary
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.conftest import Launch
 from tests.helpers import patience
-from tests.system.runs import OWN, is_agent, is_worker, processes_of, records, start, summary, wait_for
+from tests.infra.runs import OWN, is_agent, is_worker, processes_of, records, start, summary, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -133,7 +133,7 @@ def test_a_hanging_worker_does_not_outlive_ctrl_c(project: Path) -> None:
     assert processes_of(run) == []
 
 
-@pytest.mark.parametrize("victim", ["launcher.cli", "launcher.cluster.agent"])
+@pytest.mark.parametrize("victim", ["launcher.cli", "launcher.launch.agent"])
 def test_kill_9_leaves_nothing_behind(project: Path, victim: str) -> None:
     job = start(project, "task.trouble=slow", "train.steps=100000", "cluster.grace_s=5", "wandb.mode=offline")
     run = project / "runs" / "own"

@@ -1,4 +1,4 @@
-"""`launch verify` as a person types it; what it finds is tests/train/test_verify.py's matter."""
+"""`launch verify` as a person types it; what it finds is tests/verify/test_verify_worker.py's matter."""
 
 from __future__ import annotations
 

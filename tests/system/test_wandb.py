@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 from wandb.proto import wandb_internal_pb2 as pb
 
-from launcher.incarnation import Fence, Incarnation
-from launcher.paths import write_text
-from launcher.plan import RunPlan
+from launcher.plan.run_plan import RunPlan
 from launcher.report.tables import summary_table
+from launcher.rundir.fencing import Fence, Incarnation
+from launcher.rundir.files import write_text
 from tests.conftest import Launch
 from tests.helpers import make_plan
-from tests.report.test_terminal import shown
-from tests.system.runs import wait_for
+from tests.infra.runs import wait_for
+from tests.report.test_live import shown
 
 pytestmark = pytest.mark.slow
 SMALL = (
@@ -108,7 +108,7 @@ def test_the_key_reaches_no_file(launch: Launch, tmp_path: Path) -> None:
 
 
 def mirror(run: Path, incarnation: str = "0.0") -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "launcher.report.mirror", str(run), incarnation]
+    command = [sys.executable, "-m", "launcher.report.trackers", str(run), incarnation]
     return subprocess.Popen(command, stdin=subprocess.PIPE)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.helpers import launch_command, patience
-from tests.system.netns import needs_root, network_namespace, sent_bytes
+from tests.infra.netns import needs_root, network_namespace, sent_bytes
 
 pytestmark = [pytest.mark.slow, pytest.mark.root, needs_root]
 

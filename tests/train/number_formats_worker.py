@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import nn
 
 from launcher import Engine, make_plan
-from launcher.config import PrecisionKind
-from launcher.paths import RunPaths
-from launcher.plan import RunPlan
-from launcher.train import number_formats
-from launcher.train.number_formats import decided
+from launcher.config.schema import PrecisionKind
+from launcher.plan.run_plan import RunPlan
+from launcher.rundir.paths import RunPaths
+from launcher.train import precision
+from launcher.train.precision import decided
 from launcher.train.world import World, device_of, join
 
 OPTIONS = ["run.calibrate_s=0", "train.loader_workers=0", "batch.global_size=8", "cluster.device=cpu", "train.steps=1"]
@@ -39,8 +39,8 @@ def main() -> None:
     join(world, device, None)
 
     def set_devices(*natives: bool) -> None:
-        number_formats._checked.clear()  # pyright: ignore[reportPrivateUsage]
-        number_formats.is_native = lambda kind, _: kind is PrecisionKind.fp32 or natives[world.rank]
+        precision._checked.clear()  # pyright: ignore[reportPrivateUsage]
+        precision.is_native = lambda kind, _: kind is PrecisionKind.fp32 or natives[world.rank]
 
     def decide(name: str, precision: str, *natives: bool, keep: bool = True) -> None:
         set_devices(*natives)

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from launcher import Engine, make_plan
-from launcher.train.sampling import Permutation
-from launcher.train.step import local
+from launcher.train.data.randomness import Permutation
+from launcher.train.parallel.base import local
 
 RANKS = int(sys.argv[2])
 VOCABULARY, WIDTH, LENGTH, SAMPLES = 64, 32, 256, 128  # 128 samples of 256 items are the window

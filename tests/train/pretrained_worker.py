@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from launcher import Engine, make_plan
-from launcher.train.sampling import Permutation
+from launcher.train.data.randomness import Permutation
 
 SAMPLES, WIDTH = 256, 12
 OPTIONS = ["run.calibrate_s=0", "train.loader_workers=0", "train.clip_norm=null", "train.steps=1", "cluster.device=cpu"]

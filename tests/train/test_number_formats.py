@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from launcher.config import PrecisionKind
-from launcher.train.number_formats import is_native, slowdown
+from launcher.config.schema import PrecisionKind
+from launcher.train.precision import is_native, slowdown
 from tests.conftest import Launch
 from tests.helpers import torchrun
-from tests.system.runs import OWN, PROJECT, summary
+from tests.infra.runs import OWN, PROJECT, summary
 
 CPU = torch.device("cpu")
 # a CPU without arithmetic units for bf16 and fp16, as far as oneDNN is concerned

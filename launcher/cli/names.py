@@ -1,0 +1,105 @@
+"""Arguments that name runs: flags of the verbs that read, and which run or sweep a word means."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+from launcher.errors import UserError, did_you_mean
+from launcher.report.tables import near
+from launcher.rundir.paths import RunPaths, SweepPaths, find, find_sweeps, is_run, is_sweep
+from launcher.sweep import manifest
+
+
+class Parser(argparse.ArgumentParser):
+    """One whose complaints look like all others of `launch`."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{self.prog}: {message}.\n  {' '.join(self.format_usage().split())}")
+
+
+_SHOWN = 8
+Place = TypeVar("Place", RunPaths, SweepPaths, RunPaths | SweepPaths)
+
+
+def resolve(word: str, runs: Path) -> RunPaths:
+    """The run that a user means.
+
+    Raises:
+        UserError: there is none, or several, or it is a sweep.
+    """
+    found = resolve_any(word, runs)
+    if isinstance(found, SweepPaths):
+        raise UserError(
+            f"{word}: is a sweep, and this takes one run.\n"
+            f"  `launch runs {word}` lists its cells; write {found.root.name}/ and the beginning of one's name."
+        )
+    return found
+
+
+def resolve_any(word: str, runs: Path) -> RunPaths | SweepPaths:
+    """The run or sweep that a user means: by its directory, its name, or the beginning of its name; a cell's run as
+    SWEEP/CELL.
+
+    Raises:
+        UserError: there is none, or several.
+    """
+    if not word.strip():
+        raise UserError("RUN is empty.\n  Name a run, or a sweep; `launch runs` lists them.")
+    for place in (runs / word, Path(word)):
+        if is_run(place):
+            return RunPaths(place.resolve())
+        if is_sweep(place):
+            return SweepPaths(place.resolve())
+    sweeps = {paths.root.name: paths for paths in find_sweeps(runs)}
+    if (found := _in_a_sweep(word, runs, sweeps)) is not None:
+        return found
+    return _one(word, {paths.root.name: paths for paths in find(runs)} | sweeps, runs)
+
+
+def _in_a_sweep(word: str, runs: Path, sweeps: Mapping[str, SweepPaths]) -> RunPaths | None:
+    """A cell's run, the newest one where it was begun again; None where no beginning of the word means a sweep."""
+    for at in (at for at, letter in enumerate(word) if letter == "/"):
+        beginning, cell = word[:at], word[at + 1 :]
+        named = [paths for name, paths in sweeps.items() if beginning and name.startswith(beginning)]
+        inside = [SweepPaths(place.resolve()) for place in (runs / beginning, Path(beginning)) if is_sweep(place)]
+        if inside or named:
+            sweep = inside[0] if inside else _one(beginning, sweeps, runs)
+            exact = sweep.root / cell
+            return RunPaths(exact) if cell and is_run(exact) else _one(cell, _cells(sweep), sweep.root)
+    return None
+
+
+def _cells(sweep: SweepPaths) -> dict[str, RunPaths]:
+    """Its runs, by all that a cell is called: as `launch runs` shows it, and as its directory is called."""
+    try:
+        known = manifest.load(sweep)
+    except UserError:
+        return {run.root.name: run for run in find(sweep.root)}
+    runs, found = known.runs(sweep), dict[str, RunPaths]()
+    for cell in known.cells:
+        if (run := runs.get(cell.overrides)) is not None:
+            names = (cell.label, cell.label.replace(" ", "+"), run.root.name)
+            found |= dict.fromkeys(names, RunPaths(run.root.resolve()))
+    return found
+
+
+def _one(word: str, known: Mapping[str, Place], where: Path) -> Place:
+    """The one whose name is ``word``, or begins like that."""
+    if word in known:
+        return known[word]
+    found = {paths.root: paths for name, paths in known.items() if name.startswith(word)}
+    if len(found) == 1:
+        return next(iter(found.values()))
+    names = sorted({paths.root.name for paths in (found or known).values()})
+    if found:
+        more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+        raise UserError(
+            f"{word}: {len(found)} runs begin like that: {', '.join(names[:_SHOWN])}{more}.\n  Write more of the name."
+        )
+    verb = "runs" if is_sweep(where) else "runs --dir"
+    there = f"`launch {verb} {near(where.absolute())}` lists them." if known else f"{where} holds no run."
+    hint = did_you_mean(word, names) or there
+    raise UserError(f"{word}: there is no such run in {where}.\n  {hint} Elsewhere: --dir DIR, or the run's directory.")

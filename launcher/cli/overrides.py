@@ -1,0 +1,120 @@
+"""Verbs that take key=value overrides: Hydra reads them, and a user's mistake becomes one message."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from launcher.errors import EXIT_FAILED, EXIT_INTERRUPTED, LauncherError, RecordFailed, UserError, did_you_mean
+
+if TYPE_CHECKING:
+    from launcher.config.schema import Config
+
+
+# Hydra's, by whether a value follows
+_HYDRA_FLAGS = {
+    "--help": False, "-h": False, "--hydra-help": False, "--resolve": False, "--run": False, "-r": False,
+    "--multirun": False, "-m": False, "--cfg": True, "-c": True, "--package": True, "-p": True,
+    "--info": True, "-i": True, "--config-name": True, "-cn": True, "--config-dir": True, "-cd": True,
+    "--config-path": True, "-cp": True,
+}  # fmt: skip
+_OWN_FLAGS = ("--quiet", "--json", "--wait", "--yes", "--windows")
+
+
+def explain(error: LauncherError) -> int:
+    print(f"launch: error: {error}", file=sys.stderr)
+    return error.exit_status
+
+
+def explain_disk(error: OSError) -> int:
+    """Of one that takes nothing more. Any other error is raised again: it is a mistake of ours."""
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        raise error
+    where = error.filename or "a disk that is needed"
+    return explain(RecordFailed(f"{where}: {error.strerror}.\n  Make room there, or choose another run.dir."))
+
+
+def nobody_reads() -> int:
+    """Whoever was reading has seen enough."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return EXIT_FAILED
+
+
+def take(flag: str, arguments: list[str]) -> bool:
+    """Remove ``flag``, which is this program's and not Hydra's; whether it was there."""
+    there = flag in arguments
+    arguments[:] = [argument for argument in arguments if argument != flag]
+    return there
+
+
+def take_value(flag: str, arguments: list[str]) -> str | None:
+    """The same for ``flag VALUE`` or ``flag=VALUE``: the value, None where it was not there.
+
+    Raises:
+        UserError: it has no value.
+    """
+    for at, argument in enumerate(arguments):
+        name, is_joined, value = argument.partition("=")
+        if name == flag:
+            if not is_joined and at + 1 == len(arguments):
+                raise UserError(f"{flag}: has no value.\n  Write {flag} N.")
+            value = value if is_joined else arguments[at + 1]
+            del arguments[at : at + (1 if is_joined else 2)]
+            return value
+    return None
+
+
+def require_overrides(arguments: list[str]) -> None:
+    """Everything that is not a flag is ``key=value``; said here, in words that name the flag or the word."""
+    left = iter(arguments)
+    for argument in left:
+        flag = argument.partition("=")[0]
+        if argument.startswith("-"):
+            if flag not in _HYDRA_FLAGS:
+                known = [*_OWN_FLAGS, *(name for name in _HYDRA_FLAGS if name.startswith("--"))]
+                raise UserError(
+                    f"{flag}: there is no such flag here.\n  {did_you_mean(flag, known)}See `launch --help`."
+                )
+            if _HYDRA_FLAGS[flag] and flag == argument:
+                next(left, None)
+        elif "=" not in argument and not argument.startswith("~"):
+            raise UserError(f"{argument}: is no override.\n  Write key=value, such as train.steps=100.")
+
+
+def with_config(verb: str, arguments: list[str], act: Callable[[Config, str], int], **sweep: Any) -> int:
+    """``sweep``: what -m does, as of `launcher.config.hydra.run_with_config`."""
+    from launcher.config.hydra import run_with_config
+
+    require_overrides(arguments)
+
+    def act_or_explain(config: Config, yaml: str) -> int:
+        try:
+            status = act(config, yaml)
+        except LauncherError as error:
+            return explain(error)
+        except BrokenPipeError:  # here, or Hydra makes an error message of it
+            return nobody_reads()
+        except OSError as error:
+            return explain_disk(error)
+        if status == EXIT_INTERRUPTED:
+            raise KeyboardInterrupt  # of a sweep, the cells that have not begun are left out too
+        return status
+
+    return run_with_config(verb, arguments, act_or_explain, **sweep)
+
+
+@contextmanager
+def leaves_in_order() -> Generator[None]:
+    """A signal to end is a Ctrl-C: what was begun is ended, and no job is left behind."""
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

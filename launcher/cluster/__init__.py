@@ -1,1 +1,0 @@
-"""The control wing: where a run lives. Nothing here imports torch at module level."""

@@ -1,1 +1,0 @@
-"""The verbs of `launch`, each a function of its arguments that returns the exit status."""

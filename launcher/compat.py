@@ -1,0 +1,60 @@
+"""Old module names that jobs queued by the previous release use; remove with the next release.
+
+A job that waits at a site was submitted with the names that modules had then: its pickle (submitit's) names the
+function that runs on each node, its plan.json a module that workers run with ``python -m``. It runs with the launcher
+that is installed when it starts. A job that is running during the upgrade starts agents and trackers by their old
+names.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from importlib.abc import InspectLoader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import CodeType, ModuleType
+
+# old name -> new name; None: a package that only held some of them
+MOVED: dict[str, str | None] = {
+    "launcher.cluster": None,
+    "launcher.cluster.agent": "launcher.launch.agent",
+    "launcher.cluster.script": "launcher.launch.script",
+    "launcher.cluster.slurm": None,
+    "launcher.cluster.slurm.node": "launcher.launch.slurm.node",
+    "launcher.report.mirror": "launcher.report.trackers",
+}
+
+
+class _Finder(MetaPathFinder, InspectLoader):
+    """Imports the module of the new name under the old one: the same object, so that classes stay the same."""
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:  # noqa: ARG002
+        if fullname not in MOVED:
+            return None
+        return ModuleSpec(fullname, self, is_package=MOVED[fullname] is None)
+
+    def exec_module(self, module: ModuleType) -> None:
+        new = MOVED[module.__name__]
+        if new is not None:
+            sys.modules[module.__name__] = importlib.import_module(new)
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        """For ``python -m``."""
+        new = MOVED[fullname]
+        spec = None if new is None else importlib.util.find_spec(new)
+        if spec is None or not isinstance(spec.loader, InspectLoader):
+            return None
+        return spec.loader.get_code(spec.name)
+
+    def get_source(self, fullname: str) -> str | None:  # noqa: ARG002
+        return None
+
+    def is_package(self, fullname: str) -> bool:
+        return MOVED[fullname] is None
+
+
+def install() -> None:
+    """Let the old names be imported."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.append(_Finder())

@@ -1,0 +1,398 @@
+"""The only reader of Hydra: command line or overrides -> Config, and Hydra's complaints as one clear message."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import re
+import sys
+import tempfile
+import typing
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from launcher.config import file_errors
+from launcher.config.schema import Config
+from launcher.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from launcher.config.multirun import AskedCell, Result
+
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+# in a wheel conf/ lies inside the package, in a checkout beside it
+CONF = _PACKAGE / "conf" if (_PACKAGE / "conf").is_dir() else _PACKAGE.parent / "conf"
+
+_PRIMARY = "config"
+_SCHEMA = "launcher_schema"
+_RESUMED = "launcher_resumed"
+# of earlier versions, whose runs may have them in their config.yaml; and what replaced them
+_RETIRED_KEYS = {"run.calibrate": "run.calibrate_s replaced it: seconds at most; run.calibrate_s=0 leaves it out."}
+_CELL_LAUNCHER = "hydra_plugins.launcher_cells.CellLauncher"
+_OPEN_KEYS = r"(task|cluster\.sbatch)\.[^=]+="
+# keys for which null would be ambiguous: another option, "off" or "random" are as likely as the default
+_NOT_NULL = (
+    "cluster.kind", "strategy.kind", "optimizer.kind", "schedule.kind", "optimizer.lr", "train.seed",
+    "checkpoint.enabled", "wandb.mode",
+)  # fmt: skip
+
+
+def compose(overrides: Sequence[str] = ()) -> Config:
+    """The config that ``launch train OVERRIDES`` has.
+
+    Raises:
+        ConfigError: an unknown key or option, or a value of the wrong type.
+    """
+    return compose_with_yaml(overrides)[0]
+
+
+def compose_with_yaml(overrides: Sequence[str] = ()) -> tuple[Config, str]:
+    """The same, and as the YAML that is kept with the run."""
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+
+    _register_schema()
+    overrides = _open_free_keys(overrides)
+    with _errors_in_plain_words(overrides), initialize_config_dir(str(CONF), version_base="1.3"):
+        return _to_config(hydra_compose(_PRIMARY, overrides=list(overrides)))
+
+
+def recompose(kept: str, overrides: Sequence[str]) -> tuple[Config, str]:
+    """The config of a run, from the YAML that was kept with it, with ``overrides``; and its YAML.
+
+    A group of another option (strategy=fsdp) begins with that option's values: those that the run had in it were of the
+    old one.
+
+    Raises:
+        ConfigError: as ``compose``.
+    """
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from hydra.core.config_store import ConfigStore
+    from omegaconf import OmegaConf
+
+    _register_schema()
+    saved: Any = OmegaConf.to_container(OmegaConf.create(kept))
+    for key in _RETIRED_KEYS:
+        group, _, name = key.partition(".")
+        saved[group].pop(name, None)
+    defaults: list[Any] = [_SCHEMA]
+    for group in sorted(place.name for place in CONF.iterdir() if place.is_dir()):
+        had = _option(group, saved[group])
+        chosen = [word.partition("=")[2] for word in overrides if word.partition("=")[0] == group]
+        if chosen and chosen[-1] != had:
+            del saved[group]
+        defaults.append({group: had})
+    overrides = _open_free_keys(overrides)
+    ConfigStore.instance().store(name=_RESUMED, node={"defaults": [*defaults, "_self_"], **saved})
+    with _errors_in_plain_words(overrides), initialize_config_dir(str(CONF), version_base="1.3"):
+        return _to_config(hydra_compose(_RESUMED, overrides=list(overrides)))
+
+
+def amended(yaml: str, group: str, values: dict[str, Any]) -> str:
+    """A config's YAML with these values in one of its groups."""
+    from omegaconf import OmegaConf
+
+    config = OmegaConf.create(yaml)
+    OmegaConf.update(config, group, values)
+    return OmegaConf.to_yaml(config)
+
+
+def _option(group: str, values: dict[str, Any]) -> str | None:
+    """The option of a group that ``values`` were made from; None for a task of the user's own."""
+    from omegaconf import OmegaConf
+
+    if group != "task":
+        return str(values["kind"])
+    options = {path.stem: OmegaConf.to_container(OmegaConf.load(path)) for path in (CONF / group).glob("*.yaml")}
+    targets: dict[str, Any] = {name: content.get("_target_") for name, content in options.items()}  # pyright: ignore
+    return next((name for name, target in targets.items() if target == values.get("_target_")), None)
+
+
+def run_with_config(
+    verb: str,
+    arguments: Sequence[str],
+    act: Callable[[Config, str], int],
+    cells: Callable[[Sequence[AskedCell], bool], Sequence[Result]] | None = None,
+    *,
+    confirmed: bool = False,
+    keep: Callable[[Path], None] = lambda _: None,
+) -> int:
+    """Let Hydra read a verb's arguments, its own flags among them (--help, --cfg, --config-dir, -m), and call ``act``
+    with the config and its YAML. Returns the highest of its exit statuses.
+
+    Args:
+        cells: what -m does with the cells that a sweeper asks for, and whether it needs their results. Default: ``act``
+            for each.
+        confirmed: whether there may be very many of them.
+        keep: called with the directory in which a sweeper has left its own files, before that goes.
+
+    Raises:
+        ConfigError: as ``compose``.
+    """
+    if {"--help", "-h"} & set(arguments):
+        print(_help(verb, arguments), end="")
+        return 0
+    _register_schema()
+    _require_known_keys(arguments)
+    if not any(argument.startswith("-") or "hydra" in argument for argument in arguments):
+        try:  # without Hydra's application, which composes twice
+            composed = compose_with_yaml(arguments)
+        except ConfigError:  # an interpolation may need the application; else it meets the same mistake
+            pass
+        else:
+            return act(*composed)
+    from hydra import main as hydra_main
+
+    from launcher.config.multirun import BEGIN, Begin
+
+    arguments = _open_free_keys(arguments)
+    statuses = [0]
+    wrong: list[Exception] = []
+    of_verb: list[Exception] = []
+
+    def job(composed: Any) -> None:
+        # kept, and raised below: Hydra prints lines of its own about whatever a job raises
+        try:
+            config, yaml = _to_config(composed)
+        except Exception as error:
+            wrong.append(error)
+            return
+        statuses.append(act(config, yaml))
+
+    def begin(asked: Sequence[AskedCell], with_results: bool) -> Sequence[Result]:
+        try:
+            if cells is not None:
+                return cells(asked, with_results)
+            statuses.extend(act(cell.config, cell.yaml) for cell in asked)
+            return [None] * len(asked)
+        except Exception as error:
+            of_verb.append(error)
+            raise
+
+    application = hydra_main(version_base="1.3", config_path=str(CONF), config_name=_PRIMARY)(job)
+    argv, environment = sys.argv, dict(os.environ)
+    try:
+        with tempfile.TemporaryDirectory() as sweep_dir:
+            sys.argv = [f"launch {verb}", *arguments]
+            # Hydra then raises, instead of printing and exiting with status 1
+            os.environ |= {"HYDRA_FULL_ERROR": "1", "LAUNCHER_SWEEP_DIR": sweep_dir}
+            # cells that only are shown may be as many as they like
+            token = BEGIN.set(Begin(begin, _to_config, confirmed or cells is None))
+            try:
+                with _errors_in_plain_words(arguments):
+                    application()
+                    if wrong:
+                        raise wrong[0]
+            except Exception:
+                if not of_verb:
+                    raise
+            finally:
+                BEGIN.reset(token)
+                keep(Path(sweep_dir))
+            if of_verb:  # not by way of Hydra's, which are put in other words
+                raise of_verb[0]
+    finally:
+        sys.argv = argv
+        os.environ.clear()
+        os.environ |= environment
+    return max(statuses)
+
+
+def _help(verb: str, arguments: Sequence[str]) -> str:
+    """Return the groups with their options, and every key with the value that ``arguments`` give it."""
+    places = file_errors.directories(arguments)
+    overrides = [argument for argument in arguments if "=" in argument and not argument.startswith("-")]
+    if places:
+        overrides.append(f"hydra.searchpath=[{','.join(f'file://{place.resolve()}' for place in places)}]")
+    groups: dict[str, set[str]] = {}
+    for file in itertools.chain(*(place.glob("*/*.yaml") for place in (CONF, *places))):
+        groups.setdefault(file.parent.name, set()).add(file.stem)
+    width = max(map(len, groups))
+    options = "".join(f"  {group:{width}}  {', '.join(sorted(groups[group]))}\n" for group in sorted(groups))
+    return (
+        f"launch {verb} [key=value ...]        all verbs and flags: launch --help\n\n"
+        f"Groups, chosen by group=option:\n{options}\n"
+        "Keys, set by key=value; types, units and meanings are in launcher/config/schema.py:\n"
+        + "".join(f"  {line}\n" for line in compose_with_yaml(overrides)[1].splitlines())
+    )
+
+
+@cache
+def _register_schema() -> None:
+    from hydra.core.config_store import ConfigStore
+
+    ConfigStore.instance().store(name=_SCHEMA, node=_nullable(Config))
+    ConfigStore.instance().store(group="hydra/launcher", name="cells", node={"_target_": _CELL_LAUNCHER})
+
+
+def _nullable(kind: type[Any], group: str = "") -> type[Any]:
+    """Return a copy of a dataclass of ``launcher.config.schema`` in which null may be written for every key outside
+    ``_NOT_NULL``."""
+    hints = typing.get_type_hints(kind)
+    fields: list[Any] = []
+    for field in dataclasses.fields(kind):
+        key, hint = f"{group}{field.name}", hints[field.name]
+        if dataclasses.is_dataclass(hint):
+            copy: Any = _nullable(typing.cast("type[Any]", hint), f"{key}.")
+            fields.append((field.name, copy, dataclasses.field(default_factory=copy)))
+        else:
+            hint = hint if key in _NOT_NULL or not group else hint | None
+            default, factory = field.default, field.default_factory
+            fields.append((field.name, hint, dataclasses.field(default=default, default_factory=factory)))  # pyright: ignore
+    return dataclasses.make_dataclass(kind.__name__, fields, kw_only=True)
+
+
+def _to_config(composed: Any) -> tuple[Config, str]:
+    """Return the typed config and its YAML. A null is replaced by the default, unless None is a value of that field."""
+    from omegaconf import OmegaConf
+
+    config = Config()
+    values: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True, enum_to_str=False)
+    for group, kind in typing.get_type_hints(Config).items():
+        if not dataclasses.is_dataclass(kind):
+            setattr(config, group, values[group])
+            continue
+        hints = typing.get_type_hints(kind)
+        for name, value in values[group].items():
+            if value is not None or type(None) in typing.get_args(hints[name]):
+                setattr(getattr(config, group), name, value)
+            else:
+                OmegaConf.update(composed, f"{group}.{name}", getattr(getattr(config, group), name))
+    return config, OmegaConf.to_yaml(composed)
+
+
+def _require_known_keys(arguments: Sequence[str]) -> None:
+    """A leading + adds a key to any config, so that Hydra takes a misspelt one without a word."""
+    known = known_keys()
+    for argument in arguments:
+        key, _, value = argument.lstrip("+").partition("=")
+        if argument.startswith("+") and key not in known:
+            free = key.split(".")[0] in ("task", "hydra") or "/" in key or "@" in key or _is_own_group(key, arguments)
+            if not free:
+                raise ConfigError(key, value, "there is no such key.", _nearest(key, known))
+
+
+def _is_own_group(key: str, arguments: Sequence[str]) -> bool:
+    """Whether a --config-dir of the user's has a group of this name."""
+    return any((place / key).is_dir() for place in file_errors.directories(arguments))
+
+
+def _open_free_keys(arguments: Sequence[str]) -> list[str]:
+    """``task.width=64`` -> ``++task.width=64``: a task's parameters are its class's to know, not the schema's, and
+    sbatch's options are Slurm's."""
+    return [f"++{argument}" if re.match(_OPEN_KEYS, argument) else argument for argument in arguments]
+
+
+@contextmanager
+def _errors_in_plain_words(arguments: Sequence[str]) -> Generator[None, None, None]:
+    from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    try:
+        yield
+    except MissingConfigException as error:
+        raise _unknown_option(error.missing_cfg_file or "", error.options or [], str(error), arguments) from None
+    except OverrideParseException as error:
+        raise _unreadable(error.override, error.message) from None
+    except YAMLError as error:
+        raise file_errors.explain_yaml(error) from None
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        raise _explain(error, arguments) from None
+
+
+def _unreadable(override: str, message: str) -> ConfigError:
+    """Return the error for an override that Hydra's grammar does not allow. ``message``: Hydra's, several lines."""
+    key, _, value = override.partition("=")
+    why = next(line for line in message.splitlines() if not line.startswith("Error parsing override"))
+    if why.startswith("LexerNoViableAltException"):
+        why = "a quote is left open, or a character is not allowed"
+    return ConfigError(
+        key.lstrip("+~"), value, f"cannot be read as an override: {why}.",
+        "Close every bracket and quote, and quote other special characters for Hydra too: 'key=\"a, b{\"'.",
+    )  # fmt: skip
+
+
+def _unknown_option(place: str, options: Sequence[str], text: str, arguments: Sequence[str]) -> ConfigError:
+    group, _, option = place.rpartition("/")
+    if not group:
+        return ConfigError("config", place or None, text.splitlines()[0])
+    key = file_errors.chosen_in(group, option, arguments) or group
+    return ConfigError(
+        key, option, "there is no such option.", f"{did_you_mean(option, options)}Allowed: {', '.join(options)}."
+    )
+
+
+def _explain(error: Exception, arguments: Sequence[str]) -> ConfigError:
+    known = known_keys()
+    if (in_file := file_errors.explain_composition(str(error), arguments, known, _plain)) is not None:
+        return in_file
+    for argument in arguments:
+        if "=" not in argument:
+            continue
+        key, _, value = argument.partition("=")
+        key = key.lstrip("+~")
+        if not key:
+            return ConfigError(argument, None, "has no key.", "Write key=value, such as train.steps=100.")
+        options = sorted(path.stem for path in (CONF / key).glob("*.yaml"))
+        if options and (value == "null" or not re.match(r"[A-Za-z_]", value)):
+            # neither null nor a number is a name, and Hydra says so in other words
+            return _unknown_option(f"{key}/{value}", options, "", arguments)
+        if "No match in the defaults list" in str(error) and _is_own_group(key, arguments):
+            return ConfigError(
+                key, value, "this group is not in the defaults list.", f"Add it with a plus sign: +{key}={value}"
+            )
+        if key not in known and key.split(".")[0] not in ("task", "hydra") and "@" not in key and "/" not in key:
+            return ConfigError(key, value, "there is no such key.", _nearest(key, known))
+    cause = error.__cause__ if error.__cause__ is not None else error
+    full_key: str | None = getattr(cause, "full_key", None)
+    key = full_key and full_key.partition("[")[0]  # of an element of a list, the list's
+    lines = str(getattr(cause, "msg", None) or cause).splitlines()
+    if key and key not in known and not key.startswith(("task", "hydra")):
+        return ConfigError(key, None, "there is no such key.", _nearest(key, known))
+    if key:
+        return ConfigError(key, None, _plain(lines[0]))
+    return ConfigError("config", None, " ".join(line.strip() for line in str(error).splitlines() if line.strip()))
+
+
+def _plain(text: str) -> str:
+    """OmegaConf's "Value 'x' of type 'str' could not be converted to Integer" without its types."""
+    wanted = {
+        "Integer": "a whole number", "int": "whole numbers", "Float": "a number", "bool": "true or false",
+        "String": "a text", "Union[int, str]": "a whole number",
+    }  # fmt: skip
+    for words in (
+        r"Value ('.*?') (?:of type '.*' )?(?:could not be converted to|is not a valid) (\w+).*",
+        r"Value ('.*?') \(\w+\) is incompatible with type hint '(\w+)'.*",
+        r"Value ('.*?') of type '\w+' is incompatible with type hint '(?:Optional\[)?(Union\[int, str\])\]?'",
+    ):
+        if found := re.fullmatch(words, text):
+            return f"must be {wanted.get(found[2], found[2])}, not {found[1]}."
+    if "is not Optional" in text:
+        return "null has no meaning here: give a value, or leave the key out."
+    return "must be a list: [...]." if "is not a ListConfig" in text else f"{text}."
+
+
+def _nearest(key: str, known: Sequence[str]) -> str:
+    """The likely meaning of an unknown key, or the keys beside it."""
+    group, _, leaf = key.rpartition(".")
+    if group in known:
+        leaves = [name.rpartition(".")[2] for name in known if name.startswith(f"{group}.")]
+        likely = did_you_mean(leaf, leaves, f"{group}.") or f"Keys: {', '.join(f'{group}.{name}' for name in leaves)}."
+        return f"{likely.rstrip()} {_RETIRED_KEYS.get(key, '')}".rstrip()
+    return did_you_mean(key, known) or f"Groups: {', '.join(name for name in known if '.' not in name)}."
+
+
+def known_keys() -> list[str]:
+    """Every key a user can set, dotted, and the groups themselves."""
+    keys: list[str] = []
+    for name, kind in typing.get_type_hints(Config).items():
+        keys.append(name)
+        if dataclasses.is_dataclass(kind):
+            keys += [f"{name}.{field.name}" for field in dataclasses.fields(kind)]
+    return keys

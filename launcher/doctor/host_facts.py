@@ -1,0 +1,131 @@
+"""Facts about hosts, as plain values, and the files in which hosts leave them for each other and the doctor.
+
+That it works is itself what a run needs: the plan, the checkpoints and the logs go the same way.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from launcher.config.hydra import CONF
+from launcher.plan.host import file_system, visible_gpus
+from launcher.rundir.files import read_json, write_json
+
+PACKAGES = ("launcher", "torch", "hydra-core", "wandb", "submitit", "rich", "numpy")
+SHM = Path("/dev/shm")
+_SMI = ("nvidia-smi", "--query-gpu=index,memory.used,utilization.gpu", "--format=csv,noheader,nounits")
+_SMI_WITHIN_S = 20
+
+
+def here() -> dict[str, Any]:
+    """``packages``: versions, None for one that is missing. ``devices``: GPUs whatever torch makes of them.
+    ``gpu_use``: of each GPU its index, MiB in use and per cent of the time at work; None without nvidia-smi.
+    ``hostname_address``: what this host's own name resolves to. ``shm_bytes``: size of /dev/shm, None without one."""
+    return {
+        "host": socket.gethostname(),
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "package_dir": str(Path(__file__).resolve().parent.parent),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "devices": visible_gpus(os.environ, torch_version=""),
+        "gpu_use": _gpu_use(),
+        "hostname_address": _hostname_address(),
+        "shm_bytes": shutil.disk_usage(SHM).total if SHM.is_dir() else None,
+        "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+    }
+
+
+def directory(path: Path) -> dict[str, Any]:
+    """``problem``: why nothing can be written there; empty where something can. ``kind``: of its file system, mounted
+    at ``mount``. ``free_bytes``: for this user."""
+    found: dict[str, Any] = {"path": str(path), "problem": "", "kind": "", "mount": "", "free_bytes": None}
+    try:
+        with tempfile.NamedTemporaryFile(dir=path, prefix=".launch-doctor-"):
+            pass
+    except OSError as error:
+        found["problem"] = error.strerror or str(error)
+    if path.is_dir():
+        mount, kind = file_system(path.resolve())
+        found |= {"kind": kind, "mount": str(mount), "free_bytes": shutil.disk_usage(path).free}
+    return found
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        # a checkout on PYTHONPATH is not installed
+        return "a checkout" if package == "launcher" and CONF.is_dir() else None
+
+
+def _hostname_address() -> str | None:
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return None
+
+
+def _gpu_use() -> list[list[int]] | None:
+    try:
+        done = subprocess.run(_SMI, capture_output=True, text=True, timeout=_SMI_WITHIN_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    rows = [[word.strip() for word in line.split(",")] for line in done.stdout.splitlines()]
+    # "[N/A]", of a slice of a GPU, is no number
+    return [[int(word) for word in row] for row in rows if len(row) == 3 and all(word.isdecimal() for word in row)]
+
+
+_LOOK_EVERY_S = 0.1
+
+# what one host says, by subject: plain values that travel as JSON
+Answer = dict[str, Any]
+
+
+def question_of(folder: Path) -> Path:
+    return folder / "question.json"
+
+
+def answers(folder: Path, nodes: int) -> dict[int, Answer]:
+    """What each host has said so far; those that have said nothing are left out."""
+    list(folder.iterdir())  # of a directory on a network a fresh look, not what was remembered of it
+    found = {node: read_json(_answer_of(folder, node)) for node in range(nodes)}
+    return {node: answer for node, answer in found.items() if answer is not None}
+
+
+def _answer_of(folder: Path, node: int) -> Path:
+    return folder / f"node{node}.json"
+
+
+class Desk:
+    """One host's place among the others."""
+
+    def __init__(self, folder: Path, node: int, nodes: int) -> None:
+        self.folder, self.node, self.nodes = folder, node, nodes
+        self._told: Answer = {}
+
+    def tell(self, **known: Any) -> None:
+        """Something more is known of this host."""
+        self._told |= known
+        write_json(_answer_of(self.folder, self.node), self._told)
+
+    def wait(self, key: str, of: set[int], within_s: float) -> dict[int, Answer]:
+        """The answers of those hosts that have told ``key``, once all have, or are done without, or time is over."""
+        end = time.monotonic() + within_s
+        while True:
+            found = {node: answer for node, answer in answers(self.folder, self.nodes).items() if node in of}
+            known = {node: answer for node, answer in found.items() if key in answer}
+            over = {node for node, answer in found.items() if answer.get("done")}
+            if known.keys() | over >= of or time.monotonic() > end:
+                return known
+            time.sleep(_LOOK_EVERY_S)

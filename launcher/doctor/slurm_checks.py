@@ -1,0 +1,248 @@
+"""Checks of Slurm: its settings, and the probes as one small job with a task a node."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.config.schema import ClusterConfig
+from launcher.doctor import host_facts, probe
+from launcher.doctor.check import Check, failure, ok, warning
+from launcher.doctor.host_facts import Answer
+from launcher.launch.slurm import client, submit
+from launcher.launch.slurm.client import ENDED, WAITING, Job
+from launcher.plan.host import Partition, torch_has_cuda
+from launcher.plan.launch_plan import LaunchPlan
+from launcher.plan.sbatch import clock, least_s
+from launcher.plan.worlds import node_range
+
+
+def partition(found: Partition, state: str) -> Check:
+    """``state``: UP, or why no job starts there."""
+    cores = str(found.cores) if found.cores == found.most_cores else f"{found.cores} to {found.most_cores}"
+    gres = f", {' or '.join([*found.gres, *(['none'] if found.mixed else [])])} a node" if found.gres else ""
+    told = f"{found.name}: {found.nodes} nodes, {cores} cores{gres}"
+    if state != "UP":
+        remedy = "Choose another cluster.partition (see `sinfo`)."
+        return warning("partition", f"{told}; its state is {state}: no job starts there", remedy)
+    return ok("partition", told)
+
+
+def gpus(found: Partition, torch: str) -> list[Check]:
+    """Whether torch, by its version here, can use those that the nodes have."""
+    if not found.gpus or torch_has_cuda(torch):
+        return []
+    told = f"a node of {found.name} has {found.gpus}, and torch {torch} is a build for CPUs"
+    return [warning("gpu", told, "Install the CUDA build of torch; CPU workers run until then.")]
+
+
+def time_limits(found: Partition, config: ClusterConfig) -> Check:
+    """What a job gets that names none, against what one checkpoint needs."""
+    most = "none" if found.limit_s is None else clock(found.limit_s)
+    told = f"longest {most}, by default {'the longest' if found.default_s is None else clock(found.default_s)}"
+    if config.time is not None:
+        return ok("time limit", f"cluster.time={config.time}; the partition's: {told}")
+    given_s = found.limit_s if found.default_s is None else found.default_s
+    least = least_s(config)
+    if given_s is None:
+        remedy = 'Set cluster.time, such as "04:00:00": Slurm then finds it a place sooner, and it goes on in turns.'
+        return warning("time limit", f"{told}: a job has no end", remedy)
+    if given_s < least:
+        remedy = f'Set cluster.time="{clock(-(-least // 60) * 60)}" or more.'
+        return warning("time limit", f"{told}: too short for one checkpoint, which needs {clock(least)}", remedy)
+    return ok("time limit", told)
+
+
+def requeue(settings: Mapping[str, str]) -> Check:
+    by_default = "requeued by default" if settings.get("JobRequeue") == "1" else "not requeued by default"
+    return ok(
+        "requeue",
+        f"the launcher asks for it (JobRequeue={settings.get('JobRequeue', '?')}: other jobs are {by_default}); "
+        f"KillWait {settings.get('KillWait', '?')}",
+    )
+
+
+def preemption(settings: Mapping[str, str], partition: Mapping[str, str], grace_s: int) -> Check:
+    """``partition``: its settings. ``grace_s``: seconds that workers may need to save."""
+    kind = settings.get("PreemptType", "preempt/none")
+    mode = partition.get("PreemptMode", settings.get("PreemptMode", "OFF"))
+    if kind == "preempt/none" or mode == "OFF":
+        return ok("preemption", f"none ({kind}, PreemptMode={mode})")
+    grace = re.match(r"\d+", partition.get("GraceTime", "0"))
+    given_s = int(grace[0]) if grace else 0
+    told = f"PreemptMode={mode}, GraceTime={given_s} s"
+    remedy = "Lower checkpoint.every_minutes, or ask the administrators for "
+    if "preempt_send_user_signal" not in settings.get("SlurmctldParameters", ""):
+        return warning(
+            "preemption", f"{told}, without the signal to save: what came after the last checkpoint is lost",
+            f"{remedy}SlurmctldParameters=preempt_send_user_signal.",
+        )  # fmt: skip
+    if given_s < grace_s:
+        return warning(
+            "preemption", f"{told}: shorter than cluster.grace_s={grace_s}, which workers may take to save",
+            f"{remedy}a GraceTime of {grace_s} s; or lower cluster.grace_s where a save is quick.",
+        )  # fmt: skip
+    return ok("preemption", f"{told}, and the signal to save comes first")
+
+
+def accounting(settings: Mapping[str, str], *, sacct: bool) -> Check:
+    """``sacct``: whether the command is there. Nothing depends on it."""
+    kept = settings.get("AccountingStorageType", "?")
+    age = settings.get("MinJobAge", "?")
+    if sacct and not kept.endswith("/none"):
+        return ok("accounting", f"sacct ({kept}); Slurm itself remembers ended jobs for {age}")
+    why = "no sacct" if not sacct else f"nothing is kept ({kept})"
+    return ok("accounting", f"{why}: not needed; Slurm itself remembers ended jobs for {age}")
+
+
+NAME = "launch-doctor"
+_LIMIT_S = 300
+_LOOK_EVERY_S = 0.5
+# a directory on a network may show late what was written there
+_SHOWN_WITHIN_S = 10
+_ENDS_WITHIN_S = 60
+# a question that waits longer for its answer is better asked again
+QUEUED_AT_MOST_S = 180
+# one task that fails does not end the others, and what each prints reaches the first node, also from where the
+# directory is not
+_APART = ("--kill-on-bad-exit=0", "--output=all", "--label")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """``job``: at its end; None where Slurm has forgotten it. ``hosts``: its nodes, in order; empty where it never ran.
+    ``answers``: by node. ``words``: the last line that each task printed."""
+
+    id: str
+    job: Job | None
+    hosts: list[str]
+    answers: dict[int, Answer]
+    words: dict[int, str]
+
+
+def small(config: ClusterConfig, partition: Partition | None) -> ClusterConfig:
+    """The user's options for a job that only looks: a short time limit, nothing to save, nothing to wait for."""
+    longest = None if partition is None else partition.limit_s
+    time_s = _LIMIT_S if longest is None else min(_LIMIT_S, longest)
+    # of a range, as many nodes as the job needs to begin
+    nodes = node_range(config.nodes).least
+    return dataclasses.replace(config, nodes=nodes, time=clock(time_s), grace_s=1, dependency=None)
+
+
+def ask_nodes(plan: LaunchPlan, say: Callable[[str], None]) -> Asked:
+    """Submit, wait for the end, and read what the nodes say; the job is over afterwards, whatever happens.
+
+    Raises:
+        ConfigError, SiteError: Slurm refuses the job, or does not answer.
+    """
+    folder, nodes = plan.paths.root, plan.cluster.nodes
+    job_id = submit.hand_over(_once(plan), probe.of_slurm, str(folder), srun=_APART)
+    try:
+        job = _follow(job_id, folder, nodes, say)
+    finally:
+        _end(job_id)
+    hosts = client.host_names(job.nodes) if job is not None and job.nodes else []
+    answers = _all(folder, nodes, patient=job is not None and job.state == "COMPLETED")
+    return Asked(job_id, job, hosts, answers, _last_words(plan.paths.slurm))
+
+
+def _once(plan: LaunchPlan) -> LaunchPlan:
+    """Not to be begun again: whoever waits for it would wait twice."""
+    assert plan.cluster.slurm is not None
+    options = {name: value for name, value in plan.cluster.slurm.options.items() if name != "requeue"}
+    slurm = dataclasses.replace(plan.cluster.slurm, options=options | {"no-requeue": True})
+    return dataclasses.replace(plan, cluster=dataclasses.replace(plan.cluster, slurm=slurm))
+
+
+def _follow(job_id: str, folder: Path, nodes: int, say: Callable[[str], None]) -> Job | None:
+    """Until it is over, or the nodes that see the directory have given up on the others, or none come."""
+    told = ""
+    end = time.monotonic() + QUEUED_AT_MOST_S
+    while True:
+        job = client.job(job_id)
+        if job is None or job.state in ENDED:
+            return job
+        why = "" if job.reason == "None" else f": {job.reason}"
+        news = f"pending{why}" if job.state in WAITING else f"{job.state.lower()} on {job.nodes}"
+        if news != told and job.state != "COMPLETING":
+            say(f"job {job_id} is {news}")
+            told = news
+        if job.state in WAITING and time.monotonic() > end:
+            return job
+        said = host_facts.answers(folder, nodes)
+        if 0 < len(said) < nodes and all(answer.get("done") for answer in said.values()):
+            return job
+        time.sleep(_LOOK_EVERY_S)
+
+
+def _end(job_id: str) -> None:
+    """Its processes write below the directory: that goes only when they have gone."""
+    end = time.monotonic() + _ENDS_WITHIN_S
+    job = client.job(job_id)
+    if job is not None and job.state not in ENDED | {"COMPLETING"}:
+        client.cancel(job_id)
+    while job is not None and job.state not in ENDED and time.monotonic() < end:
+        time.sleep(_LOOK_EVERY_S)
+        job = client.job(job_id)
+
+
+def _all(folder: Path, nodes: int, *, patient: bool) -> dict[int, Answer]:
+    end = time.monotonic() + (_SHOWN_WITHIN_S if patient else 0)
+    while True:
+        found = host_facts.answers(folder, nodes)
+        complete = len(found) == nodes and all(answer.get("done") for answer in found.values())
+        if complete or time.monotonic() >= end:
+            return found
+        time.sleep(_LOOK_EVERY_S)
+
+
+def _last_words(folder: Path) -> dict[int, str]:
+    """Of each task; srun puts its number before every line."""
+    lines = [line for log in sorted(folder.glob("*_log.out")) for line in log.read_text(errors="replace").splitlines()]
+    labelled = [re.fullmatch(r"\s*(\d+): (.*\S)\s*", line) for line in lines]
+    return {int(found[1]): found[2] for found in labelled if found}
+
+
+def judge(asked: Asked, nodes: int, folder: Path) -> list[Check]:
+    """What went wrong with the job itself; what the probes found is in their answers."""
+    if asked.job is not None and asked.job.state in WAITING:
+        found = f"Slurm gave none within {QUEUED_AT_MOST_S} s: job {asked.id} was pending ({asked.job.reason})"
+        return [failure("nodes", found, "See `sinfo` and `sinfo -R`; or ask again when the queue is shorter.")]
+    return [*_ended(asked), *_silent(asked, nodes, folder)]
+
+
+def _ended(asked: Asked) -> list[Check]:
+    """Where Slurm ended the job, why."""
+    if asked.job is None or asked.job.state not in ENDED - {"COMPLETED", "FAILED"}:
+        return []
+    remedy = "See `sinfo -R` and Slurm's logs of the nodes; a job that trains would have ended the same way."
+    return [failure("job", f"Slurm ended job {asked.id}: {asked.job.state} ({asked.job.reason})", remedy)]
+
+
+def _silent(asked: Asked, nodes: int, folder: Path) -> list[Check]:
+    """A failure for each node that has said nothing, with what can be known of why."""
+    run_dir = folder.parent
+    shared = "Use a run.dir on a disk that the login node and all nodes share."
+    job = asked.job
+    if not asked.answers and (job is None or job.state != "COMPLETED"):
+        state = "forgotten" if job is None else f"{job.state} ({job.reason})"
+        # of a job whose first node cannot write its output Slurm says no more than this
+        if job is None or not asked.words:
+            first = asked.hosts[0] if asked.hosts else None
+            found = f"the nodes do not see {run_dir}: job {asked.id} ended without a word, {state}"
+            return [failure("run directory", found, shared, first)]
+    checks: list[Check] = []
+    for node in sorted(set(range(nodes)) - asked.answers.keys()):
+        host = asked.hosts[node] if node < len(asked.hosts) else f"node {node}"
+        words = asked.words.get(node, "")
+        if not words or str(folder) in words:
+            found = f"the node does not see {run_dir}: nothing of it came back"
+            checks.append(failure("run directory", found, shared, host))
+        else:
+            remedy = "The interpreter, its packages and launcher must be where they are on the login node."
+            checks.append(failure("python", f"no probe ran: {words}", remedy, host))
+    return checks

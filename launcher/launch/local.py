@@ -1,0 +1,300 @@
+"""This machine: make the run's directory, start the node agent, follow it to its end, with fewer hosts too."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol, TypeVar
+
+from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESUMABLE, RecordFailed, SiteError
+from launcher.launch.agent import begin
+from launcher.launch.peers import Again, Peers
+from launcher.plan.host import WANDB_ENV, allowed_env
+from launcher.plan.launch_plan import LaunchPlan, RunInfo
+from launcher.plan.run_plan import RunPlan
+from launcher.process import STOP_SIGNALS
+from launcher.rundir import records
+from launcher.rundir.fencing import Fence, Incarnation
+from launcher.rundir.files import read_json, write_json, write_text
+from launcher.rundir.records import Submission, failure
+
+POLL_S = 0.1
+AGENT = (sys.executable, "-P", "-m", "launcher.launch.agent")
+# beside the time that the workers get
+AGENT_LEAVES_WITHIN_S = 10
+
+
+class Display(Protocol):
+    """Who shows a run while it is under way."""
+
+    def refresh(self) -> None:
+        """Called several times a second: show what the run's files have gained."""
+        ...
+
+    def say(self, text: str) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a run ended. ``summary``: what summary.json says. ``plan``: by which it ended, on fewer hosts perhaps than it
+    had begun with."""
+
+    status: int
+    summary: dict[str, Any]
+    plan: LaunchPlan
+
+
+def create(plan: LaunchPlan, config_yaml: str) -> None:
+    """Make the run's directory, with its plan and config.
+
+    Raises:
+        SiteError: it exists, or cannot be made; nothing is left behind then.
+    """
+    make_directory(plan.run)
+    paths = plan.paths
+    try:
+        paths.logs.mkdir()
+        write_text(paths.config, config_yaml)
+        plan.save()
+    except OSError as error:
+        shutil.rmtree(paths.root, ignore_errors=True)
+        raise _cannot_be_made(paths.root, error) from None
+
+
+def make_directory(run: RunInfo) -> None:
+    """Raises SiteError where it exists, or cannot be made; nothing is left behind then."""
+    root = Path(run.dir)
+    try:
+        root.parent.mkdir(parents=True, exist_ok=True)
+        root.mkdir()
+    except FileExistsError:
+        occupied = root if root.exists() else root.parent
+        raise SiteError(
+            f"run.name={run.name}: {occupied} exists, and a run never writes into another one's directory.\n"
+            "  Choose another run.name, or leave it out for a name of its own."
+        ) from None
+    except OSError as error:
+        raise _cannot_be_made(root, error) from None
+
+
+def _cannot_be_made(root: Path, error: OSError) -> SiteError:
+    return SiteError(f"run.dir: {root} cannot be made: {error.strerror}.\n  Choose a run.dir that you may write to.")
+
+
+def run(plan: LaunchPlan, display: Display, peers: Peers) -> Verdict:
+    """Run a created plan to its end. Ctrl-C asks the workers to stop after their window; a second one kills them.
+    SIGTERM and SIGUSR2, by which a scheduler around this process wants it to stop, do the first only.
+
+    On several hosts, a stop on one of them is one on all, and each gives its own workers the time to notice by
+    themselves that the job has failed elsewhere: what they have to say may be the reason. Where one is lost and enough
+    are left, these begin again, as another incarnation of the run.
+    """
+    asked: list[int] = []
+    recorded = _recorded(plan)
+
+    def stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+        if not asked or number == signal.SIGINT:
+            asked.append(number)
+
+    submission = records.add_submission(plan.paths, Submission.now().by_this_process()) if _writes(plan) else 0
+    fence = Fence(plan.paths, Incarnation(submission))
+    handlers = {number: signal.signal(number, stop) for number in STOP_SIGNALS}
+    try:
+        if _writes(plan):
+            begin(fence, ranks=plan.cluster.world_size)
+        _run_once(plan, plan.paths.plan_of(plan.node), fence, display, peers, asked)
+        while len(asked) < 2 and (again := peers.again(plan.paths.newest_step())) is not None:
+            plan, plan_file, fence = regroup(plan, again, fence)
+            display.say(regroup_words(plan, again))
+            peers.go()
+            _run_once(plan, plan_file, fence, display, peers, asked)
+    finally:
+        display.close()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    status, summary = peers.conclude()
+    if status == EXIT_DONE and summary["verdict"] == "stopped":  # nobody asked this process: a worker got a signal
+        status, summary = EXIT_RESUMABLE, {"stopped_by": "a signal to a worker"} | summary
+    try:
+        _write_summary(plan, fence, summary)
+        if _writes(plan):
+            records.amend_submission(plan.paths, ended=True)
+    except OSError as error:
+        raise RecordFailed(
+            f"{plan.paths.root}: the verdict, {summary['verdict']}, cannot be written there: {error.strerror}.\n"
+            f"  Make room; `launch resume {plan.run.name}` goes on from the newest checkpoint."
+        ) from None
+    if asked:
+        trained = plan.node != 0 or _recorded(plan) > recorded  # other hosts may not see the record
+        status = _status_of_stop(plan, summary["verdict"], asked, trained=trained)
+    return Verdict(status, summary, plan)
+
+
+def _recorded(plan: LaunchPlan) -> int:
+    """Bytes of the run's record."""
+    return plan.paths.metrics.stat().st_size if plan.paths.metrics.exists() else 0
+
+
+def _status_of_stop(plan: LaunchPlan, verdict: str, asked: list[int], *, trained: bool) -> int:
+    """Exit status of a run that was told to end here, by the signals ``asked``.
+
+    Args:
+        trained: whether this start may have taken a step. Killed before that, it has lost nothing.
+    """
+    if asked[0] == signal.SIGINT:
+        return EXIT_INTERRUPTED
+    if verdict == "killed" and signal.SIGINT not in asked and not trained:
+        goes_on = isinstance(plan, RunPlan) and plan.checkpoint.enabled
+        return EXIT_RESUMABLE if goes_on else EXIT_INTERRUPTED
+    of_verdict = {"done": EXIT_DONE, "failed": EXIT_FAILED, "stopped": EXIT_RESUMABLE}
+    return of_verdict.get(verdict, EXIT_INTERRUPTED)
+
+
+def _run_once(
+    plan: LaunchPlan, plan_file: Path, fence: Fence, display: Display, peers: Peers, asked: list[int]
+) -> None:
+    """One incarnation, until it is over on all hosts. ``asked``: the signals to stop that have come here."""
+    agent = _start_agent(plan, plan_file, fence.own)
+    care = _Care(agent, display, peers, plan.cluster.grace_s)
+    over = False
+    while not (over and (peers.complete() or len(asked) > 1)):
+        display.refresh()
+        care.act(len(asked))
+        peers.listen(POLL_S)
+        if not over and agent.poll() is not None:
+            over = True
+            # a second Ctrl-C, or one before the agent was up, ends it by the signal itself
+            own = EXIT_INTERRUPTED if asked else agent.returncode
+            peers.ended(own if own >= 0 else EXIT_FAILED, _summary(plan, own))
+    display.refresh()
+
+
+class _Care:
+    """Passes on to the agent what a person, or another host, wants."""
+
+    def __init__(self, agent: subprocess.Popen[bytes], display: Display, peers: Peers, grace_s: float) -> None:
+        self._agent, self._display, self._peers, self._grace_s = agent, display, peers, grace_s
+        self._passed_on = 0
+        self._noticed: float | None = None
+        self._urged = False
+
+    def act(self, asked: int) -> None:
+        """``asked``: how often a person has asked for the end here."""
+        if asked > self._passed_on:
+            if not self._passed_on:
+                self._peers.stop()
+                if not self._urged:
+                    self._display.say("Stopping at the end of this window. Ctrl-C again kills the workers at once.")
+            self._passed_on = asked
+            # the workers and the mirror notice a killed agent by themselves
+            self._signal(signal.SIGTERM if asked == 1 and not self._urged else signal.SIGKILL)
+        elif not self._passed_on and self._peers.stopped_by is not None and not self._urged:
+            self._display.say(f"Stopped on {self._peers.stopped_by}: stopping at the end of this window.")
+            self._urge()
+        elif self._peers.trouble is not None:
+            self._see_to_the_end(self._peers.trouble)
+
+    def _see_to_the_end(self, trouble: str) -> None:
+        if self._noticed is None:
+            self._noticed = time.monotonic()
+            if self._agent.poll() is None:
+                self._display.say(f"{trouble[0].upper()}{trouble[1:]}; the workers here end too.")
+        waited = time.monotonic() - self._noticed
+        if not self._urged and (self._peers.lost or waited > self._grace_s):
+            self._urge()
+        if waited > 2 * self._grace_s + AGENT_LEAVES_WITHIN_S:  # it hangs in a call to a host that is gone
+            self._signal(signal.SIGKILL)
+
+    def _urge(self) -> None:
+        self._urged = True
+        self._signal(signal.SIGTERM)
+
+    def _signal(self, number: int) -> None:
+        if self._agent.poll() is None:
+            self._agent.send_signal(number)
+
+
+def _start_agent(plan: LaunchPlan, plan_file: Path, own: Incarnation) -> subprocess.Popen[bytes]:
+    with plan.paths.node_log(plan.node).open("ab") as log:
+        return subprocess.Popen(
+            [*AGENT, plan.run.dir, plan_file.name, str(os.getpid()), str(own)],
+            env=allowed_env(os.environ, (*plan.env.allow, *WANDB_ENV)),
+            cwd=plan.cluster.cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,  # the terminal's Ctrl-C comes to this process, which passes it on in order
+        )
+
+
+def _summary(plan: LaunchPlan, status: int) -> dict[str, Any]:
+    """What the job wrote on this host, or, where it was killed before it could, what is known of it."""
+    return read_json(plan.paths.summary_of(plan.node)) or _verdict_without_words(plan, status)
+
+
+def _write_summary(plan: LaunchPlan, fence: Fence, summary: dict[str, Any]) -> None:
+    """Node 0 has the last word; a host that shares its disk writes none, unless node 0 is gone without one. A host that
+    was cut off, and without which the others have gone on, has nothing to say."""
+    path = plan.paths.summary
+    if (_writes(plan) or (not path.exists() and not fence.superseded)) and read_json(path) != summary:
+        write_json(path, summary)
+
+
+def _writes(plan: LaunchPlan) -> bool:
+    """Whether what is one for all hosts is this one's to write: node 0's, and of each that has a disk of its own."""
+    place = plan.cluster.place
+    return place is None or place.node == 0 or not place.shared
+
+
+def _verdict_without_words(plan: LaunchPlan, status: int) -> dict[str, Any]:
+    if status == EXIT_INTERRUPTED:
+        return {"verdict": "killed"}
+    if status == 0:  # a script of the user's own writes no summary, nor do the workers of another host
+        return {"verdict": "done"}
+    told = failure(f"the node agent ended with status {status}", plan.paths.node_log(plan.node), exit_code=status)
+    return {"verdict": "killed" if status < 0 else "failed", "failure": told}
+
+
+P = TypeVar("P", bound=LaunchPlan)
+
+
+def regroup(plan: P, again: Again, fence: Fence) -> tuple[P, Path, Fence]:
+    """This host's plan, its file and its fence in the incarnation that follows that of ``fence``, whose workers have
+    ended on all hosts that are left. Node 0 opens it, before any of the others can begin.
+
+    Raises:
+        Superseded: somebody else has begun the run again.
+    """
+    assert plan.cluster.place is not None
+    place = dataclasses.replace(plan.cluster.place, node=again.node, store=again.store)
+    plan = plan.on(again.nodes)
+    plan = dataclasses.replace(plan, cluster=dataclasses.replace(plan.cluster, place=place))
+    own = dataclasses.replace(fence.own, restart=fence.own.restart + 1)
+    fence = Fence(fence.paths, own)
+    ranks = plan.cluster.world_size
+    if again.node == 0:
+        begin(fence, ranks=ranks, from_step=again.step)
+        records.note_event(
+            fence.paths, "lost", host=again.lost, incarnation=str(own), ranks=ranks, from_step=again.step
+        )
+    file = fence.paths.plan_for(again.nodes, again.node)
+    write_text(file, plan.to_json() + "\n")
+    return plan, file, fence
+
+
+def regroup_words(plan: LaunchPlan, again: Again) -> str:
+    """The line for whoever watches; ``plan``: of this host from here on."""
+    nodes, ranks = again.nodes, plan.cluster.world_size
+    return (
+        f"{again.lost[0].upper()}{again.lost[1:]} is gone: going on with {nodes} host{'' if nodes == 1 else 's'}, "
+        f"{ranks} rank{'' if ranks == 1 else 's'}, from step {again.step}. This is node {again.node} now."
+    )

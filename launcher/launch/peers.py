@@ -1,0 +1,326 @@
+"""The other hosts of a running job: who stopped it, who failed first, who is gone, and the one verdict.
+
+A star: every host keeps the connection over which it met node 0. Nothing here takes part in training; torch's own
+connections carry that.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import Any, Protocol
+
+from launcher.errors import EXIT_FAILED, EXIT_INTERRUPTED
+from launcher.launch.network import LOST_AFTER_S, Channel, Door, Message, free_port, wait
+from launcher.rundir.records import failure
+
+# a connection that is reset is seen at once, but after the workers' own connections to that host may have been
+_RESET_MARGIN_S = 2.0
+
+Summary = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Result:
+    """``when``: on node 0's monotonic clock, of the failure if there is one."""
+
+    status: int
+    summary: Summary
+    when: float
+
+
+def first_failure(
+    hosts: Mapping[int, str],
+    results: Mapping[int, Result],
+    gone: Mapping[int, float],
+    guests: Mapping[int, Channel],
+) -> Summary | None:
+    """Of the first host that failed. One that is gone may have been so for a while before that was noticed, and
+    whoever lost a peer by it came after it.
+
+    Args:
+        hosts: the addresses, by the host's number, as everything here.
+        results: of the hosts whose agents have ended.
+        gone: when a host was found to be gone, on node 0's monotonic clock.
+        guests: the connections.
+    """
+    failures: list[tuple[float, Summary]] = []
+    for node, result in results.items():
+        if (told := result.summary.get("failure")) is not None:
+            failures.append((result.when, told | {"node": node, "host": hosts[node]}))
+    for node, when in gone.items():
+        unnoticed = LOST_AFTER_S if guests[node].silent else _RESET_MARGIN_S
+        failures.append((when - unnoticed, lost_host(node, guests[node])))
+    return min(failures, key=lambda entry: entry[0])[1] if failures else None
+
+
+def seconds_since_failure(summary: Summary) -> float:
+    """How long ago the first failure was by this host's clock; 0 for one whose time is not known."""
+    told: Summary = summary.get("failure") or {}
+    at = told.get("at")
+    return 0.0 if at is None else (datetime.now(UTC) - datetime.fromisoformat(at)).total_seconds()
+
+
+def lost_host(node: int, channel: Channel) -> Summary:
+    """The failure that is nobody's own words."""
+    why = f"no answer for {LOST_AFTER_S} s" if channel.silent else "its `launch` was killed, or the host was shut down"
+    told = failure(f"node {node} ({channel.peer}) is gone: {why}", None)
+    return told | {"node": node, "host": channel.peer}
+
+
+class Peers(Protocol):
+    """``stopped_by``: which other host was told to stop, once one was. ``trouble``: what ended the job elsewhere;
+    ``lost``: that a host is gone, for which no worker needs to be waited."""
+
+    stopped_by: str | None
+    trouble: str | None
+    lost: bool
+
+    def listen(self, seconds: float) -> None:
+        """Take in what the others say, for so long at most."""
+        ...
+
+    def stop(self) -> None:
+        """Someone stopped the job on this host."""
+        ...
+
+    def ended(self, status: int, summary: Summary) -> None:
+        """This host's agent has ended."""
+        ...
+
+    def complete(self) -> bool:
+        """Whether the verdict of the whole job is known."""
+        ...
+
+    def again(self, step: int) -> Again | None:
+        """Once that is so: how this host goes on, where another one is gone and enough are left; None where the job is
+        over. ``step``: optimizer steps in the newest checkpoint, which node 0 tells the others."""
+        ...
+
+    def go(self) -> None:
+        """All is ready for that: node 0 has the others begin."""
+        ...
+
+    def conclude(self) -> tuple[int, Summary]:
+        """The exit status and the summary of the whole job, as far as they are known; the connections end."""
+        ...
+
+
+class Alone:
+    """A local job."""
+
+    stopped_by: str | None = None
+    trouble: str | None = None
+    lost = False
+
+    def __init__(self) -> None:
+        self._own: tuple[int, Summary] = (EXIT_FAILED, {})
+
+    def listen(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def stop(self) -> None: ...
+
+    def ended(self, status: int, summary: Summary) -> None:
+        self._own = (status, summary)
+
+    def complete(self) -> bool:
+        return True
+
+    def again(self, step: int) -> Again | None: ...
+
+    def go(self) -> None: ...
+
+    def conclude(self) -> tuple[int, Summary]:
+        return self._own
+
+
+@dataclass(frozen=True)
+class Again:
+    """How this host goes on without those that are gone. ``node``: its number from here on; ``nodes``: hosts;
+    ``store``: HOST:PORT where their agents share what they know; ``lost``: who is gone, by the old numbers; ``step``:
+    optimizer steps in the newest checkpoint."""
+
+    node: int
+    nodes: int
+    store: str
+    lost: str
+    step: int
+
+
+class OtherHost:
+    """Node 1 and up: hears from node 0 alone."""
+
+    def __init__(self, first: Channel) -> None:
+        self._first = first
+        self._own: tuple[int, Summary] = (EXIT_FAILED, {})
+        self._final: tuple[int, Summary] | None = None
+        self._again: Again | None = None
+        self._stopped = False
+        self.stopped_by: str | None = None
+        self.trouble: str | None = None
+        self.lost = False
+
+    def listen(self, seconds: float) -> None:
+        if not self._first.open:
+            time.sleep(seconds)
+            return
+        wait([self._first], seconds)
+        for message in self._first.receive():
+            if "stop" in message:
+                self._stopped, self.stopped_by = True, message["stop"]
+            elif "trouble" in message:
+                self.trouble, self.lost = self.trouble or message["trouble"], self.lost or message["lost"]
+            elif "again" in message:  # what comes after it is of the new start
+                self._again = Again(**message["again"])
+                self._stopped, self.stopped_by, self.trouble, self.lost = False, None, None, False
+            elif "verdict" in message:
+                self._final = message["status"], message["verdict"]
+        if not self._first.open and self._final is None:
+            self.trouble, self.lost = f"node 0 ({self._first.peer}) is gone", True
+
+    def stop(self) -> None:
+        self._stopped = True
+        self._first.send(stop=True)
+
+    def ended(self, status: int, summary: Summary) -> None:
+        self._own = status, summary
+        self._first.send(ended=True, status=status, summary=summary, ago_s=seconds_since_failure(summary))
+
+    def complete(self) -> bool:
+        return self._final is not None or self._again is not None or not self._first.open
+
+    def again(self, step: int) -> Again | None:  # noqa: ARG002
+        again, self._again = self._again, None
+        return again
+
+    def go(self) -> None: ...
+
+    def conclude(self) -> tuple[int, Summary]:
+        self._first.close()
+        if self._final is not None:
+            return self._final
+        if self._stopped:
+            return EXIT_INTERRUPTED, {"verdict": "killed"}
+        return EXIT_FAILED, {"verdict": "failed", "failure": lost_host(0, self._first)}
+
+
+class FirstHost:
+    """Peers of node 0, which hears from all the others, and tells them."""
+
+    def __init__(
+        self, door: Door, guests: Sequence[Channel], address: str, refusal: str, least: int | None = None
+    ) -> None:
+        """``guests``: the others by their number, from 1. ``refusal``: for a host that comes too late. ``least``: with
+        how many hosts the job goes on when one is lost; None: it ends."""
+        self._door, self._address, self._refusal, self._least = door, address, refusal, least
+        self._begin_with(guests)
+
+    def _begin_with(self, guests: Sequence[Channel]) -> None:
+        self._guests = dict(enumerate(guests, 1))
+        self._hosts = {0: self._address} | {node: guest.peer for node, guest in self._guests.items()}
+        self._results: dict[int, Result] = {}
+        self._gone: dict[int, float] = {}
+        self._again: Again | None = None
+        self._stopped = False
+        self.stopped_by: str | None = None
+        self.trouble: str | None = None
+        self.lost = False
+
+    def listen(self, seconds: float) -> None:
+        wait([*self._door.sources(), *(guest for guest in self._guests.values() if guest.open)], seconds)
+        for channel, _ in self._door.arrivals():
+            channel.send(refused=self._refusal)
+            channel.close()
+        for node, guest in self._guests.items():
+            for message in guest.receive():
+                self._take_in(node, message)
+            if not guest.open and node not in self._results and node not in self._gone:
+                self._gone[node] = time.monotonic()
+                self.lost = True
+                self._tell_trouble(f"{self._name(node)} is gone", node)
+
+    def _take_in(self, node: int, message: Message) -> None:
+        if "stop" in message:
+            self._stopped = True
+            self.stopped_by = self._name(node)
+            self._tell(node, stop=self.stopped_by)
+        elif "ended" in message:
+            self._add(node, message["status"], message["summary"], message["ago_s"])
+
+    def _add(self, node: int, status: int, summary: Summary, ago_s: float) -> None:
+        self._results[node] = Result(status, summary, time.monotonic() - ago_s)
+        if "failure" in summary and not self._stopped:
+            self._tell_trouble(f"the job failed on {self._name(node)}", node)
+
+    def _tell_trouble(self, text: str, node: int) -> None:
+        if node:
+            self.trouble = self.trouble or text
+        self._tell(node, trouble=text, lost=self.lost)
+
+    def _tell(self, but: int, **message: Any) -> None:
+        for node, guest in self._guests.items():
+            if node != but:
+                guest.send(**message)
+
+    def _name(self, node: int) -> str:
+        return f"node {node} ({self._hosts[node]})"
+
+    def stop(self) -> None:
+        self._stopped = True
+        self._tell(0, stop=self._name(0))
+
+    def ended(self, status: int, summary: Summary) -> None:
+        self._add(0, status, summary, seconds_since_failure(summary))
+
+    def complete(self) -> bool:
+        return all(node in self._results or node in self._gone for node in self._hosts)
+
+    def conclude(self) -> tuple[int, Summary]:
+        status, summary = self._verdict()
+        self._tell(0, verdict=summary, status=status)
+        self._door.close()
+        for guest in self._guests.values():
+            guest.close()
+        return status, summary
+
+    def _verdict(self) -> tuple[int, Summary]:
+        own = dict(self._results[0].summary)
+        first = self._first_failure()
+        if self._stopped or first is None:
+            if own.pop("failure", None) is not None:
+                own["verdict"] = "killed"
+            return EXIT_INTERRUPTED if self._stopped else max(r.status for r in self._results.values()), own
+        own.pop("stopped_by", None)  # that was this launcher, for the reason that follows
+        if first["node"] in self._gone and self._least is not None:  # else it would have gone on
+            left = len(self._left())
+            few = f"{left} {'host is' if left == 1 else 'hosts are'} left, and cluster.nodes has {self._least} at least"
+            first = first | {"error": f"{first['error']}; {few}"}
+        return EXIT_FAILED, own | {"verdict": "failed", "failure": first}
+
+    def _first_failure(self) -> Summary | None:
+        return first_failure(self._hosts, self._results, self._gone, self._guests)
+
+    def _left(self) -> list[int]:
+        """Hosts that hear of it when the job goes on; one may have gone after its workers had ended."""
+        return [node for node in self._hosts if not node or self._guests[node].open]
+
+    def again(self, step: int) -> Again | None:
+        first = self._first_failure()
+        left = self._left()
+        if self._least is None or self._stopped or len(left) < self._least:
+            return None
+        if first is None or first["node"] not in self._gone:  # the job itself failed, and would do so again
+            return None
+        lost = " and ".join(self._name(node) for node in self._hosts if node not in left)
+        self._again = Again(0, len(left), f"{self._address}:{free_port(self._address)}", lost, step)
+        return self._again
+
+    def go(self) -> None:
+        assert self._again is not None
+        guests = [self._guests[node] for node in self._left() if node]
+        for node, guest in enumerate(guests, 1):
+            guest.send(again=asdict(self._again) | {"node": node})
+        self._begin_with(guests)

@@ -1,0 +1,179 @@
+"""The plan of a job, made on the machine or cluster that it will run on."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import netrc
+import os
+import re
+import secrets
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from launcher.config.schema import ClusterConfig, ClusterKind, Config, Device, PrecisionKind, RunConfig, Sync, WandbMode
+from launcher.errors import ConfigError, SiteError, UserError
+from launcher.plan import host
+from launcher.plan.host import Partition, Site, batch_env
+from launcher.plan.launch_plan import RunInfo
+from launcher.plan.run_plan import RunPlan, TaskPlan
+from launcher.plan.solve import solve
+from launcher.plan.sync_policy import SHARDED
+from launcher.plan.task_inspection import ask, describe_task, weigh_memory
+
+T = TypeVar("T")
+
+ANY_NUMBER = 2**62  # of samples: enough for every window
+
+
+class Once:
+    """Calls a function once for equal arguments. The jobs of a sweep ask the same of the same task and cluster."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[Any, UserError | None]] = {}
+
+    def __call__(self, function: Callable[..., T], *arguments: object, **named: object) -> T:
+        key = repr((function, arguments, named))
+        if key not in self._known:
+            try:
+                self._known[key] = function(*arguments, **named), None
+            except UserError as error:  # what is wrong for one is wrong for all
+                self._known[key] = None, error
+        found, error = self._known[key]
+        if error is not None:
+            raise error
+        return found
+
+
+def plan_job(config: Config, once: Once | None = None) -> RunPlan:
+    """The plan of `launch train` with this config. Looks at the task and at this machine; starts and writes nothing.
+
+    Args:
+        once: what was found out for other jobs of the same moment.
+
+    Raises:
+        ConfigError, TaskError, SiteError: what is wrong with the input.
+    """
+    once = once or Once()
+    site = once(where, config.cluster)
+    run = new_run(config.run, task_stem(config), site.cwd)
+    require_mirror(config)
+    # what no task could make right is said before the task is looked at, which may take seconds
+    cluster = solve(config, site, TaskPlan.unknown(ANY_NUMBER), run).cluster
+    if config.precision.kind is PrecisionKind.auto and cluster.kind is ClusterKind.local:
+        site = dataclasses.replace(site, bf16=once(_look_at_format, PrecisionKind.bf16, cluster.device)[0])
+    task = once(describe_task, config.task, site.cwd, shards=config.strategy.kind in SHARDED, seed=config.train.seed)
+    plan = weighed(solve(config, site, task, run), config)
+    return dataclasses.replace(plan, notes=(*plan.notes, *emulation_notes(plan, once)))
+
+
+def emulation_notes(plan: RunPlan, once: Once | None = None) -> list[str]:
+    """Return a warning if the job runs on this machine in a format that it emulates."""
+    kind = plan.precision.kind
+    if plan.cluster.kind is not ClusterKind.local or kind not in host.NARROW:
+        return []
+    is_native, factor = (once or Once())(_look_at_format, kind, plan.cluster.device, measure=True)
+    return [] if is_native or factor is None else [host.emulation_warning(kind, "this machine", factor)]
+
+
+def _look_at_format(kind: PrecisionKind, device: Device, *, measure: bool = False) -> tuple[bool | None, float | None]:
+    """Return whether this machine computes in ``kind`` natively, and how many times as long as in fp32 a matrix product
+    takes where it does not and ``measure``; None for what is not known. Only a doubt or a measurement needs torch."""
+    quick = host.computes(kind, device, os.environ)
+    if quick is not None and (quick or not measure):
+        return quick, None
+    request = {"kind": kind.value, "device": device.value, "measure": measure}
+    answer = ask("launcher.train.precision", json.dumps(request)) or {}
+    return answer.get("native", quick), answer.get("slowdown")
+
+
+def weighed(plan: RunPlan, config: Config) -> RunPlan:
+    """Return ``plan`` with the sync policy that fits into memory, if the user left the choice to the launcher.
+
+    Of a model with frozen parts, what each policy sends depends on where gradients flow, so windows of it are run too.
+    """
+    choose = config.strategy.sync is Sync.auto
+    if plan.strategy.kind not in SHARDED or not (choose or plan.task.frozen_parameters):
+        return plan
+    most, *fewer = (weigh_memory(world, choose=choose) for world in plan.worlds())
+    return most.with_fewer(fewer)
+
+
+def require_mirror(config: Config) -> None:
+    """Raises SiteError where W&B would find no key."""
+    if config.wandb.mode is WandbMode.online:
+        # a job of Slurm's finds the key in .netrc, or where the user names the variable in cluster.env
+        everything = config.cluster.kind is not ClusterKind.slurm
+        require_wandb_key(os.environ if everything else batch_env(os.environ, ("HOME", *config.cluster.env)))
+
+
+def task_stem(config: Config) -> str:
+    """What runs of a task are called: ``bytes_gpt`` for ``BytesGPT``."""
+    class_name = str(config.task.get("_target_", "")).rpartition(".")[2]
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", class_name).lower()
+
+
+def where(config: ClusterConfig) -> Site:
+    """What the machines have that the job will run on: this one, or the nodes of a partition of Slurm's.
+
+    Raises:
+        ConfigError: there is no such partition.
+    """
+    from launcher.launch.slurm import client
+
+    if config.kind is not ClusterKind.slurm or not client.available():
+        return Site.here()
+    return Site.of(Partition.joined(partitions(config)), config.container)
+
+
+def partitions(config: ClusterConfig) -> list[Partition]:
+    """Those of Slurm's that a job may run in: whichever is free first.
+
+    Raises:
+        ConfigError: there is no such partition.
+    """
+    from launcher.launch.slurm import client
+
+    known = client.partitions()
+    wanted = known[0].name if config.partition is None else config.partition
+    found = [partition for name in wanted.split(",") for partition in known if partition.name == name]
+    if len(found) < len(wanted.split(",")):
+        raise ConfigError(
+            "cluster.partition", wanted, "Slurm has no such partition.",
+            f"There are: {', '.join(partition.name for partition in known)}.",
+        )  # fmt: skip
+    return found
+
+
+def new_run(config: RunConfig, stem: str, cwd: str) -> RunInfo:
+    """A run's name, id and directory. Names of runs started in the same second differ by their random end."""
+    now = datetime.now(UTC)
+    name = config.name or f"{stem or 'run'}-{now:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+    return RunInfo(
+        name=name,
+        id=secrets.token_hex(4),
+        dir=str((Path(cwd) / config.dir / name).resolve()),
+        created=now.isoformat(timespec="seconds"),
+        version=metadata.version("launcher"),
+    )
+
+
+def require_wandb_key(env: Mapping[str, str]) -> None:
+    """Raises SiteError where wandb.mode=online would find no key: in the environment, or in .netrc for the host."""
+    if env.get("WANDB_API_KEY") or env.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return
+    host = urlsplit(env.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    place = Path(env.get("NETRC") or Path(env.get("HOME", "~")).expanduser() / ".netrc")
+    try:
+        known = netrc.netrc(place).authenticators(host)
+    except (OSError, netrc.NetrcParseError):
+        known = None
+    if known is None:
+        raise SiteError(
+            f"wandb.mode=online: there is no key for {host}, neither in WANDB_API_KEY nor in {place}.\n"
+            "  Run `wandb login`, or use wandb.mode=offline and `wandb sync` later."
+        )

@@ -1,0 +1,239 @@
+"""Outcome of a Slurm job: over, queued again, or failed; and who failed first.
+
+Slurm is asked what a signal was about, and the other nodes what they have seen: neither is guessed.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, SiteError
+from launcher.launch.agent import Ended
+from launcher.launch.slurm import client
+from launcher.launch.slurm.client import Task
+from launcher.plan.launch_plan import LaunchPlan
+from launcher.plan.run_plan import RunPlan
+from launcher.rundir import records
+from launcher.rundir.fencing import Fence
+from launcher.rundir.files import read_json, write_json
+from launcher.rundir.paths import RunPaths
+from launcher.rundir.records import HANG, Failure, failure
+
+# so long a queued job may take to end its own processes
+_REQUEUE_WITHIN_S = 120
+# begun so often without one step more than before, a job is not begun again by itself
+_FRUITLESS = 3
+
+
+def conclude(plan: LaunchPlan, task: Task, fence: Fence, ended: Ended) -> int:
+    """What becomes of the job. Returns this task's exit status."""
+    paths = fence.paths
+    said = read_json(paths.summary) or {}
+    hang = {"hang": ended.words["hang"]} if "hang" in ended.words else {}
+    if hang:
+        write_json(paths.summary, {"verdict": "killed"} | said | hang)
+    if (told := ended.words.get("failure")) is not None:
+        return failed(plan, task, fence, told)
+    others = Reports(fence, task.node, task.nodes)
+    if others.all() and not others.of_connections_only():  # this node was told to stop because another one has failed
+        return EXIT_FAILED
+    stopped_by = ended.words.get("stopped_by") or (said.get("verdict") == "stopped" and "a signal on another node")
+    if not stopped_by:
+        if task.node == 0 and ended.status == EXIT_DONE:
+            if not isinstance(plan, RunPlan):
+                write_json(paths.summary, {"verdict": "done"})
+            records.note_event(paths, "done", step=said.get("steps"))
+        return ended.status
+    if task.node:
+        return EXIT_DONE  # node 0 says what follows
+    # workers that could not save in time leave no word of it
+    verdict = "stopped" if said or not isinstance(plan, RunPlan) else "killed"
+    write_json(paths.summary, {"verdict": verdict} | said | hang | {"stopped_by": stopped_by})
+    why = wanted_back(plan, task, stopped_by)
+    records.note_event(paths, verdict, by=stopped_by, why=why or "Slurm ends the job", step=said.get("steps"))
+    return _requeue(plan, task, fence, why) if why else EXIT_RESUMABLE
+
+
+def wanted_back(plan: LaunchPlan, task: Task, signal_name: str = "") -> str:
+    """Why the job is to stop and go on later, by what Slurm says of it; empty where it is not."""
+    assert plan.cluster.slurm is not None
+    try:
+        job = client.job(task.job)
+    except SiteError as error:
+        print(f"{error}", file=sys.stderr, flush=True)
+        job = None
+    if job is not None and job.state != "RUNNING":  # it is being cancelled, or requeued
+        return ""
+    if job is not None and job.preempted:
+        return "preempted"
+    # Slurm looks at the time every 30 s, and so may say it early
+    if job is not None and job.end and (job.end - datetime.now()).total_seconds() < plan.cluster.slurm.signal_s + 60:
+        return "time limit" if signal_name else ""
+    return "told to" if signal_name == "SIGUSR2" else ""
+
+
+def _requeue(plan: LaunchPlan, task: Task, fence: Fence, why: str) -> int:
+    """Have Slurm queue the job again; it then ends this process. Returns only where that did not happen."""
+    paths, newest = fence.paths, fence.newest()
+    if isinstance(plan, RunPlan):
+        if not plan.checkpoint.enabled:
+            print("checkpoint.enabled=false: nothing was saved, and the job is not queued again.", flush=True)
+            return EXIT_RESUMABLE
+        if newest.get("fruitless", 0) >= _FRUITLESS and paths.newest_step() == newest.get("from_step"):
+            error = (
+                f"begun {_FRUITLESS + 1} times without getting one step further ({why}): cluster.time is too short for "
+                "the start, one step and one checkpoint"
+            )
+            _report(task, fence, failure(error, paths.node_log(task.node), at=datetime.now(UTC)))
+            return EXIT_FAILED
+    if cancelled(paths):
+        return EXIT_RESUMABLE
+    fence.check()
+    records.note_event(paths, "requeued", why=why)  # before it is so: it ends this process
+    try:
+        client.requeue(task.job)
+    except SiteError as error:
+        records.note_event(paths, "not requeued", why=str(error))
+        print(f"The job could not be queued again: {error}\n  `launch resume` goes on.", file=sys.stderr, flush=True)
+        return EXIT_RESUMABLE
+    time.sleep(_REQUEUE_WITHIN_S)
+    return EXIT_RESUMABLE
+
+
+def cancelled(paths: RunPaths) -> bool:
+    """Whether a person wants no more of it, whatever Slurm does with the job."""
+    return records.submissions(paths)[-1].cancelled
+
+
+def _report(task: Task, fence: Fence, told: Failure) -> Reports:
+    reports = Reports(fence, task.node, task.nodes)
+    reports.add(told)
+    event = "disconnected" if reports.of_connections_only() else "failed"
+    records.note_event(fence.paths, event, node=task.node, rank=told["rank"], error=told["error"])
+    return reports
+
+
+def failed(plan: LaunchPlan, task: Task, fence: Fence, told: Failure) -> int:
+    """Tell a failure of the run from nodes that were lost: those are Slurm's to replace."""
+    reports = _report(task, fence, told)
+    if not reports.of_connections_only():
+        return EXIT_FAILED
+    print("The connection to other nodes is lost. Waiting for what they, or Slurm, say of it.", flush=True)
+    again = reports.wait_for_slurm(task.job, can_ask=task.can_ask)
+    # a script cannot be asked whether it gets anywhere: it would be begun again for ever
+    if not again or not isinstance(plan, RunPlan):
+        return EXIT_FAILED
+    return _requeue(plan, task, fence, "the nodes lost each other")
+
+
+_LOOK_EVERY_S = 1.0
+# beside the time after which Slurm itself gives a silent node up
+_SLURM_ACTS_WITHIN_S = 60
+_SLURMD_TIMEOUT_S = 300  # Slurm's default
+# the words for a peer that is gone
+_CONNECTION = re.compile(
+    r"onnection (was |has been )?(closed|reset|aborted|refused|lost)|Broken pipe|[Ss]ocket [Tt]imeout|[Tt]imed out|"
+    r"recvValue failed|remote worker|NCCL|DistBackendError|DistNetworkError|DistStoreError|did not come together"
+)
+# and what only torch's own connections say or run through: a user's code has connections too
+_OF_TORCH = re.compile(
+    r"gloo|NCCL|c10d|TCPStore|Dist(Backend|Network|Store)Error|torch/distributed/|did not come together"
+)
+_LOG_TAIL_BYTES = 8192
+
+
+class Reports:
+    """What the nodes of one incarnation say of their failures, in files of the run's directory."""
+
+    def __init__(self, fence: Fence, node: int, nodes: int) -> None:
+        self._fence, self._node, self._nodes = fence, node, nodes
+
+    def add(self, failure: Failure) -> None:
+        """Say how this node's workers failed. The run's summary has the earliest failure that any node told."""
+        paths = self._fence.paths
+        own = failure | {"node": self._node, "host": socket.gethostname()}
+        self._fence.check()
+        write_json(paths.failure_of(self._node), {"incarnation": str(self._fence.own), "failure": own})
+        told: dict[int, Failure] = {}
+        while (now := self.all()) != told:  # another node may have added its own while this one wrote
+            told = now
+            first = min(told.values(), key=lambda failure: failure.get("at", "~"))
+            write_json(paths.summary, (read_json(paths.summary) or {}) | {"verdict": "failed", "failure": first})
+
+    def all(self) -> dict[int, Failure]:
+        """By the node's number."""
+        found: dict[int, Failure] = {}
+        for node in range(self._nodes):
+            said = read_json(self._fence.paths.failure_of(node)) or {}
+            if said.get("incarnation") == str(self._fence.own):
+                found[node] = said["failure"]
+        return found
+
+    def of_connections_only(self) -> bool:
+        """Whether every node that failed has only lost its peers, or some of them: then none of them is the cause."""
+        return self._nodes > 1 and all(map(lost_its_peers, self.all().values()))
+
+    def wait_for_slurm(self, job: str, *, can_ask: bool = True) -> bool:
+        """Wait for Slurm to find a node gone: it then begins the job again, and ends this process.
+
+        Returns whether this node is to have it begun again instead: all nodes are there, and lost each other, or one
+        says nothing and Slurm does not mind. False where a node has told the cause, or Slurm is at it, or would have
+        been: not ``can_ask``.
+
+        Raises:
+            Superseded: the job goes on elsewhere.
+        """
+        end = time.monotonic() + _slurmd_timeout_s() + _SLURM_ACTS_WITHIN_S
+        while True:
+            self._fence.check()
+            if not self.of_connections_only():
+                return False
+            if not can_ask and time.monotonic() > end:
+                return False
+            state = _state(job) if can_ask else None
+            if state is not None:
+                if state != "RUNNING":  # Slurm has ended the job, or is about to
+                    return False
+                told = self.all()
+                if len(told) == self._nodes or time.monotonic() > end:
+                    return self._node == min(told)
+            time.sleep(_LOOK_EVERY_S)
+
+
+def lost_its_peers(failure: Failure) -> bool:
+    """Whether this is what a rank says whose peer is gone, and not an error of its own."""
+    said = str(failure["error"])
+    if failure["kind"] == HANG:  # the stack of whoever waits has torch's words in it
+        return False
+    if said == "killed by SIGABRT":  # NCCL's watchdog ends the process; why is in its log
+        said += _tail(failure["log"])
+    return bool(_CONNECTION.search(said) and _OF_TORCH.search(said + str(failure["traceback"] or "")))
+
+
+def _tail(log: str | None) -> str:
+    try:
+        return Path(log or "").read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _slurmd_timeout_s() -> int:
+    try:
+        said = re.match(r"\d+", client.setting("SlurmdTimeout") or "")
+    except SiteError:
+        said = None
+    return int(said[0]) if said else _SLURMD_TIMEOUT_S
+
+
+def _state(job: str) -> str | None:
+    """Slurm's state of the job; None where Slurm does not answer: then this node may be the one that is cut off."""
+    try:
+        found = client.job(job)
+    except SiteError:
+        return None
+    return None if found is None else found.state

@@ -1,0 +1,333 @@
+"""Submission: plan and code are frozen in the run's directory, submitit writes the script, sbatch takes or refuses
+it."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+import re
+import secrets
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, redirect_stderr
+from pathlib import Path
+from typing import Any, TypeVar
+
+from launcher.errors import ConfigError, SiteError, UserError
+from launcher.launch import local
+from launcher.launch.slurm import client, node
+from launcher.plan import sbatch
+from launcher.plan.host import OWN_MEMORY, batch_env, file_system
+from launcher.plan.launch_plan import LaunchPlan
+from launcher.plan.placement import SCRIPT_COMMAND
+from launcher.plan.run_plan import RunPlan
+from launcher.rundir import code_snapshot, records
+from launcher.rundir.records import Submission
+
+P = TypeVar("P", bound=LaunchPlan)
+
+# a task that fails ends the others, which may wait for it
+_TOGETHER = ("--kill-on-bad-exit=1",)
+# signals that come before the agent can handle them must not kill the task: once it is up, it asks Slurm what it missed
+_PYTHON = '/bin/sh -c \'trap "" TERM USR2; exec "$0" "$@"\' {} -P'
+
+
+def submit(plan: P, config_yaml: str) -> tuple[P, str]:
+    """Make the run's directory, copy the user's code into it, and submit. Returns the plan as it was frozen, and the
+    job's id.
+
+    Raises:
+        ConfigError: Slurm refuses the job; nothing is left behind then.
+        SiteError: no Slurm here, or a directory that cannot be used.
+    """
+    client.require()
+    require_shared(plan.paths.root)
+    sbatch.srun_options(plan, os.environ)  # refuses what cannot be mounted
+    roots = _roots(plan)
+    local.create(plan, config_yaml)
+    try:
+        plan = _freeze(plan, roots)
+        plan.save()
+        return plan, send(plan)
+    except BaseException:
+        shutil.rmtree(plan.paths.root, ignore_errors=True)
+        raise
+
+
+def send(plan: LaunchPlan) -> str:
+    """Submit a run whose directory is there, for the first time or once more; the job's id."""
+    return send_array([plan], plan.run.name, plan.paths.slurm)[0]
+
+
+def send_all(
+    plans: Sequence[LaunchPlan], stem: str, folder: Path, most: int, at_once: int | None
+) -> list[str | UserError]:
+    """Submit runs whose directories are there, those of one ``shape`` as one array; for each its job's id, or why Slurm
+    refuses it. ``stem``: what the arrays are called, with an ending that no other job has; ``most``: jobs in one array,
+    as ``most_in_array`` has it; the rest as ``send_array``.
+    """
+    alike: dict[str, list[int]] = {}
+    for number, plan in enumerate(plans):
+        alike.setdefault(shape(plan), []).append(number)
+    answers: dict[int, str | UserError] = {}
+    for numbers in alike.values():
+        for chunk in (numbers[at : at + most] for at in range(0, len(numbers), most)):
+            name = f"{stem}.{secrets.token_hex(4)}"
+            try:
+                jobs: Sequence[str | UserError] = send_array([plans[n] for n in chunk], name, folder, at_once)
+            except UserError as error:
+                jobs = [error] * len(chunk)
+            answers |= zip(chunk, jobs, strict=True)
+    return [answers[number] for number in range(len(plans))]
+
+
+def send_array(plans: Sequence[LaunchPlan], name: str, folder: Path, at_once: int | None = None) -> list[str]:
+    """Submit runs of one ``shape`` whose directories are there, as one array where they are several; a job's id for
+    each. None of them is submitted where Slurm refuses.
+
+    Args:
+        name: of the job. No other job of this user's may have it.
+        folder: submitit's.
+        at_once: how many of them may run together; None: as many as there is room for.
+    """
+    submission = dataclasses.replace(Submission.now(), name=name)
+    each: list[tuple[str, int]] = []
+    try:
+        each += ((plan.run.dir, records.add_submission(plan.paths, submission)) for plan in plans)
+        jobs = _hand_over(plans[0], node.run_node, each, name=name, folder=folder, at_once=at_once)
+        for plan, job in zip(plans, jobs, strict=True):
+            records.amend_submission(plan.paths, job=job)
+    except BaseException:
+        # sbatch may have given up on an answer, or been interrupted, with the job in the queue already
+        client.cancel_named(name, submission.user)
+        for plan in plans[: len(each)]:
+            records.amend_submission(plan.paths, refused=True)
+        raise
+    for plan, job in zip(plans, jobs, strict=True):
+        records.note_event(plan.paths, "submitted", job=job)
+    return jobs
+
+
+def shape(plan: LaunchPlan) -> str:
+    """What the jobs of one array have in common: all that Slurm is asked for, and where they lie on the disk."""
+    assert plan.cluster.slurm is not None
+    slurm = dataclasses.asdict(plan.cluster.slurm)
+    slurm["options"].pop("job-name")
+    return json.dumps([slurm, plan.env.allow, plan.cluster.cwd, str(plan.paths.root.parent)], sort_keys=True)
+
+
+def most_in_array() -> int:
+    """How many jobs Slurm takes in one array."""
+    return max(1, int(client.setting("MaxArraySize") or 1))
+
+
+def hand_over(
+    plan: LaunchPlan, function: Callable[..., object], *arguments: object, srun: Sequence[str] = _TOGETHER
+) -> str:
+    """Have Slurm call ``function(*arguments)`` once on each node, on the plan's options and in its environment; the
+    job's id. ``srun``: options of the step.
+
+    Raises:
+        ConfigError, SiteError: Slurm refuses the job.
+    """
+    return _hand_over(plan, function, [arguments], name=plan.run.name, folder=plan.paths.slurm, srun=srun)[0]
+
+
+def _hand_over(
+    plan: LaunchPlan,
+    function: Callable[..., object],
+    each: Sequence[Sequence[object]],
+    *,
+    name: str,
+    folder: Path,
+    srun: Sequence[str] = _TOGETHER,
+    at_once: int | None = None,
+) -> list[str]:
+    """As ``hand_over``, for ``each`` arguments; the jobs' ids.
+
+    Raises:
+        ConfigError, SiteError: Slurm refuses the job.
+    """
+    from submitit.core.utils import FailedJobError, FailedSubmissionError
+
+    try:
+        # submitit repeats sbatch's words, which the refusal has too
+        with _submitters_environment(plan), redirect_stderr(io.StringIO()):
+            executor = _executor(plan, srun, name, folder)
+            executor.update_parameters(array_parallelism=at_once or len(each))
+            return [job.job_id for job in executor.map_array(function, *zip(*each, strict=True))]
+    except (FailedJobError, FailedSubmissionError) as error:
+        raise refusal(plan, str(error)) from None
+
+
+def script(plan: LaunchPlan, srun: Sequence[str] = _TOGETHER) -> str:
+    """The batch script, as submitit writes it."""
+    executor = _executor(plan, srun, plan.run.name, plan.paths.slurm)
+    return executor._make_submission_file_text(executor._submitit_command_str, "")
+
+
+def _executor(plan: LaunchPlan, srun: Sequence[str], name: str, folder: Path) -> Any:
+    import submitit
+
+    class Executor(submitit.SlurmExecutor):
+        """submitit looks for srun before it renders anything; here the caller has looked, where that is needed."""
+
+        @classmethod
+        def affinity(cls) -> int:
+            return 2
+
+    slurm = plan.cluster.slurm
+    assert slurm is not None
+    options = {name: value for name, value in slurm.options.items() if not sbatch.is_option(name)}
+    python = sys.executable if slurm.container is None else sbatch.PYTHON
+    limit = options.pop("time", None)
+    del options["job-name"]  # of the run; an array has one of its own
+    executor = Executor(folder, python=_PYTHON.format(shlex.quote(python)))
+    executor.update_parameters(
+        job_name=name,
+        nodes=plan.cluster.nodes,  # submitit counts with it; the options, which come last, may have a range
+        time=limit,
+        signal_delay_s=slurm.signal_s,
+        setup=[*slurm.setup] or None,
+        stderr_to_stdout=True,
+        wckey=None,  # a cluster that checks these knows none called submitit
+        additional_parameters=options,
+        # srun does not take the cores over from sbatch
+        srun_args=[*srun, f"--cpus-per-task={slurm.cpus_per_node}", *sbatch.srun_options(plan, os.environ)],
+    )
+    return executor
+
+
+@contextmanager
+def _submitters_environment(plan: LaunchPlan) -> Generator[None, None, None]:
+    """sbatch hands its environment to the job: no secret goes along, and nothing of a job that this one comes from."""
+    before = dict(os.environ)
+    kept = batch_env(before, plan.env.allow)
+    os.environ.clear()
+    os.environ |= kept
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ |= before
+
+
+def _roots(plan: LaunchPlan) -> list[Path]:
+    if isinstance(plan, RunPlan):
+        return code_snapshot.roots_of_task(plan.task.target, plan.cluster.cwd)
+    return code_snapshot.roots_of_script(_script_of(plan))
+
+
+def _script_of(plan: LaunchPlan) -> Path:
+    return Path(plan.cluster.cwd) / plan.command[len(SCRIPT_COMMAND)]
+
+
+def _freeze(plan: P, roots: Sequence[Path]) -> P:
+    """``plan`` on copies of the user's code."""
+    copies = code_snapshot.take(roots, plan.paths.code, plan.paths.root.parent)
+    if not copies:
+        return plan
+    if not isinstance(plan, RunPlan):
+        name = _script_of(plan).resolve().name
+        if not (Path(copies[0]) / name).exists():  # git ignores it, but it was named
+            shutil.copy2(_script_of(plan), copies[0])
+        at = len(SCRIPT_COMMAND)
+        command = (*plan.command[:at], str(Path(copies[0]) / name), *plan.command[at + 1 :])
+        env = plan.env
+        if path := code_snapshot.moved_pythonpath(roots, copies):
+            env = dataclasses.replace(env, set=env.set | {"PYTHONPATH": path})
+        return dataclasses.replace(plan, command=command, env=env)
+    return dataclasses.replace(plan, cluster=dataclasses.replace(plan.cluster, import_from=copies))
+
+
+def require_shared(directory: Path) -> None:
+    """Raises ConfigError for a run directory that no other machine can see. One on a disk of this machine's own cannot
+    be told from a shared one here: `launch doctor` can."""
+    mount, kind = file_system(directory)
+    if kind in OWN_MEMORY:
+        raise ConfigError(
+            "run.dir", directory.parent, f"lies in this machine's memory ({kind} on {mount}): the nodes do not see it.",
+            "Use a run.dir on a disk that the login node and all nodes share.",
+        )  # fmt: skip
+
+
+# options that say which nodes will do
+_OF_NODES = (
+    "partition", "nodes", "cpus-per-task", "mem", "gpus-per-node", "gres", "gpus", "constraint", "exclude", "nodelist",
+    "exclusive", "reservation",
+)  # fmt: skip
+
+
+def refusal(plan: LaunchPlan, said: str) -> UserError:
+    """Slurm's own words (``said``: what sbatch printed), with the key they are about and what there is."""
+    lines = [line.strip() for line in said.splitlines() if "error:" in line]
+    words = "; ".join(re.sub(r"^sbatch: error: ", "", line) for line in lines) or " ".join(said.split())
+    assert plan.cluster.slurm is not None
+    options = plan.cluster.slurm.options
+    for pattern, key, option, there in (
+        (r"partition name|invalid partition", "cluster.partition", "partition", _partitions),
+        (r"account|Account", "cluster.account", "account", _accounts),
+        (r"qos|QOS", "cluster.qos", "qos", _qos),
+        (r"gres|generic resource|GRES|gpus", "cluster.workers_per_node", "gpus-per-node", _gres),
+        (r"[Ff]eature", "cluster.constraint", "constraint", _features),
+        (r"[Dd]ependency", "cluster.dependency", "dependency", None),
+        (r"[Mm]emory", "cluster.mem", "mem", _memory),
+        (r"--time|[Tt]ime limit", "cluster.time", "time", None),
+    ):
+        # a wrong --gres is an "invalid feature" in Slurm's last line: what was asked for decides
+        value = options.get(option) or (options.get("gres") if option == "gpus-per-node" else None)
+        if re.search(pattern, words) and value is not None:
+            if option == "gpus-per-node" and "gres" in options:
+                key = "cluster.sbatch.gres"
+            return ConfigError(key, value, f"Slurm refuses it: {words}.", there() if there is not None else "")
+    asked = ", ".join(f"{name}={value}" for name, value in options.items() if name in _OF_NODES)
+    return SiteError(
+        f"Slurm refuses the job: {words}.\n  Asked for: {asked}.\n  {_nodes()}\n"
+        "  `launch plan` with the same overrides shows the batch script."
+    )
+
+
+def _partitions() -> str:
+    return f"There are: {', '.join(partition.name for partition in client.partitions())}."
+
+
+def _nodes() -> str:
+    lines = client.ask("sinfo", "--all", "--noheader", "--format=%R: %D of %c cores, %m MB, gres %G, features %f")
+    return f"Nodes by partition: {'; '.join(lines.replace('(null)', 'none').splitlines())}."
+
+
+def _gres() -> str:
+    there = [f"{p.name}: {', '.join(p.gres) or 'none'}" for p in client.partitions()]
+    return f"A node of each partition has: {'; '.join(there)}."
+
+
+def _features() -> str:
+    return f"There are: {_listed('sinfo', '--all', '--noheader', '--format=%f')}."
+
+
+def _memory() -> str:
+    return f"Nodes have (MB): {_listed('sinfo', '--all', '--noheader', '--format=%m')}."
+
+
+def _accounts() -> str:
+    return f"Yours are: {_association('account')}."
+
+
+def _qos() -> str:
+    return f"Yours are: {_association('qos')}."
+
+
+def _association(field: str) -> str:
+    if shutil.which("sacctmgr") is None:
+        return "not known here"
+    user = f"user={Submission.now().user}"
+    return _listed("sacctmgr", "--noheader", "--parsable2", "show", "assoc", user, f"format={field}")
+
+
+def _listed(*command: str) -> str:
+    names = {name for name in client.ask(*command, check=False).replace(",", "\n").split() if name != "(null)"}
+    return ", ".join(sorted(names)) or "none that Slurm tells of"

@@ -1,0 +1,1 @@
+"""Config -> RunPlan: everything decided before the start. No torch, nothing is started."""

@@ -1,0 +1,225 @@
+"""The batch contract's arithmetic: which sizes fit together. Which samples lie in which window: windows.py.
+
+Standard library only; the plan, the workers and the tests all count with these functions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from launcher.config.schema import BatchConfig, Norm, OnOom
+from launcher.errors import ConfigError
+from launcher.quantities import count
+
+DEFAULT_GLOBAL_SIZE = 64
+DEFAULT_MICRO_SIZE = 4
+AUTO = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """``windows`` of ``global_size`` samples: those that fp16 skips, or that hold no item, count too."""
+
+    windows: int
+    global_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """A solved global batch: ``global_size == micro_size * accumulation * world_size``, or less by a part of a round
+    where the ranks' shares are unequal; ``micro_size`` is the largest then. ``ramp``: the stages before it holds, in
+    which accumulation is lower. ``norm``: what a BatchNorm normalises by. ``on_oom``: what follows when memory does not
+    suffice."""
+
+    global_size: int
+    micro_size: int
+    accumulation: int
+    world_size: int
+    ramp: tuple[Stage, ...] = ()
+    norm: Norm = Norm.leave
+    on_oom: OnOom = OnOom.stop
+
+    def shrunk(self) -> Batch | None:
+        """The same windows in micro-batches of half the size; None where these have one sample."""
+        if self.micro_size == 1:
+            return None
+        return self.in_micro_batches_of(-(-self.micro_size // 2))
+
+    def in_micro_batches_of(self, micro_size: int) -> Batch:
+        """The same windows."""
+        accumulation = -(-self.global_size // (micro_size * self.world_size))
+        return dataclasses.replace(self, micro_size=micro_size, accumulation=accumulation)
+
+    def accumulation_at(self, index: int) -> int:
+        """Of window ``index`` of the run, where it is full."""
+        return -(-self.global_size_at(index) // (self.micro_size * self.world_size))
+
+    @property
+    def even(self) -> bool:
+        """Whether all ranks have as many samples of every full window."""
+        unit = self.micro_size * self.world_size
+        return all(size % unit == 0 for size in (self.global_size, *(stage.global_size for stage in self.ramp)))
+
+    def even_at(self, index: int) -> bool:
+        """Whether all ranks have as many samples of window ``index`` of the run, where it is full."""
+        return self.global_size_at(index) % (self.micro_size * self.world_size) == 0
+
+    @property
+    def words(self) -> str:
+        """For people: 64 samples = 4 micro-batch × 8 accumulation × 2 ranks."""
+        ranks = f"{self.world_size} rank{'' if self.world_size == 1 else 's'}"
+        product = f"{self.micro_size} micro-batch × {self.accumulation} accumulation × {ranks}"
+        whole = f"{self.global_size} sample{'' if self.global_size == 1 else 's'}"
+        if self.global_size == self.micro_size * self.accumulation * self.world_size:
+            return f"{whole} = {product}"
+        size = self.global_size / (self.accumulation * self.world_size)
+        return f"{whole}, dealt out to {product}: {math.floor(size)} or {math.ceil(size)} in each micro-batch"
+
+    def global_size_at(self, index: int) -> int:
+        """Of window ``index`` of the run, where it is full."""
+        for stage in self.ramp:
+            if index < stage.windows:
+                return stage.global_size
+            index -= stage.windows
+        return self.global_size
+
+
+def solve_batch(config: BatchConfig, world_size: int) -> Batch:
+    """Derive what the user left open from what was fixed. Nothing is rounded, but accumulation with ``uneven``.
+
+    Raises:
+        ConfigError: a size below 1, sizes that contradict each other, or a division with a remainder; the message
+            lists the nearest choices that work.
+    """
+    given = {"global_size": config.global_size, "micro_size": _fixed_micro(config), "accumulation": config.accumulation}
+    for name, value in given.items():
+        if value is not None and value < 1:
+            raise ConfigError(f"batch.{name}", value, "must be at least 1.", "Leave it out to have it derived.")
+    total, micro, accumulation = config.global_size, _fixed_micro(config), config.accumulation
+    if total is None and micro is not None and accumulation is not None:
+        total = micro * accumulation * world_size
+    total = DEFAULT_GLOBAL_SIZE if total is None else total
+    if config.micro_size == AUTO:
+        micro = _largest_micro(config, total, world_size)
+    if micro is None and config.uneven and (accumulation is not None or total % world_size):
+        share = -(-total // ((accumulation or 1) * world_size))
+        micro = share if accumulation is not None else min(DEFAULT_MICRO_SIZE, share)
+    elif micro is None:
+        micro = _derive_micro(config, total, world_size)
+    rounds = -(-total // (micro * world_size))
+    if accumulation is None:
+        accumulation = rounds if config.uneven else _divide(total, micro, world_size, "micro_size", micro)
+    if accumulation != rounds or (not config.uneven and micro * accumulation * world_size != total):
+        raise ConfigError(
+            "batch.global_size",
+            total,
+            f"micro_size {micro} x accumulation {accumulation} x {world_size} ranks is "
+            f"{micro * accumulation * world_size}, not {total}{' or as little above it as can be' * config.uneven}.",
+            "Leave one of the three out (=null) and it is derived from the other two.",
+        )
+    ramp = _solve_ramp(config.ramp, 1 if config.uneven else micro * world_size, total)
+    return Batch(
+        global_size=total, micro_size=micro, accumulation=accumulation, world_size=world_size, ramp=ramp,
+        norm=config.norm, on_oom=OnOom.shrink if config.micro_size == AUTO else config.on_oom,
+    )  # fmt: skip
+
+
+def _fixed_micro(config: BatchConfig) -> int | None:
+    if isinstance(config.micro_size, str) and config.micro_size != AUTO:
+        raise ConfigError("batch.micro_size", config.micro_size, "must be a whole number, or auto.")
+    return None if isinstance(config.micro_size, str) else config.micro_size
+
+
+def _largest_micro(config: BatchConfig, total: int, world_size: int) -> int:
+    """For ``auto``: a rank's whole share of a window at once."""
+    if config.accumulation is not None:
+        raise ConfigError(
+            "batch.accumulation", config.accumulation, "has no effect with batch.micro_size=auto, which finds it.",
+            "Leave one of the two out.",
+        )  # fmt: skip
+    if config.uneven:
+        return -(-total // world_size)
+    share = _divide(total, 1, world_size, "global_size", total)
+    return math.gcd(share, *_shares_in_ramp(config, world_size))
+
+
+def _shares_in_ramp(config: BatchConfig, world_size: int) -> list[int]:
+    """Of a rank. Stages that no micro-batch would suit are refused later, in words of their own."""
+    sizes = [stage[-1] for stage in config.ramp if stage]
+    return [size // world_size for size in sizes if size > 0 and size % world_size == 0]
+
+
+def _solve_ramp(stages: list[list[int]], unit: int, total: int) -> tuple[Stage, ...]:
+    """``unit``: samples of one micro-batch on every rank; ``total``: the global batch after the ramp."""
+    ramp: list[Stage] = []
+    for stage in stages:
+        if len(stage) != 2 or min(stage) < 1:
+            raise ConfigError(
+                "batch.ramp", stages, f"{stage} is no stage.",
+                "Write [windows, samples] for each, both at least 1, such as batch.ramp=[[100,16],[200,32]].",
+            )  # fmt: skip
+        windows, size = stage
+        before = ramp[-1].global_size if ramp else 0
+        if size % unit:
+            near = [each for each in _nearest_multiples(size, unit) if before < each < total]
+            raise ConfigError(
+                "batch.ramp", stages, f"{size} samples cannot be shared by the ranks in micro-batches: {unit} at once.",
+                f"{f'Nearest choices: {_or_list(near)}; or use' if near else 'Use'} a smaller batch.micro_size.",
+            )  # fmt: skip
+        if not before < size < total:
+            raise ConfigError(
+                "batch.ramp", stages, f"{size} samples after {before} do not lead up to batch.global_size={total}.",
+                "Let every stage be larger than the one before it, and the last one smaller than global_size.",
+            )  # fmt: skip
+        ramp.append(Stage(windows=windows, global_size=size))
+    return tuple(ramp)
+
+
+def _derive_micro(config: BatchConfig, total: int, world_size: int) -> int:
+    if config.accumulation is not None:
+        return _divide(total, config.accumulation, world_size, "accumulation", config.accumulation)
+    shares = [_divide(total, 1, world_size, "global_size", total), *_shares_in_ramp(config, world_size)]
+    return max(d for d in range(1, DEFAULT_MICRO_SIZE + 1) if math.gcd(*shares) % d == 0)
+
+
+def _divide(total: int, factor: int, world_size: int, name: str, value: int) -> int:
+    quotient, rest = divmod(total, factor * world_size)
+    if quotient and not rest:
+        return quotient
+    unit = factor * world_size
+    choices = [f"batch.global_size={_or_list(_nearest_multiples(total, unit))}"]
+    if name != "global_size" and total % world_size == 0:
+        choices.append(f"batch.{name}={_or_list(_nearest_divisors(total // world_size, value))}")
+    if total % factor == 0:
+        worlds = _nearest_divisors(total // factor, world_size)
+        choices.append(f"{_or_list(worlds)} ranks (cluster.workers_per_node)")
+    choices.append("unequal shares (batch.uneven=true)")
+    given = f"batch.global_size={total}"
+    if name != "global_size":
+        given += f" batch.{name}={value}"
+    units = f" in units of {factor}" if factor > 1 else ""
+    raise ConfigError(
+        given,
+        None,
+        f"{total} samples cannot be shared by {count(world_size, 'rank')}{units}.",
+        f"Nearest choices: {'; or '.join(choices)}.",
+    )
+
+
+def _or_list(values: Iterable[int]) -> str:
+    return " or ".join(str(v) for v in values)
+
+
+def _nearest_multiples(value: int, unit: int) -> list[int]:
+    below = value // unit * unit
+    return [m for m in (below, below + unit) if m > 0]
+
+
+def _nearest_divisors(value: int, target: int) -> list[int]:
+    """The divisors of ``value`` next below and above ``target``, without itself."""
+    low = [d for d in range(1, math.isqrt(value) + 1) if value % d == 0]
+    divisors = sorted({*low, *(value // d for d in low)} - {target})
+    return [*[d for d in divisors if d < target][-1:], *[d for d in divisors if d > target][:1]]

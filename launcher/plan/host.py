@@ -1,0 +1,277 @@
+"""This host: its GPUs and partitions, the environment a job may see, and number formats it computes natively."""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib.metadata
+import os
+import platform
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from launcher.config.schema import Device, PrecisionKind
+from launcher.errors import SiteError
+
+# What a worker inherits. Everything else of the submitter's shell stays there: a job must not depend on it by
+# accident, and no secret travels unasked. W&B's key reaches the mirror process alone.
+ALLOWED_ENV = (
+    "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_*", "TZ", "TERM", "TMPDIR", "XDG_*",
+    "PYTHONPATH", "PYTHONHASHSEED", "PYTHONNOUSERSITE", "PYTHONWARNINGS", "VIRTUAL_ENV", "CONDA_*",
+    "LD_LIBRARY_PATH", "LD_PRELOAD",
+    "CUDA_*", "NVIDIA_*", "NCCL_*", "GLOO_*", "TORCH_*", "PYTORCH_*", "TORCHINDUCTOR_*", "TRITON_*", "CUBLAS_*",
+    "OMP_*", "MKL_*", "ONEDNN_*", "DNNL_*", "ATEN_*", "KMP_*", "GOMP_*", "OPENBLAS_*",
+    "HF_HOME", "HF_DATASETS_*", "HF_HUB_OFFLINE",
+    "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "http_proxy", "https_proxy", "no_proxy",
+    "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "CC", "CXX", "LAUNCHER_SHARE_GPU",
+)  # fmt: skip
+WANDB_ENV = ("WANDB_*", "NETRC")
+# what a batch script needs beside that: to find Slurm, and for `module load` in cluster.setup
+BATCH_ENV = (
+    "SLURM_CONF", "BASH_ENV", "BASH_FUNC_*", "MODULEPATH", "MODULESHOME", "MODULES_*", "LOADEDMODULES", "_LMFILES_",
+    "LMOD_*", "__LMOD_*", "_ModuleTable*", "ENV", "WANDB_BASE_URL",
+    "WANDB_TAGS", "WANDB_NOTES", "WANDB_JOB_TYPE", "WANDB_RUN_GROUP",
+)  # fmt: skip
+# addresses that may hold a name and a password
+_URLS = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "WANDB_BASE_URL")
+
+# file systems that live in a machine's memory
+OWN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Partition:
+    """``nodes``, ``max_nodes``: that it has, and that one job may have (None: no limit). ``shapes``: cores and GPUs of
+    its nodes, those that are alike once. ``limit_s``, ``default_s``: seconds of its longest and of its default time
+    limit, None for no limit."""
+
+    name: str
+    nodes: int
+    max_nodes: int | None
+    shapes: tuple[tuple[int, int], ...]
+    gres: tuple[str, ...]
+    limit_s: int | None
+    default_s: int | None
+
+    @property
+    def gpus(self) -> int:
+        """The least of a node that has some; 0 where none has."""
+        return min((gpus for _, gpus in self.shapes if gpus), default=0)
+
+    @property
+    def most_gpus(self) -> int:
+        return max(gpus for _, gpus in self.shapes)
+
+    @property
+    def mixed(self) -> bool:
+        """Whether some nodes have GPUs and others have none."""
+        return bool(self.most_gpus) and not all(gpus for _, gpus in self.shapes)
+
+    @property
+    def cores(self) -> int:
+        """The least of a node."""
+        return min(cores for cores, _ in self.shapes)
+
+    @property
+    def most_cores(self) -> int:
+        return max(cores for cores, _ in self.shapes)
+
+    def with_gpus(self, gpus: int) -> Partition:
+        """Of its nodes those that have so many; all of them where none has."""
+        return replace(self, shapes=tuple(shape for shape in self.shapes if shape[1] >= gpus) or self.shapes)
+
+    @classmethod
+    def joined(cls, several: Sequence[Partition]) -> Partition:
+        """What a job can count on that may run in any of them."""
+
+        def lowest(values: Iterable[int | None]) -> int | None:
+            return min((value for value in values if value is not None), default=None)
+
+        return cls(
+            name=",".join(partition.name for partition in several),
+            nodes=min(partition.nodes for partition in several),
+            max_nodes=lowest(partition.max_nodes for partition in several),
+            shapes=tuple(sorted({shape for partition in several for shape in partition.shapes})),
+            gres=tuple(sorted({entry for partition in several for entry in partition.gres})),
+            limit_s=lowest(partition.limit_s for partition in several),
+            default_s=lowest(partition.default_s for partition in several),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """A machine that workers run on. ``gpus``: CUDA devices a job may use there; ``cores``: CPU cores; ``cwd``: the
+    working directory; ``partition``: of Slurm's that it is a node of. Its nodes may differ: these are the least that
+    one of them has, GPUs of those with some."""
+
+    gpus: int
+    cores: int
+    cwd: str
+    partition: Partition | None = None
+    bf16: bool | None = None
+    """True if the workers' device computes bf16 natively; None if unknown before they start."""
+
+    @classmethod
+    def here(cls) -> Site:
+        return cls(gpus=visible_gpus(os.environ), cores=len(os.sched_getaffinity(0)), cwd=str(Path.cwd()))
+
+    @classmethod
+    def of(cls, partition: Partition, image: str | None = None) -> Site:
+        """As Slurm has its nodes in its books. ``image``: that the job runs in, with a torch of its own; None: with the
+        torch that is here."""
+        gpus = partition.gpus if image is not None or torch_has_cuda() else 0
+        return cls(gpus=gpus, cores=partition.cores, cwd=str(Path.cwd()), partition=partition)
+
+
+def shares_gpus() -> bool:
+    """Return whether several ranks of a host may use one GPU (LAUNCHER_SHARE_GPU=1): for tests on a single GPU."""
+    return os.environ.get("LAUNCHER_SHARE_GPU") == "1"
+
+
+def torch_has_cuda(torch_version: str | None = None) -> bool:
+    """Whether this Python's torch is more than a CPU build, which sees no GPU, whatever the machine has.
+
+    Raises:
+        SiteError: torch is not installed.
+    """
+    if torch_version is None:
+        try:
+            torch_version = importlib.metadata.version("torch")
+        except importlib.metadata.PackageNotFoundError:
+            raise SiteError(
+                "torch is not installed in this Python.\n  Install it: pip install 'torch>=2.11'."
+            ) from None
+    return not torch_version.endswith("+cpu")
+
+
+def visible_gpus(env: Mapping[str, str], dev: Path = Path("/dev"), torch_version: str | None = None) -> int:
+    """CUDA devices that torch will see: the driver's device nodes, less what CUDA_VISIBLE_DEVICES hides.
+
+    Raises:
+        SiteError: torch is not installed.
+    """
+    if not torch_has_cuda(torch_version):
+        return 0
+    present = sum(1 for node in dev.glob("nvidia[0-9]*") if node.name.removeprefix("nvidia").isdecimal())
+    listed = env.get("CUDA_VISIBLE_DEVICES")
+    if listed is None:
+        return present
+    names = [name.strip() for name in listed.split(",")]
+    if names and names[0].startswith("MIG-"):  # a slice of a device has no node of its own
+        return len(names)
+    usable = 0
+    for name in names:
+        if name in ("", "-1") or (name.isdecimal() and int(name) >= present):
+            break  # CUDA ignores everything after the first name it does not know
+        usable += 1
+    return min(usable, present)
+
+
+def allowed_env(env: Mapping[str, str], patterns: tuple[str, ...]) -> dict[str, str]:
+    """The part of ``env`` whose names match ``patterns`` (exact, or with a trailing *)."""
+    return {name: env[name] for name in env if any(fnmatch.fnmatchcase(name, p) for p in patterns)}
+
+
+def batch_env(env: Mapping[str, str], allow: Sequence[str]) -> dict[str, str]:
+    """The part of ``env`` that goes to sbatch, where Slurm stores it. ``allow``: what workers inherit; an address with
+    a password in it must be named there beside ALLOWED_ENV."""
+    usual: list[str] = list(ALLOWED_ENV)
+    named: list[str] = []
+    for pattern in allow:
+        (usual.remove if pattern in usual else named.append)(pattern)
+    told = set(allowed_env(env, tuple(named)))
+    kept = allowed_env(env, (*allow, *BATCH_ENV))
+    return {name: kept[name] for name in kept if name in told or name not in _URLS or "@" not in kept[name]}
+
+
+def file_system(directory: Path) -> tuple[Path, str]:
+    """Where the file system that an absolute ``directory`` lies on, or will, is mounted, and its type."""
+    mounts: list[tuple[Path, str]] = []
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        fields, _, rest = line.partition(" - ")
+        mounts.append((Path(fields.split()[4].replace("\\040", " ")), rest.split()[0]))
+    # of several mounted on each other the last one is seen
+    return max(reversed([m for m in mounts if directory.is_relative_to(m[0])]), key=lambda m: len(m[0].parts))
+
+
+# oneDNN's instruction sets, in its order; ONEDNN_MAX_CPU_ISA names the highest that it may use
+_ISAS = (
+    "SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI", "AVX512_CORE_BF16",
+    "AVX10_1_512", "AVX512_CORE_FP16", "AVX10_1_512_AMX", "AVX512_CORE_AMX", "AVX10_1_512_AMX_FP16",
+    "AVX512_CORE_AMX_FP16",
+)  # fmt: skip
+# flags of CPUs with arithmetic units for a format, the one that is enough for oneDNN first, and the set that it needs
+_UNITS = {
+    PrecisionKind.bf16: (("avx512_bf16", "amx_bf16", "avx_ne_convert"), "AVX512_CORE_BF16"),
+    PrecisionKind.fp16: (("avx512_fp16", "amx_fp16", "avx_ne_convert"), "AVX512_CORE_FP16"),
+}
+NARROW = tuple(_UNITS)
+_AVX512_CORE = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
+
+
+def computes(kind: PrecisionKind, device: Device, env: Mapping[str, str]) -> bool | None:
+    """Return whether this machine computes in ``kind`` without emulation; None if only torch can tell.
+
+    Args:
+        kind: a format narrower than fp32.
+        device: cpu or cuda.
+        env: the workers' environment: oneDNN reads from it which instructions it may use.
+    """
+    if device is Device.cuda:
+        return True if kind is PrecisionKind.fp16 else _gpus_compute_bf16()
+    if platform.machine() != "x86_64":
+        return None
+    return _cpu_computes(kind, cpu_flags(), env)
+
+
+def _cpu_computes(kind: PrecisionKind, flags: frozenset[str], env: Mapping[str, str]) -> bool | None:
+    """oneDNN's answer where flags and environment determine it, restricted to CPUs that have units for the format."""
+    units, needed = _UNITS[kind]
+    if not flags & set(units):
+        return False
+    limit = (env.get("ONEDNN_MAX_CPU_ISA") or env.get("DNNL_MAX_CPU_ISA") or "").upper()
+    if limit in _ISAS[: _ISAS.index("AVX2_VNNI") + 1]:
+        return False
+    sufficient = units[0] in flags and flags >= _AVX512_CORE
+    if sufficient and (limit in ("", "ALL", "DEFAULT") or limit in _ISAS[_ISAS.index(needed) :]):
+        return True
+    return None
+
+
+def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
+    """Return the first core's flags; the kernel lists only those that it lets programs use."""
+    with cpuinfo.open(encoding="utf-8") as lines:
+        flags = next((line for line in lines if line.startswith("flags")), "")
+    return frozenset(flags.partition(":")[2].split())
+
+
+@cache
+def _gpus_compute_bf16() -> bool | None:
+    """torch's rule (compute capability of at least 8.0), if it has one answer for all GPUs of this machine."""
+    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
+        native = {float(capability) >= 8.0 for capability in answer.split()}
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+    return native.pop() if len(native) == 1 else None
+
+
+def has_units(kind: PrecisionKind) -> bool:
+    """Return whether this x86 CPU has arithmetic units for ``kind``."""
+    return bool(cpu_flags() & set(_UNITS[kind][0]))
+
+
+def emulation_reason(kind: PrecisionKind, device: str) -> str:
+    """Return why ``precision=auto`` became ``kind``."""
+    return f"auto: {device} computes bf16 natively" if kind is PrecisionKind.bf16 else f"auto: {device} emulates bf16"
+
+
+def emulation_warning(kind: PrecisionKind, device: str, factor: float) -> str:
+    """Return the warning about an emulated format. ``factor``: its time for a matrix product, in that of fp32."""
+    return (
+        f"precision={kind.value}: {device} emulates it: a matrix product takes {factor:.1f} times as long as in fp32. "
+        "precision=auto takes what is computed natively."
+    )

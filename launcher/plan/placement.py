@@ -1,0 +1,171 @@
+"""Where a job runs: ClusterConfig and this machine -> ClusterPlan, its environment, and the plan of a bare script."""
+
+from __future__ import annotations
+
+from launcher.config.schema import ClusterConfig, ClusterKind, Device, StrategyKind
+from launcher.errors import ConfigError
+from launcher.plan.host import ALLOWED_ENV, Site, shares_gpus
+from launcher.plan.launch_plan import FORMAT, ClusterPlan, EnvPlan, LaunchPlan, RunInfo
+from launcher.plan.sbatch import names_gpus, solve_sbatch
+from launcher.plan.worlds import NodeRange, node_range
+
+CPU_WORKERS = 2
+SCRIPT_COMMAND = ("-P", "-m", "launcher.launch.script")
+
+
+def solve_script(config: ClusterConfig, site: Site, run: RunInfo, arguments: list[str]) -> LaunchPlan:
+    """The plan of `launch run`: a torchrun script of the user's on the same cluster options, without the engine."""
+    cluster = solve_cluster(config, site, run.name)
+    return LaunchPlan(
+        format=FORMAT,
+        run=run,
+        cluster=cluster,
+        env=solve_env(config, cluster, site),
+        command=(*SCRIPT_COMMAND, *arguments),
+    )
+
+
+def solve_cluster(
+    config: ClusterConfig,
+    site: Site,
+    name: str,
+    strategy: StrategyKind = StrategyKind.ddp,
+    started: tuple[int, int] | None = None,
+    nodes: int | None = None,
+) -> ClusterPlan:
+    """``started``: hosts, and ranks on each, that a user's own torchrun has fixed. ``nodes``: which of the numbers that
+    cluster.nodes allows; default: the most."""
+    allowed = node_range(config.nodes)
+    _check_kind(config, allowed)
+    device = config.device
+    if device is Device.auto:
+        _require_one_kind(config, site)
+        device = Device.cuda if site.gpus else Device.cpu
+    if started is not None:
+        allowed, nodes = NodeRange(started[0], started[0]), started[0]
+    nodes = allowed.most if nodes is None else nodes
+    workers = config.workers_per_node if started is None else started[1]
+    if workers is None:
+        default = (site.gpus or 1) if device is Device.cuda else CPU_WORKERS
+        workers = 1 if strategy is StrategyKind.single else default
+    if workers < 1:
+        raise ConfigError("cluster.workers_per_node", workers, "must be at least 1.")
+    # ranks that a user's own torchrun has started, perhaps on several hosts, are checked where each takes its GPU
+    most = site.partition.most_gpus if site.partition is not None and site.gpus else site.gpus
+    if device is Device.cuda and workers > most and started is None and _gpus_are_known(config, site, most):
+        where = f"a node of partition {site.partition.name}" if site.partition else "this machine"
+        raise ConfigError(
+            "cluster.workers_per_node",
+            workers,
+            f"{where} shows {most} GPUs and each worker needs one.",
+            f"Use {'cluster.workers_per_node=' + str(most) + ', or ' if most else ''}cluster.device=cpu.",
+        )
+    if strategy is StrategyKind.single and (ranks := nodes * workers) > 1:
+        raise ConfigError(
+            "strategy", "single", f"one rank trains alone, and {ranks} were asked for.", "Use strategy=ddp."
+        )
+    slurm = None
+    if config.kind is ClusterKind.slurm:
+        slurm = solve_sbatch(config, allowed, workers, device, site.partition, name)
+    return ClusterPlan(
+        kind=config.kind,
+        nodes=nodes,
+        min_nodes=None if allowed.fixed else allowed.least,
+        rendezvous=config.rendezvous,
+        interface=config.interface,
+        link_gbit=config.link_gbit,
+        place=None,
+        workers_per_node=workers,
+        device=device,
+        max_restarts=config.max_restarts,
+        grace_s=config.grace_s,
+        cwd=site.cwd,
+        import_from=(site.cwd,),
+        slurm=slurm,
+    )
+
+
+def _gpus_are_known(config: ClusterConfig, site: Site, most: int) -> bool:
+    """Generic resources of the user's own may be parts of a GPU, and ranks may be allowed to share one."""
+    if shares_gpus() and most:
+        return False
+    return config.kind is not ClusterKind.slurm or (site.partition is not None and not names_gpus(config))
+
+
+def _require_one_kind(config: ClusterConfig, site: Site) -> None:
+    """Where the nodes of a partition have GPUs or not, which of them are meant is the user's to say."""
+    partition = site.partition
+    if partition is None or not partition.mixed or not site.gpus or config.constraint or names_gpus(config):
+        return
+    raise ConfigError(
+        "cluster.device", "auto", f"some nodes of partition {partition.name} have GPUs, and others have none.",
+        "Set cluster.device=cuda or cluster.device=cpu.",
+    )  # fmt: skip
+
+
+_SLURM_KEYS = (
+    "partition", "account", "qos", "time", "mem", "cpus_per_worker", "constraint", "exclude", "dependency", "setup",
+    "container", "sbatch",
+)  # fmt: skip
+# keys that belong to some kinds of cluster only, and which those are
+_KINDS = dict.fromkeys(_SLURM_KEYS, (ClusterKind.slurm,)) | {
+    "rendezvous": (ClusterKind.hosts,),
+    "interface": (ClusterKind.hosts, ClusterKind.slurm),
+    "link_gbit": (ClusterKind.hosts, ClusterKind.slurm),
+}
+
+
+def _check_kind(config: ClusterConfig, nodes: NodeRange) -> None:
+    for name, kinds in _KINDS.items():
+        if (value := getattr(config, name)) not in (None, [], {}) and config.kind not in kinds:
+            raise ConfigError(
+                f"cluster.{name}", value, f"has no effect with cluster={config.kind.value}.",
+                f"It belongs to {' and '.join(f'cluster={kind.value}' for kind in kinds)}.",
+            )  # fmt: skip
+    if config.kind is ClusterKind.local and nodes != (1, 1):
+        raise ConfigError(
+            "cluster.nodes", config.nodes, "cluster=local is one machine.",
+            "Use cluster.nodes=1; for several: cluster=slurm, or cluster=hosts where there is no scheduler.",
+        )  # fmt: skip
+    if config.kind is not ClusterKind.hosts:
+        return
+    if nodes.most < 2:
+        raise ConfigError(
+            "cluster.nodes", config.nodes, "cluster=hosts is a job over several machines.",
+            "Use cluster.nodes=2 or more, or cluster=local.",
+        )  # fmt: skip
+    if config.rendezvous is None:
+        raise ConfigError(
+            "cluster.rendezvous", None, "cluster=hosts needs it: where the hosts meet.",
+            "Set cluster.rendezvous=HOST:PORT, an address of the first host and a free port, the same on every host.",
+        )  # fmt: skip
+    endpoint(config.rendezvous)
+
+
+def endpoint(rendezvous: str) -> tuple[str, int]:
+    """``"HOST:PORT"`` as its two parts. Raises ConfigError for what has not this form."""
+    host, colon, port = rendezvous.rpartition(":")
+    if ":" in host:
+        raise ConfigError(
+            "cluster.rendezvous", rendezvous, "IPv6 addresses are not supported.",
+            "Use the first host's name, or its IPv4 address: HOST:PORT.",
+        )  # fmt: skip
+    if not colon or not host or not (port.isdecimal() and 0 < int(port) < 65536):
+        raise ConfigError(
+            "cluster.rendezvous", rendezvous, "must be HOST:PORT, the port between 1 and 65535.",
+            "Such as cluster.rendezvous=10.0.0.1:29400.",
+        )  # fmt: skip
+    return host, int(port)
+
+
+def solve_env(config: ClusterConfig, cluster: ClusterPlan, site: Site) -> EnvPlan:
+    cores = site.cores if cluster.slurm is None else cluster.slurm.cpus_per_node
+    threads = max(1, cores // cluster.workers_per_node)
+    no_gpu = {"CUDA_VISIBLE_DEVICES": ""} if cluster.device is Device.cpu else dict[str, str]()
+    return EnvPlan(
+        allow=(*ALLOWED_ENV, *config.env),
+        # a task that numbers the words of a set gets the same numbers on every rank and at every start
+        default={"OMP_NUM_THREADS": str(threads), "PYTHONHASHSEED": "0"},
+        # unbuffered: a log line must not be lost with the process that printed it; a store of its own for each attempt
+        set={"PYTHONUNBUFFERED": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} | no_gpu,
+    )

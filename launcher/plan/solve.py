@@ -1,0 +1,375 @@
+"""What ``batch.norm`` means for a model with BatchNorm, in words. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+from launcher.config.schema import (
+    BatchConfig,
+    CheckpointConfig,
+    ClusterKind,
+    Config,
+    LrScaling,
+    Norm,
+    OnOom,
+    OptimizerConfig,
+    OptimizerKind,
+    Parameters,
+    PrecisionKind,
+    Recompute,
+    ScheduleConfig,
+    ScheduleKind,
+    ShortWindow,
+    TrainConfig,
+)
+from launcher.errors import ConfigError, TaskError
+from launcher.plan import worlds
+from launcher.plan.batch import Batch, solve_batch
+from launcher.plan.host import Site
+from launcher.plan.launch_plan import FORMAT, ClusterPlan, RunInfo
+from launcher.plan.placement import solve_cluster, solve_env
+from launcher.plan.run_plan import (
+    CheckpointPlan,
+    EpochPlan,
+    OptimizerPlan,
+    PrecisionPlan,
+    RunPlan,
+    SchedulePlan,
+    StrategyPlan,
+    TaskPlan,
+    TrainPlan,
+    WandbPlan,
+)
+from launcher.plan.strategy import solve_precision, solve_strategy
+from launcher.plan.sync_policy import SHARDED
+from launcher.plan.validation import check
+from launcher.plan.windows import Windows, count_windows
+from launcher.plan.worlds import node_range
+from launcher.quantities import count
+
+
+def require_possible(batch: Batch, recompute: Recompute) -> None:
+    """Raises ConfigError where activations that are computed again would count twice in a window's statistics."""
+    if batch.norm is Norm.window and batch.accumulation > 1 and recompute is not Recompute.none:
+        raise ConfigError(
+            "batch.norm", batch.norm, f"does not work with strategy.recompute={recompute.value}.",
+            "Leave strategy.recompute out, or use batch.norm=sync.",
+        )  # fmt: skip
+
+
+def what_norms_do(layers: int, batch: Batch) -> str | None:
+    """One sentence on what the model's ``layers`` BatchNorms normalise by, and what else there is. None without any."""
+    if not layers:
+        return None
+    who = f"{layers} BatchNorm layer{'s' if layers > 1 else ''}"
+    if batch.norm is Norm.freeze:
+        return f"{who}: batch.norm=freeze, normalised by the running statistics that model() comes with."
+    across = batch.micro_size * batch.world_size
+    seen = batch.micro_size if batch.norm is Norm.leave else across
+    if seen == batch.global_size:
+        return f"{who}: batch.norm={batch.norm.value}, statistics of the whole window, which is one micro-batch."
+    if batch.norm is Norm.window:
+        return (
+            f"{who}: batch.norm=window, exact statistics of each window: every micro-batch runs at least {2 * layers} "
+            "times more (docs/guides/batchnorm.md)."
+        )
+    if batch.norm is Norm.sync and batch.world_size == 1:
+        return f"{who}: batch.norm=sync has no effect on one rank. batch.norm=window does (docs/guides/batchnorm.md)."
+    of = "one rank's micro-batch" if batch.norm is Norm.leave else "a micro-batch over all ranks"
+    others = "sync|freeze|window" if batch.norm is Norm.leave and batch.world_size > 1 else "freeze|window"
+    return (
+        f"{who}: statistics of {seen} samples ({of}), not of the {batch.global_size} of a window, so the gradient is "
+        f"not that of one big batch. Other choices: batch.norm={others} (docs/guides/batchnorm.md)."
+    )
+
+
+DEFAULT_STEPS = 300
+SLURM_SAVES_EVERY_MIN, SLURM_KEEPS = 10.0, 3
+WORKER_COMMAND = ("-P", "-m", "launcher.train.worker")
+
+
+def solve(
+    config: Config,
+    site: Site,
+    task: TaskPlan,
+    run: RunInfo,
+    started: tuple[int, int] | None = None,
+    rebatch: Callable[[Batch], Batch] = lambda batch: batch,
+) -> RunPlan:
+    """The plan of a training job.
+
+    Args:
+        config: what the user set.
+        site: what this machine has.
+        task: what is known of the model and the data.
+        run: the run's name, id and directory.
+        started: hosts, and ranks on each, where a user's own torchrun has fixed them; else the cluster group decides.
+        rebatch: what becomes of the batch where the run is on its way already, as ``launcher.plan.windows`` has it.
+
+    Raises:
+        ConfigError: values that are impossible, alone or together; in any of the worlds that the job may have.
+    """
+    check(config)
+    nodes = node_range(config.cluster.nodes)
+    cluster = solve_cluster(config.cluster, site, run.name, config.strategy.kind, started)
+    if started is not None or nodes.fixed:
+        batch = rebatch(solve_batch(config.batch, cluster.world_size))
+        return _on_cluster(config, site, task, run, cluster, batch)
+    largest = rebatch(worlds.solve_largest(config.batch, cluster.world_size))
+    plan = _on_cluster(config, site, task, run, cluster, largest)
+    fewer: list[RunPlan] = []
+    for hosts in range(nodes.least, nodes.most):
+        try:
+            cluster = solve_cluster(config.cluster, site, run.name, config.strategy.kind, nodes=hosts)
+            batch = rebatch(worlds.solve_smaller(config.batch, largest, cluster.world_size))
+            fewer.append(_on_cluster(config, site, task, run, cluster, batch))
+        except ConfigError as error:
+            raise worlds.on_hosts(hosts, config.cluster.nodes, error) from None
+    batches = {each.cluster.nodes: each.batch for each in (plan, *fewer)}
+    notes = worlds.notes(config.batch, batches, task.batch_norms)
+    return dataclasses.replace(plan, notes=(*plan.notes, *notes)).with_fewer(fewer)
+
+
+def _on_cluster(
+    config: Config, site: Site, task: TaskPlan, run: RunInfo, cluster: ClusterPlan, batch: Batch
+) -> RunPlan:
+    """All that follows from the world and the batch in it."""
+    epoch = _epoch(config.batch, batch, task)
+    steps = _steps(config.train, epoch, batch, task)
+    precision = solve_precision(config.precision, config.strategy.kind, cluster.device, site.bf16)
+    strategy = solve_strategy(config.strategy, batch, cluster, precision, task)
+    require_possible(batch, strategy.recompute)
+    if batch.on_oom is OnOom.shrink and batch.micro_size > 1:
+        cluster = dataclasses.replace(
+            cluster, max_restarts=max(cluster.max_restarts, (batch.micro_size - 1).bit_length())
+        )
+    schedule = _schedule(config.schedule, steps)
+    optimizer = _optimizer(config.optimizer, batch.global_size)
+    return RunPlan(
+        format=FORMAT,
+        run=run,
+        cluster=cluster,
+        env=solve_env(config.cluster, cluster, site),
+        command=WORKER_COMMAND,
+        batch=batch,
+        epoch=epoch,
+        task=task,
+        strategy=strategy,
+        precision=precision,
+        optimizer=optimizer,
+        schedule=schedule,
+        train=TrainPlan(
+            steps=steps,
+            epochs=config.train.epochs,
+            clip_norm=config.train.clip_norm,
+            seed=config.train.seed,
+            deterministic=config.train.deterministic,
+            compile=config.train.compile,
+            log_every=config.train.log_every,
+            eval_every=config.train.eval_every,
+            loader_workers=config.train.loader_workers,
+            calibrate_s=config.run.calibrate_s,
+            hang_timeout=config.train.hang_timeout,
+            straggler_share=config.train.straggler_share,
+        ),
+        checkpoint=_checkpoint(config.checkpoint, config.cluster.kind),
+        wandb=WandbPlan(
+            mode=config.wandb.mode,
+            project=config.wandb.project,
+            entity=config.wandb.entity,
+            group=config.wandb.group,
+            tags=tuple(config.wandb.tags),
+            notes=config.wandb.notes,
+            job_type=config.wandb.job_type,
+        ),
+        notes=(
+            *_notes(schedule, steps, epoch, batch, optimizer),
+            *_unit_notes(strategy, task),
+            *_precision_notes(precision, strategy),
+            *_norm_notes(batch, task),
+            *task.data_notes,
+            *_mode_notes(task),
+            *_parameter_notes(precision, task),
+        ),
+    )
+
+
+def _checkpoint(config: CheckpointConfig, kind: ClusterKind) -> CheckpointPlan:
+    """A job that Slurm may take its nodes from saves now and then, unless the user says otherwise."""
+    plan = CheckpointPlan(**dataclasses.asdict(config))
+    if kind is not ClusterKind.slurm or plan.every is not None or plan.every_minutes is not None:
+        return plan
+    return dataclasses.replace(plan, every_minutes=SLURM_SAVES_EVERY_MIN, keep=plan.keep or SLURM_KEEPS)
+
+
+def _epoch(config: BatchConfig, batch: Batch, task: TaskPlan) -> EpochPlan:
+    policy = config.short_window
+    if task.samples is None:
+        if policy is ShortWindow.drop:
+            raise ConfigError(
+                "batch.short_window", "drop", "a stream has no length: its last window is known once it is read.",
+                "Use batch.short_window=exact.",
+            )  # fmt: skip
+        return EpochPlan(windows=None, short_window=0, short_window_policy=policy)
+    if task.samples == 0:
+        raise TaskError(f"task._target_={task.target}: train_data() is empty.")
+    if task.samples < batch.global_size:
+        raise ConfigError(
+            "batch.global_size", batch.global_size,
+            f"the task has {count(task.samples, 'sample')}, fewer than one window.",
+            f"Use batch.global_size of {task.samples} or less.",
+        )  # fmt: skip
+    windows, short = count_windows(task.samples, batch.global_size, keep_short=policy is ShortWindow.exact)
+    return EpochPlan(windows=windows, short_window=short, short_window_policy=policy)
+
+
+def _steps(config: TrainConfig, epoch: EpochPlan, batch: Batch, task: TaskPlan) -> int | None:
+    if config.epochs is None:
+        return DEFAULT_STEPS if config.steps is None else config.steps
+    if task.samples is None:
+        return None
+    keep_short = epoch.short_window_policy is ShortWindow.exact
+    return Windows(task.samples, batch, keep_short=keep_short).before(config.epochs)
+
+
+def _optimizer(config: OptimizerConfig, global_size: int) -> OptimizerPlan:
+    foreign = ("momentum", "nesterov") if config.kind is OptimizerKind.adamw else ("betas", "eps")
+    for name in foreign:
+        if getattr(config, name) is not None:
+            raise ConfigError(
+                f"optimizer.{name}", getattr(config, name), f"has no effect with optimizer={config.kind.value}."
+            )
+    if config.lr_scaling is not LrScaling.none and config.reference_batch is None:
+        raise ConfigError(
+            "optimizer.lr_scaling", config.lr_scaling, "needs the global batch that lr was tuned for.",
+            "Set optimizer.reference_batch (samples).",
+        )  # fmt: skip
+    if config.lr_scaling is LrScaling.none and config.reference_batch is not None:
+        raise ConfigError(
+            "optimizer.reference_batch", config.reference_batch, "has no effect with optimizer.lr_scaling=none.",
+            "Use optimizer.lr_scaling=linear or sqrt.",
+        )  # fmt: skip
+    betas = config.betas or [0.9, 0.999]
+    plan = OptimizerPlan(
+        kind=config.kind,
+        lr=config.lr,
+        base_lr=config.lr,
+        lr_scaling=config.lr_scaling,
+        weight_decay=config.weight_decay,
+        betas=(betas[0], betas[1]),
+        eps=1e-8 if config.eps is None else config.eps,
+        momentum=config.momentum or 0.0,
+        nesterov=bool(config.nesterov),
+    )
+    plan = dataclasses.replace(plan, base_betas=plan.betas, base_eps=plan.eps)
+    kappa = global_size / (config.reference_batch or global_size)
+    if config.lr_scaling is LrScaling.linear:
+        return dataclasses.replace(plan, lr=plan.lr * kappa)
+    return _scale_adam(plan, kappa) if config.lr_scaling is LrScaling.sqrt else plan
+
+
+def _scale_adam(plan: OptimizerPlan, kappa: float) -> OptimizerPlan:
+    """Return ``plan`` for ``kappa`` times the reference batch, by the square root scaling rule of Adam.
+
+    Malladi, Lyu, Panigrahi, Arora, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms" (2022),
+    section 5: lr sqrt(kappa), 1 - kappa (1 - beta) for both betas, eps / sqrt(kappa). It says nothing of decay.
+
+    Raises:
+        ConfigError: another optimizer than Adam, or a batch so large that a beta would not be above 0.
+    """
+    if plan.kind is not OptimizerKind.adamw:
+        raise ConfigError(
+            "optimizer.lr_scaling", "sqrt", f"is a rule for Adam, not for optimizer={plan.kind.value}.",
+            "Use optimizer.lr_scaling=linear, the rule for SGD.",
+        )  # fmt: skip
+    betas = tuple(1 - kappa * (1 - beta) for beta in plan.betas)
+    if min(betas) < 1e-9:  # 0, but for rounding
+        most = 1 / (1 - min(plan.betas))
+        raise ConfigError(
+            "optimizer.lr_scaling", "sqrt",
+            f"the global batch is {kappa:.4g} times optimizer.reference_batch, which makes {plan.betas[0]:g} and "
+            f"{plan.betas[1]:g} of optimizer.betas {betas[0]:.4g} and {betas[1]:.4g}; both must be above 0.",
+            f"With these betas the rule reaches to {most:.4g} times the reference batch: tune lr at a larger one, or "
+            "set the optimizer's values for this batch with optimizer.lr_scaling=none.",
+        )  # fmt: skip
+    root = math.sqrt(kappa)
+    return dataclasses.replace(plan, lr=plan.lr * root, betas=(betas[0], betas[1]), eps=plan.eps / root)
+
+
+def _schedule(config: ScheduleConfig, steps: int | None) -> SchedulePlan:
+    if config.kind is ScheduleKind.constant and config.min_ratio is not None:
+        raise ConfigError("schedule.min_ratio", config.min_ratio, "has no effect with schedule=constant.")
+    if config.kind is not ScheduleKind.constant and steps is None:
+        raise ConfigError(
+            "schedule", config.kind, "must know the last step, and the epochs of a stream have no known length.",
+            "Set train.steps instead of train.epochs, or use schedule=constant.",
+        )  # fmt: skip
+    return SchedulePlan(kind=config.kind, warmup_steps=config.warmup_steps, min_ratio=config.min_ratio or 0.0)
+
+
+def _unit_notes(strategy: StrategyPlan, task: TaskPlan) -> list[str]:
+    if task.unit_parameters != 0:
+        return []
+    notes: list[str] = []
+    if strategy.kind in SHARDED:
+        notes.append(
+            "The model has no repeated blocks: it is gathered as a whole. See shard units in docs/guides/sharding.md."
+        )
+    if strategy.recompute is not Recompute.none:
+        notes.append("strategy.recompute=blocks has no effect: the model has no repeated blocks.")
+    return notes
+
+
+def _precision_notes(precision: PrecisionPlan, strategy: StrategyPlan) -> list[str]:
+    if precision.kind is not PrecisionKind.auto or strategy.kind not in SHARDED:
+        return []
+    return ["Bytes and memory are predicted for fp32; in bf16 all-gathers send less."]
+
+
+def _mode_notes(task: TaskPlan) -> list[str]:
+    names = task.in_eval_mode
+    if not names:
+        return []
+    if names == ("",):
+        return ["model() returns a model in eval mode: it is put into training mode, with dropout and BatchNorm on."]
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return [f"Kept in eval mode, as model() returns them: {', '.join(names[:4])}{more}."]
+
+
+def _parameter_notes(precision: PrecisionPlan, task: TaskPlan) -> list[str]:
+    """Return what becomes of trained parameters that the task's model has in bf16 or fp16."""
+    if not task.narrow_parameters:
+        return []
+    found = f"model() returns {task.narrow_parameters:,} trained parameters in bf16 or fp16: "
+    if precision.parameters is Parameters.fp32:
+        return [found + "they are trained in fp32 (precision.parameters=keep leaves them as they are)."]
+    return [found + "they stay so (precision.parameters=keep), and gradients and optimizer state round as they do."]
+
+
+def _norm_notes(batch: Batch, task: TaskPlan) -> list[str]:
+    if task.batch_norms == 0 and batch.norm is not Norm.leave:
+        raise ConfigError("batch.norm", batch.norm, "has no effect: the model has no BatchNorm.", "Leave it out.")
+    said = None if task.batch_norms is None else what_norms_do(task.batch_norms, batch)
+    return [] if said is None else [said]
+
+
+def _notes(
+    schedule: SchedulePlan, steps: int | None, epoch: EpochPlan, batch: Batch, optimizer: OptimizerPlan
+) -> tuple[str, ...]:
+    notes: list[str] = []
+    ramp = sum(stage.windows for stage in batch.ramp)
+    if steps is not None and ramp >= steps:
+        notes.append(
+            f"batch.ramp is not over within {count(steps, 'step')}: the global batch stays below {batch.global_size}."
+        )
+    if ramp and optimizer.lr != optimizer.base_lr:
+        notes.append(
+            f"optimizer.lr_scaling is for the {batch.global_size} samples after batch.ramp, from the first step on."
+        )
+    if steps is not None and schedule.warmup_steps >= steps:
+        notes.append(f"schedule.warmup_steps={schedule.warmup_steps} is not over within {count(steps, 'step')}.")
+    if epoch.short_window and epoch.short_window < batch.world_size:
+        notes.append(f"The short window of {count(epoch.short_window, 'sample')} leaves some of the ranks without one.")
+    return tuple(notes)

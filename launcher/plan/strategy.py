@@ -1,0 +1,263 @@
+"""How the model lies over the ranks and which sync policy runs: StrategyConfig -> StrategyPlan."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from launcher.config.schema import (
+    Compress,
+    Device,
+    Parameters,
+    PrecisionConfig,
+    PrecisionKind,
+    StrategyConfig,
+    StrategyKind,
+    Sync,
+)
+from launcher.errors import ConfigError
+from launcher.plan import host
+from launcher.plan.batch import Batch
+from launcher.plan.launch_plan import ClusterPlan
+from launcher.plan.run_plan import Forecast, PrecisionPlan, StrategyPlan, TaskPlan
+from launcher.plan.sync_policy import POLICIES, SHARDED, Collective, Layout, passes
+
+BUCKET_MB = 25.0
+POWERSGD_RANK, POWERSGD_START = 1, 10
+# of a rank's memory: the allocator's rounding and the communication library's own buffers need the rest
+USABLE_MEMORY = 0.92
+ITEM_BYTES = {PrecisionKind.auto: 4, PrecisionKind.fp32: 4, PrecisionKind.bf16: 2, PrecisionKind.fp16: 2}
+
+
+def solve_strategy(
+    config: StrategyConfig, batch: Batch, cluster: ClusterPlan, precision: PrecisionPlan, task: TaskPlan
+) -> StrategyPlan:
+    """The strategy with its policy chosen by wire bytes; ``with_memory`` weighs memory where that was predicted.
+
+    Raises:
+        ConfigError: a policy, a size or an option that this strategy does not have.
+    """
+    _require_own_options(config, cluster)
+    allowed = POLICIES[config.kind]
+    if config.sync is not Sync.auto and config.sync not in allowed:
+        raise ConfigError(
+            "strategy.sync", config.sync, f"strategy={config.kind.value} does not have this policy.",
+            f"It has {', '.join(policy.value for policy in allowed)} and auto.",
+        )  # fmt: skip
+    shard_size = _shard_size(config, batch, cluster)
+    special = next((name for name in ("static_graph", "find_unused_parameters") if getattr(config, name)), None)
+    if special and config.sync is Sync.boundary and batch.accumulation > 1:
+        raise ConfigError(
+            f"strategy.{special}", "true", "DDP loses gradients when this meets no_sync (sync=boundary).",
+            f"Use strategy.sync=every, or strategy.{special}=false.",
+        )  # fmt: skip
+    if config.compress is Compress.powersgd and precision.kind is PrecisionKind.fp16:
+        raise ConfigError(
+            "strategy.compress", "powersgd", "keeps back a residue, in which one overflow of fp16 would stay.",
+            "Use precision=bf16 or fp32, or strategy.compress=bf16.",
+        )  # fmt: skip
+    if config.compress is Compress.fp16:
+        raise ConfigError(
+            "strategy.compress", "fp16", "would turn gradients below 3e-8 into zero: fp16 has too few exponent bits.",
+            "Use strategy.compress=bf16, which has the range of fp32 in the same two bytes.",
+        )  # fmt: skip
+    layout = _layout(config, batch, shard_size, precision, task)
+    forecasts = tuple(_forecast(config.kind, sync, batch, layout, cluster) for sync in allowed)
+    if config.sync is not Sync.auto:
+        sync, reason = config.sync, "as asked"
+    elif special:
+        sync, reason = Sync.every, f"strategy.{special} is not safe with skipped synchronisation"
+    else:
+        sync, reason = fewest_bytes(forecasts).sync, "fewest wire bytes"
+    plan = StrategyPlan(
+        kind=config.kind,
+        sync=sync,
+        sync_reason=reason,
+        shard_size=shard_size,
+        bucket_mb=config.bucket_mb or BUCKET_MB,
+        static_graph=config.static_graph,
+        find_unused_parameters=config.find_unused_parameters,
+        compress=config.compress,
+        powersgd_rank=config.powersgd_rank or POWERSGD_RANK,
+        powersgd_start=config.powersgd_start or POWERSGD_START,
+        recompute=config.recompute,
+        cpu_offload=config.cpu_offload,
+        forecasts=(),
+        memory_bytes=None,
+        # what gather_once holds anyway; of other policies it is not known here
+        rehearses=config.kind not in SHARDED or sync is Sync.gather_once,
+        payload_bytes=None,
+        payload_bytes_every=None,
+        wire_bytes=None,
+        wire_bytes_every=None,
+    )
+    # how much a low-rank factor saves depends on every parameter's shape: the meter will say it
+    known = task.parameters is not None and config.compress is not Compress.powersgd
+    return with_forecasts(plan, forecasts) if known else plan
+
+
+def with_forecasts(plan: StrategyPlan, forecasts: Sequence[Forecast]) -> StrategyPlan:
+    """``plan`` with ``forecasts``, and what they say of its policy."""
+    own = next(forecast for forecast in forecasts if forecast.sync is plan.sync)
+    every = next(forecast for forecast in forecasts if forecast.sync is Sync.every)
+    return dataclasses.replace(
+        plan,
+        forecasts=tuple(forecasts),
+        payload_bytes=own.payload_bytes,
+        payload_bytes_every=every.payload_bytes,
+        wire_bytes=own.wire_bytes,
+        wire_bytes_every=every.wire_bytes,
+    )
+
+
+def with_memory(plan: StrategyPlan, forecasts: Sequence[Forecast], memory_bytes: int) -> StrategyPlan:
+    """``plan`` with the policy that sends the fewest bytes of those whose predicted peak fits ``memory_bytes``."""
+    most = max(forecast.peak_bytes or 0 for forecast in forecasts)
+    usable = USABLE_MEMORY * memory_bytes
+    fitting = [forecast for forecast in forecasts if forecast.peak_bytes is None or forecast.peak_bytes <= usable]
+    if fitting:
+        chosen = min(fitting, key=lambda forecast: (forecast.wire_bytes, forecast.peak_bytes or 0))
+        reason = "fewest wire bytes of " + ("all, and all fit" if len(fitting) == len(forecasts) else "those that fit")
+    else:
+        chosen = min(forecasts, key=lambda forecast: forecast.peak_bytes or 0)
+        reason = "the least memory: none is predicted to fit"
+    plan = dataclasses.replace(
+        plan, sync=chosen.sync, sync_reason=reason, memory_bytes=memory_bytes, rehearses=most <= usable
+    )
+    return with_forecasts(plan, forecasts)
+
+
+def fewest_bytes(forecasts: Sequence[Forecast]) -> Forecast:
+    """Of two that send the same, the later in the policy table skips more when accumulation grows."""
+    return min(reversed(forecasts), key=lambda forecast: forecast.wire_bytes)
+
+
+def solve_precision(
+    config: PrecisionConfig, strategy: StrategyKind, device: Device, bf16: bool | None
+) -> PrecisionPlan:
+    """Return the number formats; auto stays as it is where ``bf16``, whether the device computes it, is not known."""
+    if config.reduce_dtype is PrecisionKind.auto:
+        raise ConfigError(
+            "precision.reduce_dtype", "auto", "is no format to sum in.", "Allowed: fp32, bf16, fp16; null is fp32."
+        )
+    kind, reason = config.kind, ""
+    if kind is PrecisionKind.auto and bf16 is not None:
+        kind = PrecisionKind.bf16 if bf16 else PrecisionKind.fp32
+        reason = host.emulation_reason(kind, "this machine")
+    fp16 = config.kind is PrecisionKind.fp16
+    for name in ("init_scale", "growth_interval"):
+        if not fp16 and getattr(config, name) is not None:
+            raise ConfigError(f"precision.{name}", getattr(config, name), "has an effect with precision=fp16 only.")
+    if config.reduce_dtype is not None and strategy not in SHARDED:
+        raise ConfigError(
+            "precision.reduce_dtype", config.reduce_dtype, f"has no effect with strategy={strategy.value}.",
+            "Use strategy=fsdp or hsdp; DDP sends narrower gradients with strategy.compress=bf16.",
+        )  # fmt: skip
+    if config.tf32 and device is not Device.cuda:
+        raise ConfigError("precision.tf32", "true", "has no effect where no GPU is used.", "Leave it out.")
+    return PrecisionPlan(
+        kind=kind,
+        reason=reason,
+        reduce_dtype=config.reduce_dtype or PrecisionKind.fp32,
+        init_scale=config.init_scale or 65536.0,
+        growth_interval=config.growth_interval or 2000,
+        parameters=config.parameters,
+        tf32=config.tf32,
+    )
+
+
+def _require_own_options(config: StrategyConfig, cluster: ClusterPlan) -> None:
+    """Raises ConfigError for an option that would have no effect."""
+    of = {
+        "bucket_mb": (StrategyKind.ddp,), "static_graph": (StrategyKind.ddp,),
+        "find_unused_parameters": (StrategyKind.ddp, StrategyKind.single), "compress": (StrategyKind.ddp,),
+        "shard_size": (StrategyKind.hsdp,), "cpu_offload": SHARDED,
+    }  # fmt: skip
+    for name, strategies in of.items():
+        value = getattr(config, name)
+        if value not in (None, False, Compress.none) and config.kind not in strategies:
+            raise ConfigError(
+                f"strategy.{name}", value, f"has no effect with strategy={config.kind.value}.",
+                f"It belongs to strategy={' and '.join(kind.value for kind in strategies)}.",
+            )  # fmt: skip
+    for name in ("powersgd_rank", "powersgd_start"):
+        if getattr(config, name) is not None and config.compress is not Compress.powersgd:
+            raise ConfigError(
+                f"strategy.{name}",
+                getattr(config, name),
+                "has an effect with strategy.compress=powersgd only.",
+                f"Add strategy.compress=powersgd, or leave strategy.{name} out.",
+            )
+    if config.cpu_offload and cluster.device is Device.cpu:
+        raise ConfigError("strategy.cpu_offload", "true", "has no effect where no GPU is used.", "Leave it out.")
+
+
+def _shard_size(config: StrategyConfig, batch: Batch, cluster: ClusterPlan) -> int:
+    world = batch.world_size
+    if config.kind is StrategyKind.fsdp:
+        return world
+    if config.kind is not StrategyKind.hsdp:
+        return 1
+    size = config.shard_size if config.shard_size is not None else cluster.workers_per_node
+    divisors = [n for n in range(2, world) if world % n == 0]
+    if size in divisors:
+        return size
+    if not divisors:
+        raise ConfigError(
+            "strategy", "hsdp", f"{world} ranks cannot be split into several shard groups of two or more.",
+            "Use strategy=fsdp, or strategy=ddp.",
+        )  # fmt: skip
+    shown = size if config.shard_size is not None else f"{size} (the workers of one host)"
+    why = "one group is strategy=fsdp" if size == world else "it must divide the world, and be less and above 1"
+    raise ConfigError(
+        "strategy.shard_size", shown, f"does not make shard groups of the {world} ranks: {why}.",
+        f"Use strategy.shard_size={' or '.join(map(str, divisors))}.",
+    )  # fmt: skip
+
+
+def _layout(config: StrategyConfig, batch: Batch, shard_size: int, precision: PrecisionPlan, task: TaskPlan) -> Layout:
+    """By arithmetic, without the padding of uneven shards. Of an unknown model, any size orders the policies."""
+    parameters = 1_000_000 if task.parameters is None else task.parameters
+    if config.kind not in SHARDED:
+        own = parameters * 4 if task.gradient_bytes is None else task.gradient_bytes
+        if precision.parameters is Parameters.fp32:
+            own += 2 * (task.narrow_parameters or 0)  # two bytes became four
+        sent = own // 2 if config.compress is Compress.bf16 else own
+        return Layout.replicated(sent, batch.world_size)
+    # gathers concern all parameters, reductions those that are trained
+    total = parameters + task.frozen_parameters
+    trained_in_units = parameters // 2 if task.unit_parameters is None else task.unit_parameters
+    in_units = trained_in_units + task.frozen_unit_parameters
+    matmul = total if task.matmul_parameters is None else task.matmul_parameters
+    in_units_matmul = in_units if task.unit_matmul_parameters is None else task.unit_matmul_parameters
+    narrower = 4 - ITEM_BYTES[precision.kind]
+    return Layout(
+        shard_size=shard_size,
+        replicas=batch.world_size // shard_size,
+        unit_bytes=4 * in_units - narrower * in_units_matmul,
+        root_bytes=4 * (total - in_units) - narrower * (matmul - in_units_matmul),
+        gradient_bytes=ITEM_BYTES[precision.reduce_dtype] * parameters,
+    )
+
+
+def _forecast(kind: StrategyKind, sync: Sync, batch: Batch, layout: Layout, cluster: ClusterPlan) -> Forecast:
+    payload = layout.payload(passes(kind, sync, batch.accumulation))
+    wire_s = None
+    if cluster.link_gbit is not None:
+        wire_s = _link_bytes(payload, layout, cluster) * 8 / (cluster.link_gbit * 1e9)
+    return Forecast(
+        sync=sync, payload_bytes=sum(payload.values()), wire_bytes=layout.wire(payload), wire_s=wire_s, peak_bytes=None
+    )
+
+
+def _link_bytes(payload: dict[Collective, int], layout: Layout, cluster: ClusterPlan) -> int:
+    """What a host sends to others. A ring leaves it once. There is one between replicas for each part of the model that
+    the host holds; shard groups that span hosts have theirs too, or on CPUs send each part straight to who lacks it."""
+    workers, size = cluster.workers_per_node, layout.shard_size
+    between = {Collective.all_reduce: payload[Collective.all_reduce]}
+    total = min(workers, size) * layout.wire(between)
+    if workers % size:
+        within = {kind: count for kind, count in payload.items() if kind not in between}
+        direct = workers * (size - workers) / size  # of the payload; in a ring (size - 1) / size
+        total += round(direct * sum(within.values())) if cluster.device is Device.cpu else layout.wire(within)
+    return total

@@ -1,0 +1,106 @@
+"""The sync policies: which strategy has which, and how often a window sends each part of the model under it.
+
+The one table. The plan predicts with it, the wrapped model acts on it, the meter holds what ran against it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Self
+
+from launcher.config.schema import StrategyKind, Sync
+
+SHARDED = (StrategyKind.fsdp, StrategyKind.hsdp)
+POLICIES: Mapping[StrategyKind, tuple[Sync, ...]] = {
+    StrategyKind.single: (Sync.every, Sync.boundary),
+    StrategyKind.ddp: (Sync.every, Sync.boundary),
+    StrategyKind.fsdp: (Sync.every, Sync.boundary, Sync.gather_once),
+    StrategyKind.hsdp: (Sync.every, Sync.boundary, Sync.gather_once, Sync.replicas_at_boundary),
+}
+
+
+class Collective(StrEnum):
+    """all_reduce: gradients, over all ranks (DDP) or between replicas (HSDP). all_gather, reduce_scatter: parameters
+    and gradients within a shard group. broadcast: buffers that training changes. statistics: all-reduces of the
+    statistics that ``batch.norm`` takes over all ranks."""
+
+    all_reduce = "all_reduce"
+    all_gather = "all_gather"
+    reduce_scatter = "reduce_scatter"
+    broadcast = "broadcast"
+    statistics = "statistics"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passes:
+    """How often one window sends all gradients between replicas, all gradients within the shard group, the parameters
+    of each shard unit, and those of the root, which stay gathered between forward and backward."""
+
+    all_reduce: int = 0
+    reduce_scatter: int = 0
+    gather_units: int = 0
+    gather_root: int = 0
+
+
+def passes(strategy: StrategyKind, sync: Sync, micro_batches: int) -> Passes:
+    """The policy table of architecture.md, for a window of ``micro_batches`` a rank."""
+    k = micro_batches
+    reduce = k if sync is Sync.every else 1
+    if strategy not in SHARDED:
+        return Passes(all_reduce=reduce)
+    once = sync is Sync.gather_once
+    return Passes(
+        all_reduce=reduce if strategy is StrategyKind.hsdp else 0,
+        reduce_scatter=k if sync in (Sync.every, Sync.replicas_at_boundary) else 1,
+        gather_units=1 if once else 2 * k,
+        gather_root=1 if once else k,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a model lies over the ranks. Bytes are payload: what one rank hands to a collective in one pass.
+
+    Args:
+        shard_size: ranks that share one copy of the parameters; 1 for DDP.
+        replicas: copies.
+        unit_bytes, root_bytes: parameters within shard units and outside of them, as they are gathered.
+        gradient_bytes: all gradients, as they are reduced.
+    """
+
+    shard_size: int
+    replicas: int
+    unit_bytes: int
+    root_bytes: int
+    gradient_bytes: int
+
+    @classmethod
+    def replicated(cls, gradient_bytes: int, replicas: int) -> Self:
+        """A whole copy on each rank."""
+        return cls(shard_size=1, replicas=replicas, unit_bytes=0, root_bytes=0, gradient_bytes=gradient_bytes)
+
+    def payload(self, sent: Passes) -> dict[Collective, int]:
+        """Bytes of each kind that ``sent`` comes to; a group of one rank sends nothing."""
+        sharded, replicated = self.shard_size > 1, self.replicas > 1
+        return {
+            Collective.all_reduce: replicated * sent.all_reduce * self.gradient_bytes // self.shard_size,
+            Collective.all_gather: sharded * (sent.gather_units * self.unit_bytes + sent.gather_root * self.root_bytes),
+            Collective.reduce_scatter: sharded * sent.reduce_scatter * self.gradient_bytes,
+        }
+
+    def wire(self, payload: Mapping[Collective, int]) -> int:
+        return round(sum(count * self.wire_factor(kind) for kind, count in payload.items()))
+
+    def wire_factor(self, kind: Collective) -> float:
+        """Bytes that one rank sends for each payload byte of a ring: 2(W-1)/W for an all-reduce, (W-1)/W for a gather
+        or scatter (Patarasuk & Yuan, 2009); a broadcast passes each byte on once."""
+        if kind is Collective.broadcast:
+            return 1.0
+        if kind is Collective.statistics:
+            world_size = self.shard_size * self.replicas
+            return 2 * (world_size - 1) / world_size
+        if kind is Collective.all_reduce:
+            return 2 * (self.replicas - 1) / self.replicas
+        return (self.shard_size - 1) / self.shard_size

@@ -1,0 +1,130 @@
+"""What the plan must know of the task: its facts, and the memory of each sync policy. No torch here."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from typing import Any, Protocol, cast
+
+from launcher.errors import ConfigError, TaskError
+from launcher.plan.run_plan import Forecast, RunPlan, TaskPlan
+from launcher.plan.strategy import with_forecasts, with_memory
+from launcher.rundir.files import build
+from launcher.task import load_task
+
+_BUNDLED = "launcher.tasks."
+
+
+class HasFacts(Protocol):
+    def facts(self) -> dict[str, int]: ...
+
+
+def describe_task(config: dict[str, Any], cwd: str, *, shards: bool, seed: int) -> TaskPlan:
+    """Look at the task that the config names.
+
+    A bundled task says it itself, from arithmetic. A user's class is imported in a process of its own.
+
+    Args:
+        shards: whether the task's shard units matter, and must be right.
+        seed: of the job: the task is built under it here as it is in training.
+
+    Raises:
+        ConfigError: no task is named.
+        TaskError: it cannot be imported, constructed or used; the message says why.
+    """
+    params = {name: value for name, value in config.items() if name != "_target_"}
+    target = config.get("_target_")
+    if not isinstance(target, str):
+        raise ConfigError(
+            "task._target_", target, "is not set.", "Name the task's class: task._target_=my_tasks.MyTask."
+        )
+    if target.startswith(_BUNDLED):
+        try:
+            facts = cast("HasFacts", load_task(target, params, [])).facts()
+        except (TypeError, ValueError) as error:  # a parameter of another type than the class's
+            raise TaskError(f"task: {target} with {params}: {error}.") from None
+        return TaskPlan(
+            target=target,
+            params=params,
+            samples=facts["samples"],
+            parameters=facts["parameters"],
+            gradient_bytes=4 * facts["parameters"],
+            unit_parameters=facts["unit_parameters"],
+            batch_norms=facts["batch_norms"],
+            matmul_parameters=facts["matmul_parameters"],
+            unit_matmul_parameters=facts["unit_matmul_parameters"],
+        )
+    request = {"target": target, "params": params, "search_path": [cwd], "shards": shards, "seed": seed}
+    result = ask("launcher.train.inspect.task_probe", json.dumps(request))
+    if result is None:
+        raise TaskError(f"task._target_={target}: looking at the task ended the process that looked.")
+    if "error" in result:
+        raise TaskError(result["error"])
+    return build(TaskPlan, result["task"])
+
+
+def ask(module: str, question: str) -> dict[str, Any] | None:
+    """Return the JSON object that ``python -m module FILE PARENT_PID`` writes into FILE for ``question`` on its
+    standard input, or None if it ends without an answer.
+
+    A separate process, because torch and the user's code must not be imported here. It ends with this one, whatever
+    kills this one, and the file has no name that could be left behind.
+    """
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as answer:
+        subprocess.run(
+            [sys.executable, "-P", "-m", module, f"/dev/fd/{answer.fileno()}", str(os.getpid())],
+            input=question,
+            text=True,
+            start_new_session=True,  # this process handles Ctrl-C: it kills the other one, which prints no traceback
+            stdout=sys.stderr,  # what the user's code prints must not end up in `launch plan --json`
+            pass_fds=(answer.fileno(),),
+            check=False,
+        )
+        text = answer.read()
+    return json.loads(text) if text else None
+
+
+def weigh_memory(plan: RunPlan, *, choose: bool) -> RunPlan:
+    """Return ``plan`` with what the policies send and hold, as windows of the real task have it on tensors without
+    memory, in a process of its own: that takes some seconds.
+
+    Where that is not possible, the plan keeps the figures that follow from the number of parameters, or loses only the
+    memory, and a note says why.
+
+    Args:
+        choose: whether the policy becomes the one that sends the fewest bytes of those that fit.
+
+    Raises:
+        TaskError: the job would fail at its first step.
+    """
+    answer: dict[str, Any] = ask("launcher.train.inspect.memory_forecast", plan.to_json()) or {
+        "problem": "the process that looked ended early"
+    }
+    if "error" in answer:
+        raise TaskError(f"task._target_={plan.task.target}: {answer['error']}")
+    forecasts = [_with_time(build(Forecast, fields), plan) for fields in answer.get("forecasts", ())]
+    problem, memory = answer.get("problem"), answer.get("memory_bytes")
+    note = ""
+    if problem:
+        note = f"The memory that each sync policy holds is not known, and was not weighed: {str(problem).rstrip('.')}."
+    elif choose and memory is None:
+        note = "No GPU is seen here: whether a policy fits one is not known."
+    if note:
+        plan = dataclasses.replace(plan, notes=(*plan.notes, note))
+    if not forecasts:
+        return plan
+    if choose and not problem and memory is not None:
+        return dataclasses.replace(plan, strategy=with_memory(plan.strategy, forecasts, memory))
+    return dataclasses.replace(plan, strategy=with_forecasts(plan.strategy, forecasts))
+
+
+def _with_time(forecast: Forecast, plan: RunPlan) -> Forecast:
+    """Add the seconds of the link, which grow with the bytes that were predicted before."""
+    before = next((known for known in plan.strategy.forecasts if known.sync is forecast.sync), forecast)
+    if before.wire_s is None or not before.wire_bytes:
+        return forecast
+    return dataclasses.replace(forecast, wire_s=before.wire_s * forecast.wire_bytes / before.wire_bytes)

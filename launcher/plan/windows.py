@@ -1,0 +1,154 @@
+"""Windows: where each lies in its data, which samples each micro-batch holds, and what a new batch size changes.
+
+A run's place in its data is the number of a window, so a global batch that changes on the way is a ramp: the windows
+so far keep the sizes that they had, and the place in the epoch is that of the next sample, whatever comes then.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from launcher.plan.batch import Batch, Stage
+
+
+class Span(NamedTuple):
+    """Where a window lies: ``window`` in its epoch, at positions [first, first + size) of that."""
+
+    epoch: int
+    window: int
+    first: int
+    size: int
+
+
+class Windows:
+    """Where each window of a run lies in its data: a function of its number alone, whatever the world.
+
+    Args:
+        samples: of an epoch, at least as many as any full window has.
+        batch: global batch, and the ramp up to it.
+        keep_short: whether the samples at an epoch's end that fill no window are a short one, or left out.
+    """
+
+    def __init__(self, samples: int, batch: Batch, *, keep_short: bool) -> None:
+        self._samples, self._size = samples, batch.global_size
+        self._keep_short = keep_short
+        self._per_epoch, _ = count_windows(samples, batch.global_size, keep_short=keep_short)
+        # as far as the ramp, and the epoch in which it ends, reach: the first window of each stretch of one size
+        self._begins: list[int] = []
+        self._stretches: list[Span] = []
+        self._index, at = 0, Span(0, 0, 0, 0)
+        for stage in batch.ramp:
+            at = self._lay(at, stage.windows, stage.global_size)
+        while at.first:
+            at = self._lay(at, self._per_epoch, batch.global_size, only=at.epoch)
+        self._regular_from, self._regular_epoch = self._index, at.epoch
+
+    def _lay(self, at: Span, steps: int, size: int, only: int | None = None) -> Span:
+        """Note ``steps`` windows of ``size`` from ``at`` on, or as many as epoch ``only`` still has; what follows."""
+        while steps and (only is None or at.epoch == only):
+            rest = self._samples - at.first
+            count = min(steps, rest // size)
+            if count:
+                self._note(at._replace(size=size), count)
+                steps -= count
+                at = at._replace(window=at.window + count, first=at.first + count * size)
+            elif rest and self._keep_short:
+                self._note(at._replace(size=rest), 1)
+                steps -= 1
+                at = Span(at.epoch + 1, 0, 0, 0)
+            else:
+                at = Span(at.epoch + 1, 0, 0, 0)
+        return Span(at.epoch + 1, 0, 0, 0) if at.first == self._samples else at
+
+    def _note(self, at: Span, count: int) -> None:
+        self._begins.append(self._index)
+        self._stretches.append(at)
+        self._index += count
+
+    def at(self, index: int) -> Span:
+        """Of window ``index`` of the run, from 0."""
+        if index >= self._regular_from:
+            epochs, window = divmod(index - self._regular_from, self._per_epoch)
+            first = window * self._size
+            return Span(self._regular_epoch + epochs, window, first, min(self._size, self._samples - first))
+        number = bisect.bisect_right(self._begins, index) - 1
+        ahead, begin = index - self._begins[number], self._stretches[number]
+        return begin._replace(window=begin.window + ahead, first=begin.first + ahead * begin.size)
+
+    def before(self, epoch: int) -> int:
+        """How many windows lie before an epoch."""
+        if epoch >= self._regular_epoch:
+            return self._regular_from + (epoch - self._regular_epoch) * self._per_epoch
+        return next(begin for begin, at in zip(self._begins, self._stretches, strict=True) if at.epoch >= epoch)
+
+
+def count_windows(samples: int, global_size: int, *, keep_short: bool) -> tuple[int, int]:
+    """``(windows in an epoch, samples of its short last window)``; 0 samples: the last one is full, or dropped."""
+    full, rest = divmod(samples, global_size)
+    return (full + 1, rest) if rest and keep_short else (full, 0)
+
+
+def share_of_window(samples: int, batch: Batch, rank: int) -> list[range]:
+    """The micro-batches of ``rank`` in a window of ``samples``, as ranges of offsets into the window.
+
+    Every rank gets the same number of micro-batches, as few as can hold the window, and they differ by one sample at
+    most; an empty range is a micro-batch of weight zero, which a rank still runs because the others wait for it.
+    In a full window the n-th micro-batches of all ranks lie side by side.
+    """
+    count = -(-samples // (batch.micro_size * batch.world_size))
+    base, extra = divmod(samples, count * batch.world_size)
+    shares: list[range] = []
+    for n in range(count):
+        slot = n * batch.world_size + rank
+        start = slot * base + min(slot, extra)
+        shares.append(range(start, start + base + (slot < extra)))
+    return shares
+
+
+def past(batch: Batch, index: int) -> tuple[Stage, ...]:
+    """The sizes of the windows before ``index``, in stretches; alike for two batches that agree on each of them."""
+    return _merged(_cut([*batch.ramp, Stage(windows=index, global_size=batch.global_size)], 0, index))
+
+
+def future(batch: Batch, index: int) -> tuple[tuple[Stage, ...], int]:
+    """Those from ``index`` on: stretches, and the size after them."""
+    stages = list(_merged(_cut(batch.ramp, index, None)))
+    while stages and stages[-1].global_size == batch.global_size:
+        stages.pop()
+    return tuple(stages), batch.global_size
+
+
+def changed_at(old: Batch, new: Batch, index: int) -> Batch:
+    """``new``, for a run whose windows before ``index`` were those of ``old``."""
+    stages, size = future(new, index)
+    before = past(old, index)
+    ramp = _merged([*before, *stages])
+    if not stages and before and before[-1].global_size == size:
+        ramp = ramp[:-1]
+    return dataclasses.replace(new, ramp=ramp)
+
+
+def _cut(stages: Iterable[Stage], first: int, stop: int | None) -> list[Stage]:
+    """What of ``stages`` lies in [first, stop)."""
+    found: list[Stage] = []
+    begin = 0
+    for stage in stages:
+        end = begin + stage.windows
+        windows = (end if stop is None else min(end, stop)) - max(begin, first)
+        if windows > 0:
+            found.append(dataclasses.replace(stage, windows=windows))
+        begin = end
+    return found
+
+
+def _merged(stages: Iterable[Stage]) -> tuple[Stage, ...]:
+    merged: list[Stage] = []
+    for stage in stages:
+        if merged and merged[-1].global_size == stage.global_size:
+            merged[-1] = dataclasses.replace(stage, windows=merged[-1].windows + stage.windows)
+        else:
+            merged.append(stage)
+    return tuple(merged)

@@ -1,0 +1,111 @@
+"""A job whose number of hosts is a range: which worlds it may have, and the batch in each of them. Pure.
+
+The most hosts are what the job is planned for. On fewer, the global batch and the micro-batch stay what they are there,
+so that neither what is learned nor the memory of a rank changes with them; accumulation follows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import NamedTuple
+
+from launcher.config.schema import BatchConfig, Norm
+from launcher.errors import ConfigError, UserError
+from launcher.plan.batch import Batch, solve_batch
+
+
+class NodeRange(NamedTuple):
+    """Hosts: both the same where the number is fixed."""
+
+    least: int
+    most: int
+
+    @property
+    def fixed(self) -> bool:
+        return self.least == self.most
+
+    @property
+    def words(self) -> str:
+        return str(self.most) if self.fixed else f"{self.least} to {self.most}"
+
+
+def node_range(nodes: int | str) -> NodeRange:
+    """What ``cluster.nodes`` says: a number, or ``"MIN:MAX"``.
+
+    Raises:
+        ConfigError: it is neither, below 1, or the wrong way round.
+    """
+    found = re.fullmatch(r"(-?\d+)(?::(-?\d+))?", str(nodes))
+    if found is None:
+        raise ConfigError(
+            "cluster.nodes", nodes, "is no number of hosts.", "Write a number, or MIN:MAX such as cluster.nodes=2:4."
+        )
+    least, most = int(found[1]), int(found[2] or found[1])
+    if least < 1:
+        raise ConfigError("cluster.nodes", nodes, "must be at least 1.")
+    if least > most:
+        raise ConfigError(
+            "cluster.nodes", nodes, f"the fewest hosts, {least}, are more than the most, {most}.",
+            f"Write cluster.nodes={most}:{least}.",
+        )  # fmt: skip
+    return NodeRange(least, most)
+
+
+def solve_largest(config: BatchConfig, world_size: int) -> Batch:
+    """The batch on the most hosts. Whoever allows several worlds allows unequal shares in those that need them."""
+    try:
+        return solve_batch(config, world_size)
+    except ConfigError as error:
+        if config.uneven:
+            raise
+        try:
+            return solve_batch(dataclasses.replace(config, uneven=True), world_size)
+        except ConfigError:
+            raise error from None
+
+
+def solve_smaller(config: BatchConfig, largest: Batch, world_size: int) -> Batch:
+    """The same global batch in micro-batches of the same size, on fewer ranks."""
+    same = dataclasses.replace(
+        config,
+        global_size=largest.global_size,
+        micro_size=largest.micro_size,
+        accumulation=None,
+        on_oom=largest.on_oom,  # which batch.micro_size=auto decides
+    )
+    return solve_largest(same, world_size)
+
+
+def on_hosts(count: int, nodes: int | str, error: UserError) -> ConfigError:
+    """What is impossible in one of the worlds, said of the range."""
+    problem, _, remedy = str(error).partition("\n  ")
+    hosts = f"{count} host{'' if count == 1 else 's'}"
+    remedy = f"{remedy} Or let the range begin above {count}.".strip()
+    return ConfigError("cluster.nodes", nodes, f"not possible on {hosts}: {problem}", remedy)
+
+
+def notes(config: BatchConfig, batches: dict[int, Batch], batch_norms: int | None) -> tuple[str, ...]:
+    """What the user should know of the worlds. ``batches``: by the number of hosts; ``batch_norms``: the model's."""
+    said: list[str] = []
+    most = max(batches)
+    uneven = [n for n, batch in sorted(batches.items()) if not batch.even]
+    if uneven and not config.uneven:
+        said.append(
+            f"On {_listed(uneven)} host{'' if uneven == [1] else 's'} the ranks take unequal shares of a window, with "
+            "the same gradient (as with batch.uneven=true)."
+        )
+    if config.accumulation is not None:
+        said.append(f"batch.accumulation={config.accumulation} is that of {most} hosts; on fewer it is higher.")
+    if batch_norms and (config.norm is Norm.sync or (config.norm is Norm.leave and uneven)):
+        said.append(
+            "What a BatchNorm normalises by depends on the number of hosts; with batch.norm=window or freeze it does "
+            "not."
+        )
+    return tuple(said)
+
+
+def _listed(numbers: list[int]) -> str:
+    """``2``, ``2 or 3``, ``2, 3 or 5``."""
+    *others, last = map(str, numbers)
+    return f"{', '.join(others)} or {last}" if others else last

@@ -1,0 +1,111 @@
+"""Sizes, counts, and measured values with their confidence interval, as numbers and as text.
+
+A difference is claimed only where the interval excludes the value that means "no difference": 1 for a ratio, 0 for a
+difference in seconds. The calibration makes the intervals; the summary of a run and the report read them back from
+records (``NAME``, ``NAME_low``, ``NAME_high``).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+
+def in_words(number: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if number < 1000 or unit == "GB":
+            break
+        number /= 1000
+    return f"{number:,.0f} {unit}" if unit == "B" else f"{number:,.2f} {unit}"
+
+
+def count(number: int, noun: str, nouns: str | None = None) -> str:
+    """Return ``number`` with ``noun`` or, unless it is 1, its plural: 1 window, 2,000 windows."""
+    return f"{number:,} {noun if number == 1 else nouns or noun + 's'}"
+
+
+# from this many measurements on an interval of order statistics reaches 95%
+_SIGN_ROUNDS = 6
+# 97.5% quantile of Student's t distribution by number of values
+_T_QUANTILE = {3: 4.303, 4: 3.182, 5: 2.776}
+
+# said of a figure in a record of an older version, which compared training windows with each other
+NO_INTERVAL = "not measured under equal conditions (the record has no interval)"
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate with its 95% confidence interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def excludes(self, value: float) -> bool:
+        """Return whether a difference from ``value`` may be claimed."""
+        return not self.low <= value <= self.high
+
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any], name: str) -> Self | None:
+        """Return the figure ``name`` of a record or summary; None where it, or an end of its interval, is missing."""
+        ends = [record.get(name + end) for end in ("", "_low", "_high")]
+        return None if None in ends else cls(*map(float, ends))  # pyright: ignore[reportArgumentType]
+
+    def as_record(self, name: str) -> dict[str, float]:
+        """Return the three figures that ``of_record`` reads."""
+        return {name: self.value, f"{name}_low": self.low, f"{name}_high": self.high}
+
+
+def interval(differences: Sequence[float]) -> Interval:
+    """Return the typical difference of at least three paired measurements.
+
+    From six on: the median, with the narrowest pair of order statistics that holds the true median with 95% confidence
+    (the sign test inverted; of six values the lowest and the highest). No such pair exists for fewer: there it is the
+    mean with Student's t interval.
+    """
+    ordered, n = sorted(differences), len(differences)
+    if n < _SIGN_ROUNDS:
+        mean = statistics.mean(ordered)
+        half = _T_QUANTILE[n] * statistics.stdev(ordered) / math.sqrt(n)
+        return Interval(mean, mean - half, mean + half)
+    outside, place = 1, 0  # of 2^n equally likely signs, those with at most `place` of one kind
+    while 2 * (outside + math.comb(n, place + 1)) <= 0.05 * 2**n:
+        place += 1
+        outside += math.comb(n, place)
+    return Interval(statistics.median(ordered), ordered[place], ordered[n - 1 - place])
+
+
+def speedup_text(record: Mapping[str, Any]) -> str | None:
+    """Return what a record or summary says about the speed-up over sync=every; None where it has no such figure.
+
+    Args:
+        record: has ``comm/speedup`` with its interval, ``comm/step_s`` and ``comm/step_s_every`` (seconds).
+    """
+    if record.get("comm/speedup") is None:
+        return None
+    if (speedup := Interval.of_record(record, "comm/speedup")) is None:
+        return NO_INTERVAL
+    times = f"{record['comm/step_s'] * 1e3:,.1f} ms a step, {record['comm/step_s_every'] * 1e3:,.1f} ms with sync=every"
+    if not speedup.excludes(1):
+        return f"no difference measured ({speedup.low:.2f}x to {speedup.high:.2f}x): {times}"
+    return f"{speedup.value:.2f}x measured ({speedup.low:.2f} to {speedup.high:.2f}): {times}"
+
+
+def exposed_text(record: Mapping[str, Any]) -> str | None:
+    """Return what a record or summary says about exposed communication; None where it has no such figure.
+
+    Args:
+        record: has ``comm/exposed_s`` (seconds a step) with its interval, and ``comm/overlap`` (0 to 1).
+    """
+    if record.get("comm/exposed_s") is None:
+        return None
+    if (exposed := Interval.of_record(record, "comm/exposed_s")) is None:
+        return NO_INTERVAL
+    value, low, high = (seconds * 1e3 for seconds in (exposed.value, exposed.low, exposed.high))
+    if not exposed.excludes(0) or exposed.value < 0:  # passes with collectives are not faster than without
+        return f"no exposed communication measured (95%: {low:,.1f} to {high:,.1f} ms)"
+    shown = f"{value:,.1f} ms of a step ({low:,.1f} to {high:,.1f}) is exposed communication"
+    return f"{shown}; {record['comm/overlap']:.0%} is hidden"

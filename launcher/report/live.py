@@ -1,0 +1,286 @@
+"""Live output of a job: its first rank's lines and progress, and what its processes have printed."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO, cast
+
+from rich.console import Console
+
+from launcher.plan.launch_plan import LaunchPlan
+from launcher.plan.run_plan import RunPlan
+from launcher.process import LAST_WORDS
+from launcher.rundir.files import Tail, last_lines, read_json
+from launcher.rundir.paths import RunPaths, SweepPaths
+from launcher.runs.status import Run
+
+PLAIN_LINE_EVERY_S = 10.0
+TIMED_STEPS = 5  # before a run's length is predicted
+
+
+class LiveDisplay:
+    """Rank 0's output and, below it, one live line; on something that is no terminal, plain lines now and then."""
+
+    def __init__(self, plan: LaunchPlan, console: Console) -> None:
+        self._console = console
+        self._paths = plan.paths
+        self._log = Tail(plan.paths.newest_rank_log(0))
+        self._metrics = Tail(plan.paths.metrics)
+        self._events = Tail(plan.paths.events)
+        self._log.lines()  # of earlier starts, as these
+        self._events.lines()
+        recorded = self._metrics.lines()
+        self._steps = plan.train.steps if isinstance(plan, RunPlan) else None
+        self._muted = self._warned = False
+        self._last: dict[str, Any] | None = None
+        self._printed_at = -PLAIN_LINE_EVERY_S
+        self._first: dict[str, Any] | None = None  # record since which steps are timed
+        self._announced = False
+        self._progress: Progress | None = None
+        if console.is_terminal and isinstance(plan, RunPlan):
+            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+            self._progress = Progress(
+                TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn(),
+                console=console, transient=True,
+            )  # fmt: skip
+            done = json.loads(recorded[-1])["step"] if recorded else 0
+            self._bar = self._progress.add_task("starting", total=self._steps, completed=done, rate="")
+            self._progress.start()
+
+    def refresh(self) -> None:
+        for line in self._events.lines():
+            if '"event": "hang"' in line:
+                self.say(f"--- {json.loads(line)['what']} ---")
+        newest = self._paths.newest_rank_log(0)
+        lines = self._log.lines()
+        if newest != self._log.path:  # the workers were started again
+            lines += [f"--- {newest.name} ---", *(tail := Tail(newest)).lines()]
+            self._log, self._muted = tail, False
+        for line in lines:
+            self._muted = self._muted or LAST_WORDS in line  # torch puts the rank before it
+            if not self._muted:
+                self.say(line)
+        replaced = self._metrics.replaced
+        records = [json.loads(line) for line in self._metrics.lines()]
+        if self._metrics.replaced > replaced:  # the run was begun again, and its record cut back to where it goes on
+            self._go_on_from(records[-1] if records else None)
+        elif records:
+            self._last = records[-1]
+            self._first = self._first or records[0]
+            self._announce(records[-1])
+            self._show(records[-1])
+        if not self._warned and (problem := (read_json(self._paths.wandb_status) or {}).get("problem")):
+            self._warned = True
+            self.say(f"W&B: {problem}")
+
+    def _go_on_from(self, record: dict[str, Any] | None) -> None:
+        """``record``: of the last step that was kept, which has been shown before."""
+        step = 0 if record is None else record["step"]
+        self._last, self._first = record, None
+        if self._progress is not None:
+            self._progress.update(self._bar, completed=step)
+        self.say(f"--- goes on after step {step} ---")
+
+    def _show(self, record: dict[str, Any]) -> None:
+        if self._progress is not None:
+            self._progress.update(
+                self._bar, completed=record["step"], description=_step_text(record, self._steps), rate=_rate(record)
+            )
+        elif time.monotonic() - self._printed_at >= PLAIN_LINE_EVERY_S or record["step"] == self._steps:
+            self._printed_at = time.monotonic()
+            left = self._seconds_left(record)
+            until = "" if not left else f"  {_duration(left)} left"
+            self.say(f"{_step_text(record, self._steps)}  {_rate(record)}{until}")
+
+    def _announce(self, record: dict[str, Any]) -> None:
+        """Print once how long the run will take, as soon as a few steps have been timed."""
+        left = self._seconds_left(record)
+        if self._announced or not left or self._first is None or record["step"] - self._first["step"] < TIMED_STEPS:
+            return
+        self._announced = True
+        whole = _duration(record["time/total_s"] + left)
+        self.say(f"The {self._steps} steps take about {whole}, {_duration(left)} from now.")
+
+    def _seconds_left(self, record: dict[str, Any]) -> float | None:
+        """Return the time to the last step at the mean rate since the display started; None where it is not known."""
+        first = self._first
+        if self._steps is None or first is None or record["step"] <= first["step"] or "time/total_s" not in first:
+            return None
+        per_step = (record["time/total_s"] - first["time/total_s"]) / (record["step"] - first["step"])
+        return per_step * (self._steps - record["step"])
+
+    def say(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            if self._last is not None:
+                self.say(f"{_step_text(self._last, self._steps)}  {_rate(self._last)}")
+
+
+class LogDisplay:
+    """Rank 0's output as it comes, and nothing else: beside a result that a script may read."""
+
+    def __init__(self, plan: LaunchPlan, file: TextIO) -> None:
+        self._log, self._file, self._muted = Tail(plan.paths.rank_log(0)), file, False
+
+    def refresh(self) -> None:
+        for line in self._log.lines():
+            self._muted = self._muted or LAST_WORDS in line
+            if not self._muted:
+                self.say(line)
+
+    def say(self, text: str) -> None:
+        print(text, file=self._file, flush=True)
+
+    def close(self) -> None: ...
+
+
+class Silence:
+    """--quiet."""
+
+    def refresh(self) -> None: ...
+    def say(self, text: str) -> None: ...
+    def close(self) -> None: ...
+
+
+def _step_text(record: dict[str, Any], steps: int | None) -> str:
+    held_out = f"  held-out {record['eval/loss']:.4f}" if record.get("eval/loss") is not None else ""
+    loss = "-" if record["train/loss"] is None else f"{record['train/loss']:.4f}"  # of a last window without items
+    return f"step {record['step']}{f'/{steps}' if steps else ''}  loss {loss}{held_out}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def _rate(record: dict[str, Any]) -> str:
+    return f"{record['throughput/samples_per_s']:,.0f} samples/s"
+
+
+class _Trimmed:
+    """A file that gets no blanks at the ends of lines: rich pads every line of a table to the table's width."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, text: str) -> int:
+        return self._file.write(re.sub(r" +$", "", text, flags=re.MULTILINE))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+def console(*, quiet: bool = False) -> Console:
+    if sys.stdout.isatty():
+        return Console(file=sys.stdout, quiet=quiet)
+    # in a file nothing is folded, so that a command printed there can be pasted
+    return Console(file=cast("TextIO", _Trimmed(sys.stdout)), quiet=quiet, width=200)
+
+
+class JoinedDisplay:
+    """Says which part of which run this is, and nothing more while all goes well."""
+
+    def __init__(self, plan: LaunchPlan, console: Console) -> None:
+        self._console = console
+        assert plan.cluster.place is not None
+        first = plan.cluster.place.store.rpartition(":")[0]
+        self.say(f"This is node {plan.node} of run {plan.run.name}: {plan.run.dir}; the live view is on {first}.")
+
+    def refresh(self) -> None: ...
+
+    def say(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None: ...
+
+
+_LAST = 15
+
+
+@dataclass
+class Source:
+    """Files in the order in which they are begun, and what they have gained. ``what``: whose words these are."""
+
+    what: str
+    paths: RunPaths
+    rank: int | None
+    node: int
+    _read: dict[Path, Tail] = field(default_factory=dict[Path, Tail])
+
+    def _files(self) -> list[Path]:
+        if self.rank is None:
+            files = [self.paths.node_log(self.node)]
+        else:
+            files = [self.paths.rank_log(self.rank, attempt) for attempt in range(self.paths.next_attempt())]
+        return [file for file in files if file.exists()]
+
+    def exists(self) -> bool:
+        return bool(self._files())
+
+    def lines(self, *, over: bool = False) -> list[str]:
+        """What was added since the last look; a file that follows another one is announced.
+
+        ``over``: no look follows, and so a last line without an end is shown too. Of all files but the newest it
+        always is: who wrote those is gone.
+        """
+        found: list[str] = []
+        files = self._files()
+        for file in files:
+            if file not in self._read:
+                if self._read:
+                    found.append(f"--- {file.name} ---")
+                self._read[file] = Tail(file)
+            found += self._read[file].lines(over=over or file != files[-1])
+        return found
+
+    def missing(self) -> str:
+        there = sorted(path.name for path in self.paths.logs.glob("*.log"))
+        return f"{self.what} has no log yet.\n  There are: {', '.join(there) or 'none, the run has not begun'}."
+
+
+def of_rank(paths: RunPaths, rank: int) -> Source:
+    return Source(f"rank {rank}", paths, rank, 0)
+
+
+def of_node(paths: RunPaths, node: int) -> Source:
+    return Source(f"node {node}", paths, None, node)
+
+
+class Following:
+    """Prints a source's lines as they come."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def refresh(self, *, over: bool = False) -> None:
+        for line in self._source.lines(over=over):
+            print(line, flush=True)
+
+    def say(self, text: str) -> None:
+        print(text, flush=True)
+
+    def close(self) -> None:
+        self.refresh(over=True)
+
+
+def last_words(paths: RunPaths, run: Run) -> list[str]:
+    """The end of what Slurm's own script, or the first node, has left of a run that says nothing more."""
+    of_array = SweepPaths(paths.root.parent).slurm
+    files = [folder / f"{run.job}_0_log.out" for folder in (paths.slurm, of_array)]
+    files.append(paths.node_log(0))
+    for file in files:
+        if lines := last_lines(file, _LAST):
+            return ["", *lines, f"  From: {file}"]
+    if run.job is None:
+        return []
+    return ["", f"Nothing was written to {paths.root}: do the nodes see that directory?", "  `launch doctor` looks."]

@@ -1,1 +1,0 @@
-"""The report as one page for the browser: its plots, and the template that holds them."""

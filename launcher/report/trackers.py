@@ -1,0 +1,142 @@
+"""The W&B mirror: a process beside the job that copies metrics.jsonl to Weights & Biases, line by line.
+
+    python -m launcher.report.trackers RUN_DIR INCARNATION        standard input: ends when no record follows
+
+A run that was begun again gets a mirror again, for the same W&B id: it goes on after the last step that an earlier one
+is known to have delivered. Steps that it repeats, because an earlier one was killed, W&B drops.
+
+The record is on disk before this process sees it, so nothing here can slow the job, stop it, or lose a step. What goes
+wrong is said once, in wandb.json, for whoever shows the run. Once a newer incarnation of the run has begun, its mirror
+has the W&B run: this one goes without a word.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from launcher.config.schema import PrecisionKind, WandbMode
+from launcher.errors import EXIT_DONE, Superseded
+from launcher.plan.run_plan import RunPlan
+from launcher.rundir.fencing import Fence, Incarnation
+from launcher.rundir.files import Tail, read_json, write_json
+from launcher.rundir.paths import RunPaths
+
+POLL_S = 0.5
+INIT_TIMEOUT_S = 30
+# After the end of its input: W&B waits for a silent server without a limit, and an agent that was killed cannot end
+# this process. An agent that lives is less patient (launcher/launch/agent.py).
+ENDS_WITHIN_S = 90
+
+
+def main(run_dir: str, incarnation: str, trial: str = "first") -> None:
+    plan = RunPlan.load(RunPaths(Path(run_dir)).plan)
+    fence = Fence(plan.paths, Incarnation.parse(incarnation))
+    try:
+        _mirror_or_say(plan, fence, trial)
+    except Superseded as why:
+        print(why, flush=True)
+        os._exit(EXIT_DONE)  # an ordinary end would have W&B end the run, which is the newer mirror's
+
+
+def _mirror_or_say(plan: RunPlan, fence: Fence, trial: str) -> None:
+    try:
+        _mirror(plan, fence)
+    except Superseded:
+        raise
+    except Exception as error:
+        if trial != "first":
+            _say(plan, fence, problem=f"{type(error).__name__}: {error}")
+            raise
+        # a scheduler that ends a job may end W&B's own process too, which a fresh interpreter starts again
+        traceback.print_exc()
+        sys.stderr.flush()
+        again = ["launcher.report.trackers", plan.run.dir, str(fence.own), "again"]
+        os.execv(sys.executable, [sys.executable, "-P", "-m", *again])
+
+
+def _mirror(plan: RunPlan, fence: Fence) -> None:
+    fence.check()
+    known: dict[str, Any] = read_json(plan.paths.wandb_status) or {}
+    if known.get("problem"):  # an earlier mirror's
+        _say(plan, fence, problem=None)
+    while plan.precision.kind is PrecisionKind.auto and not _ended():  # the workers are about to decide
+        plan = RunPlan.load(plan.paths.plan)
+    run = _open(plan, fence)
+    _say(plan, fence, dir=str(Path(run.dir).parent), url=run.url)
+    # online the server says where the run goes on; what an earlier mirror kept offline has yet to reach it
+    done = run.step - 1 if run.url else known.get("delivered", 0)
+    tail = Tail(plan.paths.metrics)
+    more = True
+    while more:
+        # first look whether the job is over, then read: what it wrote before its end is read after
+        more = not _ended()
+        lines = tail.lines()
+        fence.check()  # after they were read: a newer incarnation begins before it writes any
+        for line in lines:
+            record: dict[str, Any] = json.loads(line)
+            if record["step"] > done:  # a record that was cut back is read again, and its steps come again
+                done = record["step"]
+                run.log(record, step=done)
+    signal.alarm(ENDS_WITHIN_S)
+    summary = read_json(plan.paths.summary) or {}
+    fence.check()
+    run.summary.update({name: value for name, value in summary.items() if value is not None})
+    run.finish(exit_code=0 if summary.get("verdict") in ("done", "stopped") else 1)
+    _say(plan, fence, delivered=done)
+
+
+def _open(plan: RunPlan, fence: Fence) -> Any:
+    """The W&B run; offline, said once, where the server cannot be reached."""
+    import wandb
+
+    def init(mode: WandbMode) -> Any:
+        return wandb.init(
+            id=plan.run.id,
+            name=plan.run.name,
+            dir=plan.run.dir,
+            mode=mode.value,
+            project=plan.wandb.project,
+            entity=plan.wandb.entity,
+            group=plan.wandb.group,
+            tags=plan.wandb.tags or None,  # None leaves a value to W&B's own environment variable
+            notes=plan.wandb.notes,
+            job_type=plan.wandb.job_type,
+            config=json.loads(plan.to_json()),
+            resume="allow" if mode is WandbMode.online else None,
+            settings=wandb.Settings(init_timeout=INIT_TIMEOUT_S, console="off", disable_git=True, disable_code=True),
+        )
+
+    try:
+        run = init(plan.wandb.mode)
+    except wandb.Error as error:
+        if plan.wandb.mode is WandbMode.offline:
+            raise
+        problem = f"W&B did not answer ({error}); the run is kept offline, and `wandb sync` sends it later."
+        _say(plan, fence, problem=problem)
+        wandb.teardown()
+        run = init(WandbMode.offline)
+    run.define_metric("step")
+    run.define_metric("*", step_metric="step")
+    return run
+
+
+def _ended() -> bool:
+    ready, _, _ = select.select([sys.stdin], [], [], POLL_S)
+    return bool(ready) and not os.read(sys.stdin.fileno(), 1)
+
+
+def _say(plan: RunPlan, fence: Fence, **words: str | int | None) -> None:
+    fence.check()
+    path = plan.paths.wandb_status
+    write_json(path, (read_json(path) or {}) | words)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

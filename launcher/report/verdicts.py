@@ -1,0 +1,193 @@
+"""Results of `launch verify`, `drill` and `doctor`, for people."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from launcher.doctor.check import Check, State
+from launcher.drill.verdict import Difference, Drilled, DrillOutcome, Interrupted
+from launcher.quantities import count
+from launcher.report.tables import named_lines, near
+from launcher.verify.certificate import Certificate, Comparison, Deviation, Effect, Hazard, Outcome, WindowCheck, words
+
+_CERTIFICATE_COLOURS = {Outcome.exact: "bold green", Outcome.undecided: "bold yellow"}
+_EFFECTS = {
+    Effect.noted: "[yellow]noted[/]", Effect.suspect: "[yellow]suspect[/]", Effect.breaks: "[red]breaks it[/]",
+    Effect.blinds: "[yellow]blinds[/]",
+}  # fmt: skip
+
+
+def certificate_parts(found: Certificate) -> Iterator[RenderableType]:
+    """From the job to the verdict, to be printed one after the other."""
+    table, add = named_lines("Certificate")
+    for name, text in found.job.items():
+        add(name, text)
+    yield table
+    for window in found.windows:
+        yield ""
+        yield from _window(window)
+    if found.hazards:
+        yield ""
+        yield Text("Hazards", style="bold")
+        yield from map(_hazard, found.hazards)
+    yield ""
+    for note in found.notes:
+        yield Text(note)
+    verdict = Text(f"Verdict: {found.outcome.value}. ", style=_CERTIFICATE_COLOURS.get(found.outcome, "bold red"))
+    yield verdict.append(found.reason, style="not bold default")
+
+
+def _window(window: WindowCheck) -> Iterator[RenderableType]:
+    agrees = "agrees" if window.agrees else "DIFFERS"
+    batches = "one batch" if window.reference_batches == 1 else f"{window.reference_batches} batches"
+    yield Text(
+        f"{window.name}: {agrees}. {count(window.samples, 'sample')}, {count(window.items, 'item')}, "
+        f"{count(window.micro_batches, 'micro-batch', 'micro-batches')} a rank; "
+        f"loss {window.loss:.6f}, as {batches} {window.reference_loss:.6f}",
+        style="bold",
+    )
+    if not window.counts_agree:
+        yield Text(f"  Counted as one batch it has {window.reference_items:g} items.", style="red")
+    for comparison in window.comparisons:
+        yield Text(f"  {words(comparison)}", style="" if comparison.agrees else "red")
+        if comparison is window.comparisons[0] or not comparison.agrees:
+            yield _comparison_table(comparison)
+
+
+def _comparison_table(comparison: Comparison) -> Table:
+    table = Table(show_header=True, box=None, padding=(0, 2, 0, 2), header_style="dim")
+    for column in ("parameters of", "numbers", "||g - r|| / ||r||", "of the whole", "limit"):
+        table.add_column(column, justify="left" if column == "parameters of" else "right")
+    for group in comparison.groups:
+        _row(table, group)
+    table.add_section()
+    table.add_row("[dim]those that are off most[/]", "", "", "", "")
+    for one in comparison.worst:
+        _row(table, one)
+    return table
+
+
+def _row(table: Table, one: Deviation) -> None:
+    error = "r is 0" if one.error is None else f"{one.error:.1e}"
+    share = "-" if one.share is None else f"{one.share:.1e}"
+    style = None if one.within else "red"
+    table.add_row(escape(one.name), f"{one.parameters:,}", error, share, f"{one.limit:.1e}", style=style)
+
+
+def _hazard(hazard: Hazard) -> RenderableType:
+    body = Text("\n").join(Text(text) for text in (hazard.seen, hazard.matters, f"-> {hazard.remedy}"))
+    head = Text.from_markup(f"  {_EFFECTS[hazard.effect]}: [bold]{escape(hazard.name)}[/]")
+    return Group(head, Padding(body, (0, 0, 0, 4), expand=False))
+
+
+_DRILL_COLOURS = {DrillOutcome.survives: "bold green", DrillOutcome.varies: "bold yellow"}
+
+
+def drill_parts(found: Drilled, place: Path) -> Iterator[RenderableType]:
+    """From the job to the verdict, to be printed one after the other. ``place``: the drill's directory."""
+    table, add = named_lines("Drill")
+    for name, text in found.job.items():
+        add(name, text)
+    add("each run", f"{count(found.windows, 'window')}, saved every {found.every}; undisturbed {found.run_s:.1f} s")
+    add("cold start", f"{found.cold_start_s:.1f} s from the start to the first step")
+    add("files", near(place))
+    yield table
+    yield ""
+    yield _interruption_table(found)
+    for one in found.interrupted:
+        yield from _words(one)
+    if found.by_itself is not None and not found.by_itself.identical:
+        yield Text(f"undisturbed twice: {_difference(found.by_itself)}")
+    elif found.by_itself is not None:
+        yield Text("undisturbed twice: bit-identical")
+    yield ""
+    verdict = Text(f"This job {found.outcome.value}. ", style=_DRILL_COLOURS.get(found.outcome, "bold red"))
+    yield verdict.append(found.reason, style="not bold default")
+
+
+def _interruption_table(found: Drilled) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for column in ("interruption", "at step", "went on after", "repeated", "recovery", "of a cold start", "result"):
+        table.add_column(column, justify="left" if column in ("interruption", "result") else "right", no_wrap=True)
+    for one in found.interrupted:
+        fault = one.fault(found.by_itself)
+        recovery = "" if one.recovery_s is None else f"{one.recovery_s:.1f} s"
+        share = "" if one.recovery_s is None else f"{one.recovery_s / found.cold_start_s:.2f}x"
+        table.add_row(
+            one.kind.value, _number(one.at_step), _number(one.from_step), _number(one.repeated), recovery, share,
+            escape(_result(one)), style="red" if fault else None,
+        )  # fmt: skip
+    return table
+
+
+def _result(one: Interrupted) -> str:
+    if one.problem:
+        return "did not recover"
+    if one.left:
+        return "left something behind"
+    assert one.difference is not None
+    return "bit-identical" if one.difference.identical else "differs"
+
+
+def _words(one: Interrupted) -> Iterator[Text]:
+    """What the table has no room for."""
+    saving = "" if one.saving_s is None else f"; it had saved and ended {one.saving_s:.1f} s later"
+    yield Text(f"{one.kind.value}: {one.what}{saving}.", style="dim")
+    if one.problem:
+        yield Text(f"  {one.problem}", style="red")
+    if one.left:
+        yield Text(f"  left behind: {', '.join(one.left)}", style="red")
+    if one.difference is not None and not one.difference.identical:
+        yield Text(f"  {_difference(one.difference)}", style="red")
+
+
+def _difference(known: Difference) -> str:
+    told = [part for part in (known.steps, known.figure) if part]
+    if known.differing:
+        told.append(
+            f"{known.differing} of {known.tensors} tensors differ, the first is {known.first}: "
+            f"{known.absolute:.1e} at most, {known.relative:.1e} of its tensor; parameters {known.norm:.1e} in norm"
+        )
+    return "; ".join(told)
+
+
+def _number(value: int | None) -> str:
+    return "" if value is None else str(value)
+
+
+_CHECK_COLOURS = {State.ok: "green", State.warning: "yellow", State.failure: "red"}
+
+
+def checks_table(checks: Sequence[Check]) -> Table:
+    """A line a check; below one that is not ok, the remedy."""
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for check in checks:
+        where = "" if check.node is None else f"{check.node}: "
+        remedy = f"\n-> {check.remedy}" if check.remedy else ""
+        table.add_row(
+            f"[{_CHECK_COLOURS[check.state]}]{check.state.value}[/]", escape(check.name),
+            escape(f"{where}{check.found}{remedy}"),
+        )  # fmt: skip
+    return table
+
+
+def verdict(checks: Sequence[Check]) -> str:
+    counted = Counter(check.state for check in checks)
+    said = [
+        f"{counted[state]} {state.value}{'' if counted[state] == 1 else 's'}"
+        for state in (State.failure, State.warning)
+        if counted[state]
+    ]
+    fit = "Not fit to run" if counted[State.failure] else "Fit to run"
+    return f"{fit}: {' and '.join(said)}." if said else f"{fit}."

@@ -1,0 +1,262 @@
+"""The user's code, copied at submission: what a pending job runs does not change when the user goes on editing.
+
+In a git work tree these are the files that git tracks and those that it does not ignore, as they lie there, uncommitted
+changes and all; elsewhere everything small. Installed packages are not copied.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import site
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import cast
+
+from launcher.errors import SiteError
+from launcher.rundir.files import read_json, write_json
+from launcher.rundir.paths import RunPaths, SweepPaths
+
+_MOST_FILES, _MOST_BYTES = 20_000, 200 * 2**20
+_SMALL_BYTES = 2**20
+_CODE = (
+    ".py", ".pyi", ".pyx", ".so", ".c", ".h", ".cc", ".cpp", ".cu", ".cuh",
+    ".json", ".yaml", ".yml", ".toml", ".cfg", ".ini",
+)  # fmt: skip
+_NOTES = "code.json"  # written last
+_PATIENCE_S = 10.0
+_NOT_CODE = {"__pycache__", "node_modules", "wandb", "site-packages", "build", "dist"}
+
+
+def roots_of_task(target: str, cwd: str) -> list[Path]:
+    """The directories that hold a task's own modules: the one in which its package is found, and those that PYTHONPATH
+    names. None of them is where packages are installed."""
+    origin = _origin(target.partition(".")[0], cwd)
+    own = [] if origin is None or not origin.is_dir() or _is_installed(origin) else [origin]
+    return list(dict.fromkeys([*own, *_roots_of_pythonpath()]))
+
+
+def roots_of_script(script: Path) -> list[Path]:
+    """The directory that a script lies in, and those that PYTHONPATH names."""
+    return list(dict.fromkeys([script.resolve().parent, *_roots_of_pythonpath()]))
+
+
+def _pythonpath() -> list[str]:
+    return [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
+
+
+def _roots_of_pythonpath() -> list[Path]:
+    roots = [Path(place).resolve() for place in _pythonpath()]
+    return [root for root in roots if root.is_dir() and not _is_installed(root)]
+
+
+def moved_pythonpath(roots: Sequence[Path], copies: Sequence[str]) -> str:
+    """PYTHONPATH with the copy of each directory in its place; what was not copied stays as it is."""
+    moved = dict(zip(roots, copies, strict=True))
+    return os.pathsep.join(moved.get(Path(place).resolve(), place) for place in _pythonpath())
+
+
+def _origin(module: str, cwd: str) -> Path | None:
+    """The directory in which ``module`` is found; it is not imported."""
+    if (Path(cwd) / f"{module}.py").is_file() or (Path(cwd) / module).is_dir():
+        return Path(cwd).resolve()
+    spec = importlib.util.find_spec(module)
+    if spec is None or (not spec.submodule_search_locations and not spec.origin):
+        return None
+    places = list(spec.submodule_search_locations or [])
+    return Path(places[0] if places else str(spec.origin)).resolve().parent
+
+
+def _is_installed(root: Path) -> bool:
+    """Packages of this Python, and the launcher's own."""
+    installed = [*site.getsitepackages(), sysconfig.get_paths()["stdlib"]]
+    ours = Path(__file__).resolve().parents[2]
+    return root in (ours, Path(sys.prefix)) or any(root.is_relative_to(Path(place).resolve()) for place in installed)
+
+
+def take(roots: Sequence[Path], target: Path, leave_out: Path) -> tuple[str, ...]:
+    """Copy the code in ``roots`` below ``target``, a new directory in that of the run.
+
+    Args:
+        leave_out: a directory that is not copied, whatever lies in it: where runs are written. Runs and sweeps that lie
+            elsewhere are left out too.
+
+    Returns:
+        The copies, in the order of ``roots``.
+
+    Raises:
+        SiteError: there is far more than code, or none.
+    """
+    copies = _places(roots, target)
+    notes: list[dict[str, object]] = []
+    for root, copy in zip(roots, copies, strict=True):
+        files = _copy(root, copy, _Omitted(root, leave_out, target.parent))
+        notes.append({"from": str(root), "files": files, "commit": _commit(root)})
+    target.mkdir(parents=True, exist_ok=True)
+    write_json(target / _NOTES, notes)
+    return tuple(map(str, copies))
+
+
+def take_once(roots: Sequence[Path], target: Path, leave_out: Path) -> tuple[str, ...]:
+    """As ``take``, unless the copies are there already."""
+    if (target / _NOTES).is_file():
+        return tuple(map(str, _places(roots, target)))
+    shutil.rmtree(target, ignore_errors=True)  # what was cut off half-way
+    return take(roots, target, leave_out)
+
+
+def commit_of(file: Path, copies: Sequence[str]) -> str | None:
+    """Which code ``file`` is: the commit of its git work tree, with -dirty and a digest of the difference where tracked
+    files differ from it. Of a copy, that of the work tree it was made of. None where nobody can tell: no git, one that
+    refuses or takes long, a file of an installed package.
+
+    Args:
+        copies: those that ``take`` has made; none where the code is run as it lies.
+    """
+    if copies:
+        notes = cast("list[dict[str, str | None]]", read_json(Path(copies[0]).parent / _NOTES) or [])
+        known = (note["commit"] or None for note, copy in zip(notes, copies, strict=False) if _lies_in(file, copy))
+        return next(known, None)
+    installed = (Path(__file__).parents[1], *site.getsitepackages(), sysconfig.get_paths()["stdlib"])
+    return None if any(_lies_in(file, place) for place in installed) else _commit(file.parent)
+
+
+def _lies_in(file: Path, place: str | Path) -> bool:
+    return file.resolve().is_relative_to(Path(place).resolve())
+
+
+def digests(roots: Sequence[Path], leave_out: Path, this_run: Path) -> tuple[str, str]:
+    """Of all files that ``take`` would copy, and of the code and settings among them: logs and tables that lie beside
+    the code change with every command.
+
+    Raises:
+        SiteError: as ``take``.
+    """
+    everything, code = hashlib.sha256(), hashlib.sha256()
+    for number, root in enumerate(roots):
+        for name in _counted(root, _Omitted(root, leave_out, this_run)):
+            line = f"{number}/{name}\0".encode(errors="surrogateescape")
+            line += hashlib.sha256((root / name).read_bytes()).digest()
+            everything.update(line)
+            if name.endswith(_CODE):
+                code.update(line)
+    return everything.hexdigest()[:16], code.hexdigest()[:16]
+
+
+def _places(roots: Sequence[Path], target: Path) -> list[Path]:
+    return [target / (root.name if number == 0 else f"{root.name}.{number}") for number, root in enumerate(roots)]
+
+
+def _files(root: Path, omitted: _Omitted) -> Iterator[str]:
+    """Names of what is to be copied."""
+    for name in _git_files(root) or _small_files(root, omitted):
+        source = root / name
+        if source.is_file() and source.parent not in omitted:  # deleted, but not yet in git's index
+            yield name
+
+
+class _Omitted:
+    """Directories below ``root`` that hold runs. ``this_run``: it has no plan yet."""
+
+    def __init__(self, root: Path, leave_out: Path, this_run: Path) -> None:
+        self._root = root
+        self._known = {place: True for place in (leave_out, this_run) if place != root and place.is_relative_to(root)}
+
+    def __contains__(self, folder: Path) -> bool:
+        if folder == self._root or not folder.is_relative_to(self._root):
+            return False
+        if folder not in self._known:
+            self._known[folder] = _is_run_or_sweep(folder) or folder.parent in self
+        return self._known[folder]
+
+
+def _is_run_or_sweep(folder: Path) -> bool:
+    """A plan.json alone may be a user's own."""
+    paths = RunPaths(folder)
+    return SweepPaths(folder).book.is_file() or (paths.plan.is_file() and paths.config.is_file())
+
+
+def _copy(root: Path, copy: Path, omitted: _Omitted) -> int:
+    copy.mkdir(parents=True)
+    names = _counted(root, omitted)
+    for name in names:
+        place = copy / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(root / name, place)
+    return len(names)
+
+
+def _counted(root: Path, omitted: _Omitted) -> list[str]:
+    """Names of what is to be copied, in order.
+
+    Raises:
+        SiteError: there is far more than code, or none.
+    """
+    names: list[str] = []
+    size = 0
+    for name in _files(root, omitted):
+        names.append(name)
+        size += (root / name).stat().st_size
+        if len(names) > _MOST_FILES or size > _MOST_BYTES:
+            raise SiteError(
+                f"{root} holds more than {_MOST_FILES:,} files or {_MOST_BYTES >> 20} MiB to be copied as the job's "
+                "code.\n  Type the command where little but code lies, or have git ignore the rest."
+            )
+    if not names:
+        raise SiteError(
+            f"{root} holds nothing to be copied as the job's code: no file that git tracks or does not ignore, and "
+            f"without git none up to {_SMALL_BYTES >> 20} MiB outside of hidden directories and of runs.\n"
+            "  Put the code there, or take the directory off PYTHONPATH; let run.dir be one of its own, such as runs."
+        )
+    return sorted(names)
+
+
+def _commit(root: Path) -> str | None:
+    """It waits for no slow disk, and leaves git's index to the user's own commands."""
+    look = ("--no-optional-locks", "diff", "HEAD", "--binary", "--no-ext-diff", "--no-textconv")
+    try:
+        head = _git(root, "rev-parse", "--verify", "HEAD", within_s=_PATIENCE_S).decode().strip()
+        changes = _git(root, *look, within_s=_PATIENCE_S) if head else b""
+    except subprocess.TimeoutExpired:
+        return None
+    return f"{head}-dirty.{hashlib.sha256(changes).hexdigest()[:8]}" if changes else head or None
+
+
+def _git(root: Path, *command: str, within_s: float | None = None) -> bytes:
+    """Raises TimeoutExpired."""
+    line = ["git", "-C", str(root), *command]
+    try:
+        return subprocess.run(line, capture_output=True, check=True, timeout=within_s).stdout
+    except (OSError, subprocess.CalledProcessError):  # no git, or no work tree
+        return b""
+
+
+def _git_files(root: Path) -> list[str]:
+    """Those of the work trees in it too, such as submodules: git lists each of them as a directory."""
+    found: list[str] = []
+    for entry in _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard").split(b"\0"):
+        name = os.fsdecode(entry).rstrip("/")
+        if name and (root / name / ".git").exists() and not (root / name).is_symlink():
+            found += [f"{name}/{inner}" for inner in _git_files(root / name)]
+        elif name:
+            found.append(name)
+    return found
+
+
+def _small_files(root: Path, omitted: _Omitted) -> Iterator[str]:
+    for place, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if not _holds_no_code(Path(place) / name, omitted)]
+        for name in names:
+            path = Path(place) / name
+            if not name.startswith(".") and path.is_file() and path.stat().st_size <= _SMALL_BYTES:
+                yield str(path.relative_to(root))
+
+
+def _holds_no_code(folder: Path, omitted: _Omitted) -> bool:
+    is_environment = (folder / "pyvenv.cfg").exists()
+    return folder.name.startswith(".") or folder.name in _NOT_CODE or folder in omitted or is_environment

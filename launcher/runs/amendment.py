@@ -1,0 +1,234 @@
+"""Amendment: `launch resume RUN key=value`, the plan of a run that is resumed with something changed."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import metadata
+from launcher.config.hydra import amended
+from launcher.config.hydra import recompose
+from launcher.config.schema import Config
+from launcher.config.schema import PrecisionKind
+from launcher.config.schema import ScheduleKind
+from launcher.errors import ConfigError
+from launcher.errors import UserError
+from launcher.launch.planner import emulation_notes
+from launcher.launch.planner import require_mirror
+from launcher.launch.planner import weighed
+from launcher.launch.planner import where
+from launcher.plan import windows
+from launcher.plan.batch import Batch
+from launcher.plan.host import Site
+from launcher.plan.launch_plan import LaunchPlan
+from launcher.plan.placement import solve_cluster
+from launcher.plan.resumable import Change
+from launcher.plan.resumable import changes
+from launcher.plan.resumable import forced_by
+from launcher.plan.resumable import refusals
+from launcher.plan.resumable import shown
+from launcher.plan.run_plan import RunPlan
+from launcher.plan.solve import solve
+from launcher.plan.sync_policy import SHARDED
+from launcher.plan.task_inspection import describe_task
+from launcher.quantities import count
+from launcher.rundir import records
+from launcher.rundir.files import read_json
+from launcher.rundir.files import write_text
+from launcher.rundir.paths import RunPaths
+from launcher.rundir.paths import STATE
+import dataclasses
+
+
+
+@dataclass(frozen=True)
+class Replanned:
+    """``yaml``: the new config. ``changed``: its keys that are other than before."""
+
+    plan: RunPlan
+    yaml: str
+    changed: tuple[Change, ...]
+
+    @property
+    def words(self) -> str:
+        return ", ".join(f"{each.key} {shown(each.before)} -> {shown(each.after)}" for each in self.changed)
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How far the newest checkpoint has come: ``steps`` done, and windows."""
+
+    steps: int
+    windows: int
+
+
+def standing(paths: RunPaths) -> Standing | None:
+    """None where there is no checkpoint to go on from."""
+    for checkpoint in paths.committed_checkpoints():
+        try:
+            engine = (read_json(checkpoint / STATE) or {})["engine"]
+            return Standing(int(engine["progress"]["steps"]), int(engine["place"]["index"]))
+        except (OSError, ValueError, LookupError, TypeError):  # damaged: the workers will say so, and take the next
+            continue
+    return None
+
+
+def replan(paths: RunPaths, old: RunPlan, overrides: Sequence[str], *, force: bool, done: bool) -> Replanned:
+    """The plan with which a run goes on.
+
+    Args:
+        overrides: as `launch train` has them.
+        force: whether what is learned may change, too.
+        done: whether the run has come to its end, so that only a later end gives it something to do.
+
+    Raises:
+        ConfigError, TaskError, SiteError: as for a new run.
+        UserError: some of it may not change on the way; all such keys in one message.
+    """
+    name, kept = old.run.name, paths.config.read_text(encoding="utf-8")
+    before, (config, yaml) = recompose(kept, ())[0], recompose(kept, overrides)
+    for each in (before, config):  # solved once, and from then on the contract
+        each.batch.global_size = each.batch.global_size or old.batch.global_size
+    changed = changes(dataclasses.asdict(before), dataclasses.asdict(config))
+    forced = forced_by(changed)
+    if wrong := refusals(changed, forced if force else ()):
+        raise UserError(f"{name}: this cannot change when a run goes on:\n  " + "\n  ".join(wrong))
+    if force and not forced:
+        raise UserError("--force: has no effect: nothing of what was given needs it.\n  Leave it out.")
+    if not changed and done:
+        raise UserError(f"{name}: is done, and nothing of what was given changes that.\n  Give it more train.steps.")
+    at = standing(paths)
+    require_mirror(config)
+    keeps_precision = config.precision.kind is PrecisionKind.auto
+    if keeps_precision:  # on another kind of machine, too
+        config.precision.kind = old.precision.kind
+    site = dataclasses.replace(where(config.cluster), cwd=old.cluster.cwd)
+    touched = {change.key for change in changed}
+    _fit_world(config, old, site, touched)
+    plan = _solved(config, old, site, touched, at)
+    if keeps_precision:
+        plan = plan.with_precision(old.precision.kind, old.precision.reason)
+    _require_something_to_do(plan, old, at, done=done)
+    notes = (*_notes(plan, old, at, touched), *emulation_notes(plan))
+    plan = dataclasses.replace(
+        plan,
+        # the code that it began with, and the directory where it was typed
+        cluster=dataclasses.replace(plan.cluster, cwd=old.cluster.cwd, import_from=old.cluster.import_from),
+        notes=(*plan.notes, *notes),
+        forced=tuple(dict.fromkeys([*old.forced, *forced])),
+    )
+    solved = {name: getattr(config.batch, name) for name in ("global_size", "micro_size", "accumulation", "uneven")}
+    return Replanned(plan, amended(yaml, "batch", solved), tuple(changed))
+
+
+def _fit_world(config: Config, old: RunPlan, site: Site, touched: set[str]) -> None:
+    """Let accumulation follow the world, and the micro-batch where it must: the global batch stays."""
+    cluster = solve_cluster(config.cluster, site, old.run.name, config.strategy.kind)
+    world, batch = cluster.nodes * cluster.workers_per_node, config.batch
+    same_world = world == old.batch.world_size
+    if "batch.accumulation" not in touched and (not same_world or touched & {"batch.global_size", "batch.micro_size"}):
+        batch.accumulation = None
+    if same_world or touched & {"batch.micro_size", "batch.uneven"} or batch.global_size is None:
+        return
+    if batch.accumulation is not None:
+        batch.micro_size = None
+        return
+    sizes = [batch.global_size, *(stage[1] for stage in batch.ramp if len(stage) == 2)]
+    fixed = batch.micro_size if isinstance(batch.micro_size, int) else None
+    if any(size % (world * (fixed or 1)) for size in sizes):
+        batch.uneven = True
+        if batch.micro_size is None:
+            batch.micro_size = min(old.batch.micro_size, -(-batch.global_size // world))
+
+
+def _solved(config: Config, old: RunPlan, site: Site, touched: set[str], at: Standing | None) -> RunPlan:
+    run = dataclasses.replace(old.run, version=metadata.version("launcher"))
+    task, shards = old.task, config.strategy.kind in SHARDED
+    if {key for key in touched if key.startswith("task.")} or (shards and old.strategy.kind not in SHARDED):
+        task = describe_task(config.task, old.cluster.import_from[0], shards=shards, seed=config.train.seed)
+        if task.samples != old.task.samples:
+            change = Change("task: samples", old.task.samples, task.samples)
+            raise UserError(f"{old.run.name}: this cannot change when a run goes on:\n  {refusals([change], ())[0]}")
+
+    def goes_on(batch: Batch) -> Batch:
+        if touched & {"batch.global_size", "batch.ramp"}:
+            return windows.changed_at(old.batch, batch, at.windows if at else 0)
+        return dataclasses.replace(batch, ramp=old.batch.ramp)
+
+    return weighed(solve(config, site, task, run, rebatch=goes_on), config)
+
+
+def _require_something_to_do(plan: RunPlan, old: RunPlan, at: Standing | None, *, done: bool) -> None:
+    steps, end = (at.steps if at else 0), plan.train.steps
+    if plan.train.epochs is None and end is not None and end < steps:
+        raise ConfigError(
+            "train.steps", end, f"{steps} steps are done already, and what is learned is not taken back.",
+            f"Use train.steps of {steps} or more; an earlier end is that of an earlier checkpoint.",
+        )  # fmt: skip
+    if done and at is None:
+        raise UserError(
+            f"{old.run.name}: is done, and has no checkpoint to go on from.\n"
+            f"  `launch retry {old.run.name}` starts it again, under another name."
+        )
+    longer = (
+        (end is not None and end > steps)
+        if plan.train.epochs is None
+        else plan.train.epochs > (old.train.epochs or 0) and (end is None or end > steps)
+    )
+    if done and not longer:
+        raise UserError(
+            f"{old.run.name}: is done: {count(steps, 'step')}, and the end stays where it is.\n"
+            f"  Give it a later one: train.steps of more than {steps}, or more train.epochs."
+        )
+
+
+def _notes(plan: RunPlan, old: RunPlan, at: Standing | None, touched: set[str]) -> list[str]:
+    """What a user may not expect of the changes."""
+    notes: list[str] = []
+    steps = at.steps if at else 0
+    if plan.train.steps != old.train.steps and plan.schedule.kind is not ScheduleKind.constant:
+        rates = [each.optimizer.lr * each.schedule.factor(steps, each.train.steps) for each in (old, plan)]
+        notes.append(
+            f"schedule={plan.schedule.kind.value} is stretched from {old.train.steps} to {plan.train.steps} steps: the "
+            f"learning rate goes on at {rates[1]:.3g} instead of {rates[0]:.3g}."
+        )
+    if plan.precision.kind is not old.precision.kind:
+        notes.append(
+            f"precision={plan.precision.kind.value} instead of {old.precision.kind.value}: parameters and optimizer "
+            "state are fp32 in both, and go on as they are; forward and backward passes round otherwise from here on."
+        )
+    if touched & {"batch.global_size", "batch.ramp"} and at is not None:
+        notes.append(
+            f"The global batch changes after window {at.windows}: the place in the data stays the next sample's, the "
+            "schedule goes on by steps"
+            + (", and optimizer.lr_scaling is applied to it." if plan.optimizer.lr != old.optimizer.lr else ".")
+        )
+    return notes
+
+
+
+
+@contextmanager
+def changed(plan: LaunchPlan, config_yaml: str) -> Generator[None, None, None]:
+    """Around sending off a run with another plan than it had: that one is kept beside, under the number of the
+    submission that it was the last one for, and is put back where none comes about."""
+    paths = plan.paths
+    records.require_nobody_runs(paths)
+    number = max(0, len(records.submissions(paths)) - 1)
+    old, yaml = (file.read_text(encoding="utf-8") for file in (paths.plan, paths.config))
+    try:
+        write_text(paths.plan_until(number), old)
+        write_text(paths.config_until(number), yaml)
+        plan.save()
+        write_text(paths.config, config_yaml)
+        yield
+    except BaseException:
+        if all(submission.refused for submission in records.submissions(paths)[number + 1 :]):
+            # by rename: a full disk takes no new text, and the old one lies beside
+            for kept, place in ((paths.config_until(number), paths.config), (paths.plan_until(number), paths.plan)):
+                if kept.exists():
+                    kept.replace(place)
+        raise
+
+

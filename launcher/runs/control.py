@@ -1,0 +1,272 @@
+"""What a person does with a run that exists: cancel it, let it go on, begin it anew, wait for its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence
+from datetime import UTC
+from datetime import datetime
+from launcher.config.schema import ClusterKind
+from launcher.errors import EXIT_DONE
+from launcher.errors import EXIT_FAILED
+from launcher.errors import EXIT_RESUMABLE
+from launcher.errors import SiteError
+from launcher.errors import UserError
+from launcher.launch import local
+from launcher.launch.agent import load_plan
+from launcher.launch.slurm import client
+from launcher.launch.slurm import submit
+from launcher.plan.launch_plan import LaunchPlan
+from launcher.rundir import records
+from launcher.rundir.paths import RunPaths
+from launcher.rundir.records import Submission
+from launcher.runs.status import ACTIVE
+from launcher.runs.status import Run
+from launcher.runs.status import State
+from launcher.runs.status import look
+from pathlib import Path
+import dataclasses
+import os
+import re
+import secrets
+import shutil
+import signal
+import time
+
+
+_LOOK_EVERY_S = 0.5
+_ASK_SLURM_EVERY_S = 2.0
+# beside the time that Slurm, or the launcher, gives the workers
+_ENDS_WITHIN_S = 60
+_EXIT_STATUS = {State.done: EXIT_DONE, State.stopped: EXIT_RESUMABLE}
+_MAY_GO_ON = ACTIVE | {State.unknown}
+
+
+def one(paths: RunPaths) -> Run:
+    return look([paths])[0]
+
+
+def cancel(runs: Sequence[Run], say: Callable[[str], None]) -> list[Run]:
+    """End runs, and wait until nothing of them is left: no process, and no checkpoint that is not whole.
+
+    The workers finish their window and save first, within the time that Slurm's KillWait or cluster.grace_s gives them.
+
+    Raises:
+        UserError: one is over already.
+        SiteError: one is of another host, or does not end.
+    """
+    for run in runs:
+        if run.state is State.unknown:
+            raise SiteError(f"{run.name}: cannot be cancelled from here: {run.detail}.")
+        if run.state not in ACTIVE:
+            raise UserError(f"{run.name}: is {run.state.value}: there is nothing to cancel.")
+    places = [RunPaths(Path(run.dir)) for run in runs]
+    for paths in places:
+        records.amend_submission(paths, cancelled=True)  # first: it keeps the job from being queued again
+    try:
+        _end(runs)
+    except BaseException:
+        for paths in places:
+            records.amend_submission(paths, cancelled=False)
+        raise
+    for paths in places:
+        records.note_event(paths, "cancelled", by=Submission.now().user)
+    what, whose = (runs[0].name, "its") if len(runs) == 1 else (f"{len(runs)} runs", "their")
+    say(f"Cancelling {what}: {whose} workers finish their window and save.")
+    wait_s = _patience_s([load_plan(paths.plan) for paths in places])
+    end = time.monotonic() + wait_s
+    while left := [run for run in look(places) if run.state in _MAY_GO_ON]:
+        if time.monotonic() > end:
+            raise SiteError(
+                f"{left[0].name}: is still {left[0].state.value} ({left[0].detail}) {wait_s:.0f} s after it was "
+                "cancelled."
+            )
+        time.sleep(_LOOK_EVERY_S)
+    for paths in places:
+        for _, partial in paths.partial_checkpoints():
+            shutil.rmtree(partial, ignore_errors=True)
+    return look(places)
+
+
+def _end(runs: Sequence[Run]) -> None:
+    jobs = [run.job for run in runs if run.kind == ClusterKind.slurm and run.job is not None]
+    if jobs:
+        client.cancel(*jobs)
+    for run in runs:
+        if run.kind != ClusterKind.slurm:
+            _end_here(run, records.submissions(RunPaths(Path(run.dir)))[-1])
+
+
+def _end_here(run: Run, submission: Submission) -> None:
+    assert submission.pid is not None
+    try:
+        os.kill(submission.pid, signal.SIGTERM)
+    except ProcessLookupError:
+        return  # over by now
+    except PermissionError:
+        raise SiteError(f"{run.name}: is {run.user}'s, and only {run.user} can cancel it.") from None
+
+
+def _patience_s(plans: Sequence[LaunchPlan]) -> float:
+    """Seconds in which runs that are told to end must have done so."""
+    least = [plan.cluster.grace_s for plan in plans if plan.cluster.kind is not ClusterKind.slurm]
+    if len(least) < len(plans):
+        said = re.match(r"\d+", client.setting("KillWait") or "")
+        least.append(int(said[0] if said else 30))
+    return max(least) + _ENDS_WITHIN_S
+
+
+def to_resume(run: Run) -> LaunchPlan:
+    """The plan of a run that is to go on from its newest checkpoint, in its directory.
+
+    Raises:
+        UserError: it is under way, or done.
+        SiteError: it is of several hosts without a scheduler.
+    """
+    if run.state is State.done:
+        raise UserError(
+            f"{run.name}: is done. `launch retry {run.name}` starts it again, under another name; a later end, such as "
+            f"`launch resume {run.name} train.steps=...`, lets it go on."
+        )
+    return to_change(run)
+
+
+def to_change(run: Run) -> LaunchPlan:
+    """The same, of a run that may be done: for whoever gives it more to do."""
+    plan = _plan_of(RunPaths(Path(run.dir)))
+    _require_over(run, "resume")
+    _require_begins_again(plan)
+    return plan
+
+
+def _plan_of(paths: RunPaths) -> LaunchPlan:
+    """Of a run that is to begin again.
+
+    Raises:
+        UserError: plan.json is damaged, or the directory is a copy, or was moved: its plan names another one.
+    """
+    try:
+        plan = load_plan(paths.plan)
+    except (ValueError, TypeError, LookupError, OSError) as error:
+        raise UserError(
+            f"{paths.plan}: is no plan of a run: {type(error).__name__}: {error}.\n  Put it back from a copy."
+        ) from None
+    if plan.paths.root.resolve() != paths.root.resolve():
+        raise UserError(
+            f"{paths.root}: is a copy of run {plan.run.name}, or was moved: its plan.json says {plan.run.dir}.\n"
+            "  A run goes on where it was begun, and under its name: move the directory back there."
+        )
+    return plan
+
+
+def to_retry(run: Run) -> LaunchPlan:
+    """The plan of a run that is to begin anew, as it was planned and with the code it had, under another name; its
+    directory is made.
+
+    Raises:
+        UserError: it is under way.
+        SiteError: it is of several hosts without a scheduler.
+    """
+    paths = RunPaths(Path(run.dir))
+    plan = _plan_of(paths)
+    _require_over(run, "retry")
+    _require_begins_again(plan)
+    plan = _renamed(plan, paths)
+    local.create(plan, paths.config.read_text(encoding="utf-8"))
+    if paths.code.is_dir():
+        shutil.copytree(paths.code, plan.paths.code)
+    return plan
+
+
+def send(plan: LaunchPlan) -> str:
+    """Submit what ``to_resume`` or ``to_retry`` have made; the job's id. What Slurm refuses before it ever ran leaves
+    no directory behind."""
+    first = not records.submissions(plan.paths)
+    try:
+        return submit.send(plan)
+    except BaseException:
+        if first:
+            shutil.rmtree(plan.paths.root, ignore_errors=True)
+        raise
+
+
+def _renamed(plan: LaunchPlan, paths: RunPaths) -> LaunchPlan:
+    """The same plan as another run: its name with a number after it, a new id, paths of its own."""
+    stem = re.sub(r"\.retry\d+$", "", plan.run.name)
+    number = 1
+    while (root := paths.root.with_name(f"{stem}.retry{number}")).exists():
+        number += 1
+    run = dataclasses.replace(
+        plan.run,
+        name=root.name,
+        id=secrets.token_hex(4),
+        dir=str(root),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+    old_code, new_code = str(paths.code), str(RunPaths(root).code)
+
+    def moved(place: str) -> str:
+        return new_code + place[len(old_code) :] if place.startswith(f"{old_code}{os.sep}") else place
+
+    slurm = plan.cluster.slurm
+    if slurm is not None:
+        slurm = dataclasses.replace(slurm, options=slurm.options | {"job-name": run.name})
+    cluster = dataclasses.replace(
+        plan.cluster, slurm=slurm, import_from=tuple(moved(place) for place in plan.cluster.import_from)
+    )
+    command = tuple(moved(word) for word in plan.command)
+    own = {name: os.pathsep.join(map(moved, value.split(os.pathsep))) for name, value in plan.env.set.items()}
+    env = dataclasses.replace(plan.env, set=own)
+    return dataclasses.replace(plan, run=run, cluster=cluster, command=command, env=env)
+
+
+def _require_over(run: Run, verb: str) -> None:
+    if run.state in _MAY_GO_ON:
+        raise UserError(
+            f"{run.name}: is {run.state.value}{f' ({run.detail})' if run.detail else ''}.\n"
+            f"  `launch {verb}` is for a run that is over; `launch cancel {run.name}` ends it."
+        )
+
+
+def _require_begins_again(plan: LaunchPlan) -> None:
+    if plan.cluster.kind is ClusterKind.hosts:
+        raise SiteError(
+            f"{plan.run.name}: cluster={plan.cluster.kind.value}: its hosts have no scheduler to begin it again.\n"
+            "  Type the command again on each host, with another run.name."
+        )
+    if plan.cluster.kind is ClusterKind.local and not Path(plan.cluster.cwd).is_dir():
+        raise SiteError(f"{plan.run.name}: {plan.cluster.cwd}, where it was started, is not there on this machine.")
+
+
+def follow(paths: RunPaths, display: local.Display) -> Run:
+    """Show a run of Slurm's until it is over, through every requeue. Ctrl-C only ends the watching."""
+    asked = 0.0
+    try:
+        while True:
+            display.refresh()
+            if time.monotonic() - asked >= _ASK_SLURM_EVERY_S:
+                asked = time.monotonic()
+                run = one(paths)
+                if run.state not in _MAY_GO_ON:
+                    display.refresh()
+                    return run
+            time.sleep(local.POLL_S)
+    finally:
+        display.close()
+
+
+def wait_for(places: Sequence[RunPaths], say: Callable[[Sequence[Run]], None]) -> list[Run]:
+    """Runs once all of them are over, through every requeue. ``say``: called with how they stand, now and then."""
+    while True:
+        found = look(places)
+        if not any(run.state in _MAY_GO_ON for run in found):
+            return found
+        say(found)
+        time.sleep(_ASK_SLURM_EVERY_S)
+
+
+def exit_status(run: Run) -> int:
+    """Of a command that waited for the run."""
+    return _EXIT_STATUS.get(run.state, EXIT_FAILED)
+
+

@@ -1,0 +1,276 @@
+"""Status of runs: from their directories, and from Slurm where it knows the job.
+
+Nothing is kept anywhere else, so nothing can go stale: a run that was moved, or that another user began, is as visible
+as one's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence
+from dataclasses import asdict
+from dataclasses import dataclass
+from enum import StrEnum
+from launcher.config.schema import ClusterKind
+from launcher.config.schema import PrecisionKind
+from launcher.launch.slurm import client
+from launcher.launch.slurm.client import Listed
+from launcher.launch.slurm.client import SlurmSilent
+from launcher.rundir import records
+from launcher.rundir.files import read_json
+from launcher.rundir.paths import RunPaths
+from launcher.rundir.records import Submission
+from pathlib import Path
+from typing import Any
+from typing import cast
+import json
+import os
+
+
+
+class State(StrEnum):
+    """``requeued``: it has run, and Slurm will begin it again. ``stopped``: it was told to stop, and has saved.
+    ``lost``: nobody runs it, and it left no verdict. ``unknown``: another host, or a Slurm that does not answer, could
+    tell. ``impossible``: of a sweep's cell: its configuration cannot run."""
+
+    pending = "pending"
+    running = "running"
+    requeued = "requeued"
+    done = "done"
+    stopped = "stopped"
+    failed = "failed"
+    cancelled = "cancelled"
+    lost = "lost"
+    unknown = "unknown"
+    impossible = "impossible"
+
+
+ACTIVE = frozenset({State.pending, State.running, State.requeued})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One run as it stands. ``detail``: why, in a few words. ``step``, ``steps``: optimizer steps recorded, and
+    planned. ``nodes``: that it runs on, or ran on last; ``ranks``: on all of them, None before it has begun.
+    ``submissions``: how often it was sent off. ``sweep``, ``cell``: the directory of the sweep that it is of, and what
+    tells its cell from the others. ``precision``: number format of the forward and backward pass; auto before it was
+    decided, None for a script of the user's own."""
+
+    name: str
+    dir: str
+    kind: str
+    state: State
+    detail: str
+    user: str
+    created: str
+    job: str | None
+    nodes: str
+    ranks: int | None
+    submissions: int
+    step: int | None
+    steps: int | None
+    loss: float | None
+    failure: dict[str, Any] | None
+    sweep: str | None = None
+    cell: str | None = None
+    precision: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+
+_TAIL_BYTES = 64 * 1024
+
+
+def look(runs: Iterable[RunPaths]) -> list[Run]:
+    """How these runs stand, asking Slurm once for all of them."""
+    read = [_Read.of(paths) for paths in runs]
+    asked = [r.job for r in read if r.job is not None and not r.is_over]
+    known: dict[str, Listed] | None = {}
+    if asked and client.available():
+        try:
+            known = client.jobs(asked)
+        except SlurmSilent:
+            known = None
+    elif asked:
+        known = None
+    return [r.judge(known) for r in read]
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A run's directory, as far as it tells."""
+
+    paths: RunPaths
+    plan: dict[str, Any]
+    summary: dict[str, Any]
+    incarnation: dict[str, Any]
+    submissions: Sequence[Submission]
+
+    @classmethod
+    def of(cls, paths: RunPaths) -> _Read:
+        return cls(
+            paths,
+            _object(paths.plan),
+            _object(paths.summary),
+            _object(paths.incarnation),
+            records.parse_submissions(_object(paths.job)),
+        )
+
+    @property
+    def name(self) -> str:
+        return self.plan.get("run", {}).get("name") or self.paths.root.name
+
+    @property
+    def number(self) -> int:
+        """Of the last submission that Slurm took, or that this machine ran; -1 without one."""
+        return max((n for n, submission in enumerate(self.submissions) if not submission.refused), default=-1)
+
+    @property
+    def last(self) -> Submission | None:
+        return self.submissions[self.number] if self.number >= 0 else None
+
+    @property
+    def begun(self) -> bool:
+        """Whether the last submission has begun."""
+        return self.incarnation.get("incarnation", "").partition(".")[0] == str(self.number)
+
+    @property
+    def job(self) -> str | None:
+        """Slurm's id of the last submission. One that was cut off before it was noted is in what the job wrote."""
+        if self.last is None or self.kind != ClusterKind.slurm:
+            return None
+        return self.last.job or (self.incarnation.get("job") if self.begun else None)
+
+    @property
+    def job_name(self) -> str:
+        return (self.last.name if self.last else None) or self.name
+
+    @property
+    def kind(self) -> str:
+        return self.plan.get("cluster", {}).get("kind", "")
+
+    @property
+    def precision(self) -> str | None:
+        kind = self.plan.get("precision", {}).get("kind")
+        return _object(self.paths.precision).get("kind", kind) if kind == PrecisionKind.auto else kind
+
+    @property
+    def verdict(self) -> str | None:
+        """Of the last submission: what an earlier one said is over when the next has begun."""
+        return self.summary.get("verdict") if self.begun or self.last is None else None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing that Slurm could say would change the state: rank 0 says "done" when all is saved."""
+        return self.verdict == "done"
+
+    def judge(self, known: dict[str, Listed] | None) -> Run:
+        listed = None if known is None or self.job is None else known.get(self.job)
+        if listed is not None and listed.name != self.job_name:  # another cluster's job of this number
+            listed = None
+        silent = known is None and not self.is_over
+        state, detail = self._of_slurm(listed, silent) if self.kind == ClusterKind.slurm else self._of_this_host()
+        record = _last_record(self.paths.metrics)
+        names = ",".join(self.incarnation.get("nodes", []))
+        return Run(
+            name=self.name,
+            dir=str(self.paths.root),
+            kind=self.kind,
+            state=state,
+            detail=detail,
+            user=self.last.user if self.last else "",
+            created=self.plan.get("run", {}).get("created", ""),
+            job=self.job,
+            nodes=(listed.nodes if listed else "") or names,
+            ranks=self.incarnation.get("ranks"),
+            submissions=sum(not submission.refused for submission in self.submissions),
+            step=record.get("step"),
+            steps=self.plan.get("train", {}).get("steps"),
+            loss=record.get("train/loss"),
+            failure=self.summary.get("failure") if state is State.failed else None,
+            precision=self.precision,
+        )
+
+    def _of_slurm(self, listed: Listed | None, silent: bool) -> tuple[State, str]:
+        if self.is_over:
+            return State.done, ""
+        if listed is not None and listed.state not in client.ENDED:
+            return self._active(listed)
+        if silent:
+            return State.unknown, "Slurm does not answer here"
+        ended = listed.state if listed is not None else ""
+        if ended == "CANCELLED" or (self.last is not None and self.last.cancelled):
+            return State.cancelled, ""
+        if self.verdict == "failed":
+            return State.failed, _first_line(self.summary)
+        if self.verdict in ("stopped", "killed") or ended == "PREEMPTED":
+            unsaved = ", before it could save" if self.verdict == "killed" else ""
+            return State.stopped, f"by {self.summary.get('stopped_by', 'Slurm')}{unsaved}; `launch resume` goes on"
+        if ended:
+            began = "" if self.begun else " before its first line: does the node see the run's directory?"
+            return State.failed, f"Slurm says {ended}{began}"
+        if self.job is None:
+            return State.lost, "it was never submitted"
+        return State.lost, "Slurm has forgotten the job, and it left no verdict"
+
+    def _active(self, listed: Listed) -> tuple[State, str]:
+        reason = "" if listed.reason in ("", "None") else listed.reason
+        if "held" in reason.lower():  # Slurm does so after a failed launch, or a person did
+            reason += f": `scontrol release {self.job}` lets it go on"
+        if listed.state in client.WAITING:
+            return (State.requeued if self.begun else State.pending), reason
+        if listed.state == "COMPLETING":
+            return State.running, "ending"
+        if not self.begun:
+            return State.running, "starting"
+        return State.running, "its nodes lost each other; waiting for Slurm" if self.verdict == "failed" else ""
+
+    def _of_this_host(self) -> tuple[State, str]:
+        alive = self.last.runs_here() if self.last is not None else False
+        if alive:
+            return State.running, ""
+        if self.verdict is None and alive is None:
+            return State.unknown, f"ask on {self.last.host}" if self.last else ""
+        if self.last is not None and self.last.cancelled and self.verdict != "done":
+            return State.cancelled, ""
+        match self.verdict:
+            case "done":
+                return State.done, ""
+            case "stopped":
+                return State.stopped, "`launch resume` goes on"
+            case "failed":
+                return State.failed, _first_line(self.summary)
+            case "killed":
+                return State.failed, "killed"
+            case _:
+                return State.lost, "its `launch` is gone, and it left no verdict"
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """What another user's file holds; nothing where it cannot be read."""
+    try:
+        return read_json(path) or {}
+    except (OSError, ValueError):
+        return {}
+
+
+def _last_record(metrics: Path) -> dict[str, Any]:
+    """The last whole line of metrics.jsonl."""
+    try:
+        with metrics.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            lines = file.read().split(b"\n")[:-1]
+        last: Any = json.loads(lines[-1]) if lines else {}
+        return cast("dict[str, Any]", last) if isinstance(last, dict) else {}
+    except (OSError, ValueError):
+        return {}
+
+
+def _first_line(summary: dict[str, Any]) -> str:
+    failure: dict[str, Any] = summary.get("failure") or {}
+    who = "" if failure.get("rank") is None else f"rank {failure['rank']}: "
+    return who + str(failure.get("error", "")).partition("\n")[0]
+
+

@@ -1,0 +1,323 @@
+"""Conductor of a sweep: its cells are checked, planned, recognised where they are done already, started, waited for."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.config.multirun import AskedCell, Result, override_key
+from launcher.config.schema import ClusterKind
+from launcher.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_RESUMABLE, EXIT_USER, ConfigError, RunError, UserError
+from launcher.launch import local
+from launcher.launch.planner import Once, plan_job, task_stem
+from launcher.launch.slurm import client, submit
+from launcher.plan.run_plan import RunPlan
+from launcher.rundir import code_snapshot
+from launcher.rundir.files import read_json
+from launcher.rundir.paths import RunPaths, SweepPaths, is_run
+from launcher.runs import control
+from launcher.runs.status import ACTIVE, Run, look
+from launcher.sweep import manifest
+from launcher.sweep.manifest import Cell, Sweep, content_of, digest
+from launcher.sweep.reuse import recognise, run_name
+
+_SHOWN_REFUSALS = 4
+
+
+def require_one_sweep(asked: Sequence[AskedCell]) -> None:
+    """Raises ConfigError for what belongs to a single run, or has to be alike in all cells and is not."""
+    for cell in asked:
+        config = cell.config
+        if config.run.name is not None:
+            raise ConfigError(
+                "run.name", config.run.name, "names one run, and a sweep has many.",
+                "Use sweep.name; its runs are named by what varies.",
+            )  # fmt: skip
+        if config.cluster.kind is ClusterKind.hosts:
+            raise ConfigError(
+                "cluster", "hosts", "has no scheduler that could begin the cells of a sweep on all hosts.",
+                "Use cluster=slurm, or type the command for each cell.",
+            )  # fmt: skip
+        first = asked[0].config
+        for key in ("sweep.name", "sweep.at_once", "sweep.objective", "run.dir"):
+            group, name = key.split(".")
+            value = getattr(getattr(config, group), name)
+            if value != getattr(getattr(first, group), name):
+                raise ConfigError(key, value, "is one for all cells of a sweep.", "Leave it out of what varies.")
+    config = asked[0].config
+    if config.sweep.at_once is not None and config.cluster.kind is ClusterKind.local:
+        raise ConfigError(
+            "sweep.at_once", config.sweep.at_once, "has no effect with cluster=local.",
+            "Leave it out: there one cell runs after the other.",
+        )  # fmt: skip
+
+
+def require_a_possible_one(asked: Sequence[AskedCell], wrong: Sequence[UserError | None]) -> None:
+    """Raises UserError where no cell can run; in one message, which is the cells' own where they all say the same.
+    ``wrong``: what is, with each cell."""
+    errors = [error for error in wrong if error is not None]
+    if len(errors) < len(asked):
+        return
+    problems = {str(error): words.overrides for error, words in zip(errors, asked, strict=True)}
+    if len(problems) == 1:
+        raise errors[0]
+    lines = [f"{' '.join(overrides)}: {problem}" for problem, overrides in problems.items()]
+    more = [f"and {len(lines) - _SHOWN_REFUSALS} more"] if len(lines) > _SHOWN_REFUSALS else []
+    raise UserError("No cell of this sweep can run.\n  " + "\n  ".join([*lines[:_SHOWN_REFUSALS], *more]))
+
+
+_SHOWN = 4
+# what does not make it another sweep
+_OF_THIS_COMMAND = ("sweep.", "hydra", "-", "wandb.", "run.dir=")
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A cell that can run. ``roots``: directories of the user's modules; ``files``: a digest of those.
+    ``goes_on``: whether its directory is there, with a checkpoint."""
+
+    asked: AskedCell
+    plan: RunPlan
+    roots: tuple[Path, ...]
+    files: str
+    content: str
+    goes_on: bool = False
+
+
+class Conductor:
+    """One command's part in a sweep, over all batches of cells that a sweeper asks for.
+
+    Args:
+        arguments: what was typed, which names the sweep.
+        run_here: runs a plan whose directory is there on this machine, and returns its exit status.
+        watch: called with how Slurm's jobs stand, now and then, while they are waited for.
+        say: called with what the user should know before cells begin.
+        wait: whether jobs of Slurm's are waited for.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        run_here: Callable[[RunPlan], int],
+        watch: Callable[[Sequence[Run]], None],
+        say: Callable[[str], None],
+        *,
+        wait: bool,
+    ) -> None:
+        self.paths: SweepPaths | None = None
+        self.status = EXIT_DONE
+        self.submitted: list[str] = []
+        self.known: list[RunPaths] = []
+        self._arguments = tuple(arguments)
+        self._run_here, self._watch, self._say, self._wait = run_here, watch, say, wait
+        self._once = Once()
+
+    def begin(self, asked: Sequence[AskedCell], with_results: bool) -> list[Result]:
+        """Begin a batch of cells. ``with_results``: whether the sweeper needs what comes of them; returned is None for
+        each where it does not.
+
+        Raises:
+            UserError: no cell can begin.
+            KeyboardInterrupt: a cell was stopped, and so the others do not begin.
+        """
+        require_one_sweep(asked)
+        on_slurm = asked[0].config.cluster.kind is ClusterKind.slurm
+        if on_slurm:
+            client.require()
+            if with_results and not self._wait:
+                raise UserError(
+                    "hydra/sweeper: it learns from the cells' results, and with cluster=slurm nobody waits for them.\n"
+                    "  Add --wait: this command then stays until the last cell is done."
+                )
+        self.paths = paths = self._sweep_paths(asked[0])
+        if on_slurm:
+            submit.require_shared(paths.root)
+        cells = [self._plan(cell, paths) for cell in asked]
+        if not with_results:
+            require_a_possible_one(asked, [cell if isinstance(cell, UserError) else None for cell in cells])
+        runs, statuses = self._begin_planned(asked, cells, paths)
+        if on_slurm and self._wait:
+            control.wait_for(runs, self._watch)
+        self.status = max(self.status, *statuses, self._status_of(runs) if on_slurm and self._wait else EXIT_DONE)
+        if not with_results:
+            return [None] * len(asked)
+        found = manifest.load(paths).runs(paths)
+        return [_result(cell, found.get(cell.overrides)) for cell in asked]
+
+    def _sweep_paths(self, first: AskedCell) -> SweepPaths:
+        config = first.config
+        name = config.sweep.name or f"{task_stem(config)}-sweep-{digest(sorted(self._arguments))[:8]}"
+        root = (Path.cwd() / config.run.dir / name).resolve()
+        if is_run(root):
+            raise ConfigError("sweep.name", name, f"{root} is a run.", "Choose another sweep.name.")
+        return SweepPaths(root)
+
+    def _plan(self, asked: AskedCell, paths: SweepPaths) -> _Planned | UserError:
+        try:
+            plan = plan_job(asked.config, self._once)
+        except UserError as error:
+            return error
+        runs = paths.root.parent
+        roots = tuple(self._once(code_snapshot.roots_of_task, plan.task.target, plan.cluster.cwd))
+        try:
+            files, code = self._once(code_snapshot.digests, roots, runs, paths.root)
+        except UserError as error:
+            return error
+        return _Planned(asked, plan, roots, files, content_of(plan, code))
+
+    def _begin_planned(
+        self, asked: Sequence[AskedCell], cells: Sequence[_Planned | UserError], paths: SweepPaths
+    ) -> tuple[list[RunPaths], list[int]]:
+        """Returns the runs that the cells have, those of impossible ones left out, and what is known of their ends."""
+        entries = [_entry(cell, words) for cell, words in zip(cells, asked, strict=True)]
+        statuses = [EXIT_USER for entry in entries if entry.problem]
+        with manifest.alone(paths):
+            sweep = self._opened(paths, asked)
+            self._look_at_replaced(paths, sweep, entries)
+            known = recognise([entry for entry in entries if entry.content], paths)
+            there = known.standing
+            self.known += there.values()
+            new: dict[str, _Planned] = {}
+            for number, cell in enumerate(cells):
+                if not isinstance(cell, _Planned):
+                    continue
+                if cell.content not in there:  # the second of two that are the same gets the run of the first
+                    if (before := known.resumable.get(cell.content)) is not None:
+                        cell = _going_on(cell, before)
+                    else:
+                        cell = self._named(cell, paths, run_name(entries[number]))
+                    new[cell.content], there[cell.content] = cell, cell.plan.paths
+                run = there[cell.content].root
+                entries[number] = dataclasses.replace(entries[number], run=_relative(run, paths.root))
+            # before they begin: whatever happens then, the book knows of them
+            sweep = sweep.with_cells(tuple(entries))
+            sweep.save(paths)
+            if of_slurm := [cell for cell in new.values() if cell.plan.cluster.kind is ClusterKind.slurm]:
+                refused = self._submit(paths, sweep, of_slurm)
+                statuses += [EXIT_USER] * len(refused)
+                sweep.with_cells(tuple(_refused(cell, refused) for cell in sweep.cells)).save(paths)
+            statuses += self._run([cell for cell in new.values() if cell.plan.cluster.kind is ClusterKind.local])
+        return [run for run in there.values() if is_run(run.root)], statuses
+
+    def _opened(self, paths: SweepPaths, asked: Sequence[AskedCell]) -> Sweep:
+        varying = {override_key(word) for word in asked[0].overrides}
+        # of a key that comes twice the last one holds
+        typed = {
+            override_key(word): word
+            for word in self._arguments
+            if "=" in word and not word.startswith(_OF_THIS_COMMAND) and override_key(word) not in varying
+        }
+        return manifest.opened(paths, tuple(sorted(typed.values())), varying, asked[0].config.sweep.at_once)
+
+    def _look_at_replaced(self, paths: SweepPaths, sweep: Sweep, entries: Sequence[Cell]) -> None:
+        """Say which cells have a run that no longer is theirs, by its content.
+
+        Raises:
+            UserError: such a run is under way, and nobody would know of it any more.
+        """
+        contents = {cell.overrides: cell.content for cell in entries if cell.content}
+        other = [cell for cell in sweep.cells if contents.get(cell.overrides, cell.content) != cell.content]
+        runs = sweep.runs(paths)
+        replaced = {str(runs[cell.overrides].root): cell.label for cell in other if cell.overrides in runs}
+        found = look([RunPaths(Path(run)) for run in replaced if is_run(run)])
+        if active := [replaced[run.dir] for run in found if run.state in ACTIVE]:
+            raise UserError(
+                f"sweep.name={paths.root.name}: {len(active)} of these cells are under way with other code or another "
+                f"torch: {', '.join(active[:_SHOWN])}{' ...' if len(active) > _SHOWN else ''}.\n"
+                "  `launch cancel` ends them; or choose another sweep.name."
+            )
+        if found:
+            self._say(
+                f"The code, or torch, is another one than that of {len(found)} run{'' if len(found) == 1 else 's'}: "
+                "these cells begin anew, and the old runs stay where they are."
+            )
+
+    def _named(self, cell: _Planned, paths: SweepPaths, name: str) -> _Planned:
+        """As a run of the sweep's, on code that is frozen there."""
+        root, number = paths.root / name, 1
+        while root.exists():
+            root, number = paths.root / f"{name}.retry{number}", number + 1
+        plan = cell.plan
+        copies = self._once(code_snapshot.take_once, cell.roots, paths.code / cell.files, paths.root.parent)
+        cluster = dataclasses.replace(plan.cluster, import_from=copies or plan.cluster.import_from)
+        if (slurm := cluster.slurm) is not None:
+            options = slurm.options | {"job-name": root.name}
+            cluster = dataclasses.replace(cluster, slurm=dataclasses.replace(slurm, options=options))
+        plan = dataclasses.replace(
+            plan,
+            run=dataclasses.replace(plan.run, name=root.name, dir=str(root)),
+            cluster=cluster,
+            wandb=dataclasses.replace(plan.wandb, group=plan.wandb.group or paths.root.name),
+        )
+        return dataclasses.replace(cell, plan=plan)
+
+    def _submit(self, paths: SweepPaths, sweep: Sweep, new: Sequence[_Planned]) -> dict[str, str]:
+        """Returns why Slurm refuses some, by their contents."""
+        most = submit.most_in_array()
+        for cell in new:
+            if not cell.goes_on:
+                local.create(cell.plan, cell.asked.yaml)
+        answers = submit.send_all([cell.plan for cell in new], paths.root.name, paths.slurm, most, sweep.at_once)
+        refused: dict[str, str] = {}
+        for cell, answer in zip(new, answers, strict=True):
+            if isinstance(answer, UserError):
+                if not cell.goes_on:
+                    shutil.rmtree(cell.plan.paths.root, ignore_errors=True)
+                refused[cell.content] = str(answer)
+            else:
+                self.submitted.append(answer)
+        return refused
+
+    def _run(self, new: Sequence[_Planned]) -> list[int]:
+        """One after the other; a cell that fails is no reason to leave the rest out."""
+        statuses: list[int] = []
+        for cell in new:
+            if not cell.goes_on:
+                local.create(cell.plan, cell.asked.yaml)
+            statuses.append(self._run_here(cell.plan))
+            if statuses[-1] in (EXIT_INTERRUPTED, EXIT_RESUMABLE):  # the person, or the machine, wants no more of it
+                self.status = statuses[-1]
+                raise KeyboardInterrupt
+        return statuses
+
+    def _status_of(self, runs: Sequence[RunPaths]) -> int:
+        return max((control.exit_status(run) for run in look(runs)), default=EXIT_DONE)
+
+
+def _going_on(cell: _Planned, run: RunPaths) -> _Planned:
+    """From where it was stopped, as it was planned then."""
+    return dataclasses.replace(cell, plan=RunPlan.load(run.plan), goes_on=True)
+
+
+def _entry(cell: _Planned | UserError, asked: AskedCell) -> Cell:
+    if isinstance(cell, UserError):
+        return Cell(overrides=asked.overrides, content=None, run=None, problem=str(cell))
+    return Cell(overrides=asked.overrides, content=cell.content, run=None, problem=None)
+
+
+def _refused(cell: Cell, refused: dict[str, str]) -> Cell:
+    problem = refused.get(str(cell.content))
+    return cell if problem is None else dataclasses.replace(cell, run=None, problem=problem)
+
+
+def _relative(run: Path, sweep: Path) -> str:
+    return run.name if run.parent == sweep else f"../{run.relative_to(sweep.parent)}"
+
+
+def _result(cell: AskedCell, paths: RunPaths | None) -> Result:
+    """What a sweeper learns from: a number of the run's summary."""
+    summary = {} if paths is None else read_json(paths.summary) or {}
+    name = " ".join(cell.overrides)
+    if paths is None or summary.get("verdict") != "done":
+        return RunError(f"{name}: did not finish, and so has no result.")
+    key = cell.config.sweep.objective or ("eval/loss" if "eval/loss" in summary else "train/loss")
+    value = summary.get(key)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    if key in summary and value is None:
+        return RunError(f"{name}: its {key} was not finite at the end.")
+    numbers = sorted(name for name, known in summary.items() if isinstance(known, int | float))
+    return ConfigError("sweep.objective", key, "is no number in the summary.", f"There are: {', '.join(numbers)}.")

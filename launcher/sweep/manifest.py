@@ -1,0 +1,172 @@
+"""sweep.json: the cells of a sweep, the run of each of them, and what makes two cells the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import hashlib
+import importlib.metadata
+import json
+import os
+import socket
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from launcher.config.multirun import override_key
+from launcher.errors import ConfigError, SiteError, UserError
+from launcher.plan.run_plan import RunPlan
+from launcher.rundir.files import build, read_json, write_json
+from launcher.rundir.paths import RunPaths, SweepPaths
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One configuration of a sweep.
+
+    ``overrides``: key=value, as the sweeper gave them; no two cells have the same ones. ``content``: what it computes,
+    as a digest; ``run``: its run's directory, relative to the sweep's own, the newest one where it was begun again.
+    Both None where ``problem`` says why it cannot run.
+    """
+
+    overrides: tuple[str, ...]
+    content: str | None
+    run: str | None
+    problem: str | None
+
+    @property
+    def label(self) -> str:
+        """Its overrides without the groups of their keys: ``accumulation=4 workers_per_node=2``."""
+        pairs = (override.lstrip("+").partition("=") for override in self.overrides)
+        text = " ".join(f"{key.rpartition('.')[2]}={value}" for key, _, value in pairs)
+        return text.replace("\\:", ":")  # Hydra writes a range of nodes so
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """``fixed``: key=value that all cells share, as it was typed. ``at_once``: how many of an array may run together;
+    None: as many as there is room for."""
+
+    format: int
+    fixed: tuple[str, ...]
+    at_once: int | None
+    cells: tuple[Cell, ...]
+
+    def with_cells(self, new: tuple[Cell, ...]) -> Sweep:
+        """With these in place of those that have the same overrides, and added where there are none."""
+        cells = {cell.overrides: cell for cell in (*self.cells, *new)}
+        return dataclasses.replace(self, cells=tuple(cells.values()))
+
+    def runs(self, paths: SweepPaths) -> dict[tuple[str, ...], RunPaths]:
+        """The run of each cell that has one, by its overrides."""
+        return {cell.overrides: RunPaths((paths.root / cell.run).resolve()) for cell in self.cells if cell.run}
+
+    def save(self, paths: SweepPaths) -> None:
+        write_json(paths.book, dataclasses.asdict(self))
+
+
+def load(paths: SweepPaths) -> Sweep:
+    """Raises UserError for what another version has written, or nobody can read."""
+    try:
+        fields: dict[str, Any] = read_json(paths.book) or {}
+        if fields.get("format") == FORMAT:
+            return build(Sweep, fields)
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise UserError(f"{paths.book}: cannot be read: {type(error).__name__}: {error}.") from None
+    raise UserError(f"{paths.book} has not format {FORMAT}: it was written by another version of launcher.")
+
+
+def opened(paths: SweepPaths, fixed: tuple[str, ...], varying: set[str], at_once: int | None) -> Sweep:
+    """The sweep's book, a new one where there is none. ``fixed``: key=value of all its cells; ``varying``: keys.
+
+    Raises:
+        ConfigError: it was begun with something else.
+    """
+    if not paths.book.exists():
+        return Sweep(format=FORMAT, fixed=fixed, at_once=at_once, cells=())
+    sweep = load(paths)
+    before = {override_key(word) for cell in sweep.cells[:1] for word in cell.overrides}
+    was, now = {*sweep.fixed, *map("{}=...".format, before or varying)}, {*fixed, *map("{}=...".format, varying)}
+    if was != now:
+        raise ConfigError(
+            "sweep.name", paths.root.name, f"was begun with {_but(was, now)}, not with {_but(now, was)}: cells would "
+            "replace each other, or be compared with others than themselves.",
+            "Choose another sweep.name, or leave it out.",
+        )  # fmt: skip
+    return dataclasses.replace(sweep, at_once=at_once)
+
+
+def _but(words: set[str], others: set[str]) -> str:
+    """What ``words`` have that the others have not, and the keys that they lack."""
+    lacking = {override_key(word) for word in others} - {override_key(word) for word in words}
+    return " ".join([*sorted(words - others), *(f"no {key}" for key in sorted(lacking))])
+
+
+@contextmanager
+def alone(paths: SweepPaths) -> Generator[None]:
+    """Nobody else begins cells of the sweep meanwhile: each would be begun twice.
+
+    Raises:
+        UserError: somebody else does.
+        SiteError: the directory cannot be used.
+    """
+    try:
+        paths.root.mkdir(parents=True, exist_ok=True)
+        lock_file = paths.root / ".lock"
+        lock = lock_file.open("a")
+    except OSError as error:
+        raise SiteError(
+            f"{paths.root}: cannot be written to: {error.strerror}.\n  Only who may write there can begin cells there."
+        ) from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock.truncate(0)
+            print(f"process {os.getpid()} on {socket.gethostname()}", file=lock, flush=True)
+        except BlockingIOError:
+            holder = lock_file.read_text().strip()
+            raise UserError(
+                f"{paths.root.name}: another `launch` is at work on this sweep's cells: {holder}.\n"
+                "  Let it end, or stop it with Ctrl-C there; then this command goes on with the sweep."
+            ) from None
+        except OSError:  # a file system without locks
+            pass
+        yield
+
+
+# who and where, and what is shown: a run that differs in these only is not run again
+_NOT_CONTENT = ("format", "run", "command", "wandb", "notes", "fewer")
+_NOT_OF_CLUSTER = ("cwd", "import_from", "link_gbit", "grace_s", "max_restarts", "slurm", "min_nodes")
+_QUEUEING = (
+    "job-name", "time", "account", "qos", "dependency", "mem", "requeue", "comment", "mail-type", "mail-user",
+    "nice", "begin",
+)  # fmt: skip
+_NOT_OF_TRAIN = ("hang_timeout", "straggler_share")
+# what is predicted, and may come out otherwise another time
+_PREDICTED = ("sync_reason", "forecasts", "memory_bytes", "rehearses")
+
+
+def content_of(plan: RunPlan, code: str) -> str:
+    """A digest of what a plan computes, and of where its speed is measured. ``code``: one of the user's files."""
+    fields: dict[str, Any] = dataclasses.asdict(plan)
+    cluster, strategy = fields["cluster"], fields["strategy"]
+    known = {name: value for name, value in fields.items() if name not in _NOT_CONTENT}
+    known["train"] = {name: value for name, value in fields["train"].items() if name not in _NOT_OF_TRAIN}
+    known["cluster"] = {name: value for name, value in cluster.items() if name not in _NOT_OF_CLUSTER}
+    if (slurm := cluster["slurm"]) is None:
+        known["machine"] = socket.gethostname()  # a home may be shared by unlike ones
+    else:
+        options: dict[str, Any] = slurm["options"]
+        known["options"] = {name: value for name, value in options.items() if name not in _QUEUEING}
+        known["slurm"] = [slurm["container"], slurm["setup"]]
+    known["precision"] = {name: value for name, value in fields["precision"].items() if name != "reason"}
+    known["task"] = {name: value for name, value in fields["task"].items() if name != "flops_per_sample"}
+    known["strategy"] = {name: value for name, value in strategy.items() if name not in _PREDICTED}
+    return digest([known, plan.run.version, importlib.metadata.version("torch"), code])
+
+
+def digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]

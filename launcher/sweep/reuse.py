@@ -1,0 +1,208 @@
+"""Reuse of a sweep's runs: how its cells stand, which need not start, and which are started again."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from launcher.errors import EXIT_INTERRUPTED, EXIT_RESUMABLE, EXIT_USER, UserError
+from launcher.launch.slurm import submit
+from launcher.plan.launch_plan import LaunchPlan
+from launcher.rundir.paths import RunPaths, SweepPaths, find_sweeps, is_run
+from launcher.runs.status import ACTIVE, Run, State, look
+from launcher.sweep import manifest
+from launcher.sweep.manifest import Cell
+
+
+def look_at_sweeps(several: Sequence[SweepPaths]) -> dict[str, list[Run]]:
+    """The cells of each, by the sweep's directory, in the order in which they were asked for; one line that says why
+    where a sweep cannot be read."""
+    found: dict[str, list[tuple[Cell, RunPaths | None]] | Run] = {}
+    for paths in several:
+        try:
+            found[str(paths.root)] = _cells(paths)
+        except UserError as error:
+            found[str(paths.root)] = _without_run(State.unknown, str(error), paths, paths.root.name)
+    runs = look([run for cells in found.values() if isinstance(cells, list) for _, run in cells if run is not None])
+    by_dir = {run.dir: run for run in runs}
+    return {
+        sweep: [_line(cell, run, by_dir, SweepPaths(Path(sweep))) for cell, run in cells]
+        if isinstance(cells, list)
+        else [cells]
+        for sweep, cells in found.items()
+    }
+
+
+def _cells(paths: SweepPaths) -> list[tuple[Cell, RunPaths | None]]:
+    sweep = manifest.load(paths)
+    there = {overrides: run for overrides, run in sweep.runs(paths).items() if is_run(run.root)}
+    return [(cell, there.get(cell.overrides)) for cell in sweep.cells]
+
+
+def _line(cell: Cell, run: RunPaths | None, by_dir: dict[str, Run], paths: SweepPaths) -> Run:
+    if run is not None:
+        return dataclasses.replace(by_dir[str(run.root)], cell=cell.label, sweep=str(paths.root))
+    if cell.problem is not None:
+        return _without_run(State.impossible, " ".join(cell.problem.split()), paths, cell.label)
+    return _without_run(State.pending, "not begun: the same command goes on with it", paths, cell.label)
+
+
+def _without_run(state: State, detail: str, paths: SweepPaths, cell: str) -> Run:
+    return Run(
+        name="",
+        dir="",
+        kind="",
+        state=state,
+        detail=detail,
+        user="",
+        created="",
+        job=None,
+        nodes="",
+        ranks=None,
+        submissions=0,
+        step=None,
+        steps=None,
+        loss=None,
+        failure=None,
+        sweep=str(paths.root),
+        cell=cell,
+    )
+
+
+_LONGEST_LABEL = 80
+_UNDER_WAY = ACTIVE | {State.unknown}
+_SAVED = frozenset({State.stopped, State.cancelled})
+
+
+@dataclass(frozen=True)
+class Known:
+    """Runs by what they compute. ``standing``: finished, in any sweep beside this one, or under way in this one;
+    ``resumable``: stopped in this one, with a checkpoint to go on from."""
+
+    standing: dict[str, RunPaths]
+    resumable: dict[str, RunPaths]
+
+
+def run_name(cell: Cell) -> str:
+    """``accumulation=4+workers_per_node=2-3fa9c1d2``: what varies, and the content, so that no two share a name."""
+    label = re.sub(r"[^A-Za-z0-9_.=+-]+", "_", cell.label.replace(" ", "+"))[:_LONGEST_LABEL].strip("_+.-=")
+    return f"{label or 'cell'}-{str(cell.content)[:8]}"
+
+
+def recognise(wanted: Iterable[Cell], paths: SweepPaths) -> Known:
+    """What there is already of the cells that are ``wanted``; a run of this sweep's own comes before another's."""
+    own = {str(cell.content): _of_name(paths.root / run_name(cell)) for cell in wanted}
+    recorded = _recorded(paths, set(own))
+    every = {str(run.root): run for several in (*own.values(), *recorded.values()) for run in several}
+    state = {run.dir: run.state for run in look(every.values())}
+    known = Known({}, {})
+    for content, mine in own.items():
+        newest_first = mine[::-1]
+        done = [run for run in (*newest_first, *recorded.get(content, ())) if state[str(run.root)] is State.done]
+        active = [run for run in newest_first if state[str(run.root)] in _UNDER_WAY]
+        saved = [run for run in newest_first if state[str(run.root)] in _SAVED and run.newest_step()]
+        if done or active:
+            known.standing[content] = (done or active)[0]
+        elif saved:
+            known.resumable[content] = saved[0]
+    return known
+
+
+def _of_name(place: Path) -> list[RunPaths]:
+    """The run of a cell in its sweep, then those that began it again, as they did."""
+    again = [found for found in place.parent.glob(f"{place.name}.retry*") if found.suffix[6:].isdecimal()]
+    places = [place, *sorted(again, key=lambda found: int(found.suffix[6:]))]
+    return [RunPaths(found) for found in places if is_run(found)]
+
+
+def _recorded(paths: SweepPaths, contents: set[str]) -> dict[str, list[RunPaths]]:
+    """Runs of these contents, of all sweeps beside this one and of this one."""
+    found: dict[str, list[RunPaths]] = {}
+    for sweep_paths in find_sweeps(paths.root.parent):
+        try:
+            sweep = manifest.load(sweep_paths)
+        except UserError:  # another version's, which has computed something else, or not for us to read
+            continue
+        runs = sweep.runs(sweep_paths)
+        for cell in sweep.cells:
+            if cell.content in contents and cell.overrides in runs and is_run(runs[cell.overrides].root):
+                found.setdefault(str(cell.content), []).append(runs[cell.overrides])
+    return found
+
+
+@dataclass
+class Again:
+    """What was begun: the runs, Slurm's job ids, why it refused some, and exit statuses of what is over."""
+
+    runs: list[RunPaths] = field(default_factory=list[RunPaths])
+    jobs: list[str] = field(default_factory=list[str])
+    refused: list[str] = field(default_factory=list[str])
+    statuses: list[int] = field(default_factory=list[int])
+
+
+def begin_again(
+    paths: SweepPaths,
+    choose: Callable[[], Sequence[Run]],
+    planned: Callable[[Run], LaunchPlan],
+    run_here: Callable[[LaunchPlan], int],
+) -> Again:
+    """Begin runs of a sweep's once more, those that ask Slurm for the same as one array again.
+
+    Args:
+        choose: the runs, as they stand when nobody else begins any.
+        planned: the plan of a run's next start, in its own directory or in a new one.
+        run_here: runs a plan on this machine, and returns its exit status.
+    """
+    begun = Again()
+    with manifest.alone(paths):
+        runs = choose()
+        of_slurm = [run for run in runs if run.job is not None]
+        if of_slurm:
+            _submit(paths, of_slurm, planned, begun)
+        for run in runs:
+            if run.job is not None:
+                continue
+            plan = planned(run)
+            _note(paths, run, plan)
+            begun.runs.append(plan.paths)
+            begun.statuses.append(run_here(plan))
+            if begun.statuses[-1] in (EXIT_INTERRUPTED, EXIT_RESUMABLE):  # no more of it is wanted
+                break
+    return begun
+
+
+def _submit(paths: SweepPaths, runs: Sequence[Run], planned: Callable[[Run], LaunchPlan], begun: Again) -> None:
+    most, at_once = submit.most_in_array(), manifest.load(paths).at_once
+    plans: list[LaunchPlan] = []
+    sent: list[str | UserError] = []
+    try:
+        plans += map(planned, runs)
+        sent += submit.send_all(plans, paths.root.name, paths.slurm, most, at_once)
+    finally:
+        for number, (run, plan) in enumerate(zip(runs, plans, strict=False)):
+            answer = sent[number] if sent else None
+            if isinstance(answer, str):
+                _note(paths, run, plan)
+                begun.runs.append(plan.paths)
+                begun.jobs.append(answer)
+            elif str(plan.paths.root) != run.dir:  # made for this start, which did not come about
+                shutil.rmtree(plan.paths.root, ignore_errors=True)
+            if isinstance(answer, UserError):
+                begun.refused.append(f"{run.name}: {answer}")
+                begun.statuses.append(EXIT_USER)
+
+
+def _note(paths: SweepPaths, run: Run, plan: LaunchPlan) -> None:
+    """The cell's run is this one now."""
+    sweep = manifest.load(paths)
+    runs = sweep.runs(paths)
+    cells = [
+        dataclasses.replace(cell, run=plan.run.name)
+        for cell in sweep.cells
+        if cell.overrides in runs and str(runs[cell.overrides].root) == run.dir and plan.paths.root.parent == paths.root
+    ]
+    sweep.with_cells(tuple(cells)).save(paths)

@@ -1,0 +1,318 @@
+"""The protocol a user implements. No torch at module level: the command line names these too."""
+
+# pyright: basic
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import inspect
+import itertools
+import random
+import sys
+import traceback
+from collections.abc import Callable, Sequence, Sized
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from launcher.errors import TaskError, did_you_mean
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.utils.data import Dataset
+
+
+REQUIRED_METHODS = ("model", "train_data", "loss")
+
+
+@dataclass
+class Loss:
+    """What a task's loss returns for one micro-batch.
+
+    ``total``: the sum of the loss over the micro-batch's items, a scalar that requires grad. ``items``: how many items
+    that is (target tokens, or samples), an int or a scalar tensor on the same device.
+    """
+
+    total: Tensor
+    items: int | Tensor
+
+
+class Task(Protocol):
+    """What `task._target_` names. No base class is needed.
+
+    Optional, found by name:
+        ``collate(samples: list) -> batch``: default, torch's default_collate.
+        ``flops_per_sample() -> float``: model FLOPs of one sample, forward and backward, for throughput/flops_per_s
+            and throughput/mfu; default: counted.
+    """
+
+    def model(self) -> nn.Module: ...
+    def train_data(self) -> Dataset[Any]: ...
+    def eval_data(self) -> Dataset[Any] | None: ...
+    def loss(self, model: Callable[..., Any], batch: Any) -> Loss | Tensor: ...
+
+
+def load_task(target: str, params: dict[str, Any], search_path: Sequence[str], seed: int | None = None) -> Task:
+    """Import the class named ``target`` and construct it with ``params``.
+
+    Args:
+        target: dotted path, "package.module.Class".
+        params: keyword arguments of its constructor.
+        search_path: directories looked in before Python's own.
+        seed: of the job (train.seed): the constructor's random numbers are then the same on every rank and at every
+            start. None leaves the generators alone.
+
+    Raises:
+        TaskError: no such module, class, parameter or method; the message says what was searched.
+    """
+    for place in reversed(search_path):
+        if place not in sys.path:
+            sys.path.insert(0, place)
+    if seed is not None:
+        _seed(seed, "task")
+    cls = _find(target, search_path)
+    _check_params(target, cls, params)
+    if seed is not None:
+        _seed(seed, "task")  # after the import: NumPy may be in use only since then
+    task = cls(**params)
+    missing = [name for name in REQUIRED_METHODS if not callable(getattr(task, name, None))]
+    if missing:
+        raise TaskError(
+            f"task._target_={target}: the class has no method {' and no method '.join(missing)}.\n"
+            "  A task has model(), train_data(), loss(model, batch), and eval_data() if there is held-out data."
+        )
+    return cast("Task", task)
+
+
+def file_of(task: Task) -> Path | None:
+    """In which its class is written."""
+    file = getattr(sys.modules.get(type(task).__module__), "__file__", None)
+    return None if file is None else Path(file)
+
+
+def build_model(task: Task, seed: int) -> nn.Module:
+    """Return the task's model, built under the job's seed: the same on every rank and at every start."""
+
+    seed_everything(seed)
+    return task.model()
+
+
+def train_data(task: Task, seed: int, notes: list[str] | None = None) -> Any:
+    """Return the task's training data, built under the job's seed: the same on every rank and at every start.
+
+    The seed is that of ``eval_data`` and not that of the model: a random split in both gives two parts of one split,
+    and a teacher made here is not the model that it teaches.
+
+    Args:
+        notes: gets a sentence on what is not used of a DataLoader.
+
+    Raises:
+        TaskError: it is a DataLoader whose samples are not those of its dataset.
+    """
+    _seed(seed, "data")
+    return _dataset_of(task, task.train_data(), "train_data()", notes)
+
+
+def eval_data(task: Task, seed: int, notes: list[str] | None = None) -> Any:
+    """Return the task's held-out data, built as ``train_data``; None where there is none."""
+    if not callable(getattr(task, "eval_data", None)):
+        return None
+    _seed(seed, "data")
+    return _dataset_of(task, task.eval_data(), "eval_data()", notes)
+
+
+def is_mapped(data: Any) -> bool:
+    """Return whether the samples of ``data`` are found by index."""
+    from torch.utils.data import IterableDataset
+
+    return isinstance(data, Sized) and not isinstance(data, IterableDataset)
+
+
+def first_samples(data: Any, count: int) -> list[Any]:
+    """Return the first ``count`` samples, or all where there are fewer."""
+    indexed = (data[index] for index in range(min(count, len(data)))) if is_mapped(data) else data
+    return list(itertools.islice(indexed, count))
+
+
+def first_batch(task: Task, data: Any, count: int) -> tuple[Any, int]:
+    """Return the first ``count`` samples as one batch, collated as in training, and their number."""
+    from torch.utils.data import default_collate
+
+    samples = first_samples(data, count)
+    return getattr(task, "collate", default_collate)(samples), len(samples)
+
+
+def is_loader(data: Any) -> bool:
+    """Return whether ``data`` is a DataLoader, or one by its attributes (torchdata's StatefulDataLoader)."""
+    return all(hasattr(data, name) for name in ("dataset", "sampler", "batch_sampler", "collate_fn"))
+
+
+def _dataset_of(task: Task, data: Any, where: str, notes: list[str] | None) -> Any:
+    """Return ``data``, or the dataset of a DataLoader. Its collate_fn becomes the task's, where that has none."""
+    if not is_loader(data):
+        return data
+    _require_samples_of_dataset(data, where)
+    function, collate = _collate_of(data), getattr(task, "collate", None)
+    owned = collate is not None and not isinstance(collate, _Collate)
+    if not owned and where == "train_data()":
+        if function is not None:
+            task.collate = _Collate(function)  # pyright: ignore[reportAttributeAccessIssue]
+    elif not owned and not (function is None if collate is None else collate.does(function)):
+        raise TaskError(
+            f"{where} returned a {type(data).__name__} with another collate_fn than train_data().\n"
+            "  Give the task a method collate(samples), which is used for both."
+        )
+    if notes is not None:
+        used = "its dataset is used, and the task's own collate()" if owned else "its dataset and collate_fn are used"
+        notes.append(
+            f"{where} returned a {type(data).__name__}: {used}. Its sampler, shuffle, batch_size, drop_last and worker "
+            "settings are not: batch.* and train.* decide."
+        )
+    return data.dataset
+
+
+class _Collate:
+    """The collate_fn of the training data's DataLoader, in place of a method of the task."""
+
+    def __init__(self, function: Callable[[list[Any]], Any]) -> None:
+        self._function = function
+
+    def __call__(self, samples: list[Any]) -> Any:
+        return self._function(samples)
+
+    def does(self, other: Any) -> bool:
+        """Return whether ``other`` is the same function, or one made by the same code with equal settings."""
+        return _same_function(self._function, other)
+
+
+def _same_function(one: Any, other: Any) -> bool:
+    try:
+        if one == other:
+            return True
+        if type(one) is not type(other):
+            return False
+        if isinstance(one, functools.partial):
+            settings = [(each.args, each.keywords) for each in (one, other)]
+            return settings[0] == settings[1] and _same_function(one.func, other.func)
+        if inspect.isfunction(one):
+            closures = [[cell.cell_contents for cell in each.__closure__ or ()] for each in (one, other)]
+            defaults = [(each.__defaults__, each.__kwdefaults__) for each in (one, other)]
+            return one.__code__ is other.__code__ and closures[0] == closures[1] and defaults[0] == defaults[1]
+        return bool(vars(one) == vars(other))
+    except (TypeError, ValueError, RuntimeError):  # settings that cannot be compared
+        return False
+
+
+def _collate_of(loader: Any) -> Callable[[list[Any]], Any] | None:
+    from torch.utils.data import default_collate
+
+    return None if loader.collate_fn is default_collate else loader.collate_fn
+
+
+def _require_samples_of_dataset(loader: Any, where: str) -> None:
+    """Raise TaskError where the loader's samples are not the elements of its dataset, each once an epoch."""
+    from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler, WeightedRandomSampler
+    from torch.utils.data.distributed import DistributedSampler
+
+    name, instead = f"{where} returned a {type(loader).__name__}", "  Return the dataset itself"
+    if loader.batch_sampler is None and loader.batch_size is None:
+        raise TaskError(
+            f"{name} with batch_size=None: its dataset may hold batches, and the launcher makes up batches itself.\n"
+            f"{instead}, one sample for each element."
+        )
+    if isinstance(loader.dataset, IterableDataset):
+        return
+    if loader.batch_size is None:
+        raise TaskError(
+            f"{name} with a batch_sampler of its own ({type(loader.batch_sampler).__name__}): which samples go into a "
+            f"micro-batch is the launcher's to decide.\n{instead}, or a Subset of it."
+        )
+    sampler, samples = loader.sampler, len(loader.dataset)
+    if isinstance(sampler, WeightedRandomSampler) or (isinstance(sampler, RandomSampler) and sampler.replacement):
+        raise TaskError(
+            f"{name} with a {type(sampler).__name__} that draws with replacement: training reads each sample once an "
+            f"epoch.\n{instead}, with weights in the loss, or repeated samples in a Subset."
+        )
+    if isinstance(sampler, SequentialSampler | DistributedSampler):
+        return
+    drawn = len(sampler) if hasattr(sampler, "__len__") else None
+    if drawn != samples:
+        raise TaskError(
+            f"{name} whose {type(sampler).__name__} draws {'an unknown number' if drawn is None else drawn} of "
+            f"{samples} samples: training reads each sample of the dataset once an epoch.\n{instead}, or a Subset of "
+            "those that belong to it."
+        )
+
+
+def _seed(seed: int, part: str) -> None:
+
+    seed_everything(seed_for(seed, part))
+
+
+def _find(target: str, search_path: Sequence[str]) -> Callable[..., Any]:
+    module_name, _, class_name = target.rpartition(".")
+    if not module_name:
+        raise TaskError(f"task._target_={target}: want a dotted path, such as my_tasks.MyTask.")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
+            raise TaskError(
+                f"task._target_={target}: no module {error.name!r}.\n"
+                f"  Searched: {', '.join(search_path)}, and the packages installed for {sys.executable}."
+            ) from None
+        raise
+    found = getattr(module, class_name, None)
+    if found is None:
+        public = [
+            name for name, value in vars(module).items() if inspect.isclass(value) and value.__module__ == module_name
+        ]
+        raise TaskError(
+            f"task._target_={target}: {module.__file__} has no {class_name!r}.\n"
+            f"  {did_you_mean(class_name, public)}Its classes: {', '.join(public) or 'none'}."
+        )
+    if not callable(found):
+        raise TaskError(f"task._target_={target}: this is a {type(found).__name__}, not a class.")
+    return cast("Callable[..., Any]", found)
+
+
+def _check_params(target: str, cls: Callable[..., Any], params: dict[str, Any]) -> None:
+    signature = inspect.signature(cls)
+    try:
+        signature.bind(**params)
+    except TypeError as error:
+        known = [
+            name for name, parameter in signature.parameters.items() if parameter.kind is not parameter.VAR_KEYWORD
+        ]
+        takes_any = len(known) < len(signature.parameters)
+        wrong = None if takes_any else next((name for name in params if name not in known), None)
+        problem = f"task: {target} {error}." if wrong is None else f"task.{wrong}: {target} has no such parameter."
+        hint = did_you_mean(wrong or "", known, "task.")
+        raise TaskError(f"{problem}\n  {hint}Its parameters: {', '.join(known) or 'none'}.") from None
+
+
+def users_frames(error: Exception) -> str:
+    """Return the part of the traceback that is in the user's own code, or all of it if none is."""
+    ours = str(Path(__file__).resolve().parent)
+    torch = sys.modules.get("torch")
+    others = (ours, "<frozen", *(() if torch is None else (str(Path(str(torch.__file__)).parent),)))
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if not frame.filename.startswith(others) and "importlib" not in frame.filename]
+    return "".join(traceback.format_list(theirs or frames)).rstrip()
+
+
+def seed_for(seed: int, part: str) -> int:
+    """Return the seed of ``part``, so that what one part draws does not depend on how many numbers another drew."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{part}".encode(), digest_size=7).digest(), "little")
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the global generators of torch, Python and, where it is in use, NumPy."""
+    import torch
+
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed % 2**32)

@@ -1,0 +1,118 @@
+"""Two checkpoints side by side, tensor by tensor, as JSON: what `launch drill` compares runs by.
+
+    python -m launcher.train.checkpoint.diff CHECKPOINT REFERENCE PARENT_PID
+
+One process reads both, however many ranks wrote them, some tensors at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from launcher.process import die_with_parent
+from launcher.train.checkpoint.file_format import Planner, Reader
+
+_AT_ONCE_BYTES = 1 << 28
+# a difference that is nan, or infinite: JSON has neither, and its square is a number still
+_FAR = 1e100
+
+
+@dataclass
+class Alike:
+    """As of launcher.drill.verdict.Difference. Of a missing tensor, or one of another shape, nothing can be subtracted:
+    it counts as differing."""
+
+    tensors: int = 0
+    differing: int = 0
+    first: str | None = None
+    absolute: float = 0.0
+    relative: float = 0.0
+    norm: float = 0.0
+
+
+def compare(directory: Path, reference: Path) -> Alike:
+    """Tensors of every kind (parameters, buffers, the optimizer's state, each rank's random state), and what the
+    optimizer keeps beside tensors."""
+    ours, theirs = (Reader(place).read_metadata().state_dict_metadata for place in (directory, reference))
+    names = sorted({*ours, *theirs}, key=lambda name: (not name.startswith("model."), name))
+    found = Alike(tensors=len(names))
+    both = {name for name in names if name in ours and name in theirs and _shape(ours, name) == _shape(theirs, name)}
+    alone = [name for name in names if name not in both]
+    squared = total = 0.0
+    for batch in _batches([name for name in names if name in both], theirs):
+        mine, wanted = (_read(place, batch, theirs) for place in (directory, reference))
+        for name in batch:
+            a, b = mine[name], wanted[name]
+            same = _same(a, b)
+            if isinstance(b, Tensor) and name.startswith("model."):
+                total += float(b.double().nan_to_num(0, 0, 0).square().sum())
+            if same:
+                continue
+            found.differing += 1
+            found.first = found.first or name
+            if isinstance(a, Tensor) and isinstance(b, Tensor):
+                off = (a.double() - b.double()).abs().nan_to_num(_FAR, _FAR)
+                most, scale = float(off.max()), float(b.double().abs().nan_to_num(0, 0).max())
+                found.absolute = max(found.absolute, most)
+                found.relative = max(found.relative, most / scale if scale else float(most > 0))
+                squared += float(off.square().sum()) if name.startswith("model.") else 0.0
+    found.differing += len(alone)
+    found.first = found.first or next(iter(alone), None)
+    found.norm = (squared / total) ** 0.5 if total else float(squared > 0)
+    return found
+
+
+def _shape(entries: dict[str, Any], name: str) -> Any:
+    entry = entries[name]
+    return (entry.size, entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
+
+
+def _batches(names: list[str], entries: dict[str, Any]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    size = 0
+    for name in names:
+        entry = entries[name]
+        batch.append(name)
+        size += entry.size.numel() * entry.properties.dtype.itemsize if isinstance(entry, TensorStorageMetadata) else 0
+        if size > _AT_ONCE_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _read(directory: Path, names: list[str], entries: dict[str, Any]) -> dict[str, Any]:
+    state: dict[str, Any] = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        if isinstance(entry := entries[name], TensorStorageMetadata)
+        else None
+        for name in names
+    }
+    dcp.load(state, storage_reader=Reader(directory), planner=Planner(), no_dist=True)
+    return state
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Bit by bit: the same nan is the same, and minus zero is not zero."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.equal(*(each.contiguous().reshape(-1).view(torch.uint8) for each in (a, b)))
+    return type(a) is type(b) and repr(a) == repr(b)
+
+
+if __name__ == "__main__":
+    die_with_parent(int(sys.argv[3]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "torch.distributed is disabled": so it is
+        found = compare(Path(sys.argv[1]), Path(sys.argv[2]))
+    print(json.dumps(asdict(found)))

@@ -1,0 +1,253 @@
+"""Files of a checkpoint: manifest with checksums; written by torch, read without unpickling.
+
+torch's serializer is C++ that calls back into Python for each write, and an error there comes out of it as another one,
+without its errno. So a write never raises here: what follows the first error goes nowhere, and the error is raised when
+the file is closed.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import zlib
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
+from enum import Enum
+from importlib import metadata
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import ReadItem
+
+from launcher.errors import WrongCheckpoint
+from launcher.rundir.files import read_json, write_json
+from launcher.rundir.paths import STATE
+
+MANIFEST = "manifest.json"
+# of a checkpoint: what its files are called and what is in them
+FORMAT = 1
+_CHUNK = 1 << 22
+
+Files = dict[str, tuple[int, int]]  # by name: bytes, CRC-32
+
+
+def checksums(files: Iterable[Path]) -> Files:
+    return {file.name: _checksum(file) for file in files}
+
+
+def write_manifest(directory: Path, files: Mapping[str, tuple[int, int]]) -> None:
+    listed = {name: {"bytes": size, "crc32": crc} for name, (size, crc) in sorted(files.items())}
+    write_json(directory / MANIFEST, {"format": FORMAT, "files": listed})
+
+
+def read_manifest(directory: Path) -> Files | str:
+    """What the files must be, or why that is not known.
+
+    Raises:
+        WrongCheckpoint: a newer launcher wrote it, or this user may not read it: no older one is the answer to that.
+    """
+    try:
+        fields: dict[str, Any] | None = read_json(directory / MANIFEST)
+        if fields is None:
+            return (
+                f"it has no {MANIFEST}, which every checkpoint of a launcher's has: it was copied in part, or is none"
+            )
+        if fields.get("format", 1) > FORMAT:
+            raise WrongCheckpoint(_too_new(directory, fields["format"]))
+        return {name: (int(file["bytes"]), int(file["crc32"])) for name, file in fields["files"].items()}
+    except PermissionError as error:
+        raise WrongCheckpoint(_closed(directory, MANIFEST, error)) from None
+    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+        return f"its {MANIFEST} cannot be read: {type(error).__name__}: {error}"
+
+
+def _too_new(directory: Path, found: int) -> str:
+    try:
+        state: dict[str, Any] = read_json(directory / STATE) or {}
+        version = state["origin"]["launcher_version"]
+    except (OSError, ValueError, TypeError, LookupError):
+        version = "a newer version"
+    return (
+        f"{directory} has format {found}, and this launcher ({metadata.version('launcher')}) reads up to {FORMAT}: it "
+        f"was written by launcher {version}.\n  Resume the run with that one."
+    )
+
+
+def _closed(directory: Path, name: str, error: OSError) -> str:
+    return (
+        f"{directory / name} cannot be read: {error.strerror}.\n"
+        "  Have its owner open it (chmod -R u+rX), or resume as the user who wrote it."
+    )
+
+
+def problems(directory: Path, files: Mapping[str, tuple[int, int]]) -> list[str]:
+    """Which of ``files`` are not what they must be.
+
+    Raises:
+        WrongCheckpoint: this user may not read one of them.
+    """
+    found: list[str] = []
+    for name, wanted in files.items():
+        try:
+            size = (directory / name).stat().st_size
+            if size != wanted[0]:
+                found.append(f"{name} has {size:,} bytes instead of {wanted[0]:,}")
+            elif _checksum(directory / name) != wanted:
+                found.append(f"the content of {name} has changed")
+        except PermissionError as error:
+            raise WrongCheckpoint(_closed(directory, name, error)) from None
+        except OSError as error:
+            found.append(f"{name}: {error.strerror}")
+    return found
+
+
+def _checksum(file: Path) -> tuple[int, int]:
+    size = crc = 0
+    with file.open("rb") as stream:
+        while chunk := stream.read(_CHUNK):
+            size, crc = size + len(chunk), zlib.crc32(chunk, crc)
+    return size, crc
+
+
+_COPY_AHEAD = 10_000_000  # bytes on their way from the GPU while others are written: torch's default
+
+
+class Writer(dcp.FileSystemWriter):
+    """Writes one rank's share into ``directory``. ``staged``: the tensors are in host memory already."""
+
+    def __init__(self, directory: Path, *, staged: bool) -> None:
+        # what is on the host needs no copying ahead, for which torch would open the first GPU in a thread of its own
+        super().__init__(directory, per_thread_copy_ahead=0 if staged else _COPY_AHEAD)
+        self._disk = _Disk()
+        self.fs = self._disk
+
+    @property
+    def written(self) -> Files:
+        """The files of this rank so far."""
+        return self._disk.written
+
+    @property
+    def error(self) -> OSError | None:
+        """What the disk refused first."""
+        return self._disk.error
+
+
+class _Disk(FileSystem):
+    def __init__(self) -> None:
+        self.written: Files = {}
+        self.error: OSError | None = None
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
+        try:
+            with Path(path).open(mode) as file:
+                stream = _Stream(cast("BinaryIO", file))
+                yield cast("io.IOBase", stream)
+                stream.close()
+        except OSError as error:
+            self.error = self.error or error
+            raise
+        self.written[Path(path).name] = stream.size, stream.crc
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        super().rename(path, new_path)
+        self.written[Path(new_path).name] = self.written.pop(Path(path).name)
+
+
+class _Stream:
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._error: OSError | None = None
+        self.size = self.crc = 0
+
+    def write(self, data: bytes | memoryview) -> int:
+        size = memoryview(data).nbytes
+        if self._error is None:
+            try:
+                self._file.write(data)
+            except OSError as error:
+                self._error = error
+        self.size, self.crc = self.size + size, zlib.crc32(data, self.crc)
+        return size
+
+    def tell(self) -> int:
+        return self.size
+
+    def flush(self) -> None:
+        """Raises OSError: a write was refused. So do those below."""
+        if self._error is not None:
+            raise self._error
+        self._file.flush()
+
+    def fileno(self) -> int:
+        """Asked for by fsync."""
+        self.flush()
+        return self._file.fileno()
+
+    def close(self) -> None:
+        """Once more is no error, as for any file."""
+        if not self._file.closed:
+            self.flush()
+            self._file.close()
+
+
+# all that torch's own .metadata names, beside number formats
+_METADATA = {
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "TensorProperties",
+        "BytesStorageMetadata", "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"},
+    "pathlib": {"Path", "PosixPath"},
+    "pathlib._local": {"Path", "PosixPath"},
+}  # fmt: skip
+
+
+class Reader(dcp.FileSystemReader):
+    """Reads ``.metadata``, which is a pickle, as far as it holds what torch writes.
+
+    Raises:
+        pickle.UnpicklingError: it names anything else.
+    """
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002
+        with (self.path / ".metadata").open("rb") as file:  # pyright: ignore
+            metadata: Metadata = _Unpickler(file).load()
+        assert metadata.storage_meta is not None
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _METADATA.get(module, ()):
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        if (module, name) == ("builtins", "getattr"):  # so the first releases of Python 3.11 write a member of an Enum
+            return _member
+        raise pickle.UnpicklingError(f".metadata names {module}.{name}, which no checkpoint needs")
+
+
+def _member(kind: Any, name: str) -> Enum:
+    """``kind.name``, of an Enum only: anything else could be code."""
+    if isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__:
+        return kind.__members__[name]
+    raise pickle.UnpicklingError(f".metadata asks for {name} of {kind!r}, which no checkpoint needs")
+
+
+class Planner(dcp.DefaultLoadPlanner):
+    """What is no tensor (an optimizer's options) is read as numbers, strings and containers of them only."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        harmless = io.BytesIO()
+        torch.save(torch.load(value, weights_only=True), harmless)
+        harmless.seek(0)
+        super().load_bytes(read_item, harmless)

@@ -1,0 +1,330 @@
+"""Fingerprint of a data set: do all ranks hold the same samples? Compared before the first step.
+
+A window's samples are found by their index, so every rank must mean the same sample by it: else some samples are used
+twice in an epoch and others never, or held-out samples are trained on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import enum
+import hashlib
+import itertools
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from launcher.errors import DataError
+from launcher.plan.run_plan import RunPlan
+from launcher.task import is_mapped
+from launcher.train.data.loader import prefetch
+from launcher.train.data.randomness import Permutation, SampleRandom
+from launcher.train.world import World
+
+SAMPLES = 8
+# a loader process reads no further sample after so many seconds: slow data must not delay the start
+BUDGET_S = 1.0
+# rounding of another CPU, relative to the spread of a tensor's elements or to a single number
+_OF_SPREAD = 1e-5
+# and relative to the magnitude of the elements: 8 units in the last place of fp32
+_OF_MAGNITUDE = 2.0**-20
+# decoders of images differ; levels by which the mean over a part of an image may differ
+_LEVELS = 2.0
+_PARTS = 32
+_MOST_ELEMENTS = 2**20
+
+
+class Outline(NamedTuple):
+    """One sample, in a few bytes.
+
+    Args:
+        digest: hash of structure, shapes, formats and exact contents (integers, text, bytes, places of nan and inf).
+        numbers: weighted means over parts of what may be rounded: floating-point numbers, and images in bytes.
+        limits: differences of these numbers that rounding explains.
+        exact: hash of all contents.
+    """
+
+    digest: str
+    numbers: tuple[float, ...]
+    limits: tuple[float, ...]
+    exact: str
+
+    def agrees(self, other: Outline) -> bool:
+        if self.exact == other.exact:
+            return True
+        pairs = zip(self.numbers, other.numbers, self.limits, other.limits, strict=False)
+        return self.digest == other.digest and all(abs(a - b) <= max(limits) for a, b, *limits in pairs)
+
+
+def outline(sample: Any) -> Outline:
+    """Return the outline of a sample: tensors, arrays, images, text, numbers, containers, and objects' attributes.
+
+    The directory of an absolute path may be local to a host, and is left out of `digest`.
+    """
+    sketch = _Sketch()
+    sketch.add(sample)
+    return Outline(sketch.digest.hexdigest(), tuple(sketch.numbers), tuple(sketch.limits), sketch.exact.hexdigest())
+
+
+class _Sketch:
+    def __init__(self) -> None:
+        self.digest, self.exact = hashlib.blake2b(digest_size=12), hashlib.blake2b(digest_size=12)
+        self.numbers: list[float] = []
+        self.limits: list[float] = []
+        self._objects: set[int] = set()
+
+    def add(self, value: Any) -> None:
+        self._hash(f"{type(value).__name__}(".encode())
+        if isinstance(value, Tensor):
+            self._add_tensor(value)
+        elif isinstance(value, enum.Enum):
+            self._hash(value.name.encode())
+        elif isinstance(value, float | complex):
+            self._add_tensor(
+                torch.tensor(value, dtype=torch.complex128 if isinstance(value, complex) else torch.float64)
+            )
+        elif isinstance(value, bytes | bytearray):
+            self._hash(value)
+        elif isinstance(value, str | os.PathLike):
+            self._add_text(str(value))  # pyright: ignore[reportUnknownArgumentType]
+        elif value is None or isinstance(value, int):
+            self._hash(str(value).encode())
+        elif isinstance(value, Mapping):
+            for key, entry in value.items():  # pyright: ignore[reportUnknownVariableType]
+                self.add(key)
+                self.add(entry)
+        elif isinstance(value, list | tuple):
+            self._add_sequence(value)  # pyright: ignore[reportUnknownArgumentType]
+        elif isinstance(value, set | frozenset):  # their order differs from process to process
+            self._add_sequence(sorted(value, key=outline))  # pyright: ignore[reportUnknownArgumentType]
+        elif hasattr(value, "__array_interface__"):  # NumPy's arrays and scalars, and PIL's images
+            self._add_array(value)
+        elif not isinstance(value, type) and id(value) not in self._objects:
+            self._objects.add(id(value))
+            with contextlib.suppress(TypeError):  # an object without attributes
+                self.add(object.__getstate__(value))
+        self._hash(b")")
+
+    def _hash(self, content: bytes | bytearray) -> None:
+        self.digest.update(content)
+        self.exact.update(content)
+
+    def _add_text(self, text: str) -> None:
+        self.exact.update(text.encode(errors="surrogatepass"))
+        text = Path(text).name if Path(text).is_absolute() else text
+        self.digest.update(text.encode(errors="surrogatepass"))
+
+    def _add_sequence(self, values: Sequence[Any]) -> None:
+        self._hash(f"{len(values)}:".encode())
+        if values and all(type(value) is float for value in values):
+            self._add_tensor(torch.tensor(values, dtype=torch.float64))
+            return
+        for value in values:
+            self.add(value)
+
+    def _add_array(self, value: Any) -> None:
+        import numpy
+
+        array = numpy.asarray(value)
+        if array.dtype.kind in "biufc":
+            self._add_tensor(torch.from_numpy(numpy.ascontiguousarray(array.astype(array.dtype.newbyteorder("=")))))
+        elif array.dtype.kind in "SUMm":
+            self._hash(f"{array.dtype}{array.shape}".encode() + array.tobytes())
+        elif array.dtype.kind == "O":
+            self._hash(str(array.shape).encode())
+            self._add_sequence(array.reshape(-1).tolist())
+
+    def _add_tensor(self, value: Tensor) -> None:
+        value = value.detach()
+        if value.is_meta:
+            self._hash(f"{value.dtype}{tuple(value.shape)}".encode())
+            return
+        if value.is_nested:
+            self._add_sequence(value.unbind())
+            return
+        self._hash(f"{value.dtype}{value.layout}{tuple(value.shape)}".encode())
+        if value.is_quantized:
+            value = value.dequantize()
+        if value.layout != torch.strided and value.layout != torch._mkldnn:  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+            sparse = value.to_sparse_coo().coalesce()
+            self._add_tensor(sparse.indices())
+            self._add_tensor(sparse.values())
+            return
+        dense = value.to_dense().cpu().resolve_conj().resolve_neg().contiguous()
+        content = ctypes.string_at(dense.data_ptr(), dense.nbytes) if dense.nbytes else b""
+        self.exact.update(content)
+        image = dense.dtype is torch.uint8 and dense.ndim >= 3
+        if not (dense.is_floating_point() or dense.is_complex() or image):
+            self.digest.update(content)
+        elif dense.numel():
+            relative = 0.0 if image else max(_OF_MAGNITUDE, torch.finfo(dense.dtype).eps)
+            flat = (torch.view_as_real(dense) if dense.is_complex() else dense).reshape(-1)
+            flat = flat[:: -(-flat.numel() // _MOST_ELEMENTS)].double()
+            self._add_rounded(flat, _LEVELS if image else None, relative)
+
+    def _add_rounded(self, flat: Tensor, absolute: float | None, relative: float) -> None:
+        """Add the means of parts, with weights between 0.5 and 1.5 that tell the elements' places apart."""
+        special = torch.stack([flat.isnan(), flat.isposinf(), flat.isneginf()])
+        self.digest.update(bytes(special.any(1).tolist()))
+        if special.any():
+            self.digest.update(ctypes.string_at(special.data_ptr(), special.nbytes))
+        flat = flat.nan_to_num(0.0, 0.0, 0.0)
+        if absolute is None:
+            # the median's deviation: one large element does not hide the others
+            spread = (flat - flat.median()).abs().median() if flat.numel() > 1 else flat.abs()
+            absolute = _OF_SPREAD * spread.item()
+        weights = 1.0 + torch.arange(flat.numel(), dtype=torch.float64).cos() / 2
+        size = -(-flat.numel() // _PARTS)
+        for part, weight in zip(flat.split(size), weights.split(size), strict=True):
+            self.numbers.append((part * weight).mean().item())
+            self.limits.append(absolute + relative * part.abs().mean().item())
+
+
+def require_same_data(datasets: Mapping[str, Any], plan: RunPlan, world: World, device: torch.device) -> None:
+    """Compare data sets with a length between the ranks: the length, and a few samples. All ranks call it.
+
+    Samples are read as training reads them: in a loader process where there are some, with random numbers of their own.
+    Samples that differ between two reads on one rank (an augmentation with a generator of its own) are left out. A
+    stream is compared where it is read (window_feed.py). A warning is printed where two of the data sets begin alike.
+
+    Args:
+        datasets: by the name that a message calls them; None where there is none.
+
+    Raises:
+        DataError: on all ranks, where a data set is not the same on all of them.
+    """
+    kinds = world.of_all([_kind(data) for data in datasets.values()])
+    for number, name in enumerate(datasets):
+        _require_alike(name, [by_name[number] for by_name in kinds])
+    mapped = {name: data for name, data in datasets.items() if is_mapped(data) and len(data)}
+    if not mapped or (world.size == 1 and len(mapped) == 1):
+        return
+    specs = [(name, index, 1) for name, data in mapped.items() for index in _indices(len(data), plan.train.seed)]
+    own = [outlines[0] for outlines in _read(mapped, specs, plan, device)]
+    everyone = world.of_all(own)
+    suspects = [spec for number, spec in enumerate(specs) if not _all_agree([each[number] for each in everyone])]
+    if suspects:
+        _explain(suspects, _read(mapped, [(name, index, 2) for name, index, _ in suspects], plan, device), world)
+    outlines: dict[str, list[Outline | None]] = {}
+    for (name, _, _), mine in zip(specs, own, strict=True):
+        outlines.setdefault(name, []).append(mine)
+    if world.rank == 0 and (twins := _same_beginning(outlines)) is not None:
+        print(f"{twins[1]} begins with the samples of {twins[0]}: {_SEEDED_ALIKE}", flush=True)
+
+
+def require_same_stream(name: str, own: list[Outline], world: World) -> None:
+    """Compare the first samples of a stream that every rank reads whole. All ranks call it.
+
+    Raises:
+        DataError: on all ranks, where a rank reads other samples.
+    """
+    everyone = world.of_all(own)
+    for rank, theirs in enumerate(everyone):
+        pairs = enumerate(zip(everyone[0], theirs, strict=False))
+        differs = next((number for number, (a, b) in pairs if not a.agrees(b)), None)
+        if differs is not None:
+            raise DataError(
+                f"{name} differs between ranks: sample {differs} of the stream on rank {rank} is not sample {differs} "
+                "on rank 0.\n  Every rank reads the whole stream and takes its part. Shuffle and augment with torch's, "
+                "Python's or NumPy's\n  global generators, which are seeded alike, and sort file names; or, where each "
+                "rank has samples of its own,\n  set `sharded = True` on the data set."
+            )
+
+
+_SEEDED_ALIKE = (
+    "is it held out at all?\n  Both are built under one seed, so that a random split in both gives two parts of one "
+    "split; draw synthetic held-out data from a generator of its own."
+)
+
+
+def _same_beginning(outlines: Mapping[str, list[Outline | None]]) -> tuple[str, str] | None:
+    """Return the names of two data sets whose first two samples are the same, and not alike among themselves."""
+    for (one, mine), (two, theirs) in itertools.combinations(outlines.items(), 2):
+        pairs = list(zip(mine[:2], theirs[:2], strict=False))
+        read = [a for a, b in pairs if a is not None and b is not None and a.agrees(b)]
+        if len(read) == 2 and not read[0].agrees(read[1]):
+            return one, two
+    return None
+
+
+def _kind(dataset: Any) -> str:
+    if dataset is None:
+        return "no data (None)"
+    return f"{len(dataset)} samples" if is_mapped(dataset) else "a stream"
+
+
+def _require_alike(name: str, kinds: list[str]) -> None:
+    rank = next((rank for rank, kind in enumerate(kinds) if kind != kinds[0]), None)
+    if rank is not None:
+        raise DataError(f"{name} differs between ranks: {kinds[0]} on rank 0, {kinds[rank]} on rank {rank}.\n{_REMEDY}")
+
+
+def _indices(count: int, seed: int) -> list[int]:
+    drawn = Permutation(count, seed, 0).take(0, min(count, SAMPLES))
+    return list(dict.fromkeys([0, min(1, count - 1), count - 1, *drawn]))[:SAMPLES]
+
+
+def _all_agree(outlines: list[Outline | None]) -> bool:
+    read = [each for each in outlines if each is not None]
+    return all(each.agrees(read[0]) for each in read)
+
+
+def _explain(suspects: list[tuple[str, int, int]], read: list[list[Outline | None]], world: World) -> None:
+    """Raise DataError for the first sample that is stable on each rank and differs between them."""
+    everyone = world.of_all(read)
+    for number, (name, index, _) in enumerate(suspects):
+        twice = [each[number] for each in everyone]
+        if any(one is None or two is None or not one.agrees(two) for one, two in twice):
+            continue
+        first = [one for one, _ in twice]
+        rank = next((rank for rank, each in enumerate(first) if not _all_agree([first[0], each])), None)
+        if rank is not None:
+            raise DataError(
+                f"{name} differs between ranks: sample {index} on rank {rank} is not sample {index} on rank 0.\n"
+                f"{_REMEDY}"
+            )
+
+
+_REMEDY = (
+    "  Every rank must build the same data. torch's, Python's and NumPy's global generators are seeded alike on all "
+    "ranks\n  while the task builds it; seed other generators, sort file names, and give every host the same files."
+)
+
+
+def _read(
+    datasets: Mapping[str, Any], specs: list[tuple[str, int, int]], plan: RunPlan, device: torch.device
+) -> list[list[Outline | None]]:
+    """Outlines of the samples, each read as often as its spec says; None for reads that were left out."""
+    source = _Outlines(datasets, plan.train.seed)
+    batches: Iterable[Any] = prefetch(source, plan, device, plan.train.seed, order=specs)
+    return [[None if one is None else Outline(*one) for one in batch.data] for batch in batches]
+
+
+class _Outlines(Dataset[tuple[Any, int]]):
+    def __init__(self, datasets: Mapping[str, Any], seed: int) -> None:
+        self._datasets, self._random = datasets, SampleRandom(seed)
+        self._spent_s = 0.0
+
+    def __getitem__(self, spec: tuple[str, int, int]) -> tuple[list[Any], int]:
+        name, index, times = spec
+        if self._spent_s > BUDGET_S and times == 1:
+            return [None], 1
+        began = time.perf_counter()
+        found = [self._outline(self._datasets[name], index) for _ in range(times)]
+        self._spent_s += time.perf_counter() - began
+        return found, 1
+
+    def _outline(self, dataset: Any, index: int) -> tuple[Any, ...] | None:
+        with self._random.own():
+            self._random.seed(0, index)
+            try:
+                return tuple(outline(dataset[index]))
+            except Exception:  # training, or the evaluation, meets it again and says where
+                return None

@@ -1,0 +1,271 @@
+"""Loader processes: samples are read and collated ahead of the step; and what a source of windows is."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import dataclasses
+import functools
+import inspect
+import io
+import os
+import pickle
+import signal
+import sys
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from launcher.errors import DataError, LauncherError
+from launcher.plan.run_plan import RunPlan
+from launcher.process import STOP_SIGNALS, die_with_parent
+from launcher.task import users_frames
+
+# Loader processes are forked in the middle of a run too, while gloo's threads come and go in Python. Before Python 3.12
+# a fork while one of them registers itself leaves the child waiting for that thread's lock without end. Taking the lock
+# once, as this call does, waits until nobody is half way.
+if sys.version_info < (3, 12):
+    os.register_at_fork(before=sys._current_frames)  # pyright: ignore[reportPrivateUsage]
+
+# Up to this size a tensor is cheaper sent by value through the loader's pipe. torch sends each one as a file descriptor
+# of shared memory, over a socket connection of its own: about 0.2 ms a tensor, whatever its size.
+BY_VALUE_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """``data``: collated, on the device. ``samples``: how many count; 0 in a stand-in that runs with weight zero
+    because the other ranks have one more micro-batch than this rank has samples for."""
+
+    data: Any
+    samples: int
+
+
+def prefetch(
+    source: Dataset[Any], plan: RunPlan, device: torch.device, seed: int, order: Iterable[Any] | None = None
+) -> Generator[MicroBatch, None, None]:
+    """Micro-batches of ``source``, from loader processes that stay two windows ahead of the step.
+
+    Args:
+        source: gives (batch, samples), for each element of ``order``, or in its own order if it is iterable.
+        seed: of the loader processes' random numbers, for a dataset that augments or shuffles.
+    """
+    # of an iterable, each process would read a copy
+    workers = plan.train.loader_workers if order is not None else min(1, plan.train.loader_workers)
+    packs, pins = workers > 0 and device.type == "cpu", device.type == "cuda"  # a GPU's go through pinned memory
+    if not workers and not pins:  # DataLoader would only add its own time
+        for data, samples in source if order is None else map(source.__getitem__, order):
+            yield MicroBatch(to_device(data, device), samples)
+        return
+    if workers:
+        source = _Guarded(source, packs) if order is not None else _GuardedStream(source, packs)
+    loader: DataLoader[Any] = DataLoader(
+        source,
+        batch_size=None,
+        sampler=order,  # pyright: ignore[reportArgumentType]
+        num_workers=workers,
+        collate_fn=_Pinned if pins else _as_is,
+        prefetch_factor=max(2, -(-2 * plan.batch.accumulation // workers)) if workers else None,
+        pin_memory=pins,
+        worker_init_fn=functools.partial(_init_loader_process, os.getpid()),
+        # a generator of its own: reading data must not draw from the stream that dropout uses
+        generator=torch.Generator().manual_seed(seed),
+    )
+    for item in loader:
+        if isinstance(item, _Failed):
+            raise DataError(item.text)
+        data, samples = pickle.loads(item) if packs else item
+        yield MicroBatch(to_device(data, device), samples)
+
+
+def _init_loader_process(parent: int, worker: int) -> None:  # noqa: ARG001
+    """A stop request goes to a rank's whole process group, or to every process of a job, but the rank's last window
+    still needs its data: a loader process goes when its rank does, or by a SIGTERM of its rank's."""
+    os.setpgid(0, 0)
+    die_with_parent(parent)
+    for number in set(STOP_SIGNALS) - {signal.SIGTERM}:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=_obey, args=(parent,), daemon=True).start()
+
+
+def _obey(parent: int) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        pass
+    os._exit(0)
+
+
+def _as_is(item: Any) -> Any:
+    return item
+
+
+@dataclass(frozen=True)
+class _Failed:
+    """Error raised by the user's code in a loader process, sent in place of a batch.
+
+    torch itself would raise an exception of the same type whose message is a whole traceback.
+    """
+
+    text: str
+
+    @classmethod
+    def by(cls, error: Exception) -> _Failed:
+        if isinstance(error, LauncherError):
+            return cls(str(error))
+        frames = users_frames(error)
+        return cls(
+            f"{type(error).__name__}: {error}\n  Raised in a loader process by the dataset or collate:\n{frames}"
+        )
+
+
+class _Guarded(Dataset[Any]):
+    """The source in a loader process: packed batches, or what it raised."""
+
+    def __init__(self, source: Any, packs: bool) -> None:
+        self._source, self._pack = source, _pack if packs else _as_is
+
+    def __getitem__(self, spec: Any) -> Any:
+        try:
+            return self._pack(self._source[spec])
+        except Exception as error:
+            return _Failed.by(error)
+
+
+class _GuardedStream(IterableDataset[Any]):
+    def __init__(self, source: Any, packs: bool) -> None:
+        self._source, self._pack = source, _pack if packs else _as_is
+
+    def __iter__(self) -> Generator[Any, None, None]:
+        try:
+            yield from map(self._pack, self._source)
+        except Exception as error:
+            yield _Failed.by(error)
+
+
+class _Packer(ForkingPickler):
+    """As the loader's own pickler, which shares memory, but for small plain tensors."""
+
+    def reducer_override(self, obj: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        plain = type(obj) is Tensor and obj.layout == torch.strided and not (obj.requires_grad or obj.is_conj())
+        if not plain or obj.nbytes > BY_VALUE_BYTES or obj.is_neg():
+            return NotImplemented
+        whole = obj.contiguous()
+        return _unpack, (ctypes.string_at(whole.data_ptr(), whole.nbytes), obj.dtype, obj.shape)
+
+
+def _pack(item: Any) -> bytes:
+    buffer = io.BytesIO()
+    _Packer(buffer).dump(item)
+    return buffer.getvalue()
+
+
+def _unpack(data: bytes, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    if not data:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """Return ``value`` with every tensor in it on ``device``.
+
+    Searched are the containers that torch's pytree knows (named tuples, defaultdict and registered classes included),
+    dataclasses, and other mappings and sequences. An object with a ``to`` method moves itself.
+    """
+    return value if device.type == "cpu" else _mapped(value, "to", functools.partial(_moved, device=device))
+
+
+def _moved(item: Any, device: torch.device) -> Any:
+    try:
+        parameters = inspect.signature(item.to).parameters.values()
+    except ValueError:  # a built-in method, such as a tensor's
+        return item.to(device, non_blocking=True)
+    asynchronous = any(each.name == "non_blocking" or each.kind is each.VAR_KEYWORD for each in parameters)
+    moved = item.to(device, non_blocking=True) if asynchronous else item.to(device)
+    return item if moved is None else moved  # some move themselves in place
+
+
+def _mapped(value: Any, method: str, change: Callable[[Any], Any]) -> Any:
+    """Replace every object in ``value`` that has ``method`` by ``change(object)``; containers keep their type."""
+
+    def has_method(item: Any) -> bool:
+        return callable(getattr(item, method, None)) and not isinstance(item, type)
+
+    def leaf(item: Any) -> Any:
+        if has_method(item):
+            return change(item)
+        # containers that pytree takes for leaves
+        if dataclasses.is_dataclass(item) and not isinstance(item, type):
+            clone = copy.copy(item)
+            for each in dataclasses.fields(item):
+                if hasattr(item, each.name):
+                    object.__setattr__(clone, each.name, inner(getattr(item, each.name)))  # frozen ones too
+            return clone
+        if isinstance(item, MutableMapping):
+            clone = cast("MutableMapping[Any, Any]", copy.copy(item))
+            for key in list(clone):
+                clone[key] = inner(clone[key])
+            return clone
+        if isinstance(item, list | tuple):
+            items: Any = [inner(each) for each in cast("Sequence[Any]", item)]
+            return type(item)(*items) if hasattr(item, "_fields") else type(item)(items)
+        return item
+
+    def inner(item: Any) -> Any:
+        return tree_map(leaf, item, is_leaf=lambda each: has_method(each) or isinstance(each, torch.Size))
+
+    return inner(value)
+
+
+class _Pinned:
+    """A batch whose tensors DataLoader's pinning thread copies to page-locked memory, whatever container has them."""
+
+    def __init__(self, item: Any) -> None:
+        self.item = item
+
+    def pin_memory(self) -> Any:
+        return _mapped(self.item, "pin_memory", lambda each: each.pin_memory())
+
+
+Collate = Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a window lies: ``index`` in the run, ``window`` in its epoch."""
+
+    index: int = 0
+    epoch: int = 0
+    window: int = 0
+
+
+BEGINNING = Place()
+
+
+@dataclass(frozen=True)
+class Window:
+    """One optimizer step's share of this rank: ``count`` micro-batches. ``index``: counted over the whole run."""
+
+    index: int
+    epoch: int
+    count: int
+    micro_batches: Iterator[MicroBatch]
+
+
+class Feed(Protocol):
+    """A source of windows.
+
+    ``has_next``: this rank has a sample for the window after the one under way. ``settle`` takes what all ranks have
+    said of that, and answers where the next window lies.
+    """
+
+    def windows(self) -> Iterator[Window]: ...
+    def has_next(self) -> bool: ...
+    def settle(self, anyone_has_next: bool) -> Place: ...
+    def close(self) -> None: ...

@@ -1,0 +1,306 @@
+"""Random numbers: state of the generators, the numbers of a sample, and an epoch's permutation.
+
+All of them: torch's (on the CPU and on this rank's GPU), Python's, and NumPy's where it is in use.
+"""
+
+from __future__ import annotations
+
+import _random
+import ctypes
+import hashlib
+import math
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from launcher.task import seed_for
+
+T = TypeVar("T")
+Seed = Callable[[int, int], None]  # (epoch, place of the sample in it)
+
+
+def live_random_state(device: torch.device) -> dict[str, Any]:
+    """Return the generators' state as they have it: for this process, at the least cost."""
+    state = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    numpy = sys.modules.get("numpy")
+    # a generator that the user has put in its place is the user's to keep
+    if numpy is not None and (legacy := numpy.random.get_state(legacy=False))["bit_generator"] == "MT19937":
+        state["numpy"] = legacy
+    return state
+
+
+def restore_live_random_state(state: dict[str, Any], device: torch.device) -> None:
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+    if "numpy" in state:
+        sys.modules["numpy"].random.set_state(state["numpy"])
+
+
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """Return the generators' state as tensors, which a checkpoint holds without pickling anything."""
+    live = live_random_state(device)
+    _, words, gauss = live.pop("python")
+    legacy = live.pop("numpy", None)
+    state: dict[str, Tensor] = {
+        **live,
+        "python": torch.tensor(words),
+        "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
+    }
+    if legacy is not None:
+        words = [*legacy["state"]["key"].tolist(), int(legacy["state"]["pos"]), int(legacy["has_gauss"])]
+        state["numpy"] = torch.tensor(words)
+        state["numpy_gauss"] = torch.tensor([float(legacy["gauss"])], dtype=torch.float64)
+    return state
+
+
+def restore_random_state(state: dict[str, Tensor], device: torch.device) -> None:
+    gauss: list[float] = state["python_gauss"].tolist()
+    live: dict[str, Any] = {
+        "torch": state["torch"].cpu(),
+        "python": (3, tuple(state["python"].tolist()), gauss[0] if gauss else None),
+    }
+    if "cuda" in state and device.type == "cuda":  # the run may have come from GPUs to where there are none
+        live["cuda"] = state["cuda"].cpu()
+    if "numpy" in state:
+        import numpy as np
+
+        *key, position, has_gauss = state["numpy"].tolist()
+        live["numpy"] = ("MT19937", np.array(key, np.uint32), position, has_gauss, state["numpy_gauss"].item())
+    restore_live_random_state(live, device)
+
+
+class _PythonGenerator:
+    """The state of Python's global generator where it is in memory: ``random.getstate`` takes far longer."""
+
+    def __init__(self) -> None:
+        self._generator = cast("Any", random.random).__self__
+        head, end = object.__basicsize__, _random.Random.__basicsize__  # of the part that is written in C
+        self._words = (ctypes.c_char * (end - head)).from_address(id(self._generator) + head)
+
+    @property
+    def state(self) -> tuple[bytes, float | None]:
+        """Words that change with every draw and every seed, and the number that the last ``gauss`` left over."""
+        return self._words.raw, self._generator.gauss_next
+
+    @state.setter
+    def state(self, state: tuple[bytes, float | None]) -> None:
+        self._words.raw, self._generator.gauss_next = state
+
+
+class _NumpyGenerator:
+    """A generator of our own for NumPy's global functions.
+
+    To put one in place takes a hundredth of the time in which NumPy hands out a state.
+    """
+
+    def __init__(self, numpy: Any) -> None:
+        self._random, self._legacy = numpy.random, numpy.random.MT19937
+        self._own, self._outer = self._legacy(0), self._random.get_bit_generator()
+        self._words, self._outer_words = self._words_of(self._own), self._words_of(self._outer)
+        self._left = b""
+        self._kept: Any = None
+
+    def _words_of(self, generator: Any) -> Any:
+        """Return its 624 words and its position where they are in memory; a user's own generator may have none."""
+        size = 625 * 4 if isinstance(generator, self._legacy) else 0
+        return (ctypes.c_char * size).from_address(generator.ctypes.state_address)
+
+    def put_in(self) -> None:
+        if (outer := self._random.get_bit_generator()) is not self._outer:
+            self._outer, self._outer_words, self._left = outer, self._words_of(outer), b""
+        # a change of generators loses the number that a draw of two normal ones has left over
+        if isinstance(outer, self._legacy) and self._outer_words.raw != self._left:
+            self._kept = self._random.get_state(legacy=False)
+        self._random.set_bit_generator(self._own)
+
+    def take_out(self) -> None:
+        self._random.set_bit_generator(self._outer)
+        if self._kept is not None and self._kept["has_gauss"]:
+            self._random.set_state(self._kept)
+        else:
+            self._left = self._outer_words.raw
+        self._kept = None
+
+    @property
+    def state(self) -> bytes:
+        """Its words; they change with every draw and every seed."""
+        return self._words.raw
+
+
+class _Watch:
+    """torch's default generator for the functions of Python that use it, such as torch.initial_seed()."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator, self.used = generator, False
+
+    def __getattr__(self, name: str) -> Any:
+        self.used = True
+        return getattr(self.generator, name)
+
+
+# odd, so that no two samples of an epoch have one seed, also in the lower 32 bits, all that torch and NumPy use
+_STRIDE, _LIMIT = 0x9E3779B97F4A7C15, 2**64
+
+
+class SampleRandom:
+    """The random numbers that reading samples draws.
+
+    A dataset that augments then gives the same samples after a resume, in every loader process and in every world; one
+    that is read in the step's own process draws nothing from the stream of dropout.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._epoch, self._base = 0, seed_for(seed, "samples/0")
+        self._drawn = False
+        self._python = _PythonGenerator()
+        self._numpy: _NumpyGenerator | None = None
+        self._left: tuple[Tensor, Any] | None = None
+
+    @contextmanager
+    def own(self) -> Iterator[None]:
+        """Around reads, each after a ``seed``: what they draw is nobody else's."""
+        torch_state, python_state, numpy = torch.get_rng_state(), random.getstate(), self._put_in_numpy()
+        try:
+            yield
+        finally:
+            torch.set_rng_state(torch_state)
+            random.setstate(python_state)
+            if numpy is not None:
+                numpy.take_out()
+
+    def _put_in_numpy(self) -> _NumpyGenerator | None:
+        if self._numpy is None and (numpy := sys.modules.get("numpy")) is not None:
+            self._numpy = _NumpyGenerator(numpy)
+        if self._numpy is not None:
+            self._numpy.put_in()
+        return self._numpy
+
+    def around(self, read: Callable[[Seed | None], T]) -> T:
+        """Return the result of ``read``, which is to call ``seed`` before each sample if it is given one.
+
+        To seed the generators takes longer than to read a small sample, and most data sets draw no random numbers. So
+        there is no ``seed`` until a read has drawn some: that read is repeated.
+        """
+        if not self._drawn:
+            with self._watched() as unused:
+                try:
+                    value = read(None)
+                except Exception:
+                    if unused():
+                        raise
+                else:
+                    if unused():
+                        return value
+            self._drawn = True
+        with self.own():
+            return read(self.seed)
+
+    @contextmanager
+    def _watched(self) -> Iterator[Callable[[], bool]]:
+        """Around a read without seeds. Yields a function that returns whether it has left all generators alone."""
+        watch, python, numpy = _Watch(torch.default_generator), self._python, self._put_in_numpy()
+        torch_state = torch.get_rng_state()
+        # NumPy may be imported, and drawn from, by the read itself
+        before = python.state, numpy.state if numpy is not None else "numpy" in sys.modules
+        torch.default_generator = torch.random.default_generator = watch  # pyright: ignore[reportAttributeAccessIssue]
+        used = True
+
+        def unused() -> bool:
+            nonlocal used
+            now = python.state, numpy.state if numpy is not None else "numpy" in sys.modules
+            used = watch.used or now != before or not torch.equal(torch_state, watch.generator.get_state())
+            return not used
+
+        try:
+            yield unused
+        finally:
+            torch.default_generator = torch.random.default_generator = watch.generator
+            if numpy is not None:
+                numpy.take_out()
+            if used:
+                torch.set_rng_state(torch_state)
+                python.state = before[0]
+
+    def seed(self, epoch: int, place: int) -> None:
+        """Seed the generators for a sample. Within ``own``. ``place``: of the sample in the epoch."""
+        if epoch != self._epoch:
+            self._epoch, self._base = epoch, seed_for(self._seed, f"samples/{epoch}")
+        seed = (self._base + place * _STRIDE) % _LIMIT
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        if (numpy := sys.modules.get("numpy")) is not None:
+            numpy.random.seed(seed % 2**32)
+
+    @contextmanager
+    def going_on(self, epoch: int) -> Iterator[None]:
+        """Around a read that goes on where the last one left the numbers: a stream draws alike however it is cut."""
+        with self.own():
+            if self._left is None:
+                self.seed(epoch, -1)
+            else:
+                torch.set_rng_state(self._left[0])
+                random.setstate(self._left[1])
+            try:
+                yield
+            finally:
+                self._left = torch.get_rng_state(), random.getstate()
+
+
+_ROUNDS = 4
+# SplitMix64's multipliers, as the signed numbers that int64 tensors hold
+_FIRST, _SECOND = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
+
+
+class Permutation:
+    """A bijection of [0, n) fixed by (seed, epoch), computed where it is asked for, in O(1) memory.
+
+    A Feistel network over a grid of about sqrt(n) x sqrt(n) cells, and walking on while the result lies outside n
+    (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002, sections 3.2, 3.3), with four
+    rounds (Luby and Rackoff, 1988) of the multiplications of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
+    """
+
+    def __init__(self, n: int, seed: int, epoch: int) -> None:
+        self.n = n
+        self._rows = math.isqrt(n - 1) + 1
+        self._columns = -(-n // self._rows)
+        key = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=8 * _ROUNDS).digest()
+        self._keys = [int.from_bytes(key[8 * i : 8 * i + 8], "little", signed=True) for i in range(_ROUNDS)]
+
+    def take(self, first: int, count: int) -> list[int]:
+        """What stands at positions [first, first + count).
+
+        Raises:
+            IndexError: a position outside [0, n).
+        """
+        if first < 0 or first + count > self.n:
+            raise IndexError(f"positions {first} to {first + count} are not in [0, {self.n})")
+        values = self._walk(torch.arange(first, first + count))
+        while (outside := values >= self.n).any():
+            values[outside] = self._walk(values[outside])
+        return values.tolist()
+
+    def _walk(self, values: Tensor) -> Tensor:
+        """One pass through the network: a bijection of the grid."""
+        left, right = values // self._columns, values % self._columns
+        for turn, key in enumerate(self._keys):
+            if turn % 2 == 0:
+                left = _mix(right, key).add_(left).remainder_(self._rows)
+            else:
+                right = _mix(left, key).add_(right).remainder_(self._columns)
+        return left * self._columns + right
+
+
+def _mix(x: Tensor, key: int) -> Tensor:
+    """The round function: 31 well mixed bits and a sign, which the modulus takes away. Products wrap, as wanted."""
+    x = (x + key).mul_(_FIRST)
+    return x.bitwise_xor_(x >> 30).mul_(_SECOND).bitwise_right_shift_(33)

@@ -1,0 +1,319 @@
+"""Feeds: which samples go into which micro-batch of which window, of indexed data and of streams.
+
+Window w of an epoch holds the samples at positions [w*G, (w+1)*G) of the epoch's permutation, whatever the world.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator, Sized
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
+
+from launcher.config.schema import ShortWindow
+from launcher.errors import DataError
+from launcher.plan.batch import Batch
+from launcher.plan.run_plan import RunPlan
+from launcher.plan.windows import Windows, share_of_window
+from launcher.task import is_loader
+from launcher.train.data.fingerprint import Outline, outline, require_same_data, require_same_stream
+from launcher.train.data.loader import BEGINNING, Collate, Feed, MicroBatch, Place, Window, prefetch
+from launcher.train.data.randomness import Permutation, SampleRandom, Seed
+from launcher.train.world import World
+
+PLACES_AHEAD = 4096
+
+
+def open_feed(
+    dataset: Any,
+    plan: RunPlan,
+    world: World,
+    device: torch.device,
+    collate: Collate | None = None,
+    start: Place = BEGINNING,
+    *,
+    compare: bool = False,
+) -> Feed:
+    """The windows of ``dataset``, from ``start`` on. Of a stream, what lies before is read and left out: it must come
+    again as it came before.
+
+    Args:
+        dataset: map-style (``__len__``, ``__getitem__``), or iterable.
+        collate: samples -> batch; default: torch's default_collate.
+        compare: whether the ranks make sure that they hold the same data. All ranks call this together then.
+
+    Raises:
+        DataError: the dataset's length is not the plan's, or the data differs between ranks.
+    """
+    if is_loader(dataset):
+        raise DataError(
+            f"The training data is a {type(dataset).__name__}: the engine makes up micro-batches of samples itself.\n"
+            "  Give its dataset to engine.windows(), and its collate_fn as collate."
+        )
+    collate = collate or default_collate
+    if compare:
+        require_same_data({"The training data": dataset}, plan, world, device)
+    if plan.task.samples is None:
+        return StreamFeed(dataset, plan, world, device, collate, start, compare=compare and world.size > 1)
+    if not isinstance(dataset, Sized) or len(dataset) != plan.task.samples:
+        found = f"{len(dataset)} samples" if isinstance(dataset, Sized) else "no length"
+        raise DataError(
+            f"The training data has {found} on rank {world.rank}, and the plan was made for {plan.task.samples}.\n"
+            "  The data must be the same on every host, and the same as when the plan was made."
+        )
+    return MapFeed(dataset, plan, world, device, collate, start.index)
+
+
+class MapFeed:
+    """Windows over a dataset with a length. Membership of a window is arithmetic, so a resume needs one integer."""
+
+    def __init__(
+        self, dataset: Any, plan: RunPlan, world: World, device: torch.device, collate: Collate, start: int
+    ) -> None:
+        assert plan.task.samples is not None
+        self._plan, self._rank, self._start = plan, world.rank, start
+        keep_short = plan.epoch.short_window_policy is ShortWindow.exact
+        self._spans = Windows(plan.task.samples, plan.batch, keep_short=keep_short)
+        specs = itertools.chain.from_iterable(map(self._specs, self._indices()))
+        shuffled = _Shuffled(dataset, plan.train.seed, collate)
+        self._source = prefetch(shuffled, plan, device, plan.train.seed, order=specs)
+
+    def _indices(self) -> Iterable[int]:
+        epochs = self._plan.train.epochs
+        return itertools.count(self._start) if epochs is None else range(self._start, self._spans.before(epochs))
+
+    def _specs(self, index: int) -> Iterator[_Spec]:
+        """This rank's micro-batches of a window."""
+        span = self._spans.at(index)
+        for offsets in share_of_window(span.size, self._plan.batch, self._rank):
+            yield _Spec(span.epoch, span.first, span.size, offsets.start, offsets.stop)
+
+    def windows(self) -> Iterator[Window]:
+        unit = self._plan.batch.micro_size * self._plan.batch.world_size
+        for index in self._indices():
+            self._index = index
+            span = self._spans.at(index)
+            count = -(-span.size // unit)
+            yield Window(index, span.epoch, count, itertools.islice(self._source, count))
+
+    def has_next(self) -> bool:
+        return True
+
+    def settle(self, anyone_has_next: bool) -> Place:  # noqa: ARG002 (every rank can count, and needs nobody's word)
+        following = self._spans.at(self._index + 1)
+        return Place(self._index + 1, following.epoch, following.window)
+
+    def close(self) -> None:
+        self._source.close()
+
+
+class _Spec(NamedTuple):
+    """A micro-batch by its place: offsets [start, stop) of the window that holds positions [first, first + size)."""
+
+    epoch: int
+    first: int
+    size: int
+    start: int
+    stop: int
+
+
+class _Shuffled(Dataset[tuple[Any, int]]):
+    """Finds and collates a micro-batch where the samples are read: in the loader's process, off the step's path."""
+
+    def __init__(self, dataset: Any, seed: int, collate: Collate) -> None:
+        self._dataset, self._seed, self._collate = dataset, seed, collate
+        self._random = SampleRandom(seed)
+        self._epoch, self._first, self._indices = -1, 0, list[int]()
+
+    def _window(self, spec: _Spec) -> list[int]:
+        """The window's samples. Micro-batches and windows follow each other, and many places cost little more to find
+        than one, so a stretch of them is kept."""
+        start = spec.first - self._first
+        if spec.epoch != self._epoch or start < 0 or start + spec.size > len(self._indices):
+            samples = len(self._dataset)
+            ahead = min(max(spec.size, PLACES_AHEAD), samples - spec.first)
+            self._indices = Permutation(samples, self._seed, spec.epoch).take(spec.first, ahead)
+            self._epoch, self._first, start = spec.epoch, spec.first, 0
+        return self._indices[start : start + spec.size]
+
+    def __getitem__(self, spec: _Spec) -> tuple[Any, int]:
+        indices = self._window(spec)
+        # without a sample of its own, a rank runs its window's first one with weight zero
+        mine = indices[spec.start : spec.stop] or indices[:1]
+
+        def read(seed: Seed | None) -> Any:
+            samples: list[Any] = []
+            for position, index in enumerate(mine, spec.first + spec.start):
+                if seed is not None:
+                    seed(spec.epoch, position)
+                samples.append(self._dataset[index])
+            return self._collate(samples)
+
+        return self._random.around(read), spec.stop - spec.start
+
+
+class StreamFeed:
+    """Windows over an iterable dataset, whose end no rank knows before it is there.
+
+    A window holds the next global batch of the stream, dealt out as ``share_of_window`` has it; a dataset that shards
+    itself says so with an attribute ``sharded = True``, and one that shuffles must do it alike on every rank. A rank
+    whose share has ended runs weight zero until all have.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        plan: RunPlan,
+        world: World,
+        device: torch.device,
+        collate: Collate,
+        start: Place,
+        *,
+        compare: bool = False,
+    ) -> None:
+        self._dataset, self._plan, self._world, self._device, self._collate = dataset, plan, world, device, collate
+        self._place = start
+        self._compare = compare
+        self._stand_in: MicroBatch | None = None
+        self._open()
+
+    def _open(self) -> None:
+        if callable(getattr(self._dataset, "set_epoch", None)):
+            self._dataset.set_epoch(self._place.epoch)
+        batch, seed = self._plan.batch, self._plan.train.seed
+        window = self._place.index - self._place.window  # the epoch's first
+        skip = sum(batch.accumulation_at(index) for index in range(window, self._place.index))
+        blocks = blocks_of_windows(batch, window, self._world.rank)
+        shard = Shard(self._dataset, blocks, self._collate, seed, self._place.epoch, skip, outlined=self._compare)
+        self._source = prefetch(shard, self._plan, self._device, seed)
+        if self._compare:
+            self._compare = False
+            outlines = [Outline(*each) for each in next(self._source).data]
+            require_same_stream("The training data", outlines, self._world)
+        self._next = next(self._source, None)
+        if self._next is not None and self._next.samples == OVER:
+            self._stand_in, self._next = MicroBatch(self._next.data, 0), None
+
+    def windows(self) -> Iterator[Window]:
+        while True:
+            count = self._plan.batch.accumulation_at(self._place.index)
+            yield Window(self._place.index, self._place.epoch, count, self._micro_batches(count))
+            if not self._place.window:
+                self._open()
+
+    def _micro_batches(self, count: int) -> Iterator[MicroBatch]:
+        for _ in range(count):
+            if self._next is not None:
+                current, self._next = self._next, next(self._source, None)
+                self._stand_in = MicroBatch(current.data, 0)
+                yield current
+            elif self._stand_in is not None:
+                yield self._stand_in
+            else:
+                raise DataError(
+                    f"Rank {self._world.rank} got no sample from the stream: it is empty, or has fewer blocks of "
+                    f"batch.micro_size={self._plan.batch.micro_size} samples than there are ranks.\n"
+                    "  Use fewer ranks or a smaller micro_size."
+                )
+
+    def has_next(self) -> bool:
+        return self._next is not None
+
+    def settle(self, anyone_has_next: bool) -> Place:
+        index, epoch, window = dataclasses.astuple(self._place)
+        self._place = Place(index + 1, epoch, window + 1) if anyone_has_next else Place(index + 1, epoch + 1)
+        return self._place
+
+    def close(self) -> None:
+        self._source.close()
+
+
+class Block(NamedTuple):
+    """The next ``size`` samples of a stream; ``mine``: whether they are this rank's."""
+
+    size: int
+    mine: bool
+
+
+def blocks_in_turn(size: int, world_size: int, rank: int) -> Iterator[Block]:
+    """Blocks of one size, to each rank in turn."""
+    for number in itertools.count():
+        yield Block(size, number % world_size == rank)
+
+
+def blocks_of_windows(batch: Batch, first: int, rank: int) -> Iterator[Block]:
+    """The micro-batches of all ranks in full windows, from window ``first`` of the run on."""
+    for index in itertools.count(first):
+        size, ranks = batch.global_size_at(index), range(batch.world_size)
+        shares = [share_of_window(size, batch, each) for each in ranks]
+        for number in range(batch.accumulation_at(index)):
+            yield from (Block(len(shares[each][number]), each == rank) for each in ranks)
+
+
+# in place of a number of samples: of this rank's share nothing is left, and this is what it stands in with
+OVER = -1
+# in place of a number of samples: the outlines of the stream's first samples, before everything else
+OUTLINES, OUTLINED_SAMPLES = -2, 4
+
+
+class Shard(IterableDataset[tuple[Any, int]]):
+    """This rank's blocks of a stream, collated.
+
+    Every rank reads the whole stream, with the same random numbers: one that shuffles must come in one order.
+
+    Args:
+        blocks: how the stream is dealt out. A rank's block of size 0 counts 0 samples: it is a stand-in.
+        skip: how many of this rank's blocks to leave out. If it has no more of them, the last one comes, as OVER.
+        outlined: whether the outlines of the first samples come first, as OUTLINES; none of a stream that is sharded.
+    """
+
+    def __init__(
+        self,
+        dataset: Iterable[Any],
+        blocks: Iterator[Block],
+        collate: Collate,
+        seed: int,
+        epoch: int,
+        skip: int = 0,
+        *,
+        outlined: bool = False,
+    ) -> None:
+        self._dataset, self._blocks, self._collate = dataset, blocks, collate
+        self._reading, self._collating = SampleRandom(seed), SampleRandom(seed)
+        self._epoch, self._skip, self._outlined = epoch, skip, outlined
+
+    def __iter__(self) -> Iterator[tuple[Any, int]]:
+        whole = bool(getattr(self._dataset, "sharded", False))
+        info = get_worker_info()
+        assert info is None or info.num_workers == 1
+        with self._reading.going_on(self._epoch):
+            samples = iter(self._dataset)
+        blocks = (Block(size, True) for size, mine in self._blocks if mine) if whole else self._blocks
+        newest: list[Any] = []  # this rank's last one, or before it has one, anybody's
+        left_out, skip, place = False, self._skip, 0
+        outlined = self._outlined
+        for size, mine in blocks:
+            with self._reading.going_on(self._epoch):
+                block = list(itertools.islice(samples, size))
+            if outlined:
+                outlined = False
+                yield [] if whole else [tuple(outline(sample)) for sample in block[:OUTLINED_SAMPLES]], OUTLINES
+            if size and not block:
+                break
+            newest = block if block and (mine or not newest) else newest
+            if mine and skip:
+                left_out, skip = True, skip - 1
+            elif mine:
+                left_out = False
+                yield self._collated(newest, place), len(block)
+            place += len(block)
+        if left_out and newest:
+            yield self._collated(newest, place), OVER
+
+    def _collated(self, samples: list[Any], place: int) -> Any:
+        with self._collating.own():
+            self._collating.seed(self._epoch, place)
+            return self._collate(samples)

@@ -1,0 +1,1 @@
+"""The optimizer step: micro-batches, window totals, clip, update."""

@@ -1,0 +1,331 @@
+"""Calibration: what the sync policy gains and what communication still costs, measured before the first window.
+
+The micro-batches of the first window run forward and backward with sync=every, with the job's own policy,
+and silently, without any collective. After a warm-up they take turns in rounds of shuffled order, so that whatever else
+the machine does meets all of them alike, and each round gives paired differences. Gradients are
+thrown away; random state, buffers, attributes of the model and the task and the strategy's own state are restored; no
+optimizer step is taken. Training is the same bits as without it. State beyond these, such as global variables, is
+not restored: run.calibrate_s=0 turns the phase off.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from launcher.config.schema import StrategyKind, Sync
+from launcher.errors import EngineMisuse, PolicyNotObserved, TaskError
+from launcher.heartbeat import PULSE, Phase
+from launcher.plan.run_plan import RunPlan
+from launcher.plan.sync_policy import passes
+from launcher.quantities import Interval, interval
+from launcher.rundir.files import build as from_json
+from launcher.train.data.loader import MicroBatch
+from launcher.train.engine.oom import is_out_of_memory
+from launcher.train.engine.preserved_state import Kept, KeptAttributes
+from launcher.train.parallel.base import Parallel
+from launcher.train.parallel.batchnorm import Norms
+from launcher.train.precision import Precision
+from launcher.train.world import World
+
+# the first windows of a process are slower: memory is allocated, and DDP rebuilds its buckets in the second one
+WARM_UP_WINDOWS = 2
+MIN_ROUNDS, MAX_ROUNDS = 3, 20
+# with run.calibrate_s=null: seconds at most, and the share of the run's predicted time
+DEFAULT_S, DEFAULT_SHARE = 15.0, 0.1
+
+Run = Callable[[Callable[..., Any], MicroBatch], tuple[Tensor, int | Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibrated:
+    """Result of a calibration. Times are seconds of one full window's forward and backward passes on the slowest rank.
+
+    Args:
+        asked_s: ``run.calibrate_s`` under which it was made.
+        rounds: measured rounds.
+        gain: how much longer the passes take with sync=every than with the job's policy; None where that policy sends
+            the same, or nothing was measured.
+        exposed: how much longer they take with the job's policy than without collectives; None where that was not
+            measured.
+        comm_s: time in which a collective was under way, with the job's policy; median.
+        not_measured: the reason where nothing was measured; empty otherwise.
+    """
+
+    asked_s: float | None = None
+    rounds: int = 0
+    gain: Interval | None = None
+    exposed: Interval | None = None
+    comm_s: float = 0.0
+    not_measured: str = ""
+
+    def step_s_every(self, step_s: float, data_s: float, *, reads_ahead: bool) -> Interval | None:
+        """Return the seconds that a whole step would take with sync=every.
+
+        Args:
+            step_s: seconds of a step with the job's policy, data and optimizer included; data_s: of those, waiting for
+                data.
+            reads_ahead: whether loader processes read while the step runs. Then a longer step waits less for data: the
+                first ``data_s`` of a difference do not show.
+        """
+        if self.gain is None:
+            return None
+        hidden = data_s if reads_ahead else 0.0
+
+        def with_gain(gain: float) -> float:
+            return max(0.0, step_s + math.copysign(max(0.0, abs(gain) - hidden), gain))
+
+        return Interval(*map(with_gain, (self.gain.value, self.gain.low, self.gain.high)))
+
+    @classmethod
+    def restored(cls, state: dict[str, Any] | None, plan: RunPlan) -> Self | None:
+        """Return a checkpoint's result; None where it has none, or where ``plan`` allows another time for it."""
+        if state is None or "rounds" not in state:  # of an older version
+            return None
+        calibrated = from_json(cls, state)
+        return None if calibrated.not_measured and calibrated.asked_s != plan.train.calibrate_s else calibrated
+
+    @property
+    def overlap(self) -> float | None:
+        """The part of the communication that was hidden behind computation, 0 to 1."""
+        if self.exposed is None:
+            return None
+        return min(1.0, max(0.0, 1 - self.exposed.value / self.comm_s)) if self.comm_s else 0.0
+
+
+def measured_as(plan: RunPlan) -> dict[str, Any]:
+    """Return what a step's time and traffic depend on, as JSON has it; figures of plans that differ here do not mix."""
+    left_out = ("forecasts", "sync_reason", "memory_bytes")  # about the policy, and no part of it
+    strategy = {name: value for name, value in dataclasses.asdict(plan.strategy).items() if name not in left_out}
+    return {
+        "nodes": plan.cluster.nodes,
+        "workers_per_node": plan.cluster.workers_per_node,
+        "device": plan.cluster.device,
+        "global_size": plan.batch.global_size,
+        "micro_size": plan.batch.micro_size,
+        "norm": plan.batch.norm,
+        "strategy": strategy,
+        "precision": dataclasses.asdict(plan.precision),
+        "compile": plan.train.compile,
+    }
+
+
+class Kind(Enum):
+    """How a window's passes run."""
+
+    own = auto()
+    every = auto()
+    silent = auto()
+
+
+class Calibration:
+    """The calibration phase of one rank, and its result: None before there is one.
+
+    Args:
+        owner: the object that the forward pass belongs to; its attributes are restored, like the model's.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        device: torch.device,
+        parallel: Parallel,
+        precision: Precision,
+        norms: Norms,
+        owner: object = None,
+    ) -> None:
+        self._world, self._device, self._owner = world, device, owner
+        self._parallel, self._precision, self._norms = parallel, precision, norms
+        self.result: Calibrated | None = None
+
+    def wanted(self, plan: RunPlan) -> bool:
+        """Return whether the phase measures anything: not with one rank, and not with ``run.calibrate_s=0``."""
+        return self._world.size > 1 and plan.train.calibrate_s != 0
+
+    def measure(self, plan: RunPlan, run: Run, micro_batches: Sequence[MicroBatch], steps_done: int) -> None:
+        """Run the phase if it is ``wanted``. All ranks call it; the engine, the model and all random state are
+        afterwards as before.
+
+        Args:
+            run: the loop's forward pass: (model, micro-batch) -> (loss_sum, items).
+            micro_batches: of this rank, on the device; repeated where a full window has more.
+
+        Raises:
+            PolicyNotObserved: the collectives that ran are not those of the policy.
+        """
+        if not self.wanted(plan):
+            return
+        if not micro_batches:
+            raise EngineMisuse("engine.calibrate() needs at least one batch.")
+        self._plan, self._run, self._count = plan, run, plan.batch.accumulation
+        self._steps_left = math.inf if plan.train.steps is None else plan.train.steps - steps_done
+        self._comm_s: list[float] = []
+        if plan.strategy.static_graph:
+            self.result = self._without("DDP cannot skip a reduction of a static graph")
+            return
+        kinds = self._kinds()
+        if len(kinds) < 2:
+            self.result = self._without("there is nothing to compare the job's policy with")
+            return
+        with self._parallel.trial():
+            self._micro_batches = micro_batches
+            self._kept = Kept(self._parallel.module, self._device)
+            self._attributes = KeptAttributes(self._parallel.module, self._owner)
+            try:
+                self.result = self._measure(kinds)
+            finally:  # copies of tensors, and batches
+                del self._kept, self._attributes, self._micro_batches
+
+    def _kinds(self) -> list[Kind]:
+        strategy = self._plan.strategy
+        sent = [passes(strategy.kind, sync, self._count) for sync in (strategy.sync, Sync.every)]
+        return [Kind.silent] * strategy.rehearses + [Kind.own] + [Kind.every] * (sent[0] != sent[1])
+
+    def _measure(self, kinds: list[Kind]) -> Calibrated:
+        # one micro-batch compiles, tunes and allocates what the first window needs anyway: its time does not count
+        cold_s = self._time(kinds[0], 1)
+        if math.isinf(cold_s):
+            if self._plan.strategy.kind is StrategyKind.ddp:  # the policies need as much memory
+                return self._without("a micro-batch does not fit into memory")
+            return self._measure(kinds[1:]) if len(kinds) > 2 else self._without("no room to run without communication")
+        self._started = time.perf_counter()
+        limit_s = self._limit_s(micro_batch_s := self._time(kinds[0], 1))
+        needed_s = len(kinds) * self._count * micro_batch_s * (1 + MIN_ROUNDS)
+        if needed_s > limit_s:
+            return self._too_long(needed_s, limit_s)
+        # the second synchronised forward pass is the one in which DDP rebuilds its buckets
+        for kind in kinds if Kind.every in kinds else [*kinds, Kind.own]:
+            if math.isinf(self._time(kind, self._count)):
+                return self._without("a window without communication does not fit into memory")
+        self._comm_s.clear()
+        return self._rounds(kinds, limit_s)
+
+    def _rounds(self, kinds: list[Kind], limit_s: float) -> Calibrated:
+        order = random.Random(0)  # the same on every rank, and none of the user's random numbers
+        times: dict[Kind, list[float]] = {kind: [] for kind in kinds}
+        elapsed_s = self._agree(time.perf_counter() - self._started)[0]
+        round_s = 0.0
+        for rounds in range(MAX_ROUNDS):
+            if elapsed_s + round_s * max(1, MIN_ROUNDS - rounds) > limit_s:
+                break
+            before_s = elapsed_s
+            for kind in order.sample(kinds, len(kinds)):
+                times[kind].append(self._time(kind, self._count))
+                if math.isinf(times[kind][-1]):
+                    return self._without("a window without communication does not fit into memory")
+            elapsed_s = self._agree(time.perf_counter() - self._started)[0]
+            round_s = elapsed_s - before_s
+        rounds = len(times[Kind.own])
+        if rounds < MIN_ROUNDS:
+            return self._too_long(elapsed_s + (MIN_ROUNDS - rounds + 1) * round_s, limit_s)
+
+        def difference(more: Kind, less: Kind) -> Interval | None:
+            if more not in times or less not in times:
+                return None
+            return interval([a - b for a, b in zip(times[more], times[less], strict=True)])
+
+        return Calibrated(
+            asked_s=self._plan.train.calibrate_s,
+            rounds=rounds,
+            gain=difference(Kind.every, Kind.own),
+            exposed=difference(Kind.own, Kind.silent),
+            comm_s=statistics.median(self._comm_s),
+        )
+
+    def _limit_s(self, micro_batch_s: float) -> float:
+        """Return the seconds that the phase may take."""
+        if self._plan.train.calibrate_s is not None:
+            return self._plan.train.calibrate_s
+        return min(DEFAULT_S, DEFAULT_SHARE * self._steps_left * self._count * micro_batch_s)
+
+    def _too_long(self, needed_s: float, limit_s: float) -> Calibrated:
+        return self._without(
+            f"{MIN_ROUNDS} rounds take {needed_s:.2g} s or more, {limit_s:.2g} s were allowed: "
+            f"set run.calibrate_s={math.ceil(1.5 * needed_s)} to allow it"
+        )
+
+    def _without(self, why: str) -> Calibrated:
+        return Calibrated(asked_s=self._plan.train.calibrate_s, not_measured=why)
+
+    def _time(self, kind: Kind, count: int) -> float:
+        """Run ``count`` micro-batches. Returns seconds on the slowest rank; infinite where silent passes ran out of
+        memory on some rank, which no other one waits for."""
+        silent, meter = kind is Kind.silent, self._parallel.meter
+        sync = Sync.every if kind is Kind.every else self._plan.strategy.sync
+        with ExitStack() as contexts:
+            entered_s = 0.0
+            try:
+                if silent:
+                    contexts.enter_context(self._parallel.silent())
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                entered_s = math.inf
+            meter.open_window()
+            took_s = self._agree(entered_s)[0]  # ranks start together
+            began = time.perf_counter()
+            try:
+                if not math.isinf(took_s):
+                    self._passes(sync, count, silent=silent)
+                    took_s = time.perf_counter() - began
+            except Exception as error:
+                if not silent or not is_out_of_memory(error):
+                    raise
+                took_s = math.inf
+            if silent and not meter.silent:
+                raise PolicyNotObserved("Passes without communication have run collectives.")
+        comm_s = 0.0 if silent else meter.close_window(count, sync).time_s
+        self._parallel.zero_grad()
+        self._kept.put_back()
+        if changed := self._attributes.put_back():
+            raise TaskError(
+                f"The forward pass changes {changed}, which is neither a parameter nor a buffer and too large to be "
+                "restored after the passes that calibrate.\n"
+                "  Make it a buffer of the model (register_buffer), or do not calibrate: run.calibrate_s=0."
+            )
+        took_s, comm_s = self._agree(took_s, comm_s)
+        if kind is Kind.own:
+            self._comm_s.append(comm_s)
+        return took_s
+
+    def _passes(self, sync: Sync, count: int, *, silent: bool) -> None:
+        for number in range(count):
+            PULSE.beat(Phase.computing, number + 1)
+            micro = self._micro_batches[number % len(self._micro_batches)]
+            self._norms.trial(alone=silent)
+            with (
+                nullcontext()
+                if silent
+                else self._parallel.micro_batch(sync, first=number == 0, last=number == count - 1)
+            ):
+                with self._precision.autocast():
+                    loss_sum, items = self._run(self._parallel.forward, micro)
+                some = items.clamp(min=1) if isinstance(items, Tensor) else max(1, items)
+                self._parallel.before_backward()
+                self._precision.backward(loss_sum / (some * count))
+        if not silent:
+            self._parallel.gradients()  # all of them have arrived
+        self._synchronise()
+
+    def _synchronise(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _agree(self, *values: float) -> list[float]:
+        """Return each value's maximum over the ranks; all of them call it, and wait for each other."""
+        most = torch.tensor(values, dtype=torch.float64, device=self._device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        found: list[float] = most.tolist()
+        return found

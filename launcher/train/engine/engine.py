@@ -1,0 +1,417 @@
+"""Engine: the batch contract for any training loop. `launch train` runs on it, and so can the user's own loop.
+
+    engine = Engine(model, optimizer, plan)
+    for window in engine.windows(dataset):          # one optimizer step each
+        for batch in window:                        # this rank's micro-batches
+            loss_sum, items = ...                   # with engine.model
+            engine.backward(loss_sum, items)
+        result = engine.step()
+
+The gradient applied is that of sum(loss over all items of the window) / (number of items of the window), counted over
+every rank and micro-batch: see optimizer_step.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+
+from launcher.config.schema import OnOom
+from launcher.errors import ConfigError, EngineMisuse
+from launcher.heartbeat import PULSE, Phase
+from launcher.plan.run_plan import RunPlan
+from launcher.train import precision
+from launcher.train.data import window_feed
+from launcher.train.data.loader import BEGINNING, Collate, MicroBatch, Place, Window, to_device
+from launcher.train.engine import window_totals
+from launcher.train.engine.build import ModelFrom, OptimizerFrom, TrainedParameters, build
+from launcher.train.engine.calibration import Calibrated, Calibration, measured_as
+from launcher.train.engine.oom import WindowAbandoned, is_out_of_memory
+from launcher.train.engine.optimizer_step import Update
+from launcher.train.engine.window import Forward, UnderWay
+from launcher.train.engine.window_batchnorm import norms_of
+from launcher.train.engine.window_totals import StepResult, WindowTotals
+from launcher.train.measure.noise_scale import Noise, NoiseScale
+from launcher.train.measure.straggler import Pace
+from launcher.train.parallel.base import ShardUnits
+from launcher.train.parallel.batchnorm import AsTheyAre
+from launcher.train.parallel.replicas import Buffers
+from launcher.train.precision import Precision
+from launcher.train.world import World, device_of, join
+
+
+class Engine:
+    """Wraps a model as the plan says, and turns windows of micro-batches into optimizer steps.
+
+    Args:
+        model: the user's, moved to this rank's device in place; or a function that makes it: then no rank ever holds a
+            whole model that is to be sharded.
+        optimizer: over its parameters, with the peak learning rate: the plan's schedule multiplies it; or a function
+            of the parameters that makes it. One that is given is handed the parameters that sharding makes.
+        plan: for a world of as many ranks as this process group has.
+        stop: asked once a window; when it is true on any rank, all stop together after that window.
+        save_due: asked once a window, on rank 0; its answer reaches all ranks as StepResult.save_due.
+        shard_units: the modules that FSDP gathers as one and recompute works on; default: the model's repeated blocks.
+        owner: the object that the forward pass belongs to, such as the task: calibration restores its attributes.
+
+    Raises:
+        ConfigError: the plan is for another number of ranks.
+        EngineMisuse: the optimizer lacks some of the model's parameters, or has taken steps before it was sharded.
+        SiteError: not started by torchrun, or no device for this rank.
+        TaskError: the model cannot be sharded as ``shard_units`` says.
+    """
+
+    def __init__(
+        self,
+        model: ModelFrom,
+        optimizer: OptimizerFrom,
+        plan: RunPlan,
+        stop: Callable[[], bool] = lambda: False,
+        shard_units: ShardUnits | None = None,
+        save_due: Callable[[], bool] = lambda: False,
+        owner: object = None,
+    ) -> None:
+        self.world = World.here()
+        if self.world.size != plan.batch.world_size:
+            raise ConfigError(
+                "WORLD_SIZE", self.world.size, f"the plan is for a world size of {plan.batch.world_size}.",
+                "Make the plan in the job itself: launcher.make_plan takes the world from torchrun.",
+            )  # fmt: skip
+        self.device = device_of(self.world, plan.cluster.device)
+        join(self.world, self.device, plan.train.hang_timeout)
+        self.plan = plan = precision.decided(plan, self.world, self.device)
+        self.parallel, self.optimizer = build(model, optimizer, plan, self.device, shard_units, self.world)
+        self._trained = TrainedParameters(self.parallel.module)
+        self._buffers = Buffers(self.parallel.module, self.world, self.device)
+        offloads = torch.device("cpu") if plan.strategy.cpu_offload else None
+        self.precision = Precision(plan.precision, self.device, gradients_on=offloads)
+        self._norms = norms_of(plan, self.parallel, self.precision, self.device)
+        self._update = Update(self.parallel, self.optimizer, self.precision, self._norms, plan, self.world, self.device)
+        self._now = UnderWay(
+            self.parallel, self.precision, self._norms, self._buffers, self._update, self.device, plan.strategy.sync
+        )
+        self._calibration = Calibration(self.world, self.device, self.parallel, self.precision, self._norms, owner)
+        self._stop = stop
+        self._save_due = save_due if self.world.rank == 0 else lambda: False
+        self._totals = WindowTotals(self.world, self.device)
+        self.pace = Pace(self.world, self.device, plan.train.straggler_share)
+        self._noise = NoiseScale(self.world.size, self.device)
+        self._place = BEGINNING
+
+    @property
+    def model(self) -> Callable[..., Any]:
+        """What the forward pass must go through."""
+        return self.parallel.forward
+
+    def windows(
+        self, dataset: Any, collate: Collate | None = None, forward: Forward | None = None, *, compare_data: bool = True
+    ) -> Iterator[Iterator[Any]]:
+        """Yield one iterator of this rank's batches for each optimizer step, until the plan's steps or epochs are done.
+
+        Args:
+            forward: the loop's own forward pass, (model, batch) -> (loss_sum, items), which gets copies of batches: of
+                the first window's for the calibration, and with ``batch.norm=window`` of all. Default: no
+                calibration, and ``batch.norm=window`` is refused.
+            compare_data: whether the ranks make sure that they hold the same data before the first window.
+
+        Raises:
+            ConfigError: ``batch.norm=window`` without ``forward``.
+            DataError: the data is not that of the plan, or differs between ranks.
+            EngineMisuse: the loop has left a window before ``step``.
+        """
+        self._now.take_forward(forward)
+        self._now.require_closed()
+        if self.over:
+            return
+        self._again = True
+        while self._again:
+            self._again = False
+            self._feed = feed = window_feed.open_feed(
+                dataset, self.plan, self.world, self.device, collate, self._place, compare=compare_data
+            )
+            compare_data = False
+            try:
+                for window in feed.windows():
+                    yield self._open(window)
+                    if self._again:
+                        break
+                    self._now.require_closed()
+                    if self._finished:
+                        return
+            finally:
+                if self._feed is feed:
+                    self._now.leave()
+                feed.close()
+
+    def _open(self, window: Window) -> Iterator[Any]:
+        self._totals.clear()
+        self._trained.require_same()
+        # in place only where all ranks can meet in the window's own small collective, with none before it
+        self._may_abandon = (
+            self.plan.batch.on_oom is OnOom.shrink
+            and self.parallel.silent_until_boundary(self._now.sync)
+            and isinstance(self._norms, AsTheyAre)
+        )
+        PULSE.begin_window(window.index + 1, self.steps + 1)
+        forward, due = self._now.forward, self.calibrated is None and self._calibration.wanted(self.plan)
+        calibrate = functools.partial(self._calibrate, forward) if forward is not None and due else None
+        return self._now.open(window, calibrate, may_abandon=self._may_abandon)
+
+    def calibrate(self, forward: Forward, batches: Iterable[Any]) -> Calibrated | None:
+        """Measure what the sync policy gains and what communication costs. Between two windows; all ranks call it.
+
+        Args:
+            forward: (model, batch) -> (loss_sum, items); it gets copies of the batches.
+            batches: of this rank, each of micro-batch size; repeated where a window has more.
+
+        Returns:
+            The result; None for one rank, and with ``run.calibrate_s=0``.
+        """
+        if self._now.window is not None:
+            raise EngineMisuse("engine.calibrate() belongs between two windows.")
+        samples = self.plan.batch.micro_size
+        self._calibrate(forward, [MicroBatch(to_device(batch, self.device), samples) for batch in batches])
+        return self.calibrated
+
+    def _calibrate(self, forward: Forward, micro_batches: list[MicroBatch]) -> None:
+        self._calibration.measure(self.plan, functools.partial(self._now.run, forward), micro_batches, self.steps)
+
+    @property
+    def over(self) -> bool:
+        """Whether the plan's steps or epochs are done."""
+        steps, epochs = self.plan.train.steps, self.plan.train.epochs
+        if epochs is not None:
+            return self._place.epoch >= epochs
+        return steps is not None and self.steps >= steps
+
+    def share_buffers(self, *, watch: bool = True) -> None:
+        """Give every rank rank 0's changing buffers, as each window does. ``watch``: look for further ones first."""
+        self._buffers.share(self.parallel.meter, watch=watch)
+
+    @property
+    def samples_in_batch(self) -> int:
+        """Samples of the micro-batch under way; 0 in a stand-in, which counts for nothing and keeps step with the other
+        ranks."""
+        if self._now.micro is None:
+            raise EngineMisuse("No micro-batch is under way.")
+        return self._now.micro.samples
+
+    def backward(self, loss_sum: Tensor, items: int | Tensor) -> None:
+        """Accumulate the gradient of one micro-batch; synchronises where the sync policy says so.
+
+        Args:
+            loss_sum: scalar, the loss summed over the micro-batch's items.
+            items: how many items that is.
+
+        Raises:
+            TaskError: these are no sum and no count.
+        """
+        samples = self._now.take().samples
+        window_totals.require_sum(loss_sum, items)
+        if not loss_sum.requires_grad:
+            raise EngineMisuse(
+                "The loss does not require a gradient: it was detached, made from a number, or computed under no_grad."
+            )
+        weight = self._update.weight(items, samples)
+        if samples:
+            self._totals.add(loss_sum, items, samples)
+        if self.parallel.own.due:
+            self._noise.begin(*self._totals.here)
+        if self._now.last:
+            self._trained.require_same()
+            flags = (self._feed.has_next(), self._stop(), self._save_due())
+            self._totals.send(*flags, self._noise.own, self.pace.numbers(), self._buffers.changed())
+            if self._may_abandon and self._totals.out_of_memory():
+                raise WindowAbandoned(
+                    "Another rank ran out of memory, and batch.on_oom=shrink runs this window again. The loop must "
+                    "pass this exception to engine.shrinks(error)."
+                )
+            self.parallel.before_reduction(self._totals.items_of_all)
+        self.parallel.before_backward()
+        self.precision.backward(loss_sum * weight)
+        self.parallel.meter.backward_is_over()
+
+    def shrinks(self, error: BaseException) -> bool:
+        """Whether the window whose body has raised ``error`` is run again, in micro-batches of half the size:
+        ``batch.on_oom=shrink``. Every rank's body raises then, and all call this:
+
+            for window in engine.windows(dataset):
+                try:
+                    ...
+                except Exception as error:
+                    if engine.shrinks(error):
+                        continue                    # the next window is the same one
+                    raise
+
+        It is not where a collective was under way: no rank can leave that, and ``error`` is to end the process.
+        """
+        smaller = self.plan.batch.shrunk()
+        if isinstance(error, WindowAbandoned):
+            assert smaller is not None
+        elif (
+            not is_out_of_memory(error)
+            or smaller is None
+            or self._now.window is None
+            or self._now.calibrating
+            or self._totals.sent
+            or not self._may_abandon
+        ):
+            return False
+        else:
+            self._update.weight(0, 0)  # where the others wait for this rank's first micro-batch
+            self._totals.send(True, False, False, 0.0, self.pace.numbers(), out_of_memory=True)
+            self._totals.out_of_memory()
+        self._now.abandon()
+        self.plan = dataclasses.replace(self.plan, batch=smaller)
+        self._update.change_accumulation(smaller.accumulation)
+        self._calibration.result = None  # it was of larger micro-batches
+        self._again = True
+        return True
+
+    def step(self) -> StepResult:
+        """The window's optimizer step: agree, check, average exactly, clip, apply, schedule.
+
+        Raises:
+            DataError: no window of an epoch held an item.
+            NotFinite: a loss, or a gradient that no loss scale helps; on all ranks, before anything is applied.
+            PolicyNotObserved: the collectives that ran are not those of the sync policy.
+            UnusedParameters: a parameter got no gradient.
+        """
+        now, window = self._now, self._now.window
+        if window is None or not self._totals.sent:
+            raise EngineMisuse("engine.step() belongs after the last micro-batch of a window, once.")
+        PULSE.beat(Phase.waiting, window.count)
+        gradients = self.parallel.gradients()
+        self.precision.unscale(self.optimizer)
+        agreed = self._totals.receive(self.parallel.total_norm(gradients))
+        now.gradients_arrived()
+        if not math.isfinite(agreed.loss_sum):
+            raise window_totals.explain_bad_loss(self._totals, self.world, self.steps + 1)
+        comm = self.parallel.meter.close_window(window.count, now.sync)
+        self._noise.settle(agreed.own_squares)
+        self.pace.take_in(agreed.spent)
+
+        scale = self._update.scale
+        unit = self._update.divisor / (scale or 1.0)
+        PULSE.beat(Phase.updating, window.count)
+        norm = self._update.apply(gradients, agreed)
+        skipped = not math.isfinite(norm)
+        if agreed.buffers_changed:
+            self._buffers.watch()
+
+        step_s = now.close()
+        self.pace.measure(step_s, now.data_s, self.parallel.meter.waited_s + self._totals.waited_s)
+        # a short window is faster for another reason, and its ranks' parts are not of one size
+        full = agreed.samples == self.plan.batch.global_size_at(window.index)
+        if full and not skipped and self.plan.batch.even_at(window.index):
+            self._noise.measure(self.parallel.own, norm, agreed.items, agreed.samples, unit)
+        self._place = self._feed.settle(agreed.more)
+        self._update.count(agreed, window.epoch, epoch_over=self._place.epoch > window.epoch)
+        stopped = agreed.stop and not self.over
+        self._finished = stopped or self.over
+        return StepResult(
+            step=self.steps, window=window.index, epoch=window.epoch, micro_batches=window.count,
+            samples=agreed.samples, items=agreed.items, grad_norm=norm, lr=self._update.lr,
+            loss=agreed.loss_sum / agreed.items if agreed.items else math.nan,
+            skipped=skipped, scale=scale, sync=now.sync, comm=comm,
+            noise=self._noise.now, spent=self.pace.spent, straggler=self.pace.straggler,
+            step_s=step_s, data_s=now.data_s, last=self._finished, stopped=stopped,
+            save_due=agreed.save_due,
+        )  # fmt: skip
+
+    @property
+    def schedule(self) -> LRScheduler:
+        """Learning rate schedule of the plan; the engine steps it."""
+        return self._update.schedule
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps taken."""
+        return self._update.steps
+
+    @property
+    def skipped_steps(self) -> int:
+        """Windows that were not applied because fp16 overflowed."""
+        return self._update.skipped_steps
+
+    @property
+    def empty_windows(self) -> int:
+        """Windows that were not applied because they held no item."""
+        return self._update.empty_windows
+
+    @property
+    def samples(self) -> int:
+        """Seen so far, on all ranks; so are ``items``."""
+        return self._update.samples
+
+    @property
+    def items(self) -> int:
+        return self._update.items
+
+    @property
+    def window_index(self) -> int:
+        """Of the next window, counted over the whole run."""
+        return self._place.index
+
+    @property
+    def place(self) -> Place:
+        """Of the next window."""
+        return self._place
+
+    def go_to(self, place: Place) -> None:
+        """Let the next window be the one that lies there. Between two windows, on all ranks."""
+        self._place = place
+
+    @property
+    def calibrated(self) -> Calibrated | None:
+        """The calibration's result; None where there was none."""
+        return self._calibration.result
+
+    @property
+    def noise(self) -> Noise | None:
+        """The gradient's noise scale; None before enough windows."""
+        return self._noise.now
+
+    @property
+    def changing_buffers(self) -> list[str]:
+        """Names of the model's buffers that training was seen to change."""
+        return self._buffers.changing
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint must hold beside tensors, as JSON has it. All ranks call it, between two windows."""
+        if self._noise.waits:
+            self._noise.settle(window_totals.share_own_square(self._noise.own, self.world, self.device))
+        return {
+            **self._update.state_dict(),
+            "place": dataclasses.asdict(self._place),
+            "calibration": self.calibrated and dataclasses.asdict(self.calibrated),
+            "measured_as": measured_as(self.plan),
+            "noise": self._noise.state_dict(),
+            "gathered_by_every": self.parallel.meter.gathered_by_every,
+            "changing_buffers": self.changing_buffers,
+            "gradient_order": self.parallel.gradient_order(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any], *, alike: bool = True, same_order: bool = True) -> None:
+        """All ranks call it, of a fresh engine that has its parameters and optimizer state already.
+
+        Args:
+            alike: whether a step takes and sends what it did then; else what was measured so far is left behind.
+            same_order: whether gradients travel between as many ranks as then, in whose order their sums are rounded.
+        """
+        self._update.load_state_dict(state)
+        self._place = Place(**state["place"])
+        if alike:
+            self._calibration.result = Calibrated.restored(state["calibration"], self.plan)
+            self.parallel.meter.gathered_by_every = state["gathered_by_every"]
+        self._noise.load_state_dict(state["noise"])
+        self._buffers.know(state["changing_buffers"])
+        if same_order:
+            self.parallel.take_gradient_order(state["gradient_order"])

@@ -1,0 +1,214 @@
+"""The optimizer step that follows a window: exact mean, clip, apply, schedule; and how many there have been.
+
+Each backward pass runs on loss_sum / C with a constant C, the strategy averages over W ranks (DDP) or sums (FSDP:
+W = 1), and here the gradients are multiplied once by C*W/N, with N the window's true item count.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from launcher.config.schema import Compress
+from launcher.errors import DataError, NotFinite
+from launcher.plan.run_plan import RunPlan
+from launcher.train.engine.window_totals import Agreed
+from launcher.train.parallel.base import Parallel, local
+from launcher.train.parallel.batchnorm import Norms
+from launcher.train.precision import Precision
+from launcher.train.world import World
+
+# windows without items in a row: of a stream, which may have no end
+MOST_EMPTY = 1000
+_PROGRESS = ("steps", "skipped_steps", "empty_windows", "samples", "items")
+
+
+class Update:
+    """What moves parameters, schedule and counters, and when it does not.
+
+    Args:
+        steps: optimizer steps taken; skipped_steps: left out because fp16 overflowed; empty_windows: because they held
+            no item; samples, items: seen so far, on all ranks.
+        schedule: of the learning rate, from the plan.
+        follows_plan: whether ``schedule`` still sets the learning rate; false once the user's own loop has set it.
+        lr: learning rate of the first parameter group in the latest window's optimizer step.
+    """
+
+    def __init__(
+        self,
+        parallel: Parallel,
+        optimizer: Optimizer,
+        precision: Precision,
+        norms: Norms,
+        plan: RunPlan,
+        world: World,
+        device: torch.device,
+    ) -> None:
+        self._parallel, self._optimizer, self._precision, self._norms = parallel, optimizer, precision, norms
+        self._plan, self._world, self._device = plan, world, device
+        self._accumulation = plan.batch.accumulation
+        self.schedule = LambdaLR(optimizer, lambda done: plan.schedule.factor(done, plan.schedule_steps))
+        self.follows_plan = True
+        self.lr = float(self.schedule.get_last_lr()[0])
+        self._divisor: float | None = None
+        self._items_in_epoch = False  # whether it has had any so far
+        self._empty_in_a_row = 0
+        self.steps = self.skipped_steps = self.empty_windows = self.samples = self.items = 0
+
+    @property
+    def divisor(self) -> float:
+        """C. Known from the first micro-batch on."""
+        assert self._divisor is not None
+        return self._divisor
+
+    @property
+    def scale(self) -> float | None:
+        """fp16's loss scale."""
+        return self._precision.scaler.get_scale() if self._precision.scales else None
+
+    def weight(self, items: int | Tensor, samples: int) -> float:
+        """What a micro-batch's loss is multiplied by before its backward pass."""
+        if self._divisor is None:
+            self._divisor = self._agree_on_divisor(items if samples else 0)
+        return (samples > 0) / self._divisor
+
+    def _agree_on_divisor(self, items: int | Tensor) -> float:
+        """Before anything is known but the items of each rank's first micro-batch."""
+        most = torch.as_tensor(items, dtype=torch.float64, device=self._device).detach().reshape(1)
+        if self._world.size > 1:
+            most = most.clone()
+            dist.all_reduce(most, dist.ReduceOp.MAX)
+        return _power_of_two(most.item() * self._accumulation)
+
+    def change_accumulation(self, accumulation: int) -> None:
+        """The window under way is run again, in so many micro-batches."""
+        self._accumulation = accumulation
+        if not self.items:  # C was a guess from the micro-batches as they were
+            self._divisor = None
+
+    def apply(self, gradients: list[Tensor], agreed: Agreed) -> float:
+        """The window's step, unless fp16 overflowed or it holds no item. Returns the norm of its mean gradient, before
+        the clip: not finite where nothing has moved.
+
+        Raises:
+            DataError: it holds no item, and what PowerSGD has kept back would be lost.
+            NotFinite: the gradient is not, and no smaller loss scale will help.
+        """
+        self._read_rates()
+        if not agreed.items:
+            self._leave_out()
+            return math.nan
+        factor = self.divisor * self._parallel.averaged_over / agreed.items
+        norm, clip_norm = agreed.grad_norm * factor, self._plan.train.clip_norm
+        scale = self.scale
+        if math.isfinite(norm):
+            # one pass over the gradients: the exact mean and the clip
+            torch._foreach_mul_(
+                gradients, factor if clip_norm is None else factor * min(1.0, clip_norm / (norm + 1e-6))
+            )
+            self._precision.step(self._optimizer)
+            if self.follows_plan:
+                self.schedule.step()
+            self._norms.track()
+            self.steps += 1
+        # a scale of 1 changes nothing: what overflows then is the gradient itself, and no smaller scale will help
+        elif scale is None or scale <= 1:
+            raise self._explain(norm)
+        else:
+            self.skipped_steps += 1
+        self._precision.update()
+        self._parallel.zero_grad()
+        if self._precision.scales and not self.items:
+            # the first micro-batch was a guess, and may have had few items, or none
+            self._divisor = _power_of_two(agreed.items / self._world.size)
+        return norm
+
+    def _read_rates(self) -> None:
+        """Read the rates that this step applies. Rates other than the plan's were set by the user's own schedule: it
+        keeps them from then on, because one that multiplies the rate it finds would work on the plan's rates."""
+        rates = [float(group["lr"]) for group in self._optimizer.param_groups]
+        self.lr, planned = rates[0], [float(rate) for rate in self.schedule.get_last_lr()]
+        if not self.follows_plan or rates == planned:
+            return
+        self.follows_plan = False
+        if self._world.rank == 0:
+            print(
+                f"step {self.steps + 1}: the learning rate was set to {rates[0]:g} from outside the engine, which had "
+                f"set {planned[0]:g}. From here on schedule={self._plan.schedule.kind.value} of the plan has no "
+                "effect.\n  With a schedule of your own, use schedule=constant schedule.warmup_steps=0.",
+                flush=True,
+            )
+
+    def _leave_out(self) -> None:
+        """A window without items: there is no mean, so nothing moves, and nothing is learned of the loss scale."""
+        if self._plan.strategy.compress is Compress.powersgd:
+            raise DataError(
+                f"The window of step {self.steps + 1} holds no item, and with strategy.compress=powersgd it cannot be "
+                "left out: what was kept back of earlier gradients would be lost.\n"
+                "  Leave the samples without items out of train_data(), or use another strategy.compress."
+            )
+        self.empty_windows += 1
+        self._precision.stay()
+        self._parallel.zero_grad()
+
+    def count(self, agreed: Agreed, epoch: int, *, epoch_over: bool) -> None:
+        """What the window of ``epoch`` held.
+
+        Raises:
+            DataError: nothing was learned from an epoch, or, as a stream may have no end, for very long.
+        """
+        self.samples += agreed.samples
+        self.items += agreed.items
+        self._items_in_epoch |= agreed.items > 0
+        self._empty_in_a_row = 0 if agreed.items else self._empty_in_a_row + 1
+        if (epoch_over and not self._items_in_epoch) or self._empty_in_a_row >= MOST_EMPTY:
+            which = f"No window of epoch {epoch + 1}" if epoch_over else f"None of {MOST_EMPTY} windows in a row"
+            raise DataError(
+                f"{which} holds an item: the loss cannot be averaged.\n"
+                "  Look at the data, and at the items that the loss returns."
+            )
+        if epoch_over:
+            self._items_in_epoch = False
+
+    def _explain(self, norm: float) -> NotFinite:
+        """The loss is finite and its gradient is not."""
+        gradients = {name: p.grad for name, p in self._parallel.module.named_parameters() if p.grad is not None}
+        bad = [name for name, gradient in gradients.items() if not torch.isfinite(local(gradient)).all().item()]
+        shown = ", ".join(bad[:4]) + (f" and {len(bad) - 4} more" if len(bad) > 4 else "")
+        return NotFinite(
+            f"The gradient of step {self.steps + 1} has norm {norm}, though its loss is finite: "
+            f"{shown or 'the norm alone'}.\n"
+            "  Nothing was applied. Look for a square root or a logarithm at 0, or try precision=fp32."
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {
+            "progress": {name: getattr(self, name) for name in _PROGRESS},
+            "schedule": self.schedule.state_dict(),
+            "follows_plan": self.follows_plan,
+            "scaler": self._precision.scaler.state_dict(),
+            "divisor": self._divisor,
+            "items_in_epoch": self._items_in_epoch,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name in _PROGRESS:
+            setattr(self, name, state["progress"][name])
+        self.schedule.load_state_dict(state["schedule"])
+        self.follows_plan = state.get("follows_plan", True)
+        if self._precision.scales and state["scaler"]:  # a run that was in another precision has none
+            self._precision.scaler.load_state_dict(state["scaler"])
+        self._divisor = state["divisor"]
+        self._items_in_epoch = state["items_in_epoch"]
+
+
+def _power_of_two(items: float) -> float:
+    """C: near the ``items`` of a rank's window: scaling by it is exact, and fp16 stays in range."""
+    return 2.0 ** round(math.log2(min(max(1.0, items), 2.0**60)))

@@ -1,0 +1,190 @@
+"""The window under way: its micro-batches are handed out one by one, each within its sync and number format."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from launcher.config.schema import Sync
+from launcher.errors import ConfigError, EngineMisuse
+from launcher.heartbeat import PULSE, Phase
+from launcher.train.data.loader import MicroBatch, Window
+from launcher.train.engine import window_totals
+from launcher.train.engine.optimizer_step import Update
+from launcher.train.engine.preserved_state import Kept
+from launcher.train.engine.window_batchnorm import OverWindow
+from launcher.train.parallel.base import Parallel
+from launcher.train.parallel.batchnorm import Norms
+from launcher.train.parallel.replicas import Buffers
+from launcher.train.precision import Precision
+
+# the loop's own forward pass: (model, batch) -> loss_sum, items
+Forward = Callable[[Callable[..., Any], Any], tuple[Tensor, int | Tensor]]
+Calibrate = Callable[[list[MicroBatch]], None]
+
+
+class UnderWay:
+    """Where this rank stands in its window.
+
+    Args:
+        window: None between two windows.
+        number: of micro-batches that were handed out.
+        micro: the micro-batch whose backward pass has not come yet.
+        last: whether it is the window's last on this rank, its boundary.
+        calibrating: whether its micro-batches are being measured, before the first one is handed out.
+        sync: the job's policy.
+        forward: the loop's own forward pass, where the engine knows it.
+        started: when the window did, by ``time.perf_counter``.
+        data_s: seconds waited for data.
+    """
+
+    def __init__(
+        self,
+        parallel: Parallel,
+        precision: Precision,
+        norms: Norms,
+        buffers: Buffers,
+        update: Update,
+        device: torch.device,
+        sync: Sync,
+    ) -> None:
+        self._parallel, self._precision, self._norms = parallel, precision, norms
+        self._buffers, self._update, self._device = buffers, update, device
+        self.window: Window | None = None
+        self.micro: MicroBatch | None = None
+        self.last = self.calibrating = False
+        self.number, self.sync = 0, sync
+        self._batches: Generator[Any, None, None] | None = None
+        self.forward: Forward | None = None
+        self._arrived = self._queueing_s = 0.0
+
+    def open(self, window: Window, calibrate: Calibrate | None, *, may_abandon: bool) -> Iterator[Any]:
+        """Return an iterator over the data of a window's micro-batches, each to be followed by ``take``.
+
+        Args:
+            calibrate: called with all micro-batches before the first is yielded.
+        """
+        self.window = window
+        self.data_s = 0.0
+        self.number, self.calibrating = 0, False
+        self._kept = Kept(self._parallel.module, self._device) if may_abandon else None
+        self._batches = self._hand_out_all(window, calibrate)
+        self._start()
+        return self._batches
+
+    def _start(self) -> None:
+        self.started = time.perf_counter()
+        self._parallel.meter.open_window()
+        self._buffers.share(self._parallel.meter)
+
+    def take_forward(self, forward: Forward | None) -> None:
+        """Take the loop's own forward pass, where it is given.
+
+        Raises:
+            ConfigError: ``batch.norm=window`` without it.
+        """
+        if forward is None and isinstance(self._norms, OverWindow):
+            raise ConfigError(
+                "batch.norm", "window", "runs each micro-batch several times, and this loop's own forward pass is not "
+                "known to the engine.",
+                "Give it: engine.windows(..., forward=function of (model, batch) that returns loss_sum and items); or "
+                "use batch.norm=sync.",
+            )  # fmt: skip
+        self.forward = forward
+
+    def take(self) -> MicroBatch:
+        """The micro-batch under way, whose loss has come."""
+        if self.micro is None:
+            raise EngineMisuse("engine.backward() belongs once into each micro-batch of `for batch in window`.")
+        micro, self.micro = self.micro, None
+        return micro
+
+    def gradients_arrived(self) -> None:
+        """Note that the host has just waited for the device."""
+        self._arrived = time.perf_counter()
+
+    def close(self) -> float:
+        """End the window. Returns its seconds.
+
+        On a GPU the optimizer step is only queued by then. It runs before the next window's passes, and is counted
+        there, where the host waits for the device anyway.
+        """
+        self.window, ended = None, time.perf_counter()
+        if self._device.type != "cuda":
+            return ended - self.started
+        before_s, self._queueing_s = self._queueing_s, ended - self._arrived
+        return before_s + self._arrived - self.started
+
+    def require_closed(self) -> None:
+        if self.window is not None:
+            raise EngineMisuse(
+                f"A window was left without engine.step(), after {self.number} of its {self.window.count} "
+                "micro-batches.\n"
+                "  Run all of them and then engine.step(). An exception that leaves a window must end the process: the "
+                "ranks may be in the middle of an exchange. Skip bad samples in the dataset or in collate."
+            )
+
+    def leave(self) -> None:
+        """Leave the contexts of a micro-batch whose loop was left, such as autocast."""
+        if self._batches is not None:
+            self._batches.close()
+
+    def abandon(self) -> None:
+        """Let nothing of the window stay: it is run again."""
+        assert self._kept is not None
+        self.micro = None
+        self.leave()
+        self._parallel.abandon()
+        self._kept.put_back()
+        self.window = None
+
+    def _hand_out_all(self, window: Window, calibrate: Calibrate | None) -> Generator[Any, None, None]:
+        micro_batches = window.micro_batches
+        if calibrate is not None or isinstance(self._norms, OverWindow):
+            asked, ahead = time.perf_counter(), list(micro_batches)
+            self.data_s += time.perf_counter() - asked
+            micro_batches = iter(ahead)
+            if calibrate is not None:
+                self.calibrating = True  # stays so where it raises: no rank can leave its collectives
+                calibrate(ahead)
+                self.calibrating = False
+                self._start()
+                self.started -= self.data_s
+            if isinstance(self._norms, OverWindow):
+                self._norms.look_ahead(ahead, self._replayed)
+        for number in range(window.count):
+            asked = time.perf_counter()
+            PULSE.beat(Phase.data, number + 1)
+            self.number, self.micro = number + 1, next(micro_batches)
+            self.data_s += time.perf_counter() - asked
+            self.last = number == window.count - 1
+            with self._parallel.micro_batch(self.sync, first=number == 0, last=self.last):
+                # the user's forward and backward run inside this: DDP decides in forward whether to synchronise
+                self._norms.micro_batch(counts=self.micro.samples > 0)
+                PULSE.beat(Phase.computing, number + 1)
+                with self._precision.autocast():
+                    yield self.micro.data
+                if self.micro is not None:
+                    raise EngineMisuse("engine.backward(loss_sum, items) was not called for a micro-batch.")
+
+    def run(self, forward: Forward, model: Callable[..., Any], micro: MicroBatch) -> tuple[Tensor, int | Tensor]:
+        """Return (loss_sum, items) of a micro-batch that training has yet to see: ``forward`` gets a copy of it."""
+        self.micro = micro
+        try:
+            loss_sum, items = forward(model, copy.deepcopy(micro.data))
+        finally:
+            self.micro = None
+        window_totals.require_sum(loss_sum, items)
+        return loss_sum, items
+
+    def _replayed(self, micro: MicroBatch) -> Tensor:
+        """Return what would go into the backward pass of ``micro``; the wrapped model's collectives are left out."""
+        assert self.forward is not None
+        with self._precision.autocast():
+            loss_sum, items = self.run(self.forward, self._parallel.module, micro)
+        return self._precision.scaled(loss_sum * self._update.weight(items, micro.samples))

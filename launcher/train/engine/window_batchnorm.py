@@ -1,0 +1,209 @@
+"""``batch.norm=window``: BatchNorm over all samples of a window, as one big batch has it, statistics and gradient.
+
+The statistics of a layer depend on those of the layers before it, so they are found one after the other: a forward
+pass of all micro-batches for each, without gradient. What the gradient needs to know of the whole window at a layer,
+the two means of ``Normalise``, depends on the layers after it, so it is found from the last to the first: a forward
+pass and the backward pass down to that layer, for each. After that each micro-batch can run on its own, and the sum of
+their gradients is the gradient of the big batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import torch
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from launcher.config.schema import Norm, Sync
+from launcher.errors import TaskError
+from launcher.plan.run_plan import RunPlan
+from launcher.train.data.loader import MicroBatch
+from launcher.train.engine.preserved_state import Kept
+from launcher.train.parallel.base import Parallel
+from launcher.train.parallel.batchnorm import (
+    AsTheyAre,
+    Norms,
+    OverRanks,
+    Ranks,
+    Statistics,
+    batch_norms,
+    freeze,
+    gradient_sums,
+    install,
+    normalise,
+    require_replaceable,
+    sums_of,
+    track,
+)
+from launcher.train.precision import Precision
+
+
+@dataclass
+class Call:
+    """One use of a BatchNorm in a forward pass, the same in every micro-batch.
+
+    Args:
+        statistics: of the window, once they are known.
+        means: of the gradient, and of the gradient times the result: [2, channels], once they are known.
+    """
+
+    layer: _BatchNorm
+    statistics: Statistics | None = None
+    means: Tensor | None = None
+
+
+class Pass(Enum):
+    local = auto()  # each micro-batch by itself
+    statistics = auto()
+    means = auto()
+    whole = auto()  # all is known
+
+
+class OverWindow:
+    """Where the passes over a window are, and what they have found.
+
+    Args:
+        gathers_once: whether a sharded model may stay whole during the passes ahead, as it does in the window itself.
+    """
+
+    def __init__(
+        self, ranks: Ranks, parallel: Parallel, precision: Precision, device: torch.device, gathers_once: bool
+    ) -> None:
+        self._ranks, self._parallel, self._precision, self._device = ranks, parallel, precision, device
+        self._gathers_once = gathers_once
+        self._calls: list[Call] = []
+        self._begin(Pass.local, counts=True)
+
+    def _begin(self, stage: Pass, *, counts: bool, target: int = -1, learns: bool = False) -> None:
+        """A forward pass. ``target``: the call that it is for; ``learns``: which calls there are."""
+        self._stage, self._counts, self._target, self._learns = stage, counts, target, learns
+        self._number = 0
+        self._sums: Tensor | None = None
+        self._tap: Tensor | None = None
+
+    def micro_batch(self, *, counts: bool) -> None:
+        self._begin(Pass.whole, counts=counts)
+
+    def trial(self, *, alone: bool) -> None:  # noqa: ARG002 (the passes over a whole window are not part of it)
+        self._begin(Pass.local, counts=True)
+
+    def look_ahead(self, micro_batches: Sequence[MicroBatch], loss: Callable[[MicroBatch], Tensor]) -> None:
+        """Find out what the window's micro-batches must know of each other. All ranks call it; random state and buffers
+        stay as they are.
+
+        Args:
+            loss: the forward pass of one through the unwrapped model; what goes into its backward pass.
+
+        Raises:
+            TaskError: micro-batches do not use the same layers in the same order.
+        """
+        kept = Kept(self._parallel.module, self._device)
+        self._calls = []
+        parallel = self._parallel
+        with parallel.meter.beside(), parallel.silent() if self._gathers_once else parallel.evaluation():
+            number = 0
+            while number < max(1, len(self._calls)):  # the first pass shows how many there are
+                sums = self._pass(Pass.statistics, number, micro_batches, loss, kept)
+                if sums is not None:
+                    self._calls[number].statistics = Statistics.of_sums(sums)
+                number += 1
+            for number in reversed(range(len(self._calls))):
+                call, sums = self._calls[number], self._pass(Pass.means, number, micro_batches, loss, kept)
+                assert call.statistics is not None
+                assert sums is not None
+                call.means = sums / call.statistics.count
+
+    def _pass(
+        self, stage: Pass, target: int, micro_batches: Sequence[MicroBatch], loss: Callable[[MicroBatch], Tensor],
+        kept: Kept,
+    ) -> Tensor | None:  # fmt: skip
+        """What call ``target`` comes to over all micro-batches and ranks; None where there is no such call."""
+        total: Tensor | None = None
+        for nth, micro in enumerate(micro_batches):
+            learns = stage is Pass.statistics and target == nth == 0
+            self._begin(stage, counts=micro.samples > 0, target=target, learns=learns)
+            with torch.set_grad_enabled(stage is Pass.means):
+                scalar = loss(micro)
+            if stage is Pass.means:
+                self._sums = self._gradient_sums(scalar)
+            if self._number != len(self._calls):
+                raise self._other_layers(f"one ends after {self._number} of the first one's {len(self._calls)}")
+            if self._sums is not None:
+                total = self._sums if total is None else total + self._sums
+        kept.put_back()
+        return None if total is None else self._ranks.add_up(total)
+
+    def _gradient_sums(self, scalar: Tensor) -> Tensor:
+        assert self._tap is not None
+        gradient: Tensor | None = None
+        if scalar.requires_grad:  # without a sample too: a sharded model is gathered by all ranks
+            with self._precision.no_autocast():
+                (gradient,) = torch.autograd.grad(scalar, [self._tap], allow_unused=True)
+        if gradient is None or not self._counts:
+            gradient = torch.zeros_like(self._tap)
+        return gradient_sums(gradient, self._tap.detach())
+
+    def _call(self, layer: _BatchNorm) -> Call:
+        if self._learns:
+            self._calls.append(Call(layer))
+        if self._number >= len(self._calls) or self._calls[self._number].layer is not layer:
+            raise self._other_layers(f"layer {self._number + 1} of one is not that of the first")
+        self._number += 1
+        return self._calls[self._number - 1]
+
+    def _other_layers(self, how: str) -> TaskError:
+        return TaskError(
+            "batch.norm=window: each forward pass must use the same BatchNorm layers in the same order, and of one "
+            f"window's micro-batches {how}.\n  Use batch.norm=sync."
+        )
+
+    def normalised(self, layer: _BatchNorm, x: Tensor) -> Tensor:
+        if self._stage is Pass.local:
+            return self._by_itself(layer, x)
+        call, number = self._call(layer), self._number - 1
+        if self._stage is Pass.statistics:
+            if number == self._target:
+                self._sums = sums_of(x, counts=self._counts)
+            if number >= self._target:  # what comes of it is of no use, but for being finite
+                return self._by_itself(layer, x)
+        assert call.statistics is not None
+        means = call.means
+        y = normalise(layer, x, call.statistics, None if means is None or not self._counts else lambda _: means)
+        if self._stage is Pass.means and number == self._target:
+            y = self._tap = y.detach().requires_grad_()  # what lies before it needs no gradient in this pass
+        return y
+
+    def _by_itself(self, layer: _BatchNorm, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            statistics = Statistics.of_sums(sums_of(x, counts=True))
+        return normalise(layer, x, statistics, lambda sums: sums / statistics.count)
+
+    def track(self) -> None:
+        for call in self._calls:
+            assert call.statistics is not None
+            track(call.layer, call.statistics)
+
+
+def norms_of(plan: RunPlan, parallel: Parallel, precision: Precision, device: torch.device) -> Norms:
+    """What ``batch.norm`` makes of the model's BatchNorm layers.
+
+    Raises:
+        ConfigError, TaskError: it cannot be had of this model.
+    """
+    module, norm = parallel.module, plan.batch.norm
+    if norm is not Norm.leave:
+        require_replaceable(module, plan)
+    if norm is Norm.freeze:
+        freeze(module)
+    if norm in (Norm.leave, Norm.freeze) or not batch_norms(module):
+        return AsTheyAre()
+    ranks = Ranks(parallel.meter, plan.batch.world_size)
+    if norm is Norm.sync or plan.batch.accumulation == 1:  # then a window is one micro-batch of all ranks
+        norms = OverRanks(ranks)
+    else:
+        norms = OverWindow(ranks, parallel, precision, device, plan.strategy.sync is Sync.gather_once)
+    install(module, norms)
+    return norms

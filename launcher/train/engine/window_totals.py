@@ -1,0 +1,266 @@
+"""Around a step's arithmetic: the window's totals, the flags that the ranks agree on, the result."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from launcher.config.schema import Sync
+from launcher.errors import NotFinite, TaskError
+from launcher.train.measure.comm_meter import CommStats
+from launcher.train.measure.noise_scale import Noise
+from launcher.train.measure.straggler import Spent, Straggler, places
+from launcher.train.world import World
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """One window's outcome, over all ranks.
+
+    Args:
+        step: optimizer steps taken so far, this one included unless it was skipped.
+        window: index of the window in the run, from 0; epoch: from 0.
+        loss: sum over the window's items divided by their number; nan in a window without items, as is grad_norm.
+        grad_norm: global norm of the gradient of that mean, unscaled, before clipping.
+        lr: learning rate of the first parameter group that this step applied, whoever set it.
+        samples, items: what the window held, on all ranks.
+        micro_batches: run by each rank.
+        skipped: fp16 overflowed, or the window held no item: neither parameters, schedule nor step count moved.
+        scale: fp16 loss scale of this window; None without scaling.
+        sync: the policy of this window; comm: what it sent, on this rank.
+        noise: what the windows before this one say of the gradient's noise; None while too few of them do.
+        spent: what the ranks' time went into in the window before; straggler: the rank that holds the others up.
+        step_s, data_s: wall seconds of the window, and of those, waiting for data.
+        last: no window follows; stopped: because a rank was asked to stop.
+        save_due: a checkpoint is due by rank 0's clock.
+    """
+
+    step: int
+    window: int
+    epoch: int
+    loss: float
+    grad_norm: float
+    lr: float
+    samples: int
+    items: int
+    micro_batches: int
+    skipped: bool
+    scale: float | None
+    sync: Sync
+    comm: CommStats
+    noise: Noise | None
+    spent: Spent | None
+    straggler: Straggler | None
+    step_s: float
+    data_s: float
+    last: bool
+    stopped: bool
+    save_due: bool
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What all ranks know after the window's small collective. ``own_squares``: of the window before, what the ranks'
+    own gradients come to (noise_scale.py); ``spent``: of that window too, what the ranks' time went into
+    (straggler.py). ``grad_norm`` is of the gradients as they stand."""
+
+    items: int
+    loss_sum: float
+    samples: int
+    more: bool
+    stop: bool
+    save_due: bool
+    own_squares: float
+    buffers_changed: bool
+    spent: list[float]
+    grad_norm: float
+
+
+_FLAGS = 9
+_ITEMS, _LOSS, _OWN_SQUARE, _OUT_OF_MEMORY, _BUFFERS = 0, 1, 6, 7, 8  # their places among the flags
+
+
+class WindowTotals:
+    """Sums over a window, and the one small all-reduce that shares them and every flag.
+
+    It is sent before the last backward pass and received after it, so the backend can overlap the two. The host
+    reads the device once a window, here.
+
+    Args:
+        waited_s: seconds that the host was held up by it; on a GPU it says little.
+    """
+
+    def __init__(self, world: World, device: torch.device) -> None:
+        self._world, self._device = world, device
+        self.clear()
+
+    def clear(self) -> None:
+        self.losses: list[Tensor] = []
+        self._items: list[Tensor] = []  # of the same micro-batches, where the device has counted them
+        self._counted_items = 0
+        self._samples = 0
+        self._shared: Tensor | None = None
+        self._work: dist.Work | None = None
+        self.waited_s = 0.0
+
+    def add(self, loss_sum: Tensor, items: int | Tensor, samples: int) -> None:
+        self.losses.append(loss_sum.detach())
+        self._samples += samples
+        if isinstance(items, Tensor):
+            self._items.append(items.detach())
+        else:
+            self._counted_items += items
+
+    @property
+    def here(self) -> tuple[Tensor | float, int]:
+        """Items and samples of this rank so far; the host does not wait for them."""
+        counted = float(self._counted_items)
+        return (counted + _stack(self._items).sum() if self._items else counted), self._samples
+
+    def send(
+        self,
+        has_next: bool,
+        stop: bool,
+        save_due: bool,
+        own_square: Tensor | float,
+        spent: Sequence[float],
+        buffers_changed: Tensor | float = 0.0,
+        *,
+        out_of_memory: bool = False,
+    ) -> None:
+        known = [self._counted_items, 0, self._samples, has_next, stop, save_due, 0, out_of_memory, 0, *spent]
+        from_device: dict[int, Tensor | float] = {
+            _LOSS: _stack(self.losses).sum() if self.losses else 0.0,
+            _OWN_SQUARE: own_square,
+            _BUFFERS: buffers_changed,
+        }
+        if self._items:
+            counts = _stack(self._items)
+            # what is no count spoils the sum, on every rank: that needs neither a flag of its own nor the host
+            counted = counts.where((counts >= 0) & (counts == counts.round()), torch.nan).sum()
+            from_device[_ITEMS] = self._counted_items + counted
+        if self._device.type == "cpu":
+            for place, value in from_device.items():
+                known[place] = float(value)
+            flags = torch.tensor(known, dtype=torch.float64)
+        else:
+            # from pinned memory: an ordinary copy would hold the host until the GPU is through with the forward pass
+            flags = torch.tensor(known, dtype=torch.float64, pin_memory=True).to(self._device, non_blocking=True)
+            for place, value in from_device.items():
+                flags[place] = value
+        if self._world.size > 1:
+            self._work = dist.all_reduce(flags, async_op=True)
+        self._shared = flags
+
+    @property
+    def sent(self) -> bool:
+        return self._shared is not None
+
+    def items_of_all(self) -> int:
+        """The window's items on all ranks; the host waits for them."""
+        items = self._arrived()[_ITEMS].item()
+        return round(items) if math.isfinite(items) else 0
+
+    def out_of_memory(self) -> bool:
+        """Whether any rank is; the host waits for them."""
+        return self._arrived()[_OUT_OF_MEMORY].item() > 0
+
+    def _arrived(self) -> Tensor:
+        assert self._shared is not None
+        if self._work is not None:
+            began = time.perf_counter()
+            self._work.wait()
+            self.waited_s += time.perf_counter() - began
+        return self._shared
+
+    def receive(self, grad_norm: Tensor) -> Agreed:
+        """Raises TaskError, on all ranks, where one has counted items that are no number of items."""
+        # of offloaded gradients the norm is on the host
+        both = torch.cat((self._arrived(), grad_norm.detach().to(self._device, torch.float64).reshape(1)))
+        items, loss_sum, samples, more, stop, save_due, own_squares, _, buffers, *spent, norm = both.tolist()
+        if not math.isfinite(items):
+            raise self._explain_bad_items()
+        flags = (more > 0, stop > 0, save_due > 0)
+        return Agreed(round(items), loss_sum, round(samples), *flags, own_squares, buffers > 0, spent, norm)
+
+    def _explain_bad_items(self) -> TaskError:
+        counts = [float(count.item()) for count in self._items]
+        bad = [(n + 1, count) for n, count in enumerate(counts) if not (count >= 0 and count.is_integer())]
+        where = "; ".join(
+            f"rank {rank}, micro-batch {number} has {count:g}"
+            for rank, found in enumerate(self._world.of_all(bad))
+            for number, count in found
+        )
+        return TaskError(_NO_COUNT.format(where))
+
+
+def flags_bytes(world_size: int, device: torch.device) -> int:
+    """What a rank hands to the window's all-reduce."""
+    return 8 * (_FLAGS + places(world_size, device))
+
+
+def share_own_square(own_square: Tensor | float, world: World, device: torch.device) -> float:
+    """The sum over ranks that the next window's flags would bring, to the last bit: in which order the ranks' numbers
+    are added up depends on their place among others, so it is the same place among as many."""
+    flags = torch.zeros(flags_bytes(world.size, device) // 8, dtype=torch.float64, device=device)
+    flags[_OWN_SQUARE] = own_square
+    if world.size > 1:
+        dist.all_reduce(flags)
+    return flags[_OWN_SQUARE].item()
+
+
+_NO_COUNT = (
+    "The items of a micro-batch must be a whole number, 0 or more: {}.\n"
+    "  Return how many items the loss is a sum over: target tokens, or samples."
+)
+
+
+def require_sum(loss_sum: object, items: object) -> None:
+    """Raises TaskError for what is no sum and no count, as far as that shows without a look at the device."""
+    if not isinstance(loss_sum, Tensor) or loss_sum.numel() != 1:
+        found = f"of shape {list(loss_sum.shape)}" if isinstance(loss_sum, Tensor) else f"a {type(loss_sum).__name__}"
+        raise TaskError(
+            f"The loss of a micro-batch is {found}: want a scalar tensor, its sum over the items.\n"
+            '  Sum it: reduction="sum" in torch\'s losses, or .sum().'
+        )
+    if isinstance(items, Tensor):
+        if items.numel() != 1:
+            raise TaskError(
+                f"The items of a micro-batch are a tensor of shape {list(items.shape)}: want how many there are.\n"
+                "  Sum the mask, or count the samples."
+            )
+        if items.requires_grad:
+            raise TaskError(
+                "The items of a micro-batch require grad: their number must not depend on the parameters.\n"
+                "  Count targets or samples; what weighs them belongs into the loss. Or .detach() it."
+            )
+    elif not (isinstance(items, numbers.Real) and float(items) >= 0 and float(items).is_integer()):
+        raise TaskError(_NO_COUNT.format(f"this one has {items!r}"))
+
+
+def _stack(values: list[Tensor]) -> Tensor:
+    return torch.stack([v.reshape(()) for v in values]).double()
+
+
+def explain_bad_loss(totals: WindowTotals, world: World, step: int) -> NotFinite:
+    """The error that every rank raises together: which rank and micro-batch it was, and what to try."""
+    bad = [n + 1 for n, loss in enumerate(totals.losses) if not torch.isfinite(loss).item()]
+    where = "; ".join(
+        f"rank {rank}, micro-batch {', '.join(map(str, found))}"
+        for rank, found in enumerate(world.of_all(bad))
+        if found
+    )
+    if any(loss.dtype is torch.float16 for loss in totals.losses):
+        where += "; it is summed in float16, which ends at 65504: call .float() before the sum"
+    return NotFinite(
+        f"The loss of step {step} is not finite (inf or nan): {where or 'only its sum overflows'}.\n"
+        "  Nothing was applied. Try a lower optimizer.lr, a longer schedule.warmup_steps, a lower train.clip_norm, or "
+        "precision=fp32; if it comes at once, look at the data and the loss of that micro-batch."
+    )

@@ -1,0 +1,308 @@
+"""Forecast of each sync policy: windows of the real task under the real strategy, on tensors without memory.
+
+Run by ``launcher.plan.task_inspection`` as a process of its own. A fake process group stands for the whole world, so
+that a model
+of any size on any number of ranks runs on one CPU. Reads a plan from standard input; writes its answer, one JSON
+object, to the file named on the command line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+import logging
+import os
+import sys
+import warnings
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch.distributed._tools.common_utils import get_untyped_storages
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from launcher.config.schema import Device, Sync
+from launcher.errors import LauncherError
+from launcher.plan.run_plan import Forecast, RunPlan
+from launcher.plan.sync_policy import POLICIES, Collective, passes
+from launcher.process import die_with_parent
+from launcher.task import Task, build_model, first_batch, load_task, train_data
+from launcher.train.engine.build import build
+from launcher.train.parallel.base import Parallel
+from launcher.train.parallel.fsdp import mesh_of
+from launcher.train.precision import Precision
+from launcher.train.trainer import as_loss, build_optimizer
+
+WINDOWS = 2  # the optimizer's state exists from the second on
+# of the free host memory: a model whose construction needs real values is built whole only where it takes less
+BUILT_SHARE = 0.5
+
+
+class NotPredictable(Exception):
+    """The reason, in words for the plan's note."""
+
+
+def forecasts(plan: RunPlan) -> tuple[list[Forecast], str | None]:
+    """Return the forecast of each policy of the plan's strategy, and why no memory is predicted (None if it is).
+
+    ``peak_bytes`` is that of the device that the model computes on. Bytes are counted in the windows that ran; where
+    the task cannot run without values they follow from the sharded model and the policy table.
+    """
+    task = load_task(plan.task.target, plan.task.params, plan.cluster.import_from, plan.train.seed)
+    batch, _ = first_batch(task, train_data(task, plan.train.seed), plan.batch.micro_size)
+    device = torch.device("cuda" if plan.cluster.device is Device.cuda and torch.cuda.is_available() else "cpu")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=plan.batch.world_size)
+    mesh_of(device, plan.batch.world_size, plan.strategy.shard_size)  # its own tensors must be real ones
+    found: list[Forecast] = []
+    problem: str | None = None
+    for sync in POLICIES[plan.strategy.kind]:
+        forecast, reason = _forecast(plan, sync, task, batch, device)
+        found.append(forecast)
+        problem = problem or reason
+    return found, problem
+
+
+def _forecast(plan: RunPlan, sync: Sync, task: Task, batch: Any, device: torch.device) -> tuple[Forecast, str | None]:
+    plan = dataclasses.replace(
+        plan,
+        strategy=dataclasses.replace(plan.strategy, sync=sync),
+        train=dataclasses.replace(plan.train, compile=False),
+    )
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    model = _model_without_memory(plan, task, fake, device)
+    with fake:
+        with patch.object(torch.utils, "swap_tensors", _set_data):
+            parallel, optimizer = build(
+                model, lambda p: build_optimizer(p, plan.optimizer, plan.cluster.device), plan, device,
+                getattr(task, "shard_units", None),
+            )  # fmt: skip
+        memory = PeakMemory(device)
+        memory.add([*model.parameters(), *model.buffers()])
+        inputs = tree_map(lambda x: fake.from_tensor(x).to(device) if isinstance(x, Tensor) else x, batch)
+        payload, problem = _payload_of_table(plan, parallel), None
+        try:
+            with memory:
+                payload = _run_windows(plan, task, inputs, parallel, optimizer, device)
+        except LauncherError:  # the job would meet the same mistake
+            raise
+        except Exception as error:  # a loss may do what tensors without values cannot
+            problem = _in_words(error)
+    forecast = Forecast(
+        sync=sync,
+        payload_bytes=sum(payload.values()),
+        wire_bytes=parallel.meter.layout.wire(payload),
+        wire_s=None,
+        peak_bytes=memory.peak if problem is None else None,
+    )
+    return forecast, problem
+
+
+def _payload_of_table(plan: RunPlan, parallel: Parallel) -> Mapping[Collective, int]:
+    """Return the payload bytes of a window by the policy table, from the shapes of the sharded model."""
+    sent = passes(plan.strategy.kind, plan.strategy.sync, plan.batch.accumulation)
+    return parallel.meter.layout.payload(sent)
+
+
+def _run_windows(
+    plan: RunPlan, task: Task, inputs: Any, parallel: Parallel, optimizer: torch.optim.Optimizer, device: torch.device
+) -> dict[Collective, int]:
+    """Run windows of at most two micro-batches: what is held from one to the next is held from then on. Return the
+    payload bytes of a full window of the plan."""
+    precision = Precision(plan.precision, device)
+    micro_batches = min(2, plan.batch.accumulation)
+    sent: list[Mapping[Collective, int]] = []
+    for number in itertools.chain(*[range(micro_batches)] * WINDOWS):
+        last = number == micro_batches - 1
+        parallel.meter.open_window()
+        with parallel.micro_batch(plan.strategy.sync, first=number == 0, last=last), precision.autocast():
+            loss = as_loss(task.loss(parallel.forward, inputs), plan.batch.micro_size, plan.task.target)
+            parallel.before_backward()
+            precision.backward(loss.total)
+        if last:
+            parallel.gradients()
+            optimizer.step()
+            parallel.zero_grad()
+        sent.append(parallel.meter.payload)
+    return _full_window(sent[-micro_batches], sent[-1], plan.batch.accumulation)
+
+
+def _full_window(
+    first: Mapping[Collective, int], last: Mapping[Collective, int], micro_batches: int
+) -> dict[Collective, int]:
+    """Return the payload of a window of ``micro_batches``, from that of its first and of its last one: one between
+    them gathers like the last one, because no policy gathers more for the boundary, and reduces like the first."""
+    between = micro_batches - 1
+    reduces = (Collective.all_reduce, Collective.reduce_scatter)
+    sent = {kind: first[kind] * between + last[kind] for kind in reduces}
+    gathers = Collective.all_gather
+    return sent | {gathers: first[gathers] + last[gathers] * between if between else last[gathers]}
+
+
+def _model_without_memory(plan: RunPlan, task: Task, fake: FakeTensorMode, device: torch.device) -> nn.Module:
+    """Return the task's model on fake tensors.
+
+    Raises:
+        NotPredictable: its construction needs values, and it is too large to be built with them.
+    """
+    try:
+        with patch.object(torch.utils, "swap_tensors", _set_data), fake, device:
+            model = build_model(task, plan.train.seed)
+    except LauncherError:
+        raise
+    except Exception as error:
+        needed = 4 * ((plan.task.parameters or 0) + plan.task.frozen_parameters)
+        if needed > BUILT_SHARE * free_host_bytes():
+            raise NotPredictable(
+                f"model() cannot be built without values ({_in_words(error)}), and with them it takes "
+                f"{needed / 2**30:.1f} GB here"
+            ) from None
+        model = build_model(task, plan.train.seed)
+    with fake:
+        _convert(model, device)
+    return model
+
+
+def _set_data(old: Tensor, new: Tensor) -> None:
+    """Stand in for ``torch.utils.swap_tensors``, which nn.Module.to() calls for fake parameters and which refuses them,
+    because their mode holds weak references to them."""
+    old.data = new.data
+
+
+def _convert(model: nn.Module, device: torch.device) -> None:
+    """Replace what is real or on the meta device, such as a state dict that was assigned. Ties stay ties."""
+    known: dict[int, Tensor] = {}
+
+    def converted(tensor: Tensor) -> Tensor:
+        if id(tensor) not in known:
+            empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+            if isinstance(tensor, nn.Parameter):
+                empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+            known[id(tensor)] = empty
+        return known[id(tensor)]
+
+    def needs_it(tensor: Tensor) -> bool:
+        return not (isinstance(tensor, FakeTensor) and tensor.device.type == device.type)
+
+    for module in list(model.modules()):
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None and needs_it(parameter):
+                setattr(module, name, converted(parameter))  # an nn.LSTM keeps a list of them, which this updates
+        for name, buffer in list(module._buffers.items()):
+            if buffer is not None and needs_it(buffer):
+                module._buffers[name] = converted(buffer)
+
+
+class PeakMemory(TorchDispatchMode):
+    """Largest sum of all storages that exist at once on one kind of device, while it is entered.
+
+    torch's MemTracker sorts memory by its use as well, for which it hooks each parameter and each module: it fails for
+    frozen parameters. Only the sum is needed here.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._type = device.type
+        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._now = self.peak = 0
+        self._resize = torch.UntypedStorage.resize_
+
+    def add(self, tree: Any) -> None:
+        """Count every tensor in ``tree``."""
+        for leaf in tree_leaves(tree):
+            if isinstance(leaf, Tensor) and leaf.device.type == self._type:
+                for storage in get_untyped_storages(leaf):
+                    self._note(storage)
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key, size = id(storage), storage.size()
+        reference, before = self._known.get(key, (None, 0))
+        if reference is None:
+            reference = weakref.ref(storage, functools.partial(self._forget, key))
+        self._known[key] = reference, size
+        self._now += size - before
+        self.peak = max(self.peak, self._now)
+
+    def _forget(self, key: int, _: Any) -> None:
+        self._now -= self._known.pop(key)[1]
+
+    def __enter__(self) -> PeakMemory:
+        def resize(storage: torch.UntypedStorage, size: int) -> None:  # FSDP frees and gathers units by this
+            self._resize(storage, size)
+            if id(storage) in self._known:
+                self._note(storage)
+
+        torch.UntypedStorage.resize_ = resize  # pyright: ignore[reportAttributeAccessIssue]
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        torch.UntypedStorage.resize_ = self._resize
+        super().__exit__(*error)  # pyright: ignore[reportArgumentType]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind is DTensor for kind in types):
+            return NotImplemented  # first to its local tensors
+        result = func(*args, **(kwargs or {}))
+        self.add(result)
+        return result
+
+
+def memory_bytes(plan: RunPlan) -> int | None:
+    """Return the memory of one rank's device, or None if this machine cannot tell."""
+    if plan.cluster.device is Device.cuda:
+        return torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else None
+    return free_host_bytes() // plan.cluster.workers_per_node
+
+
+def free_host_bytes() -> int:
+    """Return the memory in bytes that this process may still take, by the host's limit and by its cgroup's."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    available = int(lines["MemAvailable"].split()[0]) * 1024
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.exists() and (text := limit.read_text().strip()).isdecimal():
+        available = min(available, int(text))
+    return available
+
+
+def _in_words(error: Exception) -> str:
+    if isinstance(error, NotPredictable):
+        return str(error)
+    if isinstance(error, DataDependentOutputException):
+        return "the model or its loss asks a tensor for its value (.item(), bool(), ...)"
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def main() -> None:
+    die_with_parent(int(sys.argv[2]))
+    plan = RunPlan.from_json(sys.stdin.read())
+    # what torch and the task print here, they print when the job runs; torch logs a traceback for each operator that
+    # fails on fake tensors
+    warnings.simplefilter("ignore")
+    logging.disable()
+    silence = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silence, 1)
+    os.dup2(silence, 2)
+    answer: dict[str, Any] = {"memory_bytes": memory_bytes(plan)}
+    try:
+        found, answer["problem"] = forecasts(plan)
+        answer["forecasts"] = [dataclasses.asdict(forecast) for forecast in found]
+    except LauncherError as error:  # the job would meet the same mistake
+        answer["error"] = str(error)
+    except Exception as error:
+        answer["problem"] = _in_words(error)
+    Path(sys.argv[1]).write_text(json.dumps(answer), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

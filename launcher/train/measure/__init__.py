@@ -1,0 +1,1 @@
+"""Measurements of a training run: communication, noise scale, stragglers, FLOPs."""

@@ -1,0 +1,243 @@
+"""Counts and times the collectives that really ran, and holds them against the sync policy.
+
+The claim "n bytes were saved" is never computed from the policy: it is what passed the strategy's own collectives, and
+a window that did not send what its policy says stops the run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from launcher.config.schema import StrategyKind, Sync
+from launcher.errors import PolicyNotObserved
+from launcher.plan.sync_policy import Collective, Layout, passes
+from launcher.quantities import count
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives of one kind in one window on one rank; bytes."""
+
+    collectives: int
+    payload_bytes: int
+    wire_bytes: int
+
+
+@dataclass(frozen=True)
+class CommStats:
+    """What one window sent on one rank.
+
+    Args:
+        kinds: of each collective that ran.
+        wire_bytes_every: bytes, had each micro-batch been synchronised.
+        time_s: seconds in which at least one collective was under way.
+    """
+
+    kinds: Mapping[Collective, Traffic]
+    wire_bytes_every: int
+    time_s: float
+
+    @property
+    def collectives(self) -> int:
+        return sum(traffic.collectives for traffic in self.kinds.values())
+
+    @property
+    def payload_bytes(self) -> int:
+        return sum(traffic.payload_bytes for traffic in self.kinds.values())
+
+    @property
+    def wire_bytes(self) -> int:
+        return sum(traffic.wire_bytes for traffic in self.kinds.values())
+
+    @property
+    def saved_fraction(self) -> float:
+        return 1 - self.wire_bytes / self.wire_bytes_every if self.wire_bytes_every else 0.0
+
+
+class Flight:
+    """One collective under way. The host's clock on a CPU; on a GPU events, read once the window is over."""
+
+    __slots__ = ("_cuda", "began", "ended")
+
+    def __init__(self, cuda: bool) -> None:
+        self._cuda = cuda
+        self.began = self._now()
+        self.ended: Any = None
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def land(self) -> None:
+        """On a GPU: called where the stream that is current waits for the collective."""
+        self.ended = self._now()
+
+    def span(self, first: Flight, now: float) -> tuple[float, float]:
+        """Start and end in seconds: of the host's clock, or since ``first`` took off. What has not landed ends now."""
+        if not self._cuda:
+            return self.began, now if self.ended is None else self.ended
+        if self.ended is None or not self.ended.query():  # on a stream that the step has not waited for
+            return 0.0, 0.0
+        return first.began.elapsed_time(self.began) / 1e3, first.began.elapsed_time(self.ended) / 1e3
+
+
+class Meter:
+    """Counts per window.
+
+    Args:
+        strategy: whose passes each policy means.
+        layout: payload of one pass of each kind, padding included.
+        device: of this rank.
+        waited_s: seconds of the window in which the host was blocked by other ranks; on a GPU it says little.
+    """
+
+    def __init__(self, strategy: StrategyKind, layout: Layout, device: torch.device) -> None:
+        self._strategy, self.layout, self._cuda = strategy, layout, device.type == "cuda"
+        self.gathered_by_every: float | None = None  # payload bytes a micro-batch, once seen
+        self.open_window()
+
+    def open_window(self) -> None:
+        """Forget what ran since the last window: an evaluation, or a calibration."""
+        self._covered = dict.fromkeys(Collective, 0)
+        self._payload = dict.fromkeys(Collective, 0)
+        self._collectives = dict.fromkeys(Collective, 0)
+        self._gathered_beside = 0
+        self._beside = False
+        self._flights: list[Flight] = []
+        self.waited_s = 0.0
+        self._reduces_since: float | None = None
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around what blocks the host until other ranks have done their part."""
+        began = time.perf_counter()
+        yield
+        self.waited_s += time.perf_counter() - began
+
+    def waited_until_now(self, flight: Flight) -> None:
+        """The host has been blocked since ``flight`` took off, where it has a clock for that."""
+        if not self._cuda:
+            self.waited_s += time.perf_counter() - flight.began
+
+    def reduces(self) -> None:
+        """Called in a backward pass where a collective was started that this pass waits for at its end."""
+        self._reduces_since = time.perf_counter()
+
+    def backward_is_over(self) -> None:
+        """All that came after its last collective was a wait for that one, and those before it."""
+        if self._reduces_since is not None:
+            self.waited_s += time.perf_counter() - self._reduces_since
+            self._reduces_since = None
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Around passes of a window that every sync policy runs alike: counted, but the policy is not held to them."""
+        self._beside = True
+        yield
+        self._beside = False
+
+    def take_off(self) -> Flight:
+        """Called where a collective starts; the flight is to be landed where it is over."""
+        flight = Flight(self._cuda)
+        self._flights.append(flight)
+        return flight
+
+    def count(self, kind: Collective, payload_bytes: int, covers: int | None = None, collectives: int = 1) -> None:
+        """What was sent.
+
+        Args:
+            payload_bytes: handed to it by this rank.
+            covers: bytes of the model that it synchronises, where compression makes the payload smaller.
+            collectives: how many there are, where one call stands for several.
+        """
+        if not self._beside:
+            self._covered[kind] += payload_bytes if covers is None else covers
+        elif kind is Collective.all_gather:
+            self._gathered_beside += payload_bytes
+        self._payload[kind] += payload_bytes
+        self._collectives[kind] += collectives
+
+    @property
+    def payload(self) -> Mapping[Collective, int]:
+        """Payload bytes of each kind since the window was opened."""
+        return dict(self._payload)
+
+    @property
+    def silent(self) -> bool:
+        """Whether nothing ran since the window was opened."""
+        return not any(self._collectives.values())
+
+    def close_window(self, micro_batches: int, sync: Sync) -> CommStats:
+        """What this window sent. The device must be through with it.
+
+        Raises:
+            PolicyNotObserved: it is not what ``sync`` means for a window of ``micro_batches``.
+        """
+        self._check(micro_batches, sync)
+        if sync is Sync.every:
+            gathered = self._payload[Collective.all_gather] - self._gathered_beside
+            self.gathered_by_every = gathered / micro_batches
+        layout = self.layout
+        kinds = {
+            kind: Traffic(number, self._payload[kind], round(self._payload[kind] * layout.wire_factor(kind)))
+            for kind, number in self._collectives.items()
+            if number
+        }
+        return CommStats(kinds, layout.wire(self._had_it_been_every(micro_batches, sync)), _union_s(self._flights))
+
+    def _had_it_been_every(self, micro_batches: int, sync: Sync) -> dict[Collective, int]:
+        """Payload: each reduction as often as there are micro-batches; gathers as seen when `every` ran, or until then
+        by the policy table."""
+        ran, every = (passes(self._strategy, policy, micro_batches) for policy in (sync, Sync.every))
+        payload = dict(self._payload)
+        if ran.all_reduce:
+            payload[Collective.all_reduce] = payload[Collective.all_reduce] * every.all_reduce // ran.all_reduce
+        if ran.reduce_scatter:
+            scattered = payload[Collective.reduce_scatter]
+            payload[Collective.reduce_scatter] = scattered * every.reduce_scatter // ran.reduce_scatter
+        gathered = self.layout.payload(every)[Collective.all_gather]
+        if self.gathered_by_every is not None:
+            gathered = round(self.gathered_by_every * micro_batches)
+        payload[Collective.all_gather] = gathered + self._gathered_beside
+        return payload
+
+    def _check(self, micro_batches: int, sync: Sync) -> None:
+        expected = self.layout.payload(passes(self._strategy, sync, micro_batches))
+        for kind, wanted in expected.items():
+            seen = self._covered[kind]
+            if kind is Collective.all_gather and sync is not Sync.gather_once:
+                # how often a unit is gathered depends on how often the model calls it
+                wrong = seen < wanted // (2 * micro_batches)
+            else:
+                wrong = seen != wanted
+            if wrong:
+                raise PolicyNotObserved(
+                    f"strategy.sync={sync.value} means {kind.value} of {wanted:,} bytes in this window of "
+                    f"{count(micro_batches, 'micro-batch', 'micro-batches')}; {seen:,} bytes were "
+                    f"seen in {count(self._collectives[kind], 'collective')}.\n"
+                    "  Every forward pass must go through the engine's model (engine.model, or the model handed to "
+                    "loss), and the loss must reach every parameter that requires a gradient."
+                )
+
+
+def _union_s(flights: list[Flight]) -> float:
+    """Seconds in which at least one of ``flights`` was under way."""
+    if not flights:
+        return 0.0
+    now = time.perf_counter()
+    first = flights[0]
+    spans = [flight.span(first, now) for flight in flights]
+    total, end = 0.0, float("-inf")
+    for began_s, ended_s in sorted(spans):
+        total += max(0.0, ended_s - max(began_s, end))
+        end = max(end, ended_s)
+    return total

@@ -1,0 +1,179 @@
+"""The record: metrics.jsonl, one JSON object a logged step, floats only. W&B and the terminal read it, nothing else.
+
+Names and units are the interface's; a metric is made where it arises and only named here.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import resource
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from launcher.errors import RecordFailed
+from launcher.plan.run_plan import RunPlan
+from launcher.quantities import Interval, count
+from launcher.train.engine.calibration import Calibrated
+from launcher.train.engine.window_totals import StepResult, flags_bytes
+from launcher.train.measure.noise_scale import Noise
+
+Metrics = dict[str, float]
+
+
+class Sink(Protocol):
+    def write(self, step: int, metrics: Metrics) -> None: ...
+    def sync(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class NoRecord:
+    """On every rank but 0."""
+
+    def write(self, step: int, metrics: Metrics) -> None: ...
+    def sync(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class Record:
+    """Appends to metrics.jsonl. Each line reaches the operating system before the next step starts.
+
+    Args:
+        waits: whether lines that a full disk refuses are kept until there is room; else the first one ends the run.
+    """
+
+    def __init__(self, path: Path, *, waits: bool) -> None:
+        self._path, self._waits = path, waits
+        self._file = path.open("ab", buffering=0)
+        self._size = path.stat().st_size
+        self._left: list[bytes] = []
+
+    def write(self, step: int, metrics: Metrics) -> None:
+        """Raises RecordFailed; so does ``close``."""
+        self._left.append(json.dumps(as_record(step, metrics)).encode() + b"\n")
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        while self._left:
+            try:
+                if self._file.write(self._left[0]) < len(self._left[0]):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError as error:
+                os.truncate(self._path, self._size)  # no part of a line
+                if not self._waits:
+                    raise self._failed(error) from None
+                if len(self._left) == 1:
+                    print(f"{self._failed(error)}\n  The lines wait for it (checkpoint.on_error=continue).", flush=True)
+                return
+            self._size += len(self._left.pop(0))
+
+    def _failed(self, error: OSError) -> RecordFailed:
+        return RecordFailed(f"{self._path} cannot be written: {error.strerror}.\n  Make room on that disk.")
+
+    def sync(self) -> None:
+        """Have what was written on the disk."""
+        with suppress(OSError):  # whoever saves now hears of it from the checkpoint's own files
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._hand_over()
+        self._file.close()
+        if self._left:
+            raise RecordFailed(
+                f"{count(len(self._left), 'line')} of {self._path} were not written: the disk was full to the end.\n"
+                "  The checkpoint is whole; of these steps there is no record."
+            )
+
+
+def as_record(step: int, metrics: Metrics) -> dict[str, Any]:
+    """One line of the record. JSON has no nan and no inf; a reader must not stumble over the one step that has them."""
+    return {"step": step, **{name: value if math.isfinite(value) else None for name, value in metrics.items()}}
+
+
+def step_metrics(result: StepResult, plan: RunPlan, seen: tuple[int, int], total_s: float, peak_memory: int) -> Metrics:
+    """``seen``: samples and items of the run so far. ``total_s``: wall seconds of training so far, over all starts.
+    ``peak_memory``: bytes."""
+    samples, items = seen
+    metrics: Metrics = {
+        "train/loss": result.loss,
+        "train/grad_norm": result.grad_norm,
+        "train/lr": result.lr,
+        "batch/global_size": plan.batch.global_size_at(result.window),
+        "batch/micro_size": plan.batch.micro_size,
+        "batch/accumulation": result.micro_batches,
+        "batch/world_size": plan.batch.world_size,
+        "batch/samples": result.samples,
+        "batch/items": result.items,
+        "progress/samples": samples,
+        "progress/items": items,
+        "progress/epoch": samples / plan.task.samples if plan.task.samples else result.epoch,
+        "comm/collectives": result.comm.collectives,
+        "comm/payload_bytes": result.comm.payload_bytes,
+        "comm/wire_bytes": result.comm.wire_bytes,
+        "comm/wire_bytes_every": result.comm.wire_bytes_every,
+        "comm/wire_bytes_saved": result.comm.wire_bytes_every - result.comm.wire_bytes,
+        "comm/saved_fraction": result.comm.saved_fraction,
+        "comm/time_s": result.comm.time_s,
+        "comm/flags_bytes": _flags_bytes(plan),
+        "time/step_s": result.step_s,
+        "time/data_s": result.data_s,
+        "time/total_s": total_s,
+        "throughput/samples_per_s": result.samples / result.step_s,
+        "throughput/items_per_s": result.items / result.step_s,
+        "memory/peak_bytes": peak_memory,
+    }
+    if result.scale is not None:
+        metrics["amp/scale"] = result.scale
+    if result.noise is not None:
+        metrics |= noise_metrics(result.noise)
+    if result.spent is not None:
+        metrics["time/compute_s"] = result.spent.compute_s
+        metrics["time/compute_s_max"] = result.spent.compute_most_s
+        metrics["time/wait_s"] = result.spent.wait_s
+    if result.straggler is not None:
+        metrics["straggler/rank"] = float(result.straggler.rank)
+        metrics["straggler/share"] = result.straggler.share
+    for kind, traffic in result.comm.kinds.items():
+        metrics[f"comm/{kind.value}/collectives"] = traffic.collectives
+        metrics[f"comm/{kind.value}/payload_bytes"] = traffic.payload_bytes
+        metrics[f"comm/{kind.value}/wire_bytes"] = traffic.wire_bytes
+    return metrics
+
+
+def calibration_metrics(calibrated: Calibrated, step_s: float, data_s: float, *, reads_ahead: bool) -> Metrics:
+    """Return the calibration applied to a whole step of ``step_s`` seconds; see ``Calibrated.step_s_every``."""
+    metrics: Metrics = {}
+    if (every := calibrated.step_s_every(step_s, data_s, reads_ahead=reads_ahead)) is not None:
+        speedup = Interval(every.value / step_s, every.low / step_s, every.high / step_s)
+        metrics |= {"comm/step_s": step_s, "comm/step_s_every": every.value, **speedup.as_record("comm/speedup")}
+    if (exposed := calibrated.exposed) is not None and (overlap := calibrated.overlap) is not None:
+        metrics |= {**exposed.as_record("comm/exposed_s"), "comm/overlap": overlap}
+    return metrics | {"comm/calibration_rounds": calibrated.rounds} if metrics else {}
+
+
+def noise_metrics(noise: Noise) -> Metrics:
+    """Return its metrics; one that is not known (``noise/scale``) or has no bound (``noise/scale_high``) is missing."""
+    metrics = {"noise/grad_sq": noise.grad_sq, "noise/variance": noise.variance, "noise/scale_low": noise.low}
+    if math.isfinite(noise.high):
+        metrics["noise/scale_high"] = noise.high
+    return metrics if noise.scale is None else metrics | {"noise/scale": noise.scale}
+
+
+def _flags_bytes(plan: RunPlan) -> int:
+    """What the window's small collectives hand over: the flags, and where gradients lie in shards, their norm."""
+    if plan.batch.world_size == 1:
+        return 0
+    flags = flags_bytes(plan.batch.world_size, torch.device(plan.cluster.device.value))
+    return flags + (8 if plan.strategy.shard_size > 1 else 0)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory this rank has held: allocated on its GPU, or resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

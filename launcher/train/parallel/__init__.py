@@ -1,0 +1,1 @@
+"""Strategies: DDP, FSDP, HSDP, and what they need."""

@@ -1,0 +1,274 @@
+"""BatchNorm under accumulation: what its layers normalise by, and the sums of which that is made.
+
+The layers stay the user's: names, parameters, buffers and class. Only what they do in training is put in place of their
+own forward, so that a checkpoint is that of the plain model and an evaluation runs torch's own code.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from launcher.config.schema import Norm
+from launcher.errors import ConfigError, TaskError
+from launcher.plan.run_plan import RunPlan
+from launcher.plan.sync_policy import Collective
+from launcher.train.measure.comm_meter import Meter
+
+
+@dataclass
+class Statistics:
+    """What a layer normalises by. ``count``: numbers a channel; ``mean`` and ``variance`` (of these numbers, not
+    corrected): [channels], fp64."""
+
+    count: Tensor
+    mean: Tensor
+    variance: Tensor
+
+    @classmethod
+    def of_sums(cls, sums: Tensor) -> Statistics:
+        """``sums``: [2 * channels + 1] as ``sums_of`` has them. Of no sample at all: those that change nothing."""
+        count = sums[-1]
+        mean, square = sums[:-1].view(2, -1) / count.clamp(min=1)
+        variance = torch.where(count > 0, (square - mean * mean).clamp(min=0), 1.0)
+        return cls(count, mean, variance)
+
+
+def sums_of(x: Tensor, *, counts: bool) -> Tensor:
+    """Sum, sum of squares and count a channel, [2 * channels + 1] in fp64: these add up over micro-batches and ranks.
+    Zero where the samples do not count. The squares are put together from a variance, so that a large mean
+    does not swallow it."""
+    if not counts:
+        return torch.zeros(2 * x.shape[1] + 1, dtype=torch.float64, device=x.device)
+    count = x.numel() // x.shape[1]
+    variance, mean = (value.double() for value in torch.var_mean(widened(x), _all_but_channels(x), correction=0))
+    number = torch.full((1,), count, dtype=torch.float64, device=x.device)
+    return torch.cat((count * mean, count * (variance + mean * mean), number))
+
+
+def widened(x: Tensor) -> Tensor:
+    """In the format in which it is normalised: at least fp32."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+def _all_but_channels(x: Tensor) -> list[int]:
+    return [dim for dim in range(x.ndim) if dim != 1]
+
+
+def per_channel(value: Tensor, x: Tensor) -> Tensor:
+    """[channels] as it spreads over ``x``, [samples, channels, ...], in its format."""
+    return value.to(x.dtype).view(1, -1, *[1] * (x.ndim - 2))
+
+
+def gradient_sums(gradient: Tensor, normalised: Tensor) -> Tensor:
+    """Sum of the gradient, and of the gradient times what it is of: [2, channels] in fp64."""
+    dims = _all_but_channels(gradient)
+    return torch.stack((gradient.sum(dims), (gradient * normalised).sum(dims))).double()
+
+
+class Normalise(torch.autograd.Function):
+    """(x - mean) / sqrt(variance + eps), with the gradient that reaches x through the statistics too.
+
+    With g the gradient of the result y, and means over all that the statistics are of, the gradient of x is
+    (g - mean(g) - y * mean(g * y)) / sqrt(variance + eps): Ioffe & Szegedy 2015, section 3. ``means`` turns the two
+    sums of this call into these two means, [2, channels]; it is None where x has no part in the statistics.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, statistics: Statistics, eps: float, means: Callable[[Tensor], Tensor] | None):
+        scale = per_channel((statistics.variance + eps).rsqrt(), x)
+        y = (x - per_channel(statistics.mean, x)) * scale
+        ctx.save_for_backward(y, scale)
+        ctx.means = means
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any):  # pyright: ignore[reportIncompatibleMethodOverride]
+        (gradient,) = gradients
+        y, scale = ctx.saved_tensors
+        if ctx.means is not None:
+            of_gradient, of_product = ctx.means(gradient_sums(gradient, y))
+            gradient = gradient - per_channel(of_gradient, y) - y * per_channel(of_product, y)
+        return gradient * scale, None, None, None
+
+
+def normalise(layer: _BatchNorm, x: Tensor, statistics: Statistics, means: Callable[[Tensor], Tensor] | None) -> Tensor:
+    return Normalise.apply(widened(x), statistics, layer.eps, means)  # pyright: ignore[reportReturnType]
+
+
+@torch.no_grad()
+def track(layer: _BatchNorm, statistics: Statistics) -> None:
+    """Let the running statistics follow, once; nothing without samples."""
+    if layer.running_mean is None or layer.running_var is None or layer.num_batches_tracked is None:
+        return
+    seen = statistics.count > 0
+    layer.num_batches_tracked += seen
+    # without a momentum they are the average of all so far
+    so_far = layer.num_batches_tracked.clamp(min=1).double()
+    part = seen.double() * (1 / so_far if layer.momentum is None else layer.momentum)
+    unbiased = statistics.variance * statistics.count / (statistics.count - 1).clamp(min=1)
+    for running, new in ((layer.running_mean, statistics.mean), (layer.running_var, unbiased)):
+        running.copy_((1 - part) * running + part * new)
+
+
+def batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:
+    """The model's BatchNorm layers by name (SyncBatchNorm is one)."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
+
+
+class Ranks:
+    """Adds up over all ranks; counted, as every collective is."""
+
+    def __init__(self, meter: Meter, world_size: int) -> None:
+        self._meter, self._alone = meter, world_size == 1
+
+    def add_up(self, sums: Tensor) -> Tensor:
+        """In place."""
+        if not self._alone:
+            flight = self._meter.take_off()
+            self._meter.count(Collective.statistics, sums.nbytes)
+            with self._meter.waiting():
+                dist.all_reduce(sums)
+            flight.land()
+        return sums
+
+
+class Norms(Protocol):
+    """What the engine tells of its windows, for the sake of the model's BatchNorm layers."""
+
+    def micro_batch(self, *, counts: bool) -> None:
+        """Prepare for the next micro-batch of a window. ``counts``: whether its samples do."""
+        ...
+
+    def trial(self, *, alone: bool) -> None:
+        """Prepare for a micro-batch of which nothing stays. ``alone``: no collective may run."""
+        ...
+
+    def track(self) -> None:
+        """The window's gradient was applied."""
+        ...
+
+
+class Normaliser(Norms, Protocol):
+    """... and does it itself."""
+
+    def normalised(self, layer: _BatchNorm, x: Tensor) -> Tensor:
+        """[samples, channels, ...], without the layer's own scale and shift."""
+        ...
+
+
+class AsTheyAre:
+    """``leave``, ``freeze``, or no BatchNorm at all: nothing of a layer depends on other micro-batches."""
+
+    def micro_batch(self, *, counts: bool) -> None: ...
+    def trial(self, *, alone: bool) -> None: ...
+    def track(self) -> None: ...
+
+
+class OverRanks:
+    """``sync``: each micro-batch by the statistics of that micro-batch on all ranks. torch's SyncBatchNorm, which does
+    this, refuses a CPU and ranks whose samples do not count."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._counts, self._alone = True, False
+
+    def micro_batch(self, *, counts: bool) -> None:
+        self._counts, self._alone = counts, False
+
+    def trial(self, *, alone: bool) -> None:
+        self._counts, self._alone = True, alone
+
+    def normalised(self, layer: _BatchNorm, x: Tensor) -> Tensor:
+        counts, add_up = self._counts, (lambda sums: sums) if self._alone else self._ranks.add_up
+        with torch.no_grad():
+            statistics = Statistics.of_sums(add_up(sums_of(x, counts=counts)))
+        if not _in_backward():
+            track(layer, statistics)
+
+        def means(sums: Tensor) -> Tensor:
+            # all ranks take part, those without a sample with nothing
+            found = add_up(sums if counts else torch.zeros_like(sums)) / statistics.count.clamp(min=1)
+            return found if counts else torch.zeros_like(found)
+
+        return normalise(layer, x, statistics, means)
+
+    def track(self) -> None: ...
+
+
+def _in_backward() -> bool:
+    """Whether this is a forward pass that recompute repeats: its running statistics have been counted."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def install(model: nn.Module, norms: Normaliser) -> None:
+    """Let ``norms`` do what the BatchNorm layers of ``model`` do in training."""
+    # no decorator: it imports torch's compiler, a second that every `launch` would take for its look at the task
+    forward = torch.compiler.disable(_forward)
+    for layer in batch_norms(model).values():
+        _let_run(layer, functools.partial(forward, layer, norms))
+
+
+def freeze(model: nn.Module) -> None:
+    """Let the BatchNorm layers of ``model`` keep to their running statistics; scale and shift are trained on."""
+    for layer in batch_norms(model).values():
+        _let_run(layer, functools.partial(_frozen, layer))
+
+
+def _let_run(layer: nn.Module, forward: Callable[..., Any]) -> None:
+    layer.forward = forward
+
+
+def _is_plain(layer: _BatchNorm) -> bool:
+    return type(layer).forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+
+
+def _frozen(layer: _BatchNorm, x: Tensor) -> Tensor:
+    layer._check_input_dim(x)
+    statistics = layer.running_mean, layer.running_var
+    return functional.batch_norm(x, *statistics, layer.weight, layer.bias, training=False, eps=layer.eps)
+
+
+def _forward(layer: _BatchNorm, norms: Normaliser, x: Tensor) -> Tensor:
+    if not layer.training:  # an evaluation, or the task keeps this layer so
+        return type(layer).forward(layer, x)
+    layer._check_input_dim(x)
+    y = norms.normalised(layer, x)
+    if layer.weight is not None:
+        y = y * per_channel(layer.weight, y)
+    if layer.bias is not None:
+        y = y + per_channel(layer.bias, y)
+    return y.to(x.dtype)
+
+
+def require_replaceable(model: nn.Module, plan: RunPlan) -> None:
+    """That ``batch.norm`` can be had of this model.
+
+    Raises:
+        ConfigError: it has no BatchNorm, and nothing has said so before.
+        TaskError: a layer has a forward pass of its own kind, or lacks the running statistics that it is to keep.
+    """
+    layers, norm = batch_norms(model), plan.batch.norm
+    if not layers and plan.task.batch_norms is None:
+        raise ConfigError("batch.norm", norm, "has no effect: the model has no BatchNorm.", "Leave it out.")
+    for name, layer in layers.items():
+        if not _is_plain(layer):
+            raise TaskError(
+                f"batch.norm={norm.value}: {name} is a {type(layer).__name__}, whose forward pass is not BatchNorm's "
+                "own and cannot be replaced.\n  Use batch.norm=leave, or a plain BatchNorm."
+            )
+        if norm is Norm.freeze and layer.running_mean is None:
+            raise TaskError(
+                f"batch.norm=freeze: {name} has no running statistics (track_running_stats=False).\n"
+                "  Use another batch.norm, or let the layer track them."
+            )

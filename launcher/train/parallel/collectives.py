@@ -1,0 +1,166 @@
+"""The collectives of sharded models, as ``fully_shard`` calls them: counted, timed, and on a CPU made of sends.
+
+gloo runs a reduce-scatter as an all-reduce, twice the bytes, and holds the host up until it is over. Its sends and
+receives are quicker than its gathers too: a receive that is posted before its send saves the two the trip in which they
+agree. So on a CPU each rank sends every other one its part: (W-1)/W of the payload, which is the least there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from launcher.plan.sync_policy import Collective
+from launcher.train.measure.comm_meter import Flight, Meter
+from launcher.train.measure.noise_scale import OwnGradient
+
+# torch 2.13 has new names for these two, and warns of the old ones
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Exchange(dist.Work):
+    """Sends and receives under way, as one piece of work."""
+
+    def __init__(self, done: Future[None], meter: Meter) -> None:
+        super().__init__()
+        self._done, self._meter = done, meter
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:  # noqa: ARG002 (the process group has its own)
+        with self._meter.waiting():
+            self._done.result()
+        return True
+
+
+class Exchanger:
+    """Runs exchanges of one kind. ``tag``: tells them from those of another kind."""
+
+    def __init__(self, tag: int, meter: Meter) -> None:
+        self._tag, self._meter = tag, meter
+        # gloo cannot say when a send or receive is over, only wait for it
+        self._waiter = ThreadPoolExecutor(1, "exchange")
+
+    def start(
+        self, received: Sequence[Tensor], sent: Sequence[Tensor], group: dist.ProcessGroup, flight: Flight
+    ) -> Exchange:
+        """Give each peer of ``group`` its element of ``sent`` and take its own into that of ``received``; this rank's
+        own element stays with it. The flight lands when all have."""
+        peers = [peer for peer in range(group.size()) if peer != group.rank()]
+        works = [dist.irecv(received[peer], group=group, group_src=peer, tag=self._tag) for peer in peers]
+        works += [dist.isend(sent[peer], group=group, group_dst=peer, tag=self._tag) for peer in peers]
+
+        def finish() -> None:
+            for work in works:
+                if work is not None:
+                    work.wait()
+            flight.land()
+
+        return Exchange(self._waiter.submit(finish), self._meter)
+
+
+class Gather:
+    """All-gather of one unit's parameters. On a CPU it is under way while the host goes on: torch waits for it where
+    the parameters are needed."""
+
+    def __init__(self, meter: Meter, device: torch.device) -> None:
+        self._meter = meter
+        self._exchanger = Exchanger(1, meter) if device.type == "cpu" else None
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+        covers: int | None = None,
+    ) -> dist.Work | None:
+        flight = self._meter.take_off()
+        self._meter.count(Collective.all_gather, output_tensor.nbytes, covers)
+        if self._exchanger is not None:
+            parts = output_tensor.view(group.size(), -1)
+            if parts[group.rank()].data_ptr() != input_tensor.data_ptr():
+                parts[group.rank()].copy_(input_tensor.view(-1))
+            return self._exchanger.start(parts.unbind(), [input_tensor] * group.size(), group, flight)
+        work = _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+        _land(flight, work)
+        return work
+
+
+class Scatter:
+    """Reduce-scatter of one unit's gradients. On a CPU one is under way at a time, which keeps the wire busy while the
+    memory that it takes stays small, and always the same."""
+
+    def __init__(self, meter: Meter, device: torch.device, own: OwnGradient) -> None:
+        self._meter, self._own = meter, own
+        self._exchanger = Exchanger(2, meter) if device.type == "cpu" else None
+        self._pending: tuple[Exchange, Tensor, Tensor] | None = None
+        self._between_replicas: Flight | None = None
+        self.defers = False  # whether the sum may be made later, by `finish`
+        self.sends_on = False  # whether an all-reduce between replicas follows
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        self._own.take([input_tensor])
+        work: dist.Work | None = None
+        if self._exchanger is not None:
+            self._exchange(self._exchanger, output_tensor, input_tensor, group)
+        else:
+            flight = self._meter.take_off()
+            self._meter.count(Collective.reduce_scatter, input_tensor.nbytes)
+            work = _reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
+            _land(flight, work)
+        if self.sends_on:
+            self._between_replicas = self._meter.take_off()
+        return work
+
+    def _exchange(self, exchanger: Exchanger, output: Tensor, gradients: Tensor, group: dist.ProcessGroup) -> None:
+        self.finish()
+        flight = self._meter.take_off()
+        self._meter.count(Collective.reduce_scatter, gradients.nbytes)
+        parts = gradients.view(group.size(), -1)
+        received = torch.empty_like(parts)
+        received[group.rank()].copy_(parts[group.rank()])
+        self._pending = exchanger.start(received.unbind(), parts.unbind(), group, flight), output, received
+        if not self.defers:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for what is under way, and add it up in the ranks' order: the sum is the same each time."""
+        if self._pending is not None:
+            work, output, received = self._pending
+            work.wait()
+            torch.sum(received, 0, out=output)
+            self._pending = None
+
+    def reduced_between_replicas(self, gradients: Tensor) -> None:
+        """torch calls it after its own all-reduce between replicas, with what that worked on."""
+        self._meter.count(Collective.all_reduce, gradients.nbytes)
+        if self._between_replicas is not None:
+            self._between_replicas.land()
+            self._meter.waited_until_now(self._between_replicas)
+            self._between_replicas = None
+
+
+def _land(flight: Flight, work: dist.Work | None) -> None:
+    if work is None:  # the host, or the stream that is current, has waited for it
+        flight.land()
+    else:
+        work.get_future().then(lambda _: flight.land())

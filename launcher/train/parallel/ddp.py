@@ -1,0 +1,235 @@
+"""DDP: a whole model on each rank, its gradients all-reduced bucket by bucket, compressed if asked for.
+
+Annotations are evaluated here, unlike elsewhere: DDP compares those of the communication hook with its own classes.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import get_total_norm
+
+from launcher.config.schema import Compress, Sync
+from launcher.plan.run_plan import RunPlan, StrategyPlan
+from launcher.plan.sync_policy import Collective, Layout
+from launcher.train.measure.comm_meter import Meter
+from launcher.train.measure.noise_scale import OwnGradient
+from launcher.train.parallel.base import payload_of_gradients, trained, whole_gradients
+
+
+class Ddp:
+    """Gradients live in DDP's buckets, so that they exist once."""
+
+    def __init__(self, model: nn.Module, plan: RunPlan, device: torch.device) -> None:
+        strategy, world_size = plan.strategy, plan.batch.world_size
+        self.module, self.averaged_over = model, world_size
+        self._unused_allowed = strategy.find_unused_parameters
+        # with these two options DDP keeps its first buckets, or the order is not that of one backward pass
+        self._keeps_buckets = self._unused_allowed or strategy.static_graph
+        self._order = self._first_order()
+        self.meter = Meter(strategy.kind, Layout.replicated(payload_of_gradients(model), world_size), device)
+        self._strategy, self._device = strategy, device
+        self._compression = _compression(strategy, model, self.meter)
+        self.own = OwnGradient()
+        self._parameters = trained(model)
+        # what PowerSGD leaves out for later makes of the reduced gradient another one than the mean of the ranks'
+        self._comparable = strategy.compress is not Compress.powersgd
+        self.forward = self._ddp = self._wrapped(init_sync=True)
+
+    def _first_order(self) -> list[str] | None:
+        """Return the gradient order of a new reducer: None until a backward pass has recorded it."""
+        return [] if self._keeps_buckets else None
+
+    def _wrapped(self, *, init_sync: bool) -> DistributedDataParallel:
+        strategy = self._strategy
+        ddp = DistributedDataParallel(
+            self.module,
+            device_ids=[self._device.index] if self._device.type == "cuda" else None,
+            bucket_cap_mb=strategy.bucket_mb,
+            gradient_as_bucket_view=True,
+            static_graph=strategy.static_graph,
+            find_unused_parameters=strategy.find_unused_parameters,
+            init_sync=init_sync,
+        )
+        # the engine's affair, under every strategy; the argument of this name is deprecated since torch 2.13
+        ddp.broadcast_buffers = False
+        ddp.register_comm_hook(None, self._hook)
+        return ddp
+
+    def _hook(self, state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # noqa: ARG002
+        gradients = bucket.buffer()
+        self.own.take([gradients])
+        flight = self.meter.take_off()
+        sent, payload, collectives = self._compression.reduce(bucket)
+        self.meter.reduces()
+        self.meter.count(Collective.all_reduce, payload, covers=gradients.nbytes, collectives=collectives)
+
+        def landed(done: Future[Any]) -> Tensor:
+            flight.land()
+            value = done.value()
+            return value[0] if isinstance(value, list) else value
+
+        return sent.then(landed)
+
+    def micro_batch(self, sync: Sync, *, first: bool, last: bool) -> AbstractContextManager[object]:
+        self._sync = sync
+        self.own.await_part(due=self._comparable and (first if sync is Sync.every else last))
+        # DDP decides in forward, so the context must be open before it
+        if not last and sync is not Sync.every:
+            return self._ddp.no_sync()
+        return nullcontext() if self._order is not None else self._record_order()
+
+    def silent_until_boundary(self, sync: Sync) -> bool:
+        return sync is not Sync.every
+
+    def abandon(self) -> None:
+        # the boundary's forward pass has told DDP to reduce in the backward pass that follows: that is another one now
+        self._ddp.reducer._reset_state()
+        self.zero_grad()
+
+    def before_backward(self) -> None: ...
+
+    def before_reduction(self, items: Callable[[], int]) -> None:
+        if self._sync is not Sync.every:  # then part of the residue is of this very window
+            self._compression.before_reduction(items)
+
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        with self._ddp.no_sync():
+            yield
+        self.zero_grad()
+
+    @contextmanager
+    def trial(self) -> Iterator[None]:
+        # how the buckets are laid out decides how sums are rounded: a new reducer starts as the first one did
+        order, kept = self.gradient_order(), self._compression.state_dict()
+        self._compression.begin_trial()
+        try:
+            yield
+        finally:  # without collectives: an exception may be this rank's alone
+            for parameter in self.module.parameters():
+                parameter.grad = None
+            del self._ddp.reducer, self._ddp.logger  # it takes its hooks off the parameters, and frees the buckets
+            vars(self._ddp).update(vars(self._wrapped(init_sync=False)))
+            self._order = self._first_order()
+            self._compression = _compression(self._strategy, self.module, self.meter)
+            if kept:
+                self._compression.load_state_dict(kept)
+        self.take_gradient_order(order)
+
+    def gradients(self) -> list[Tensor]:
+        return whole_gradients(self.module, self._parameters, unused_allowed=self._unused_allowed)
+
+    def total_norm(self, gradients: list[Tensor]) -> Tensor:
+        return get_total_norm(gradients)
+
+    def zero_grad(self) -> None:
+        # in place: setting them to None would give the buckets a second copy during the next window
+        if gradients := [p.grad for p in self._parameters if p.grad is not None]:
+            torch._foreach_zero_(gradients)
+
+    def evaluation(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def gradient_order(self) -> list[str]:
+        """Return the order in which the first synchronised backward pass of this process, or of the run that it
+        resumes, reached the gradients. DDP lays out its final buckets in that order, and a ring sums the parts of a
+        number in an order that depends on its place in the bucket."""
+        return self._order or []
+
+    @contextmanager
+    def _record_order(self) -> Iterator[None]:
+        """Record the order of one synchronised backward pass. DDP records the same one, but answers only with buckets
+        as large as all gradients (``_get_zeros_like_grad_buckets``)."""
+        order: list[str] = []
+
+        def recorder(name: str) -> Callable[[Tensor], None]:
+            return lambda _: order.append(name)
+
+        named = [(name, parameter) for name, parameter in self.module.named_parameters() if parameter.requires_grad]
+        handles = [parameter.register_post_accumulate_grad_hook(recorder(name)) for name, parameter in named]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        self._order = order
+
+    def take_gradient_order(self, names: list[str]) -> None:
+        if not names or self._keeps_buckets:  # earlier versions saved names in that case, too
+            return
+        # as after a backward pass that came upon them in this order; every gradient is zero
+        parameters, reducer = dict(self.module.named_parameters()), self._ddp.reducer
+        reducer.prepare_for_forward()
+        reducer.prepare_for_backward([])
+        for name in names:
+            parameters[name].view_as(parameters[name]).backward(torch.zeros_like(parameters[name]))
+        self._ddp._has_rebuilt_buckets = reducer._rebuild_buckets()
+        self._order = names
+        self.zero_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._compression.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._compression.load_state_dict(state)
+
+
+class Compression(Protocol):
+    def reduce(self, bucket: dist.GradBucket) -> tuple[Future[Any], int, int]:
+        """Average a bucket over the ranks; the payload bytes of that, and in how many collectives they go. The future's
+        value is the tensor, or a list of it."""
+        ...
+
+    def before_reduction(self, items: Callable[[], int]) -> None: ...
+
+    def begin_trial(self) -> None:
+        """Compress from now on as in the run's later windows."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def _compression(strategy: StrategyPlan, model: nn.Module, meter: Meter) -> Compression:
+    if strategy.compress is Compress.powersgd:
+        from launcher.train.parallel.powersgd import PowerSgd
+
+        return PowerSgd(model, strategy.powersgd_rank, strategy.powersgd_start, meter)
+    # an earlier version's plan may have fp16, which loses small gradients: bf16 does not, and is as short
+    return _Cast(None if strategy.compress is Compress.none else torch.bfloat16)
+
+
+class _Cast:
+    """Gradients as they are, or rounded to bf16.
+
+    bf16 has the exponent range of fp32, so that small gradients survive. A ring of W ranks rounds each number when it
+    is sent, when it is divided by W (unless that is a power of two), and in each of W-1 sums, by 2^-8 (half a unit in
+    the last place) each time: the error is at most (W+1) 2^-8 of the mean magnitude, sum(|g|)/W, to first order. Where
+    the ranks' gradients cancel, that is more of the mean gradient itself.
+    """
+
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        self._dtype = dtype
+
+    def reduce(self, bucket: dist.GradBucket) -> tuple[Future[Any], int, int]:
+        gradients = bucket.buffer()
+        sent = gradients.to(self._dtype or gradients.dtype).div_(dist.get_world_size())
+        work = dist.all_reduce(sent, async_op=True)
+        assert work is not None  # this rank is in the group
+        done = work.get_future()
+        if sent is not gradients:
+            done = done.then(lambda done: gradients.copy_(done.value()[0]))
+        return done, sent.nbytes, 1
+
+    def before_reduction(self, items: Callable[[], int]) -> None: ...
+    def begin_trial(self) -> None: ...
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...

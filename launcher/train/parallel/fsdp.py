@@ -1,0 +1,343 @@
+"""FSDP2 and HSDP: parameters, gradients and optimizer state in shards.
+
+torch's ``fully_shard`` decides when a unit is gathered, freed and reduced; the collectives that it calls for that are
+those of ``collectives.py``. What of it happens on which micro-batch is the sync policy's, here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.nn.utils import get_total_norm
+
+from launcher.config.schema import StrategyKind, Sync
+from launcher.errors import TaskError
+from launcher.plan.run_plan import RunPlan
+from launcher.plan.sync_policy import Layout
+from launcher.train.measure.comm_meter import Meter
+from launcher.train.measure.noise_scale import OwnGradient
+from launcher.train.parallel.base import local, trained, whole_gradients
+from launcher.train.parallel.collectives import Gather, Scatter
+from launcher.train.parallel.deferred_init import Recipe, fill
+from launcher.train.parallel.mixed_precision import groups_of, matmul_parameters, narrow
+from launcher.train.parallel.shard_units import Uses, owned
+from launcher.train.precision import DTYPES
+from launcher.train.world import patience
+
+
+class Fsdp:
+    """FSDP over all ranks, or HSDP: shard groups of ``plan.strategy.shard_size`` ranks, replicated.
+
+    Gradients are summed, not averaged: one division by the window's items follows anyway.
+    """
+
+    averaged_over = 1
+
+    def __init__(
+        self, model: nn.Module, units: Sequence[nn.Module], plan: RunPlan, device: torch.device, recipe: Recipe | None
+    ) -> None:
+        strategy, world_size = plan.strategy, plan.batch.world_size
+        self.module = self.forward = model
+        mesh = mesh_of(device, world_size, strategy.shard_size)
+        _wait_for_hangs(mesh, plan.train.hang_timeout)
+        self._shard_group = mesh["shard"].get_group()
+        self._shard_size = strategy.shard_size
+        self._replicated = strategy.kind is StrategyKind.hsdp
+        # the rest of the mixed precision is autocast's, as under every strategy: see mixed_precision.py
+        reduce_dtype = DTYPES.get(plan.precision.reduce_dtype, torch.float32)
+        precision = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+        dtype = DTYPES.get(plan.precision.kind)
+        formats = {p.dtype for p in model.parameters() if p.requires_grad}
+        if len(formats) > 1:  # only with precision.parameters=keep
+            raise TaskError(
+                f"model(): its trained parameters have several formats ({', '.join(sorted(map(str, formats)))}), which "
+                f"strategy={strategy.kind.value} cannot shard together.\n"
+                "  Use precision.parameters=fp32, or strategy=ddp."
+            )
+        narrowed = {p: place for p, place in matmul_parameters(model).items() if dtype and p.dtype == torch.float32}
+        item_bytes = dict.fromkeys(narrowed, 2)
+        layout = _layout(model, units, item_bytes, reduce_dtype, strategy.shard_size, world_size)
+        self.meter = Meter(strategy.kind, layout, device)
+        offload = CPUOffloadPolicy() if strategy.cpu_offload else OffloadPolicy()
+        for module in (*units, model):
+            fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)
+        if recipe is not None:
+            model.to_empty(device="cpu" if strategy.cpu_offload else device)
+            fill(model, recipe)
+        if strategy.cpu_offload:
+            _move_buffers(model, device)  # only parameters wait in host memory
+        self._modules = [module for module in (model, *units) if isinstance(module, FSDPModule)]
+        gather = Gather(self.meter, device)
+        self._gather = gather
+        places = set(narrowed.values())
+        for module in self._modules:
+            narrow(module, places, dtype or torch.float32, reduce_dtype, None if plan.train.compile else self._widen)
+        self._uses = Uses(self._modules)
+        self.own = OwnGradient()
+        self._scatter = Scatter(self.meter, device, self.own)
+        for module in self._modules:
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_custom_all_gather(gather)  # pyright: ignore[reportArgumentType]
+            module.set_custom_reduce_scatter(self._scatter)  # pyright: ignore[reportArgumentType]
+            if self._replicated:
+                module.set_all_reduce_hook(self._scatter.reduced_between_replicas)
+        # a sum that is added to an earlier one, converted, sent on or copied is needed at once
+        same_format = reduce_dtype == torch.float32 and all(p.dtype == torch.float32 for p in model.parameters())
+        self._may_defer = device.type == "cpu" and same_format and not self._replicated
+        if device.type == "cpu":
+            self._prefetch_in_forward()
+        self._settings: tuple[bool, ...] | None = None
+
+    def _prefetch_in_forward(self) -> None:
+        """On a GPU streams do this by themselves. The order of the model's definition is mostly that of its forward
+        pass; where it is not, a unit is gathered early and waits."""
+        outer = [self.module, *_outermost(self.module)]
+        for module, following in itertools.pairwise(outer):
+            module.set_modules_to_forward_prefetch([following])
+
+    def micro_batch(self, sync: Sync, *, first: bool, last: bool) -> AbstractContextManager[object]:
+        keeps = sync is Sync.gather_once
+        self._uses.begin(in_loss=True)
+        reduces_each = sync in (Sync.every, Sync.replicas_at_boundary)
+        self.own.await_part(due=first if reduces_each else last)
+        self._set(
+            reduce=last or reduces_each,
+            all_reduce=last or sync is Sync.every,
+            reshard_after_forward=not keeps,
+            reshard_after_backward=last or not keeps,
+        )
+        self._scatter.defers = self._may_defer and last and sync is not Sync.every
+        self._scatter.sends_on = self._replicated and (last or sync is Sync.every)
+        if keeps and first:
+            self._gather_all()
+        return nullcontext()
+
+    def _set(
+        self, *, reduce: bool, all_reduce: bool, reshard_after_forward: bool, reshard_after_backward: bool
+    ) -> None:
+        settings = (reduce, all_reduce, reshard_after_forward, reshard_after_backward)
+        if settings == self._settings:  # each call below walks through the whole model
+            return
+        self._settings = settings
+        root = self._modules[0]
+        root.set_requires_gradient_sync(reduce)
+        root.set_requires_all_reduce(all_reduce)
+        root.set_reshard_after_forward(reshard_after_forward)
+        root.set_reshard_after_forward(False, recurse=False)  # its backward begins where its forward ends
+        root.set_reshard_after_backward(reshard_after_backward)
+
+    def _gather_all(self) -> None:
+        for module in self._modules:
+            module.unshard(async_op=True)
+
+    def _widen(self, parameter: Any, dtype: torch.dtype) -> Tensor:
+        """Return a parameter that is gathered as ``dtype`` whole, in its own format; it is gathered so from then on."""
+        shard = parameter._sharded_param_data.to(parameter.device)
+        whole = torch.empty(shard.numel() * self._shard_size, dtype=shard.dtype, device=shard.device)
+        more = whole.nbytes - whole.numel() * dtype.itemsize
+        if self._shard_size == 1:
+            whole.copy_(shard)
+        elif (work := self._gather(whole, shard, self._shard_group, covers=more)) is not None:
+            work.wait()
+        layout, root = self.meter.layout, any(each is parameter for each in self._parameters_of_root())
+        self.meter.layout = dataclasses.replace(
+            layout,
+            root_bytes=layout.root_bytes + (more if root else 0),
+            unit_bytes=layout.unit_bytes + (0 if root else more),
+        )
+        if dist.get_rank() == 0:
+            info = parameter._module_info
+            names = {module: name for name, module in self.module.named_modules()}
+            print(
+                f"{names.get(info.module, '')}.{info.param_name} is gathered in fp32: the model uses it outside of "
+                "autocast's matrix products.",
+                flush=True,
+            )
+        return whole
+
+    def _parameters_of_root(self) -> list[Any]:
+        return [parameter for group in groups_of(self._modules[0]) for parameter in group.fsdp_params]
+
+    def silent_until_boundary(self, sync: Sync) -> bool:  # noqa: ARG002 (parameters are gathered in forward)
+        return False
+
+    def abandon(self) -> None:
+        raise AssertionError("its passes are never silent")
+
+    def before_backward(self) -> None:
+        self._uses.before_backward()
+
+    def before_reduction(self, items: Callable[[], int]) -> None: ...
+
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        self._uses.begin(in_loss=True)
+        self._set(reduce=False, all_reduce=False, reshard_after_forward=False, reshard_after_backward=False)
+        try:
+            for module in self._modules:
+                module.unshard()
+            yield
+        finally:  # passes may have run out of memory anywhere
+            self._uses.begin(in_loss=False)
+            _reset(self._modules)
+            for module in self._modules:
+                _drop_gradients(module)
+                module.reshard()
+
+    def trial(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def gradients(self) -> list[Tensor]:
+        self._scatter.finish()
+        return [
+            local(gradient) for gradient in whole_gradients(self.module, trained(self.module), unused_allowed=False)
+        ]
+
+    def total_norm(self, gradients: list[Tensor]) -> Tensor:
+        own = get_total_norm(gradients)
+        if self._shard_size == 1:
+            return own
+        squared = own.double().square().reshape(1)
+        with self.meter.waiting():
+            dist.all_reduce(squared, group=self._shard_group)
+        return squared.sqrt()
+
+    def zero_grad(self) -> None:
+        for parameter in self.module.parameters():
+            parameter.grad = None
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        self._uses.begin(in_loss=False)
+        self._set(reduce=False, all_reduce=False, reshard_after_forward=True, reshard_after_backward=True)
+        yield
+        for module in self._modules:
+            module.reshard()
+
+    def gradient_order(self) -> list[str]:
+        return []
+
+    def take_gradient_order(self, names: list[str]) -> None: ...
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def mesh_of(device: torch.device, world_size: int, shard_size: int) -> DeviceMesh:
+    """The ranks by shard group, and by replica where there are several groups. Made once for each process group."""
+    return _mesh(dist.group.WORLD, device.type, world_size, shard_size)
+
+
+@functools.cache
+def _mesh(world: dist.ProcessGroup | None, device: str, world_size: int, shard_size: int) -> DeviceMesh:  # noqa: ARG001
+    if shard_size == world_size:
+        return init_device_mesh(device, (world_size,), mesh_dim_names=("shard",))
+    return init_device_mesh(device, (world_size // shard_size, shard_size), mesh_dim_names=("replicate", "shard"))
+
+
+def _wait_for_hangs(mesh: DeviceMesh, hang_timeout_s: float | None) -> None:
+    """Give the mesh's groups the time limit of the default group: torch would give up before a hang is found."""
+    waits = patience(hang_timeout_s)
+    if waits is not None and dist.get_backend() != "fake":
+        for group in mesh.get_all_groups():
+            group.set_timeout(waits)
+
+
+def _layout(
+    model: nn.Module,
+    units: Sequence[nn.Module],
+    item_bytes: Mapping[nn.Parameter, int],
+    reduce_dtype: torch.dtype,
+    shard_size: int,
+    world_size: int,
+) -> Layout:
+    """Return the payload of each part, with what ``fully_shard`` pads: the first dimension to a multiple of the shard
+    group.
+
+    Args:
+        item_bytes: of the parameters that are gathered in another format than their own.
+    """
+    scalars = [name for name, parameter in model.named_parameters() if parameter.ndim == 0]
+    if scalars:
+        raise TaskError(
+            f"model(): {', '.join(scalars[:8])} has no dimension that could be sharded.\n"
+            "  Give it the shape [1], or use strategy=ddp."
+        )
+    gathered: dict[bool, int] = {True: 0, False: 0}
+    reduced = 0
+    for module, parameters in owned(units, model):
+        for parameter in parameters:
+            rows = math.ceil(parameter.shape[0] / shard_size) * shard_size
+            numel = rows * parameter.shape[1:].numel()
+            gathered[module is model] += numel * item_bytes.get(parameter, parameter.itemsize)
+            if parameter.requires_grad:
+                reduced += numel * reduce_dtype.itemsize
+    return Layout(
+        shard_size=shard_size,
+        replicas=world_size // shard_size,
+        unit_bytes=gathered[False],
+        root_bytes=gathered[True],
+        gradient_bytes=reduced,
+    )
+
+
+def _outermost(module: nn.Module) -> list[FSDPModule]:
+    """The units below ``module`` that are in no other unit, in the order of definition."""
+    return [
+        found
+        for child in module.children()
+        for found in ([child] if isinstance(child, FSDPModule) else _outermost(child))
+    ]
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
+
+
+def _drop_gradients(module: FSDPModule) -> None:
+    """Of passes that were not synchronised. torch offers this only together with a reset of everything."""
+    for group in groups_of(module):
+        for parameter in group.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):  # it has been gathered
+                parameter.unsharded_param.grad = None
+
+
+def _reset(modules: Sequence[FSDPModule]) -> None:
+    """Let the next forward pass start as if the passes before, which may be incomplete, had ended.
+
+    Args:
+        modules: the root first.
+    """
+    if modules[0]._get_fsdp_state()._is_root is None:  # pyright: ignore[reportPrivateUsage]
+        return  # before the first forward pass: torch sets its state up in the first one
+    if hasattr(modules[0], "reset_iter_state"):  # since torch 2.13
+        modules[0].reset_iter_state()
+        return
+    for module in modules:
+        state: Any = module._get_fsdp_state()  # pyright: ignore[reportPrivateUsage]
+        state._training_state = TrainingState.IDLE
+        state._state_ctx.iter_forward_root = None
+        state._state_ctx.post_backward_final_callback_queued = False
+        state._comm_ctx.post_forward_order.clear()
+        if hasattr(state, "_modules_to_run_forward"):
+            state._modules_to_run_forward.clear()
+        for group in groups_of(module):
+            group._training_state = TrainingState.IDLE
+            group.finalize_backward()

@@ -1,0 +1,190 @@
+"""Mixed precision of sharded models: FSDP gathers in bf16 or fp16 only what autocast would round anyway.
+
+A model then computes the same function under every strategy. ``fully_shard``'s own mixed precision gathers every
+parameter of a unit in one narrow format and casts the unit's inputs, so that embeddings, norm weights, time steps and
+residual streams lose digits that they keep under autocast alone.
+
+Gathered narrow are weights and biases that only linear and convolution layers use. They must be narrow while they are
+gathered, too: of an fp32 weight, autograd keeps autocast's narrow copy from forward to backward, for the whole model at
+once. If a model uses such a parameter in another way (outside autocast, or in arithmetic that autocast leaves in fp32),
+it is gathered in fp32 at that moment, and from then on.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._pytree import tree_map_only
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
+
+# gathers a parameter of torch's FSDP once more, in its own format in place of the narrow one
+GatherWide = Callable[[Any, torch.dtype], Tensor]
+
+_MULTIPLIES = {
+    kind.forward
+    for kind in (
+        nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
+    )
+}  # fmt: skip
+# functions whose arguments autocast casts, on every device
+_AUTOCAST = {
+    functional.linear, torch.conv1d, torch.conv2d, torch.conv3d, torch.conv_transpose1d, torch.conv_transpose2d,
+    torch.conv_transpose3d, torch.matmul, torch.mm, torch.bmm, torch.addmm, Tensor.matmul, Tensor.__matmul__, Tensor.mm,
+}  # fmt: skip
+# what says nothing about the values or their format, in FSDP's own code and in users'
+_METADATA = {
+    *(
+        getattr(Tensor, name).__get__
+        for name in ("shape", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_leaf")
+    ),
+    *(getattr(Tensor, name).__get__ for name in ("requires_grad", "grad", "grad_fn", "is_quantized", "is_nested")),
+    *(getattr(Tensor, name).__set__ for name in ("requires_grad", "grad")),
+    Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.is_contiguous, Tensor.__len__,
+    Tensor.requires_grad_, Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.is_floating_point,
+    Tensor.is_inference, Tensor.untyped_storage, Tensor.data_ptr, Tensor.storage_offset, Tensor.__hash__,
+}  # fmt: skip
+
+
+class Narrowed(nn.Parameter):
+    """A gathered parameter in a narrow format, for matrix products under autocast; else ``widen`` replaces it."""
+
+    widen: Callable[[], Tensor]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _METADATA or (func in _AUTOCAST and _cast_by_autocast(args, kwargs)) or _in_backward():
+                return func(*args, **kwargs)
+        args, kwargs = tree_map_only(cls, lambda parameter: parameter.widen(), (args, kwargs))
+        with torch._C.DisableTorchFunctionSubclass():  # arguments that could not be widened would lead here again
+            return func(*args, **kwargs)
+
+
+def _cast_by_autocast(args: Iterable[Any], kwargs: dict[str, Any]) -> bool:
+    """Return whether autocast is on, in the format of the narrow parameter among the arguments."""
+    parameter = next(each for each in itertools.chain(args, kwargs.values()) if isinstance(each, Narrowed))
+    device = parameter.device.type
+    return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is parameter.dtype
+
+
+def _in_backward() -> bool:
+    """Return whether autograd is running: it computes with what the forward pass has used."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def matmul_parameters(model: nn.Module) -> dict[nn.Parameter, tuple[nn.Module, str]]:
+    """Return the parameters that only linear and convolution layers use, with one such layer and their name."""
+    used: dict[nn.Parameter, tuple[nn.Module, str]] = {}
+    others: set[nn.Parameter] = set()
+    for module in model.modules():
+        # torch's attention computes with the weights of its output layer itself
+        own = isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
+        for name, parameter in module.named_parameters(recurse=False):
+            if type(module).forward in _MULTIPLIES and name in ("weight", "bias") and not own:
+                used[parameter] = module, name
+            else:
+                others.add(parameter)
+    return {p: place for p, place in used.items() if p not in others}
+
+
+def narrow(
+    module: FSDPModule,
+    places: set[tuple[nn.Module, str]],
+    dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    gather: GatherWide | None,
+) -> None:
+    """Let ``module``'s own group gather the parameters at ``places`` as ``dtype``, and all others as they are.
+
+    Args:
+        reduce_dtype: format in which gradients are summed between ranks.
+        gather: returns a parameter of the group whole, in its own format; called when one is used outside of
+            autocast's products, on all ranks. None: such use is not looked for.
+    """
+    for group in groups_of(module):
+        narrowed = {p for p in group.fsdp_params if (p._module_info.module, p._module_info.param_name) in places}
+        group._init_mp_dtypes = _Formats(group, narrowed, dtype, reduce_dtype)
+        for parameter in narrowed:
+            parameter.init_unsharded_param = _Unsharded(parameter, narrowed, dtype, gather)
+
+
+class _Formats:
+    """Replaces torch's method, which has one format for all parameters of a group."""
+
+    def __init__(self, group: Any, narrowed: set[Any], dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
+        self._group, self._narrowed, self._dtype, self._reduce_dtype = group, narrowed, dtype, reduce_dtype
+
+    def __call__(self) -> None:
+        for parameter in self._group.fsdp_params:
+            parameter.orig_dtype = parameter.sharded_param.dtype
+            parameter.param_dtype = self._dtype if parameter in self._narrowed else None
+            parameter.reduce_dtype = torch.float32  # as which gradients are accumulated
+        trained = [p.orig_dtype for p in self._group.fsdp_params if p.sharded_param.requires_grad]
+        self._group._orig_dtype = trained[0] if trained else None
+        self._group._reduce_dtype = self._reduce_dtype if trained else None
+
+
+class _Unsharded:
+    """Around torch's method, which makes the gathered parameter at the first gather.
+
+    torch wants all gradients of a group in one format, so a narrow one is accumulated in fp32 as soon as it is there.
+    """
+
+    def __init__(self, parameter: Any, narrowed: set[Any], dtype: torch.dtype, gather: GatherWide | None) -> None:
+        self._parameter, self._narrowed, self._dtype, self._gather = parameter, narrowed, dtype, gather
+        self._of_torch = parameter.init_unsharded_param
+
+    def __call__(self) -> None:
+        parameter = self._parameter
+        fresh = not hasattr(parameter, "_unsharded_param")
+        self._of_torch()
+        if not fresh or parameter not in self._narrowed:
+            return
+        made = parameter._unsharded_param
+        if self._gather is not None and type(made) is nn.Parameter:  # not a fake tensor
+            made = parameter._unsharded_param = torch.Tensor._make_subclass(Narrowed, made.detach(), made.requires_grad)
+            made.widen = self._widen
+        trained = made.requires_grad
+        made.requires_grad_(True)  # the hook must be there if it is trained later
+        made.register_post_accumulate_grad_hook(self._accumulate)
+        made.requires_grad_(trained)
+
+    def _accumulate(self, made: Tensor) -> None:
+        parameter, gradient = self._parameter, made.grad
+        made.grad = None
+        if gradient is None:
+            return
+        if parameter.unsharded_accumulated_grad is None:
+            parameter.unsharded_accumulated_grad = gradient.to(torch.float32)
+        else:
+            parameter.unsharded_accumulated_grad += gradient
+
+    def _widen(self) -> Tensor:
+        parameter = self._parameter
+        if parameter in self._narrowed and parameter.sharded_state.name == "UNSHARDED":
+            assert self._gather is not None
+            with torch.inference_mode(False), torch.no_grad():
+                whole = self._gather(parameter, self._dtype)
+            self._narrowed.discard(parameter)
+            parameter.param_dtype = None
+            parameter.all_gather_outputs = [whole]  # autograd holds the narrow one for as long as it needs it
+            del parameter._unsharded_param
+            parameter.init_unsharded_param()
+            parameter._setattr_on_modules(parameter._unsharded_param)
+        return parameter._unsharded_param
+
+
+def groups_of(module: FSDPModule) -> Iterator[Any]:
+    """Yield the parameter groups of a sharded module: one up to torch 2.11, a list of them since."""
+    state = module._get_fsdp_state()  # pyright: ignore[reportPrivateUsage]
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # pyright: ignore
+    yield from (group for group in groups if group is not None)

@@ -1,0 +1,153 @@
+"""PowerSGD for DDP: gradients travel as low-rank factors, and what a rank leaves out it adds to its next gradient.
+
+torch's hook does the arithmetic (Vogels, Karimireddy and Jaggi, "PowerSGD", NeurIPS 2019). It remembers by bucket,
+and DDP lays its buckets out anew after the first window of each process; here what is remembered belongs to a
+parameter, so that a checkpoint can hold it.
+
+The bound: the sum of the gradients applied so far is that of the gradients computed, less the residue still kept back.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.futures import Future
+
+from launcher.errors import SiteError
+from launcher.train.measure.comm_meter import Meter
+
+
+class PowerSgd:
+    """Compression of DDP's buckets.
+
+    Args:
+        model: whose parameters the buckets hold.
+        rank: of the factors.
+        start: synchronisations that are sent whole first.
+        meter: of the waits.
+    """
+
+    def __init__(self, model: nn.Module, rank: int, start: int, meter: Meter) -> None:
+        try:
+            from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
+        except ImportError as error:
+            raise SiteError(
+                f"strategy.compress=powersgd: torch's PowerSGD needs numpy: {error}.\n  pip install numpy"
+            ) from None
+        self._hook, self._rank, self._start = power.powerSGD_hook, rank, start
+        self._meter = meter
+        self._state = power.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=start)
+        self._names = {parameter: name for name, parameter in model.named_parameters()}
+        self._layout: dict[int, list[nn.Parameter]] = {}
+        # by parameter, while no bucket holds them
+        self._residue: dict[nn.Parameter, Tensor] = {}
+        self._factors: dict[nn.Parameter, Tensor] = {}
+        self._items = 0
+
+    def reduce(self, bucket: dist.GradBucket) -> tuple[Future[Tensor], int, int]:
+        self._settle(bucket.index(), cast("list[nn.Parameter]", bucket.parameters()))
+        gradients = bucket.buffer()
+        compresses = self._state.iter >= self._start
+        before = self._state.total_numel_after_compression
+        reduced = self._hook(self._state, bucket)
+        if gradients.device.type == "cpu":
+            # the hook sends its second and third part from callbacks: with another bucket under way, gloo would match
+            # them with the wrong ones of another rank
+            with self._meter.waiting():
+                reduced.wait()
+        numbers = self._state.total_numel_after_compression - before if compresses else gradients.numel()
+        return reduced, numbers * gradients.element_size(), 3 if compresses else 1
+
+    def before_reduction(self, items: Callable[[], int]) -> None:
+        """The residue is of a sum over the last window's items, and this step divides by this window's."""
+        number = items()
+        if self._items:
+            for error in (*self._state.error_dict.values(), *self._residue.values()):
+                error.mul_(number / self._items)
+        self._items = number
+
+    def begin_trial(self) -> None:
+        """Compress from now on, however few synchronisations there have been."""
+        self._state.iter = max(self._state.iter, self._start)
+
+    def _settle(self, index: int, parameters: list[nn.Parameter]) -> None:
+        """Give bucket ``index`` what its parameters remember, if it does not hold just those."""
+        known = self._layout.get(index)
+        if known is not None and len(known) == len(parameters) and all(map(operator.is_, known, parameters)):
+            return
+        self._unsettle({index, *self._holding(parameters)})
+        # torch's hook makes its memory itself where a bucket has none; then nothing is known of its parameters either
+        self._layout[index] = parameters
+        if all(parameter in self._residue for parameter in parameters):
+            pieces = [self._residue.pop(parameter).flatten() for parameter in parameters]
+            self._state.error_dict[index] = torch.cat(pieces)
+            compressed = self._compressed(parameters)
+            if all(parameter in self._factors for parameter in compressed):
+                factors = [self._factors.pop(parameter) for parameter in compressed]
+                like = pieces[0]
+                self._state.q_memory_dict[index] = torch.cat([f.flatten() for f in factors]) if factors else like[:0]
+                rows = sum(parameter.shape[0] * self._width(parameter) for parameter in compressed)
+                self._state.p_memory_dict[index] = like.new_zeros(rows)
+
+    def _holding(self, parameters: list[nn.Parameter]) -> list[int]:
+        wanted = set(parameters)
+        return [index for index, held in self._layout.items() if not wanted.isdisjoint(held)]
+
+    def _unsettle(self, buckets: Iterable[int]) -> None:
+        """Take back what ``buckets`` remember."""
+        for index in [index for index in buckets if index in self._layout]:
+            parameters = self._layout.pop(index)
+            if parameters[0].device.type == "cuda":
+                torch.cuda.synchronize(parameters[0].device)  # torch's hook writes it on a stream of its own
+            error = self._state.error_dict.pop(index, None)
+            if error is not None:
+                pieces = error.split([parameter.numel() for parameter in parameters])
+                self._residue.update(zip(parameters, (piece.clone() for piece in pieces), strict=True))
+            factors = self._state.q_memory_dict.pop(index, None)
+            self._state.p_memory_dict.pop(index, None)
+            if factors is not None:
+                compressed = self._compressed(parameters)
+                sizes = [parameter[0].numel() * self._width(parameter) for parameter in compressed]
+                self._factors.update(zip(compressed, (f.clone() for f in factors.split(sizes)), strict=True))
+
+    def _compressed(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+        """Those that the hook sends as factors, in its order: by shape, as they first come."""
+        by_shape: dict[tuple[int, int], list[nn.Parameter]] = {}
+        for parameter in parameters:
+            if parameter.ndim > 1:
+                n, m = parameter.shape[0], parameter[0].numel()
+                if (n + m) * self._rank * self._state.min_compression_rate < n * m:
+                    by_shape.setdefault((n, m), []).append(parameter)
+        return [parameter for same in by_shape.values() for parameter in same]
+
+    def _width(self, parameter: nn.Parameter) -> int:
+        return min(parameter.shape[0], parameter[0].numel(), self._rank)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Residue and factors by the parameter's name."""
+        self._unsettle(list(self._layout))
+        return {
+            "synchronisations": self._state.iter,
+            "items": self._items,
+            "residue": {self._names[parameter]: tensor for parameter, tensor in self._residue.items()},
+            "factors": {self._names[parameter]: tensor for parameter, tensor in self._factors.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._unsettle(list(self._layout))
+        parameters = {name: parameter for parameter, name in self._names.items()}
+        self._state.iter = int(state["synchronisations"])
+        self._items = int(state["items"])
+        self._residue = {parameters[name]: tensor for name, tensor in state.get("residue", {}).items()}
+        factors = {parameters[name]: tensor for name, tensor in state.get("factors", {}).items()}
+        # of another strategy.powersgd_rank they are of no use, and the hook begins with new ones
+        self._factors = {
+            parameter: tensor
+            for parameter, tensor in factors.items()
+            if self._compressed([parameter]) and tensor.numel() == parameter[0].numel() * self._width(parameter)
+        }

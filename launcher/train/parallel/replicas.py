@@ -1,0 +1,203 @@
+"""What all ranks hold alike: the model at the start, and buffers at the start of each window.
+
+DDP broadcasts by itself. ``fully_shard`` does not: each rank would keep its own shard of its own model, and replicas of
+HSDP would stay different where values are drawn from a generator that is not seeded alike.
+
+DDP does this in forward, for every buffer, changed or not; FSDP does not. Here it is one thing for all strategies.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import zlib
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from launcher.errors import TaskError
+from launcher.plan.sync_policy import Collective
+from launcher.train.measure.comm_meter import Meter
+from launcher.train.world import World
+
+
+def require_same_structure(model: nn.Module, world: World) -> None:
+    """Make sure that all ranks hold parameters and buffers of the same names and shapes. All ranks call it.
+
+    Raises:
+        TaskError: on all ranks, with what differs.
+    """
+    if world.size == 1:
+        return
+    parts = [
+        *(
+            (name, f"a {'trained' if p.requires_grad else 'frozen'} parameter{_described(p)}")
+            for name, p in model.named_parameters()
+        ),
+        *((name, f"a buffer{_described(buffer)}") for name, buffer in model.named_buffers()),
+    ]
+    digests = world.of_all(hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest())
+    if len(set(digests)) == 1:
+        return
+    rank = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+    everyone = world.of_all(dict(parts))
+    here, there = everyone[0], everyone[rank]
+    name = next((name for name in (*here, *there) if here.get(name) != there.get(name)), None)
+    what = "the order of its parameters" if name is None else (
+        f"{name} is {here.get(name, 'missing')} on rank 0 and {there.get(name, 'missing')} on rank {rank}"
+    )  # fmt: skip
+    raise TaskError(
+        f"The model differs between ranks: {what}.\n"
+        "  Every rank must build the same model: its shape must not depend on the rank or on unseeded random numbers."
+    )
+
+
+@torch.no_grad()
+def share_model(model: nn.Module, world: World) -> None:
+    """Give every rank the values of rank 0's model. All ranks call it, before the model is sharded."""
+    share_values([*model.parameters(), *model.buffers()], world)
+
+
+@torch.no_grad()
+def share_values(tensors: Sequence[Tensor], world: World) -> None:
+    """Give every rank rank 0's values, in place. Only tensors whose checksums differ are sent. All ranks call it."""
+    whole = [tensor for tensor in tensors if _has_values(tensor)]
+    if world.size == 1 or not whole:
+        return
+    everyone = world.of_all([_checksum(tensor) for tensor in whole])
+    for tensor, *checksums in zip(whole, *everyone, strict=True):
+        if len(set(checksums)) > 1:
+            sent = _plain(tensor).to(_sent_from())
+            dist.broadcast(sent.reshape(-1).view(torch.uint8), 0)
+            tensor.copy_(sent)
+
+
+def _sent_from() -> torch.device:
+    """Return the CPU where the process group can send from it: a script may have started one with NCCL alone."""
+    if "cpu:" in dist.get_backend_config():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _described(tensor: Tensor) -> str:
+    return f" of shape {tuple(tensor.shape)} in {tensor.dtype}"
+
+
+def _has_values(tensor: Tensor) -> bool:
+    """Return whether this rank holds the whole of a plain tensor."""
+    plain = not isinstance(tensor, DTensor) and tensor.layout == torch.strided and not tensor.is_quantized
+    return plain and not tensor.is_meta and tensor.numel() > 0
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+
+
+def _checksum(tensor: Tensor) -> int:
+    plain = _plain(tensor)
+    return zlib.crc32((ctypes.c_char * plain.nbytes).from_address(plain.data_ptr()))
+
+
+# reinterpreting the bits: nan equals itself then, and minus zero is not zero
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+Form = tuple[tuple[int, ...], torch.dtype]
+
+
+class Buffers:
+    """The buffers of ``module``, wrapped already. By name: a forward pass may put new tensors in their place."""
+
+    def __init__(self, module: nn.Module, world: World, device: torch.device) -> None:
+        self._module, self._world, self._device = module, world, device
+        self._still = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+        self._changing: dict[str, Form] = {}
+        self._own = set[str]()  # each rank keeps its own: their shapes differ between ranks
+
+    @torch.no_grad()
+    def changed(self) -> Tensor | float:
+        """Return more than 0 where a buffer that was not known to change has changed on this rank; for the window's
+        flags, so the host does not wait for a GPU."""
+        now = dict(self._module.named_buffers())
+        if self._strange(now):
+            return 1.0
+        if self._device.type == "cpu":
+            return float(any(differs(now[name], before) for name, before in self._still.items()))
+        differ = [(_bits(now[name]) != _bits(before)).any() for name, before in self._still.items()]
+        return torch.stack(differ).any().double() if differ else 0.0
+
+    def watch(self) -> None:
+        """Find out which buffers have changed, on any rank. All ranks call it: after a window in which ``changed`` said
+        so on one of them, and before checkpoints."""
+        now = dict(self._module.named_buffers())
+        strange = self._strange(now)
+        changed = {name for name, before in self._still.items() if name in strange or differs(now[name], before)}
+        forms = {name: _form(buffer) for name, buffer in now.items()}
+        everyone = self._world.of_all((changed | strange, forms))
+        found = set[str]().union(*(names for names, _ in everyone))
+        for name in (name for name in [*forms, *(found - forms.keys())] if name in found):
+            if not any(name in theirs for _, theirs in everyone):
+                self._still.pop(name, None)
+                self._changing.pop(name, None)
+                continue
+            alike = name in forms and all(theirs.get(name) == forms[name] for _, theirs in everyone)
+            self._still.pop(name, None)
+            self._changing.pop(name, None)
+            if alike:
+                self._changing[name] = forms[name]
+            else:
+                self._own.add(name)
+                if self._world.rank == 0:
+                    print(f"Buffer {name} has another shape on each rank: every rank keeps its own.", flush=True)
+
+    def _strange(self, now: dict[str, Tensor]) -> set[str]:
+        """Return the names of buffers that have appeared, vanished, or taken another shape or format."""
+        known = self._changing | {name: _form(buffer) for name, buffer in self._still.items()}
+        forms = {name: _form(buffer) for name, buffer in now.items()}
+        return {name for name in known.keys() | forms.keys() if known.get(name) != forms.get(name)} - self._own
+
+    @property
+    def changing(self) -> list[str]:
+        """Names of those that are known to change."""
+        return list(self._changing)
+
+    def know(self, names: list[str]) -> None:
+        """Take it that these change, and the others are as they are now. All ranks pass the same, of a checkpoint."""
+        now = dict(self._module.named_buffers())
+        self._changing |= {name: _form(now[name]) for name in names if name in now}
+        self._still = {name: b.detach().clone() for name, b in now.items() if name not in self._changing}
+
+    @torch.no_grad()
+    def share(self, meter: Meter, *, watch: bool = False) -> None:
+        """Give every rank what rank 0 has, all of one format at once. ``watch``: look for further changes first."""
+        if watch:
+            self.watch()
+        if self._world.size == 1 or not self._changing:
+            return
+        now = dict(self._module.named_buffers())
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for name in self._changing:
+            by_dtype.setdefault(now[name].dtype, []).append(now[name])
+        for buffers in by_dtype.values():
+            together = torch.cat([buffer.flatten() for buffer in buffers])
+            flight = meter.take_off()
+            meter.count(Collective.broadcast, together.nbytes)
+            with meter.waiting():
+                dist.broadcast(together, 0)
+            flight.land()
+            for buffer, value in zip(buffers, together.split([b.numel() for b in buffers]), strict=True):
+                buffer.copy_(value.view_as(buffer))
+
+
+def _form(buffer: Tensor) -> Form:
+    return tuple(buffer.shape), buffer.dtype
+
+
+def _bits(buffer: Tensor) -> Tensor:
+    flat = buffer.detach().contiguous().reshape(-1)
+    return flat.view(_BITS[flat.itemsize])
+
+
+def differs(one: Tensor, other: Tensor) -> bool:
+    return not torch.equal(_bits(one), _bits(other))

@@ -1,0 +1,222 @@
+"""Shard units: the parts of a model that are gathered and freed together, and their uses in a micro-batch.
+
+``fully_shard`` reduces a unit's gradients, and frees its parameters, as soon as a backward pass has left one forward
+pass of the unit. That is too early in two cases:
+
+- The unit ran more than once (a siamese network, a layer that several depths share): its gradients are complete when
+  the backward pass has left all of them. They are reduced once, at the end of the backward pass.
+- The loss holds a gradient (``torch.autograd.grad``, as in a gradient penalty): that inner backward pass completes no
+  gradient of a parameter, and the graph that it leaves with ``create_graph=True`` computes with the gathered parameters
+  once more. They stay gathered until the engine's own backward pass is over.
+
+In all other cases it is left to ``fully_shard``, so that each reduction runs beside the rest of the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from launcher.errors import TaskError
+from launcher.train.parallel.mixed_precision import groups_of
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
+
+CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+
+
+def find_units(model: nn.Module, named: Iterable[nn.Module] | None = None) -> list[nn.Module]:
+    """The model's shard units, inner ones first; what lies in none of them belongs to the root.
+
+    Args:
+        named: what the task's ``shard_units(model)`` returned. Default: the elements of every outermost ModuleList (or
+            Sequential, where there is no such list) that repeats one class with parameters.
+
+    Raises:
+        TaskError: one is no part of the model, has no parameters, lies under two parents, or shares a parameter with
+            another unit.
+    """
+    units = _repeated_blocks(model) if named is None else list(named)
+    names = _all_names(model)
+    for unit in units:
+        if not isinstance(unit, nn.Module) or unit not in names:
+            raise TaskError(
+                f"shard_units(model): {_shown(unit)} is no part of this model.\n"
+                "  Return modules of the model it is given, such as list(model.blocks)."
+            )
+        if unit is model:
+            raise TaskError(
+                "shard_units(model): the model itself is among them: it is the root, and holds what is in no unit.\n"
+                "  Leave it out."
+            )
+        if len(names[unit]) > 1:
+            raise TaskError(
+                f"shard_units(model): {' and '.join(names[unit][:2])} are one {_shown(unit)} under two parents: a "
+                "unit has one place in the model.\n"
+                "  Leave it out, or name the module that holds both."
+            )
+        if isinstance(unit, CONTAINERS):
+            raise TaskError(
+                f"shard_units(model): {names[unit][0]} is a {_shown(unit)}, which has no forward of its own.\n"
+                "  Name its elements: list(model.blocks), not model.blocks."
+            )
+        if next(unit.parameters(), None) is None:
+            raise TaskError(f"shard_units(model): {names[unit][0]} has no parameters to shard.\n  Leave it out.")
+    units = sorted(set(units), key=lambda unit: (-names[unit][0].count("."), _order(names, unit)))
+    _require_own_parameters(units, names)
+    return units
+
+
+def require_parameters(model: nn.Module) -> None:
+    """Raises TaskError for a model that has nothing to train, or to shard."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise TaskError(
+            f"{_shown(model)} has no parameter that requires a gradient: there is nothing to train, or to shard."
+        )
+
+
+def owned(units: Sequence[nn.Module], root: nn.Module) -> list[tuple[nn.Module, list[nn.Parameter]]]:
+    """Each unit (inner ones first, as ``units`` has them) and then the root, with what parameters it alone holds."""
+    taken: set[nn.Parameter] = set()
+    groups: list[tuple[nn.Module, list[nn.Parameter]]] = []
+    for module in (*units, root):
+        own = [parameter for parameter in module.parameters() if parameter not in taken]
+        taken.update(own)
+        groups.append((module, own))
+    return groups
+
+
+def _repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    lists = _outermost(model, nn.ModuleList) or _outermost(model, nn.Sequential)
+    names = _all_names(model)
+    blocks: list[nn.Module] = []
+    for holder in lists:
+        children = [child for child in _elements(holder) if next(child.parameters(), None) is not None]
+        kinds = [type(child) for child in children]
+        # one that is shared cannot be a unit: it stays with the root
+        blocks += [child for child in children if kinds.count(type(child)) > 1 and len(names[child]) == 1]
+    shared = _shared_parameters(blocks)
+    return [block for block in blocks if not any(parameter in shared for parameter in block.parameters())]
+
+
+def _elements(holder: nn.Module) -> list[nn.Module]:
+    """Its children; of those that only hold others and have no forward of their own, theirs."""
+    return [
+        element
+        for child in holder.children()
+        for element in (_elements(child) if isinstance(child, CONTAINERS) else [child])
+    ]
+
+
+def _outermost(module: nn.Module, kind: type[nn.Module]) -> list[nn.Module]:
+    if isinstance(module, kind):
+        return [module]
+    return [found for child in module.children() for found in _outermost(child, kind)]
+
+
+def _all_names(model: nn.Module) -> dict[nn.Module, list[str]]:
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(module, []).append(name or "the model itself")
+    return names
+
+
+def _order(names: dict[nn.Module, list[str]], unit: nn.Module) -> int:
+    return list(names).index(unit)
+
+
+def _shared_parameters(units: Sequence[nn.Module]) -> set[nn.Parameter]:
+    seen: set[nn.Parameter] = set()
+    shared: set[nn.Parameter] = set()
+    for unit in units:
+        own = set(unit.parameters())
+        shared |= own & seen
+        seen |= own
+    return shared
+
+
+def _require_own_parameters(units: Sequence[nn.Module], names: dict[nn.Module, list[str]]) -> None:
+    holder: dict[nn.Parameter, nn.Module] = {}
+    for unit in units:
+        for name, parameter in unit.named_parameters():
+            other = holder.setdefault(parameter, unit)
+            if other is not unit and not _nested(other, unit):
+                raise TaskError(
+                    f"shard_units(model): {names[other][0]} and {names[unit][0]} share the parameter {name}: it cannot "
+                    "be sharded with both.\n  Leave one of them out, or name the module that holds both."
+                )
+
+
+def _nested(inner: nn.Module, outer: nn.Module) -> bool:
+    return any(module is inner for module in outer.modules())
+
+
+def _shown(module: object) -> str:
+    return type(module).__name__
+
+
+class Uses:
+    """Uses of all units of a model.
+
+    Args:
+        modules: the sharded modules, the root first.
+    """
+
+    def __init__(self, modules: Sequence[FSDPModule]) -> None:
+        self._groups = [_Group(group, self) for module in modules for group in groups_of(module)]
+        self.in_loss = False  # whether a backward pass that starts now is one inside the loss
+        self.held = False  # whether the micro-batch has had one
+
+    def begin(self, *, in_loss: bool) -> None:
+        """Start a micro-batch, or other passes. ``in_loss``: until ``before_backward``, a backward pass is one inside
+        the loss."""
+        self.in_loss, self.held = in_loss, False
+        for each in self._groups:
+            each.forwards = 0
+
+    def before_backward(self) -> None:
+        """Expect the backward pass that completes the micro-batch's gradients."""
+        self.in_loss = False
+        if self.held:
+            for each in self._groups:  # a forward pass after the inner backward pass may have freed them
+                each.gather()
+
+
+class _Group:
+    """Takes the place of two methods of a parameter group: one is called in each forward pass, the other where its
+    gradients seem to be complete."""
+
+    def __init__(self, group: Any, uses: Uses) -> None:
+        self._group, self._uses = group, uses
+        self._register, self._complete = type(group)._register_post_backward_hook, group.post_backward
+        self.forwards = 0  # of this micro-batch, with gradient
+        group._register_post_backward_hook = self.register
+        group.post_backward = self.complete
+
+    def register(self, args: Any, kwargs: Any) -> Any:
+        """Let autograd call this object's ``post_backward`` where a backward pass leaves the forward pass ahead."""
+        self.forwards += torch.is_grad_enabled()
+        return self._register(self, args, kwargs)
+
+    def post_backward(self) -> None:
+        """Complete the gradients if no other use of the unit can add to them."""
+        if self.forwards <= 1 and not self._uses.held:
+            self.complete()
+
+    def complete(self) -> None:
+        """Reduce the gradients and free the parameters. Also called for all groups at the end of a backward pass."""
+        if self._uses.in_loss:
+            self._uses.held = True
+        else:
+            self.forwards = 0
+            self._complete()
+
+    def gather(self) -> None:
+        """Gather the parameters, if they are not."""
+        self._group.unshard()
+        self._group.wait_for_unshard()

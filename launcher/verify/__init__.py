@@ -1,0 +1,1 @@
+"""`launch verify`: is the accumulated gradient that of one big batch?"""

@@ -1,0 +1,169 @@
+"""Comparison of gradients: their distance, in all and by groups, with dropout switched off."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules.dropout import _DropoutNd
+from torch.overrides import TorchFunctionMode
+
+from launcher.verify.certificate import Comparison, Deviation, Rule
+
+_DROPOUTS = {
+    getattr(place, name)
+    for place in (functional, torch)
+    for name in (
+        "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout", "feature_alpha_dropout",
+    )
+    if hasattr(place, name)
+}  # fmt: skip
+_ATTENTION = functional.scaled_dot_product_attention
+_ATTENTION_DROPOUT = 4  # its place among the arguments
+
+
+def dropout_modules(model: nn.Module) -> list[str]:
+    """Names of the modules that drop something now."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        plain = isinstance(module, _DropoutNd) and module.p > 0
+        inside = isinstance(module, nn.MultiheadAttention | nn.RNNBase) and module.dropout > 0
+        if (plain or inside) and module.training:
+            found.append(name)
+    return found
+
+
+@contextmanager
+def without_dropout(model: nn.Module, *, functions: bool = True) -> Iterator[None]:
+    """Around forward and backward passes: no dropout, of modules and (``functions``) of torch's functions.
+
+    The modules are switched by themselves too, because a recomputation in backward runs in a thread of its own, where
+    the functions are as they always are.
+    """
+    off = [module for module in model.modules() if isinstance(module, _DropoutNd) and module.training]
+    inside = [module for module in model.modules() if isinstance(module, nn.MultiheadAttention | nn.RNNBase)]
+    rates = [module.dropout for module in inside]
+    for module in off:
+        module.training = False
+    for module in inside:
+        module.dropout = 0.0
+    try:
+        if functions:
+            with _NoDropout():
+                yield
+        else:
+            yield
+    finally:
+        for module in off:
+            module.training = True
+        for module, rate in zip(inside, rates, strict=True):
+            module.dropout = rate
+
+
+class _NoDropout(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if func is _ATTENTION:
+            args = (*args[:_ATTENTION_DROPOUT], *((0.0,) if len(args) > _ATTENTION_DROPOUT else ()), *args[5:])
+            kwargs = kwargs | ({"dropout_p": 0.0} if "dropout_p" in kwargs else {})
+        return func(*args, **kwargs)
+
+
+Gradient = dict[str, Tensor | None]
+WORST = 5
+
+
+def _norm_of_difference(one: Tensor | None, two: Tensor | None) -> float:
+    """In fp64; a gradient that is missing is zero."""
+    if one is None and two is None:
+        return 0.0
+    if one is None or two is None:
+        only = two if one is None else one
+        assert only is not None
+        return only.double().norm().item()
+    return (one.double() - two.double()).norm().item()
+
+
+def _norm(gradient: Tensor | None) -> float:
+    return _norm_of_difference(gradient, None)
+
+
+def _together(norms: Iterable[float]) -> float:
+    return math.sqrt(sum(norm * norm for norm in norms))
+
+
+def distance(one: Gradient, two: Gradient) -> float:
+    """||one - two|| / ||one||; infinite where only one of them is zero."""
+    apart = _together(_norm_of_difference(one[name], two[name]) for name in one)
+    size = _together(_norm(one[name]) for name in one)
+    if not apart:
+        return 0.0
+    return apart / size if size else math.inf
+
+
+def compare(arithmetic: str, got: Gradient, wanted: Gradient, rounded: Gradient, rule: Rule) -> Comparison:
+    """Return the deviation of the gradient ``got`` from the one that was ``wanted``, judged by ``rule``.
+
+    Args:
+        rounded: the gradient of one big batch in the arithmetic of ``got``: its distance from ``wanted`` is the
+            rounding error from which the limits follow.
+    """
+    off = {name: _norm_of_difference(got[name], wanted[name]) for name in wanted}
+    rounding = {name: _norm_of_difference(rounded[name], wanted[name]) for name in wanted}
+    norms = {name: _norm(wanted[name]) for name in wanted}
+    numel = {name: 0 if (one := got[name]) is None else one.numel() for name in wanted}
+    total = _together(norms.values())
+    one_batch = _ratio(_together(rounding.values()), total)
+    uncapped = None if one_batch is None or not math.isfinite(one_batch) else rule.uncapped(one_batch)
+    limit = rule.most if uncapped is None else min(rule.most, uncapped)
+
+    def deviation(title: str, names: Iterable[str], *, part: bool) -> Deviation:
+        names = list(names)
+        apart, norm = _together(off[name] for name in names), _together(norms[name] for name in names)
+        allowed = limit
+        if part:  # its own rounding error, or its share of the whole gradient's
+            own = rule.times * _together(rounding[name] for name in names)
+            shares = (limit / 10, _ratio(own, total), (uncapped or limit) * norm / (total or 1.0))
+            allowed = max(share for share in shares if share is not None and math.isfinite(share))
+        return Deviation(
+            name=title,
+            parameters=sum(numel[name] for name in names),
+            norm=norm,
+            error=_ratio(apart, norm),
+            share=_ratio(apart, total),
+            limit=allowed,
+        )
+
+    groups: defaultdict[str, list[str]] = defaultdict(list)
+    for name, group in _grouped(list(wanted)).items():
+        groups[group].append(name)
+    each = [deviation(name, [name], part=True) for name in wanted]
+    return Comparison(
+        arithmetic=arithmetic,
+        one_batch=None if uncapped is None else one_batch,
+        uncapped=uncapped,
+        whole=deviation("all", wanted, part=False),
+        groups=tuple(deviation(group, names, part=True) for group, names in groups.items()),
+        worst=tuple(sorted(each, key=lambda one: one.excess, reverse=True)[:WORST]),
+    )
+
+
+def _ratio(off: float, norm: float) -> float | None:
+    return off / norm if norm else (None if off else 0.0)
+
+
+def _grouped(names: list[str]) -> dict[str, str]:
+    """Each parameter's group: the modules just below where the names part, so that there are several of them."""
+    parts = [name.split(".") for name in names]
+    common = 0
+    while all(len(part) > common + 1 for part in parts) and len({part[common] for part in parts}) == 1:
+        common += 1
+    return {name: ".".join(part[: common + 1]) for name, part in zip(names, parts, strict=True)}

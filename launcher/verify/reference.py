@@ -1,0 +1,203 @@
+"""The reference: the same samples as one big batch, in one process, by the task's own model and loss alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.data import default_collate
+
+from launcher.config.schema import Norm
+from launcher.errors import RunError
+from launcher.plan.run_plan import RunPlan
+from launcher.task import Loss, build_model, load_task, seed_everything, train_data
+from launcher.train.data.loader import to_device
+from launcher.train.engine.preserved_state import Kept
+from launcher.train.inspect.memory_forecast import free_host_bytes
+from launcher.train.parallel.batchnorm import freeze
+from launcher.train.precision import Precision
+from launcher.train.trainer import as_loss
+from launcher.verify.accumulated import Beginning
+from launcher.verify.comparison import Gradient
+
+# of the memory that is free, so much may be planned with: what is saved for backward is not all that a pass takes
+_FREE_SHARE = 0.5
+_NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
+
+
+@dataclass(frozen=True)
+class Whole:
+    """``gradient``: of the mean over the items, on the host. ``batches``: in how many it was computed."""
+
+    gradient: Gradient
+    loss: float
+    items: float
+    batches: int
+
+
+@dataclass
+class Plain:
+    """The task and its model, unwrapped, as training starts with them, in the arithmetic of ``plan.precision``.
+
+    Args:
+        beginning: values and number formats of parameters and buffers, as the engine of the same plan had them.
+        most: samples that fit into one batch, as far as that is known.
+    """
+
+    plan: RunPlan
+    beginning: Beginning
+    device: torch.device
+    most: int | None = None
+    model: nn.Module = field(init=False)
+
+    def __post_init__(self) -> None:
+        task, seed = self.plan.task, self.plan.train.seed
+        self.task = load_task(task.target, task.params, self.plan.cluster.import_from, seed)
+        self.model = build_model(self.task, seed).to(self.device)
+        if self.beginning.with_data:
+            train_data(self.task, seed)
+        if self.plan.batch.norm is Norm.freeze:
+            freeze(self.model)
+        with torch.no_grad():
+            for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
+                value = self.beginning.values[name]
+                if value.dtype != tensor.dtype:
+                    tensor.data = tensor.data.to(value.dtype)
+                tensor.copy_(value)
+        for name, module in self.model.named_modules():
+            module.training = self.beginning.training[name]
+        self.precision = Precision(self.plan.precision, self.device)
+        seed_everything(seed + 1)
+        self._collate = getattr(self.task, "collate", None) or default_collate
+        self.keep()
+
+    def keep(self) -> None:
+        """Let ``put_back`` restore random numbers and declared buffers as they are now."""
+        self._kept = Kept(self.model, self.device)
+
+    def put_back(self) -> None:
+        """Restore random numbers and declared buffers: as at the start, or as at the last ``keep``."""
+        self._kept.put_back()
+
+    @contextmanager
+    def nudged(self) -> Iterator[None]:
+        """Move half of the trained numbers to the neighbouring number of their format, towards zero."""
+        generator = torch.Generator().manual_seed(0)
+        before = [(p, p.detach().clone()) for p in self.model.parameters() if p.requires_grad and not p.is_complex()]
+        with torch.no_grad():
+            for p, value in before:
+                moved = torch.rand(p.shape, generator=generator).to(p.device) < 0.5
+                p.copy_(torch.where(moved, value.nextafter(torch.zeros_like(value)), value))
+        yield
+        with torch.no_grad():
+            for p, value in before:
+                p.copy_(value)
+
+    def ask(self, samples: Sequence[Any]) -> Loss | Tensor:
+        """Return the task's own loss of these samples as one batch."""
+        batch = to_device(self._collate(list(samples)), self.device)
+        with self.precision.autocast():
+            return self.task.loss(self.model, batch)
+
+    def loss(self, samples: Sequence[Any]) -> Loss:
+        return as_loss(self.ask(samples), len(samples), self.plan.task.target)
+
+    def backward(self, samples: Sequence[Any]) -> tuple[float, float, Gradient]:
+        """Return total loss, items, and the total's gradient, as one batch."""
+        loss = self.loss(samples)
+        items = float(loss.items.item() if isinstance(loss.items, Tensor) else loss.items)
+        # fp16 computes the gradient of the mean, times a loss scale, as it would in training
+        factor = self.plan.precision.init_scale / (items or 1.0) if self.precision.scales else 1.0
+        while True:
+            self.model.zero_grad(set_to_none=True)
+            with self.precision.no_autocast():
+                (loss.total * factor).backward(retain_graph=self.precision.scales)
+            named = [(name, p.grad) for name, p in self.model.named_parameters() if p.requires_grad]
+            gradient: Gradient = {name: None if g is None else _on_host(g, factor) for name, g in named}
+            if factor * items <= 1 or not self.precision.scales or _is_finite(gradient):
+                break
+            factor /= 2
+        self.model.zero_grad(set_to_none=True)
+        return loss.total.item(), items, gradient
+
+    def whole(self, samples: Sequence[Any]) -> Whole:
+        """Return the gradient of the window's mean: of one batch, or of as few as fit into memory, each sum added up.
+
+        Raises:
+            RunError: not even one sample fits.
+        """
+        self.most = self.most or self._estimate(samples)
+        while True:
+            size = min(self.most, len(samples))
+            try:
+                return self.in_batches([samples[i : i + size] for i in range(0, len(samples), size)])
+            except (RuntimeError, MemoryError) as error:
+                if not _is_for_memory(error):
+                    raise
+                if size == 1:
+                    raise RunError(
+                        "The reference does not fit: one sample of the whole model is too much for one device.\n"
+                        "  Verify with more memory (cluster.device=cpu), or with a smaller model of the same code."
+                    ) from None
+            # beside the exception, which holds on to the pass's tensors
+            self.model.zero_grad(set_to_none=True)
+            self.most = size // 2
+
+    def in_batches(self, batches: Sequence[Sequence[Any]]) -> Whole:
+        """Return the same of batches as they are given: their sums added up, over all their items."""
+        total, items, sums = 0.0, 0.0, dict[str, Tensor | None]()
+        for batch in batches:
+            self.put_back()
+            more, count, gradient = self.backward(batch)
+            total, items = total + more, items + count
+            for name, part in gradient.items():
+                before = sums.get(name)
+                sums[name] = part if before is None else before if part is None else before.add_(part)
+        mean = {name: None if part is None else part.div_(items or 1.0) for name, part in sums.items()}
+        return Whole(mean, total / (items or 1.0), items, len(batches))
+
+    def _estimate(self, samples: Sequence[Any]) -> int:
+        """How many samples' activations fit into the host's memory. A process that takes more than there is is killed,
+        not told, so it is not tried; a GPU tells."""
+        few = samples[: self.plan.batch.micro_size]
+        if self.device.type != "cpu" or len(few) == len(samples):
+            return len(samples)
+        self.put_back()
+        with _saved_bytes() as saved:
+            self.loss(few)
+        fitting = int(_FREE_SHARE * free_host_bytes() * len(few) / max(1, sum(saved.values())))
+        return max(len(few), min(len(samples), fitting))
+
+
+def _on_host(gradient: Tensor, factor: float) -> Tensor:
+    """Return a copy in fp32 at least, divided by the ``factor`` of its loss."""
+    copy = gradient.detach().to("cpu", torch.promote_types(gradient.dtype, torch.float32), copy=True)
+    return copy if factor == 1 else copy.div_(factor)
+
+
+def _is_finite(gradient: Gradient) -> bool:
+    return all(part is None or bool(part.isfinite().all()) for part in gradient.values())
+
+
+def _is_for_memory(error: BaseException) -> bool:
+    kinds = (MemoryError, torch.OutOfMemoryError)
+    return isinstance(error, kinds) or any(words in str(error) for words in _NO_MEMORY)
+
+
+@contextmanager
+def _saved_bytes() -> Iterator[dict[int, int]]:
+    """Bytes that the forward passes inside keep for backward, by storage."""
+    saved: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield saved

@@ -1,0 +1,230 @@
+"""A user's mistakes: one message, exit status 2, nothing started and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from launcher import cli
+from tests.conftest import Launch
+from tests.helpers import launch_command
+
+PROJECT = Path(__file__).parents[1] / "user_project"
+
+
+def refused(launch: Launch, tmp_path: Path, *arguments: str, env: dict[str, str] | None = None) -> str:
+    """The one message of a refused call."""
+    before = sorted(tmp_path.rglob("*"))
+    done = launch(*arguments, env=env)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stdout == ""
+    assert done.stderr.count("launch: error: ") == 1
+    after = [path for path in sorted(tmp_path.rglob("*")) if "__pycache__" not in path.parts]
+    assert after == before, "nothing may be half-started"
+    return done.stderr
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("batch.globl_size=3", ["batch.globl_size=3: there is no such key", "did you mean 'batch.global_size'?"]),
+        ("foo=1", ["foo=1: there is no such key", "Groups: cluster, strategy"]),
+        ("train.whatever=1", ["train.whatever=1: there is no such key", "Keys: train.steps"]),
+        (
+            "strategy=dpp",
+            ["strategy=dpp: there is no such option", "did you mean 'ddp'?", "Allowed: ddp, fsdp, hsdp, single"],
+        ),
+        ("cluser=local", ["cluser=local: there is no such key", "did you mean 'cluster'?"]),
+        ("strategy.sync=never", ["strategy.sync", "never", "auto, every, boundary"]),
+        ("batch.micro_size=many", ["batch.micro_size=many: must be a whole number, or auto."]),
+        ("train.steps=2.5", ["train.steps: must be a whole number"]),
+        ("batch.ramp=16", ["batch.ramp: must be a list"]),
+        ("batch.ramp=[[10,many]]", ["batch.ramp: must be whole numbers, not 'many'"]),
+        ("train.compile=perhaps", ["train.compile: must be true or false"]),
+        ("batch.micro_size=0", ["batch.micro_size=0: must be at least 1"]),
+        ("batch.global_size=-64", ["batch.global_size=-64: must be at least 1"]),
+        ("batch.global_size=100 batch.micro_size=3", ["batch.global_size=96 or 102", "batch.micro_size=2 or 5"]),
+        ("batch.global_size=100000000", ["samples, fewer than one window"]),
+        (
+            "cluster.device=cuda cluster.workers_per_node=99",
+            ["workers_per_node=99: this machine shows", "cluster.device=cpu"],
+        ),
+        (
+            "task.widht=3",
+            ["task.widht: launcher.tasks.bytes_gpt.BytesGPT has no such parameter", "did you mean 'task.width'?"],
+        ),
+        ("task.width=33", ["task.width=33: must be a multiple of task.heads=2"]),
+        ("task._target_=nosuch.Task", ["no module 'nosuch'", "Searched:"]),
+        ("task._target_=speech.Task", ["has no 'Task'"]),
+        ("task._target_=speech.tasks.Taggr", ["has no 'Taggr'", "did you mean 'Tagger'?"]),
+        ("task._target_=speech.tasks.NoLoss", ["has no method loss"]),
+        ("task._target_=Tagger", ["want a dotted path"]),
+        (
+            "task._target_=speech.broken.Task",
+            ["error: task._target_=speech.broken.Task: ZeroDivisionError", "broken.py"],
+        ),
+        ("task.width={a:1}", ["launcher.tasks.bytes_gpt.BytesGPT with"]),
+        ("precision=16", ["precision=16: there is no such option", "Allowed: auto, bf16, fp16, fp32"]),
+        ("task.width=[1", ["error: task.width=[1: cannot be read as an override: no viable alternative at input '[1'"]),
+        ("train.steps=3 foo=bar=baz{", ["error: foo=bar=baz{: cannot be read as an override"]),
+        ('task.width="x', ['error: task.width="x: cannot be read as an override: a quote is left open']),
+        ("=3", ["error: =3: has no key"]),
+        (
+            "-m train.steps=1,2 batch.global_size=8}",
+            ["batch.global_size=8}: cannot be read as an override: extraneous"],
+        ),
+        ("+foo=3", ["foo=3: there is no such key"]),
+        ("++train.foo=3", ["train.foo=3: there is no such key"]),
+        ("--quite", ["--quite: there is no such flag here", "did you mean '--quiet'?"]),
+        ("train.steps", ["train.steps: is no override", "key=value"]),
+        ("task.width=${oc.env:NOPE}", ["NOPE"]),
+        ("--config-dir bad task=bad", ["bad.yaml"]),
+        ("wandb.mode=online", ["wandb.mode=online: there is no key for api.wandb.ai", "wandb.mode=offline"]),
+        ("run.dir=/proc/nowhere", ["run.dir: /proc/nowhere", "cannot be made"]),
+    ],
+)
+def test_one_clear_message(launch: Launch, tmp_path: Path, argument: str, words: list[str]) -> None:
+    shutil.copytree(PROJECT / "speech", tmp_path / "speech")
+    (tmp_path / "speech" / "broken.py").write_text("ratio = 1 / 0\n")
+    (tmp_path / "bad" / "task").mkdir(parents=True)
+    (tmp_path / "bad" / "task" / "bad.yaml").write_text("a: [1\nb: {\n")
+    text = refused(
+        launch, tmp_path, "train", *argument.split(), env={"HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    )
+    for word in words:
+        assert word in text
+    assert "Traceback" not in text
+
+
+def test_unwritable_directory(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert "cannot be made" in refused(launch, tmp_path, "train", "run.dir=file/runs")
+
+
+def test_unknown_verb(launch: Launch, tmp_path: Path) -> None:
+    assert "did you mean 'train'?" in refused(launch, tmp_path, "trian")
+
+
+def test_script_that_is_not_there(launch: Launch, tmp_path: Path) -> None:
+    assert "there is no such script" in refused(launch, tmp_path, "run", "--", "nothing.py")
+    assert "no script" in refused(launch, tmp_path, "run", "cluster.workers_per_node=1")
+    assert "has no effect on a script" in refused(launch, tmp_path, "run", "batch.micro_size=1", "--", "nothing.py")
+
+
+def test_plan_as_json_is_the_plan(launch: Launch) -> None:
+    done = launch("plan", "--json", "cluster.workers_per_node=4", "run.name=x")
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)
+    sizes = {"global_size": 64, "micro_size": 4, "accumulation": 4, "world_size": 4}
+    assert plan["batch"] == {**sizes, "ramp": [], "norm": "leave", "on_oom": "stop"}
+    assert plan["run"]["name"] == "x"
+
+
+def test_plan_of_a_strangers_task_writes_nothing(launch: Launch, tmp_path: Path) -> None:
+    shutil.copytree(PROJECT / "speech", tmp_path / "speech")
+    done = launch("plan", "--json", "task._target_=speech.tasks.Tagger", env={"PYTHONDONTWRITEBYTECODE": "1"})
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["task"]["samples"] == 100
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["speech"]
+
+
+@pytest.mark.parametrize("option", ["train.epochs=1", "batch.short_window=drop"])
+def test_options_that_need_the_datasets_length(launch: Launch, option: str) -> None:
+    """Both were once refused: the plan was tried with a stream's length first."""
+    done = launch("plan", "--json", option)
+    assert done.returncode == 0, done.stderr
+    steps = json.loads(done.stdout)["train"]["steps"]
+    assert steps > 1000 if "epochs" in option else steps == 300
+
+
+def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path) -> None:
+    command = " ".join(map(shlex.quote, launch_command("plan", "--json")))
+    done = subprocess.run(f"{command} | head -1", shell=True, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("{\n", "")
+
+
+def test_plan_as_a_table(launch: Launch) -> None:
+    done = launch("plan")
+    for text in (
+        "1 host × 2 workers, cpu",
+        "global batch",
+        "windows",
+        "short",
+        "sync boundary",
+        "with sync=every",
+        "files",
+    ):
+        assert text in done.stdout
+
+
+def test_hydras_own_flags(launch: Launch) -> None:
+    assert "global_size: 128" in launch("train", "--cfg", "job", "batch.global_size=128").stdout
+    shown = launch("train", "--help", "strategy=fsdp").stdout
+    assert shown.startswith("launch train [key=value ...]")
+    assert "  strategy   ddp, fsdp, hsdp, single\n" in shown
+    assert "  strategy:\n    kind: fsdp\n" in shown
+
+
+def test_a_sweep_runs_every_cell_and_reports_the_impossible_one(launch: Launch, tmp_path: Path) -> None:
+    done = launch("plan", "-m", "--json", "batch.accumulation=8,7,4")
+    assert done.returncode == 2
+    assert done.stdout.count('"accumulation": ') == 2
+    assert list(tmp_path.iterdir()) == [], "a plan writes nothing"
+    assert done.stderr.count("launch: error: ") == 1
+    assert "7" in done.stderr
+
+
+def test_no_secret_reaches_the_plan(launch: Launch) -> None:
+    done = launch("plan", "--json", env={"WANDB_API_KEY": "s3cret", "MY_TOKEN": "t0ken"})
+    assert done.returncode == 0
+    assert "s3cret" not in done.stdout
+    assert "t0ken" not in done.stdout
+
+
+def test_help_and_version(launch: Launch) -> None:
+    assert "launch train" in launch("--help").stdout
+    assert launch("--version").stdout.strip()
+    assert launch().returncode == 2
+
+
+def test_environment_is_clean() -> None:
+    assert not [name for name in os.environ if name.startswith("WANDB_")], "helpers.py takes them out"
+
+
+FILES = {
+    "experiment/key": ("# @package _global_\ntrain:\n  steps: 5\n  stepz: 3\n", ["line 4: train.stepz: there is no"]),
+    "experiment/type": ("# @package _global_\n\ntrain:\n  steps: many\n", ["line 4: train.steps: must be a whole num"]),
+    "experiment/enum": ("# @package _global_\nstrategy:\n  sync: often\n", ["line 3: strategy.sync: ", "gather_once"]),
+    "experiment/scalar": ("# @package _global_\ntrain: 5\n", ["line 2: train: must have keys of its own"]),
+    "experiment/yaml": ("# @package _global_\ntrain:\n  steps: [5\nx: 3\n", ["line 4: is not valid YAML"]),
+    "experiment/place": ("train:\n  steps: 5\n", ["keys became those of a group 'experiment'", "# @package _global_"]),
+    "experiment/option": (
+        "# @package _global_\ndefaults:\n  - override /strategy: ddpp\n",
+        ["line 3: strategy=ddpp: there is no such option", "did you mean 'ddp'?"],
+    ),
+    "strategy/mine": ("kind: ddp\nbuckets: 4\n", ["line 2: strategy.buckets: there is no", "strategy.bucket_mb"]),
+}  # fmt: skip
+
+
+def test_a_mistake_in_a_file_is_said_to_be_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, (text, says) in FILES.items():
+        file = tmp_path / "my_conf" / f"{name}.yaml"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+        group, option = name.split("/")
+        chosen = f"{'' if group == 'strategy' else '+'}{group}={option}"
+        assert cli.run(["plan", "--config-dir", "my_conf", chosen]) == 2, name
+        told = capsys.readouterr().err
+        assert told.startswith(f"launch: error: my_conf/{name}.yaml"), told
+        assert not [words for words in says if words not in told], told
+    assert cli.run(["plan", "--config-dir", "my_conf", "experiment=key"]) == 2
+    assert "+experiment=key" in capsys.readouterr().err

@@ -1,0 +1,128 @@
+"""`launch doctor` as a person types it, on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.plan.host import file_system
+from tests.conftest import Launch
+from tests.helpers import launch_command, patience
+
+pytestmark = pytest.mark.slow
+
+
+def ask(launch: Launch, tmp_path: Path, *arguments: str, status: int, **env: str) -> dict[str, dict[str, Any]]:
+    """The checks by name. Nothing may be left behind."""
+    before = sorted(tmp_path.rglob("*"))
+    done = launch("doctor", "--json", *arguments, env=env)
+    assert done.returncode == status, done.stdout + done.stderr
+    assert sorted(tmp_path.rglob("*")) == before
+    checks = json.loads(done.stdout)
+    assert all(check.keys() == {"name", "state", "found", "remedy", "node"} for check in checks)
+    return {check["name"]: check for check in checks}
+
+
+def test_this_machine_is_fit(launch: Launch, tmp_path: Path) -> None:
+    checks = ask(launch, tmp_path, "cluster.device=cpu", "cluster.workers_per_node=2", status=0)
+    assert {"python", "packages", "gpu", "shared memory", "open files", "run directory", "W&B"} <= checks.keys()
+    assert "Gbit/s of 2 workers (gloo" in checks["all-reduce"]["found"]
+    assert "failure" not in {check["state"] for check in checks.values()}
+
+
+def test_a_person_sees_a_table(launch: Launch) -> None:
+    done = launch("doctor", "cluster.device=cpu", "cluster.workers_per_node=1")
+    assert done.returncode == 0, done.stderr
+    assert "one worker: nothing to sum" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("Fit to run")
+
+
+def test_a_run_directory_that_is_a_file(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("")
+    checks = ask(launch, tmp_path, "cluster.workers_per_node=1", "cluster.device=cpu", status=1)
+    assert checks["run directory"]["state"] == "failure"
+    assert f"{tmp_path}/runs cannot be used: File exists" in checks["run directory"]["found"]
+    assert "Choose a run.dir" in checks["run directory"]["remedy"]
+    assert checks["working directory"]["state"] == "ok"
+
+
+def test_wandb_online(launch: Launch, tmp_path: Path) -> None:
+    few = ("cluster.workers_per_node=1", "cluster.device=cpu", "wandb.mode=online")
+    here = {"HOME": str(tmp_path), "WANDB_BASE_URL": "http://127.0.0.1:9"}
+    checks = ask(launch, tmp_path, *few, status=1, **here)
+    assert "there is no key for 127.0.0.1" in checks["W&B"]["found"]
+    assert "wandb login" in checks["W&B"]["remedy"]
+    checks = ask(launch, tmp_path, *few, status=0, WANDB_API_KEY="0" * 40, **here)
+    assert checks["W&B"]["state"] == "warning"
+    assert "http://127.0.0.1:9 does not answer" in checks["W&B"]["found"]
+    assert "0" * 40 not in json.dumps(checks)
+
+
+def test_an_interface_that_is_not_there(launch: Launch, tmp_path: Path) -> None:
+    checks = ask(launch, tmp_path, "cluster.device=cpu", status=1, GLOO_SOCKET_IFNAME="nosuch0")
+    assert "GLOO_SOCKET_IFNAME=nosuch0" in checks["interface"]["found"]
+    assert checks["all-reduce"]["state"] == "failure"
+
+
+@pytest.mark.skipif(
+    not Path("/dev/shm").is_dir() or file_system(Path("/dev/shm"))[1] != "tmpfs", reason="needs a tmpfs at /dev/shm"
+)
+def test_runs_in_memory_are_called_out(launch: Launch, tmp_path: Path) -> None:
+    place = f"/dev/shm/launch-doctor-test-{os.getpid()}"
+    few = ("cluster.workers_per_node=1", "cluster.device=cpu", f"run.dir={place}")
+    checks = ask(launch, tmp_path, *few, status=0)
+    assert "tmpfs on /dev/shm" in checks["run directory"]["found"]
+    assert not Path(place).exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("cluster.nodes=2",), "cluster=local is one machine"),
+        (("cluster=hosts", "cluster.nodes=2", "cluster.rendezvous=a:1"), "cluster=local on each of the hosts"),
+        (("cluster.link_gbit=-1",), "must be above 0"),
+    ],
+)
+def test_wrong_input(launch: Launch, arguments: tuple[str, ...], words: str) -> None:
+    done = launch("doctor", *arguments)
+    assert done.returncode == 2
+    assert words in done.stderr
+
+
+def test_no_slurm_here(launch: Launch, tmp_path: Path) -> None:
+    done = launch("doctor", "cluster=slurm", env={"PATH": str(tmp_path)})
+    assert done.returncode == 2
+    assert "sbatch is not on this machine's PATH" in done.stderr
+
+
+def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        launch_command("doctor", "cluster.device=cpu"), cwd=tmp_path, start_new_session=True, stderr=subprocess.PIPE,
+        # tests that a shell runs in the background have it ignored, and hand that on
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    end = time.monotonic() + patience(30)
+    while not list(tmp_path.glob("runs/.doctor-*")):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=patience(20))
+    assert process.returncode == 130
+    assert b"Traceback" not in said
+    assert list(tmp_path.iterdir()) == []
+    running = [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path).encode() in _read(path)]
+    assert running == []
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:  # it has ended
+        return b""

@@ -1,0 +1,350 @@
+"""From what the probes say to ok, warning or failure: each check in each of its states."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.config.schema import ClusterConfig, Config, Device, WandbMode
+from launcher.doctor import host_checks, slurm_checks
+from launcher.doctor.check import Check, State, exit_status, failure, merge, ok, warning
+from launcher.doctor.examination import judge
+from launcher.doctor.slurm_checks import Asked
+from launcher.launch.slurm.client import Job
+from launcher.plan.host import Partition
+from tests.helpers import make_plan
+
+PACKAGES = {
+    "launcher": "0.1.0", "torch": "2.13.0", "hydra-core": "1.3.8", "wandb": "0.31.0", "submitit": "1.5.4",
+    "rich": "15.0.0", "numpy": "2.4.6",
+}  # fmt: skip
+RUNS = Path("/shared/runs")
+
+
+def facts(**other: Any) -> dict[str, Any]:
+    return {
+        "host": "login", "python": "3.11.7", "executable": "/env/bin/python", "package_dir": "/env/launcher",
+        "packages": PACKAGES, "devices": 0, "gpu_use": None, "hostname_address": "10.0.0.1", "shm_bytes": 8 * 10**9,
+        "open_files": 65536,
+    } | other  # fmt: skip
+
+
+def place(**other: Any) -> dict[str, Any]:
+    return {"path": "/shared", "problem": "", "kind": "nfs", "mount": "/shared", "free_bytes": 10**12} | other
+
+
+def answer(host: str = "node1", of: dict[str, Any] | None = None, **other: Any) -> dict[str, Any]:
+    return {
+        "host": host, "facts": facts(**(of or {})), "slurm_gpus": None, "run_dir": place(),
+        "cwd": place(same=True), "interfaces": ["lo", "eth0"], "said_interfaces": {}, "done": True,
+    } | other  # fmt: skip
+
+
+def link(node: int, **other: Any) -> dict[str, Any]:
+    return {"node": node, "address": f"10.0.0.{node}", "problem": "", "rtt_s": 1e-4, "offset_s": 0.0} | other
+
+
+def two(first: dict[str, Any], second: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    return {0: answer("node1", **first), 1: answer("node2", **second)}
+
+
+def has(check: Check | None, state: State, *words: str) -> None:
+    assert check is not None
+    assert check.state is state, check
+    text = f"{check.found} -> {check.remedy}"
+    assert all(word in text for word in words), text
+    assert bool(check.remedy) == (state is not State.ok)
+
+
+def test_the_exit_status_is_that_of_failures() -> None:
+    assert exit_status([ok("a", "x"), warning("b", "y", "do z")]) == 0
+    assert exit_status([ok("a", "x"), failure("b", "y", "do z")]) == 1
+
+
+def test_what_hosts_have_in_common_is_one_line() -> None:
+    checks = [ok("a", "same", host) for host in ("n1", "n2", "n3")]
+    assert merge(checks, ["n1", "n2", "n3"]) == [ok("a", "same")]
+    checks[2] = ok("a", "other", "n3")
+    assert merge(checks, ["n1", "n2", "n3"]) == [ok("a", "same", "n1, n2"), ok("a", "other", "n3")]
+
+
+def test_python() -> None:
+    has(host_checks.python(facts(), answer()), State.ok, "3.11.7", "/env/bin/python")
+    other = host_checks.python(facts(), answer(of={"python": "3.12.1"}))
+    has(other, State.failure, "3.12.1", "on login it is 3.11.7", "share")
+    assert other.node == "node1"
+
+
+@pytest.mark.parametrize(
+    ("versions", "state", "words"),
+    [
+        ({}, State.ok, ["torch 2.13.0", "wandb 0.31.0"]),
+        ({"numpy": None}, State.failure, ["numpy missing (login: 2.4.6)"]),
+        ({"wandb": None}, State.failure, ["not installed: wandb"]),
+        ({"torch": "2.12.0"}, State.failure, ["torch 2.12.0 (login: 2.13.0)", "one environment"]),
+    ],
+)
+def test_packages(versions: dict[str, str | None], state: State, words: list[str]) -> None:
+    has(host_checks.packages(facts(), answer(of={"packages": PACKAGES | versions})), state, *words)
+
+
+def test_an_old_torch_is_old_everywhere() -> None:
+    old = {"packages": PACKAGES | {"torch": "2.9.1+cu128"}}
+    has(host_checks.packages(facts(**old), answer(of=old)), State.failure, "2.9.1+cu128 is too old", "torch>=2.11")
+
+
+def test_another_checkout_is_another_launcher() -> None:
+    has(host_checks.packages(facts(), answer(of={"package_dir": "/old"})), State.failure, "launcher from /old")
+
+
+def test_torch_that_does_not_come_up() -> None:
+    assert host_checks.torch(answer(bandwidth={"world": 1, "gpus": 0, "times": []})) is None
+    has(
+        host_checks.torch(answer(bandwidth={"world": 1, "error": "ImportError: libcudart"})), State.failure, "libcudart"
+    )
+
+
+@pytest.mark.parametrize(
+    ("device", "of", "seen", "state", "words"),
+    [
+        (Device.cpu, {}, {}, State.ok, ["no GPU: CPU workers"]),
+        (Device.cpu, {"devices": 8}, {}, State.ok, ["8 GPUs", "cluster.device=cpu"]),
+        (
+            Device.cpu, {"devices": 8, "packages": PACKAGES | {"torch": "2.13.0+cpu"}}, {}, State.warning,
+            ["build for CPUs", "CUDA build"],
+        ),
+        (
+            Device.cuda, {"devices": 4, "gpu_use": [[0, 3, 0], [1, 3, 0]]}, {"gpus": 4, "cuda": "13.0"}, State.ok,
+            ["4 GPUs", "13.0", "4 given by Slurm", "idle"],
+        ),
+        (Device.cuda, {"devices": 4}, {"gpus": 4, "cuda": "13.0"}, State.ok, ["no nvidia-smi"]),
+        (
+            Device.cuda, {"devices": 4}, {"gpus": 1, "cuda": "13.0"}, State.failure,
+            ["sees 1 GPUs of 4", "4 workers", "nvidia-smi"],
+        ),
+        (
+            Device.cuda, {"devices": 4, "gpu_use": [[0, 70000, 98], [1, 3, 0]]}, {"gpus": 4, "cuda": "13.0"},
+            State.warning, ["GPU 0: 70000 MiB, 98%"],
+        ),
+        (Device.cuda, {"devices": 4}, {"error": "killed"}, State.warning, ["torch was not asked"]),
+    ],
+)  # fmt: skip
+def test_gpus(device: Device, of: dict[str, Any], seen: dict[str, Any], state: State, words: list[str]) -> None:
+    given = "4" if device is Device.cuda else None
+    has(host_checks.gpus(answer(of=of, bandwidth=seen, slurm_gpus=given), device, 4), state, *words)
+
+
+def test_limits() -> None:
+    shm, files = host_checks.limits(answer())
+    has(shm, State.ok, "8.0 GB")
+    has(files, State.ok, "65,536")
+    shm, files = host_checks.limits(answer(of={"shm_bytes": 64 * 2**20, "open_files": 256}))
+    has(shm, State.warning, "0.1 GB", "--shm-size", "train.loader_workers=0")
+    has(files, State.warning, "256", "ulimit -n 4096")
+    shm, files = host_checks.limits(answer(of={"shm_bytes": None, "open_files": -1}))
+    has(shm, State.warning, "no /dev/shm")
+    has(files, State.ok, "no limit")
+
+
+@pytest.mark.parametrize(
+    ("there", "shared", "state", "words"),
+    [
+        ({}, True, State.ok, ["writable", "written on login and read here", "1,000.0 GB free"]),
+        ({}, False, State.ok, ["writable; 1,000.0 GB free"]),
+        ({"free_bytes": 1e9}, True, State.warning, ["1.0 GB free", "checkpoint.keep"]),
+        ({"kind": "tmpfs"}, True, State.failure, ["this machine's memory", "others do not see it", "share"]),
+        ({"kind": "tmpfs"}, False, State.warning, ["this machine's memory", "a reboot"]),
+    ],
+)
+def test_run_directory(there: dict[str, Any], shared: bool, state: State, words: list[str]) -> None:
+    (check,) = host_checks.run_dir(RUNS, "login", {0: answer(run_dir=place(**there))}, shared=shared)
+    has(check, state, *words)
+
+
+def test_a_node_whose_words_do_not_appear_is_named() -> None:
+    first, second = host_checks.run_dir(RUNS, "login", two({"absent": [1]}, {"absent": []}), shared=True)
+    has(first, State.failure, "what node2 wrote did not appear", "share")
+    has(second, State.ok, "writable")
+
+
+def test_working_directory() -> None:
+    def of(written: str = "", **there: Any) -> Check:
+        return host_checks.working_directory("login", written, {0: answer(cwd=place(same=True) | there)}, shared=True)[
+            0
+        ]
+
+    has(of(), State.ok, "the same everywhere")
+    has(of(same=False), State.failure, "another directory there than on login", "share")
+    has(of(same=False, kind="", problem="No such file or directory"), State.failure, "there is no /shared")
+    has(of(problem="Read-only file system"), State.warning, "Read-only")
+    has(of("Permission denied", same=False), State.warning, "Permission denied")
+
+
+def test_interfaces() -> None:
+    on = {"address": "10.0.0.1", "interface": "eth0"}
+    loopback = {"of": {"hostname_address": "127.0.1.1"}}
+    (check,) = host_checks.interfaces(two(on, on | {"address": "10.0.0.2"} | loopback))
+    has(check, State.ok, "node1 eth0 10.0.0.1, node2 eth0 10.0.0.2 (its own name means 127.0.1.1 there")
+    wrong = {"said_interfaces": {"GLOO_SOCKET_IFNAME": "eth7"}}
+    (check,) = host_checks.interfaces(two(wrong, wrong))
+    has(check, State.failure, "GLOO_SOCKET_IFNAME=eth7", "Unset GLOO_SOCKET_IFNAME", "lo, eth0")
+    assert check.node is None
+    for name, said in (("NCCL_SOCKET_IFNAME", "eth"), ("NCCL_SOCKET_IFNAME", "^lo"), ("GLOO_SOCKET_IFNAME", "eth0")):
+        assert host_checks.interfaces({0: answer(said_interfaces={name: said})}) == []
+    for name, said in (("NCCL_SOCKET_IFNAME", "=eth"), ("GLOO_SOCKET_IFNAME", "eth")):
+        assert host_checks.interfaces({0: answer(said_interfaces={name: said})})[0].state is State.failure
+
+
+def test_connections_and_clocks() -> None:
+    whole = two({"reached": [link(1, rtt_s=2e-4)]}, {"reached": [link(0)]})
+    has(host_checks.connections(whole)[0], State.ok, "all 2 ways", "0.20 ms")
+    has(host_checks.clocks(whole)[0], State.ok, "0.000 s apart")
+    cut = two({"reached": [link(1, problem="timed out")]}, {"reached": [link(0)]})
+    (check,) = host_checks.connections(cut)
+    has(check, State.failure, "does not reach node2 at 10.0.0.1: timed out", "cluster.interface")
+    assert check.node == "node1"
+    assert host_checks.connections({0: answer()}) == host_checks.clocks({0: answer()}) == []
+
+
+@pytest.mark.parametrize(("apart", "state"), [(0.05, State.ok), (-0.4, State.warning), (3.0, State.failure)])
+def test_clocks(apart: float, state: State) -> None:
+    (check,) = host_checks.clocks(two({"reached": [link(1, offset_s=apart)]}, {"reached": [link(0, offset_s=-apart)]}))
+    has(check, state, f"{abs(apart):.3f} s apart", *(["chronyd"] if state is not State.ok else []))
+
+
+def measured(world: int, *times: list[float]) -> dict[str, Any]:
+    return {"bandwidth": {"world": world, "gpus": 0, "times": list(times)}}
+
+
+def test_all_reduce() -> None:
+    one = measured(2, [2**18, 0.002], [2**26, 0.56])
+    (check,) = host_checks.all_reduce(two(one, one), "cpu", 1.0, hosts=True)
+    has(check, State.ok, "0.959 Gbit/s of 2 nodes (gloo, 64 MiB; 256 KiB take 2.00 ms)")
+    (check,) = host_checks.all_reduce(two(one, one), "cuda", 10.0, hosts=True)
+    has(check, State.warning, "NCCL", "far below cluster.link_gbit=10", "ethtool")
+    broken = two({"bandwidth": {"world": 2, "error": "eth7?"}}, one)
+    (check,) = host_checks.all_reduce(broken, "cpu", None, hosts=True)
+    has(check, State.failure, "none came about: eth7?")
+    (check,) = host_checks.all_reduce(two(measured(1), measured(1)), "cpu", None, hosts=True)
+    has(check, State.warning, "not all nodes reach each other")
+    (check,) = host_checks.all_reduce({0: answer(**measured(1))}, "cpu", None, hosts=False)
+    has(check, State.ok, "one worker: nothing to sum")
+
+
+def test_bandwidth_is_of_wire_bytes() -> None:
+    """Of four ranks 2(W-1)/W of the payload is 1.5 times its bytes."""
+    assert host_checks.bandwidth([[1000, 0.5], [10**9, 2.0]], 4) == (pytest.approx(6.0), 10**9, 0.5)
+
+
+def test_wandb() -> None:
+    has(host_checks.wandb(WandbMode.offline, "0.31.0", {}), State.ok, "wandb 0.31.0", "no server is needed")
+    assert host_checks.wandb(WandbMode.online, "0.31.0", answer()) is None
+    said = {"no_key": "", "silent": ""}
+    has(host_checks.wandb(WandbMode.online, "0.31.0", answer(wandb=said)), State.ok, "key found")
+    no_key = said | {"no_key": "there is no key.\n  Run `wandb login`."}
+    has(host_checks.wandb(WandbMode.online, "0.31.0", answer(wandb=no_key)), State.failure, "no key", "wandb login")
+    silent = said | {"silent": "https://api.wandb.ai does not answer within 5 s"}
+    found = host_checks.wandb(WandbMode.online, "0.31.0", answer(wandb=silent))
+    has(found, State.warning, "does not answer", "wandb.mode=offline")
+
+
+def partition(**other: Any) -> Partition:
+    known: dict[str, Any] = {
+        "name": "train", "nodes": 8, "max_nodes": None, "shapes": ((64, 0),), "gres": (), "limit_s": 86400,
+        "default_s": 3600,
+    }  # fmt: skip
+    return Partition(**known | other)
+
+
+def test_partition() -> None:
+    has(slurm_checks.partition(partition(gres=("gpu:4",)), "UP"), State.ok, "8 nodes, 64 cores, gpu:4 a node")
+    has(slurm_checks.partition(partition(), "DOWN"), State.warning, "its state is DOWN", "sinfo")
+    unlike = partition(shapes=((32, 0), (64, 4)), gres=("gpu:4",))
+    has(slurm_checks.partition(unlike, "UP"), State.ok, "8 nodes, 32 to 64 cores, gpu:4 or none a node")
+    four = partition(shapes=((64, 4),))
+    assert slurm_checks.gpus(four, "2.13.0") == slurm_checks.gpus(partition(), "2.13.0+cpu") == []
+    has(slurm_checks.gpus(four, "2.13.0+cpu")[0], State.warning, "has 4, and torch 2.13.0+cpu", "CUDA build")
+
+
+@pytest.mark.parametrize(
+    ("limits", "time", "state", "words"),
+    [
+        ({}, None, State.ok, ["longest 1-00:00:00, by default 01:00:00"]),
+        ({"default_s": None}, None, State.ok, ["by default the longest"]),
+        ({"default_s": 60}, None, State.warning, ["too short for one checkpoint", 'cluster.time="00:02:00"']),
+        ({"default_s": None, "limit_s": None}, None, State.warning, ["longest none", "a job has no end"]),
+        ({"default_s": 60}, "04:00:00", State.ok, ["cluster.time=04:00:00"]),
+    ],
+)
+def test_time_limits(limits: dict[str, int | None], time: str | None, state: State, words: list[str]) -> None:
+    has(slurm_checks.time_limits(partition(**limits), ClusterConfig(time=time)), state, *words)
+
+
+def test_preemption() -> None:
+    signal = {"PreemptType": "preempt/partition_prio", "SlurmctldParameters": "preempt_send_user_signal"}
+    back = {"PreemptMode": "REQUEUE", "GraceTime": "60"}
+    has(slurm_checks.preemption({"PreemptType": "preempt/none"}, back, 30), State.ok, "none")
+    has(slurm_checks.preemption(signal, back | {"PreemptMode": "OFF"}, 30), State.ok, "none")
+    has(slurm_checks.preemption(signal, back, 30), State.ok, "GraceTime=60 s", "the signal to save comes first")
+    has(
+        slurm_checks.preemption(signal, back | {"GraceTime": "10"}, 30),
+        State.warning,
+        "shorter than cluster.grace_s=30",
+    )
+    silent = signal | {"SlurmctldParameters": "(null)"}
+    has(slurm_checks.preemption(silent, back, 30), State.warning, "without the signal", "preempt_send_user_signal")
+
+
+def test_requeue_and_accounting() -> None:
+    has(
+        slurm_checks.requeue({"JobRequeue": "0", "KillWait": "30 sec"}),
+        State.ok,
+        "not requeued by default",
+        "KillWait 30 sec",
+    )
+    kept = {"AccountingStorageType": "accounting_storage/slurmdbd", "MinJobAge": "300 sec"}
+    has(slurm_checks.accounting(kept, sacct=True), State.ok, "sacct", "300 sec")
+    has(slurm_checks.accounting(kept, sacct=False), State.ok, "no sacct: not needed")
+    has(
+        slurm_checks.accounting({"AccountingStorageType": "accounting_storage/none"}, sacct=True),
+        State.ok,
+        "nothing is kept",
+    )
+
+
+def asked(state: str, answers: dict[int, dict[str, Any]], words: dict[int, str]) -> Asked:
+    ended = Job(state=state, reason="Why", nodes="node[1-2]", restarts=0, end=None, preempted=False)
+    return Asked("12", ended, ["node1", "node2"], answers, words)
+
+
+def test_no_answer_is_not_fit() -> None:
+    (check,) = judge(Config(), make_plan(), facts(), {}, "")
+    has(check, State.failure, "gave no answer")
+    half = answer(done=False)
+    assert exit_status(judge(Config(), make_plan(), facts(), {0: half}, "")) == 1
+    assert exit_status(judge(Config(), make_plan(), facts(), {0: answer()}, "")) == 0
+
+
+def test_a_node_without_an_answer_is_named() -> None:
+    folder = RUNS / ".doctor-x"
+    assert slurm_checks.judge(asked("COMPLETED", two({}, {}), {}), 2, folder) == []
+    (check,) = slurm_checks.judge(asked("RUNNING", {0: answer()}, {0: "well"}), 2, folder)
+    has(check, State.failure, "the node does not see /shared/runs", "share")
+    assert check.node == "node2"
+    words = {1: f"FileNotFoundError: [Errno 2] No such file or directory: '{folder}/slurm/12_submitted.pkl'"}
+    (check,) = slurm_checks.judge(asked("COMPLETED", {0: answer()}, words), 2, folder)
+    has(check, State.failure, "the node does not see /shared/runs")
+    (check,) = slurm_checks.judge(asked("FAILED", {0: answer()}, {1: "No module named 'launcher'"}), 2, folder)
+    has(check, State.failure, "no probe ran: No module named 'launcher'", "login node")
+    (check,) = slurm_checks.judge(asked("FAILED", {}, {}), 2, folder)
+    has(check, State.failure, "the nodes do not see /shared/runs: job 12 ended without a word, FAILED (Why)")
+    assert check.node == "node1"
+    (check,) = slurm_checks.judge(asked("NODE_FAIL", two({}, {}), {}), 2, folder)
+    has(check, State.failure, "Slurm ended job 12: NODE_FAIL (Why)", "sinfo -R")
+
+
+def test_nodes_that_do_not_come_are_not_waited_for_without_end() -> None:
+    (check,) = slurm_checks.judge(asked("PENDING", {}, {}), 2, Path("/runs/.doctor-1"))
+    has(check, State.failure, "Slurm gave none within 180 s: job 12 was pending (Why)")

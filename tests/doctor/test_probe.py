@@ -1,0 +1,48 @@
+"""Two hosts that call each other: here both are this one."""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from launcher.doctor import host_facts, probe
+from launcher.doctor.host_facts import Desk
+
+
+def test_a_clock_is_compared_over_the_way_there_and_back() -> None:
+    with probe.listening("127.0.0.1") as port:
+        (found,) = probe.reach_all({3: ("127.0.0.1", port)})
+    assert found["node"] == 3
+    assert found["problem"] == ""
+    assert 0 < found["rtt_s"] < 1
+    assert abs(found["offset_s"]) < found["rtt_s"]
+
+
+def test_a_clock_that_is_ahead_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    true_time = time.time
+    with probe.listening("127.0.0.1") as port:
+        asked = iter(range(10**6))
+        # here and there are asked in turn, here first
+        monkeypatch.setattr(probe.time, "time", lambda: true_time() + (5.0 if next(asked) % 2 else 0.0))
+        found = probe.reach("127.0.0.1", port)
+    assert found["offset_s"] == pytest.approx(5.0, abs=0.1)
+
+
+def test_a_port_that_nobody_has_is_said() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    assert probe.reach("127.0.0.1", port)["problem"] == "Connection refused"
+
+
+def test_hosts_wait_for_each_other_but_not_for_one_that_is_done(tmp_path: Path) -> None:
+    first, second = Desk(tmp_path, 0, 2), Desk(tmp_path, 1, 2)
+    first.tell(host="a", port=1)
+    begun = time.monotonic()
+    assert first.wait("port", {0, 1}, 0.3).keys() == {0}
+    assert time.monotonic() - begun >= 0.3
+    second.tell(host="b", done=True)
+    assert first.wait("port", {0, 1}, 1_000_000).keys() == {0}, "and not at the end of the limit"
+    assert host_facts.answers(tmp_path, 2)[1] == {"host": "b", "done": True}

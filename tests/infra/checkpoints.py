@@ -1,0 +1,24 @@
+"""What a checkpoint's files hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from launcher.train.checkpoint.file_format import Reader
+
+
+def tensors(directory: Path) -> dict[str, Tensor]:
+    entries = Reader(directory).read_metadata().state_dict_metadata.items()
+    state: dict[str, Any] = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in entries
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    dcp.load(state, checkpoint_id=directory, no_dist=True)
+    return state

@@ -1,0 +1,153 @@
+"""Hosts for the tests: network namespaces on a bridge, each with links that can be slowed, cut and counted.
+
+    python -m tests.infra.hosts --rate 100mbit -- COMMAND ...      # on two of them; {first} is the first one's address
+
+The bridge has a namespace of its own too, so that nothing of the machine's own network changes. Deleting a namespace
+takes its interfaces with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import count as numbers
+from pathlib import Path
+from typing import Any
+
+from tests.helpers import patience
+from tests.infra.netns import namespace_named, pids_in
+
+NET = "10.213.7"
+# 50 ms of queue; a burst never below two of the kernel's 64 KiB packets, or the rate is never reached
+BURST_BYTES, LATENCY = 131072, "50ms"
+serial = numbers()
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+
+@dataclass
+class Hosts:
+    """``names``: of the namespaces, by the host's number. Every host has eth0, and an eth1 that leads nowhere."""
+
+    stem: str
+    switch: str
+    names: list[str]
+    processes: list[subprocess.Popen[str]] = field(default_factory=list["subprocess.Popen[str]"])
+
+    def address(self, host: int) -> str:
+        return f"{NET}.{11 + host}"
+
+    def start(self, host: int, command: list[str], cwd: Path, env: Mapping[str, str] | None = None) -> Any:
+        """``command`` on a host, as a process; its output and errors together in ``stdout``."""
+        process = subprocess.Popen(
+            ["ip", "netns", "exec", self.names[host], *command],
+            cwd=cwd,
+            env={**os.environ, **(env or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.processes.append(process)
+        return process
+
+    def set_rate(self, rate: str) -> None:
+        """Of every link, in both directions; such as 100mbit."""
+        shape = ["root", "tbf", "rate", rate, "burst", str(BURST_BYTES), "latency", LATENCY]
+        for host, name in enumerate(self.names):
+            for place, device in ((name, "eth0"), (self.switch, f"port{host}")):
+                command = ["tc", "-n", place, "qdisc", "replace", "dev", device, *shape]
+                subprocess.run(command, check=True, capture_output=True)
+
+    def link_down(self, host: int) -> None:
+        """Cut its link; nothing tells its peers."""
+        ip("-n", self.switch, "link", "set", f"port{host}", "down")
+
+    def link_up(self, host: int) -> None:
+        ip("-n", self.switch, "link", "set", f"port{host}", "up")
+
+    def pids(self, host: int) -> list[int]:
+        """Every process on a host."""
+        return pids_in(self.names[host])
+
+    def end(self) -> None:
+        """Kill what still runs on any of them, or on the switch."""
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+        self.processes.clear()
+        end = time.monotonic() + patience(10)
+        while left := [pid for name in (self.switch, *self.names) for pid in pids_in(name)]:
+            assert time.monotonic() < end, f"killed processes that do not die: {left}"
+            for pid in left:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
+
+
+@contextmanager
+def hosts(count: int, rate: str = "1gbit") -> Iterator[Hosts]:
+    """``count`` hosts that reach each other; all gone afterwards, whatever happened."""
+    stem = f"lt{os.getpid()}-{next(serial)}"
+    made: list[str] = []
+    there = Hosts(stem, f"{stem}-switch", [f"{stem}-host{host}" for host in range(count)])
+    try:
+        for name in (there.switch, *there.names):
+            namespace_named(name)
+            made.append(name)
+        ip("-n", there.switch, "link", "add", "bridge", "type", "bridge")
+        ip("-n", there.switch, "link", "set", "bridge", "up")
+        for host, name in enumerate(there.names):
+            port = f"port{host}"
+            ip("-n", there.switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", name)
+            ip("-n", there.switch, "link", "set", port, "master", "bridge", "up")
+            ip("-n", name, "addr", "add", f"{there.address(host)}/24", "dev", "eth0")
+            ip("-n", name, "link", "set", "eth0", "up")
+            spare = f"spare{host}"  # carries nothing: its other end is on no bridge
+            ip("-n", there.switch, "link", "add", spare, "type", "veth", "peer", "name", "eth1", "netns", name)
+            ip("-n", there.switch, "link", "set", spare, "up")
+            ip("-n", name, "addr", "add", "10.99.0.1/24", "dev", "eth1")
+            ip("-n", name, "link", "set", "eth1", "up")
+        there.set_rate(rate)
+        yield there
+    finally:
+        if len(made) == 1 + count:
+            there.end()
+        for name in made:
+            subprocess.run(["ip", "netns", "del", name], check=True)
+
+
+def main() -> None:
+    """Run a command on every host of several; the first one's output is shown. Exits with the first one's status."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--rate", default="1gbit")
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    arguments = parser.parse_args()
+    with hosts(arguments.hosts, arguments.rate) as there:
+        words = [word.replace("{first}", there.address(0)) for word in arguments.command[1:]]  # after the "--"
+        first, *others = (there.start(host, words, Path.cwd()) for host in range(arguments.hosts))
+        for line in first.stdout:
+            print(line, end="", flush=True)
+        status = first.wait()
+        for other in others:
+            output, _ = other.communicate()
+            if other.returncode:
+                print(output)
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""Fixtures of the tests of hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from launcher.launch.network import Channel, Door
+
+
+@pytest.fixture(autouse=True)
+def closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """In a real `launch` the end of the process closes what a test leaves open."""
+    opened: list[Channel | Door] = []
+    for kind in (Channel, Door):
+
+        def remember(self: Any, place: Any, make: Any = kind.__init__) -> None:
+            make(self, place)
+            opened.append(self)
+
+        monkeypatch.setattr(kind, "__init__", remember)
+    yield
+    for one in opened:
+        one.close()

@@ -1,0 +1,269 @@
+"""What becomes of a job when its workers end: by what they say, what the other nodes say, and what Slurm says."""
+
+from __future__ import annotations
+
+import dataclasses
+from datetime import datetime, timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, SiteError, Superseded, UserError
+from launcher.launch.agent import Ended
+from launcher.launch.slurm import client, node, outcome
+from launcher.launch.slurm.client import Job, SlurmSilent, Task
+from launcher.launch.slurm.outcome import Reports, lost_its_peers
+from launcher.plan.run_plan import RunPlan
+from launcher.rundir import records
+from launcher.rundir.fencing import Fence, Incarnation
+from launcher.rundir.files import read_json, write_json
+from launcher.rundir.paths import RunPaths
+from launcher.rundir.records import Failure, Submission, failure
+from tests.helpers import make_plan
+
+PEER_GONE = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:4711."
+STOPPED = Ended(EXIT_RESUMABLE, {"stopped_by": "SIGUSR2"})
+
+
+def slurms_job(state: str = "RUNNING", restarts: int = 0, left_s: float = 9999, preempted: bool = False) -> Job:
+    end = datetime.now() + timedelta(seconds=left_s)
+    return Job(state=state, reason="None", nodes="node[1-2]", restarts=restarts, end=end, preempted=preempted)
+
+
+class Situation:
+    """One node of two, in a job that Slurm answers for as ``job`` says; what is requeued is counted."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> None:
+        self.paths = RunPaths(root)
+        self.paths.logs.mkdir(parents=True)
+        self.paths.checkpoints.mkdir()
+        self.plan: RunPlan = make_plan("cluster=slurm", "cluster.nodes=2", *overrides, run_dir=str(root))
+        records.add_submission(self.paths, Submission.now())
+        self.job: Job | None = slurms_job()
+        self.requeued: list[str] = []
+        monkeypatch.setattr(client, "job", lambda _: self.answer())
+        monkeypatch.setattr(client, "requeue", self.requeued.append)
+        monkeypatch.setattr(client, "setting", lambda _: "0 sec")
+        monkeypatch.setattr(client, "host_names", lambda _: ["node1", "node2"])
+        for module, name in ((outcome, "_REQUEUE_WITHIN_S"), (outcome, "_SLURM_ACTS_WITHIN_S")):
+            monkeypatch.setattr(module, name, 0)
+        monkeypatch.setattr(outcome, "_LOOK_EVERY_S", 0.01)
+
+    def answer(self) -> Job | None:
+        if self.job is None:
+            raise SlurmSilent("no answer")
+        return self.job
+
+    def begin(self, submission: int = 0, restart: int = 0, step: int | None = None) -> None:
+        if step is not None:
+            self.paths.checkpoint(step).mkdir(exist_ok=True)
+        self.fence = Fence(self.paths, Incarnation(submission, restart))
+        node._open(self.plan, self.task(0, restart), self.fence)
+
+    def task(self, number: int = 0, restart: int = 0) -> Task:
+        return Task(job="7", node=number, nodes=2, node_list="node[1-2]", restart=restart)
+
+    def conclude(self, ended: Ended, number: int = 0) -> int:
+        return outcome.conclude(self.plan, self.task(number), self.fence, ended)
+
+    def told(self) -> list[str]:
+        return [event["event"] for event in records.read_events(self.paths)]
+
+
+@pytest.fixture
+def now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Situation:
+    situation = Situation(tmp_path / "run", monkeypatch)
+    situation.begin()
+    return situation
+
+
+def broken(error: str, **known: Any) -> Ended:
+    return Ended(EXIT_FAILED, {"verdict": "failed", "failure": failure(error, None, rank=1, **known)})
+
+
+@pytest.mark.parametrize(
+    ("job", "signal", "why"),
+    [
+        (slurms_job(), "SIGUSR2", "told to"),
+        (slurms_job(preempted=True), "SIGTERM", "preempted"),
+        (slurms_job(left_s=60), "SIGUSR2", "time limit"),
+        (slurms_job(), "SIGTERM", ""),
+        (slurms_job("CANCELLED"), "SIGTERM", ""),
+        (slurms_job("PENDING", restarts=1), "SIGTERM", ""),
+        (slurms_job(preempted=True), "", "preempted"),  # before there was a handler
+        (slurms_job(left_s=60), "", ""),
+    ],
+)
+def test_why_a_job_is_to_go_on_later(now: Situation, job: Job, signal: str, why: str) -> None:
+    now.job = job
+    assert outcome.wanted_back(now.plan, now.task(), signal) == why
+
+
+def test_what_was_saved_is_queued_again(now: Situation) -> None:
+    write_json(now.paths.summary, {"verdict": "stopped", "steps": 5})
+    assert now.conclude(STOPPED) == EXIT_RESUMABLE
+    assert now.requeued == ["7"]
+    assert now.told() == ["started", "stopped", "requeued"]
+    assert now.conclude(STOPPED, number=1) == EXIT_DONE
+    assert now.requeued == ["7"], "node 0 alone does it"
+
+
+def test_what_could_not_be_saved_is_not_called_stopped(now: Situation) -> None:
+    now.conclude(STOPPED)
+    assert (read_json(now.paths.summary) or {})["verdict"] == "killed"
+    assert now.requeued == ["7"]
+
+
+def test_a_run_that_is_done_is_not_queued_again(now: Situation) -> None:
+    write_json(now.paths.summary, {"verdict": "done", "steps": 300})
+    assert now.conclude(Ended(EXIT_DONE, {})) == EXIT_DONE
+    assert now.requeued == []
+    assert now.told() == ["started", "done"]
+
+
+def test_a_cancelled_run_is_not_queued_again(now: Situation) -> None:
+    write_json(now.paths.summary, {"verdict": "stopped", "steps": 5})
+    records.amend_submission(now.paths, cancelled=True)
+    now.conclude(STOPPED)
+    assert now.requeued == []
+
+
+def test_without_checkpoints_nothing_is_queued_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = Situation(tmp_path / "run", monkeypatch, "checkpoint.enabled=false")
+    now.begin()
+    assert now.conclude(STOPPED) == EXIT_RESUMABLE
+    assert now.requeued == []
+
+
+def test_starts_without_a_step_end_and_a_person_begins_to_count_anew(now: Situation) -> None:
+    write_json(now.paths.summary, {"verdict": "stopped"})
+    for restart in (1, 2):
+        now.begin(restart=restart)
+        assert now.conclude(STOPPED) == EXIT_RESUMABLE
+    now.begin(restart=3)
+    assert now.conclude(STOPPED) == EXIT_FAILED
+    assert "begun 4 times without getting one step further" in str(read_json(now.paths.summary))
+    assert len(now.requeued) == 2
+    now.begin(submission=1)
+    assert now.conclude(STOPPED) == EXIT_RESUMABLE
+    for restart in (1, 2, 3, 4):  # a step each time
+        now.begin(submission=1, restart=restart, step=restart)
+        assert now.conclude(STOPPED) == EXIT_RESUMABLE
+
+
+def test_an_error_of_the_runs_own_ends_the_job(now: Situation) -> None:
+    assert now.conclude(broken("ValueError: cursed"), number=1) == EXIT_FAILED
+    assert now.conclude(STOPPED) == EXIT_FAILED, "node 0 was told to stop because the other one has failed"
+    assert now.requeued == []
+    summary = read_json(now.paths.summary) or {}
+    assert (summary["verdict"], summary["failure"]["error"], summary["failure"]["node"]) == (
+        "failed", "ValueError: cursed", 1
+    )  # fmt: skip
+
+
+def test_nodes_that_lost_each_other_begin_again(now: Situation) -> None:
+    Reports(now.fence, 1, 2).add(failure(PEER_GONE, None, rank=1))
+    assert now.conclude(broken(PEER_GONE)) == EXIT_RESUMABLE
+    assert now.requeued == ["7"]
+    assert "disconnected" in now.told()
+
+
+def test_a_node_that_says_nothing_is_slurms_to_find(now: Situation) -> None:
+    now.job = slurms_job("COMPLETING")
+    assert now.conclude(broken(PEER_GONE)) == EXIT_FAILED
+    assert now.requeued == []
+
+
+def test_the_earliest_failure_is_the_runs(now: Situation) -> None:
+    at = datetime.now()
+    later: Failure = failure(PEER_GONE, None, rank=0, at=at + timedelta(seconds=1))
+    Reports(now.fence, 0, 2).add(later)
+    Reports(now.fence, 1, 2).add(failure("ValueError: first", None, rank=1, at=at))
+    Reports(now.fence, 0, 2).add(later)
+    assert (read_json(now.paths.summary) or {})["failure"]["error"] == "ValueError: first"
+
+
+def test_what_an_older_start_says_changes_nothing(now: Situation) -> None:
+    old = Reports(now.fence, 0, 2)
+    now.begin(restart=1)
+    with pytest.raises(Superseded):
+        old.add(failure("ValueError: stale", None))
+    assert not now.paths.summary.exists()
+
+
+def test_a_node_without_a_way_says_so_in_the_runs_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = Situation(tmp_path / "run", monkeypatch)
+    now.plan.save()
+
+    def no_way(*_: object) -> None:
+        raise SiteError("no interface leads there")
+
+    now.fence = Fence(now.paths, Incarnation())
+    monkeypatch.setattr(client, "node_address", no_way)
+    monkeypatch.setattr(client, "controller_address", no_way)
+    monkeypatch.setenv("SLURMD_NODENAME", "node1")
+    with pytest.raises(SiteError):
+        node._meet(now.plan, now.task(), now.fence)
+    outcome.failed(now.plan, now.task(), now.fence, failure("no interface leads there", None))
+    assert now.fence.newest()["incarnation"] == "0.0", "the verdict is of a start that has begun"
+    assert (read_json(now.paths.summary) or {})["verdict"] == "failed"
+
+
+def test_a_start_takes_the_plan_for_as_many_nodes_as_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = Situation(tmp_path / "run", monkeypatch, "cluster.nodes=1:2", "cluster.workers_per_node=3")
+    now.plan.save()
+    served: list[tuple[RunPlan, Path]] = []
+
+    def serve(plan: RunPlan, plan_file: Path, *_: object) -> Ended:
+        served.append((plan, plan_file))
+        return Ended(EXIT_DONE, {})
+
+    monkeypatch.setattr(node, "serve", serve)
+    now.fence = Fence(now.paths, Incarnation())
+    alone = dataclasses.replace(now.task(), nodes=1)
+    assert node._run(alone, now.fence, SimpleNamespace(asked=None)) == EXIT_DONE  # pyright: ignore
+    ((plan, plan_file),) = served
+    assert (plan.batch.world_size, plan_file.name) == (3, "plan.nodes1.json")
+    assert RunPlan.load(plan_file) == plan
+    assert now.fence.newest()["ranks"] == records.read_events(now.paths)[0]["ranks"] == 3
+    with pytest.raises(UserError, match="has 3 hosts, and was planned for 1 to 2"):
+        node._run(dataclasses.replace(alone, nodes=3), now.fence, SimpleNamespace(asked=None))  # pyright: ignore
+
+
+@pytest.mark.parametrize(
+    ("error", "trace", "lost"),
+    [
+        (PEER_GONE, None, True),
+        ("torch.distributed.DistBackendError: NCCL error: remote process exited, connection closed", None, True),
+        ("RuntimeError: Socket Timeout", '  File ".../torch/distributed/distributed_c10d.py", line 1', True),
+        ("ConnectionRefusedError: [Errno 111] Connection refused", '  File "/home/me/data.py", line 3', False),
+        ("requests.exceptions.ReadTimeout: Read timed out.", '  File "/home/me/data.py", line 3', False),
+        ("ValueError: cursed", '  File ".../torch/distributed/x.py", line 1', False),
+        ("killed by SIGKILL", None, False),
+    ],
+)
+def test_a_lost_peer_is_told_from_an_error_of_ones_own(error: str, trace: str | None, lost: bool) -> None:
+    assert lost_its_peers(failure(error, None, traceback=trace)) is lost
+
+
+def test_ncccls_watchdog_is_heard(tmp_path: Path) -> None:
+    log = tmp_path / "rank0.log"
+    log.write_text("[rank0]:[E] ProcessGroupNCCL watchdog: NCCL error, connection closed by remote peer\n")
+    assert lost_its_peers(failure("killed by SIGABRT", log))
+    log.write_text("free(): invalid pointer\n")
+    assert not lost_its_peers(failure("killed by SIGABRT", log))
+
+
+def test_a_replaced_start_does_not_return(now: Situation, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[Job | None] = [None, slurms_job(restarts=1), slurms_job("CANCELLED", restarts=1)]
+
+    def next_answer(_: float) -> None:
+        now.job = answers.pop(0)
+
+    monkeypatch.setattr(node.time, "sleep", next_answer)
+    now.job = None  # cut off from Slurm
+    node._stay_if_replaced(now.task(), EXIT_FAILED)
+    assert answers == [], "it stayed while Slurm was silent, and while the job ran elsewhere"
+    node._stay_if_replaced(now.task(restart=1), EXIT_FAILED)

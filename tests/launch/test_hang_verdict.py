@@ -1,0 +1,200 @@
+"""Who hangs, by how far the ranks are and what their stacks say; and the answers of processes that are stuck."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launcher.heartbeat import Phase, Stand
+from launcher.launch.hang_verdict import Answer, Hang, Seen, from_json, judge, silent_host, suspects, to_json
+from launcher.launch.watchdog import ask_stacks
+from tests.infra.runs import wait_for
+
+T = 10.0
+
+
+def seen(rank: int, window: int, number: int, phase: Phase = Phase.computing, quiet_s: float = T) -> Seen:
+    return Seen(rank, rank // 2, f"host{rank // 2}", Stand(9, phase, number, window, window), quiet_s)
+
+
+def waits(rank: int) -> Answer:
+    return Answer(rank, f"stack {rank}", "loop.py:1 in f", waits=True)
+
+
+def test_the_one_behind_is_suspected_and_not_those_who_wait_for_it() -> None:
+    ranks = [seen(0, 3, 8), seen(1, 3, 8, Phase.waiting), seen(2, 3, 5), seen(3, 3, 8)]
+    assert [one.rank for one in suspects(ranks, T)] == [2]
+    assert [one.rank for one in suspects([seen(0, 3, 5), seen(1, 3, 5, Phase.data)], T)] == [1]
+    assert [one.rank for one in suspects([seen(0, 3, 1, Phase.evaluating), seen(1, 3, 8, Phase.updating)], T)] == [1]
+    assert [one.rank for one in suspects([seen(0, 4, 1, Phase.data), seen(1, 3, 0, Phase.saving)], T)] == [1]
+    assert from_json(to_json(ranks)) == ranks
+
+
+def test_waiting_for_a_slow_rank_is_no_hang_however_long() -> None:
+    assert suspects([seen(0, 3, 8, quiet_s=100 * T), seen(1, 3, 5, quiet_s=T / 2)], T) == []
+    assert suspects([seen(0, 3, 8, quiet_s=T), seen(1, 3, 8, quiet_s=T / 2)], T) == [], "it has just come there"
+    assert suspects([], T) == []
+
+
+def test_imports_may_take_longer_than_a_short_limit() -> None:
+    importing = seen(1, 0, 1, Phase.starting, quiet_s=T)
+    assert suspects([seen(0, 0, 2, Phase.starting), importing], T) == []
+    assert suspects([seen(0, 0, 2, Phase.starting), seen(1, 0, 1, Phase.starting, quiet_s=300)], T) != []
+
+
+def test_of_ranks_at_one_place_the_one_that_does_not_wait_is_named() -> None:
+    behind = [seen(0, 3, 8), seen(1, 3, 8), seen(2, 3, 8)]
+    verdict = judge(behind, [waits(0), Answer(1, "its stack", "my.py:7 in loss", waits=False), waits(2)], T)
+    assert (verdict.rank, verdict.victim, verdict.node, verdict.host) == (1, 1, 0, "host0")
+    assert "host0 in step 3, micro-batch 8, forward and backward pass: nothing moved for 10 s" in verdict.text
+    assert verdict.text.endswith("at my.py:7 in loss")
+    assert verdict.stack == "its stack"
+    assert Hang.from_json(verdict.to_json()) == verdict
+    stopped = judge(behind, [waits(0), waits(1), Answer(2, "", "", waits=False, silent="the process is stopped")], T)
+    assert (stopped.rank, stopped.text.rpartition("; ")[2]) == (2, "the process is stopped")
+
+
+def test_one_whose_agent_gave_no_answer_is_named_only_where_nobody_else_can_be() -> None:
+    behind = [seen(0, 3, 8), seen(1, 3, 8), seen(2, 3, 8)]
+    stopped = Answer(2, "", "", waits=False, silent="the process is stopped")
+    assert judge(behind, [waits(0), stopped], T).rank == 2, "and not rank 1, of which nothing is known"
+    assert judge(behind, [Answer(2, "its stack", "my.py:7 in loss", waits=False)], T).rank == 2
+    verdict = judge(behind, [waits(0), waits(1)], T)
+    assert (verdict.rank, verdict.host) == (2, "host1")
+    unknown = "; its agent did not answer where it stands"
+    assert verdict.text.endswith(f"{unknown}, and the ranks that answered wait for others")
+    verdict = judge(behind, [waits(0)], T)
+    assert verdict.rank == 1
+    assert verdict.text.endswith("Nor is it known of rank 2, which may be the one as well.")
+    assert judge([seen(2, 3, 8)], [], T).text.endswith(unknown), "it alone is behind"
+
+
+def test_where_all_wait_all_are_named() -> None:
+    verdict = judge([seen(0, 3, 8), seen(3, 3, 8)], [waits(0), waits(3)], T)
+    assert (verdict.rank, verdict.victim) == (None, 0)
+    assert "rank 0 on host0: at loop.py:1 in f" in verdict.text
+    assert "rank 3 on host1: at loop.py:1 in f" in verdict.text
+    assert "stack 0" in verdict.stack
+    assert "stack 3" in verdict.stack
+    gone = silent_host(1, "host1", seen(0, 3, 8), T)
+    assert (gone.rank, gone.victim, gone.node, gone.host) == (None, 0, 1, "host1")
+    assert "node 1 (host1) hangs as a whole" in gone.text
+
+
+def test_one_that_waits_where_nobody_else_is_as_far_behind_is_named() -> None:
+    """Such as the only rank of a job, whose GPU kernel does not end."""
+    verdict = judge([seen(0, 3, 8, Phase.waiting)], [waits(0)], T)
+    assert (verdict.rank, verdict.victim, verdict.host) == (0, 0, "host0")
+    assert "nothing moved for 10 s (train.hang_timeout); it waits at loop.py:1 in f. A GPU kernel" in verdict.sentence
+    assert "each other" not in verdict.sentence
+    assert verdict.stack == "stack 0"
+
+
+STUCK = """
+import ctypes, signal, socket, sys, threading, time
+from launcher.process import show_stacks_when_asked
+def sleeps():
+    time.sleep(1000)
+def waits_for_a_socket():
+    one, other = socket.socketpair()
+    one.recv(1)
+def waits_for_a_lock():
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+def holds_the_interpreter():
+    while True:
+        ctypes.PyDLL(None).sleep(1000)
+def loops():
+    while True:
+        pass
+def hung_disk(*arguments):
+    time.sleep(1000)
+def waits_for_a_save():
+    from types import SimpleNamespace
+    from launcher.train import checkpoint, saver
+    checkpoint.write = hung_disk
+    class Unmade(saver.Saver):
+        def __init__(self):
+            self._group = self._error = None
+            self._account = SimpleNamespace()
+            self._thread = threading.Thread(target=self._write_beside, args=(None, ""), daemon=True)
+    waiting = Unmade()
+    waiting._thread.start()
+    print("here", flush=True)
+    waiting.wait()
+threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+show_stacks_when_asked()
+if sys.argv[1] != "waits_for_a_save":
+    print("here", flush=True)
+globals()[sys.argv[1]]()
+"""
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    (tmp_path / "stuck.py").write_text(STUCK)
+    return tmp_path / "log"
+
+
+def stuck(how: str, log: Path) -> subprocess.Popen[bytes]:
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, str(log.with_name("stuck.py")), how], stdout=file, stderr=subprocess.STDOUT
+        )
+    wait_for(lambda: "here" in log.read_text(), "the process to be where it is stuck")
+    return process
+
+
+@pytest.mark.parametrize("how", ["sleeps", "waits_for_a_socket", "waits_for_a_lock", "holds_the_interpreter", "loops"])
+def test_a_process_that_is_stuck_shows_where(how: str, log: Path) -> None:
+    process = stuck(how, log)
+    try:
+        said = ask_stacks(process.pid, log)
+        assert "stuck.py:" in said.place
+        assert said.place.endswith(f" in {how}")
+        assert not said.waits
+        assert said.text.count("(most recent call first)") == 2, "the other thread is shown too"
+        assert said.text in log.read_text()
+        assert process.poll() is None, "and it lives on"
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.slow
+def test_a_process_that_waits_for_its_save_shows_where_that_is(log: Path) -> None:
+    process = stuck("waits_for_a_save", log)
+    try:
+        wait_for(lambda: "in wait" in ask_stacks(process.pid, log).text, "the main thread to wait for the other one")
+        said = ask_stacks(process.pid, log)
+        assert said.place.endswith(" in hung_disk")
+        assert not said.waits
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_stopped_process_cannot_say_anything_and_that_is_said(log: Path) -> None:
+    process = stuck("sleeps", log)
+    try:
+        process.send_signal(signal.SIGSTOP)
+        wait_for(lambda: "stopped" in ask_stacks(process.pid, log).why, "the process to be stopped")
+        assert not ask_stacks(process.pid, log).text
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_process_without_a_handler_is_not_killed_by_the_question(tmp_path: Path) -> None:
+    process = subprocess.Popen(["sleep", "1000"])
+    try:
+        assert "not come to where" in ask_stacks(process.pid, tmp_path / "log").why
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait()

@@ -1,0 +1,38 @@
+"""With which status `launch` leaves where it was told to end the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from signal import SIGINT, SIGTERM, SIGUSR2
+
+import pytest
+
+from launcher.launch.local import _status_of_stop
+from tests.helpers import make_plan  # pyright: ignore[reportPrivateUsage]
+
+
+@pytest.mark.parametrize(
+    ("asked", "verdict", "trained", "status"),
+    [
+        ([SIGTERM], "stopped", True, 75),
+        ([SIGUSR2], "stopped", False, 75),
+        ([SIGTERM], "done", True, 0),
+        ([SIGTERM], "failed", True, 1),
+        ([SIGTERM], "killed", False, 75),  # before there was anything to save
+        ([SIGTERM], "killed", True, 130),  # steps are lost
+        ([SIGTERM, SIGINT], "killed", False, 130),
+        ([SIGTERM, SIGINT], "stopped", True, 75),
+        ([SIGINT], "stopped", True, 130),
+        ([SIGINT, SIGINT], "killed", False, 130),
+    ],
+)
+def test_75_is_for_a_scheduler_and_means_that_nothing_is_lost(
+    tmp_path: Path, asked: list[int], verdict: str, trained: bool, status: int
+) -> None:
+    plan = make_plan("checkpoint.enabled=true", run_dir=str(tmp_path))
+    assert _status_of_stop(plan, verdict, asked, trained=trained) == status
+
+
+def test_what_cannot_go_on_is_not_said_to(tmp_path: Path) -> None:
+    plan = make_plan("checkpoint.enabled=false", run_dir=str(tmp_path))
+    assert _status_of_stop(plan, "killed", [SIGTERM], trained=False) == 130

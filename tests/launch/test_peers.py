@@ -1,0 +1,78 @@
+"""Hosts of a running job: one stop, one verdict, and whose failure it was."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from tests.infra.meeting import star, wait_until
+
+
+def failed(rank: int, at: str | None = None) -> dict[str, Any]:
+    return {"verdict": "failed", "failure": {"rank": rank, "error": "boom", "at": at}}
+
+
+def test_the_first_failure_is_everyones_verdict() -> None:
+    first, (one, two), _ = star()
+    one.ended(1, failed(1, "2024-01-01T00:00:05+00:00"))
+    first.ended(1, failed(0, "2024-01-01T00:00:07+00:00"))
+    two.ended(1, failed(2, "2024-01-01T00:00:06+00:00"))
+    wait_until(lambda: first.listen(0.01) or first.complete())
+    status, summary = first.conclude()
+    assert status == 1
+    assert (summary["failure"]["rank"], summary["failure"]["node"]) == (1, 1)
+    for other in (one, two):
+        wait_until(lambda other=other: other.listen(0.01) or other.complete())
+        assert other.trouble is not None
+        assert other.conclude() == (1, summary)
+
+
+def test_a_stop_reaches_every_host_and_is_no_failure() -> None:
+    first, (one, two), _ = star()
+    one.stop()
+    wait_until(lambda: first.listen(0.01) or first.stopped_by)
+    assert first.stopped_by == "node 1 (127.0.0.1)"
+    wait_until(lambda: two.listen(0.01) or two.stopped_by)
+    for peers in (one, first, two):
+        peers.ended(130, {"verdict": "stopped"})
+    wait_until(lambda: first.listen(0.01) or first.complete())
+    assert first.conclude() == (130, {"verdict": "stopped"})
+    wait_until(lambda: two.listen(0.01) or two.complete())
+    assert two.conclude() == (130, {"verdict": "stopped"})
+
+
+def test_a_host_that_is_gone_comes_before_those_who_lost_it() -> None:
+    first, (_, two), ends = star()
+    first.ended(1, failed(0))
+    ends[0].close()
+    wait_until(lambda: first.listen(0.01) or first.lost)
+    wait_until(lambda: two.listen(0.01) or two.lost)
+    two.ended(1, failed(2))
+    wait_until(lambda: first.listen(0.01) or first.complete())
+    status, summary = first.conclude()
+    assert status == 1
+    assert summary["failure"]["error"].startswith("node 1 (127.0.0.1) is gone")
+
+
+def test_a_host_that_is_killed_later_is_not_the_first_to_fail() -> None:
+    first, (_, two), ends = star()
+    ago = [(datetime.now(UTC) - timedelta(seconds=seconds)).isoformat() for seconds in (20, 19)]
+    first.ended(1, failed(0, ago[0]))
+    ends[0].close()
+    wait_until(lambda: first.listen(0.01) or first.lost)
+    two.ended(1, failed(2, ago[1]))
+    wait_until(lambda: first.listen(0.01) or first.complete())
+    assert first.conclude()[1]["failure"]["node"] == 0
+
+
+def test_without_node_0_a_host_ends_by_itself() -> None:
+    first, (one, two), _ = star()
+    for guest in first._guests.values():
+        guest.close()
+    first._door.close()
+    wait_until(lambda: one.listen(0.01) or one.complete())
+    assert one.lost
+    assert one.conclude()[1]["failure"]["node"] == 0
+    two.stop()
+    wait_until(lambda: two.listen(0.01) or two.complete())
+    assert two.conclude() == (130, {"verdict": "killed"})

@@ -1,0 +1,110 @@
+"""What a process's stacks tell: which thread is asked, and whether it waits for other ranks."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from launcher.launch import watchdog
+from launcher.launch.watchdog import Stacks
+
+PYTHON, SITE, HERE = "/usr/lib/python3.11", "/venv/lib/python3.11/site-packages", "/src/launcher/train"
+JOIN = [(f"{PYTHON}/threading.py", "_wait_for_tstate_lock"), (f"{PYTHON}/threading.py", "join")]
+LOOP = [(f"{HERE}/trainer.py", "train")]
+COLLECTIVE = (f"{SITE}/torch/distributed/distributed_c10d.py", "all_reduce")
+WRITER = [
+    (f"{HERE}/checkpoint/async_save.py", "_write"),
+    (f"{HERE}/checkpoint/async_save.py", "_write_beside"),
+    (f"{PYTHON}/threading.py", "run"),
+]
+
+
+def dump(*threads: list[tuple[str, str]]) -> Stacks:
+    """As faulthandler has it: the main thread last, each from its innermost frame on."""
+    shown = [
+        f"Thread 0x{number:016x} (most recent call first):\n"
+        + "\n".join(f'  File "{file}", line 7 in {name}' for file, name in thread)
+        for number, thread in enumerate(threads)
+    ]
+    return Stacks("\n\n".join(shown) + "\n--- its process 12 ---\nThread 0x1 (most recent call first):")
+
+
+def test_where_the_main_thread_waits_for_a_save_its_writer_tells() -> None:
+    main = [*JOIN, (f"{HERE}/checkpoint/async_save.py", "wait"), (f"{HERE}/checkpoint/async_save.py", "save"), *LOOP]
+    other = [(f"{PYTHON}/threading.py", "wait"), (f"{SITE}/tqdm/_monitor.py", "run")]
+    disk = [
+        (f"{HERE}/checkpoint/file_format.py", "flush"),
+        (f"{SITE}/torch/distributed/checkpoint/filesystem.py", "write_data"),
+    ]
+    stuck = dump(other, [*disk, (f"{HERE}/checkpoint/save.py", "write"), *WRITER], main)
+    assert not stuck.waits
+    assert stuck.place == f"{HERE}/checkpoint/file_format.py:7 in flush"
+    begin = dump([(f"{PYTHON}/pathlib.py", "mkdir"), (f"{HERE}/checkpoint/save.py", "_begin"), *WRITER], other, main)
+    assert not begin.waits
+    assert begin.place == f"{HERE}/checkpoint/save.py:7 in _begin"
+    patient = dump(
+        [COLLECTIVE, (f"{HERE}/world.py", "of_all"), *WRITER],
+        main,
+    )
+    assert patient.waits
+    over = dump(other, main)
+    assert over.waits, "the writer has just ended: nothing is known of this rank"
+    assert over.place == f"{HERE}/checkpoint/async_save.py:7 in wait"
+
+
+@pytest.mark.parametrize(
+    "innermost",
+    [
+        COLLECTIVE,
+        (f"{SITE}/torch/autograd/graph.py", "_engine_run_backward"),
+        (f"{SITE}/torch/cuda/streams.py", "synchronize"),
+        (f"{HERE}/engine/optimizer_step.py", "_fitting_scale"),
+        (f"{HERE}/trainer.py", "_evaluated"),
+        (f"{HERE}/engine/calibration.py", "slowest_s"),
+        (f"{HERE}/parallel/replicas.py", "share"),
+        (f"{HERE}/engine/window_totals.py", "summed"),
+    ],
+)
+def test_the_launchers_own_code_waits_for_the_gpu_and_so_for_others(innermost: tuple[str, str]) -> None:
+    assert dump([innermost, *LOOP]).waits
+
+
+@pytest.mark.parametrize(
+    "innermost",
+    [
+        ("/home/me/tasks.py", "loss"),
+        (f"{SITE}/torch/nn/modules/module.py", "_call_impl"),
+        (f"{SITE}/torch/distributed/checkpoint/filesystem.py", "read_data"),
+        *(
+            (f"{HERE}/{name}.py", "f")
+            for name in ("data/loader", "data/window_feed", "checkpoint/file_format", "checkpoint/load", "metrics")
+        ),
+    ],
+)
+def test_what_computes_or_reads_waits_for_no_one(innermost: tuple[str, str]) -> None:
+    assert not dump([(f"{PYTHON}/socket.py", "recv"), innermost, *LOOP]).waits
+
+
+def test_a_process_that_says_nothing_waits_for_no_one() -> None:
+    assert not Stacks("").waits
+    assert Stacks("").place == ""
+
+
+def test_all_ranks_are_asked_before_any_has_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the last of them would not answer in time."""
+    asked: list[int] = []
+
+    def ask(pid: int, log: Path) -> Stacks:
+        asked.append(pid)
+        for _ in range(600):  # a guard only
+            if len(asked) == 8:
+                return Stacks(f"{pid} {log}")
+            time.sleep(0.05)
+        return Stacks("", "the others were not asked")
+
+    monkeypatch.setattr(watchdog, "ask_stacks", ask)
+    said = watchdog.ask_all_stacks({rank: (100 + rank, Path(f"log{rank}")) for rank in range(8)})
+    assert said == {rank: Stacks(f"{100 + rank} log{rank}") for rank in range(8)}
+    assert watchdog.ask_all_stacks({}) == {}

@@ -1,0 +1,184 @@
+"""The watch itself: whatever fails or changes while it looks, the rank that hangs is ended, and no other one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from launcher import heartbeat
+from launcher.heartbeat import Phase, Pulse
+from launcher.launch import rendezvous, watchdog
+from launcher.launch.hang_verdict import Answer, Hang
+from launcher.launch.rendezvous import OwnBoard
+from launcher.launch.watchdog import HangWatch, Stacks
+from launcher.rundir import records
+from tests.helpers import make_plan
+
+STUCK = Stacks('Thread 0x1 (most recent call first):\n  File "/me/my.py", line 7 in loss')
+Ask = Mapping[int, tuple[int, Path]]
+
+
+class Watched:
+    """A watch over one process as its ranks 0 and 1, of which rank 1 is behind; each look is as the time limit long."""
+
+    def __init__(self, run: Path, process: subprocess.Popen[bytes]) -> None:
+        run.mkdir()
+        self.run, self.process = run, process
+        self.watch = HangWatch(make_plan(run_dir=str(run)), rendezvous.ALONE, 10.0, lambda: None)
+        self.watch._pids = lambda attempt: {0: 2**22 + 1, 1: process.pid}  # noqa: ARG005
+        self.begin()
+
+    def begin(self) -> None:
+        self.ways = self.watch.begin({0: (0, Path("log0")), 1: (1, Path("log1"))})
+        for rank in (0, 1):
+            self.beat(rank, 2 - rank)
+
+    def beat(self, local_rank: int, number: int) -> None:
+        pulse = Pulse()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(heartbeat.PROGRESS, self.ways[local_rank])
+            pulse.open()
+        pulse._beats = number
+        pulse.begin_window(1, 1)
+        pulse.beat(Phase.computing, number)
+
+    def look(self) -> None:
+        attempt = self.watch._attempt
+        assert attempt is not None
+        self.watch._look(attempt, 10.0)
+
+    @property
+    def killed(self) -> bool:
+        if self.watch.of(self.process.pid) is None:
+            return False
+        return self.process.wait(60) == -9
+
+
+@pytest.fixture
+def watched(tmp_path: Path) -> Iterator[Watched]:
+    process = subprocess.Popen(["sleep", "1000"])
+    yield Watched(tmp_path / "run", process)
+    process.kill()
+    process.wait()
+
+
+def answering(monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[], None] = lambda: None) -> list[Ask]:
+    """Stacks take their time; ``meanwhile`` things go on. Returns who was asked."""
+    asked: list[Ask] = []
+
+    def ask_all(workers: Ask) -> dict[int, Stacks]:
+        asked.append(workers)
+        meanwhile()
+        return dict.fromkeys(workers, STUCK)
+
+    monkeypatch.setattr(watchdog, "ask_all_stacks", ask_all)
+    return asked
+
+
+def test_the_one_behind_is_asked_and_ended(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = answering(monkeypatch)
+    watched.look()
+    assert asked == [], "it has just come there"
+    watched.look()
+    assert asked == [{1: (watched.process.pid, Path("log1"))}]
+    assert watched.killed
+    assert watched.watch.last is not None
+    assert watched.watch.last.rank == 1
+    (event,) = records.read_events(watched.watch._plan.paths)
+    assert (event["event"], event["rank"], event["phase"]) == ("hang", 1, "computing")
+
+
+class Full:
+    """A standard error on a full disk."""
+
+    def write(self, text: str) -> int:
+        raise OSError(28, f"No space left on device: {text[:0]}")
+
+    def flush(self) -> None: ...
+
+
+def test_it_is_ended_although_nothing_can_be_said_of_it(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    answering(monkeypatch)
+    (watched.run / "events.jsonl").mkdir()  # which cannot be appended to
+    monkeypatch.setattr(sys, "stderr", Full())
+    watched.look()
+    watched.look()
+    assert watched.killed
+
+
+def test_a_look_that_fails_is_not_the_last_one(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    looks: list[float] = []
+
+    def look(attempt: object, passed: float) -> None:  # noqa: ARG001
+        looks.append(passed)
+        if len(looks) == 3:
+            watched.watch._over.set()
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(watched.watch, "_look", look)
+    watched.watch._every_s = 0.01
+    with watched.watch as watch:
+        watch.join(60)
+    assert len(looks) == 3
+    assert "Too many open files" in capsys.readouterr().err
+
+
+def test_one_that_gets_on_while_it_is_asked_is_left_alone(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = answering(monkeypatch, lambda: watched.beat(1, 5))
+    watched.look()
+    watched.look()
+    assert len(asked) == 1
+    assert watched.watch.last is None
+    watched.beat(0, 6)  # and rank 1 stays: now it does hang
+    answering(monkeypatch)
+    watched.look()
+    watched.look()
+    assert watched.killed
+
+
+@pytest.mark.parametrize("what", ["new workers", "asked to stop", "over"])
+def test_no_verdict_on_what_is_no_more(what: str, watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    happens = {
+        "new workers": watched.begin,  # their ranks have come to just where the old ones were
+        "asked to stop": lambda: setattr(watched.watch, "_asked", lambda: 15),
+        "over": watched.watch._over.set,
+    }
+    asked = answering(monkeypatch, happens[what])
+    watched.look()
+    watched.look()
+    assert len(asked) == 1
+    assert watched.watch.last is None
+    assert watched.process.poll() is None
+    assert records.read_events(watched.watch._plan.paths) == []
+
+
+def test_another_node_answers_each_question_once(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And says of a rank that moved since then that it did."""
+    asked = answering(monkeypatch)
+    watched.watch._node, board = 1, OwnBoard()
+    monkeypatch.setattr(watched.watch, "_board", board)
+
+    def answers(question: int) -> list[Answer]:
+        (text,) = board.read([f"0/stacks {question}/1"]).values()
+        return [Answer(**fields) for fields in json.loads(text)]
+
+    board.post("0/who", json.dumps([1, [[1, 2], [7, 3]]]))
+    watched.look()
+    watched.look()
+    assert len(asked) == 1, "although it has read the question twice"
+    assert answers(1) == [Answer(1, STUCK.text, "/me/my.py:7 in loss", waits=False)], "rank 7 is elsewhere"
+    watched.beat(1, 8)
+    board.post("0/who", json.dumps([2, [[1, 2]]]))
+    watched.look()
+    assert [answer.moved for answer in answers(2)] == [True]
+    verdict = Hang(rank=1, victim=1, node=1, host="b", step=1, phase="computing", text="hangs", stack="")
+    board.post("0/verdict", verdict.to_json())
+    watched.look()
+    assert watched.killed

@@ -1,0 +1,197 @@
+"""The tasks of a job in a container: what srun is given, what is refused, and what they do where Slurm is silent."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from launcher.config.schema import ClusterConfig, Config
+from launcher.doctor.check import exit_status
+from launcher.doctor.examination import judge
+from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, ConfigError, SiteError
+from launcher.launch.slurm import client, node, outcome, submit
+from launcher.launch.slurm.client import Task
+from launcher.plan import host
+from launcher.plan.run_plan import RunPlan
+from launcher.plan.sbatch import srun_options
+from launcher.rundir import fencing, records
+from launcher.rundir.files import write_json
+from tests.doctor.test_host_checks import facts, two
+from tests.helpers import make_plan
+from tests.launch.slurm.test_node import PEER_GONE, STOPPED, Situation, broken
+from tests.plan.test_sbatch import GPUS
+
+IMAGE = 'cluster.container="me.example#team/launcher:1"'  # Hydra wants quotes around a #
+
+
+def planned(*overrides: str, run_dir: str = "/nowhere/runs/run") -> RunPlan:
+    return make_plan("cluster=slurm", IMAGE, *overrides, run_dir=run_dir)
+
+
+def test_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_CONF", "/opt/slurm/etc/slurm.conf")
+    plan = planned(
+        "cluster.nodes=2", "cluster.setup=[module load cuda]", "cluster.sbatch.container-mounts=/data:/data:ro"
+    )
+    assert submit.script(plan) == (
+        """\
+#!/bin/bash
+
+# Parameters
+#SBATCH --cpus-per-task=4
+#SBATCH --job-name=run
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --open-mode=append
+#SBATCH --output=/nowhere/runs/run/slurm/%j_0_log.out
+#SBATCH --requeue
+#SBATCH --signal=USR2@45
+
+# setup
+module load cuda
+
+# command
+export SUBMITIT_EXECUTOR=slurm
+srun --unbuffered --output /nowhere/runs/run/slurm/%j_%t_log.out --kill-on-bad-exit=1 --cpus-per-task=4 """
+        """'--container-image=me.example#team/launcher:1' """
+        """--container-mounts=/nowhere:/nowhere,/opt/slurm/etc:/opt/slurm/etc:nofail,/run/munge:/run/munge:nofail,"""
+        """/data:/data:ro --container-workdir=/nowhere --no-container-mount-home """
+        """/bin/sh -c 'trap "" TERM USR2; exec "$0" "$@"' python3 -P -u -m submitit.core._submit /nowhere/runs/run/slurm
+"""
+    )
+
+
+def test_without_a_container_nothing_changes() -> None:
+    plan = make_plan("cluster=slurm")
+    assert srun_options(plan, {}) == []
+    assert f"{shlex.quote(sys.executable)} -P" in submit.script(plan)
+
+
+def test_the_container_is_part_of_the_plan() -> None:
+    plan = planned()
+    assert plan.cluster.slurm is not None
+    assert plan.cluster.slurm.container == "me.example#team/launcher:1"
+    assert RunPlan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize(
+    ("run_dir", "mounts"),
+    [
+        ("/scratch/runs/run", "/scratch/runs:/scratch/runs,/nowhere:/nowhere"),
+        ("/nowhere/runs/run", "/nowhere:/nowhere"),
+        ("/nowhere/run", "/nowhere:/nowhere"),
+    ],
+)
+def test_what_the_tasks_read_and_write_is_where_it_is_outside(run_dir: str, mounts: str) -> None:
+    _, option, *_ = srun_options(planned(run_dir=run_dir), {})
+    assert option == f"--container-mounts={mounts},/etc/slurm:/etc/slurm:nofail,/run/munge:/run/munge:nofail"
+
+
+def test_pyxis_other_options_go_to_the_step() -> None:
+    plan = planned("cluster.sbatch.container-mount-home=true", "cluster.sbatch.container_name=mine")
+    assert srun_options(plan, {})[-2:] == ["--container-mount-home", "--container-name=mine"]
+    assert "no-container-mount-home" not in submit.script(plan), "pyxis refuses the two together"
+    assert "#SBATCH --container" not in submit.script(plan)
+
+
+@pytest.mark.parametrize("run_dir", ["/a,b/run", "/a:b/run", "/a b/run", "/run"])
+def test_a_path_that_no_mount_can_name_is_refused(run_dir: str) -> None:
+    with pytest.raises(ConfigError, match=r"^run\.dir=/.*cannot be mounted into a container"):
+        srun_options(planned(run_dir=run_dir), {})
+
+
+def test_that_is_refused_before_anything_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "require", lambda: None)
+    with pytest.raises(ConfigError, match="cannot be mounted"):
+        submit.submit(planned(run_dir=str(tmp_path / "a:b/run")), "yaml")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (("cluster=slurm", "cluster.sbatch.container-image=x"), "has a key of its own.\n  Use cluster.container"),
+        (("cluster=slurm", "cluster.sbatch.container-mounts=/a:/a"), "has no effect without a container"),
+        (("cluster=slurm", IMAGE, "cluster.sbatch.container-workdir=/a"), "the launcher's own to set"),
+        (("cluster=slurm", "cluster.container='a b'"), "must be an image"),
+        (("cluster=slurm", "cluster.container=''"), "must be an image"),
+        ((IMAGE,), "has no effect with cluster=local"),
+    ],
+)
+def test_what_has_no_effect_or_another_key_is_refused(overrides: tuple[str, ...], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make_plan(*overrides)
+
+
+@pytest.fixture
+def silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Situation:
+    """A job in an image that has none of Slurm's commands."""
+    asked = {name: getattr(client, name) for name in ("job", "requeue", "setting", "host_names")}
+    situation = Situation(tmp_path / "run", monkeypatch, IMAGE)
+    for name, function in asked.items():
+        monkeypatch.setattr(client, name, function)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    return situation
+
+
+def task_of(situation: Situation) -> Task:
+    task = Task(job="7", node=0, nodes=2, node_list="node[1-2]", restart=0, can_ask=False)
+    situation.fence = fencing.Fence(situation.paths, fencing.Incarnation())
+    node._open(situation.plan, task, situation.fence)
+    return task
+
+
+def test_a_node_finds_out_that_slurm_is_silent(silent: Situation, capsys: pytest.CaptureFixture[str]) -> None:
+    assert not node._can_ask(silent.plan, silent.task())
+    assert "scontrol is not on this machine's PATH" in (said := capsys.readouterr().out)
+    assert "`launch resume` goes on" in said
+    assert node._can_ask(make_plan("cluster=slurm"), silent.task()), "outside of containers nobody is asked"
+
+
+def test_a_job_that_cannot_ask_stops_and_can_be_resumed(silent: Situation, capsys: pytest.CaptureFixture[str]) -> None:
+    task = task_of(silent)
+    assert records.read_events(silent.paths)[0]["nodes"] == ["node[1-2]"]
+    assert outcome.wanted_back(silent.plan, task) == ""
+    write_json(silent.paths.summary, {"verdict": "stopped", "steps": 5})
+    assert outcome.conclude(silent.plan, task, silent.fence, STOPPED) == EXIT_RESUMABLE
+    assert silent.told() == ["started", "stopped", "requeued", "not requeued"]
+    assert "`launch resume` goes on" in capsys.readouterr().err
+    node._stay_if_replaced(task, EXIT_DONE)
+    node._stay_if_replaced(task, EXIT_FAILED)
+
+
+def test_nodes_that_lost_each_other_and_cannot_ask_do_not_wait_for_ever(
+    silent: Situation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = task_of(silent)
+    monkeypatch.setattr(outcome, "_SLURMD_TIMEOUT_S", 0)
+    assert outcome.conclude(silent.plan, task, silent.fence, broken(PEER_GONE)) == EXIT_FAILED
+
+
+@pytest.mark.usefixtures("silent")
+def test_the_way_is_by_the_address_that_srun_has_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURMD_NODENAME", "node1")
+    ways: list[str] = []
+    monkeypatch.setattr(node, "way_to", lambda address, _: ways.append(address))
+    with pytest.raises(SiteError, match="scontrol is not on"):
+        node.way_to_others(None)
+    monkeypatch.setenv("SLURM_LAUNCH_NODE_IPADDR", "10.0.0.1")
+    node.way_to_others(None)
+    assert ways == ["10.0.0.1"]
+
+
+def test_the_gpus_are_for_the_torch_in_the_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "torch_has_cuda", lambda: False)
+    assert host.Site.of(GPUS).gpus == 0
+    assert host.Site.of(GPUS, "launcher:1").gpus == 8
+
+
+def test_the_doctor_compares_images_with_each_other_only() -> None:
+    inside = {"of": {"python": "3.12.3", "package_dir": "/opt/launcher"}}
+    config = Config(cluster=ClusterConfig(container="launcher:1"))
+    assert exit_status(judge(config, make_plan(), facts(), two(inside, inside), "")) == 0
+    assert exit_status(judge(config, make_plan(), facts(), two(inside, {}), "")) == 1
+    assert exit_status(judge(Config(), make_plan(), facts(), two(inside, inside), "")) == 1

@@ -1,0 +1,47 @@
+"""What the plan says of a model with BatchNorm."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from launcher.errors import ConfigError
+from launcher.plan.solve import what_norms_do
+from tests.helpers import make_plan
+
+WINDOW = ("batch.global_size=32", "batch.micro_size=4", "cluster.workers_per_node=2")  # accumulation 4
+
+
+def said(layers: int, *overrides: str) -> str | None:
+    return what_norms_do(layers, make_plan(*WINDOW, *overrides).batch)
+
+
+def test_statistics_of_a_part_of_the_window_are_said_and_what_else_there_is() -> None:
+    left = said(3) or ""
+    assert "3 BatchNorm layers: statistics of 4 samples" in left
+    assert "of the 32 of a window" in left
+    assert "batch.norm=sync|freeze|window" in left
+    synced = said(1, "batch.norm=sync") or ""
+    assert "1 BatchNorm layer: statistics of 8 samples" in synced
+    assert "batch.norm=freeze|window" in synced
+    assert "runs at least 6 times more" in (said(3, "batch.norm=window") or "")
+    assert "model() comes with" in (said(3, "batch.norm=freeze") or "")
+
+
+def test_statistics_of_the_whole_window_are_said_to_be_so() -> None:
+    for norm in ("sync", "window"):
+        whole = said(2, f"batch.norm={norm}", "batch.micro_size=16") or ""
+        assert "of the whole window" in whole
+
+
+def test_an_option_without_effect_is_named() -> None:
+    assert said(0) is None
+    batch = replace(make_plan(*WINDOW, "batch.norm=sync").batch, world_size=1, accumulation=8)
+    assert "no effect on one rank" in (what_norms_do(2, batch) or "")
+
+
+def test_activations_computed_again_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"batch\.norm=window: does not work with strategy\.recompute=blocks"):
+        make_plan(*WINDOW, "batch.norm=window", "strategy.recompute=blocks")
+    make_plan(*WINDOW, "batch.norm=sync", "strategy.recompute=blocks")

@@ -1,0 +1,228 @@
+"""What Slurm is asked for: the options, the script, and what is refused before anything is submitted."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import sys
+
+import pytest
+
+from launcher.config.hydra import compose
+from launcher.errors import ConfigError
+from launcher.launch.slurm import client, submit
+from launcher.launch.slurm.client import count_gpus
+from launcher.plan.host import Partition, Site
+from launcher.plan.launch_plan import ClusterPlan
+from launcher.plan.placement import solve_cluster
+from launcher.plan.sbatch import clock, seconds
+from tests.helpers import make_plan
+
+GPUS = Partition(
+    name="gpu", nodes=8, max_nodes=4, shapes=((64, 8),), gres=("gpu:8",), limit_s=86400, default_s=3600
+)  # fmt: skip
+
+
+def solve(*overrides: str, partition: Partition = GPUS, gpus: int = 8) -> ClusterPlan:
+    site = Site(gpus=gpus, cores=partition.cores, cwd="/home/me", partition=partition)
+    return solve_cluster(compose(["cluster=slurm", *overrides]).cluster, site, "run")
+
+
+def test_the_script() -> None:
+    plan = make_plan(
+        "cluster=slurm", "cluster.nodes=2", "cluster.workers_per_node=4", "cluster.partition=train",
+        "cluster.account=physics", "cluster.time=04:00:00", "cluster.mem=64G", "cluster.cpus_per_worker=3",
+        "cluster.dependency=afterok:12", "cluster.setup=[module load cuda,source env.sh]",
+        "cluster.sbatch.reservation=night", "cluster.sbatch.exclusive=true",
+    )  # fmt: skip
+    assert submit.script(plan).replace(shlex.quote(sys.executable), "PYTHON") == (
+        """\
+#!/bin/bash
+
+# Parameters
+#SBATCH --account=physics
+#SBATCH --cpus-per-task=12
+#SBATCH --dependency=afterok:12
+#SBATCH --exclusive
+#SBATCH --job-name=run
+#SBATCH --mem=64G
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --open-mode=append
+#SBATCH --output=/nowhere/run/slurm/%j_0_log.out
+#SBATCH --partition=train
+#SBATCH --requeue
+#SBATCH --reservation=night
+#SBATCH --signal=USR2@45
+#SBATCH --time=04:00:00
+
+# setup
+module load cuda
+source env.sh
+
+# command
+export SUBMITIT_EXECUTOR=slurm
+srun --unbuffered --output /nowhere/run/slurm/%j_%t_log.out --kill-on-bad-exit=1 --cpus-per-task=12 """
+        """/bin/sh -c 'trap "" TERM USR2; exec "$0" "$@"' PYTHON -P -u -m submitit.core._submit /nowhere/run/slurm
+"""
+    )
+
+
+def test_the_script_of_a_range() -> None:
+    """With ntasks-per-node Slurm would count tasks by the fewest nodes, and never give more."""
+    lines = submit.script(make_plan("cluster=slurm", "cluster.nodes=2:4", "cluster.workers_per_node=1")).splitlines()
+    assert [line for line in lines if line.startswith("#SBATCH")] == [
+        "#SBATCH --cpus-per-task=2", "#SBATCH --job-name=run", "#SBATCH --nodes=2-4", "#SBATCH --open-mode=append",
+        "#SBATCH --output=/nowhere/run/slurm/%j_0_log.out", "#SBATCH --requeue", "#SBATCH --signal=USR2@45",
+    ]  # fmt: skip
+    (srun,) = (line for line in lines if line.startswith("srun "))
+    assert "--kill-on-bad-exit=1 --cpus-per-task=2 /bin/sh" in srun
+
+
+def test_gpus_and_cores_follow_the_partition() -> None:
+    plan = solve("cluster.nodes=2")
+    assert (plan.workers_per_node, plan.device.value) == (8, "cuda")
+    assert plan.slurm is not None
+    assert plan.slurm.options["gpus-per-node"] == 8
+    assert plan.slurm.cpus_per_node == 64
+    by_gres = solve("cluster.workers_per_node=4", "cluster.sbatch.gres=gpu:a100:4").slurm
+    assert by_gres is not None
+    assert "gpus-per-node" not in by_gres.options
+    assert by_gres.options["gres"] == "gpu:a100:4"
+
+
+def joint(*shapes: tuple[int, int]) -> Partition:
+    return dataclasses.replace(GPUS, shapes=shapes)
+
+
+def test_of_unlike_nodes_the_least_is_the_default_and_the_most_the_bound() -> None:
+    unlike = joint((32, 4), (64, 8))
+    least = solve(partition=unlike, gpus=4)
+    assert least.workers_per_node == 4
+    assert least.slurm is not None
+    assert least.slurm.cpus_per_node == 32
+    most = solve("cluster.workers_per_node=8", partition=unlike, gpus=4)
+    assert most.slurm is not None
+    assert most.slurm.cpus_per_node == 64
+    with pytest.raises(ConfigError, match="shows 8 GPUs"):
+        solve("cluster.workers_per_node=9", "cluster.constraint=big", partition=unlike, gpus=4)
+    large = ("cluster.device=cpu", "cluster.workers_per_node=4")
+    assert solve(*large, "cluster.cpus_per_worker=12", partition=unlike, gpus=4).slurm is not None
+    with pytest.raises(ConfigError, match="has 64"):
+        solve(*large, "cluster.cpus_per_worker=17", partition=unlike, gpus=4)
+    with pytest.raises(ConfigError, match="that is 48 cores a node, and a node of partition gpu has 32"):
+        solve("cluster.workers_per_node=8", "cluster.cpus_per_worker=6", partition=joint((64, 4), (32, 8)), gpus=4)
+
+
+def test_cores_that_are_not_said_fit_a_node_that_has_the_gpus() -> None:
+    plan = solve("cluster.workers_per_node=8", partition=joint((64, 4), (64, 8)), gpus=4)
+    assert plan.slurm is not None
+    assert plan.slurm.cpus_per_node == 64
+    plan = solve("cluster.workers_per_node=4", "cluster.device=cuda", partition=joint((128, 0), (16, 8)), gpus=8)
+    assert plan.slurm is not None
+    assert plan.slurm.cpus_per_node == 8
+
+
+def test_nodes_with_and_without_gpus() -> None:
+    mixed = joint((32, 0), (64, 8))
+    for other in ((), ("cluster.sbatch.gres=lscratch:10",), ("cluster.sbatch.gpus=null",)):
+        with pytest.raises(ConfigError, match=r"cluster.device=auto: some nodes .*\n  Set cluster.device=cuda"):
+            solve(*other, partition=mixed)
+    for said in ("cluster.constraint=h100", "cluster.sbatch.gres=gpu:8", "cluster.device=cuda"):
+        plan = solve(said, partition=mixed)
+        assert (plan.device.value, plan.workers_per_node) == ("cuda", 8)
+    assert solve("cluster.device=cpu", partition=mixed).workers_per_node == 2
+    assert solve(partition=mixed, gpus=0).device.value == "cpu", "torch sees none of them"
+
+
+def test_partitions_are_read_from_sinfo(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = ("cpu|4|1-infinite|32|(null)|infinite|n/a", "gpu*|2|1-3|32|gpu:4|1-00:00:00|01:00:00",
+            "gpu*|1|1-3|64|gpu:h100:8(S:0-1)|1-00:00:00|01:00:00")  # fmt: skip
+
+    def sinfo(*command: str) -> str:
+        assert "--exact" in command, "of nodes with unlike cores it tells the least alone otherwise"
+        return "\n".join(rows)
+
+    monkeypatch.setattr(client, "ask", sinfo)
+    gpu, cpu = client.partitions()
+    assert (gpu.name, gpu.nodes, gpu.max_nodes, gpu.shapes) == ("gpu", 3, 3, ((32, 4), (64, 8)))
+    assert (gpu.cores, gpu.most_cores, gpu.gpus, gpu.most_gpus, gpu.mixed) == (32, 64, 4, 8, False)
+    assert (cpu.gpus, cpu.most_gpus, cpu.mixed) == (0, 0, False)
+    both = Partition.joined([gpu, cpu])
+    assert (both.name, both.nodes, both.max_nodes, both.mixed, both.gpus) == ("gpu,cpu", 3, 3, True, 4)
+
+
+def test_an_option_that_is_off_is_left_out() -> None:
+    plan = solve("cluster.sbatch.exclusive=false", "cluster.sbatch.nice=null", "cluster.sbatch.oversubscribe=true")
+    assert plan.slurm is not None
+    assert not {"exclusive", "nice"} & plan.slurm.options.keys()
+    assert plan.slurm.options["oversubscribe"] is True
+
+
+def test_every_slurm_option_has_one_way_to_say_it() -> None:
+    for option, key in (("partition", "cluster.partition"), ("cpus_per_task", "cluster.cpus_per_worker")):
+        with pytest.raises(ConfigError, match=f"has a key of its own.\n  Use {key}"):
+            solve(f"cluster.sbatch.{option}=1")
+    with pytest.raises(ConfigError, match="the launcher's own to set"):
+        solve("cluster.sbatch.output=here.txt")
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("cluster.nodes=5", "partition gpu gives a job 4 at most"),
+        ("cluster.nodes=2:5", r"cluster.nodes=2:5: partition gpu gives a job 4 at most.\n  Use cluster.nodes=2:4 or"),
+        ("cluster.nodes=5:6", r"partition gpu gives a job 4 at most.\n  Use cluster.nodes=4 or less"),
+        ("cluster.workers_per_node=9", "a node of partition gpu shows 8 GPUs"),
+        ("cluster.time=2-00:00:00", "allows 1-00:00:00 at most"),
+        ("cluster.time=00:01:00", "too short for one checkpoint"),
+        ("cluster.time=soon", "is no time limit"),
+        ("cluster.cpus_per_worker=9", "a node of partition gpu has 64"),
+        ("cluster.rendezvous=a:1", "has no effect with cluster=slurm"),
+    ],
+)
+def test_what_the_partition_cannot_give_is_refused(override: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        solve(override, *(["cluster.workers_per_node=8"] if "cpus" in override else []))
+
+
+def test_a_default_limit_that_is_too_short_is_refused_too() -> None:
+    short = Partition(name="p", nodes=1, max_nodes=None, shapes=((4, 0),), gres=(), limit_s=None, default_s=60)
+    with pytest.raises(ConfigError, match=r"by default that of partition p\)=00:01:00: is too short"):
+        solve(partition=short, gpus=0)
+    solve("cluster.time=01:00:00", partition=short, gpus=0)
+
+
+@pytest.mark.parametrize("key", ["partition=x", "time=01:00:00", "setup=[a]", "sbatch.qos=x", "cpus_per_worker=1"])
+def test_slurms_keys_have_no_effect_elsewhere(key: str) -> None:
+    with pytest.raises(ConfigError, match="has no effect with cluster=local"):
+        make_plan(f"cluster.{key}")
+
+
+def test_slurm_jobs_save_now_and_then() -> None:
+    assert make_plan("cluster=slurm").checkpoint.every_minutes == 10
+    assert make_plan("cluster=slurm").checkpoint.keep == 3
+    said = make_plan("cluster=slurm", "checkpoint.every=50").checkpoint
+    assert (said.every, said.every_minutes, said.keep) == (50, None, None)
+    assert make_plan().checkpoint.every_minutes is None
+
+
+@pytest.mark.parametrize(
+    ("text", "limit"),
+    [("90", 5400), ("5:30", 330), ("04:00:00", 14400), ("1-02", 93600), ("1-00:30", 88200), ("infinite", None)],
+)
+def test_slurms_forms_of_a_time_limit(text: str, limit: int | None) -> None:
+    assert seconds(text) == limit
+
+
+def test_a_limit_is_shown_as_slurm_writes_it() -> None:
+    assert clock(14400) == "04:00:00"
+    assert seconds(clock(2 * 86400 + 61)) == 2 * 86400 + 61
+
+
+@pytest.mark.parametrize(
+    ("gres", "gpus"),
+    [("(null)", 0), ("gpu:4", 4), ("gpu:a100:4(S:0-1)", 4), ("gpu:a100:2,gpu:v100:1,shard:8", 3), ("gpu", 1)],
+)
+def test_gpus_in_slurms_lists(gres: str, gpus: int) -> None:
+    assert count_gpus(gres) == gpus

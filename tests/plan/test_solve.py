@@ -1,0 +1,392 @@
+"""Config -> RunPlan: what is derived, what is refused, and that the file holds all of it."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler
+
+from launcher.config.hydra import compose, compose_with_yaml, known_keys, recompose
+from launcher.config.schema import BatchConfig, Config, Device, ScheduleKind, StrategyKind, Sync
+from launcher.errors import ConfigError, UserError
+from launcher.plan.host import Site
+from launcher.plan.launch_plan import RunInfo
+from launcher.plan.run_plan import RunPlan, SchedulePlan, TaskPlan
+from launcher.plan.solve import solve
+from launcher.plan.sync_policy import POLICIES
+from launcher.rundir.files import build
+from launcher.train.trainer import build_optimizer
+from tests.helpers import make_plan
+
+BASE = make_plan()
+
+
+def test_the_default_job() -> None:
+    solved = make_plan(samples=232_423)
+    assert (solved.batch.micro_size, solved.batch.accumulation, solved.batch.world_size) == (4, 8, 2)
+    assert (solved.epoch.windows, solved.epoch.short_window) == (3632, 39)
+    assert solved.strategy.sync is Sync.boundary
+    assert solved.cluster.device is Device.cpu
+    assert solved.train.steps == 300
+
+
+@given(
+    micro=st.integers(1, 16), accumulation=st.integers(1, 16), workers=st.integers(1, 16),
+    samples=st.none() | st.integers(5000, 10**10), gradient_bytes=st.integers(4, 10**11),
+)  # fmt: skip
+def test_the_file_holds_the_whole_plan(
+    micro: int, accumulation: int, workers: int, samples: int | None, gradient_bytes: int
+) -> None:
+    config = Config(batch=BatchConfig(micro_size=micro, accumulation=accumulation))
+    config.cluster.workers_per_node = workers
+    task = dataclasses.replace(BASE.task, samples=samples, gradient_bytes=gradient_bytes)
+    solved = solve(config, Site(gpus=0, cores=2, cwd="/"), task, BASE.run)
+    assert RunPlan.from_json(solved.to_json()) == solved
+    strategy = solved.strategy
+    assert strategy.payload_bytes_every == (gradient_bytes * accumulation if workers > 1 else 0)
+    assert strategy.payload_bytes == (gradient_bytes if workers > 1 else 0)
+    assert strategy.wire_bytes == round((strategy.payload_bytes or 0) * 2 * (workers - 1) / workers)
+
+
+def test_a_plan_is_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        make_plan().batch.micro_size = 3  # pyright: ignore
+
+
+def test_a_plan_of_another_format_is_refused() -> None:
+    with pytest.raises(UserError, match="another version"):
+        RunPlan.from_json(make_plan().to_json().replace('"format": 1', '"format": 99'))
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"), [("none", 0.1), ("linear", 0.1 * 64 / 256), ("sqrt", 0.1 * math.sqrt(64 / 256))]
+)
+def test_lr_scaling(rule: str, expected: float) -> None:
+    reference = () if rule == "none" else ("optimizer.reference_batch=256",)
+    assert make_plan("optimizer.lr=0.1", f"optimizer.lr_scaling={rule}", *reference).optimizer.lr == pytest.approx(
+        expected
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "lr", "betas", "eps"),
+    [
+        # k = 64/16 = 4; 1 - 4 x 0.1, 1 - 4 x 0.001; roots of 4
+        (["optimizer.betas=[0.9,0.999]", "optimizer.reference_batch=16"], 0.2, (0.6, 0.996), 5e-9),
+        # k = 64/256 = 1/4: to a smaller batch
+        (["optimizer.betas=[0.8,0.98]", "optimizer.reference_batch=256"], 0.05, (0.95, 0.995), 2e-8),
+        (["optimizer.betas=[0.8,0.98]", "optimizer.reference_batch=64"], 0.1, (0.8, 0.98), 1e-8),
+        # k = 9
+        (["batch.global_size=72", "optimizer.reference_batch=8", "optimizer.eps=3e-6"], 0.3, (0.1, 0.55), 1e-6),
+    ],
+)
+def test_the_square_root_rule_scales_all_that_it_is_about(
+    options: list[str], lr: float, betas: tuple[float, float], eps: float
+) -> None:
+    plan = make_plan("optimizer.lr=0.1", "optimizer.lr_scaling=sqrt", *options)
+    assert plan.optimizer.lr == pytest.approx(lr)
+    assert plan.optimizer.betas == pytest.approx(betas)
+    assert plan.optimizer.eps == pytest.approx(eps)
+    assert plan.optimizer.weight_decay == make_plan().optimizer.weight_decay
+    assert RunPlan.from_json(plan.to_json()) == plan
+    built = build_optimizer([nn.Parameter(torch.zeros(1))], plan.optimizer, Device.cpu).param_groups[0]
+    assert (built["lr"], built["betas"], built["eps"]) == (plan.optimizer.lr, plan.optimizer.betas, plan.optimizer.eps)
+
+
+def test_a_plan_of_an_earlier_version_keeps_what_it_scaled() -> None:
+    fields = json.loads(make_plan("optimizer.lr_scaling=sqrt", "optimizer.reference_batch=16").to_json())
+    del fields["optimizer"]["base_betas"], fields["optimizer"]["base_eps"]
+    fields["optimizer"]["betas"] = [0.9, 0.95]
+    old = RunPlan.from_json(json.dumps(fields))
+    assert (old.optimizer.betas, old.optimizer.base_betas, old.optimizer.base_eps) == ((0.9, 0.95), None, None)
+
+
+@pytest.mark.parametrize("micro_size", [4, 32])
+def test_warm_up_rises_to_the_scaled_rate_in_steps_whatever_the_accumulation(micro_size: int) -> None:
+    rule = (
+        "optimizer.lr=0.1",
+        "optimizer.lr_scaling=linear",
+        "optimizer.reference_batch=16",
+        "schedule.warmup_steps=4",
+    )
+    plan = make_plan(*rule, "schedule=constant", "batch.global_size=64", f"batch.micro_size={micro_size}")
+    assert plan.batch.accumulation == 32 // micro_size
+    rates = [plan.optimizer.lr * plan.schedule.factor(step, plan.train.steps) for step in range(6)]
+    assert rates == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.4, 0.4])
+
+
+def test_epochs_count_the_short_window() -> None:
+    assert make_plan("train.epochs=3", samples=130).train.steps == 9
+    assert make_plan("train.epochs=3", "batch.short_window=drop", samples=130).train.steps == 6
+
+
+def torch_rates(steps: int, of: Callable[[SGD], LRScheduler]) -> list[float]:
+    """The factors that a schedule of torch's own applies in each of ``steps`` steps."""
+    optimizer = SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule, rates = of(optimizer), list[float]()
+    for _ in range(steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    return rates
+
+
+@pytest.mark.parametrize(("warmup", "minimum", "steps"), [(0, 0.0, 5), (10, 0.1, 110), (3, 0.0, 4), (1, 0.5, 300)])
+def test_schedules_are_those_of_torch(warmup: int, minimum: float, steps: int) -> None:
+    fall = steps - warmup
+    cosine = torch_rates(fall, lambda optimizer: CosineAnnealingLR(optimizer, T_max=fall, eta_min=minimum))
+    linear = torch_rates(fall, lambda optimizer: LinearLR(optimizer, 1.0, minimum, total_iters=fall))
+    rise = [(step + 1) / warmup for step in range(warmup)]
+    for kind, rates in ((ScheduleKind.cosine, cosine), (ScheduleKind.linear, linear)):
+        schedule = SchedulePlan(kind=kind, warmup_steps=warmup, min_ratio=minimum)
+        assert [schedule.factor(step, steps) for step in range(steps)] == pytest.approx([*rise, *rates])
+        assert schedule.factor(steps, steps) == pytest.approx(minimum), "after the last step"
+
+
+def test_schedules_in_numbers() -> None:
+    linear = SchedulePlan(kind=ScheduleKind.linear, warmup_steps=0, min_ratio=0.0)
+    assert [linear.factor(step, 5) for step in range(5)] == pytest.approx([1, 0.8, 0.6, 0.4, 0.2])
+    assert linear.factor(0, 1) == 1, "the only step is taken at the full rate"
+    constant = SchedulePlan(kind=ScheduleKind.constant, warmup_steps=2, min_ratio=0.0)
+    assert [constant.factor(step, None) for step in range(4)] == [0.5, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["train.steps=0"], "train.steps=0: must be at least 1"),
+        (["train.steps=3", "train.epochs=1"], "train.epochs=1: train.steps=3 is set too"),
+        (["train.clip_norm=-1"], "train.clip_norm=-1.0: must be above 0"),
+        (["optimizer.lr=0"], "optimizer.lr=0.0: must be above 0"),
+        (["optimizer.lr=nan"], "optimizer.lr=nan: must be above 0"),
+        (["optimizer.momentum=0.9"], "optimizer.momentum=0.9: has no effect with optimizer=adamw"),
+        (["optimizer.lr_scaling=linear"], "needs the global batch that lr was tuned for"),
+        (["optimizer.reference_batch=64"], "has no effect with optimizer.lr_scaling=none"),
+        (["optimizer.betas=[0.9]"], "must be two numbers"),
+        (
+            ["optimizer.lr_scaling=sqrt", "optimizer.reference_batch=4"],
+            "optimizer.lr_scaling=sqrt: the global batch is 16 times optimizer.reference_batch, which makes 0.9 and "
+            "0.95 of optimizer.betas -0.6 and 0.2; both must be above 0.\n  With these betas the rule reaches to 10 ",
+        ),
+        (["optimizer.lr_scaling=sqrt", "optimizer.reference_batch=8", "batch.global_size=80"], "to 10 times"),
+        (
+            ["optimizer=sgd", "optimizer.lr_scaling=sqrt", "optimizer.reference_batch=32"],
+            "optimizer.lr_scaling=sqrt: is a rule for Adam, not for optimizer=sgd",
+        ),
+        (["optimizer=sgd", "optimizer.nesterov=true", "optimizer.momentum=0"], "needs optimizer.momentum above 0"),
+        (["precision.init_scale=2"], "has an effect with precision=fp16 only"),
+        (["schedule=constant", "schedule.min_ratio=0.5"], "has no effect with schedule=constant"),
+        (["strategy=single", "cluster.workers_per_node=2"], "one rank trains alone, and 2 were asked for"),
+        (["strategy.sync=boundary", "strategy.static_graph=true"], "strategy.static_graph=true: DDP loses gradients"),
+        (["strategy.sync=boundary", "strategy.find_unused_parameters=true"], "strategy.find_unused_parameters=true"),
+        (["strategy.sync=gather_once"], "strategy=ddp does not have this policy.\n  It has every, boundary and auto."),
+        (["strategy=fsdp", "strategy.sync=replicas_at_boundary"], "It has every, boundary, gather_once and auto."),
+        (["strategy=fsdp", "strategy.bucket_mb=5"], "strategy.bucket_mb=5.0: has no effect with strategy=fsdp"),
+        (["strategy=fsdp", "strategy.static_graph=true"], "has no effect with strategy=fsdp"),
+        (["strategy=fsdp", "strategy.find_unused_parameters=true"], "has no effect with strategy=fsdp"),
+        (["strategy=fsdp", "strategy.compress=bf16"], "strategy.compress=bf16: has no effect with strategy=fsdp"),
+        (["strategy=fsdp", "strategy.shard_size=2"], "strategy.shard_size=2: has no effect with strategy=fsdp"),
+        (["strategy=fsdp", "strategy.cpu_offload=true"], "has no effect where no GPU is used"),
+        (["strategy=hsdp"], "2 ranks cannot be split into several shard groups"),
+        (["strategy=hsdp", "cluster.workers_per_node=4"], "strategy.shard_size=4 (the workers of one host)"),
+        (
+            ["strategy=hsdp", "cluster.workers_per_node=6", "strategy.shard_size=4", "batch.global_size=60"],
+            "Use strategy.shard_size=2 or 3.",
+        ),
+        (["strategy=hsdp", "cluster.workers_per_node=4", "strategy.shard_size=1"], "Use strategy.shard_size=2."),
+        (["strategy.powersgd_rank=2"], "has an effect with strategy.compress=powersgd only"),
+        (["strategy.compress=powersgd", "precision=fp16"], "keeps back a residue"),
+        (["precision.tf32=true"], "precision.tf32=true: has no effect where no GPU is used"),
+        (["strategy.compress=fp16"], "Use strategy.compress=bf16, which has the range of fp32"),
+        (["strategy.compress=powersgd", "strategy.powersgd_start=1"], "strategy.powersgd_start=1: must be at least 2"),
+        (["precision.reduce_dtype=bf16"], "precision.reduce_dtype=bf16: has no effect with strategy=ddp"),
+        (["cluster.device=cuda"], "this machine shows 0 GPUs"),
+        (["cluster.nodes=2"], "cluster.nodes=2: cluster=local is one machine"),
+        (["batch.global_size=2000"], "the task has 1,000 samples, fewer than one window"),
+        (["run.name=a/b"], "run.name=a/b: must be letters"),
+    ],
+)
+def test_impossible_values(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_plan(*overrides)
+    assert message in str(caught.value)
+
+
+def test_more_workers_than_gpus() -> None:
+    with pytest.raises(ConfigError, match=r"workers_per_node=4: this machine shows 2 GPUs"):
+        make_plan("cluster.workers_per_node=4", gpus=2)
+    assert make_plan(gpus=2).cluster.device is Device.cuda
+
+
+def test_auto_takes_the_fewest_bytes_that_the_strategy_has() -> None:
+    assert make_plan("strategy=fsdp").strategy.sync is Sync.gather_once
+    hsdp = make_plan("strategy=hsdp", "cluster.workers_per_node=4", "strategy.shard_size=2").strategy
+    assert hsdp.sync is Sync.gather_once
+    assert [forecast.sync for forecast in hsdp.forecasts] == list(POLICIES[StrategyKind.hsdp])
+
+
+def test_predicted_bytes_of_each_policy() -> None:
+    """Of 1000 parameters, 800 in units, gathered as bf16 and summed as fp32; 2 shards x 2 replicas, 4 micro-batches."""
+    solved = make_plan(
+        "strategy=hsdp", "cluster.workers_per_node=4", "strategy.shard_size=2", "batch.micro_size=4",
+        "batch.accumulation=4", "precision=bf16",
+    ).strategy  # fmt: skip
+    gather, scatter, reduce = 2 * 800 * 2 + 2 * 200, 4000, 2000
+    expected = {
+        Sync.every: 4 * (gather + scatter + reduce),
+        Sync.boundary: 4 * gather + scatter + reduce,
+        Sync.gather_once: 2000 + scatter + reduce,
+        Sync.replicas_at_boundary: 4 * (gather + scatter) + reduce,
+    }
+    assert {forecast.sync: forecast.payload_bytes for forecast in solved.forecasts} == expected
+    # half of what is gathered and scattered by two, and all of what two reduce
+    assert solved.wire_bytes == (2000 + scatter) // 2 + reduce
+
+
+def test_the_plan_says_what_becomes_of_bf16_parameters() -> None:
+    task = dataclasses.replace(BASE.task, parameters=1000, gradient_bytes=2400, narrow_parameters=800)
+    run = RunInfo(name="run", id="abcd1234", dir="/nowhere/run", created="2024-01-01T00:00:00+00:00", version="0")
+    site = Site(gpus=0, cores=2, cwd="/nowhere")
+    wide = solve(compose(["strategy.sync=boundary"]), site, task, run)
+    kept = solve(compose(["strategy.sync=boundary", "precision.parameters=keep"]), site, task, run)
+    assert any("800 trained parameters" in note and "trained in fp32" in note for note in wide.notes)
+    assert any("800 trained parameters" in note and "stay so" in note for note in kept.notes)
+    assert (wide.strategy.payload_bytes, kept.strategy.payload_bytes) == (4000, 2400)
+    assert RunPlan.from_json(kept.to_json()) == kept
+
+
+def test_only_matrix_products_are_predicted_to_be_gathered_narrow() -> None:
+    task = TaskPlan(
+        target="some.Task", params={}, samples=1000, parameters=1000, gradient_bytes=4000, unit_parameters=800,
+        matmul_parameters=750, unit_matmul_parameters=700,
+    )  # fmt: skip
+    run = RunInfo(name="run", id="abcd1234", dir="/nowhere/run", created="2024-01-01T00:00:00+00:00", version="0")
+    overrides = ["strategy=fsdp", "strategy.sync=gather_once", "precision=bf16"]
+    plan = solve(compose(overrides), Site(gpus=0, cores=2, cwd="/nowhere"), task, run)
+    assert plan.strategy.payload_bytes == 2 * 750 + 4 * 250 + 4000
+
+
+def test_time_on_the_link_is_predicted_where_its_rate_is_said() -> None:
+    hosts = ["cluster=hosts", "cluster.nodes=2", "cluster.rendezvous=a:1", "cluster.link_gbit=0.008", "precision=fp32"]
+    ddp = make_plan(*hosts, "cluster.workers_per_node=1", "batch.accumulation=4").strategy
+    assert [forecast.wire_s for forecast in ddp.forecasts] == [4 * 4000 / 1e6, 4000 / 1e6]
+    # two rings of two replicas each, with half of the gradients
+    hsdp = make_plan(*hosts, "strategy=hsdp", "cluster.workers_per_node=2", "batch.accumulation=4").strategy
+    by_policy = {forecast.sync: forecast.wire_s for forecast in hsdp.forecasts}
+    assert by_policy[Sync.every] == 4 * 2 * 2000 / 1e6
+    assert by_policy[Sync.replicas_at_boundary] == by_policy[Sync.gather_once] == 2 * 2000 / 1e6
+
+
+@pytest.mark.parametrize(
+    ("shape", "payload_of_link"),
+    [
+        # 2 hosts x 4 workers in groups of 2: a ring between the 4 replicas for each half of the gradients
+        ("strategy=hsdp cluster.nodes=2 cluster.workers_per_node=4 strategy.shard_size=2", 2 * 1.5 * 2000),
+        # 4 hosts x 1 worker in groups of 2: one ring of 2 replicas a host, and half of what the group gathers and sums
+        ("strategy=hsdp cluster.nodes=4 cluster.workers_per_node=1 strategy.shard_size=2", 2000 + (4000 + 4000) / 2),
+        # 2 hosts x 2 workers: each of the two sends its quarter to the two ranks of the other host
+        ("strategy=fsdp cluster.nodes=2 cluster.workers_per_node=2", 2 * 2 / 4 * (4000 + 4000)),
+    ],
+)
+def test_bytes_on_a_hosts_link(shape: str, payload_of_link: float) -> None:
+    options = ["cluster=hosts", "cluster.rendezvous=a:1", "cluster.link_gbit=0.008", "precision=fp32"]
+    forecasts = make_plan(*options, *shape.split()).strategy.forecasts
+    once = next(forecast for forecast in forecasts if forecast.sync is Sync.gather_once)
+    assert once.wire_s == pytest.approx(payload_of_link / 1e6)
+
+
+def test_streams() -> None:
+    with pytest.raises(ConfigError, match="must know the last step"):
+        make_plan("train.epochs=1", samples=None)
+    with pytest.raises(ConfigError, match="a stream has no length"):
+        make_plan("batch.short_window=drop", samples=None)
+    assert make_plan("train.epochs=1", "schedule=constant", samples=None).train.steps is None
+
+
+def test_auto_sync_keeps_away_from_what_is_not_safe() -> None:
+    solved = make_plan("strategy.find_unused_parameters=true").strategy
+    assert solved.sync is Sync.every
+    assert "find_unused_parameters" in solved.sync_reason
+
+
+def test_a_warm_up_longer_than_the_run_is_noted() -> None:
+    assert any("warmup_steps" in note for note in make_plan("train.steps=5").notes)
+
+
+def test_batch_norm_s_option_is_for_models_with_one() -> None:
+    assert make_plan("batch.norm=window", batch_norms=2).batch.norm == "window"
+    with pytest.raises(ConfigError, match=r"batch.norm=window: has no effect: the model has no BatchNorm"):
+        make_plan("batch.norm=window", batch_norms=0)
+
+
+def test_a_ramp_and_what_follows_from_it() -> None:
+    """The micro-batch suits every stage; a scaled learning rate is that of the last one, and said to be."""
+    plan = make_plan("batch.ramp=[[10,4],[10,12]]", "optimizer.lr_scaling=sqrt", "optimizer.reference_batch=16")
+    assert plan.batch.micro_size == 2
+    assert [plan.batch.accumulation_at(window) for window in (0, 9, 10, 19, 20)] == [1, 1, 3, 3, 16]
+    assert any("lr_scaling is for the 64 samples after batch.ramp" in note for note in plan.notes)
+    with pytest.raises(ConfigError, match=r"60 samples cannot be shared.*\n  Nearest choices: 56;"):
+        make_plan("batch.ramp=[[10,60]]", "batch.micro_size=4")
+
+
+def test_a_hang_is_found_later_than_a_stop_takes_or_never() -> None:
+    assert make_plan().train.hang_timeout == 1800
+    assert make_plan("train.hang_timeout=null").train.hang_timeout is None
+    with pytest.raises(ConfigError, match=r"train.hang_timeout=20.0: must be above cluster.grace_s=30"):
+        make_plan("train.hang_timeout=20")
+    with pytest.raises(ConfigError, match=r"train.straggler_share=2.0: must be between 0 and 1"):
+        make_plan("train.straggler_share=2")
+
+
+def test_a_plan_of_a_version_that_calibrated_during_training_loads() -> None:
+    plan = make_plan()
+    assert plan.train.calibrate_s is None, "a share of the run"
+    fields = dataclasses.asdict(plan)
+    del fields["train"]["calibrate_s"]
+    fields["train"]["calibrate"] = 5
+    older = build(RunPlan, json.loads(json.dumps(fields)))
+    assert older.train.calibrate_s == 0
+    assert dataclasses.replace(older, train=plan.train) == plan
+    for value in ("5", "false"):
+        with pytest.raises(
+            ConfigError, match=rf"run.calibrate={value}: there is no such key.*\n.*calibrate_s=0 leaves"
+        ):
+            make_plan(f"run.calibrate={value}")
+
+
+def test_null_is_the_default_or_off_for_every_key() -> None:
+    """All keys at once, but those for which null is ambiguous: they and the groups refuse it with one message each."""
+    refused = {
+        "cluster.kind", "strategy.kind", "optimizer.kind", "schedule.kind", "optimizer.lr", "train.seed",
+        "checkpoint.enabled", "wandb.mode",
+    }  # fmt: skip
+    accepted = [key for key in known_keys() if "." in key and key not in refused]
+    off = ("train.clip_norm", "train.hang_timeout", "train.straggler_share")
+    config, yaml = compose_with_yaml([f"{key}=null" for key in accepted])
+    default = Config()
+    for key in accepted:
+        group, _, name = key.partition(".")
+        value, usual = (getattr(getattr(of, group), name) for of in (config, default))
+        assert value == usual or (value is None and key in off), key
+    assert recompose(yaml, [])[0] == config
+    composed = compose()
+    for key in accepted:  # alone, beside the values of the default job
+        group, _, name = key.partition(".")
+        changed = copy.deepcopy(composed)
+        setattr(getattr(changed, group), name, getattr(getattr(config, group), name))
+        solve(changed, Site(gpus=0, cores=2, cwd="/nowhere"), BASE.task, BASE.run)
+    for key in {*refused, *known_keys()} - set(accepted):
+        with pytest.raises(ConfigError) as caught:
+            compose([f"{key}=null"])
+        assert str(caught.value).startswith(key), caught.value
+        assert "has no meaning here" in str(caught.value) or "Allowed: " in str(caught.value)

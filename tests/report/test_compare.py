@@ -1,0 +1,362 @@
+"""`launch report`: its figures against the raw records, and what it says of runs that are not what one hopes for."""
+
+from __future__ import annotations
+
+import csv
+import html.parser
+import io
+import json
+import re
+import statistics
+from pathlib import Path
+from typing import Any
+
+import plotly.graph_objects
+import pytest
+
+from launcher.cli import run as launch
+from launcher.cli.report import report
+from launcher.errors import UserError
+from launcher.quantities import NO_INTERVAL
+from launcher.report.compare import said
+from launcher.rundir.paths import RunPaths
+from tests.infra.made_runs import cell, make_run, make_sweep, read_records, write_records
+
+GRID = [(accumulation, workers) for accumulation in (1, 2, 4) for workers in (1, 2)]
+
+
+@pytest.fixture
+def grid(tmp_path: Path) -> Path:
+    """A sweep over accumulation and workers, with a cell that failed, an impossible one, and one that is repeated."""
+    root = tmp_path / "runs" / "grid"
+    cells = []
+    for accumulation, workers in GRID:
+        overrides = (f"batch.accumulation={accumulation}", f"cluster.workers_per_node={workers}")
+        make_run(
+            root, f"a{accumulation}w{workers}", *overrides, step_s=(0.2 + 0.01 * accumulation) / workers**0.8,
+            loss=3 + 0.01 * accumulation,
+        )  # fmt: skip
+        cells.append(cell(f"a{accumulation}w{workers}", *overrides))
+    make_run(root, "bad", "batch.accumulation=8", "cluster.workers_per_node=2", verdict="failed", steps=9)
+    cells.append(cell("bad", "batch.accumulation=8", "cluster.workers_per_node=2"))
+    cells.append(cell(None, "batch.accumulation=7", problem="7 does not divide 64.\n  Choose another."))
+    cells.append(cell("a4w2", "batch.accumulation=4", "cluster.workers_per_node=2", "train.steps=30"))
+    make_sweep(root, *cells)
+    return root
+
+
+def as_json(*arguments: object) -> dict[str, Any]:
+    """What `launch report ... --json` prints."""
+    out = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.stdout", out)
+        assert report([*map(str, arguments), "--json"]) == 0
+    return json.loads(out.getvalue())
+
+
+def by_name(*arguments: object) -> dict[str, dict[str, Any]]:
+    return {run["run"]: run for run in as_json(*arguments)["runs"]}
+
+
+def test_figures_equal_what_the_records_say(grid: Path) -> None:
+    """Recomputed here from the raw lines, with nothing of launcher.report."""
+    runs = {Path(run["dir"]).name: run for run in as_json(grid)["runs"] if run["dir"]}
+    speed: dict[tuple[int, int], float] = {}
+    reached = max(min(_smooth(read_records(RunPaths(grid / f"a{a}w{w}")))) for a, w in GRID)
+    for accumulation, workers in GRID:
+        lines, shown = read_records(RunPaths(grid / f"a{accumulation}w{workers}")), runs[f"a{accumulation}w{workers}"]
+        sent = lines[-1]["comm/wire_bytes"]
+        own = [line for line in lines if line["batch/samples"] == line["batch/global_size"]]
+        assert len(own) == shown["own_windows"] == 29
+        step_s = statistics.median(line["time/step_s"] for line in own)
+        assert shown["time/step_s"] == step_s
+        assert shown["time/data_s"] == statistics.median(line["time/data_s"] for line in own)
+        assert shown["throughput/samples_per_s"] == 64 / step_s
+        exposed = max((line["comm/exposed_s"] for line in lines if "comm/exposed_s" in line), default=0.0)
+        assert shown["comm/exposed_s"] == exposed
+        assert shown["time/compute_s"] == pytest.approx(step_s - shown["time/data_s"] - exposed)
+        assert shown["comm/wire_bytes"] == sent
+        assert shown["comm/saved_fraction"] == (None if workers == 1 else 1 - sent / lines[-1]["comm/wire_bytes_every"])
+        compared = accumulation > 1 and workers > 1
+        assert shown["comm/speedup"] == (4 / 3 if compared else None)
+        assert (shown["comm/speedup_low"], shown["comm/speedup_high"]) == ((1.25, 1.4) if compared else (None, None))
+        assert shown["eval/loss"] == lines[-1]["eval/loss"]
+        speed[accumulation, workers] = 64 / step_s
+        alone = speed[accumulation, 1]
+        assert shown["scaling/efficiency"] == pytest.approx(speed[accumulation, workers] / (workers * alone))
+        assert shown["loss/target"] == pytest.approx(reached)
+        first = next(n for n, loss in enumerate(_smooth(lines)) if loss <= shown["loss/target"])
+        assert shown["loss/hours"] == pytest.approx(workers * lines[first]["time/total_s"] / 3600)
+        assert shown["loss/step"] == lines[first]["step"]
+
+
+def _smooth(lines: list[dict[str, Any]]) -> list[float]:
+    losses = [line["train/loss"] for line in lines]
+    return [statistics.fmean(losses[max(0, n - 9) : n + 1]) for n in range(len(losses))]
+
+
+def test_cells_are_shown_as_what_they_are(grid: Path) -> None:
+    runs = by_name(grid)
+    assert runs["accumulation=7"]["state"] == "impossible"
+    assert runs["accumulation=7"]["detail"] == "7 does not divide 64. Choose another."
+    bad = runs["accumulation=8 workers_per_node=2"]
+    assert (bad["state"], bad["detail"], bad["step"]) == ("failed", "rank 1: out of luck", 9)
+    assert bad["comm/exposed_s"] is None, "not measured is not zero"
+    assert bad["time/compute_s"] is None
+    again = runs["accumulation=4 workers_per_node=2 steps=30"]
+    assert again["same_as"] == "accumulation=4 workers_per_node=2"
+    notes = " ".join(as_json(grid)["notes"])
+    assert "1 failed, 1 impossible" in notes
+    assert "is the same run as accumulation=4 workers_per_node=2, and counts once" in notes
+    assert "accumulation=8 workers_per_node=2: exposed communication was not measured" in notes
+
+
+def test_a_cell_whose_run_lies_in_another_sweep(grid: Path) -> None:
+    other = grid.parent / "other"
+    other.mkdir()
+    make_sweep(other, cell("../grid/a1w1", "batch.accumulation=1"), cell("gone", "batch.accumulation=2"))
+    runs = by_name("oth", "--dir", grid.parent)
+    assert runs["accumulation=1"]["elsewhere"].endswith("grid")
+    assert runs["accumulation=2"]["state"] == "pending"
+
+
+def test_csv_has_a_line_a_run_and_no_page_is_written(grid: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert report(["grid", "--dir", str(grid.parent), "--csv"]) == 0
+    lines = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [line["state"] for line in lines] == ["done"] * 6 + ["failed", "impossible", "done"]
+    assert not (grid / "report.html").exists()
+
+
+def test_a_run_under_way_with_half_a_line(tmp_path: Path) -> None:
+    paths = make_run(tmp_path, "going", "cluster.workers_per_node=2", verdict=None, steps=8)
+    whole = by_name(paths.root)["going"]
+    with paths.metrics.open("a") as file:
+        file.write('{"step": 9, "train/lo')
+    assert by_name(paths.root)["going"] == whole
+    with paths.metrics.open("a") as file:
+        file.write("\n[1]\nnull\nno record\n")
+    given = as_json(paths.root)
+    assert given["runs"][0] == whole
+    assert "damaged" in " ".join(given["notes"])
+    assert whole["loss/target"] is None, "no run has finished"
+
+
+def test_no_own_window_yet_is_no_zero(tmp_path: Path) -> None:
+    paths = make_run(tmp_path, "new", verdict=None, steps=1, **{"batch/samples": 1})
+    given = as_json(paths.root)
+    shown = given["runs"][0]
+    assert (shown["time/step_s"], shown["throughput/samples_per_s"], shown["comm/wire_bytes"]) == (None, None, None)
+    assert "no full window" in " ".join(given["notes"])
+    paths.metrics.unlink()
+    assert by_name(paths.root)["new"]["problem"] == "nothing was recorded"
+
+
+def test_tasks_are_not_compared_with_each_other(tmp_path: Path) -> None:
+    make_run(tmp_path, "one", "cluster.workers_per_node=1", loss=3.0)
+    make_run(tmp_path, "two", "cluster.workers_per_node=2", loss=3.0)
+    make_run(tmp_path, "four", "cluster.workers_per_node=4", loss=1.0, target="b.Task")
+    given = as_json(tmp_path)
+    runs = {run["run"]: run for run in given["runs"]}
+    assert "2 tasks: losses and speeds are compared within each only." in given["notes"]
+    assert runs["two"]["scaling/baseline_world_size"] == 1
+    assert runs["four"]["scaling/efficiency"] is None
+    assert runs["four"]["loss/target"] < runs["one"]["loss/target"]
+
+
+def test_other_versions(tmp_path: Path) -> None:
+    make_run(tmp_path, "new")
+    make_run(tmp_path, "old", version="0.0.9")
+    older = make_run(tmp_path, "older")
+    plan = json.loads(older.plan.read_text())
+    older.plan.write_text(json.dumps(plan | {"format": 0}))
+    make_run(tmp_path, "torn").plan.write_text('{"format": 1, "batch"')
+    make_run(tmp_path, "lean").plan.write_text('{"format": 1, "batch": {}}')
+    given = as_json(tmp_path)
+    runs = {run["run"]: run for run in given["runs"]}
+    assert "The runs are of different versions of launcher: 0.0.9, 0.1.0." in given["notes"]
+    assert "older: its plan was written by another version of launcher." in given["notes"]
+    assert runs["torn"]["problem"].startswith("unreadable: JSONDecodeError")
+    assert runs["lean"]["problem"].startswith("unreadable: KeyError")
+    assert runs["old"]["time/step_s"] == runs["new"]["time/step_s"]
+
+
+def test_records_without_a_clock(tmp_path: Path) -> None:
+    paths = make_run(tmp_path, "old", steps=20)
+    lines = [line for line in read_records(paths) if line["step"] % 5 == 0]
+    write_records(paths, [{key: value for key, value in line.items() if key != "time/total_s"} for line in lines])
+    given = as_json(paths.root)
+    assert given["runs"][0]["time/total_s"] == pytest.approx(5 * sum(line["time/step_s"] for line in lines))
+    assert "wall time is time/step_s added up" in " ".join(given["notes"])
+
+
+def test_a_speedup_without_an_interval_was_not_measured_under_equal_conditions(tmp_path: Path) -> None:
+    for accumulation in (2, 4):
+        words = ("cluster.workers_per_node=2", f"batch.accumulation={accumulation}")
+        paths = make_run(tmp_path, f"old{accumulation}", *words)
+        write_records(paths, [{k: v for k, v in each.items() if "speedup_" not in k} for each in read_records(paths)])
+    page = tmp_path / "page.html"
+    given = as_json(tmp_path, "--html", page)
+    shown = {run["run"]: run for run in given["runs"]}["old4"]
+    assert (shown["comm/speedup"], shown["comm/speedup_low"]) == (4 / 3, None)
+    assert any(note.startswith(f"old2, old4: the speed-up was {NO_INTERVAL}") for note in given["notes"])
+    found = Page(page.read_text())
+    assert "no difference in speed" not in found.text
+    assert f"; the speed-up was {NO_INTERVAL}" in found.text
+    assert not [figure for figure in found.figures if figure["title"].startswith("Measured speed-up")]
+
+
+def test_a_loss_that_is_asked_for(grid: Path) -> None:
+    runs = by_name(grid, "--loss", "3.97")
+    assert {run["loss/target"] for run in runs.values() if run["task"]} == {3.97}
+    assert runs["accumulation=1 workers_per_node=1"]["loss/hours"] > 0
+    assert by_name(grid, "--loss", "1")["accumulation=1 workers_per_node=1"]["loss/hours"] is None
+
+
+def test_a_loss_that_is_not_finite(tmp_path: Path) -> None:
+    paths = make_run(tmp_path, "wild", verdict="failed")
+    write_records(paths, [line | {"train/loss": None} for line in read_records(paths)])
+    shown = by_name(paths.root)["wild"]
+    assert (shown["train/loss"], shown["train/loss_smoothed"], shown["train/loss_smoothed_min"]) == (None, None, None)
+    assert report([str(paths.root)]) == 0
+
+
+@pytest.mark.parametrize("word", ["nothing", "empty", "empty/deeper"])
+def test_nothing_to_report(word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    assert launch(["report", str(tmp_path / word)]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("launch: error: ") == 1
+    assert "no run" in said.err or "no such run" in said.err
+
+
+def test_words_that_are_refused(tmp_path: Path) -> None:
+    make_run(tmp_path, "a")
+    for words in (
+        ["a", "--csv", "--json"],
+        ["a", "--loss", "low"],
+        ["a", "--loss", "nan"],
+        [],
+        ["a", "--html", "/nowhere/x.html"],
+    ):
+        with pytest.raises(UserError):
+            report([*words, "--dir", str(tmp_path)])
+
+
+def test_a_sweep_of_another_version_is_shown_as_that(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s" / "sweep.json").write_text('{"format": 9}')
+    assert report([str(tmp_path / "s"), "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["runs"]
+    assert row["state"] == "unknown"
+    assert "another version" in row["detail"]
+
+
+class Page(html.parser.HTMLParser):
+    """What a browser would fetch, and the text and scripts that it would show and run."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.fetched: list[str] = []
+        self.open: list[str] = []
+        self.text = ""
+        self.scripts: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.fetched += [f"{name}={value}" for name, value in attrs if name in ("src", "href", "srcset", "data")]
+        if tag not in ("meta", "br", "link"):
+            self.open.append(tag)
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] == "script":
+            self.scripts[-1] += data
+        else:
+            self.text += data
+
+    @property
+    def figures(self) -> list[dict[str, Any]]:
+        found = re.search(r"^const FIGURES = (.*);$", self.scripts[1], re.MULTILINE)
+        assert found
+        return json.loads(found[1])
+
+
+def test_the_page_is_one_file_and_holds_every_run(grid: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert report([str(grid)]) == 0
+    said = capsys.readouterr().out
+    assert "report.html" in said
+    assert "impossible" in said
+    page = Page((grid / "report.html").read_text())
+    assert (page.fetched, page.open, len(page.scripts)) == ([], [], 2)
+    assert "@import" not in page.text
+    for run in as_json(grid)["runs"]:
+        assert page.text.count(run["run"]) >= 1
+    for words in ("87.5% fewer", "75.0% fewer bytes", "scaling efficiency", "out of luck", "7 does not divide 64."):
+        assert (words in page.text) == (words != "87.5% fewer"), "the failed run makes no headline"
+    titles = [figure["title"] for figure in page.figures]
+    assert titles == [
+        "Where the time of a step goes", "Speed over workers", "Scaling efficiency over workers", "Bytes on the wire "
+        "over accumulation", "Measured speed-up over accumulation", "Loss", "Worker-seconds to a loss",
+    ]  # fmt: skip
+    for figure in page.figures:
+        plotly.graph_objects.Figure(data=figure["data"], layout=figure["layout"])  # validates every name and value
+    (loss,) = [figure for figure in page.figures if figure["title"] == "Loss"]
+    assert set(loss["choices"]) == {"steps", "samples", "wall time"}
+    for choice in loss["choices"].values():
+        assert [len(x) for x in choice["x"]] == [len(trace["y"]) for trace in loss["data"]]
+
+
+def test_names_are_text_everywhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wild = "[bold]</script><script>alert(1)</script>"
+    root = tmp_path / "runs"
+    make_run(root, "plain", "cluster.workers_per_node=2")
+    make_sweep(root, cell("plain", f"task.word={wild}", "task.b=%{y}"), cell(None, f"task.c={wild}", problem=wild))
+    assert report([str(root)]) == 0
+    assert "word=[bold]" in capsys.readouterr().out
+    text = (root / "report.html").read_text()
+    page = Page(text)
+    assert len(page.scripts) == 2
+    assert wild in page.text
+    assert "<script>alert" not in text
+    names = [trace["name"] for figure in page.figures for trace in figure["data"] if "name" in trace]
+    assert any("&lt;script&gt;" in name for name in names), "plotly takes markup"
+    assert "<script>" not in json.dumps(page.figures)
+
+
+def test_labels_titles_and_reasons_of_the_page(tmp_path: Path) -> None:
+    assert said((("strategy.kind", "fsdp"), ("optimizer.lr", "0.1"))) == "strategy=fsdp lr=0.1"
+    make_run(tmp_path, "a", steps=10)
+    make_run(tmp_path, "b", verdict="failed", steps=2)
+    page = tmp_path / "page.html"
+    as_json(tmp_path, "--html", page)
+    split, hours = (figure for figure in Page(page.read_text()).figures if figure["data"][0]["type"] == "bar")
+    for figure in (split, hours):
+        assert figure["layout"]["yaxis"]["zeroline"] is False, "it would run through the first bar's label"
+    assert hours["layout"]["xaxis"]["title"]["text"].startswith(hours["title"].lower().replace(" a loss", ""))
+    assert '<tr class="why"><td colspan="18">rank 1: out of luck</td></tr>' in page.read_text()
+
+
+def test_many_runs(tmp_path: Path) -> None:
+    for seed in range(20):
+        for workers in (1, 2):
+            make_run(
+                tmp_path, f"r{seed}-{workers}", f"train.seed={seed}", f"cluster.workers_per_node={workers}", steps=2
+            )
+    page = tmp_path / "page.html"
+    assert len(as_json(tmp_path, "--html", page)["runs"]) == 40
+    for figure in Page(page.read_text()).figures:
+        if "over" in figure["title"] or figure["title"] == "Loss":
+            assert not figure["layout"]["showlegend"]
+
+
+def test_one_run_has_a_page(tmp_path: Path) -> None:
+    paths = make_run(tmp_path, "one", "cluster.workers_per_node=2")
+    assert report([str(paths.root)]) == 0
+    page = Page((tmp_path / "report.html").read_text())
+    assert "no scaling to show" in page.text

@@ -1,0 +1,294 @@
+"""What a person reads: whole tables as text, and the live display from growing files."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from launcher.process import LAST_WORDS
+from launcher.quantities import count
+from launcher.report import live
+from launcher.report.live import LiveDisplay, console
+from launcher.report.tables import failure_text, plan_table, summary_table
+from launcher.report.verdicts import _window
+from launcher.rundir.files import Tail, write_text
+from tests.helpers import make_plan
+
+
+def shown(*renderables: object) -> str:
+    out = io.StringIO()
+    Console(file=out, width=160).print(*renderables)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+def test_the_plan() -> None:
+    plan = make_plan("batch.global_size=64", "optimizer.lr_scaling=linear", "optimizer.reference_batch=128")
+    text = shown(plan_table(plan))
+    assert text == (
+        "Plan: run\n"
+        "workers       1 host × 2 workers, cpu\n"
+        "global batch  64 samples = 4 micro-batch × 8 accumulation × 2 ranks\n"
+        "task          some.Task: 1,000 samples, 1,000 parameters\n"
+        "windows       16 an epoch, the last one short: 40 samples\n"
+        "length        300 steps = 18.8 epochs\n"
+        "precision     auto: bf16 if every worker's device computes it natively, else fp32; decided at the start\n"
+        "optimizer     adamw, lr 0.0015 (from 0.003, linear rule, k=0.5), cosine with 20 warm-up steps, clip 1\n"
+        "strategy      ddp, sync boundary: fewest wire bytes\n"
+        "wire a step   4.00 kB a rank predicted; 32.00 kB with sync=every\n"
+        "files         /nowhere/run\n"
+        "W&B           offline, project launcher, id abcd1234"
+    )
+
+
+def test_the_plan_shows_what_the_square_root_rule_has_scaled() -> None:
+    text = shown(plan_table(make_plan("optimizer.lr_scaling=sqrt", "optimizer.reference_batch=16")))
+    assert "adamw, lr 0.006 (from 0.003, sqrt rule, k=4)" in text
+    assert "betas 0.6 and 0.8 (from 0.9 and 0.95), eps 5e-09 (from 1e-08)" in text
+    assert "betas" not in shown(plan_table(make_plan("optimizer.lr_scaling=linear", "optimizer.reference_batch=16")))
+
+
+def test_the_plan_of_a_stream() -> None:
+    text = shown(plan_table(make_plan("train.epochs=2", "schedule=constant", "train.clip_norm=null", samples=None)))
+    assert "windows       as many as the stream has; the last one is exact, however short" in text
+    assert "length        2 epochs of a stream" in text
+    assert "no clipping" in text
+
+
+def test_dropped_samples_are_said() -> None:
+    assert "batch.short_window=drop leaves out 40 samples an epoch" in shown(
+        plan_table(make_plan("batch.short_window=drop"))
+    )
+
+
+@pytest.mark.parametrize(
+    ("scale", "low", "high", "words"),
+    [
+        (
+            300.0, 257.0, 576.0,
+            "about 300, between 257 and 576 samples (95%); the global batch of 64 is far below this critical size: by "
+            "the model of tuned SGD a step makes 10% to 20% of the progress of one without noise; a larger one",
+        ),
+        (1800.0, 400.0, None, "about 1,800, 400 or more samples (95%); the global batch of 64 is far below this"),
+        (None, 400.0, None, "400 or more samples (95%); the global batch of 64 is far below this critical size"),
+        (64.0, 16.0, 256.0, "about 64, between 16 and 256 samples (95%); the global batch of 64 is near this critical"),
+        (4.25, 0.0, 15.9, "about 4.2, between 0.0 and 16 samples (95%); the global batch of 64 is far above this"),
+        (300.0, 255.0, 400.0, "not known yet: between 255 and 400 samples (95%)"),
+        (300.0, 15.0, None, "not known yet: 15 or more samples (95%)"),
+        (40.0, 15.0, 100.0, "not known yet: between 15 and 100 samples (95%)"),
+        (5000.0, 0.0, None, "not known yet: the noise hides the gradient"),
+    ],
+)  # fmt: skip
+def test_advice_about_the_global_batch_is_what_all_of_the_interval_supports(
+    scale: float | None, low: float, high: float | None, words: str
+) -> None:
+    summary = {"verdict": "done", "steps": 300, "noise/scale_low": low}
+    summary |= {} if scale is None else {"noise/scale": scale}
+    summary |= {} if high is None else {"noise/scale_high": high}
+    text = " ".join(shown(summary_table(make_plan(), summary)).split())
+    assert f"noise scale {words}" in text
+    assert ("a larger one" in text, "a smaller one" in text) == ("far below" in words, "far above" in words)
+
+
+def test_no_advice_about_the_global_batch_before_the_warm_up_is_over() -> None:
+    for steps, given in ((20, False), (21, True)):
+        summary = {"verdict": "stopped", "steps": steps, "noise/scale": 300.0, "noise/scale_low": 257.0}
+        text = shown(summary_table(make_plan("schedule.warmup_steps=20"), summary | {"noise/scale_high": 400.0}))
+        assert ("a larger one" in " ".join(text.split())) == given
+        assert ("not known yet: the learning rate is warming up" in text) == (not given)
+
+
+def test_one_is_no_plural() -> None:
+    assert count(1, "window") == "1 window"
+    assert (count(0, "window"), count(2000, "window")) == ("0 windows", "2,000 windows")
+    assert count(1, "micro-batch", "micro-batches") == "1 micro-batch"
+    assert count(3, "micro-batch", "micro-batches") == "3 micro-batches"
+    check: Any = SimpleNamespace(
+        name="window 1", agrees=True, samples=1, items=1, micro_batches=1, reference_batches=1, loss=1.0,
+        reference_loss=1.0, counts_agree=True, comparisons=(),
+    )  # fmt: skip
+    assert "1 sample, 1 item, 1 micro-batch a rank; loss" in shown(*_window(check))
+
+
+def test_a_straggler_is_shown_with_the_steps_in_which_it_was_one() -> None:
+    found = {"rank": 1, "host": "b", "share": 0.5, "of": "data", "over": True, "steps": 30, "measured": 1078}
+    words = "rank 1 on b was the slowest in 30 of 1,078 measured steps, by waiting for data: 50% of a step"
+    text = shown(summary_table(make_plan(), {"verdict": "done", "straggler": found}))
+    assert words in text
+    assert text.count("it is over") == 1
+
+
+def test_without_a_noise_scale_nothing_is_said_of_it() -> None:
+    assert "noise" not in shown(summary_table(make_plan(), {"verdict": "done"}))
+
+
+def test_the_summary(tmp_path: Path) -> None:
+    plan = make_plan(run_dir=str(tmp_path))
+    summary = {
+        "verdict": "done", "steps": 300, "train/loss": 1.5, "eval/loss": 1.75,
+        "time/step_s": 0.25, "time/total_s": 80.0, "throughput/samples_per_s": 256.0,
+        "comm/wire_bytes": 4000, "comm/wire_bytes_every": 32000, "comm/saved_fraction": 0.875,
+        "comm/speedup": 1.5, "comm/step_s": 0.2, "comm/step_s_every": 0.3, "comm/speedup_low": 1.25,
+        "comm/speedup_high": 1.75,
+        "checkpoint": "/nowhere/run/checkpoints/step_000300",
+    }  # fmt: skip
+    (tmp_path / "wandb.json").write_text(json.dumps({"dir": "/nowhere/run/wandb/offline-run-x"}))
+    assert shown(summary_table(plan, summary)) == (
+        "Run run: done\n"
+        "loss          1.5000, held-out 1.7500 after 300 steps\n"
+        "throughput    256.0 samples/s, 250.0 ms a step (median); 80.0 s in all\n"
+        "global batch  64 samples in every full window\n"
+        "wire a step   4.00 kB a rank counted; 32.00 kB with sync=every: 87.5% saved\n"
+        "speed-up      1.50x measured (1.25 to 1.75): 200.0 ms a step, 300.0 ms with sync=every\n"
+        f"metrics       {tmp_path}/metrics.jsonl\n"
+        "checkpoint    /nowhere/run/checkpoints/step_000300\n"
+        "W&B           /nowhere/run/wandb/offline-run-x\n"
+        "to send it    wandb sync /nowhere/run/wandb/offline-run-x"
+    )
+    summary |= {"comm/speedup": 1.01, "comm/speedup_low": 0.98, "comm/speedup_high": 1.03}
+    assert "speed-up      no difference measured (0.98x to 1.03x): 200.0 ms" in shown(summary_table(plan, summary))
+    del summary["comm/speedup"]
+    assert "speed-up      not measured" in shown(summary_table(plan, summary)), "a speed-up is never computed"
+    summary["comm/not_measured"] = "3 rounds take 90 s"
+    assert "speed-up      not measured (3 rounds take 90 s)" in shown(summary_table(plan, summary))
+
+
+@pytest.mark.parametrize(
+    ("low", "value", "high", "words"),
+    [
+        (0.001, 0.002, 0.004, "2.0 ms of a step (1.0 to 4.0) is exposed communication; 25% is hidden"),
+        (-0.001, 0.002, 0.004, "no exposed communication measured (95%: -1.0 to 4.0 ms)"),
+        (-0.004, -0.002, -0.001, "no exposed communication measured (95%: -4.0 to -1.0 ms)"),
+    ],
+)
+def test_exposed_communication_is_said_with_its_interval(low: float, value: float, high: float, words: str) -> None:
+    summary = {
+        "verdict": "done", "comm/wire_bytes": 4000, "comm/wire_bytes_every": 32000, "comm/saved_fraction": 0.875,
+        "comm/exposed_s_low": low, "comm/exposed_s": value, "comm/exposed_s_high": high, "comm/overlap": 0.25,
+    }  # fmt: skip
+    assert f"exposed       {words}" in shown(summary_table(make_plan(), summary))
+
+
+def test_no_blanks_at_the_ends_of_lines_in_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    console().print(plan_table(make_plan()), "")
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 8
+    assert [line for line in lines if line != line.rstrip()] == []
+
+
+def test_a_failure_is_the_ranks_own_words_first() -> None:
+    failure = {
+        "rank": 3,
+        "exit_code": 1,
+        "kind": None,
+        "error": "ValueError: x",
+        "traceback": "Traceback ...\n",
+        "log": "/l",
+    }
+    assert failure_text({"failure": failure}) == "Traceback ...\nlaunch: rank 3 failed: ValueError: x\n  Its log: /l"
+
+
+def test_a_record_that_takes_the_place_of_another_is_read_from_its_beginning(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    tail = Tail(path)
+    path.write_text("1\n2\n3\n")
+    assert tail.lines() == ["1", "2", "3"]
+    write_text(path, "1\n2\n3\nand more\n")
+    assert tail.lines() == ["1", "2", "3", "and more"]
+    assert (tail.lines(), tail.replaced) == ([], 1)
+    path.write_text("1\n")  # cut in place
+    assert (tail.lines(), tail.replaced) == (["1"], 2)
+
+
+def test_the_live_display_of_a_run_that_begins_again(tmp_path: Path) -> None:
+    plan = make_plan("train.steps=3", run_dir=str(tmp_path))
+    lines = [f'{{"step": {n}, "train/loss": {n}, "throughput/samples_per_s": 1}}\n' for n in (1, 2, 3)]
+    out = io.StringIO()
+    display = LiveDisplay(plan, Console(file=out, width=100))
+    plan.paths.metrics.write_text("".join(lines))
+    display.refresh()
+    write_text(plan.paths.metrics, lines[0])
+    for line in (None, *lines[1:]):
+        with plan.paths.metrics.open("a") as file:
+            file.write(line or "")
+        display.refresh()
+    display.close()
+    assert out.getvalue().splitlines() == [
+        "step 3/3  loss 3.0000  1 samples/s",
+        "--- goes on after step 1 ---",
+        "step 3/3  loss 3.0000  1 samples/s",
+    ]
+
+
+def test_a_run_that_is_resumed_shows_nothing_of_its_earlier_starts(tmp_path: Path) -> None:
+    plan = make_plan("train.steps=9", run_dir=str(tmp_path))
+    plan.paths.logs.mkdir()
+    for attempt, text in enumerate(("the first start\n", "the second\n")):
+        plan.paths.rank_log(0, attempt).write_text(text)
+    record = '{"step": %d, "train/loss": 5.5, "throughput/samples_per_s": 1}\n'
+    plan.paths.metrics.write_text(record % 8)
+    out = io.StringIO()
+    display = LiveDisplay(plan, Console(file=out, width=100))
+    display.refresh()
+    plan.paths.rank_log(0, 2).write_text("Going on\n")
+    with plan.paths.metrics.open("a") as file:
+        file.write(record % 9)
+    display.refresh()
+    display.close()
+    shown = out.getvalue().splitlines()
+    assert shown == ["--- rank0.attempt2.log ---", "Going on", "step 9/9  loss 5.5000  1 samples/s"]
+
+
+def test_the_live_display_follows_the_files(tmp_path: Path) -> None:
+    plan = make_plan("train.steps=9", run_dir=str(tmp_path))
+    plan.paths.logs.mkdir()
+    out = io.StringIO()
+    display = LiveDisplay(plan, Console(file=out, width=100))
+    display.refresh()  # nothing is there yet
+    log, metrics = plan.paths.rank_log(0), plan.paths.metrics
+    log.write_text("first [not markup]\nhalf a")
+    metrics.write_text('{"step": 1, "train/loss": 5.5, "throughput/samples_per_s": 1234.5}\n{"step": 2, "tra')
+    display.refresh()
+    with log.open("a") as file:
+        file.write(f" line\n[rank0]: {LAST_WORDS}\n[rank0]: Traceback that is not its own\n")
+    (tmp_path / "wandb.json").write_text('{"problem": "no server"}')
+    with metrics.open("a") as file:
+        file.write('in/loss": 5.25, "eval/loss": 5.0, "throughput/samples_per_s": 1000}\n')
+        # a last window without items
+        file.write('{"step": 9, "train/loss": null, "throughput/samples_per_s": 1000}\n')
+    for _ in range(2):
+        display.refresh()
+    display.close()
+    assert out.getvalue().splitlines() == [
+        "first [not markup]",
+        "step 1/9  loss 5.5000  1,234 samples/s",
+        "half a line",
+        "step 9/9  loss -  1,000 samples/s",
+        "W&B: no server",
+    ]
+
+
+def test_plain_lines_say_how_long_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "PLAIN_LINE_EVERY_S", 0.0)
+    plan = make_plan("train.steps=300", run_dir=str(tmp_path))
+    out = io.StringIO()
+    display = LiveDisplay(plan, Console(file=out, width=200))
+    for step in (1, 2, 6, 7, 300):  # two seconds a step, after a first one of ten
+        record = {"step": step, "train/loss": 1, "throughput/samples_per_s": 1, "time/total_s": 8 + 2 * step}
+        with plan.paths.metrics.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        display.refresh()
+    display.close()
+    assert out.getvalue().splitlines() == [
+        "step 1/300  loss 1.0000  1 samples/s",
+        "step 2/300  loss 1.0000  1 samples/s  9 min 56 s left",
+        "The 300 steps take about 10 min 8 s, 9 min 48 s from now.",
+        "step 6/300  loss 1.0000  1 samples/s  9 min 48 s left",
+        "step 7/300  loss 1.0000  1 samples/s  9 min 46 s left",
+        "step 300/300  loss 1.0000  1 samples/s",
+    ]

@@ -1,0 +1,178 @@
+"""The copy of the user's code: what is in it, what is not, and that it is what a job imports."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from launcher.config.hydra import compose
+from launcher.errors import SiteError
+from launcher.launch.slurm import submit
+from launcher.plan.host import Site
+from launcher.plan.launch_plan import RunInfo
+from launcher.plan.placement import solve_script
+from launcher.rundir import code_snapshot
+from launcher.rundir.files import read_json
+
+
+def files(copy: str) -> set[str]:
+    return {str(path.relative_to(copy)) for path in Path(copy).rglob("*") if path.is_file()}
+
+
+def git(root: Path, *command: str) -> None:
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run(["git", "-C", str(root), *identity, *command], check=True, capture_output=True)
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    root = tmp_path / "project"
+    (root / "pkg").mkdir(parents=True)
+    (root / "pkg" / "tasks.py").write_text("x = 1\n")
+    (root / "pkg" / "words.json").write_text("[]\n")
+    (root / "runs" / "old" / "code").mkdir(parents=True)
+    (root / "runs" / "old" / "code" / "tasks.py").write_text("x = 0\n")
+    (root / "venv").mkdir()
+    (root / "venv" / "pyvenv.cfg").write_text("")
+    (root / "venv" / "module.py").write_text("")
+    (root / "data.bin").write_bytes(bytes(2 * 2**20))
+    return root
+
+
+def test_of_a_plain_directory_what_is_small(project: Path, tmp_path: Path) -> None:
+    (copy,) = code_snapshot.take([project], tmp_path / "code", project / "runs")
+    assert files(copy) == {"pkg/tasks.py", "pkg/words.json"}
+
+
+def test_of_a_git_tree_what_git_knows_with_uncommitted_changes(project: Path, tmp_path: Path) -> None:
+    (project / ".gitignore").write_text("venv/\nruns/\n")
+    git(project, "init")
+    git(project, "add", ".gitignore", "pkg/tasks.py", "data.bin")
+    git(project, "commit", "-m", "first")
+    (project / "pkg" / "tasks.py").write_text("x = 2\n")
+    (project / "pkg" / "new.py").write_text("y = 1\n")
+    (copy,) = code_snapshot.take([project], tmp_path / "code", project / "runs")
+    assert files(copy) == {".gitignore", "pkg/tasks.py", "pkg/new.py", "pkg/words.json", "data.bin"}
+    assert (Path(copy) / "pkg" / "tasks.py").read_text() == "x = 2\n"
+    notes = read_json(tmp_path / "code" / "code.json")
+    assert isinstance(notes, list)
+    head = subprocess.check_output(["git", "-C", str(project), "rev-parse", "HEAD"], text=True).strip()
+    assert notes[0]["commit"].startswith(f"{head}-dirty.")
+    assert notes[0]["from"] == str(project)
+    task = project / "pkg" / "tasks.py"
+    assert code_snapshot.commit_of(task, ()) == notes[0]["commit"]
+    task.write_text("x = 3\n")
+    assert code_snapshot.commit_of(task, ()) not in (head, notes[0]["commit"]), "another difference is another name"
+    git(project, "stash")
+    assert code_snapshot.commit_of(task, ()) == head
+    assert code_snapshot.commit_of(Path(copy) / "pkg" / "tasks.py", (copy,)) == notes[0]["commit"]
+    assert code_snapshot.commit_of(tmp_path / "tasks.py", (copy,)) is None
+    assert code_snapshot.commit_of(Path(code_snapshot.__file__).parents[1] / "tasks" / "digits.py", ()) is None
+
+
+def test_where_nobody_can_tell_no_commit_is_named(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = project / "pkg" / "tasks.py"
+    assert code_snapshot.commit_of(task, ()) is None, "no work tree"
+    git(project, "init")
+    assert code_snapshot.commit_of(task, ()) is None, "nothing is committed"
+    git(project, "add", "pkg")
+    git(project, "commit", "-m", "first")
+    assert len(code_snapshot.commit_of(task, ()) or "") == 40
+    (slow := tmp_path / "bin" / "git").parent.mkdir()
+    slow.write_text("#!/bin/sh\nexec sleep 60\n")
+    slow.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{slow.parent}:/usr/bin:/bin")
+    monkeypatch.setattr(code_snapshot, "_PATIENCE_S", 0.2)
+    assert code_snapshot.commit_of(task, ()) is None, "a disk that does not answer"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert code_snapshot.commit_of(task, ()) is None, "no git"
+
+
+def test_the_roots_are_the_tasks_and_pythonpaths(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    monkeypatch.setenv("PYTHONPATH", str(other))
+    assert code_snapshot.roots_of_task("pkg.tasks.Task", str(project)) == [project, other]
+    monkeypatch.delenv("PYTHONPATH")
+    assert (
+        code_snapshot.roots_of_task("launcher.tasks.bytes_gpt.BytesGPT", str(tmp_path)) == []
+    )  # installed, like torch
+
+
+def test_a_directory_of_data_is_refused(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(code_snapshot, "_MOST_FILES", 1)
+    with pytest.raises(SiteError, match="holds more than 1 files"):
+        code_snapshot.take([project], tmp_path / "code", project / "runs")
+
+
+@pytest.mark.parametrize("with_git", [False, True])
+@pytest.mark.parametrize("where", [".", ".."])
+def test_runs_beside_the_code_are_left_out(project: Path, where: str, *, with_git: bool) -> None:
+    """run.dir is the project itself, or holds it: neither older runs nor the new one are code."""
+    (project / "runs" / "old" / "plan.json").write_text("{}")
+    (project / "runs" / "old" / "config.yaml").write_text("")
+    new = project / "new"
+    new.mkdir()
+    (new / "config.yaml").write_text("")
+    if with_git:
+        (project / ".gitignore").write_text("venv/\ndata.bin\n")
+        git(project, "init")
+    (copy,) = code_snapshot.take([project], new / "code", (project / where).resolve())
+    assert files(copy) - {".gitignore"} == {"pkg/tasks.py", "pkg/words.json"}
+
+
+def test_a_copy_of_nothing_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(SiteError, match=r"empty holds nothing .*\n  Put the code there"):
+        code_snapshot.take([tmp_path / "empty"], tmp_path / "code", tmp_path / "runs")
+
+
+def test_work_trees_in_the_work_tree_are_copied_too(project: Path, tmp_path: Path) -> None:
+    library, nested = tmp_path / "library", project / "nested"
+    for place in (library, nested, project):
+        place.mkdir(exist_ok=True)
+        git(place, "init")
+    (library / "words.py").write_text("x = 1\n")
+    git(library, "add", ".")
+    git(library, "commit", "-m", "first")
+    (nested / ".gitignore").write_text("*.log\n")
+    (nested / "more.py").write_text("")
+    (nested / "said.log").write_text("")
+    git(project, "-c", "protocol.file.allow=always", "submodule", "add", str(library), "third/words")
+    (project / "third" / "words" / "new.py").write_text("")
+    (project / ".gitignore").write_text("venv/\nruns/\ndata.bin\n")
+    (copy,) = code_snapshot.take([project], tmp_path / "code", project / "runs")
+    assert {"third/words/words.py", "third/words/new.py", "nested/more.py"} <= files(copy)
+    assert "nested/said.log" not in files(copy)
+
+
+def test_a_script_has_pythonpath_too_and_the_copies_take_its_places(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library, script = tmp_path / "library", project / "pkg" / "main.py"
+    library.mkdir()
+    (library / "helper.py").write_text("")
+    script.write_text("")
+    missing, ours = str(tmp_path / "missing"), str(Path(code_snapshot.__file__).parents[2])
+    monkeypatch.setenv("PYTHONPATH", f"{missing}:{library}:{ours}:{project / 'pkg'}")
+    plan = solve_script(
+        compose(["cluster=slurm"]).cluster, Site(gpus=0, cores=2, cwd=str(project)),
+        RunInfo(name="r", id="0", dir=str(tmp_path / "runs" / "r"), created="", version=""), ["pkg/main.py", "--x"],
+    )  # fmt: skip
+    plan.paths.root.mkdir(parents=True)
+    roots = submit._roots(plan)
+    assert roots == [project / "pkg", library]
+    code = plan.paths.code
+    frozen = submit._freeze(plan, roots)
+    assert frozen.command[-2:] == (str(code / "pkg" / "main.py"), "--x")
+    assert frozen.env.set["PYTHONPATH"] == f"{missing}:{code / 'library.1'}:{ours}:{code / 'pkg'}"
+    assert frozen.env.set.items() > plan.env.set.items()
+    assert files(str(code / "library.1")) == {"helper.py"}
+    monkeypatch.delenv("PYTHONPATH")
+    assert code_snapshot.moved_pythonpath([], []) == ""

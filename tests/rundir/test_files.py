@@ -1,0 +1,91 @@
+"""Durable writes and reads on disks that hosts share."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launcher.launch.agent import begin
+from launcher.rundir.fencing import Fence, Incarnation
+from launcher.rundir.files import read_json, write_json, write_text
+from launcher.rundir.paths import RunPaths
+
+
+def test_no_two_writers_share_a_partial_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes on several nodes may have one number, and in containers one host name."""
+    partials: list[str] = []
+    replace = Path.replace
+
+    def noted(self: Path, target: Path) -> Path:
+        partials.append(self.name)
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", noted)
+    for text in ("one", "two"):
+        write_text(tmp_path / "summary.json", text)
+    assert (tmp_path / "summary.json").read_text() == "two"
+    first, second = partials
+    assert first != second
+    assert first.startswith(f".summary.json.{os.uname().nodename}.{os.getpid()}.")
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_text(tmp_path / "file", "old")
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="no space left"):
+        write_text(tmp_path / "file", "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert (tmp_path / "file").read_text() == "old"
+
+
+@pytest.mark.parametrize("stale", [1, 3, 1000])
+def test_a_file_that_another_host_replaces_is_opened_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stale: int
+) -> None:
+    path = tmp_path / "incarnation.json"
+    write_json(path, {"incarnation": "0.1"})
+    read_text, asked = Path.read_text, 0
+
+    def read(self: Path, encoding: str) -> str:
+        nonlocal asked
+        asked += 1
+        if asked <= stale:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return read_text(self, encoding=encoding)
+
+    monkeypatch.setattr(Path, "read_text", read)
+    if stale < 1000:
+        assert read_json(path) == {"incarnation": "0.1"}
+        return
+    with pytest.raises(OSError, match="Stale"):
+        read_json(path)
+    assert asked < 20
+
+
+def test_what_a_killed_process_was_writing_goes_when_the_run_begins_again(tmp_path: Path) -> None:
+    torn = (
+        "import os, signal, sys; from pathlib import Path; from launcher.rundir.files import write_text\n"
+        "os.fsync = lambda handle: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "write_text(Path(sys.argv[1]), 'half')"
+    )
+    file = tmp_path / "summary.json"
+    assert subprocess.run([sys.executable, "-c", torn, str(file)], check=False).returncode == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    of_the_living = tmp_path / f".summary.json.{os.uname().nodename}.{os.getpid()}.0123abcd"
+    of_another_host = tmp_path / ".summary.json.elsewhere.1.0123abcd"
+    for place in (left, of_the_living, of_another_host, tmp_path / ".submission.0"):
+        place.touch()
+        os.utime(place, (0, 0))
+    begin(Fence(RunPaths(tmp_path), Incarnation()))
+    assert not left.exists()
+    assert {path.name for path in tmp_path.glob(".*")} == {of_the_living.name, of_another_host.name, ".submission.0"}

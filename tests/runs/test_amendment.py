@@ -1,0 +1,232 @@
+"""`launch resume RUN key=value`: what may change, what only with --force, what not, and what becomes of the plan. In
+this process; tests/system/test_resume.py lets such runs go on for real."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher import cli
+from launcher.cli import start
+from launcher.config.hydra import compose_with_yaml
+from launcher.config.hydra import known_keys
+from launcher.launch import local
+from launcher.launch.planner import plan_job
+from launcher.launch.slurm import client
+from launcher.plan.resumable import May
+from launcher.plan.resumable import rule
+from launcher.plan.run_plan import RunPlan
+from launcher.rundir import records
+from launcher.rundir.paths import RunPaths
+from launcher.rundir.records import Submission
+
+COMMON = (
+    "run.name=own", "batch.global_size=24", "batch.micro_size=3", "train.steps=20", "wandb.mode=disabled",
+    "cluster.device=cpu", "precision=fp32",
+)  # fmt: skip
+
+
+def begun(*overrides: str, verdict: str = "stopped", steps: int = 10) -> RunPaths:
+    """A run's directory as it is after ``steps``."""
+    config, yaml = compose_with_yaml([*COMMON, *overrides])
+    plan = plan_job(config)
+    local.create(plan, yaml)
+    paths = plan.paths
+    records.add_submission(paths, dataclasses.replace(Submission.now(), ended=True))
+    paths.incarnation.write_text(json.dumps({"incarnation": "0.0"}))
+    paths.summary.write_text(json.dumps({"verdict": verdict}))
+    if steps:
+        checkpoint = paths.checkpoint(steps)
+        checkpoint.mkdir(parents=True)
+        engine = {"progress": {"steps": steps}, "place": {"index": steps, "epoch": 0, "window": steps}}
+        (checkpoint / "state.json").write_text(json.dumps({"engine": engine}))
+    return paths
+
+
+@pytest.fixture(autouse=True)
+def in_a_place_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[RunPlan]:
+    """Plans that were sent off, in place of their start."""
+    plans: list[RunPlan] = []
+
+    def go_on(plan: RunPlan, *_: Any, **__: Any) -> int:
+        plans.append(RunPlan.load(plan.paths.plan))
+        records.add_submission(plan.paths, dataclasses.replace(Submission.now(), ended=True))
+        return 0
+
+    monkeypatch.setattr(start, "go_on", go_on)
+    return plans
+
+
+def files(paths: RunPaths) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in paths.root.rglob("*") if path.is_file()}
+
+
+REFUSED: dict[str, tuple[list[str], list[str]]] = {
+    "contract": (
+        ["batch.global_size=48", "optimizer.lr=0.1", "train.clip_norm=null", "task.width=64"],
+        [
+            "batch.global_size=48 (was 24): it is the contract", "optimizer.lr=0.1 (was 0.003)", "--force does it",
+            "train.clip_norm=null (was 1.0)", "task.width=64 (was null)",
+        ],
+    ),
+    "never": (
+        ["run.name=other", "train.seed=5", "task=digits", "optimizer=sgd", "batch.short_window=drop", "--force"],
+        [
+            "run.name=other (was own): it is what the run", "train.seed=5 (was 0): the order of the samples",
+            "task._target_=launcher.tasks.digits.Digits", "optimizer.kind=sgd (was adamw)", "batch.short_window=drop",
+        ],
+    ),
+    "cluster": (["cluster=slurm"], ["cluster.kind=slurm (was local)"]),
+    "mirror": (["wandb.project=x", "sweep.at_once=3"], ["wandb.project=x (was launcher): W&B has the run there"]),
+    "no checkpoints": (["checkpoint.enabled=false"], ["checkpoint.enabled=false (was true): a run goes on from"]),
+    "scale": (["precision.growth_interval=5"], ["precision.growth_interval=5 (was null): the loss scale goes on"]),
+    "less": (["train.steps=9"], ["train.steps=9: 10 steps are done already", "train.steps of 10 or more"]),
+    "nothing to force": (["train.steps=30", "--force"], ["--force: has no effect"]),
+    "no key": (["train.stepz=30"], ["train.stepz=30: there is no such key.", "train.steps"]),
+    "no override": (["train.steps"], ["train.steps: is no override"]),
+    "option": (["strategy=foo"], ["strategy=foo: there is no such option", "ddp, fsdp, hsdp, single"]),
+    "value": (["optimizer.lr=much"], ["optimizer.lr: must be a number, not 'much'"]),
+    "impossible": (["strategy=hsdp"], ["2 ranks cannot be split into several shard groups"]),
+    "sizes": (["batch.micro_size=5"], ["24 samples cannot be shared by 2 ranks in units of 5", "batch.uneven=true"]),
+}  # fmt: skip
+
+
+def test_what_may_not_change_is_said_before_anything_is(
+    sent: list[RunPlan], capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = begun()
+    before = files(paths)
+    for name, (overrides, says) in REFUSED.items():
+        assert cli.run(["resume", "own", *overrides]) == 2, name
+        told = capsys.readouterr().err
+        assert not [words for words in says if words not in told], told
+        assert told.startswith("launch: error: ")
+        assert "Traceback" not in told
+    assert files(paths) == before
+    assert not sent
+
+
+def test_the_world_follows_and_the_old_plan_is_kept(sent: list[RunPlan]) -> None:
+    paths = begun("batch.accumulation=4")
+    old = RunPlan.load(paths.plan)
+    assert (
+        cli.run(
+            [
+                "resume",
+                "own",
+                "cluster.workers_per_node=4",
+                "strategy=fsdp",
+                "strategy.sync=boundary",
+                "--quiet",
+                "train.steps=40",
+            ]
+        )
+        == 0
+    )
+    assert cli.run(["resume", "own", "cluster.workers_per_node=5", "--quiet"]) == 0
+    assert cli.run(["resume", "own", "cluster.workers_per_node=1", "strategy=single", "batch.micro_size=6"]) == 0
+    assert cli.run(["resume", "own", "checkpoint.every=5"]) == 0
+    four, five, one, same = sent
+    assert (four.batch.micro_size, four.batch.accumulation, four.batch.world_size) == (3, 2, 4)
+    assert (five.batch.micro_size, five.batch.accumulation, five.batch.world_size) == (3, 2, 5)
+    assert (one.batch.micro_size, one.batch.accumulation, one.batch.world_size) == (6, 4, 1)
+    assert same.batch == one.batch
+    assert same.checkpoint.every == 5
+    assert {plan.batch.global_size for plan in sent} == {24}
+    assert (four.strategy.kind.value, five.strategy.kind.value, five.strategy.shard_size) == ("fsdp", "fsdp", 5)
+    assert (four.train.steps, same.train.steps) == (40, 40)
+    for plan in sent:
+        assert dataclasses.replace(plan.run, version=old.run.version) == old.run
+        assert (plan.cluster.cwd, plan.cluster.import_from) == (old.cluster.cwd, old.cluster.import_from)
+        assert plan.forced == ()
+    assert "stretched from 20 to 40 steps" in " ".join(four.notes)
+    assert RunPlan.load(paths.plan_until(0)) == old
+    assert [RunPlan.load(paths.plan_until(number)) for number in (1, 2, 3)] == [four, five, one]
+    assert "workers_per_node: 1" in paths.config.read_text()
+    happened = [json.loads(text) for text in paths.events.read_text().splitlines()]
+    assert happened[0]["cluster.workers_per_node"] == "None -> 4"
+
+
+def test_with_force_the_contract_changes_where_the_run_stands(sent: list[RunPlan]) -> None:
+    begun("optimizer.lr_scaling=linear", "optimizer.reference_batch=24")
+    change = ["batch.global_size=48", "train.clip_norm=0.5", "--force", "--quiet"]
+    assert cli.run(["resume", "own", *change]) == 0
+    (plan,) = sent
+    assert [(stage.windows, stage.global_size) for stage in plan.batch.ramp] == [(10, 24)]
+    assert (plan.batch.global_size, plan.batch.accumulation) == (48, 8)
+    assert plan.forced == ("batch.global_size", "train.clip_norm")
+    assert plan.optimizer.lr == pytest.approx(0.006)
+    assert cli.run(["resume", "own", "train.log_every=2", "--quiet"]) == 0
+    assert (sent[1].batch, sent[1].forced) == (plan.batch, plan.forced), "and it stays so"
+
+
+def test_a_run_that_is_done_needs_more_to_do(sent: list[RunPlan], capsys: pytest.CaptureFixture[str]) -> None:
+    begun(verdict="done", steps=20)
+    for overrides in ([], ["train.log_every=5"], ["train.steps=20"]):
+        assert cli.run(["resume", "own", *overrides]) == 2
+        assert "own: is done" in capsys.readouterr().err
+    assert cli.run(["resume", "own", "train.steps=30", "--quiet"]) == 0
+    assert sent[0].train.steps == 30
+
+
+def test_a_start_that_does_not_come_about_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = begun()
+    before = files(paths)
+
+    def refuses(plan: RunPlan, *_: Any, **__: Any) -> int:
+        assert plan.train.steps == RunPlan.load(plan.paths.plan).train.steps == 33
+        records.add_submission(plan.paths, Submission.now())
+        records.amend_submission(plan.paths, refused=True)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(start, "go_on", refuses)
+    assert cli.run(["resume", "own", "train.steps=33", "--quiet"]) == 130
+    after = files(paths)
+    changed = {name for name in {**before, **after} if before.get(name) != after.get(name)}
+    assert {Path(name).name for name in changed} <= {"job.json", ".submission.1", "events.jsonl"}
+
+
+def test_of_a_sweep_nothing_changes(capsys: pytest.CaptureFixture[str]) -> None:
+    paths = begun("run.dir=runs/study")
+    (paths.root.parent / "sweep.json").write_text(json.dumps({"format": 1, "fixed": [], "at_once": None, "cells": []}))
+    for word in ("study", "study/own"):
+        assert cli.run(["resume", word, "train.steps=40"]) == 2
+        assert "whose cells are what their overrides say" in capsys.readouterr().err
+
+
+def test_every_key_has_a_rule() -> None:
+    """A new key must be put into launcher/plan/resumable.py: what does it mean on the way?"""
+    without = [key for key in known_keys() if "." in key and rule(key) is None]
+    assert not without
+    assert rule("optimizer.lr") != rule("optimizer.kind")
+    assert {rule(key)[0] for key in ("cluster.nodes", "strategy.sync", "precision.kind")} == {May.change}  # pyright: ignore
+
+
+def test_a_fixed_number_of_nodes_becomes_a_range(sent: list[RunPlan], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "available", lambda: False)
+    begun("cluster=slurm", "cluster.nodes=2", "cluster.workers_per_node=2")
+    assert cli.run(["resume", "own", "cluster.nodes=1:3"]) == 0
+    (plan,) = sent
+    assert [world.batch.world_size for world in plan.worlds()] == [6, 4, 2]
+    assert {(world.batch.global_size, world.batch.micro_size) for world in plan.worlds()} == {(24, 3)}
+    assert plan.cluster.slurm is not None
+    assert plan.cluster.slurm.options["nodes"] == "1-3"
+
+
+def test_a_key_of_an_earlier_version_in_a_runs_config_is_left_out(sent: list[RunPlan]) -> None:
+    paths = begun()
+    text = paths.config.read_text()
+    paths.config.write_text(text.replace("calibrate_s: null", "calibrate: 5"))
+    assert "calibrate: 5" in paths.config.read_text()
+    assert cli.run(["resume", "own", "train.steps=30"]) == 0
+    assert sent[0].train.steps == 30
+    assert "calibrate_s: null" in paths.config.read_text()

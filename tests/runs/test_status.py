@@ -1,0 +1,177 @@
+"""How a run stands, by what its directory and Slurm say; and which run a word means."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from launcher.cli import names
+from launcher.errors import UserError
+from launcher.launch.slurm import client
+from launcher.launch.slurm.client import Listed
+from launcher.launch.slurm.client import SlurmSilent
+from launcher.rundir import paths
+from launcher.rundir import records
+from launcher.rundir.files import write_json
+from launcher.rundir.paths import RunPaths
+from launcher.rundir.records import Submission
+from launcher.runs import status
+from launcher.runs.status import State
+from tests.helpers import make_plan
+
+
+def make_run(root: Path, name: str, *overrides: str, job: str | None = "7", submissions: int = 1) -> RunPaths:
+    paths = RunPaths(root / name)
+    paths.logs.mkdir(parents=True)
+    plan = make_plan(*overrides, run_dir=str(paths.root))
+    dataclasses.replace(plan, run=dataclasses.replace(plan.run, name=name)).save()
+    for _ in range(submissions):
+        records.add_submission(paths, dataclasses.replace(Submission.now(), job=job))
+    return paths
+
+
+def begin(paths: RunPaths, incarnation: str = "0.0") -> None:
+    write_json(paths.incarnation, {"incarnation": incarnation, "job": "7", "nodes": ["node1"]})
+
+
+def slurm_says(monkeypatch: pytest.MonkeyPatch, state: str | None, name: str = "a", reason: str = "None") -> None:
+    monkeypatch.setattr(client, "available", lambda: True)
+    listed = {} if state is None else {"7": Listed(state, name, reason, "node1")}
+    monkeypatch.setattr(client, "jobs", lambda _: listed)
+
+
+@pytest.mark.parametrize(
+    ("slurm", "begun", "verdict", "state"),
+    [
+        ("PENDING", False, None, State.pending),
+        ("PENDING", True, None, State.requeued),
+        ("PENDING", True, "stopped", State.requeued),
+        ("PENDING", True, "failed", State.requeued),  # a node that was lost said so before Slurm began it again
+        ("RUNNING", True, None, State.running),
+        ("RUNNING", True, "failed", State.running),
+        ("RUNNING", True, "done", State.done),
+        ("COMPLETED", True, "done", State.done),
+        ("COMPLETED", True, None, State.failed),
+        ("FAILED", True, "failed", State.failed),
+        ("FAILED", False, None, State.failed),
+        ("TIMEOUT", True, None, State.failed),
+        ("NODE_FAIL", True, None, State.failed),
+        ("CANCELLED", True, "stopped", State.cancelled),
+        ("PREEMPTED", True, None, State.stopped),
+        ("FAILED", True, "stopped", State.stopped),
+        (None, True, "failed", State.failed),
+        (None, True, "stopped", State.stopped),
+        (None, True, None, State.lost),
+        (None, False, None, State.lost),
+    ],
+)
+def test_states_of_a_slurm_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slurm: str | None, begun: bool, verdict: str | None, state: State
+) -> None:
+    paths = make_run(tmp_path, "a", "cluster=slurm")
+    if begun:
+        begin(paths)
+    if verdict is not None:
+        write_json(paths.summary, {"verdict": verdict})
+    slurm_says(monkeypatch, slurm)
+    assert status.look([paths])[0].state is state
+
+
+def test_what_an_earlier_submission_said_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = make_run(tmp_path, "a", "cluster=slurm", submissions=2)
+    begin(paths, "0.3")
+    write_json(paths.summary, {"verdict": "failed"})
+    slurm_says(monkeypatch, "PENDING")
+    assert status.look([paths])[0].state is State.pending
+    begin(paths, "1.0")
+    slurm_says(monkeypatch, "FAILED")
+    assert status.look([paths])[0].state is State.failed
+
+
+def test_another_clusters_job_of_the_same_number_is_not_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = make_run(tmp_path, "a", "cluster=slurm")
+    slurm_says(monkeypatch, "RUNNING", name="somebody's")
+    assert status.look([paths])[0].state is State.lost
+
+
+def test_a_slurm_that_does_not_answer_is_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    over, open_ = make_run(tmp_path, "over", "cluster=slurm"), make_run(tmp_path, "open", "cluster=slurm")
+    begin(over)
+    write_json(over.summary, {"verdict": "done"})
+    monkeypatch.setattr(client, "available", lambda: True)
+
+    def silent(_: object) -> None:
+        raise SlurmSilent("no answer")
+
+    monkeypatch.setattr(client, "jobs", silent)
+    assert [run.state for run in status.look([over, open_])] == [State.done, State.unknown]
+
+
+def test_local_runs(tmp_path: Path) -> None:
+    paths = make_run(tmp_path, "a", job=None, submissions=0)
+    records.add_submission(paths, Submission.now().by_this_process())
+    assert status.look([paths])[0].state is State.running
+    records.amend_submission(paths, born="another process of this number")
+    assert status.look([paths])[0].state is State.lost
+    records.amend_submission(paths, host="elsewhere")
+    assert status.look([paths])[0].state is State.unknown
+    begin(paths)
+    write_json(paths.summary, {"verdict": "failed", "failure": {"rank": 1, "error": "KeyError: 3\nmore"}})
+    (run,) = status.look([paths])
+    assert (run.state, run.detail) == (State.failed, "rank 1: KeyError: 3")
+
+
+def test_a_run_is_found_by_name_directory_or_beginning(tmp_path: Path) -> None:
+    for name in ("alpha-1", "alpha-2", "beta"):
+        make_run(tmp_path, name)
+    (tmp_path / "not-a-run").mkdir()
+    assert names.resolve("beta", tmp_path).root.name == "beta"
+    assert names.resolve("be", tmp_path).root.name == "beta"
+    assert names.resolve(str(tmp_path / "alpha-1"), Path("elsewhere")).root.name == "alpha-1"
+    with pytest.raises(UserError, match="alpha: 2 runs begin like that: alpha-1, alpha-2"):
+        names.resolve("alpha", tmp_path)
+    with pytest.raises(UserError, match="did you mean 'beta'"):
+        names.resolve("betta", tmp_path)
+
+
+def test_a_broken_directory_does_not_trip_the_others(tmp_path: Path) -> None:
+    make_run(tmp_path, "good", job=None, submissions=0)
+    broken = make_run(tmp_path, "broken", job=None, submissions=0)
+    broken.plan.write_text("{")
+    broken.job.write_text("")
+    broken.metrics.write_text(json.dumps({"step": 3, "train/loss": 1.0}) + '\n{"step": 4, "tr')
+    runs = {run.name: run for run in status.look(paths.find(tmp_path))}
+    assert set(runs) == {"good", "broken"}
+    assert runs["broken"].step == 3
+
+
+def test_lines_that_do_not_parse_are_no_events(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    assert records.read_events(paths) == []
+    records.note_event(paths, "submitted", job="7")
+    whole = paths.events.read_text()
+    torn, merged = whole[:20] + "}", whole.strip() + whole.strip()
+    with paths.events.open("ab") as file:
+        file.write(f"{torn}\n{merged}\n{{}}\n[1]\n2\n".encode() + b"\xff}\n")
+    records.note_event(paths, "started")
+    with paths.events.open("a") as file:
+        file.write(whole[:30])
+    assert [event["event"] for event in records.read_events(paths)] == ["submitted", "started"]
+
+
+def test_what_a_newer_version_wrote_is_read_as_far_as_it_is_known() -> None:
+    known = {"at": "2025-01-01T00:00:00+00:00", "host": "h", "user": "u", "job": "7"}
+    assert records.parse_submissions({"submissions": [known | {"federation": "west"}]}) == [Submission(**known)]
+    for malformed in (
+        {},
+        {"submissions": None},
+        {"submissions": [3]},
+        {"submissions": {"a": 1}},
+        {"submissions": [{}]},
+    ):
+        assert records.parse_submissions(malformed) == []

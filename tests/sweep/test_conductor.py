@@ -1,0 +1,137 @@
+"""What becomes of cells on this machine: begun once, gone on with, refused before any begins."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from launcher.config.hydra import compose_with_yaml
+from launcher.config.multirun import AskedCell, Result
+from launcher.errors import EXIT_DONE, EXIT_RESUMABLE, ConfigError, RunError, UserError
+from launcher.launch import planner
+from launcher.plan.run_plan import RunPlan, TaskPlan
+from launcher.rundir import records
+from launcher.rundir.files import write_json
+from launcher.rundir.paths import RunPaths
+from launcher.rundir.records import Submission
+from launcher.sweep.conductor import Conductor
+
+TASK = ("task._target_=made.Task", "batch.global_size=8", "batch.micro_size=2", "train.steps=4")
+
+
+class Machine:
+    """Runs what it is given, as ``verdict`` and ``numbers`` say."""
+
+    def __init__(self) -> None:
+        self.verdict, self.numbers = "done", dict[str, object]()
+        self.ran: list[str] = []
+        self.said: list[str] = []
+
+    def __call__(self, plan: RunPlan) -> int:
+        self.ran.append(plan.paths.root.name)
+        if not records.submissions(plan.paths):
+            records.add_submission(plan.paths, Submission.now())
+        write_json(plan.paths.incarnation, {"incarnation": "0.0"})
+        write_json(plan.paths.summary, {"verdict": self.verdict, **self.numbers})
+        records.amend_submission(plan.paths, ended=True)
+        return EXIT_RESUMABLE if self.verdict == "stopped" else EXIT_DONE
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    (tmp_path / "made.py").write_text("class Task: ...")
+    monkeypatch.chdir(tmp_path)
+    seen = TaskPlan(target="made.Task", params={}, samples=64, parameters=2, gradient_bytes=8, unit_parameters=2)
+    monkeypatch.setattr(planner, "describe_task", lambda *_, **__: seen)  # a process of its own looks at a real one
+    return Machine()
+
+
+def begin(
+    machine: Machine, *fixed: str, seeds: Sequence[int], results: bool = False, key: str = "train.seed"
+) -> list[Result]:
+    """A sweep over seeds, as one command does it."""
+    words = [(f"{key}={seed}",) for seed in seeds]
+    cells = [AskedCell(each, *compose_with_yaml([*TASK, *fixed, *each])) for each in words]
+    arguments = ["-m", *TASK, *fixed, f"{key}={','.join(map(str, seeds))}"]
+    return Conductor(arguments, machine, lambda _: None, machine.said.append, wait=False).begin(cells, results)
+
+
+def test_a_sweep_that_was_stopped_goes_on_where_it_was(machine: Machine) -> None:
+    machine.verdict = "stopped"
+    with pytest.raises(KeyboardInterrupt):
+        begin(machine, "sweep.name=s", seeds=(1, 2))
+    (stopped,) = machine.ran
+    (RunPaths(Path("runs/s") / stopped).checkpoints / "step_000002").mkdir(parents=True)
+    machine.verdict = "done"
+    begin(machine, "sweep.name=s", seeds=(1, 2))
+    assert machine.ran[1] == stopped
+    assert len(machine.ran) == 3
+    begin(machine, "sweep.name=s", seeds=(1, 2))
+    assert len(machine.ran) == 3, "both are done"
+
+
+def test_a_name_belongs_to_one_sweep(machine: Machine) -> None:
+    begin(machine, "sweep.name=s", "optimizer.lr=0.1", seeds=(1,))
+    with pytest.raises(ConfigError, match=r"sweep.name.* begun with optimizer.lr=0.1, not with optimizer.lr=0.2"):
+        begin(machine, "sweep.name=s", "optimizer.lr=0.2", seeds=(1,))
+    assert len(machine.ran) == 1
+    with pytest.raises(ConfigError, match=r"begun with no train.clip_norm, not with train.clip_norm=1"):
+        begin(machine, "sweep.name=s", "optimizer.lr=0.1", "train.clip_norm=1", seeds=(1,))
+    with pytest.raises(
+        ConfigError, match=r"begun with optimizer.lr=0.1 train.seed=..., not with optimizer.lr=... no train.seed"
+    ):
+        begin(machine, "sweep.name=s", "optimizer.lr=0.1", seeds=(1,), key="optimizer.lr")
+    assert len(machine.ran) == 1
+    begin(machine, "sweep.name=s", "optimizer.lr=0.7", "optimizer.lr=0.1", "wandb.tags=[x]", seeds=(1, 2))
+    assert len(machine.ran) == 2, "the last of a key holds"
+
+
+def test_an_edit_of_the_code_begins_anew_and_says_so_and_a_log_does_not(machine: Machine) -> None:
+    begin(machine, "sweep.name=s", seeds=(1, 2))
+    Path("sweep.log").write_text("what it said")
+    Path("a.csv").write_text("1,2")
+    begin(machine, "sweep.name=s", seeds=(1, 2))
+    assert len(machine.ran) == 2
+    assert not machine.said
+    Path("made.py").write_text("class Task: edited = True")
+    begin(machine, "sweep.name=s", seeds=(1, 2, 3))
+    assert len(machine.ran) == 5
+    assert "is another one than that of 2 runs" in machine.said[0]
+
+
+def test_what_is_under_way_is_not_replaced(machine: Machine) -> None:
+    begin(machine, "sweep.name=s", seeds=(1,))
+    paths = RunPaths(Path("runs/s").resolve() / machine.ran[0])
+    records.amend_submission(paths, pid=os.getpid(), born=records.born(os.getpid()), ended=False)
+    Path("made.py").write_text("class Task: edited = True")
+    with pytest.raises(UserError, match=r"1 of these cells are under way with other code.*seed=1.\n.*launch cancel"):
+        begin(machine, "sweep.name=s", seeds=(1, 2))
+    assert len(machine.ran) == 1
+
+
+def test_a_setting_without_effect_is_refused(machine: Machine) -> None:
+    with pytest.raises(ConfigError, match=r"sweep.at_once=2: has no effect with cluster=local"):
+        begin(machine, "sweep.at_once=2", seeds=(1,))
+    assert not machine.ran
+
+
+def test_sweepers_learn_what_sweep_objective_names(machine: Machine) -> None:
+    machine.numbers = {"train/loss": 2.0, "throughput/samples_per_s": 70}
+    assert begin(machine, seeds=(1,), results=True) == [2.0]
+    assert begin(machine, "sweep.objective=throughput/samples_per_s", seeds=(1,), results=True) == [70.0]
+    machine.numbers["eval/loss"] = 4
+    assert begin(machine, seeds=(3,), results=True) == [4.0]
+    machine.numbers["eval/loss"] = None  # whatever the training loss is
+    (result,) = begin(machine, seeds=(4,), results=True)
+    assert isinstance(result, RunError)
+    assert "was not finite" in str(result)
+    (result,) = begin(machine, "sweep.objective=los", seeds=(1,), results=True)
+    assert isinstance(result, ConfigError)
+    assert "throughput/samples_per_s, train/loss" in str(result)
+    machine.verdict = "failed"
+    (result,) = begin(machine, seeds=(2,), results=True)
+    assert isinstance(result, RunError)
+    assert "train.seed=2: did not finish" in str(result)

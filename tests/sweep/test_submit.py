@@ -1,0 +1,102 @@
+"""Arrays: of one shape, no larger than Slurm takes, and none left in the queue without a run that knows of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.errors import SiteError, UserError
+from launcher.launch.slurm import client, submit
+from launcher.plan.launch_plan import LaunchPlan
+from launcher.plan.run_plan import RunPlan
+from launcher.rundir import records
+from launcher.rundir.paths import SweepPaths
+from launcher.runs.status import Run, State
+from launcher.sweep import manifest, reuse
+from launcher.sweep.reuse import look_at_sweeps
+from tests.helpers import make_plan
+from tests.infra.made_runs import make_sweep
+from tests.sweep.test_reuse import cell
+
+
+def plans(root: Path, number: int) -> list[RunPlan]:
+    made: list[RunPlan] = []
+    for name in (f"r{n}" for n in range(number)):
+        plan = make_plan("cluster=slurm", run_dir=str(root / name))
+        plan.paths.logs.mkdir(parents=True)
+        made.append(dataclasses.replace(plan, run=dataclasses.replace(plan.run, name=name)))
+        made[-1].save()
+    return made
+
+
+def test_an_array_is_no_larger_than_slurm_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[list[str], str]] = []
+
+    def send_array(plans: Sequence[LaunchPlan], name: str, *_: Any) -> list[str]:
+        sent.append(([plan.run.name for plan in plans], name))
+        return [f"{len(sent)}_{number}" for number in range(len(plans))]
+
+    monkeypatch.setattr(submit, "send_array", send_array)
+    answers = submit.send_all(plans(tmp_path, 5), "s", tmp_path, 2, None)
+    assert answers == ["1_0", "1_1", "2_0", "2_1", "3_0"]
+    assert [names for names, _ in sent] == [["r0", "r1"], ["r2", "r3"], ["r4"]]
+    assert len({name for _, name in sent}) == 3
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_interruption_leaves_no_job_that_nobody_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Ctrl-C while the runs' files are written, or while sbatch has the array already."""
+    cancelled: list[str] = []
+    add, mine = records.add_submission, plans(tmp_path, 3)
+
+    def interrupted(*arguments: Any, **named: Any) -> Any:
+        if when == "before" and len(records.submissions(mine[0].paths)) == 0:
+            return add(*arguments, **named)
+        raise KeyboardInterrupt
+
+    module, name = (records, "add_submission") if when == "before" else (submit, "_hand_over")
+    monkeypatch.setattr(module, name, interrupted)
+    monkeypatch.setattr(client, "cancel_named", lambda name, user: cancelled.append(name))  # noqa: ARG005
+    with pytest.raises(KeyboardInterrupt):
+        submit.send_array(mine, "s.1", tmp_path)
+    assert cancelled == ["s.1"]
+    begun = 1 if when == "before" else 3
+    assert [len(records.submissions(plan.paths)) for plan in mine] == [1] * begun + [0] * (3 - begun)
+    assert all(records.submissions(plan.paths)[0].refused for plan in mine[:begun])
+
+
+def test_a_cell_that_is_refused_again_leaves_the_book_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = plans(tmp_path / "s", 2)
+    for plan in old:
+        records.add_submission(plan.paths, records.Submission.now())
+        records.amend_submission(plan.paths, job="7_0")
+    make_sweep(tmp_path / "s", cell("x=0", run="r0"), cell("x=1", run="r1"))
+    paths = SweepPaths(tmp_path / "s")
+    runs = [
+        dataclasses.replace(run, job="7_0", state=State.failed) for run in look_at_sweeps([paths])[str(paths.root)]
+    ]  # no Slurm has them here
+
+    def retry(run: Run) -> RunPlan:
+        plan = make_plan("cluster=slurm", run_dir=f"{run.dir}.retry1")
+        plan.paths.logs.mkdir(parents=True)
+        return dataclasses.replace(plan, run=dataclasses.replace(plan.run, name=plan.paths.root.name))
+
+    def send_all(*_: Any) -> list[str | UserError]:
+        return ["8_0", SiteError("no such reservation")]
+
+    monkeypatch.setattr(submit, "send_all", send_all)
+    monkeypatch.setattr(submit, "most_in_array", lambda: 1000)
+    begun = reuse.begin_again(paths, lambda: runs, retry, lambda plan: 0)  # noqa: ARG005
+    assert begun.jobs == ["8_0"]
+    assert begun.statuses == [2]
+    assert begun.refused == ["r1: no such reservation"]
+    assert [each.run for each in manifest.load(paths).cells] == ["r0.retry1", "r1"]
+    assert not (tmp_path / "s" / "r1.retry1").exists()

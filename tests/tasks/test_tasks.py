@@ -1,0 +1,95 @@
+"""The bundled tasks: what they say of themselves without torch is what they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from launcher.errors import TaskError
+from launcher.tasks.bytes_gpt import BytesGPT
+from launcher.tasks.digits import Digits
+from launcher.train.parallel.batchnorm import batch_norms
+from launcher.train.parallel.mixed_precision import matmul_parameters
+from launcher.train.parallel.shard_units import find_units
+
+
+@pytest.mark.parametrize("size", [{}, {"width": 24, "depth": 3, "heads": 2, "seq_len": 50}])
+def test_facts_are_true(size: dict[str, int]) -> None:
+    task = BytesGPT(**size)
+    facts = task.facts()
+    assert facts["parameters"] == sum(p.numel() for p in task.model().parameters())
+    require_true_products(facts, task.model())
+    assert facts["samples"] == len(task.train_data())
+    assert len(task.eval_data()) == 512
+
+
+def require_true_products(facts: dict[str, int], model: torch.nn.Module) -> None:
+    """Require that the facts count what linear and convolution layers hold, in all and in shard units."""
+    held = matmul_parameters(model)
+    in_units = {parameter for unit in find_units(model) for parameter in unit.parameters()}
+    assert facts["matmul_parameters"] == sum(p.numel() for p in held)
+    assert facts["unit_matmul_parameters"] == sum(p.numel() for p in held if p in in_units)
+
+
+def test_samples_are_the_text(tmp_path: Path) -> None:
+    for number in range(60):
+        (tmp_path / f"f{number:02}.py").write_text(f"file = {number}\n")
+    task = BytesGPT(seq_len=16, corpus=str(tmp_path))
+    train, held_out = task._files  # pyright: ignore
+    assert len(train) + len(held_out) == 60
+    assert held_out
+    text = b"".join(path.read_bytes() for path, _ in train)
+    data = task.train_data()
+    for index in (0, 1, len(data) - 1):
+        assert bytes(data[index].tolist()) == text[index * 16 : index * 16 + 17]
+
+
+def test_the_untrained_loss_is_that_of_guessing() -> None:
+    task = BytesGPT(width=32, depth=1, heads=1, seq_len=32)
+    data = task.train_data()
+    loss = task.loss(task.model(), torch.stack([data[i] for i in range(8)]))
+    assert loss.items == 8 * 32
+    assert loss.total.item() / loss.items == pytest.approx(5.55, abs=0.1)
+
+
+def test_an_empty_corpus(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match="too few"):
+        BytesGPT(corpus=str(tmp_path)).facts()
+
+
+@pytest.mark.parametrize("size", [{}, {"width": 5}])
+def test_facts_of_digits_are_true(size: dict[str, int]) -> None:
+    task = Digits(**size)
+    facts, model = task.facts(), task.model()
+    assert facts["parameters"] == sum(p.numel() for p in model.parameters())
+    require_true_products(facts, model)
+    assert facts["samples"] == len(task.train_data())
+    assert len(task.train_data()) + len(task.eval_data()) == 1797
+    assert facts["batch_norms"] == len(batch_norms(model)) == 2
+    assert facts["unit_parameters"] == sum(p.numel() for unit in find_units(model) for p in unit.parameters())
+
+
+def test_digits_are_digits() -> None:
+    pixels, digits = Digits().train_data().tensors
+    held_out = {tuple(image.flatten().tolist()) for image in Digits().eval_data().tensors[0]}
+    assert pixels.shape == (1438, 1, 8, 8)
+    assert (pixels.min(), pixels.max()) == (0, 1)
+    assert sorted(set(digits.tolist())) == list(range(10))
+    assert not held_out & {tuple(image.flatten().tolist()) for image in pixels}
+    loss = Digits().loss(Digits().model().eval(), (pixels[:50], digits[:50]))
+    assert loss.items == 50
+    assert loss.total.item() / 50 == pytest.approx(2.3, abs=0.1)
+
+
+@pytest.mark.parametrize("wrong", [{"width": 0}, {"momentum": 0.0}, {"momentum": 1.5}])
+def test_impossible_digits(wrong: dict[str, float]) -> None:
+    with pytest.raises(TaskError, match=f"task.{next(iter(wrong))}="):
+        Digits(**wrong)  # pyright: ignore[reportArgumentType]
+
+
+def test_digits_without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("launcher.tasks.digits.find_spec", lambda _: None)
+    with pytest.raises(TaskError, match="pip install scikit-learn"):
+        Digits()

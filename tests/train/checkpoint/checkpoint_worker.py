@@ -1,0 +1,118 @@
+"""Run by torchrun in test_checkpoint.py: train, save in the middle, go on; load, go on; compare bit by bit."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from launcher import Engine, make_plan
+from launcher.config.schema import StrategyKind
+from launcher.rundir.fencing import Fence
+from launcher.rundir.paths import RunPaths
+from launcher.train.checkpoint import load, save
+from launcher.train.world import World
+
+
+def engine_of(overrides: list[str]) -> Engine:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.ReLU(), nn.Linear(16, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    plan = make_plan([*overrides, "train.loader_workers=0", "run.calibrate_s=0"], samples=90)
+    # the ranks' clocks differ, and rank 0's is the one that counts
+    return Engine(model, optimizer, plan, save_due=lambda: World.here().rank == len(due) - 1)
+
+
+due: list[bool] = []  # of each window, as all ranks were told
+
+
+def run(engine: Engine, data: list[Tensor], until: int) -> None:
+    for window in engine.windows(data):
+        for batch in window:
+            engine.backward((engine.model(batch) ** 2).sum(), len(batch))
+        due.append(engine.step().save_due)
+        if engine.steps == until:
+            return
+
+
+def state(engine: Engine) -> list[Tensor]:
+    moments = [value for entry in engine.optimizer.state.values() for value in entry.values()]
+    kept = [
+        tensor for kind in engine.parallel.state_dict().values() if isinstance(kind, dict) for tensor in kind.values()
+    ]
+    whole = [*(p.detach().clone() for p in engine.parallel.module.parameters()), *moments, *kept]
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in whole]
+
+
+def require_no_gradient_copy(overrides: list[str]) -> None:
+    """The state of a model of 1 MB takes no memory of that size, before and after DDP has rebuilt its buckets; the
+    recorded order is that of the rebuilt buckets, in which the first layers come last although they are defined last.
+    """
+
+    class Backwards(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(256, 256, bias=False) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in reversed(self.layers):
+                x = layer(x)
+            return x
+
+    torch.manual_seed(1)
+    model = Backwards()
+    plan = make_plan([*overrides, "train.loader_workers=0", "run.calibrate_s=0", "strategy.bucket_mb=0.3"], samples=90)
+    engine = Engine(model, torch.optim.SGD(model.parameters(), 0.01), plan)
+    data = list(torch.randn(90, 256))
+    for steps in (1, 2):
+        for window in engine.windows(data):
+            for batch in window:
+                engine.backward((engine.model(batch) ** 2).sum(), len(batch))
+            engine.step()
+            break
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiled:
+            state = engine.state_dict()
+        taken = [event.self_cpu_memory_usage for event in profiled.events() if event.self_cpu_memory_usage > 0]
+        assert sum(taken) < 256 * 256, (steps, taken)
+        assert state["gradient_order"] == [f"layers.{number}.weight" for number in range(4)], state["gradient_order"]
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    buckets = engine.parallel._ddp.reducer._get_zeros_like_grad_buckets()
+    assert [names[parameter] for bucket in buckets for parameter in bucket.parameters()] == state["gradient_order"]
+
+
+def main() -> None:
+    paths, overrides = RunPaths(Path(sys.argv[1])), sys.argv[2:]
+    data = list(torch.randn(90, 8, generator=torch.Generator().manual_seed(5)))
+    first = engine_of(overrides)
+    run(first, data, 5)
+    assert due == [False, True, *[False] * (len(due) - 2)]
+    place = save.write(save.take_snapshot(first, Fence.here(paths)))
+    run(first, data, 12)
+
+    second = engine_of(overrides)
+    load.load(second, place)
+    assert (second.steps, second.window_index) == (5, 5 + second.skipped_steps)
+    run(second, data, 12)
+    for mine, theirs in zip(state(first), state(second), strict=True):
+        assert torch.equal(mine, theirs)
+    assert first.schedule.get_last_lr() == second.schedule.get_last_lr()
+    assert first.precision.scaler.state_dict() == second.precision.scaler.state_dict()
+
+    if second.plan.strategy.kind is StrategyKind.ddp and second.world.size > 1:
+        require_no_gradient_copy(overrides)
+    for steps in (999_998, 999_999, 1_000_000):
+        second._update.steps = steps
+        save.write(save.take_snapshot(second, Fence.here(paths), keep=2))
+    if second.world.rank == 0:
+        assert paths.latest.read_text() == "step_1000000\n"
+        print("kept", *sorted(p.name for p in paths.checkpoints.iterdir() if p != paths.latest))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""A checkpoint holds all that training goes on from: loaded, it continues bit by bit as if nothing had been."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from launcher.rundir.fencing import Fence, Incarnation
+from launcher.rundir.paths import RunPaths
+from launcher.train.checkpoint import resume
+from launcher.train.checkpoint.save import give_up
+from tests.helpers import torchrun
+
+WORKER = Path(__file__).parent / "checkpoint_worker.py"
+
+
+# the other strategies, and more ranks, go through a checkpoint in test_resume.py
+CASES = [(1, "precision=fp16"), (2, "precision=fp32"), (2, "strategy=fsdp precision=fp16")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "extra"), CASES)
+def test_training_goes_on_bit_by_bit(ranks: int, extra: str, tmp_path: Path) -> None:
+    options = ["batch.global_size=16", "batch.micro_size=4", "train.steps=12", *extra.split()]
+    words = torchrun(WORKER, [str(tmp_path), *options], ranks, tmp_path).split()
+    assert {*words[-2:]} == {"step_999999", "step_1000000"}, "the newest are those of the highest steps"
+    assert words[-3] == "kept"
+
+
+def test_no_run_fails_for_what_cannot_be_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On NFS a file that somebody has open stays, under another name, and with it its directory."""
+    paths, held = RunPaths(tmp_path), True
+    rmtree = shutil.rmtree
+
+    def reluctant(path: Path, ignore_errors: bool = False) -> None:
+        if held and not ignore_errors:
+            raise OSError("Directory not empty")
+        if not held:
+            rmtree(path, ignore_errors=ignore_errors)
+
+    monkeypatch.setattr(shutil, "rmtree", reluctant)
+    fence = Fence(paths, Incarnation(0, 1))
+    for _ in range(2):  # the same steps again, after a restart
+        for step in (1, 2, 3, 4):
+            paths.checkpoint(step).mkdir(parents=True, exist_ok=True)
+            (paths.checkpoint(step) / "file").touch()
+        give_up(paths, fence, 2)
+        assert [path.name for path in paths.committed_checkpoints()] == ["step_000004", "step_000003"]
+    assert {incarnation for incarnation, _ in paths.partial_checkpoints()} == {"0.1"}
+    resume.begin(paths, fence)
+    assert len(paths.partial_checkpoints()) == 4
+    held = False
+    give_up(paths, fence, None)
+    assert {path.name for path in paths.checkpoints.iterdir()} == {"step_000003", "step_000004"}

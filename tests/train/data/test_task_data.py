@@ -1,0 +1,86 @@
+"""A DataLoader as a task's data: what is used of it, and which ones are refused before anything is started."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, cast
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from launcher.errors import DataError, TaskError
+from launcher.plan.task_inspection import describe_task
+from launcher.task import eval_data, first_batch, is_mapped, load_task, train_data
+from launcher.train.data.window_feed import open_feed
+from launcher.train.world import World
+from tests.helpers import ROOT, make_plan
+from tests.train.data.data_tasks import SAMPLES, TRAINED, Numbers
+
+TASKS = "tests.train.data.data_tasks"
+REFUSED = {
+    "batches": "train_data() returned a DataLoader with batch_size=None",
+    "batch_sampler": "with a batch_sampler of its own (list)",
+    "subset": "whose SubsetRandomSampler draws 40 of 80 samples",
+    "weights": "with a WeightedRandomSampler that draws with replacement",
+    "collates": "eval_data() returned a DataLoader with another collate_fn than train_data()",
+}
+
+
+def test_the_plan_counts_samples_and_says_what_is_not_used() -> None:
+    task = describe_task({"_target_": f"{TASKS}.Loaded"}, str(ROOT), shards=False, seed=7)
+    assert task.samples == TRAINED
+    assert [note.split(":")[0] for note in task.data_notes] == [
+        "train_data() returned a DataLoader", "eval_data() returned a DataLoader",
+    ]  # fmt: skip
+    assert all("its dataset and collate_fn are used. Its sampler" in note for note in task.data_notes)
+
+
+@pytest.mark.parametrize("name", ["Loaded", "StatefullyLoaded"])
+def test_dataset_and_collate_fn_are_used(name: str) -> None:
+    task = load_task(f"{TASKS}.{name}", {}, [], seed=7)
+    train, held_out = train_data(task, 7), eval_data(task, 7)
+    assert (len(train), len(held_out)) == (TRAINED, SAMPLES - TRAINED)
+    assert task.collate([train[0], train[1]]).shape == (2, 2)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize("how", REFUSED)
+def test_what_is_not_its_dataset_is_refused(how: str) -> None:
+    task = load_task(f"{TASKS}.LoadedInVain", {"how": how}, [], seed=7)
+    with pytest.raises(TaskError, match=re.escape(REFUSED[how])):
+        assert train_data(task, 7) is not eval_data(task, 7)
+
+
+class TakesAnything:
+    def __init__(self, width: int, **rest: int) -> None:
+        del width, rest
+
+
+def test_a_missing_parameter_is_named_where_any_other_is_taken() -> None:
+    with pytest.raises(TaskError, match=r"missing a required argument: 'width'"):
+        load_task(f"{__name__}.TakesAnything", {"height": 1}, [])
+
+
+@pytest.mark.parametrize("count", [2, 9])
+def test_the_first_batch_is_the_same_of_every_kind_of_data(count: int) -> None:
+    samples = [torch.tensor([float(number)]) for number in range(5)]
+
+    class Stream(IterableDataset[torch.Tensor]):
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            return iter(samples)
+
+        def __len__(self) -> int:
+            return len(samples)
+
+    for data, mapped in ((samples, True), (Stream(), False)):
+        assert is_mapped(data) is mapped
+        batch, size = first_batch(cast("Any", object()), data, count)
+        assert size == min(count, 5)
+        assert torch.equal(batch, torch.stack(samples[:count]))
+
+
+def test_a_loop_of_ones_own_is_told_to_give_the_dataset() -> None:
+    plan, loader = make_plan(samples=SAMPLES), DataLoader(Numbers(), 4)
+    with pytest.raises(DataError, match=r"Give its dataset to engine\.windows"):
+        open_feed(loader, plan, World(0, 1, 0), torch.device("cpu"))

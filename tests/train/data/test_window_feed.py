@@ -1,0 +1,361 @@
+"""Feeds: a window's members do not depend on the world, nothing is lost, streams end together."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+from launcher.errors import DataError
+from launcher.plan.run_plan import RunPlan
+from launcher.task import seed_everything
+from launcher.train.data.loader import BEGINNING, Feed, Place
+from launcher.train.data.randomness import SampleRandom, Seed
+from launcher.train.data.window_feed import open_feed
+from launcher.train.evaluation import eval_batches
+from launcher.train.world import World
+from tests.helpers import make_plan
+
+CPU = torch.device("cpu")
+
+
+class Stream(IterableDataset[int]):
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.epochs: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.length))
+
+
+def read(plan: RunPlan, dataset: Any, start: Place = BEGINNING) -> list[list[int]]:
+    """All windows of all ranks, merged as the ranks would run them together: the samples that count, sorted."""
+    size = plan.batch.world_size
+    feeds = [open_feed(dataset, plan, World(rank, size, rank), CPU, start=start) for rank in range(size)]
+    streams = [feed.windows() for feed in feeds]
+    merged: list[list[int]] = []
+    limit = plan.train.steps if plan.train.epochs is None else None
+    while limit is None or len(merged) < limit - start.index:
+        windows = [next(stream, None) for stream in streams]
+        if None in windows:
+            assert windows == [None] * size, "the ranks must end together"
+            break
+        assert len({window.count for window in windows if window}) == 1, (
+            "all ranks run the same number of micro-batches"
+        )
+        members: list[int] = []
+        for window in windows:
+            assert window is not None
+            batches = list(window.micro_batches)
+            assert len(batches) == window.count
+            for batch in batches:
+                assert len(batch.data) >= 1, "a stand-in still carries data"
+                members += batch.data.tolist()[: batch.samples]
+        merged.append(sorted(members))
+        if over(plan, settle(feeds)):
+            break
+    for feed in feeds:
+        feed.close()
+    return merged
+
+
+def settle(feeds: list[Feed]) -> Place:
+    """What the window's collective does: share who has data, and ask each feed where the next window lies."""
+    more = any(feed.has_next() for feed in feeds)
+    places = {feed.settle(more) for feed in feeds}
+    assert len(places) == 1, "the ranks must end together"
+    return places.pop()
+
+
+def over(plan: RunPlan, place: Place) -> bool:
+    return plan.train.epochs is not None and place.epoch >= plan.train.epochs
+
+
+def plan_for(micro: int, ranks: int, *overrides: str, samples: int | None = 103) -> RunPlan:
+    return make_plan(
+        "batch.global_size=24", f"batch.micro_size={micro}", f"cluster.workers_per_node={ranks}",
+        "train.loader_workers=0", *overrides, samples=samples,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("loader_workers", [0, 1, 2])
+def test_members_of_a_window_are_the_same_in_every_world(loader_workers: int) -> None:
+    data = list(range(103))
+    worlds = [(24, 1), (3, 1), (4, 2), (2, 4), (1, 8), (4, 5), (5, 3), (1, 7), (2, 30)]
+    options = ("train.epochs=2", f"train.loader_workers={loader_workers}", "batch.uneven=true")
+    plans = [plan_for(m, r, *options) for m, r in worlds]
+    seen = [read(plan, data) for plan in plans]
+    assert all(windows == seen[0] for windows in seen)
+    assert [len(window) for window in seen[0]] == [24, 24, 24, 24, 7] * 2
+    first, second = seen[0][:5], seen[0][5:]
+    assert sorted(chain(*first)) == sorted(chain(*second)) == data, "an epoch holds every sample once"
+    assert first != second, "epochs differ in order"
+
+
+def test_a_resume_needs_one_integer() -> None:
+    data = list(range(103))
+    plan = plan_for(3, 2, "train.epochs=2")
+    assert read(plan, data, Place(7)) == read(plan, data)[7:]
+
+
+@pytest.mark.parametrize("loader_workers", [0, 1])
+def test_a_stream_goes_on_where_it_was(loader_workers: int) -> None:
+    """Two epochs of 40 samples in windows of 24, resumed before each of them, in its middle and in the next one."""
+    options = ("train.epochs=2", "schedule=constant", f"train.loader_workers={loader_workers}")
+    for micro, ranks in ((4, 1), (2, 3), (6, 4), (4, 5), (1, 7)):
+        plan = plan_for(micro, ranks, *options, "batch.uneven=true", samples=None)
+        whole = read(plan, Stream(40))
+        places = [Place(0), Place(1, 0, 1), Place(2, 1, 0), Place(3, 1, 1)]
+        assert [read(plan, Stream(40), place) for place in places] == [whole[n:] for n in range(4)]
+
+
+def test_a_rank_whose_share_of_a_stream_has_ended_keeps_its_stand_in() -> None:
+    class Uneven(Stream):
+        sharded = True
+
+    plan = plan_for(4, 2, "train.epochs=1", "schedule=constant", samples=None)
+    feed = open_feed(Uneven(9), plan, World(1, 2, 1), CPU, start=Place(2, 0, 2))
+    window = next(feed.windows())
+    assert not feed.has_next()
+    assert [(batch.samples, batch.data.tolist()) for batch in window.micro_batches] == [(0, [8])] * 3
+
+
+class Drawing(torch.utils.data.Dataset[Any]):
+    """Random samples of each kind. Only one in ``every`` draws a number, of the kind that comes up."""
+
+    def __init__(self, every: int = 1) -> None:
+        self.every = every
+
+    def __len__(self) -> int:
+        return 103
+
+    def __getitem__(self, index: int) -> Any:
+        if self.every == 1:
+            return index, random.random(), torch.rand(1).item(), np.random.rand(), np.random.normal()
+        if index % self.every:
+            return index, torch.initial_seed()  # as some augmentations seed a generator of their own
+        draw = (random.random, lambda: torch.rand(1).item(), np.random.rand)[index // self.every % 3]
+        return index, draw()
+
+
+def drawn(
+    ranks: int,
+    loader_workers: int,
+    start: int = 0,
+    micro: int = 2,
+    dataset: Any = Drawing(),  # noqa: B008
+) -> dict[int, Any]:
+    """What each sample drew in the first epoch."""
+    plan = plan_for(micro, ranks, f"train.loader_workers={loader_workers}", "batch.uneven=true")
+    seen: dict[int, Any] = {}
+    for rank in range(ranks):
+        feed = open_feed(dataset, plan, World(rank, ranks, rank), CPU, collate=list, start=Place(start))
+        for window in itertools.islice(feed.windows(), 4 - start):
+            for batch in window.micro_batches:
+                seen |= {index: rest for index, *rest in batch.data}
+        feed.close()
+    return seen
+
+
+def test_what_a_sample_draws_depends_on_its_place_only() -> None:
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False)["state"]["key"].tolist()
+    here = drawn(1, loader_workers=0)
+    after = torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False)["state"]["key"].tolist()
+    assert torch.equal(states[0], after[0]), "dropout draws from this"
+    assert states[1:] == after[1:]
+    assert len({tuple(rest) for rest in here.values()}) == len(here) == 96, "and no two draw alike"
+    assert drawn(2, loader_workers=1) == drawn(3, loader_workers=0) == drawn(5, loader_workers=0, micro=4) == here
+    resumed = drawn(2, loader_workers=1, start=2)
+    assert resumed == {index: rest for index, rest in here.items() if index in resumed}
+    assert len(resumed) == 48
+
+
+def test_a_sample_that_seldom_draws_draws_alike_in_every_world() -> None:
+    """Two generators are not seeded until a read draws from one: that read is repeated, and no sample may notice."""
+    seldom = Drawing(every=10)
+    here = drawn(1, loader_workers=0, dataset=seldom)
+    assert sum(isinstance(drawn, float) for (drawn,) in here.values()) >= 9
+    for ranks, workers, micro in ((2, 1, 2), (3, 0, 2), (5, 0, 4)):
+        assert drawn(ranks, workers, micro=micro, dataset=seldom) == here
+    resumed = drawn(2, loader_workers=0, start=2, dataset=seldom)
+    assert resumed == {index: rest for index, rest in here.items() if index in resumed}
+
+
+def test_a_data_set_that_draws_nothing_is_read_once() -> None:
+    reads: list[int] = []
+
+    class Counting(Drawing):
+        def __getitem__(self, index: int) -> Any:
+            reads.append(index)
+            return index, None
+
+    assert sorted(drawn(1, loader_workers=0, dataset=Counting())) == sorted(reads)
+
+
+def test_another_length_than_the_plans_is_refused() -> None:
+    with pytest.raises(DataError, match="has 90 samples on rank 0, and the plan was made for 103"):
+        open_feed(list(range(90)), plan_for(3, 2), World(0, 2, 0), CPU)
+
+
+@pytest.mark.parametrize("length", [1, 23, 24, 25, 96, 103])
+@pytest.mark.parametrize("loader_workers", [0, 1])
+def test_a_stream_is_read_whole_and_its_windows_do_not_depend_on_the_world(length: int, loader_workers: int) -> None:
+    options = ["train.epochs=1", "schedule=constant", f"train.loader_workers={loader_workers}"]
+    alone = read(plan_for(4, 1, *options, samples=None), Stream(length))
+    assert alone == [list(range(length))[at : at + 24] for at in range(0, length, 24)]
+    for micro, ranks in ((4, 2), (3, 4), (4, 5)):
+        if length <= micro * (ranks - 1):
+            continue  # a rank would get nothing: the next test
+        assert read(plan_for(micro, ranks, *options, "batch.uneven=true", samples=None), Stream(length)) == alone
+
+
+class Shuffling(IterableDataset[Any]):
+    """One whose order, and whose samples, are chance."""
+
+    def __iter__(self) -> Iterator[Any]:
+        order = torch.randperm(60).tolist()
+        while order:
+            yield order.pop(random.randrange(len(order))) + 1000 * np.random.randint(1000)
+
+
+def test_a_stream_that_draws_comes_alike_in_every_world() -> None:
+    options = ("train.epochs=1", "schedule=constant", "batch.uneven=true")
+    alone = read(plan_for(24, 1, *options, samples=None), Shuffling())
+    assert sorted(sample % 1000 for window in alone for sample in window) == list(range(60))
+    for micro, ranks in ((4, 1), (4, 2), (3, 4), (4, 5)):
+        plan = plan_for(micro, ranks, *options, samples=None)
+        assert read(plan, Shuffling()) == alone
+        assert read(plan, Shuffling(), Place(1, 0, 1)) == alone[1:]
+
+
+def test_a_rank_may_have_no_sample_of_a_window_and_some_of_the_next() -> None:
+    options = ("train.steps=4", "batch.ramp=[[2,4]]", "batch.uneven=true")
+    for ranks in (1, 6):
+        plan = plan_for(1, ranks, *options, samples=None)
+        windows = read(plan, Stream(100))
+        assert [len(window) for window in windows] == [4, 4, 24, 24]
+        assert list(chain(*windows)) == list(range(56))
+
+
+def test_a_rank_without_any_sample_of_the_stream_is_an_error() -> None:
+    with pytest.raises(DataError, match="Rank 1 got no sample"):
+        read(plan_for(4, 2, "train.epochs=1", "schedule=constant", samples=None), Stream(3))
+
+
+def test_ranks_of_unequal_length_end_together() -> None:
+    """A stream that shards itself unevenly: weight zero for the rank that is through."""
+
+    class Uneven(Stream):
+        sharded = True
+
+    size = 2
+    plan = plan_for(4, size, "train.epochs=1", "schedule=constant", samples=None)
+    feeds = [open_feed(Uneven(n), plan, World(rank, size, rank), CPU) for rank, n in enumerate((50, 9))]
+    streams = [feed.windows() for feed in feeds]
+    counted, windows = [0, 0], 0
+    ended = False
+    while not ended:
+        windows += 1
+        for rank, stream in enumerate(streams):
+            window = next(stream)
+            counted[rank] += sum(batch.samples for batch in window.micro_batches)
+        ended = over(plan, settle(feeds))
+    assert counted == [50, 9]
+    assert windows == 5  # 50 samples, 12 a window
+
+
+def test_streams_start_again_for_the_next_epoch() -> None:
+    stream = Stream(30)
+    windows = read(plan_for(4, 2, "train.epochs=2", "schedule=constant", samples=None), stream)
+    assert [len(window) for window in windows] == [24, 6] * 2
+    assert 1 in stream.epochs
+
+
+@pytest.mark.parametrize("dataset", [list(range(40)), Stream(40)])
+def test_evaluation_sees_every_sample_once(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("launcher.train.evaluation.dist.all_reduce", lambda *_: None)  # each rank alone
+    plan = plan_for(4, 3)
+    seen: list[int] = []
+    for rank in range(3):
+        for batch in eval_batches(dataset, plan, World(rank, 3, rank), CPU):
+            seen += batch.data.tolist()[: batch.samples]
+    assert sorted(seen) == list(range(40))
+
+
+def test_every_rank_evaluates_as_often() -> None:
+    """A sharded model needs all ranks in each forward pass: 25 samples are 13 for one rank and 12 for the other."""
+    plan = plan_for(4, 2)
+    rounds = [[batch.samples for batch in eval_batches(list(range(25)), plan, World(r, 2, r), CPU)] for r in range(2)]
+    assert rounds == [[4, 4, 4, 1], [4, 4, 4, 0]]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_ramp_has_the_same_windows_in_every_world(stream: bool) -> None:
+    """100 samples: windows of 8, then of 16, then of 24, across the ends of epochs."""
+
+    def windows(*overrides: str) -> list[list[int]]:
+        plan = make_plan(
+            "batch.global_size=24", "batch.ramp=[[3,8],[9,16]]", "train.epochs=3", "schedule=constant",
+            "schedule.warmup_steps=0", *overrides, samples=None if stream else 100,
+        )  # fmt: skip
+        return read(plan, Stream(100) if stream else list(range(100)))
+
+    one = windows("cluster.workers_per_node=1", "batch.micro_size=8", "strategy=single")
+    sizes = [len(window) for window in one]
+    # 24 + 4 x 16 + 12; 5 x 16 + 20; then 4 x 24 + 4
+    assert sizes == [8, 8, 8, 16, 16, 16, 16, 12, 16, 16, 16, 16, 24, 12, 24, 24, 24, 24, 4]
+    for world, micro in ((2, 4), (4, 2), (8, 1), (2, 2)):
+        assert windows(f"cluster.workers_per_node={world}", f"batch.micro_size={micro}") == one
+    samples = sorted(chain.from_iterable(one[:8]))
+    assert samples == list(range(100)), "an epoch is every sample once"
+
+
+def test_a_run_that_is_resumed_within_a_ramp_goes_on_with_the_next_window() -> None:
+    plan = make_plan("batch.global_size=24", "batch.micro_size=2", "batch.ramp=[[3,8],[9,16]]", "train.steps=20",
+                     samples=100)  # fmt: skip
+    data = list(range(100))
+    whole = read(plan, data)
+    for at in (1, 3, 7, 8, 12, 15):
+        assert read(plan, data, Place(at)) == whole[at:]
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        pytest.param(lambda: torch.rand(1).item(), id="torch"),
+        pytest.param(torch.initial_seed, id="the seed of torch"),
+        pytest.param(lambda: torch.default_generator.initial_seed(), id="the seed of torch's generator"),
+        pytest.param(random.random, id="Python"),
+        pytest.param(lambda: random.gauss(0, 1), id="a number that Python's gauss has left over"),
+        pytest.param(lambda: np.random.rand(), id="NumPy"),
+        pytest.param(lambda: np.random.default_rng(torch.initial_seed()).random(), id="a generator of its own"),
+    ],
+)
+def test_the_first_number_drawn_is_noticed_and_comes_from_the_samples_place(draw: Callable[[], float]) -> None:
+    def read(seed: Seed | None) -> float:
+        if seed is not None:
+            seed(3, 5)
+        return draw()
+
+    values: list[float] = []
+    for outer in (1, 2):
+        seed_everything(outer)
+        _ = random.gauss(0, 1), np.random.normal()  # each leaves a second number
+        before = torch.get_rng_state(), random.getstate(), repr(np.random.get_state())
+        values.append(SampleRandom(7).around(read))
+        after = torch.get_rng_state(), random.getstate(), repr(np.random.get_state())
+        assert torch.equal(before[0], after[0])
+        assert before[1:] == after[1:]
+        assert isinstance(torch.default_generator, torch.Generator)
+        assert torch.default_generator is torch.random.default_generator
+    assert values[0] == values[1], "it does not depend on what was drawn elsewhere"

@@ -1,0 +1,178 @@
+"""The calibration phase: training is the same bits with it and without, and what is made of its times."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from launcher.quantities import Interval, interval
+from launcher.train.engine.calibration import Calibrated
+from launcher.train.engine.preserved_state import Kept
+from tests.helpers import make_plan, torchrun
+
+WORKER = Path(__file__).parent / "calibration_worker.py"
+DDP = "strategy=ddp strategy.bucket_mb=0.001"
+GATHERED = "strategy=fsdp strategy.sync=gather_once batch.micro_size=4"
+PAIRS: dict[int, dict[str, str]] = {
+    1: {"one rank": "strategy=single precision=fp32 batch.micro_size=8"},
+    2: {
+        "ddp": f"{DDP} precision=fp32 batch.micro_size=4",
+        "ddp bf16": f"{DDP} precision=bf16 batch.micro_size=2",
+        "ddp fp16": f"{DDP} precision=fp16 precision.growth_interval=2 batch.micro_size=4",
+        "every": f"{DDP} precision=fp32 batch.micro_size=4 strategy.sync=every",
+        "powersgd": f"{DDP} precision=fp32 batch.micro_size=4 strategy.compress=powersgd strategy.powersgd_start=3",
+        "norm sync": f"{DDP} precision=fp32 batch.micro_size=4 batch.norm=sync",
+        "norm window": f"{DDP} precision=fp32 batch.micro_size=8 batch.norm=window",
+        "ramp": f"{DDP} precision=fp32 batch.micro_size=4 batch.ramp=[[2,8],[1,16]]",
+        "fsdp": "strategy=fsdp precision=fp32 batch.micro_size=4 strategy.sync=boundary",
+        "fsdp bf16": "strategy=fsdp precision=bf16 batch.micro_size=4 strategy.sync=gather_once",
+        "own loop": f"{DDP} precision=fp32 batch.micro_size=4 own=0",
+        "own loop, later": f"{DDP} precision=fp32 batch.micro_size=4 own=3",
+        "out of memory": f"{DDP} precision=fp32 batch.micro_size=4 oom=1",
+        "out of memory, later": f"{DDP} precision=fp32 batch.micro_size=4 oom=5",
+        "fsdp out of memory": "strategy=fsdp precision=fp32 batch.micro_size=4 strategy.sync=gather_once oom=1",
+        "fsdp out of memory in backward": f"{GATHERED} precision=fp32 oom_backward=1",
+        "fsdp out of memory in backward, later": f"{GATHERED} precision=bf16 oom_backward=5",
+        "unused parameters": f"{DDP} precision=fp32 batch.micro_size=4 strategy.sync=every "
+        "strategy.find_unused_parameters=true resume=1",
+        "static graph": f"{DDP} precision=fp32 batch.micro_size=4 strategy.static_graph=true",
+    },
+    4: {
+        "ddp": f"{DDP} precision=fp32 batch.micro_size=2",
+        "ddp later": f"{DDP} precision=fp32 batch.micro_size=4 own=2",
+        "hsdp": "strategy=hsdp strategy.shard_size=2 strategy.sync=replicas_at_boundary precision=fp32 "
+        "batch.micro_size=2",
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", PAIRS)
+def test_training_is_the_same_bits_with_and_without_it(ranks: int, tmp_path: Path) -> None:
+    (tmp_path / "pairs").write_text("\n".join(PAIRS[ranks].values()))
+    lines = torchrun(WORKER, [str(tmp_path / "pairs")], ranks, tmp_path).splitlines()
+    found = dict(zip(PAIRS[ranks], [json.loads(line) for line in lines if line.startswith("{")], strict=True))
+    assert {name: result["unlike"] for name, result in found.items()} == {name: [] for name in PAIRS[ranks]}
+    for name, result in found.items():
+        given_up = name in ("out of memory", "out of memory, later", "fsdp out of memory in backward, later")
+        measures = not given_up and name not in ("static graph", "one rank")
+        assert bool(result["not_measured"]) == (given_up or name == "static graph"), name
+        assert (result["rounds"] > 0) == measures, name
+        assert (result["gain"] is not None) == (measures and name not in ("every", "unused parameters")), name
+        # the whole model is gathered only where its memory is known to suffice
+        silent = measures and name not in ("fsdp", "hsdp") and not name.startswith("fsdp out of memory")
+        assert (result["exposed"] is not None) == silent, name
+        for times in (result["gain"], result["exposed"]):
+            assert times is None or times["low"] <= times["value"] <= times["high"]
+        # a window is read whole only where its micro-batches are needed before
+        if name not in ("norm window", "ramp"):
+            assert set(result["plain_order"].split("r")) == {"", "F"}, name
+            first, *later = result["order"].removeprefix("r").split("r")
+            assert (len(first) == 1) == (name == "one rank" or "own=" in PAIRS[ranks][name]), name
+            assert set(later) == {"F"}, name
+    if ranks == 2:
+        assert "static graph" in found["static graph"]["not_measured"]
+        assert found["ddp"]["order"].count("F") == 4 + 4 + 2 + 4 + 4, "each batch is handed out once"
+
+
+def steps(compute_s: float, read_s: float, gain_s: float, *, ahead: bool) -> tuple[float, float, float]:
+    """Simulate 200 windows. Returns seconds a step, seconds a step waiting for data, and seconds a step with
+    communication that takes ``gain_s`` longer. A reader ahead keeps two windows ready."""
+
+    def run(work_s: float) -> tuple[float, float]:
+        now = ready = waited = 0.0
+        taken: list[float] = [0.0, 0.0]  # when each earlier window was taken: its place is read into again
+        start = 0.0
+        for window in range(200):
+            if window == 50:
+                start, waited = now, 0.0
+            if ahead:
+                ready = max(ready, taken[-2]) + read_s
+                waited += max(0.0, ready - now)
+                now = max(now, ready)
+                taken.append(now)
+            else:
+                waited += read_s
+                now += read_s
+            now += work_s
+        return (now - start) / 150, waited / 150
+
+    step_s, data_s = run(compute_s)
+    return step_s, data_s, run(compute_s + gain_s)[0]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("read_s", [0.0, 0.5, 1.2, 3.0, 20.0])
+def test_the_speedup_of_a_whole_step_has_its_data_in_it(read_s: float, ahead: bool) -> None:
+    step_s, data_s, every_s = steps(1.0, read_s, 4.0, ahead=ahead)
+    calibrated = Calibrated(rounds=6, gain=Interval(4.0, 3.9, 4.1))
+    found = calibrated.step_s_every(step_s, data_s, reads_ahead=ahead)
+    assert found is not None
+    assert found.value == pytest.approx(every_s, rel=0.02)
+    assert found.low <= found.value <= found.high
+    if read_s == 20.0:
+        assert found.value / step_s < 1.25, "a job that waits for its data gains next to nothing"
+
+
+def test_a_policy_that_is_slower_is_shown_to_be() -> None:
+    found = Calibrated(rounds=6, gain=Interval(-0.2, -0.3, -0.1)).step_s_every(1.0, 0.0, reads_ahead=True)
+    assert found is not None
+    assert (found.low, found.value, found.high) == pytest.approx((0.7, 0.8, 0.9))
+
+
+def test_a_checkpoints_result_is_taken_over_unless_there_is_more_time_now() -> None:
+    measured = Calibrated(asked_s=None, rounds=7, gain=Interval(0.1, 0.0, 0.2), comm_s=0.3)
+    state: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(measured)))
+    assert Calibrated.restored(state, make_plan()) == measured
+    assert Calibrated.restored(state, make_plan("run.calibrate_s=60")) == measured
+    given_up = dataclasses.asdict(Calibrated(asked_s=None, not_measured="it takes longer"))
+    assert Calibrated.restored(given_up, make_plan()) is not None
+    assert Calibrated.restored(given_up, make_plan("run.calibrate_s=60")) is None
+    older = {"start": 2, "every_s": [1.0], "own": []}
+    assert Calibrated.restored(older, make_plan()) is None
+    assert Calibrated.restored(None, make_plan()) is None
+
+
+class Grows(nn.Module):
+    """Replaces one buffer, fills one that was None, and registers another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.ones(2))
+        self.register_buffer("cache", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.table = torch.zeros(len(x))
+        self.cache = torch.zeros(3)
+        self.register_buffer("more", torch.zeros(1))
+        return x
+
+
+def test_random_state_and_buffers_are_put_back() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5), Grows())
+    kept = Kept(model, torch.device("cpu"))
+    wanted = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    number = torch.rand(1)
+    kept.put_back()
+    for _ in range(2):
+        model(torch.randn(8, 3))
+        kept.put_back()
+        assert torch.equal(torch.rand(1), number)
+        found = dict(model.named_buffers())
+        assert [*found] == [*wanted]
+        assert all(map(torch.equal, found.values(), wanted.values()))
+        kept.put_back()
+
+
+def test_the_median_is_that_of_the_paired_differences() -> None:
+    own = [1.0, 1.5, 1.1, 3.0, 1.2, 1.0]
+    every = [2.0, 2.6, 2.0, 4.1, 2.2, 1.9]
+    differences = [a - b for a, b in zip(every, own, strict=True)]
+    assert interval(differences).value == statistics.median(differences) == pytest.approx(1.0)

@@ -1,0 +1,101 @@
+"""What differs on a GPU and can be shown without one: devices, groups, time limits, where the loss scale is kept."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from launcher import Engine
+from launcher import make_plan as make_plan_in_a_job
+from launcher.config.schema import Device, PrecisionKind, StrategyKind
+from launcher.errors import ConfigError, SiteError
+from launcher.train.parallel import fsdp
+from launcher.train.precision import Precision
+from launcher.train.world import World, device_of, join
+from tests.helpers import make_plan
+
+
+@pytest.fixture
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """A machine with one GPU; the calls that would use it."""
+    calls: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: calls.append(index))
+    monkeypatch.setattr(torch.cuda, "init", lambda: calls.append("init"))
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: calls.append((backend, options)))
+    return calls
+
+
+def test_each_rank_needs_a_gpu_of_its_own(one_gpu: list[Any]) -> None:
+    assert device_of(World(0, 2, 0), Device.cuda) == torch.device("cuda", 0)
+    with pytest.raises(SiteError, match="sees 1 GPUs, and local rank 1 needs one of its own"):
+        device_of(World(1, 2, 1), Device.cuda)
+    join(World(0, 2, 0), torch.device("cuda", 0), 60.0)
+    assert one_gpu[:2] == [0, "init"]
+    backend, options = one_gpu[2]
+    assert backend == "cpu:gloo,cuda:nccl"
+    assert options["device_id"] == torch.device("cuda", 0)
+    with pytest.raises(ConfigError, match="shows 1 GPUs and each worker needs one"):
+        make_plan("cluster.workers_per_node=2", "cluster.device=cuda", gpus=1)
+
+
+def test_ranks_share_a_gpu_where_a_test_says_so(one_gpu: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAUNCHER_SHARE_GPU", "1")
+    assert device_of(World(1, 2, 1), Device.cuda) == torch.device("cuda", 0)
+    join(World(1, 2, 1), torch.device("cuda", 0), 60.0)
+    assert one_gpu[:2] == [0, "init"]
+    backend, options = one_gpu[2]
+    assert backend == "cpu:gloo,cuda:gloo", "NCCL refuses two ranks on one device"
+    assert "device_id" not in options
+    plan = make_plan("cluster.workers_per_node=2", "cluster.device=cuda", gpus=1)
+    assert "LAUNCHER_SHARE_GPU" in plan.env.allow, "the workers see it"
+    with pytest.raises(ConfigError, match="shows 0 GPUs"):
+        make_plan("cluster.workers_per_node=2", "cluster.device=cuda", gpus=0)
+
+
+@pytest.mark.parametrize("place", ["cpu", "meta"])
+def test_the_loss_scale_is_kept_where_the_gradients_are(place: str) -> None:
+    """From a GPU, torch copies it to gradients on the host without waiting for the copy."""
+    plan = dataclasses.replace(make_plan("precision=fp16", "precision.init_scale=8").precision, kind=PrecisionKind.fp16)
+    precision = Precision(plan, torch.device("cpu"), gradients_on=torch.device(place))
+    scale = precision.scaler._scale
+    assert scale is not None
+    assert scale.device.type == place
+    if place == "cpu":
+        assert precision.scaled(torch.tensor(3.0)).item() == 24
+        assert precision.scaler.get_scale() == 8
+    assert Precision(plan, torch.device("cpu")).scaler._scale is None, "torch decides"
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+    fsdp._mesh.cache_clear()
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_groups_of_a_mesh_wait_until_a_hang_is_found() -> None:
+    """NCCL's own ten minutes, or gloo's thirty, would end the ranks that wait, and name them for the cause."""
+    plan = make_plan_in_a_job(
+        ["strategy=fsdp", "precision=fp32", "batch.global_size=4", "train.steps=1", "train.hang_timeout=5000",
+         "cluster.device=cpu"],
+        samples=8,
+    )  # fmt: skip
+    plan = dataclasses.replace(plan, strategy=dataclasses.replace(plan.strategy, kind=StrategyKind.hsdp, shard_size=1))
+    mesh = fsdp.mesh_of(torch.device("cpu"), 1, 1)
+    for group in mesh.get_all_groups():
+        group.set_timeout(timedelta(seconds=600))  # as NCCL has it
+    Engine(torch.nn.Linear(3, 2), lambda parameters: torch.optim.SGD(parameters, 0.1), plan)
+    for group in mesh.get_all_groups():
+        waits = group._get_backend(torch.device("cpu")).options._timeout
+        assert waits >= timedelta(seconds=5000)

@@ -1,0 +1,139 @@
+"""Running out of memory: what counts as it, and that nothing of the abandoned window stays."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from launcher import Engine
+from launcher.errors import ConfigError
+from launcher.plan.batch import Batch
+from launcher.plan.run_plan import RunPlan
+from launcher.train.engine import oom
+from launcher.train.world import World
+from tests.helpers import make_plan
+
+
+def plan_of(*overrides: str) -> RunPlan:
+    return make_plan(
+        "cluster.workers_per_node=1", "batch.global_size=16", "train.loader_workers=0", *overrides, samples=96
+    )
+
+
+def trained(fails_at: int | None) -> tuple[list[Tensor], list[tuple[int, int]]]:
+    """Parameters and buffers after four windows, of a model that draws and that keeps statistics; the sizes of each
+    window's micro-batches. ``fails_at``: the micro-batch of the third window in which memory does not suffice."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1))
+    plan = plan_of("batch.micro_size=8", "batch.on_oom=shrink", "train.steps=4", "precision=fp32")
+    engine = Engine(model, torch.optim.SGD(model.parameters(), 0.1), plan)
+    data = torch.randn(96, 5, generator=torch.Generator().manual_seed(1))
+    sizes: list[tuple[int, int]] = []
+    failed = False
+    for window in engine.windows(list(data)):
+        seen: list[int] = []
+        try:
+            for number, batch in enumerate(window):
+                loss = engine.model(batch).square().sum()
+                if len(sizes) == 2 and number == fails_at and not failed:
+                    failed = True
+                    raise torch.OutOfMemoryError("injected")
+                engine.backward(loss, len(batch))
+                seen.append(len(batch))
+        except torch.OutOfMemoryError as error:
+            if not engine.shrinks(error):
+                raise
+            continue
+        engine.step()
+        sizes.append((len(seen), max(seen)))
+    assert (engine.steps, engine.samples) == (4, 64)
+    return [value.clone() for value in model.state_dict().values()], sizes
+
+
+@pytest.mark.usefixtures("alone")
+def test_it_does_not_matter_where_in_a_window_memory_ran_out() -> None:
+    first, sizes = trained(fails_at=0)
+    last, again = trained(fails_at=1)
+    assert sizes == again == [(2, 8), (2, 8), (4, 4), (4, 4)]
+    assert all(torch.equal(one, other) for one, other in zip(first, last, strict=True))
+    never, _ = trained(fails_at=None)
+    assert not all(torch.equal(one, other) for one, other in zip(first, never, strict=True)), "dropout draws otherwise"
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("overrides", [["batch.micro_size=8"], ["batch.micro_size=1", "batch.on_oom=shrink"]])
+def test_nothing_smaller_or_not_asked_for(overrides: list[str]) -> None:
+    model = nn.Linear(5, 1)
+    engine = Engine(model, torch.optim.SGD(model.parameters(), 0.1), plan_of(*overrides, "train.steps=2"))
+    for _ in engine.windows([torch.randn(5) for _ in range(96)]):
+        assert engine.shrinks(torch.OutOfMemoryError("injected")) is (overrides == [])
+        assert not engine.shrinks(ValueError("something else"))
+        break
+
+
+@pytest.mark.parametrize(
+    ("error", "is_one"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), True),
+        (MemoryError(), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"), True),
+        (RuntimeError("NCCL error: unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("DefaultCPUAllocator: can't allocate memory"), False),
+    ],
+)
+def test_what_counts_as_running_out_of_memory(error: Exception, is_one: bool) -> None:
+    assert oom.is_out_of_memory(error) is is_one
+
+
+def test_the_allocators_own_words_are_known() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert oom.is_out_of_memory(caught.value)
+
+
+def test_what_was_found_is_for_this_job_only(tmp_path: Path) -> None:
+    def of_run(*overrides: str) -> RunPlan:
+        plan = plan_of("batch.micro_size=8", *overrides)
+        return dataclasses.replace(plan, run=dataclasses.replace(plan.run, dir=str(tmp_path)))
+
+    plan = of_run()
+    alone = World(0, 1, 0)
+    assert oom.fitted(plan, alone) == plan
+    oom.note(plan, plan.batch.in_micro_batches_of(2))
+    assert oom.fitted(plan, alone).batch == Batch(global_size=16, micro_size=2, accumulation=8, world_size=1)
+    for other in ("batch.micro_size=4", "precision=fp32", "strategy.recompute=blocks"):
+        resumed = of_run(other)
+        assert oom.fitted(resumed, alone) == resumed
+    assert json.loads(plan.paths.fitted.read_text())["micro_size"] == 2
+
+
+def solved(*overrides: str, ranks: int = 2) -> Any:
+    return make_plan(f"cluster.workers_per_node={ranks}", *overrides, samples=960).batch
+
+
+def test_auto_begins_with_a_ranks_whole_share() -> None:
+    assert solved("batch.global_size=24", "batch.micro_size=auto").micro_size == 12
+    assert solved("batch.global_size=24", "batch.micro_size=auto", "batch.ramp=[[5,16]]").micro_size == 4
+    assert solved("batch.global_size=25", "batch.micro_size=auto", "batch.uneven=true").micro_size == 13
+    with pytest.raises(ConfigError, match=r"batch\.accumulation=3: has no effect with batch.micro_size=auto"):
+        solved("batch.global_size=24", "batch.micro_size=auto", "batch.accumulation=3")
+    with pytest.raises(ConfigError, match=r"batch\.micro_size=two: must be a whole number, or auto"):
+        solved("batch.micro_size=two")
+
+
+def test_halving_keeps_the_window() -> None:
+    batch = solved("batch.global_size=24", "batch.micro_size=12")
+    sizes: list[tuple[int, int]] = []
+    while batch is not None:
+        sizes.append((batch.micro_size, batch.accumulation))
+        assert batch.global_size == 24
+        batch = batch.shrunk()
+    assert sizes == [(12, 1), (6, 2), (3, 4), (2, 6), (1, 12)]

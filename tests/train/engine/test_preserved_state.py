@@ -1,0 +1,152 @@
+"""What passes that do not train must restore: attributes of the model and of the task, and what they refer to."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from launcher.train.engine import preserved_state
+from launcher.train.engine.preserved_state import KeptAttributes
+
+
+class Part:
+    count = 0
+
+
+class Model(nn.Module):
+    data: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.steps, self.mean = nn.Linear(2, 2), 0, torch.zeros(3)
+
+
+class Task:
+    samples: Any
+    slotted: Any
+    space: Any
+    mapped: Any
+    tensor: Any
+    expanded: Any
+    meta: Any
+    system: Any
+    complex: Any
+
+    def __init__(self) -> None:
+        self.calls, self.part, self.itself = 0, Part(), self
+        self.lists = [[1, 2], deque([3], maxlen=2), {"a": {4}}, (Part(),)]
+        self.generators = torch.Generator().manual_seed(1), random.Random(2), np.random.default_rng(3)
+        self.legacy = np.random.RandomState(4)
+        self.array, self.view = np.zeros(3), torch.ones(1).expand(4)
+        self.model = Model()
+
+    def numbers(self) -> list[float]:
+        torch_generator, python, numpy = self.generators
+        drawn = [float(torch.rand((), generator=torch_generator)), python.random(), numpy.random(), self.legacy.rand()]
+        return [*drawn, float(self.array.sum()), float(self.view.sum()), float(self.model.mean.sum())]
+
+    def change(self) -> None:
+        lists: Any = self.lists
+        lists[0].append(5)
+        lists[1].extend([6, 7])
+        lists[2]["a"].add(8)
+        lists[2]["b"] = 9
+        lists[3][0].count = 10
+        self.calls += 1
+        self.part.count += 1
+        self.part, self.new = Part(), 11
+        self.array += 1
+        self.model.steps += 1
+        self.model.mean.data.add_(1)
+        self.model.mean = torch.ones(2)
+
+
+def test_attributes_and_what_they_refer_to_are_restored() -> None:
+    task = Task()
+    part, lists, mean = task.part, task.lists, task.model.mean
+    saved = KeptAttributes(task.model, task)
+    wanted = task.numbers()
+    for _ in range(2):
+        task.change()
+        saved.put_back()
+        assert task.numbers() == wanted
+        task.numbers()
+        saved.put_back()
+        assert task.lists is lists
+        assert lists[:3] == [[1, 2], deque([3]), {"a": {4}}]
+        assert (task.part, task.model.mean) == (part, mean)
+        assert (task.calls, part.count, lists[3][0].count, task.model.steps) == (0, 0, 0, 0)
+        assert not hasattr(task, "new")
+
+
+def test_the_models_own_parts_and_data_sets_stay_as_they_are() -> None:
+    model = Model()
+    model.data = data = torch.utils.data.TensorDataset(torch.zeros(2))
+    saved = KeptAttributes(model)
+    with torch.no_grad():
+        model.layer.weight.fill_(5)
+    model.register_buffer("more", torch.ones(1))
+    data.tensors[0].fill_(3)
+    saved.put_back()
+    assert float(model.layer.weight.detach().sum()) == 20
+    assert float(data.tensors[0].sum()) == 6
+    assert [name for name, _ in model.named_buffers()] == ["more"]
+
+
+def test_what_is_too_large_to_copy_is_named_if_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preserved_state, "MAX_COPY_BYTES", 8)
+    model = Model()
+    saved = KeptAttributes(model)
+    assert saved.put_back() == ""
+    model.mean += 1
+    assert saved.put_back() == "a tensor of shape (3,)"
+
+
+@dataclass(slots=True)
+class Slotted:
+    count: int = 0
+
+
+def test_long_data_does_not_hide_what_lies_deep() -> None:
+    task, inner = Task(), Model()
+    model = nn.Sequential(nn.Sequential(nn.Sequential(inner)))
+    task.samples = [(str(n), n) for n in range(20_000)]
+    task.slotted, task.space = Slotted(), SimpleNamespace(count=0)
+    saved = KeptAttributes(model, task)
+    inner.steps, task.slotted.count, task.space.count = 5, 6, 7
+    task.samples.append(("more", 0))
+    saved.put_back()
+    assert (inner.steps, task.slotted.count, task.space.count, len(task.samples)) == (0, 0, 0, 20_000)
+
+
+def test_torchs_own_objects_are_left_alone() -> None:
+    """An optimizer that the task holds has its state in dicts."""
+    task, model = Task(), nn.Sequential(Model())
+    task.space = torch.optim.SGD(model.parameters(), 0.1)
+    saved = KeptAttributes(model, task)
+    task.space.param_groups[0]["lr"] = 0.5
+    saved.put_back()
+    assert task.space.param_groups[0]["lr"] == 0.5
+
+
+def test_what_no_pass_has_changed_is_not_written_to(tmp_path: Path) -> None:
+    """Memory that is mapped from a file may be read-only, and NaN is not equal to itself."""
+    np.save(tmp_path / "data.npy", np.full(8, np.nan))
+    task = Task()
+    task.mapped = np.load(tmp_path / "data.npy", mmap_mode="r")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        task.tensor = torch.from_numpy(np.load(tmp_path / "data.npy", mmap_mode="r"))
+    task.expanded, task.meta = torch.full((1,), torch.nan).expand(4), torch.ones(2, device="meta")
+    task.system, task.complex = random.SystemRandom(), torch.ones(2, dtype=torch.complex128)
+    KeptAttributes(task).put_back()

@@ -1,0 +1,88 @@
+"""Predicted and counted bytes of many models, for test_forecast.py.
+
+forecast_worker.py predict PLANS OVERRIDES_AS_JSON...      one process: writes a plan a line, with its forecasts
+forecast_worker.py count PLANS                             run by torchrun: prints the payload that each policy sent
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from launcher.config.hydra import compose
+from launcher.plan.host import Site
+from launcher.plan.launch_plan import RunInfo
+from launcher.plan.run_plan import RunPlan, TaskPlan
+from launcher.plan.solve import solve
+from launcher.plan.sync_policy import POLICIES, SHARDED, Collective
+from launcher.task import load_task
+from launcher.train.engine.engine import Engine
+from launcher.train.inspect.memory_forecast import forecasts
+from launcher.train.inspect.task_probe import probe
+from launcher.train.trainer import as_loss, build_optimizer
+
+RUN = RunInfo(name="run", id="abcd1234", dir="/nowhere/run", created="2024-01-01T00:00:00+00:00", version="0")
+
+
+def predict(file: Path, cases: list[str]) -> None:
+    lines: list[str] = []
+    for case in cases:
+        overrides, params = json.loads(case)
+        task = TaskPlan(**probe("tests.train.inspect.forecast_tasks.Task", params, [], shards=True, seed=0))
+        plan = solve(compose(overrides), Site(gpus=0, cores=2, cwd="/nowhere"), task, RUN)
+        problem = None
+        if plan.strategy.kind in SHARDED:
+            found, problem = forecasts(plan)
+            dist.destroy_process_group()
+        else:
+            found = plan.strategy.forecasts
+        fields = {
+            "plan": json.loads(plan.to_json()),
+            "problem": problem,
+            "predicted": {forecast.sync.value: forecast.payload_bytes for forecast in found},
+            "peaks": [forecast.peak_bytes for forecast in found],
+            "arithmetic": {forecast.sync.value: forecast.payload_bytes for forecast in plan.strategy.forecasts},
+        }
+        lines.append(json.dumps(fields))
+    file.write_text("\n".join(lines))
+
+
+def count(file: Path) -> None:
+    for line in file.read_text().splitlines():
+        plan = RunPlan.from_json(json.dumps(json.loads(line)["plan"]))
+        sent: dict[str, int] = {}
+        for sync in POLICIES[plan.strategy.kind]:
+            plan = dataclasses.replace(plan, strategy=dataclasses.replace(plan.strategy, sync=sync))
+            task = load_task(plan.task.target, plan.task.params, [])
+            torch.manual_seed(0)
+            engine = Engine(
+                task.model, lambda p, plan=plan: build_optimizer(p, plan.optimizer, plan.cluster.device), plan
+            )
+            for window in engine.windows(task.train_data()):
+                for batch in window:
+                    loss = as_loss(task.loss(engine.model, batch), engine.samples_in_batch, plan.task.target)
+                    engine.backward(loss.total, loss.items)
+                kinds = engine.step().comm.kinds
+                if engine.steps == 2:
+                    break
+            beside = kinds[Collective.broadcast].payload_bytes if Collective.broadcast in kinds else 0
+            sent[sync.value] = sum(traffic.payload_bytes for traffic in kinds.values()) - beside
+        if dist.get_rank() == 0:
+            print(json.dumps(sent), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    place = Path(sys.argv[2])
+    if sys.argv[1] == "predict":
+        warnings.simplefilter("ignore")  # as launcher.train.inspect.memory_forecast does when it runs by itself
+        predict(place, sys.argv[3:])
+    else:
+        count(place)

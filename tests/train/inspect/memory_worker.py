@@ -1,0 +1,61 @@
+"""Real ranks under torch's memory tracker, run by torchrun in test_forecast.py: the peak of each policy's windows.
+
+argv: a plan.json as `launch plan --json` prints it. Prints one JSON object from rank 0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed._tools.mem_tracker import MemTracker
+
+from launcher.config.schema import Sync
+from launcher.plan.run_plan import RunPlan
+from launcher.plan.sync_policy import POLICIES
+from launcher.task import load_task
+from launcher.train.engine.engine import Engine
+from launcher.train.trainer import as_loss, build_optimizer
+
+WINDOWS = 3
+
+
+def peak(plan: RunPlan, sync: Sync) -> int:
+    plan = dataclasses.replace(plan, strategy=dataclasses.replace(plan.strategy, sync=sync))
+    task = load_task(plan.task.target, plan.task.params, [])
+    torch.manual_seed(0)
+    engine = Engine(
+        task.model,
+        lambda p: build_optimizer(p, plan.optimizer, plan.cluster.device),
+        plan,
+        shard_units=task.shard_units,
+    )
+    tracker = MemTracker()
+    tracker.track_external(engine.parallel.module, engine.optimizer)
+    with tracker:
+        for number, window in enumerate(engine.windows(task.train_data()), 1):
+            for batch in window:
+                tracker.reset_mod_stats()
+                loss = as_loss(task.loss(engine.model, batch), engine.samples_in_batch, plan.task.target)
+                engine.backward(loss.total, loss.items)
+            engine.step()
+            if number == WINDOWS:
+                break
+    return next(sizes["Total"] for place, sizes in tracker.get_tracker_snapshot("peak").items() if place.type == "cpu")
+
+
+def main() -> None:
+    plan = RunPlan.load(Path(sys.argv[1]))
+    peaks = {sync.value: peak(plan, sync) for sync in POLICIES[plan.strategy.kind]}
+    if dist.get_rank() == 0:
+        print(json.dumps(peaks), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""strategy.sync=auto: what is predicted is what real ranks then need, and the cheapest policy that fits is taken."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launcher.config.schema import Sync
+from launcher.plan.run_plan import Forecast, RunPlan
+from launcher.plan.strategy import with_memory
+from tests.conftest import Launch
+from tests.helpers import ROOT, make_plan, patience, torchrun
+from tests.train.inspect.forecast_tasks import MODELS
+
+WORKER = Path(__file__).parent / "memory_worker.py"
+BYTES_WORKER = Path(__file__).parent / "forecast_worker.py"
+JOB = (
+    "task.width=256", "task.depth=4", "task.heads=4", "task.seq_len=32", "batch.global_size=32", "batch.micro_size=2",
+    "train.loader_workers=0", "run.calibrate_s=0",
+)  # fmt: skip
+
+
+def forecasts(**peaks: int) -> list[Forecast]:
+    wire = {"every": 300, "boundary": 200, "gather_once": 30}
+    return [
+        Forecast(sync=Sync(name), payload_bytes=0, wire_bytes=wire[name], wire_s=None, peak_bytes=peak)
+        for name, peak in peaks.items()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("memory", "chosen", "why"),
+    [
+        (10_000, "gather_once", "fewest wire bytes of all, and all fit"),
+        (1_000, "boundary", "fewest wire bytes of those that fit"),
+        (700, "every", "fewest wire bytes of those that fit"),
+        (300, "every", "the least memory: none is predicted to fit"),
+    ],
+)
+def test_the_fewest_bytes_of_those_that_fit(memory: int, chosen: str, why: str) -> None:
+    plan = make_plan("strategy=fsdp").strategy
+    decided = with_memory(plan, forecasts(every=600, boundary=900, gather_once=1000), memory)
+    assert (decided.sync.value, decided.sync_reason) == (chosen, why)
+    assert decided.memory_bytes == memory
+    assert decided.wire_bytes_every == 300
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "extra"),
+    [
+        (2, "strategy=fsdp precision=bf16 strategy.recompute=blocks"),
+        (4, "strategy=hsdp strategy.shard_size=2 precision=bf16"),
+    ],
+)
+def test_memory_is_what_was_predicted(ranks: int, extra: str, launch: Launch, tmp_path: Path) -> None:
+    said = launch("plan", "--json", *JOB, f"cluster.workers_per_node={ranks}", *extra.split())
+    plan = RunPlan.from_json(said.stdout)
+    assert not [note for note in plan.notes if "emulates" not in note]
+    (tmp_path / "plan.json").write_text(json.dumps(dataclasses.asdict(plan)))
+    lines = torchrun(WORKER, [str(tmp_path / "plan.json")], ranks, tmp_path).splitlines()
+    peaks = json.loads(lines[-1])
+    assert len(plan.strategy.forecasts) == len(peaks) >= 3
+    for forecast in plan.strategy.forecasts:
+        assert forecast.peak_bytes == pytest.approx(peaks[forecast.sync.value], rel=0.05), forecast.sync
+    smallest, largest = min(peaks.values()), max(peaks.values())
+    assert largest > 1.1 * smallest, "the policies differ in what they hold, or nothing was tested"
+
+
+def bytes_cases(ranks: int) -> list[tuple[list[str], str]]:
+    """(overrides, model) of each job that is predicted and then run."""
+    common = [
+        "batch.global_size=16", "batch.micro_size=2", "train.loader_workers=0", "run.calibrate_s=0",
+        "wandb.mode=disabled", f"cluster.workers_per_node={ranks}",
+    ]  # fmt: skip
+    if ranks == 4:
+        hsdp = [*common, "strategy=hsdp", "strategy.shard_size=2"]
+        return [([*hsdp, "precision=fp32"], "adapters"), ([*hsdp, "precision=bf16"], "Distilled")]
+    cases = [([*common, f"strategy={kind}", "precision=fp32"], model) for model in MODELS for kind in ("fsdp", "ddp")]
+    narrow = [*common, "strategy=fsdp", "precision=bf16"]
+    models = ("narrow", "narrow_base", "adapters", "Distilled", "loaded")
+    return [*((narrow, model) for model in models), *cases]  # a process predicts one model: the first
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_bytes_are_what_the_ranks_then_send(ranks: int, tmp_path: Path) -> None:
+    """Of each policy, to the byte, whatever is frozen, loaded, converted or shared."""
+    plans, cases = tmp_path / "plans", bytes_cases(ranks)
+    arguments = [json.dumps([overrides, {"model": model}]) for overrides, model in cases]
+    command = [sys.executable, "-m", "tests.train.inspect.forecast_worker", "predict", str(plans), *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patience(240), check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = [json.loads(line) for line in plans.read_text().splitlines()]
+    output = torchrun(BYTES_WORKER, ["count", str(plans)], ranks, ROOT).splitlines()
+    counted = [json.loads(line) for line in output if line.startswith("{")]
+    assert len(found) == len(counted) == len(cases)
+    for (overrides, model), prediction, sent in zip(cases, found, counted, strict=True):
+        case = model, overrides[-2:]
+        assert prediction["predicted"] == sent, case
+        assert prediction["problem"] is None, case
+        if prediction["plan"]["strategy"]["kind"] != "ddp":
+            assert all(peak > 0 for peak in prediction["peaks"]), case
+            # without the task's windows: no padding, and a frozen part is gathered as if gradients passed through it
+            for sync, payload in prediction["arithmetic"].items():
+                assert payload == pytest.approx(sent[sync], rel=0.25), (case, sync)
+
+
+TASKS = "task._target_=tests.train.inspect.forecast_tasks.Task"
+SMALL = (TASKS, "batch.global_size=16", "batch.micro_size=2", "cluster.workers_per_node=2", "precision=fp32")
+
+
+@pytest.mark.slow
+def test_the_plan_of_a_model_with_frozen_parts(launch: Launch) -> None:
+    env = {"PYTHONPATH": str(ROOT)}
+    done = launch("plan", *SMALL, "strategy=fsdp", "task.model=last_block_of_loaded", env=env)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "190 of 614 parameters trained" in done.stdout
+    assert "note" not in done.stdout, "nothing is unknown, and an ordinary load_state_dict is not worth a word"
+
+
+@pytest.mark.slow
+def test_where_the_loss_needs_values_the_bytes_are_known_and_the_memory_is_not(launch: Launch) -> None:
+    env = {"PYTHONPATH": str(ROOT)}
+    job = (*SMALL, "strategy=fsdp", "task.model=loaded", "task.loss_needs_values=true")
+    done = launch("plan", "--json", *job, env=env)
+    assert (done.returncode, done.stderr) == (0, "")
+    plan = RunPlan.from_json(done.stdout)
+    assert [forecast.payload_bytes for forecast in plan.strategy.forecasts] == [29120, 21224, 5264]
+    assert {forecast.peak_bytes for forecast in plan.strategy.forecasts} == {None}
+    assert plan.strategy.sync is Sync.gather_once
+    assert not plan.strategy.rehearses or plan.strategy.sync is Sync.gather_once
+    (note,) = plan.notes
+    assert note.startswith("The memory that each sync policy holds is not known")

@@ -1,0 +1,79 @@
+"""Trains a small model with a rank 1 that is slow in one way or another; rank 0 prints who was named."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from launcher.train.engine.engine import Engine
+from launcher.train.metrics import step_metrics
+from tests.helpers import make_plan
+
+STEPS, SLEEP_S = 24, 0.02
+CASES = {
+    "computes": [],
+    "computes, every": ["strategy.sync=every"],
+    "reads": [],
+    "computes, fsdp": ["strategy=fsdp"],
+}
+
+
+class Samples(torch.utils.data.Dataset[Tensor]):
+    def __init__(self, sleep_s: float) -> None:
+        self._sleep_s = sleep_s
+
+    def __len__(self) -> int:
+        return 16 * STEPS
+
+    def __getitem__(self, index: int) -> Tensor:
+        time.sleep(self._sleep_s)
+        return torch.full((8,), index / len(self))
+
+
+def train(name: str, overrides: list[str]) -> dict[str, Any]:
+    batch = ["batch.global_size=16", "batch.micro_size=2", "train.loader_workers=0", "run.calibrate_s=0"]
+    # so much that the noise of a machine that has other things to do stays below it
+    share = ["precision=fp32", f"train.steps={STEPS}", "train.straggler_share=0.6"]
+    plan = make_plan(*batch, *share, *overrides, samples=16 * STEPS)
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    engine = Engine(model, torch.optim.SGD(model.parameters(), 0.1), plan, shard_units=lambda model: [model[0]])
+    slow = dist.get_rank() == 1
+    said: list[str] = []
+    first, metrics = None, dict[str, float]()
+    for window in engine.windows(Samples(SLEEP_S if slow and name == "reads" else 0.0)):
+        for data in window:
+            if slow and "computes" in name:
+                time.sleep(2 * SLEEP_S)
+            engine.backward(engine.model(data).square().sum(), len(data))
+        result = engine.step()
+        if engine.pace.news is not None:
+            said.append(engine.pace.news)
+            first = first or result.step
+        metrics = step_metrics(result, plan, (engine.samples, engine.items), 1.0, 0)
+    named = engine.pace.named
+    return {
+        "named": None if named is None else [named.rank, named.of],
+        "said": said,
+        "slow": engine.pace.slow,
+        "first": first,
+        "metrics": sorted(metrics),
+    }
+
+
+def main() -> None:
+    for name, overrides in CASES.items():
+        seen = train(name, overrides)
+        if dist.get_rank() == 0:
+            print(json.dumps({name: seen}), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""BatchNorm under accumulation: each ``batch.norm`` normalises by just the samples that it says, to fp64's rounding."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from launcher.config.schema import Norm
+from launcher.errors import ConfigError, TaskError
+from launcher.plan.run_plan import RunPlan
+from launcher.train.data.loader import MicroBatch
+from launcher.train.engine.window_batchnorm import OverWindow, norms_of
+from launcher.train.parallel.base import Single
+from launcher.train.parallel.batchnorm import batch_norms
+from launcher.train.precision import Precision
+from tests.helpers import make_plan, torchrun
+
+WORKER = Path(__file__).parent / "norm_worker.py"
+CALLS = 4  # of BatchNorm in one forward pass
+SAMPLES = 25  # windows of 12, 12 and 1: one rank of two has no sample in the last one
+
+
+CPU = torch.device("cpu")
+
+
+def run_all(ranks: int, tmp_path: Path, runs: list[str]) -> dict[str, dict[str, Any]]:
+    words = [word for overrides in runs for word in (*overrides.split(), "/")]
+    lines = torchrun(WORKER, [str(SAMPLES), *words], ranks, tmp_path).splitlines()
+    return dict(zip(runs, [json.loads(line) for line in lines if line.startswith("{")], strict=True))
+
+
+def require_one_batch(seen: dict[str, Any], tolerance: float = 1e-9) -> None:
+    assert seen["gradient"] < tolerance
+    assert seen["from_one_batch"] < tolerance
+    assert seen["statistics"] < tolerance
+    assert seen["counted"] == [9, 18, 9], "once a window for each call: a calibration and passes ahead leave no trace"
+
+
+@pytest.mark.slow
+def test_on_one_rank(tmp_path: Path) -> None:
+    one = "strategy=single cluster.workers_per_node=1"
+    runs = {
+        norm: f"{one} batch.micro_size={micro} batch.norm={norm.split()[0]}"
+        for norm, micro in (("window", 3), ("window whole", 12), ("freeze", 4), ("leave", 4), ("leave whole", 12))
+    }
+    found = run_all(1, tmp_path, [*runs.values(), "no forward"])
+    assert "engine.windows(..., forward=" in found["no forward"]["error"]
+    seen = {norm: found[overrides] for norm, overrides in runs.items()}
+    for norm in ("window", "window whole"):
+        require_one_batch(seen[norm])
+        assert seen[norm]["losses"] == pytest.approx(seen["leave whole"]["losses"], rel=1e-9)
+    assert seen["freeze"]["gradient"] < 1e-9
+    assert seen["freeze"]["counted"] == [0, 0, 0]
+    assert seen["leave"]["gradient"] < 1e-9
+    assert seen["leave"]["from_one_batch"] > 0.05, "or else there is nothing to mend"
+
+
+@pytest.mark.slow
+def test_on_two_ranks(tmp_path: Path) -> None:
+    window, sync = "batch.norm=window batch.micro_size=2", "batch.norm=sync batch.micro_size=2"
+    whole, frozen = "batch.norm=sync batch.micro_size=6", "batch.norm=freeze batch.micro_size=3"
+    alone, again = "batch.norm=leave batch.micro_size=6", f"{sync} strategy.recompute=blocks"
+    runs = [window, f"{window} strategy=fsdp", sync, whole, f"{sync} strategy=fsdp", frozen, alone, again]
+    seen = run_all(2, tmp_path, [*runs, "dropout"])
+    require_one_batch(seen[window])
+    require_one_batch(seen[f"{window} strategy=fsdp"], tolerance=1e-6)  # it adds gradients up in fp32
+    assert seen[window]["collectives"] == [2 * CALLS] * 9, "however many micro-batches"
+
+    require_one_batch(seen[whole])
+    assert seen[sync]["gradient"] < 1e-9
+    assert seen[sync]["statistics"] < 1e-9
+    assert seen[sync]["from_one_batch"] > 0.05
+    assert seen[sync]["collectives"] == [2 * CALLS * n for n in (3, 3, 1)] * 3
+    assert seen[f"{sync} strategy=fsdp"]["gradient"] < 1e-6
+
+    assert seen[again]["gradient"] < 1e-9
+    assert seen[again]["statistics"] < 1e-9
+    assert seen[again]["counted"] == seen[sync]["counted"], "what is computed again does not count again"
+
+    assert seen[frozen]["gradient"] < 1e-9
+    assert seen[frozen]["counted"] == [0, 0, 0]
+    assert seen[alone]["gradient"] < 1e-9
+    assert seen[alone]["from_one_batch"] > 0.05, "or else there is nothing to mend"
+    assert seen[alone]["collectives"] == [0] * 9
+
+    assert seen["dropout"]["mean"] < 1e-9, "the passes ahead drew the very dropout of the pass that counts"
+    assert seen["dropout"]["square"] == pytest.approx([1.0] * 4, rel=1e-3)
+
+
+@pytest.mark.slow
+def test_on_four_ranks(tmp_path: Path) -> None:
+    window, sync = "batch.norm=window batch.micro_size=1", "batch.norm=sync batch.micro_size=3"
+    hsdp = f"{window} strategy=hsdp strategy.shard_size=2 strategy.sync=replicas_at_boundary"
+    seen = run_all(4, tmp_path, [window, hsdp, sync])
+    require_one_batch(seen[window])
+    require_one_batch(seen[hsdp], tolerance=1e-6)
+    require_one_batch(seen[sync])
+
+
+def plan_on_one_rank(norm: str, *overrides: str) -> RunPlan:
+    return make_plan(
+        "strategy=single", "cluster.workers_per_node=1", "batch.global_size=12", "batch.micro_size=4",
+        f"batch.norm={norm}", *overrides,
+    )  # fmt: skip
+
+
+def look_ahead(model: nn.Module, inputs: list[Tensor], norm: str = "window") -> OverWindow:
+    plan = plan_on_one_rank(norm, "precision=fp32")
+    norms = norms_of(plan, Single(model, plan, CPU), Precision(plan.precision, CPU), CPU)
+    assert isinstance(norms, OverWindow)
+    norms.look_ahead([MicroBatch(x, len(x)) for x in inputs], lambda micro: model(micro.data).square().sum())
+    return norms
+
+
+def test_a_look_ahead_leaves_nothing_behind() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.BatchNorm1d(4))
+    inputs = [torch.randn(4, 3) for _ in range(3)]
+    before, drawn = [b.clone() for b in model.buffers()], torch.random.get_rng_state()
+    look_ahead(model, inputs)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.buffers(), strict=True))
+    assert all(p.grad is None for p in model.parameters())
+    assert torch.equal(torch.random.get_rng_state(), drawn)
+
+
+def test_a_large_mean_does_not_swallow_the_variance() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.BatchNorm1d(2)), 1e4 + torch.randn(12, 2, dtype=torch.float64)
+    norms = look_ahead(model, list(x.float().split(4)))
+    norms.track()
+    wanted = x.float().double().var(0)
+    assert model[0].running_var.double() == pytest.approx((0.9 + 0.1 * wanted).numpy(), rel=1e-4)  # pyright: ignore
+
+
+def test_one_number_a_channel_is_normalised_to_nothing() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2))
+    norms = look_ahead(model, [torch.randn(1, 2)])
+    norms.micro_batch(counts=True)
+    assert model(torch.randn(1, 2)).isfinite().all()
+    norms.track()
+    assert all(value.isfinite().all() for value in model.buffers())
+
+
+class Choosy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.BatchNorm1d(2), nn.BatchNorm1d(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = self.layers if x[0, 0] > 0 else list(reversed(self.layers))
+        return order[1](order[0](x)) if x[0, 1] > 0 else order[0](x)
+
+
+@pytest.mark.parametrize("second", [[-1.0, 1.0], [1.0, -1.0]])
+def test_micro_batches_with_layers_of_their_own_are_refused(second: list[float]) -> None:
+    with pytest.raises(TaskError, match="same BatchNorm layers in the same order"):
+        look_ahead(Choosy(), [torch.ones(4, 2), torch.tensor([second] * 4)])
+
+
+class Special(nn.BatchNorm1d):
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        return super().forward(input) + 1
+
+
+@pytest.mark.parametrize(
+    ("model", "norm", "message"),
+    [
+        (Special(3), "sync", "Special, whose forward pass is not BatchNorm's own"),
+        (nn.BatchNorm1d(3, track_running_stats=False), "freeze", "0 has no running statistics"),
+        (nn.ReLU(), "window", "batch.norm=window: has no effect: the model has no BatchNorm"),
+    ],
+)
+def test_what_cannot_be_had_is_refused(model: nn.Module, norm: str, message: str) -> None:
+    plan, whole = plan_on_one_rank(norm), nn.Sequential(model, nn.Linear(3, 3))
+    with pytest.raises((TaskError, ConfigError), match=message):
+        norms_of(plan, Single(whole, plan, CPU), Precision(plan.precision, CPU), CPU)
+
+
+def test_an_evaluation_is_torchs_own() -> None:
+    for norm in Norm:
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+        plan, x = plan_on_one_rank(norm), torch.randn(5, 3)
+        nn.init.normal_(batch_norms(model)["1"].running_mean)  # pyright: ignore[reportArgumentType]
+        wanted = model.eval()(x)
+        norms_of(plan, Single(model, plan, CPU), Precision(plan.precision, CPU), CPU)
+        assert torch.equal(model.eval()(x), wanted)

@@ -1,0 +1,168 @@
+"""Units that run more than once in a micro-batch, and losses that hold a gradient, run by torchrun in test_uses.py.
+
+Prints one JSON object from rank 0: by case, how far the gradient of one window is from that of fp64, beside how far
+plain torch's is, of the same window as one batch in one process.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+from launcher import Engine, make_plan
+from launcher.train.data.randomness import Permutation
+from launcher.train.world import World, device_of, join
+
+RANKS = int(sys.argv[1])
+WIDTH, SAMPLES, MICRO = 8, 32, 4
+POLICIES: dict[int, list[tuple[str, ...]]] = {
+    1: [("strategy=single",), ("strategy=fsdp", "strategy.sync=boundary")],
+    4: [
+        ("strategy=ddp", "strategy.sync=boundary"),
+        ("strategy=fsdp", "strategy.sync=every"),
+        ("strategy=fsdp", "strategy.sync=boundary"),
+        ("strategy=fsdp", "strategy.sync=boundary", "strategy.recompute=blocks"),
+        ("strategy=fsdp", "strategy.sync=gather_once"),
+        ("strategy=hsdp", "strategy.shard_size=2", "strategy.sync=every"),
+        ("strategy=hsdp", "strategy.shard_size=2", "strategy.sync=replicas_at_boundary"),
+    ],
+}
+OPTIONS = (
+    "train.loader_workers=0", "train.clip_norm=null", "train.steps=1", f"batch.global_size={SAMPLES}",
+    f"batch.micro_size={MICRO}", "cluster.device=cpu", f"cluster.workers_per_node={RANKS}",
+)  # fmt: skip
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(functional.softplus(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    """Args: rounds: how often each block runs in a forward pass."""
+
+    def __init__(self, rounds: int) -> None:
+        super().__init__()
+        self.blocks, self.head, self.rounds = nn.ModuleList([Block(), Block()]), nn.Linear(WIDTH, WIDTH), rounds
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.rounds):
+            for block in self.blocks:
+                x = block(x)
+        return self.head(x)
+
+
+def shared(model: Any, x: Tensor) -> Tensor:
+    return model(x).double().square().sum()
+
+
+def siamese(model: Any, x: Tensor) -> Tensor:
+    return (model(x).double() - model(x.flip(1)).double() + 1).square().sum()
+
+
+def penalty(model: Any, x: Tensor) -> Tensor:
+    """As of a critic: forward passes before and after the one whose gradient is in the loss."""
+    before, at = model(x * 0.5), (x * 0.7).requires_grad_()
+    (gradient,) = torch.autograd.grad(model(at).double().square().sum(), at, create_graph=True)
+    after = model(x)
+    slope = gradient.double().square().sum(1).sqrt()
+    return (before.double() - after.double()).square().sum() + (slope - 1).square().sum()
+
+
+def adversarial(model: Any, x: Tensor) -> Tensor:
+    """The gradient in the loss is no part of what is trained."""
+    at = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(at).double().square().sum(), at)
+    return model(x + 0.1 * gradient.detach()).double().square().sum()
+
+
+LOSSES: dict[str, tuple[int, Callable[[Any, Tensor], Tensor]]] = {
+    "shared": (3, shared),
+    "siamese": (1, siamese),
+    "penalty": (1, penalty),
+    "adversarial": (1, adversarial),
+}
+
+
+def build(rounds: int) -> nn.Module:
+    torch.manual_seed(0)
+    return Model(rounds)
+
+
+def batch_of(indices: list[int]) -> Tensor:
+    return torch.stack([torch.sin(torch.arange(1.0, WIDTH + 1) * (index + 1)) for index in indices])
+
+
+def flat(tensors: list[Any]) -> Tensor:
+    whole = (t.full_tensor() if isinstance(t, DTensor) else t for t in tensors)
+    return torch.cat([t.detach().double().flatten() for t in whole])
+
+
+def by_hand(name: str, dtype: torch.dtype, *, autocast: bool) -> Tensor:
+    """The gradient of the window as one batch: plain torch."""
+    rounds, loss = LOSSES[name]
+    model = build(rounds).to(dtype)
+    samples = batch_of(list(Permutation(SAMPLES, 0, 0).take(0, SAMPLES))).to(dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        total = loss(model, samples)
+    (total / SAMPLES).backward()
+    return flat([p.grad for p in model.parameters()])
+
+
+def window(name: str, *options: str) -> tuple[Tensor, dict[str, int]]:
+    """The gradient that the engine applies, and the collectives of the window."""
+    rounds, loss = LOSSES[name]
+
+    def forward(model: Any, batch: Tensor) -> tuple[Tensor, int]:
+        return loss(model, batch), len(batch)
+
+    plan = make_plan([*OPTIONS, *options], samples=SAMPLES)
+    engine = Engine(lambda: build(rounds), lambda p: torch.optim.SGD(p, 1e-3), plan)
+    parameters, found = list(engine.parallel.module.parameters()), list[Tensor]()
+    engine.optimizer.register_step_pre_hook(lambda *_: found.append(flat([p.grad for p in parameters])))
+    collectives: dict[str, int] = {}
+    for batches in engine.windows(range(SAMPLES), batch_of, forward=forward):
+        for batch in batches:
+            engine.backward(*forward(engine.model, batch))
+        collectives = {kind.value: traffic.collectives for kind, traffic in engine.step().comm.kinds.items()}
+    return found[0], collectives
+
+
+def distance(found: Tensor, wanted: Tensor) -> float:
+    return ((found - wanted).norm() / wanted.norm()).item()
+
+
+def main() -> None:
+    plan = make_plan([*OPTIONS, POLICIES[RANKS][0][0]], samples=SAMPLES)
+    join(World.here(), device_of(World.here(), plan.cluster.device), None)
+    results: dict[str, Any] = {}
+    for name in LOSSES:
+        exact = by_hand(name, torch.float64, autocast=False)
+        for precision in ("bf16", "fp32"):  # bf16 is the default
+            at_once = distance(by_hand(name, torch.float32, autocast=precision == "bf16"), exact)
+            for policy in POLICIES[RANKS]:
+                # the calibration runs the same losses without collectives
+                calibrates = "run.calibrate_s=0" if precision == "bf16" else "run.calibrate_s=0.01"
+                gradient, collectives = window(name, *policy, f"precision={precision}", calibrates)
+                error = {"error": distance(gradient, exact), "at once": at_once}
+                results[f"{name} {precision} {' '.join(policy)}"] = {**error, "collectives": collectives}
+    if dist.get_rank() == 0:
+        print(json.dumps(results), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

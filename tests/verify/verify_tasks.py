@@ -1,0 +1,461 @@
+"""Tasks for `launch verify`: some whose accumulated gradient is that of the big batch, and one for each mistake."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.nn.functional import all_gather
+from torch.nn import functional
+
+from launcher import Loss
+from launcher.config.schema import TrainConfig
+from launcher.train.data.randomness import Permutation
+
+WORDS, WIDTH = 30, 12
+
+
+class Sentences(torch.utils.data.Dataset[Tensor]):
+    """Most of a micro-batch is padding: one sentence in four is long."""
+
+    def __init__(self, count: int = 29, seed: int = 3, most: int = 40) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        lengths = [most if n % 4 == 0 else 2 + n % 3 for n in range(count)]
+        self.data = [torch.randint(1, WORDS, (length,), generator=generator) for length in lengths]
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.data[index]
+
+
+def bag_of_words(extra: nn.Module | None = None) -> nn.Sequential:
+    return nn.Sequential(nn.Embedding(WORDS, WIDTH), nn.Tanh(), extra or nn.Identity(), nn.Linear(WIDTH, WORDS))
+
+
+def token_loss(model: Any, batch: Tensor, reduction: str = "sum") -> Tensor:
+    logits, targets = model(batch[:, :-1]), batch[:, 1:]
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=0, reduction=reduction)
+
+
+def tokens(batch: Tensor) -> Tensor:
+    return (batch[:, 1:] != 0).sum()
+
+
+class Padded:
+    """Exact, and what the others deviate from."""
+
+    def model(self) -> nn.Module:
+        return bag_of_words()
+
+    def train_data(self) -> Any:
+        return Sentences()
+
+    def collate(self, samples: list[Tensor]) -> Tensor:
+        return nn.utils.rnn.pad_sequence(samples, batch_first=True)
+
+    def loss(self, model: Any, batch: Tensor) -> Any:
+        return Loss(total=token_loss(model, batch), items=tokens(batch))
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.next, self.length = nn.Linear(WIDTH, WORDS), nn.Linear(WIDTH, 1)
+
+    def forward(self, inputs: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.words(inputs).tanh()
+        middle = (hidden * valid[..., None]).sum(1) / valid.sum(1, keepdim=True)
+        return self.next(hidden), self.length(middle).squeeze(1)
+
+
+class MultiLoss(Padded):
+    """Two heads, two losses, one count of samples; one of the losses is a mean within each sample."""
+
+    def model(self) -> nn.Module:
+        return TwoHeads()
+
+    def loss(self, model: Any, batch: Tensor) -> Any:
+        valid = (batch[:, 1:] != 0).float()
+        following, length = model(batch[:, :-1], valid)
+        each = functional.cross_entropy(following.transpose(1, 2), batch[:, 1:], reduction="none")
+        spoken = (each * valid).sum(1) / valid.sum(1)
+        total = spoken + 0.3 * (length - valid.sum(1).log()).square()
+        return Loss(total=total.sum(), items=len(batch))
+
+
+class Tied(Padded):
+    def model(self) -> nn.Module:
+        model = bag_of_words()
+        model[3].weight = model[0].weight
+        return model
+
+
+class Counter(nn.Module):
+    """Buffers: one that scales, and stays; two that follow the data, which the gradient does not depend on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.linspace(0.5, 2, WIDTH))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.register_buffer("seen", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.lerp_(x.detach().mean((0, 1)), 0.1)
+        return x * self.scale
+
+
+class Buffered(Padded):
+    def model(self) -> nn.Module:
+        return bag_of_words(Counter())
+
+
+class Dropped(Padded):
+    """Dropout of a module, of a function and of attention."""
+
+    class Attend(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drop = nn.Dropout(0.3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = functional.dropout(self.drop(x), 0.2, self.training)
+            return x + functional.scaled_dot_product_attention(x, x, x, dropout_p=0.4, is_causal=True)
+
+    def model(self) -> nn.Module:
+        return bag_of_words(self.Attend())
+
+
+class Augmented(Padded):
+    class Data(Sentences):
+        def __getitem__(self, index: int) -> Tensor:
+            return self.data[index].roll(int(torch.randint(5, ())))
+
+    def train_data(self) -> Any:
+        return self.Data()
+
+
+class Streamed(Padded):
+    class Data(torch.utils.data.IterableDataset[Tensor]):
+        def __iter__(self) -> Any:
+            return iter(Sentences().data)
+
+    def train_data(self) -> Any:
+        return self.Data()
+
+
+class Bf16Parameters(Padded):
+    """A sum, of a model that was loaded in bf16."""
+
+    def model(self) -> nn.Module:
+        return bag_of_words(nn.Sequential(nn.Linear(WIDTH, 24), nn.Tanh(), nn.Linear(24, WIDTH))).bfloat16()
+
+    def loss(self, model: Any, batch: Tensor) -> Any:
+        logits, targets = model(batch[:, :-1]).float(), batch[:, 1:]
+        total = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=0, reduction="sum")
+        return Loss(total=total, items=tokens(batch))
+
+
+class Adapted(Bf16Parameters):
+    """A frozen bf16 model with trained fp32 layers before and behind it."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.behind = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+            self.base = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)).bfloat16()
+            self.base.requires_grad_(False)
+
+        def forward(self, words: Tensor) -> Tensor:
+            x = self.before(words)
+            return self.behind(x + self.base(x.to(self.base[0].weight.dtype)).to(x.dtype))
+
+    def model(self) -> nn.Module:
+        return self.Model()
+
+
+class Gathered(Padded):
+    """Each sample against those of all ranks: the fix for a contrastive loss, with accumulation 1."""
+
+    def loss(self, model: Any, batch: Tensor) -> Any:
+        # of one length, so that padding has no part in it
+        pooled = model(batch[:, :2]).mean(1)
+        everyone = torch.cat(all_gather(pooled))  # pyright: ignore[reportArgumentType]
+        first = dist.get_rank() * len(pooled)
+        own = torch.arange(first, first + len(pooled))
+        total = functional.cross_entropy(pooled @ everyone.T, own, reduction="sum")
+        return Loss(total=total, items=len(batch))
+
+
+class Denoising:
+    """Several inputs, integers and time steps up to 993 among them, a residual stream in fp32, a mean of its own."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            generator = torch.Generator().manual_seed(5)  # initial values that the job's seed does not decide
+            self.frequencies = nn.Parameter(torch.rand(8, generator=generator) / 50)
+            self.kinds, self.blocks = nn.Embedding(3, 16), nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+            self.inputs, self.outputs = nn.Linear(4, 16), nn.Linear(16, 4)
+            self.scale = nn.Parameter(torch.ones(16))
+
+        def forward(self, noisy: Tensor, *, time: Tensor, kind: dict[str, Tensor]) -> Tensor:
+            angles = time[:, None] * self.frequencies
+            stream = self.inputs(noisy) + torch.cat((angles.sin(), angles.cos()), 1) + self.kinds(kind["id"])
+            for block in self.blocks:
+                stream = stream + block(functional.layer_norm(stream * self.scale, (16,))).tanh()
+            return self.outputs(stream)
+
+    def model(self) -> nn.Module:
+        return self.Model()
+
+    def train_data(self) -> Any:
+        self.center = torch.tensor([0.5, -0.5, 0.0, 0.25])  # loss() needs what is known here only
+        numbers = torch.Generator().manual_seed(2)
+        rows = [
+            {"x": torch.randn(4, generator=numbers), "time": torch.rand((), generator=numbers) * 993, "id": n % 3}
+            for n in range(40)
+        ]
+        return torch.utils.data.random_split(rows, [29, 11])[0]  # pyright: ignore[reportArgumentType]
+
+    def loss(self, model: Any, batch: dict[str, Tensor]) -> Any:
+        found = model(batch["x"], time=batch["time"], kind={"id": batch["id"]})
+        return ((found - batch["x"] + self.center) ** 2).mean()
+
+
+class Advantages(Padded):
+    """A loss of both signs, whose sum is near zero."""
+
+    def loss(self, model: Any, batch: Tensor) -> Any:
+        chances = -functional.cross_entropy(model(batch[:, :1])[:, 0].float(), batch[:, 1], reduction="none")
+        signs = torch.where(batch[:, 0] % 2 == 0, 1.0, -1.0)
+        return Loss(total=(chances * signs).sum(), items=len(batch))
+
+
+# to be caught: arithmetic
+
+
+class CoarseAlone(Padded):
+    """In bf16, and for a single sample, another function by five percent."""
+
+    def loss(self, model: Any, batch: Tensor) -> Any:
+        coarse = torch.is_autocast_enabled("cpu") and len(batch) == 1
+        return Loss(total=token_loss(model, batch) * (1.05 if coarse else 1.0), items=tokens(batch))
+
+
+# to be caught: the loss
+
+
+class BareMean(Padded):
+    def loss(self, model: Any, batch: Tensor) -> Any:
+        return token_loss(model, batch, "mean")
+
+
+class MeanAsSum(Padded):
+    """A mean over tokens, called a sum over samples."""
+
+    def loss(self, model: Any, batch: Tensor) -> Any:
+        return Loss(total=token_loss(model, batch, "mean") * len(batch), items=len(batch))
+
+
+class CountsPadding(Padded):
+    def loss(self, model: Any, batch: Tensor) -> Any:
+        return Loss(total=token_loss(model, batch), items=batch[:, 1:].numel())
+
+
+class Contrasted(Padded):
+    """Each sample against the others of its batch."""
+
+    def loss(self, model: Any, batch: Tensor) -> Any:
+        pooled = model(batch).mean(1)
+        return Loss(
+            total=functional.cross_entropy(pooled @ pooled.T, torch.arange(len(batch)), reduction="sum"),
+            items=len(batch),
+        )
+
+
+# to be caught: the state
+
+
+class Remembers(Padded):
+    """The model carries a state from micro-batch to micro-batch, in a plain attribute."""
+
+    class Memory(nn.Module):
+        state: Tensor | float = 0.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + self.state
+            self.state = 0.5 * x.detach().mean((0, 1))
+            return x
+
+    def model(self) -> nn.Module:
+        return bag_of_words(self.Memory())
+
+
+class RemembersInTask(Padded):
+    """So does the task: the loss is weighted by how many there were."""
+
+    calls = 0
+
+    def loss(self, model: Any, batch: Tensor) -> Any:
+        self.calls += 1
+        return Loss(total=token_loss(model, batch) * (1 + 0.1 * self.calls), items=tokens(batch))
+
+
+class RemembersInBuffer(Padded):
+    class Memory(Counter):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x + self.seen
+            super().forward(x)
+            return y
+
+    def model(self) -> nn.Module:
+        return bag_of_words(self.Memory())
+
+
+class Normed(Padded):
+    class Norm(nn.BatchNorm1d):
+        def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+            return super().forward(x.transpose(1, 2)).transpose(1, 2)
+
+    def model(self) -> nn.Module:
+        return bag_of_words(self.Norm(WIDTH))
+
+
+class Normalised:
+    """A plain BatchNorm, over samples of one size."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(6, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+
+    def train_data(self) -> Any:
+        return list(torch.randn(29, 6, generator=torch.Generator().manual_seed(1)))
+
+    def loss(self, model: Any, batch: Tensor) -> Any:
+        return Loss(total=(model(batch) - batch.sum(1, keepdim=True)).square().sum(), items=len(batch))
+
+
+class Noisy(Padded):
+    class Noise(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 0.1 * torch.randn_like(x)
+
+    def model(self) -> nn.Module:
+        return bag_of_words(self.Noise())
+
+
+class Unrepeatable(Padded):
+    """Random numbers that nobody has seeded."""
+
+    def loss(self, model: Any, batch: Tensor) -> Any:
+        return Loss(total=token_loss(model, batch) * (1 + os.urandom(1)[0] / 256), items=tokens(batch))
+
+
+class Unused(Padded):
+    def model(self) -> nn.Module:
+        model = bag_of_words()
+        model.register_parameter("forgotten", nn.Parameter(torch.zeros(3)))
+        return model
+
+
+# to be caught: the data
+
+
+class OtherData(Padded):
+    def train_data(self) -> Any:
+        return Sentences(seed=int(os.environ["RANK"]))
+
+
+class OtherLength(Padded):
+    def train_data(self) -> Any:
+        return Sentences(29 + int(os.environ["RANK"]))
+
+
+class UnseededData(Padded):
+    class Data(Sentences):
+        def __getitem__(self, index: int) -> Tensor:
+            return self.data[index].roll(os.urandom(1)[0] % 5)
+
+    def train_data(self) -> Any:
+        return self.Data()
+
+
+class NotSharded(Padded):
+    class Data(Streamed.Data):
+        sharded = True
+
+    def train_data(self) -> Any:
+        return self.Data()
+
+
+# to be refused
+
+
+class Vector(Padded):
+    def loss(self, model: Any, batch: Tensor) -> Any:
+        return Loss(total=token_loss(model, batch, "none"), items=tokens(batch))
+
+
+class NumberLoss(Padded):
+    def loss(self, model: Any, batch: Tensor) -> Any:
+        return Loss(total=token_loss(model, batch).item(), items=tokens(batch))  # pyright: ignore[reportArgumentType]
+
+
+class Negative(Padded):
+    """``as_tensor``: where only the device knows."""
+
+    def __init__(self, as_tensor: bool = False) -> None:
+        self.as_tensor = as_tensor
+
+    def loss(self, model: Any, batch: Tensor) -> Any:
+        items = torch.tensor(-len(batch)) if self.as_tensor else -len(batch)
+        return Loss(total=token_loss(model, batch), items=items)
+
+
+class ItemsWithGradient(Padded):
+    def loss(self, model: Any, batch: Tensor) -> Any:
+        return Loss(total=token_loss(model, batch), items=model(batch[:, :-1]).exp().sum())
+
+
+class NotEvaluated(Padded):
+    """Trains, and would end at its first evaluation."""
+
+    def eval_data(self) -> Any:
+        return Sentences(5)
+
+    def loss(self, model: Any, batch: Tensor) -> Any:
+        if not torch.is_grad_enabled():
+            raise ValueError("no labels in the held-out data")
+        return super().loss(model, batch)
+
+
+class AllPadding(Padded):
+    """Samples, and no items."""
+
+    def collate(self, samples: list[Tensor]) -> Tensor:
+        return torch.zeros_like(super().collate(samples))
+
+
+class SometimesPadding(Padded):
+    """No item in the first window of 12."""
+
+    def train_data(self) -> Any:
+        data = Sentences()
+        for index in Permutation(len(data), TrainConfig().seed, 0).take(0, 12):
+            data.data[index] = torch.zeros_like(data.data[index])
+        return data
+
+
+class Greedy(Padded):
+    """More than five samples at once do not fit."""
+
+    def loss(self, model: Any, batch: Tensor) -> Any:
+        if len(batch) > 5:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+        return super().loss(model, batch)
