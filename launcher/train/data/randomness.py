@@ -137,7 +137,10 @@ class _NumpyGenerator:
 
 
 class _Watch:
-    """torch's default generator for the functions of Python that use it, such as torch.initial_seed()."""
+    """Default generator of torch for the functions in torch.random, such as torch.initial_seed(), while samples are read.
+
+    ``torch.default_generator`` itself stays: what a dataset keeps of it must be a generator.
+    """
 
     def __init__(self, generator: torch.Generator) -> None:
         self.generator, self.used = generator, False
@@ -212,7 +215,7 @@ class SampleRandom:
         torch_state = torch.get_rng_state()
         # NumPy may be imported, and drawn from, by the read itself
         before = python.state, numpy.state if numpy is not None else "numpy" in sys.modules
-        torch.default_generator = torch.random.default_generator = watch  # pyright: ignore[reportAttributeAccessIssue]
+        torch.random.default_generator = watch  # pyright: ignore[reportAttributeAccessIssue]
         used = True
 
         def unused() -> bool:
@@ -224,7 +227,7 @@ class SampleRandom:
         try:
             yield unused
         finally:
-            torch.default_generator = torch.random.default_generator = watch.generator
+            torch.random.default_generator = watch.generator
             if numpy is not None:
                 numpy.take_out()
             if used:
