@@ -137,7 +137,7 @@ class _NumpyGenerator:
 
 
 class _Watch:
-    """Default generator of torch for the functions in torch.random, such as torch.initial_seed(), while samples are read.
+    """Default generator of torch for the functions of torch.random, such as initial_seed(), while samples are read.
 
     ``torch.default_generator`` itself stays: what a dataset keeps of it must be a generator.
     """
