@@ -1,9 +1,9 @@
-"""The node agent: one process a node, which runs torchrun's elastic agent as a library and writes the verdict.
+"""Node agent: one process per node, which runs torchrun's elastic agent as a library and writes the verdict.
 
     python -m launcher.launch.agent RUN_DIR PLAN PARENT_PID INCARNATION
 
-Exit status: 0 the workers are done; 1 they failed; 130 they were stopped. Under Slurm the agent runs in the job's task,
-launcher/launch/slurm/node.py, which says what becomes of the job.
+Exit status: 0 if the workers finished, 1 if they failed, 130 if they were stopped. Under Slurm the agent runs in the
+job's task (launcher/launch/slurm/node.py), which decides whether the job ends or is requeued.
 """
 
 from __future__ import annotations
@@ -44,14 +44,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Ended:
-    """How the workers of this node ended. ``words``: what is to be written of it, beside what they wrote themselves."""
+    """How the workers of this node ended.
+
+    Args:
+        status: exit status of the agent.
+        words: fields to add to the summary that the workers wrote.
+    """
 
     status: int
     words: dict[str, Any]
 
 
 def main(run_dir: str, plan_name: str, parent: str, incarnation: str) -> int:
-    """``plan_name``: of the file in ``run_dir``."""
+    """Run one node's workers and return the exit status. ``plan_name``: file name of the plan in ``run_dir``."""
     die_with_parent(int(parent), signal.SIGTERM)
     paths = RunPaths(Path(run_dir))
     plan_file = paths.root / plan_name
@@ -61,7 +66,7 @@ def main(run_dir: str, plan_name: str, parent: str, incarnation: str) -> int:
     if ended.words:
         try:
             fence.check()
-        except Superseded as error:  # a host that was cut off; by now the file is another one's
+        except Superseded as error:  # this host was cut off; the summary now belongs to a newer incarnation
             print(error, flush=True)
             return EXIT_FAILED
         path = paths.summary_of(plan.node)
@@ -70,7 +75,12 @@ def main(run_dir: str, plan_name: str, parent: str, incarnation: str) -> int:
 
 
 def begin(fence: Fence, **known: Any) -> None:
-    """Open a new incarnation: what earlier ones said of their end is over. ``known``: what the nodes are to know."""
+    """Open a new incarnation and delete the verdicts of earlier ones.
+
+    Args:
+        fence: fence of the new incarnation.
+        known: fields that the other nodes read from incarnation.json.
+    """
     paths = fence.paths
     fence.claim(attempt=paths.next_attempt(), **known)
     clear_torn(paths.root)
@@ -79,15 +89,16 @@ def begin(fence: Fence, **known: Any) -> None:
 
 
 def serve(plan: LaunchPlan, plan_file: Path, own: Incarnation, shield: StopShield) -> Ended:
-    """Run this node's workers, and on node 0 the W&B mirror, to their end. The caller says what becomes of the job.
+    """Run this node's workers, and on node 0 the W&B mirror, until they end.
 
-    The environment is that of the workers meanwhile. Must be called from the main thread, in ``shield``.
+    Replaces ``os.environ`` by the workers' environment during the call. Must be called from the main thread, inside
+    ``shield``. The caller decides whether the job ends or is requeued.
     """
     environment = dict(os.environ)
     mirror = start_mirror(plan, own)
     try:
         for name in set(os.environ) - set(allowed_env(os.environ, plan.env.allow)):
-            del os.environ[name]  # W&B's key was for the mirror alone
+            del os.environ[name]  # only the mirror may see the W&B key
         os.environ |= {**plan.env.default, **os.environ, **plan.env.set}
         os.environ |= {AGENT_PID: str(os.getpid()), INCARNATION: str(own)}
         watch = _watch(plan, shield)
@@ -96,7 +107,7 @@ def serve(plan: LaunchPlan, plan_file: Path, own: Incarnation, shield: StopShiel
             ended = dataclasses.replace(ended, words=ended.words | {"hang": watch.last.entry})
         return ended
     finally:
-        # a scheduler that wants the node back does not wait for W&B's server: the next mirror delivers what is missing
+        # a scheduler that reclaims the node does not wait for the W&B server: the next mirror sends what is missing
         hurried = shield.asked is not None and plan.cluster.slurm is not None
         finish_mirror(mirror, plan.paths, MIRROR_HURRIED_S if hurried else MIRROR_GRACE_S)
         os.environ.clear()
@@ -109,7 +120,7 @@ def load_plan(path: Path) -> LaunchPlan:
 
 
 def _watch(plan: LaunchPlan, shield: StopShield) -> HangWatch | NoWatch:
-    """A script of the user's own does not say how far it is."""
+    """Return the hang watch; a `launch run` script has no heartbeat, so nothing watches it."""
     if not isinstance(plan, RunPlan) or plan.train.hang_timeout is None or not sys.platform.startswith("linux"):
         return NoWatch()
     return HangWatch(plan, plan.cluster.place or rendezvous.ALONE, plan.train.hang_timeout, lambda: shield.asked)
@@ -118,7 +129,7 @@ def _watch(plan: LaunchPlan, shield: StopShield) -> HangWatch | NoWatch:
 def _run_workers(
     plan: LaunchPlan, plan_file: Path, attempt: int, shield: StopShield, watch: HangWatch | NoWatch
 ) -> Ended:
-    """``attempt``: the number of this first one."""
+    """Run torchrun's elastic agent until the workers end. ``attempt``: number of this incarnation's first attempt."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousClosedError
@@ -136,7 +147,7 @@ def _run_workers(
         rdzv_endpoint=place.store,
         local_addr=place.address,
         max_restarts=plan.cluster.max_restarts,
-        signals_to_handle="SIGHUP",  # the others are the shield's: the agent finds them in its next round of looking
+        signals_to_handle="SIGHUP",  # the shield takes the stop signals; the agent sees them in its monitoring loop
         shutdown_timeout=plan.cluster.grace_s,
         logs_specs=_logs(plan.paths, attempt, watch),
     )
@@ -147,13 +158,13 @@ def _run_workers(
     except SignalException as stop:
         return _stopped(plan, stop.sigval)
     except ChildFailedError as failed:
-        # where a scheduler signals every process of a job, a script without a handler is killed by it
+        # a scheduler may signal every process of a job, which kills a script that has no handler
         if shield.asked is not None and failed.get_first_failure()[1].exitcode == -shield.asked:
             return _stopped(plan, shield.asked)
         return _failed(plan, failed, deaths, watch)
     except RendezvousClosedError as closed:
         return _parted(plan, str(closed))
-    if shield.asked is not None:  # the workers were quicker than the agent
+    if shield.asked is not None:  # the workers stopped before the agent saw the signal
         return _stopped(plan, shield.asked)
     if isinstance(plan, RunPlan) and plan.node == 0 and not plan.paths.summary.exists():
         return _unfinished(plan.paths)
@@ -161,18 +172,18 @@ def _run_workers(
 
 
 def _stopped(plan: LaunchPlan, by: int) -> Ended:
-    """Told to stop, unless that came when all was done."""
+    """Return the outcome of a stop request; the run counts as done if it had already finished."""
     if (read_json(plan.paths.summary) or {}).get("verdict") == "done":
         return Ended(EXIT_DONE, {})
     return Ended(EXIT_INTERRUPTED, {"stopped_by": signal.Signals(by).name})
 
 
 def _logs(paths: RunPaths, first: int, watch: HangWatch | NoWatch) -> LogsSpecs:
-    """``first``: the number of the first attempt; torch counts from 0 in each incarnation of the run."""
+    """Return torch's log specification. ``first``: number of the first attempt; torch counts from 0 per incarnation."""
     from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
     class RankLogs(LogsSpecs):
-        """One file a rank, by its global number; the worker sends its standard error there too."""
+        """One log file per global rank; the worker redirects its standard error there too."""
 
         def __init__(self) -> None:
             self._attempt = -1
@@ -180,7 +191,7 @@ def _logs(paths: RunPaths, first: int, watch: HangWatch | NoWatch) -> LogsSpecs:
         def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
             logs: dict[int, str] = {}
             errors: dict[int, str] = {}
-            # torch counts the failures of this host; where another one's made it start again, its count stays
+            # torch's counter only counts failures of this host, not restarts caused by another host
             self._attempt = attempt = self._attempt + 1
             if attempt and any(env["RANK"] == "0" for env in envs.values()):
                 records.note_event(paths, "restarted", attempt=first + attempt)
@@ -201,7 +212,7 @@ def _logs(paths: RunPaths, first: int, watch: HangWatch | NoWatch) -> LogsSpecs:
 
 
 def _failed(plan: LaunchPlan, error: ChildFailedError, deaths: DeathWatch, watch: HangWatch | NoWatch) -> Ended:
-    """The failure that came first: the others lost their peer, or were ended by torch itself."""
+    """Return the outcome for the earliest failure: later ones lost their peer, or were ended by torch itself."""
     rank, first = min(error.failures.items(), key=lambda item: _when(item[1], deaths))
     if (hang := watch.of(first.pid)) is not None:
         log, at = plan.paths.newest_rank_log(rank), _when(first, deaths)
@@ -209,7 +220,7 @@ def _failed(plan: LaunchPlan, error: ChildFailedError, deaths: DeathWatch, watch
         return Ended(EXIT_FAILED, {"verdict": "failed", "failure": told})
     message, trace = _own_words(first)
     kind, _, text = message.partition(": ")
-    # by its full name: a user's own class may have the same short one
+    # compare the qualified name: a user's class may have the same short name
     ours = class_named(kind) if trace and f"\n{errors.__name__}.{kind}: " in trace else None
     told = failure(
         text if ours else message,
@@ -217,14 +228,14 @@ def _failed(plan: LaunchPlan, error: ChildFailedError, deaths: DeathWatch, watch
         rank=rank,
         exit_code=first.exitcode,
         kind=kind if ours else None,
-        traceback=None if ours else trace,  # the text of our own errors says it all
+        traceback=None if ours else trace,  # messages of the launcher's own errors need no traceback
         at=_when(first, deaths),
     )
     return Ended(EXIT_FAILED, {"verdict": "failed", "failure": told})
 
 
 def _parted(plan: LaunchPlan, why: str) -> Ended:
-    """This host's workers could not begin, or begin again, together with those of the others."""
+    """Return the outcome of a closed rendezvous: the hosts could not start, or restart, their workers together."""
     if why == rendezvous.GIVEN_UP:
         return Ended(EXIT_FAILED, {"verdict": "killed"})
     error = f"the hosts' agents did not come together: {why}"
@@ -233,15 +244,18 @@ def _parted(plan: LaunchPlan, why: str) -> Ended:
 
 
 def _unfinished(paths: RunPaths) -> Ended:
-    """All workers left with status 0, and none has said that the run is over."""
+    """Return the outcome if all workers exited with status 0 but rank 0 wrote no summary."""
     error = "the workers left before the run was over, with status 0: does the task call sys.exit or os._exit?"
     told = failure(error, paths.newest_rank_log(0), exit_code=0)
     return Ended(EXIT_FAILED, {"verdict": "failed", "failure": told})
 
 
 def _when(death: ProcessFailure, deaths: DeathWatch) -> datetime:
-    """When it failed: it writes its error down before its connections close, and so before any peer can notice. One
-    that was killed wrote nothing, and was last seen alive before that."""
+    """Return the time at which a worker failed.
+
+    A worker writes its error file before its connections close, so before any peer can notice. A killed worker writes
+    nothing: the last time at which it was seen alive counts.
+    """
     file = Path(death.error_file)
     if death.error_file and file.exists():
         return datetime.fromtimestamp(file.stat().st_mtime, UTC)
@@ -249,7 +263,7 @@ def _when(death: ProcessFailure, deaths: DeathWatch) -> datetime:
 
 
 def _own_words(death: ProcessFailure) -> tuple[str, str | None]:
-    """The exception's message and traceback, or how the process ended."""
+    """Return the exception's message and traceback, or a description of how the process ended."""
     file = Path(death.error_file)
     if death.error_file and file.exists():
         words = json.loads(file.read_text(encoding="utf-8"))["message"]
@@ -263,8 +277,10 @@ POLL_S = 0.02
 
 
 class DeathWatch(threading.Thread):
-    """Watches this process's children while it is entered. torch's own time stamps are whole seconds, and it counts the
-    workers that it killed itself among the failed."""
+    """Thread that records when this process's children die, while the context is open.
+
+    torch's own time stamps are whole seconds, and torch reports workers that it killed itself as failed.
+    """
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -280,7 +296,7 @@ class DeathWatch(threading.Thread):
         self.join()
 
     def time(self, pid: int) -> datetime:
-        """When ``pid`` was last seen alive, by the clock on the wall; now, for one whose end was not seen."""
+        """Return the wall-clock time at which ``pid`` was last seen alive; now, if its end was not seen."""
         return datetime.now(UTC) - timedelta(seconds=time.monotonic() - self._seen.get(pid, time.monotonic()))
 
     def run(self) -> None:
@@ -294,14 +310,14 @@ class DeathWatch(threading.Thread):
             living = now
 
 
-# the mirror has everything on disk already; what it cannot deliver in this time, `wandb sync` delivers later
+# seconds; the mirror has everything on disk, so `wandb sync` can send later what it does not send in this time
 MIRROR_GRACE_S, MIRROR_HURRIED_S = 60, 5
 
 
 def start_mirror(plan: LaunchPlan, own: Incarnation) -> subprocess.Popen[bytes] | None:
-    """W&B runs beside the job, reading its record: it can neither slow nor stop it.
+    """Start the W&B mirror, a process that reads the run's record; it can neither slow nor stop the job.
 
-    It inherits from the agent that signals to stop are blocked, and keeps them so: it ends when its input does.
+    It inherits the agent's blocked stop signals and keeps them blocked: it ends when its standard input closes.
     """
     if not isinstance(plan, RunPlan) or plan.node != 0 or plan.wandb.mode is WandbMode.disabled:
         return None
@@ -309,10 +325,10 @@ def start_mirror(plan: LaunchPlan, own: Incarnation) -> subprocess.Popen[bytes] 
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "launcher.report.trackers", plan.run.dir, str(own)],
             env=allowed_env(os.environ, (*plan.env.allow, *WANDB_ENV)),
-            stdin=subprocess.PIPE,  # its end tells the mirror that no record follows, even when this process is killed
+            stdin=subprocess.PIPE,  # closing means that no record follows; it closes even if this process is killed
             stdout=log,
             stderr=log,
-            start_new_session=True,  # so that a Ctrl-C meant for the job does not reach it
+            start_new_session=True,  # the terminal's Ctrl-C must not reach the mirror
         )
 
 

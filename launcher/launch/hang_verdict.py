@@ -1,4 +1,4 @@
-"""Which rank hangs: the one that is behind all others and does not move, by what the hosts' agents know of theirs."""
+"""Hang verdict: the hanging rank is the one that is behind all others and does not move, as seen by the agents."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from launcher.rundir.files import build
 
 @dataclass(frozen=True)
 class Seen:
-    """One rank as its agent sees it. ``quiet_s``: for how long it has not moved."""
+    """One rank as its agent sees it. ``quiet_s``: seconds without progress."""
 
     rank: int
     node: int
@@ -25,8 +25,15 @@ class Seen:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a rank that does not move has answered. ``place``: its innermost frame of the user's code; ``waits``: it
-    waits for other ranks; ``silent``: why there is no stack; ``moved``: it did get on before it could be asked."""
+    """Answer of a rank that was asked for its stack.
+
+    Args:
+        stack: stacks of all its threads.
+        place: innermost frame outside the standard library and torch.
+        waits: True if the rank waits for other ranks.
+        silent: reason for a missing stack.
+        moved: True if the rank made progress before it was asked.
+    """
 
     rank: int
     stack: str
@@ -38,15 +45,16 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Hang:
-    """The verdict.
+    """Verdict on a hang.
 
     Args:
-        rank: which hangs; None where all wait for each other, or a whole host is silent.
-        victim: the rank that is killed, so that all workers end.
+        rank: hanging rank; None if all ranks wait for each other, or a whole host is silent.
+        victim: rank to kill, so that all workers end.
         node, host: of ``rank``, else of the silent host, else of the victim.
-        step: from 1; 0 before the first. phase: what it is at.
-        text: what that rank does, in one line or more, or where there is none, what happened.
-        stack: of every thread of that rank, or of all that wait.
+        step: optimizer step from 1; 0 before the first.
+        phase: name of the rank's ``Phase``.
+        text: description of what that rank does or, without a rank, of what happened; may have several lines.
+        stack: stacks of all threads of that rank, or of all waiting ranks.
     """
 
     rank: int | None
@@ -71,7 +79,7 @@ class Hang:
 
     @property
     def entry(self) -> dict[str, Any]:
-        """For summary.json and the events."""
+        """Fields for summary.json and the events."""
         return {"rank": self.rank, "host": self.host, "step": self.step, "phase": self.phase, "stack": self.stack}
 
 
@@ -84,8 +92,10 @@ def from_json(text: str) -> list[Seen]:
 
 
 def suspects(seen: Sequence[Seen], timeout_s: float) -> list[Seen]:
-    """The ranks that are furthest behind, once none of them has moved for ``timeout_s``. Whoever waits for a slow rank
-    is ahead of it, and a slow rank moves: that is no hang, however long it takes."""
+    """Return the ranks that are furthest behind if none of them has moved for ``timeout_s``, else an empty list.
+
+    A rank that waits for a slow one is ahead of it, and a slow rank still moves, so slowness never counts as a hang.
+    """
     if not seen:
         return []
     last = min(one.stand.position for one in seen)
@@ -94,7 +104,7 @@ def suspects(seen: Sequence[Seen], timeout_s: float) -> list[Seen]:
 
 
 def _patience_s(stand: Stand, timeout_s: float) -> float:
-    """A short time limit is meant for what training does, and not for imports from a disk that others use too."""
+    """Return the time limit of a rank: a short one does not apply to imports, which may come from a busy disk."""
     imports = stand.phase is Phase.starting and stand.number <= IMPORTS
     return max(timeout_s, _IMPORTS_WITHIN_S) if imports else timeout_s
 
@@ -103,7 +113,11 @@ _IMPORTS_WITHIN_S = 300.0
 
 
 def judge(behind: Sequence[Seen], answers: Sequence[Answer], timeout_s: float) -> Hang:
-    """Who of ``behind`` it is: one that does not wait for others; or where all that answered do, one that did not."""
+    """Return the verdict on ``behind``.
+
+    The hanging rank is one that does not wait for others. If all ranks that answered do, it is one without an answer.
+    If all answered and wait, no rank is named, unless there is only one.
+    """
     told = {answer.rank: answer for answer in answers}
     ranks = sorted(behind, key=lambda one: one.rank)
     said = [(one, told[one.rank]) for one in ranks if one.rank in told]
@@ -123,7 +137,7 @@ def judge(behind: Sequence[Seen], answers: Sequence[Answer], timeout_s: float) -
         also = f"\n  Nor is it known of rank {', '.join(others)}, which may be the one as well." if others else ""
         return _hang(one, one.rank, f"hangs on {one.host} in {one.stand.words}: {quiet}; {where}{also}", "")
     one, answer = said[0]
-    if len(said) == 1:  # no other rank is as far behind, so it waits for none of them
+    if len(said) == 1:  # all other ranks are ahead, so this one does not wait for them
         text = (
             f"hangs on {one.host} in {one.stand.words}: {quiet}; it waits at {answer.place}. A GPU kernel that does "
             "not end, or a broken link, looks like that"
@@ -151,7 +165,7 @@ def _hang(one: Seen, rank: int | None, text: str, stack: str) -> Hang:
 
 
 def silent_host(node: int, host: str, victim: Seen, timeout_s: float) -> Hang:
-    """A host whose agent has said nothing for so long, while ranks elsewhere wait."""
+    """Return the verdict on a host whose agent has been silent for ``timeout_s`` while ranks elsewhere wait."""
     text = (
         f"node {node} ({host}) hangs as a whole: its agent has said nothing for {timeout_s:g} s (train.hang_timeout), "
         f"and rank {victim.rank} does not move in {victim.stand.words}"

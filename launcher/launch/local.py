@@ -1,4 +1,4 @@
-"""This machine: make the run's directory, start the node agent, follow it to its end, with fewer hosts too."""
+"""Launch on this host: make the run's directory, start the node agent, follow it, and regroup after a lost host."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from launcher.rundir.records import Submission, failure
 
 POLL_S = 0.1
 AGENT = (sys.executable, "-P", "-m", "launcher.launch.agent")
-# beside the time that the workers get
+# in addition to cluster.grace_s, which the workers get
 AGENT_LEAVES_WITHIN_S = 10
 
 
 class Display(Protocol):
-    """Who shows a run while it is under way."""
+    """Display of a run in progress."""
 
     def refresh(self) -> None:
-        """Called several times a second: show what the run's files have gained."""
+        """Show what was added to the run's files; called several times a second."""
         ...
 
     def say(self, text: str) -> None: ...
@@ -45,8 +45,7 @@ class Display(Protocol):
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a run ended. ``summary``: what summary.json says. ``plan``: by which it ended, on fewer hosts perhaps than it
-    had begun with."""
+    """How a run ended. ``summary``: content of summary.json. ``plan``: the last one, perhaps for fewer hosts."""
 
     status: int
     summary: dict[str, Any]
@@ -57,7 +56,7 @@ def create(plan: LaunchPlan, config_yaml: str) -> None:
     """Make the run's directory, with its plan and config.
 
     Raises:
-        SiteError: it exists, or cannot be made; nothing is left behind then.
+        SiteError: The directory exists or cannot be made; nothing is left behind.
     """
     make_directory(plan.run)
     paths = plan.paths
@@ -71,7 +70,7 @@ def create(plan: LaunchPlan, config_yaml: str) -> None:
 
 
 def make_directory(run: RunInfo) -> None:
-    """Raises SiteError where it exists, or cannot be made; nothing is left behind then."""
+    """Make the run's directory. Raises SiteError if it exists or cannot be made; nothing is left behind then."""
     root = Path(run.dir)
     try:
         root.parent.mkdir(parents=True, exist_ok=True)
@@ -91,12 +90,17 @@ def _cannot_be_made(root: Path, error: OSError) -> SiteError:
 
 
 def run(plan: LaunchPlan, display: Display, peers: Peers) -> Verdict:
-    """Run a created plan to its end. Ctrl-C asks the workers to stop after their window; a second one kills them.
-    SIGTERM and SIGUSR2, by which a scheduler around this process wants it to stop, do the first only.
+    """Run a created plan to its end.
 
-    On several hosts, a stop on one of them is one on all, and each gives its own workers the time to notice by
-    themselves that the job has failed elsewhere: what they have to say may be the reason. Where one is lost and enough
-    are left, these begin again, as another incarnation of the run.
+    Ctrl-C asks the workers to stop after their window; a second one kills them. SIGTERM and SIGUSR2, the stop signals
+    of an outer scheduler, only ask them to stop.
+
+    On several hosts, a stop on one of them stops all. After a failure on another host the workers here get time to
+    notice it by themselves, because their own errors may name the cause. If a host is lost and enough are left, these
+    restart as a new incarnation of the run.
+
+    Raises:
+        RecordFailed: The disk does not take the verdict.
     """
     asked: list[int] = []
     recorded = _recorded(plan)
@@ -140,15 +144,15 @@ def run(plan: LaunchPlan, display: Display, peers: Peers) -> Verdict:
 
 
 def _recorded(plan: LaunchPlan) -> int:
-    """Bytes of the run's record."""
+    """Return the size of the run's record in bytes."""
     return plan.paths.metrics.stat().st_size if plan.paths.metrics.exists() else 0
 
 
 def _status_of_stop(plan: LaunchPlan, verdict: str, asked: list[int], *, trained: bool) -> int:
-    """Exit status of a run that was told to end here, by the signals ``asked``.
+    """Return the exit status of a run that was stopped here by the signals ``asked``.
 
     Args:
-        trained: whether this start may have taken a step. Killed before that, it has lost nothing.
+        trained: True if this attempt may have completed a step. A run that was killed before has lost nothing.
     """
     if asked[0] == signal.SIGINT:
         return EXIT_INTERRUPTED
@@ -162,7 +166,7 @@ def _status_of_stop(plan: LaunchPlan, verdict: str, asked: list[int], *, trained
 def _run_once(
     plan: LaunchPlan, plan_file: Path, fence: Fence, display: Display, peers: Peers, asked: list[int]
 ) -> None:
-    """One incarnation, until it is over on all hosts. ``asked``: the signals to stop that have come here."""
+    """Run one incarnation until it is over on all hosts. ``asked``: stop signals that this process has received."""
     agent = _start_agent(plan, plan_file, fence.own)
     care = _Care(agent, display, peers, plan.cluster.grace_s)
     over = False
@@ -172,14 +176,14 @@ def _run_once(
         peers.listen(POLL_S)
         if not over and agent.poll() is not None:
             over = True
-            # a second Ctrl-C, or one before the agent was up, ends it by the signal itself
+            # a second Ctrl-C, or one before the agent had handlers, kills it by the signal itself
             own = EXIT_INTERRUPTED if asked else agent.returncode
             peers.ended(own if own >= 0 else EXIT_FAILED, _summary(plan, own))
     display.refresh()
 
 
 class _Care:
-    """Passes on to the agent what a person, or another host, wants."""
+    """Forwards stop requests of a person or of another host to the agent."""
 
     def __init__(self, agent: subprocess.Popen[bytes], display: Display, peers: Peers, grace_s: float) -> None:
         self._agent, self._display, self._peers, self._grace_s = agent, display, peers, grace_s
@@ -188,7 +192,7 @@ class _Care:
         self._urged = False
 
     def act(self, asked: int) -> None:
-        """``asked``: how often a person has asked for the end here."""
+        """Send the agent the signals that are due. ``asked``: number of stop signals that this process received."""
         if asked > self._passed_on:
             if not self._passed_on:
                 self._peers.stop()
@@ -211,7 +215,7 @@ class _Care:
         waited = time.monotonic() - self._noticed
         if not self._urged and (self._peers.lost or waited > self._grace_s):
             self._urge()
-        if waited > 2 * self._grace_s + AGENT_LEAVES_WITHIN_S:  # it hangs in a call to a host that is gone
+        if waited > 2 * self._grace_s + AGENT_LEAVES_WITHIN_S:  # the agent hangs in a call to a host that is gone
             self._signal(signal.SIGKILL)
 
     def _urge(self) -> None:
@@ -232,25 +236,28 @@ def _start_agent(plan: LaunchPlan, plan_file: Path, own: Incarnation) -> subproc
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            start_new_session=True,  # the terminal's Ctrl-C comes to this process, which passes it on in order
+            start_new_session=True,  # the terminal's Ctrl-C must only reach this process, which forwards it
         )
 
 
 def _summary(plan: LaunchPlan, status: int) -> dict[str, Any]:
-    """What the job wrote on this host, or, where it was killed before it could, what is known of it."""
+    """Return this host's summary; one derived from the exit status if the workers were killed before writing it."""
     return read_json(plan.paths.summary_of(plan.node)) or _verdict_without_words(plan, status)
 
 
 def _write_summary(plan: LaunchPlan, fence: Fence, summary: dict[str, Any]) -> None:
-    """Node 0 has the last word; a host that shares its disk writes none, unless node 0 is gone without one. A host that
-    was cut off, and without which the others have gone on, has nothing to say."""
+    """Write the job's summary, if that is this host's part.
+
+    A host that shares its disk with node 0 leaves it to node 0, unless node 0 is gone without a summary. A host that
+    was cut off writes nothing once the others have continued without it.
+    """
     path = plan.paths.summary
     if (_writes(plan) or (not path.exists() and not fence.superseded)) and read_json(path) != summary:
         write_json(path, summary)
 
 
 def _writes(plan: LaunchPlan) -> bool:
-    """Whether what is one for all hosts is this one's to write: node 0's, and of each that has a disk of its own."""
+    """Return True if this host writes the job-wide files: node 0, and every host with its own disk."""
     place = plan.cluster.place
     return place is None or place.node == 0 or not place.shared
 
@@ -258,7 +265,7 @@ def _writes(plan: LaunchPlan) -> bool:
 def _verdict_without_words(plan: LaunchPlan, status: int) -> dict[str, Any]:
     if status == EXIT_INTERRUPTED:
         return {"verdict": "killed"}
-    if status == 0:  # a script of the user's own writes no summary, nor do the workers of another host
+    if status == 0:  # a `launch run` script writes no summary, nor do workers on nodes other than 0
         return {"verdict": "done"}
     told = failure(f"the node agent ended with status {status}", plan.paths.node_log(plan.node), exit_code=status)
     return {"verdict": "killed" if status < 0 else "failed", "failure": told}
@@ -268,11 +275,13 @@ P = TypeVar("P", bound=LaunchPlan)
 
 
 def regroup(plan: P, again: Again, fence: Fence) -> tuple[P, Path, Fence]:
-    """This host's plan, its file and its fence in the incarnation that follows that of ``fence``, whose workers have
-    ended on all hosts that are left. Node 0 opens it, before any of the others can begin.
+    """Return this host's plan, its file and its fence in the incarnation that follows that of ``fence``.
+
+    The workers of the old incarnation have ended on all hosts that are left. Node 0 opens the new one before any other
+    host can start.
 
     Raises:
-        Superseded: somebody else has begun the run again.
+        Superseded: The run was restarted elsewhere.
     """
     assert plan.cluster.place is not None
     place = dataclasses.replace(plan.cluster.place, node=again.node, store=again.store)
@@ -292,7 +301,7 @@ def regroup(plan: P, again: Again, fence: Fence) -> tuple[P, Path, Fence]:
 
 
 def regroup_words(plan: LaunchPlan, again: Again) -> str:
-    """The line for whoever watches; ``plan``: of this host from here on."""
+    """Return the line for the display. ``plan``: the new plan of this host."""
     nodes, ranks = again.nodes, plan.cluster.world_size
     return (
         f"{again.lost[0].upper()}{again.lost[1:]} is gone: going on with {nodes} host{'' if nodes == 1 else 's'}, "

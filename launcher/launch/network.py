@@ -1,4 +1,4 @@
-"""Network: this host's addresses and interfaces, and JSON messages between hosts."""
+"""Network interfaces and addresses of this host, and JSON messages between hosts."""
 
 from __future__ import annotations
 
@@ -36,8 +36,13 @@ class Interface:
 
 @dataclass(frozen=True)
 class Route:
-    """The way to the other hosts. ``rendezvous``: the address where they meet; ``here``: whether this host has it;
-    ``interface``: this host's, towards the others."""
+    """Route to the other hosts.
+
+    Args:
+        rendezvous: address and port where the hosts meet.
+        here: True if this host has that address.
+        interface: interface of this host towards the others.
+    """
 
     rendezvous: tuple[str, int]
     here: bool
@@ -49,7 +54,7 @@ class Route:
 
 
 def interfaces() -> list[Interface]:
-    """Every interface of this host with an IPv4 address; one with several addresses, several times."""
+    """Return every interface of this host with an IPv4 address, one entry per address."""
     room = array.array("B", bytes(_ROOM))
     start, _ = room.buffer_info()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
@@ -61,15 +66,15 @@ def interfaces() -> list[Interface]:
 
 
 def find_route(rendezvous: str, wanted: str | None) -> Route:
-    """How this host reaches ``rendezvous``, HOST:PORT. Nothing is sent, but for the look-up of a name.
+    """Return the route of this host to ``rendezvous``. Nothing is sent, except to resolve a name.
 
     Args:
-        rendezvous: where the hosts meet.
-        wanted: the interface to use, where the user names one.
+        rendezvous: HOST:PORT where the hosts meet.
+        wanted: interface named by the user, or None.
 
     Raises:
-        SiteError: the name has no address, or one that no other host reaches; no interface leads there; no such
-            interface.
+        SiteError: The name has no address, or one that no other host reaches; no interface leads there; or ``wanted``
+            does not exist.
     """
     host, port = endpoint(rendezvous)
     present = interfaces()
@@ -86,10 +91,10 @@ def find_route(rendezvous: str, wanted: str | None) -> Route:
 
 
 def socket_names(route: Route, wanted: str | None) -> dict[str, str]:
-    """What tells gloo and NCCL which interface to use, where the user's environment does not.
+    """Return the environment variables that select the interface for gloo and NCCL, as defaults.
 
     Raises:
-        SiteError: cluster.interface says one thing, and the environment another.
+        SiteError: cluster.interface contradicts the environment.
     """
     for name in (GLOO, NCCL):
         said = os.environ.get(name)
@@ -98,7 +103,7 @@ def socket_names(route: Route, wanted: str | None) -> dict[str, str]:
                 f"cluster.interface={wanted}: the environment says {name}={said}.\n  Unset {name}, or leave out "
                 "cluster.interface."
             )
-    # NCCL takes a bare name for a prefix: eth0 would be eth0.100 too
+    # NCCL treats a bare name as a prefix: eth0 would match eth0.100 too
     return {GLOO: route.interface.name, NCCL: f"={route.interface.name}"}
 
 
@@ -123,7 +128,7 @@ def _resolve(rendezvous: str, host: str, present: list[Interface]) -> list[str]:
 
 
 def _source_address(rendezvous: str, address: str, port: int, present: list[Interface]) -> str:
-    """This host's address on the way to another; a datagram socket finds the route without sending anything."""
+    """Return this host's address on the route to ``address``; a datagram socket finds it without sending anything."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
         try:
             asker.connect((address, port))
@@ -147,7 +152,7 @@ def _wanted(name: str | None, present: list[Interface]) -> Interface | None:
 
 
 def free_port(address: str) -> int:
-    """One that nothing listens on at this host's ``address``."""
+    """Return a port of this host's ``address`` on which nothing listens."""
     with socket.create_server((address, 0)) as probe:
         return probe.getsockname()[1]
 
@@ -157,8 +162,15 @@ def _shown(present: list[Interface]) -> str:
 
 
 def require_reach(address: str, port: int, whose: str, seconds: float = 5.0) -> None:
-    """Raises SiteError where this host cannot open a connection to ``address``. One that is refused is good enough: the
-    host is there. ``whose``: the host that gave this address for its own, in words."""
+    """Check that this host can connect to ``address``; a refused connection passes, as it shows that the host is there.
+
+    Args:
+        whose: description of the host that announced ``address`` as its own.
+        seconds: time limit of the connection.
+
+    Raises:
+        SiteError: The host cannot be reached, or ``address`` belongs to this host too.
+    """
     problem = (
         "it is an address of this host too"
         if any(i.address == address and not i.loopback for i in interfaces())
@@ -181,8 +193,8 @@ def require_reach(address: str, port: int, whose: str, seconds: float = 5.0) -> 
 Message = dict[str, Any]
 
 PROTOCOL = "launcher 1"
-# A host that has not answered the kernel's probes for this long is lost: its power is off, or the link is down. One
-# whose processes were killed is known at once.
+# Seconds without an answer to the kernel's probes after which a host is lost: its power is off, or the link is down. If
+# only its processes were killed, that is noticed at once.
 LOST_AFTER_S = 30
 _PROBE_AFTER_S, _PROBE_EVERY_S = 10, 5
 _SEND_WITHIN_S = 10
@@ -191,8 +203,11 @@ _INTRODUCTION_WITHIN_S = 10
 
 
 class Channel:
-    """One connection. Nothing raises: a connection that is gone, or carries something else, is no longer ``open``.
-    ``silent``: it is gone because the other host did not answer any more."""
+    """Connection that carries JSON messages.
+
+    No method raises: ``open`` becomes false when the connection is lost or carries anything else. ``silent`` is true
+    if it was lost because the other host stopped answering.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket, self._buffer = connection, b""
@@ -202,12 +217,12 @@ class Channel:
         self.peer = str(connection.getpeername()[0])
         connection.settimeout(_SEND_WITHIN_S)
         tcp = socket.IPPROTO_TCP
-        # the kernel asks, not this process: a terminal that is stopped with Ctrl-S or Ctrl-Z loses no host
+        # the kernel sends the probes, so a terminal that is stopped with Ctrl-S or Ctrl-Z does not lose a host
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection.setsockopt(tcp, socket.TCP_KEEPIDLE, _PROBE_AFTER_S)
         connection.setsockopt(tcp, socket.TCP_KEEPINTVL, _PROBE_EVERY_S)
         connection.setsockopt(tcp, socket.TCP_KEEPCNT, (LOST_AFTER_S - _PROBE_AFTER_S) // _PROBE_EVERY_S)
-        connection.setsockopt(tcp, socket.TCP_USER_TIMEOUT, LOST_AFTER_S * 1000)  # the same for what was sent
+        connection.setsockopt(tcp, socket.TCP_USER_TIMEOUT, LOST_AFTER_S * 1000)  # for unacknowledged data
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -222,13 +237,13 @@ class Channel:
             self.close()
 
     def receive(self) -> list[Message]:
-        """What has come, without waiting."""
+        """Return the messages received so far, without waiting."""
         self._read()
         messages, self._messages = self._messages, []
         return messages
 
     def next(self, seconds: float) -> Message | None:
-        """The next message; None when none came in time, or the connection is gone."""
+        """Return the next message; None if none came within ``seconds`` or the connection is gone."""
         end = time.monotonic() + seconds
         while not self._messages and self.open and time.monotonic() < end:
             wait([self], end - time.monotonic())
@@ -236,7 +251,7 @@ class Channel:
         return self._messages.pop(0) if self._messages else None
 
     def _read(self) -> None:
-        # looked at first, because the time limit of sending holds for receiving too
+        # poll first: the socket's time limit is meant for sending, but recv would wait for it too
         if not self.open or not wait([self], 0):
             return
         try:
@@ -260,10 +275,10 @@ class Channel:
 
 
 class Door:
-    """A listening socket, and those who have come in without saying yet who they are."""
+    """Listening socket with the connections that have not introduced themselves yet."""
 
     def __init__(self, address: tuple[str, int]) -> None:
-        """Raises OSError: another program listens there."""
+        """Listen at ``address``. Raises OSError if another program listens there."""
         self._listener = socket.create_server(address)
         self._listener.setblocking(False)
         self._strangers: list[Channel] = []
@@ -273,16 +288,18 @@ class Door:
         return self._listener.getsockname()[1]
 
     def sources(self) -> list[Any]:
-        """What to wait for, with select."""
+        """Return the sockets to pass to ``wait``."""
         return [self._listener, *self._strangers]
 
     def arrivals(self) -> list[tuple[Channel, Message]]:
-        """Who has introduced itself as a `launch`, with what it said. Anything else is shown out, and cannot keep a
-        place: port scanners, browsers, silence."""
+        """Return new connections from a `launch`, each with its first message.
+
+        Anything else (port scanners, browsers, silent connections) is closed and takes no place.
+        """
         try:
             while True:
                 self._strangers.append(Channel(self._listener.accept()[0]))
-        except OSError:  # nobody else is waiting, or who did is gone again
+        except OSError:  # no further connection is waiting, or it is gone again
             pass
         arrived: list[tuple[Channel, Message]] = []
         staying: list[Channel] = []
@@ -313,12 +330,12 @@ def _parse(line: bytes) -> Message | None:
 
 
 def wait(sources: Sequence[Any], seconds: float) -> bool:
-    """Until one of ``sources`` has something, or ``seconds`` are over; whether one has."""
+    """Wait until one of ``sources`` is readable, for at most ``seconds``. Return True if one is."""
     ready, _, _ = select.select([source for source in sources if source.fileno() >= 0], [], [], max(0.0, seconds))
     return bool(ready)
 
 
 def _unanswered(error: OSError) -> bool:
-    """Whether the other host did not answer, rather than having closed the connection."""
+    """Return True if the other host did not answer, False if it closed the connection."""
     lost = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
     return isinstance(error, TimeoutError) or error.errno in lost

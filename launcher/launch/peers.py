@@ -1,7 +1,6 @@
-"""The other hosts of a running job: who stopped it, who failed first, who is gone, and the one verdict.
+"""Connections to the other hosts of a running job: who stopped it, who failed first, who is gone, and the verdict.
 
-A star: every host keeps the connection over which it met node 0. Nothing here takes part in training; torch's own
-connections carry that.
+The hosts form a star: each keeps the connection over which it joined node 0. Training uses torch's own connections.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from launcher.errors import EXIT_FAILED, EXIT_INTERRUPTED
 from launcher.launch.network import LOST_AFTER_S, Channel, Door, Message, free_port, wait
 from launcher.rundir.records import failure
 
-# a connection that is reset is seen at once, but after the workers' own connections to that host may have been
+# seconds by which a reset connection may be noticed later here than by the workers that were connected to that host
 _RESET_MARGIN_S = 2.0
 
 Summary = dict[str, Any]
@@ -24,7 +23,7 @@ Summary = dict[str, Any]
 
 @dataclass(frozen=True)
 class Result:
-    """``when``: on node 0's monotonic clock, of the failure if there is one."""
+    """Result of one host. ``when``: time of its failure, else of its end, on node 0's monotonic clock (seconds)."""
 
     status: int
     summary: Summary
@@ -37,14 +36,15 @@ def first_failure(
     gone: Mapping[int, float],
     guests: Mapping[int, Channel],
 ) -> Summary | None:
-    """Of the first host that failed. One that is gone may have been so for a while before that was noticed, and
-    whoever lost a peer by it came after it.
+    """Return the failure of the host that failed first, or None.
+
+    A host may be gone for a while before that is noticed; it then counts as earlier than hosts that lost it as a peer.
 
     Args:
-        hosts: the addresses, by the host's number, as everything here.
-        results: of the hosts whose agents have ended.
-        gone: when a host was found to be gone, on node 0's monotonic clock.
-        guests: the connections.
+        hosts: addresses by node, as all arguments here.
+        results: results of the hosts whose agents have ended.
+        gone: time at which a host was found to be gone, on node 0's monotonic clock (seconds).
+        guests: connections to the other hosts.
     """
     failures: list[tuple[float, Summary]] = []
     for node, result in results.items():
@@ -57,59 +57,66 @@ def first_failure(
 
 
 def seconds_since_failure(summary: Summary) -> float:
-    """How long ago the first failure was by this host's clock; 0 for one whose time is not known."""
+    """Return the seconds since the failure in ``summary`` by this host's clock; 0 if its time is unknown."""
     told: Summary = summary.get("failure") or {}
     at = told.get("at")
     return 0.0 if at is None else (datetime.now(UTC) - datetime.fromisoformat(at)).total_seconds()
 
 
 def lost_host(node: int, channel: Channel) -> Summary:
-    """The failure that is nobody's own words."""
+    """Return the failure record of a host that is gone, which could not report one itself."""
     why = f"no answer for {LOST_AFTER_S} s" if channel.silent else "its `launch` was killed, or the host was shut down"
     told = failure(f"node {node} ({channel.peer}) is gone: {why}", None)
     return told | {"node": node, "host": channel.peer}
 
 
 class Peers(Protocol):
-    """``stopped_by``: which other host was told to stop, once one was. ``trouble``: what ended the job elsewhere;
-    ``lost``: that a host is gone, for which no worker needs to be waited."""
+    """The other hosts, as one host sees them.
+
+    Args:
+        stopped_by: host on which the job was stopped, if another one.
+        trouble: what ended the job on another host.
+        lost: True if a host is gone; then waiting for the workers is useless.
+    """
 
     stopped_by: str | None
     trouble: str | None
     lost: bool
 
     def listen(self, seconds: float) -> None:
-        """Take in what the others say, for so long at most."""
+        """Receive messages for at most ``seconds``."""
         ...
 
     def stop(self) -> None:
-        """Someone stopped the job on this host."""
+        """Report that the job was stopped on this host."""
         ...
 
     def ended(self, status: int, summary: Summary) -> None:
-        """This host's agent has ended."""
+        """Report that this host's agent has ended."""
         ...
 
     def complete(self) -> bool:
-        """Whether the verdict of the whole job is known."""
+        """Return True if the verdict of the whole job is known."""
         ...
 
     def again(self, step: int) -> Again | None:
-        """Once that is so: how this host goes on, where another one is gone and enough are left; None where the job is
-        over. ``step``: optimizer steps in the newest checkpoint, which node 0 tells the others."""
+        """Return how this host continues after the loss of another one; None if the job is over.
+
+        Call it once ``complete`` is true. ``step``: optimizer steps in the newest checkpoint, for the other hosts.
+        """
         ...
 
     def go(self) -> None:
-        """All is ready for that: node 0 has the others begin."""
+        """Start the regrouped job: node 0 lets the other hosts begin."""
         ...
 
     def conclude(self) -> tuple[int, Summary]:
-        """The exit status and the summary of the whole job, as far as they are known; the connections end."""
+        """Return exit status and summary of the whole job, as far as known, and close the connections."""
         ...
 
 
 class Alone:
-    """A local job."""
+    """Peers of a local job: there are none."""
 
     stopped_by: str | None = None
     trouble: str | None = None
@@ -139,9 +146,15 @@ class Alone:
 
 @dataclass(frozen=True)
 class Again:
-    """How this host goes on without those that are gone. ``node``: its number from here on; ``nodes``: hosts;
-    ``store``: HOST:PORT where their agents share what they know; ``lost``: who is gone, by the old numbers; ``step``:
-    optimizer steps in the newest checkpoint."""
+    """How this host continues without the hosts that are gone.
+
+    Args:
+        node: new number of this host.
+        nodes: number of hosts left.
+        store: HOST:PORT of the agents' new store.
+        lost: hosts that are gone, by their old numbers.
+        step: optimizer steps in the newest checkpoint.
+    """
 
     node: int
     nodes: int
@@ -151,7 +164,7 @@ class Again:
 
 
 class OtherHost:
-    """Node 1 and up: hears from node 0 alone."""
+    """Peers of nodes 1 and up, which talk to node 0 only."""
 
     def __init__(self, first: Channel) -> None:
         self._first = first
@@ -173,7 +186,7 @@ class OtherHost:
                 self._stopped, self.stopped_by = True, message["stop"]
             elif "trouble" in message:
                 self.trouble, self.lost = self.trouble or message["trouble"], self.lost or message["lost"]
-            elif "again" in message:  # what comes after it is of the new start
+            elif "again" in message:  # later messages belong to the next incarnation
                 self._again = Again(**message["again"])
                 self._stopped, self.stopped_by, self.trouble, self.lost = False, None, None, False
             elif "verdict" in message:
@@ -208,13 +221,18 @@ class OtherHost:
 
 
 class FirstHost:
-    """Peers of node 0, which hears from all the others, and tells them."""
+    """Peers of node 0, which receives messages from all other hosts and forwards them."""
 
     def __init__(
         self, door: Door, guests: Sequence[Channel], address: str, refusal: str, least: int | None = None
     ) -> None:
-        """``guests``: the others by their number, from 1. ``refusal``: for a host that comes too late. ``least``: with
-        how many hosts the job goes on when one is lost; None: it ends."""
+        """Create the peers of node 0.
+
+        Args:
+            guests: connections to nodes 1, 2, ...
+            refusal: message for a host that comes too late.
+            least: smallest number of hosts with which the job continues when one is lost; None: the job ends.
+        """
         self._door, self._address, self._refusal, self._least = door, address, refusal, least
         self._begin_with(guests)
 
@@ -293,8 +311,8 @@ class FirstHost:
             if own.pop("failure", None) is not None:
                 own["verdict"] = "killed"
             return EXIT_INTERRUPTED if self._stopped else max(r.status for r in self._results.values()), own
-        own.pop("stopped_by", None)  # that was this launcher, for the reason that follows
-        if first["node"] in self._gone and self._least is not None:  # else it would have gone on
+        own.pop("stopped_by", None)  # this launcher stopped the workers because of ``first``
+        if first["node"] in self._gone and self._least is not None:  # with enough hosts the job would have continued
             left = len(self._left())
             few = f"{left} {'host is' if left == 1 else 'hosts are'} left, and cluster.nodes has {self._least} at least"
             first = first | {"error": f"{first['error']}; {few}"}
@@ -304,7 +322,7 @@ class FirstHost:
         return first_failure(self._hosts, self._results, self._gone, self._guests)
 
     def _left(self) -> list[int]:
-        """Hosts that hear of it when the job goes on; one may have gone after its workers had ended."""
+        """Return the hosts that can still be reached; one may have gone after its workers had ended."""
         return [node for node in self._hosts if not node or self._guests[node].open]
 
     def again(self, step: int) -> Again | None:
@@ -312,7 +330,7 @@ class FirstHost:
         left = self._left()
         if self._least is None or self._stopped or len(left) < self._least:
             return None
-        if first is None or first["node"] not in self._gone:  # the job itself failed, and would do so again
+        if first is None or first["node"] not in self._gone:  # the job itself failed, and would fail again
             return None
         lost = " and ".join(self._name(node) for node in self._hosts if node not in left)
         self._again = Again(0, len(left), f"{self._address}:{free_port(self._address)}", lost, step)

@@ -1,7 +1,7 @@
-"""Rendezvous of the agents: their ranks, and the board on which they leave word for each other.
+"""Rendezvous of the agents: their ranks, and the board on which they exchange messages.
 
-torch's own ways do not fit: `c10d` numbers hosts by the alphabetical order of their addresses, and `static` cannot
-start workers again, because the store that they share with the agent remembers the attempt before.
+torch's own backends do not fit: `c10d` numbers hosts by the alphabetical order of their addresses, and `static` cannot
+restart workers, because the store that they share with the agent still holds the previous attempt.
 """
 
 from __future__ import annotations
@@ -23,20 +23,23 @@ if TYPE_CHECKING:
 BACKEND = "launcher"
 _JOIN_WITHIN_S = 600
 _LOOK_EVERY_S = 0.1
-# why a round is closed where what happened is another host's to say
+# reason of a closed round if another host reports the failure
 GIVEN_UP = "another host has given up"
 
 
-# of a job on one host
+# place of a job on one host
 ALONE = Place(node=0, address="localhost", interface="", store="localhost:0", shared=True)
 
 
 def register(plan: LaunchPlan, place: Place, asked: Callable[[], signal.Signals | None]) -> None:
-    """Make ``rdzv_backend=BACKEND`` known to torch, for this process. ``asked``: the signal to stop that has come.
+    """Register ``rdzv_backend=BACKEND`` with torch, for this process.
 
-    torch's agent asks the rendezvous several times a second whether more hosts are waiting. That is where a signal is
-    raised as torch's own exception: nothing but the agent can catch it there, and the agent passes it on to its workers
-    and waits for them.
+    torch's agent asks the rendezvous several times a second whether more hosts are waiting. There a stop signal is
+    raised as torch's own exception: only the agent can catch it there, and the agent forwards it to its workers and
+    waits for them.
+
+    Args:
+        asked: returns the stop signal that was received, or None.
     """
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 
@@ -54,7 +57,7 @@ def _handler(plan: LaunchPlan, place: Place, asked: Callable[[], signal.Signals 
     )
 
     class Rounds(RendezvousHandler):
-        """One round an attempt, each with keys and with a master port of its own."""
+        """One round per attempt, each with its own keys and master port."""
 
         def __init__(self) -> None:
             self._store: Any = None
@@ -72,7 +75,7 @@ def _handler(plan: LaunchPlan, place: Place, asked: Callable[[], signal.Signals 
                     host, int(port), is_master=place.node == 0, timeout=within, wait_for_workers=False
                 )
             self._round += 1
-            self._store.set("round", str(self._round))  # never smaller: nobody is a round ahead of the last host
+            self._store.set("round", str(self._round))  # never decreases: no host is a round ahead of the last one
             self._wait_for_all()
             store = PrefixStore(f"round{self._round}", self._store)
             master = RendezvousStoreInfo.build(place.node, store, place.address)
@@ -83,7 +86,7 @@ def _handler(plan: LaunchPlan, place: Place, asked: Callable[[], signal.Signals 
                 raise SignalException("asked to stop", number)
 
         def _wait_for_store(self, host: str, port: int) -> None:
-            """Before the store's own way of waiting, which no signal gets through."""
+            """Wait until the store accepts connections; the store's own waiting cannot be interrupted by a signal."""
             end = time.monotonic() + _JOIN_WITHIN_S
             while True:
                 self._stop_if_asked()
@@ -97,7 +100,7 @@ def _handler(plan: LaunchPlan, place: Place, asked: Callable[[], signal.Signals 
                 time.sleep(_LOOK_EVERY_S)
 
         def _wait_for_all(self) -> None:
-            """A step at a time: a signal must get through, and a host that has given up comes no more."""
+            """Wait for all hosts by polling, so that a signal or a host that has given up ends the wait."""
             key, end = f"here{self._round}", time.monotonic() + _JOIN_WITHIN_S
             try:
                 here = self._store.add(key, 1)
@@ -109,17 +112,17 @@ def _handler(plan: LaunchPlan, place: Place, asked: Callable[[], signal.Signals 
                         raise RendezvousClosedError(f"{here} of {plan.cluster.nodes} hosts are here")
                     time.sleep(_LOOK_EVERY_S)
                     here = self._store.add(key, 0)
-            except RuntimeError as error:  # the store went with node 0
+            except RuntimeError as error:  # node 0 is gone, and the store with it
                 raise RendezvousClosedError(str(error)) from error
 
         def num_nodes_waiting(self) -> int:
-            """Whether another host has begun the next round, because a worker of its own failed."""
+            """Return 1 if another host has started the next round because one of its workers failed, else 0."""
             self._stop_if_asked()
             if not plan.cluster.max_restarts:
                 return 0
             try:
                 return int(int(self._store.get("round")) > self._round)
-            except RuntimeError:  # node 0 is gone; its workers' peers notice, and so does `launch`
+            except RuntimeError:  # node 0 is gone; the workers notice that, and so does `launch`
                 return 0
 
         def is_closed(self) -> bool:
@@ -140,21 +143,23 @@ def _handler(plan: LaunchPlan, place: Place, asked: Callable[[], signal.Signals 
 
 
 class Gone(Exception):
-    """The board went with node 0."""
+    """Node 0 is gone, and the board with it."""
 
 
 class Board(Protocol):
+    """Key-value texts that the agents of a job share."""
+
     def post(self, key: str, text: str) -> None:
-        """In place of what was there."""
+        """Set ``key`` to ``text``, replacing an earlier value."""
         ...
 
     def read(self, keys: Iterable[str]) -> dict[str, str]:
-        """Of those that are there."""
+        """Return the texts of those ``keys`` that exist."""
         ...
 
 
 class OwnBoard:
-    """Of a job on one host."""
+    """Board of a job on one host."""
 
     def __init__(self) -> None:
         self._texts: dict[str, str] = {}
@@ -167,8 +172,10 @@ class OwnBoard:
 
 
 class StoreBoard:
-    """On the store that node 0's agent has for the rounds, over a connection of its own: torch's agent asks the same
-    store, and neither waits for the other."""
+    """Board in the rendezvous store of node 0's agent.
+
+    It uses its own connection, because torch's agent uses the same store and neither must wait for the other.
+    """
 
     def __init__(self, place: Place) -> None:
         self._host, _, port = place.store.rpartition(":")
@@ -184,7 +191,7 @@ class StoreBoard:
         return self._store
 
     def post(self, key: str, text: str) -> None:
-        """Raises Gone, as ``read`` does."""
+        """Set ``key`` to ``text``. Raises Gone, as ``read`` does."""
         try:
             self._connected().set(key, text)
         except RuntimeError as error:

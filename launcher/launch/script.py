@@ -1,4 +1,4 @@
-"""What a worker of `launch run` runs: the user's script, as `python SCRIPT ARGS...` would, under the agent's care."""
+"""Worker of `launch run`: runs the user's script under the agent, as `python SCRIPT ARGS...` would."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def main() -> None:
     mark_last_words()
     del sys.argv[0]
     script = sys.argv[0]
-    sys.path.insert(0, str(Path(script).resolve().parent))  # as `python SCRIPT` has it
+    sys.path.insert(0, str(Path(script).resolve().parent))  # as `python SCRIPT` does
 
     from torch.distributed.elastic.multiprocessing.errors import record
 

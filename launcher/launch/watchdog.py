@@ -1,11 +1,11 @@
 """Watchdog: follows this host's workers, asks hanging ones for their stacks, and ends the attempt.
 
-A worker has a handler for ASK that runs in C (faulthandler): it answers while Python is blocked, waits in a system
-call, or holds the interpreter's lock, and it writes to the worker's own log.
+A worker handles STACK_SIGNAL in C (faulthandler): the handler writes to the worker's own log even while Python is
+blocked, waits in a system call, or holds the interpreter's lock.
 
-Each agent posts how its ranks stand; node 0's looks at all of them once its own do not move, and gives the one verdict:
-everyone else's ranks wait for the one that hangs. Then that one is killed, and torchrun does what it does about any
-worker that died.
+Each agent posts the progress of its ranks. Once the ranks of node 0 stop moving, its agent compares all ranks and
+decides which one hangs, because all others wait for that one. The hanging rank is killed, and torchrun then handles it
+as any other dead worker.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from launcher.process import STACK_SIGNAL, children, handles, has_variable, stat
 from launcher.rundir import records
 
 _ANSWERS_WITHIN_S, _QUIET_S, _LOOK_EVERY_S = 3.0, 0.3, 0.05
-_ALL_WITHIN_S = 5.0  # until the last loader process is asked
+_ALL_WITHIN_S = 5.0  # no further loader process is asked after this time
 _MOST_BYTES = 32_000
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
-# code that waits on behalf of whoever called it
+# standard library frames: they wait on behalf of their caller
 _STDLIB = re.compile(r"/python3[^/]*/(?!site-packages|dist-packages)|^<frozen")
-# where a rank stands that waits for others: in a collective, in the backward pass that DDP's collectives end, or in the
-# launcher's own code, which does nothing there but wait for the GPU, whose kernels wait for the other ranks. Not so
-# what reads and writes: a disk that does not answer is no other rank
+# files in which a rank waits for others: collectives, the backward pass (which ends with DDP's collectives), and the
+# launcher's own code, which there only waits for a GPU whose kernels wait for other ranks. Modules that read and write
+# files are excluded: a rank blocked on a disk does not wait for another rank
 _WAITS = re.compile(
     r"/torch/(distributed/(?!checkpoint/)|autograd/|futures/)|/launcher/train/(?!(data/(loader|window_feed)|evaluation|metrics|"
     r"checkpoint/(file_format|load|resume|save))\.py)"
@@ -54,16 +54,23 @@ _SAVER = "/launcher/train/checkpoint/async_save.py"
 
 @dataclass(frozen=True)
 class Stacks:
-    """What a process answered. ``text``: of all its threads, and its loader processes'; empty without an answer, and
-    then ``why`` says why."""
+    """Stacks of one process.
+
+    Args:
+        text: stacks of all its threads and of its loader processes; empty without an answer.
+        why: reason for a missing answer.
+    """
 
     text: str
     why: str = ""
 
     @property
     def telling(self) -> str:
-        """The part of the thread that tells what the process is at, innermost frame first: the main thread, which is
-        the oldest and so the last in the dump; where that waits for the save under way, the thread that writes it."""
+        """Stack of the thread that shows what the process is doing, innermost frame first.
+
+        This is the main thread, which is the oldest and so the last in the dump. If it waits for a checkpoint save,
+        it is the thread that writes the checkpoint.
+        """
         *others, main = re.split(r"\n(?=(?:Current thread|Thread) 0x)", self.text.partition("\n---")[0])
         innermost = next(iter(_frames(main)), None)
         if innermost is not None and innermost[0].endswith(_SAVER):
@@ -74,7 +81,7 @@ class Stacks:
 
     @property
     def place(self) -> str:
-        """``FILE:LINE in FUNCTION``, of the innermost frame that is neither Python's library nor torch's."""
+        """``FILE:LINE in FUNCTION`` of the innermost frame outside the standard library and torch."""
         frames = _frames(self.telling)
         own = [frame for frame in frames if "/torch/" not in frame[0]]
         for file, line, name in own or frames:
@@ -83,27 +90,30 @@ class Stacks:
 
     @property
     def waits(self) -> bool:
-        """Whether it waits for other ranks, as far as Python's frames tell."""
+        """True if the Python frames show that the process waits for other ranks."""
         for file, _, name in _frames(self.telling):
             return bool(_WAITS.search(file)) or ("/torch/" in file and name == "synchronize")
         return False
 
 
 def _frames(thread: str) -> list[tuple[str, str, str]]:
-    """File, line and function, without Python's own library, innermost first."""
+    """Return (file, line, function) of each frame outside the standard library, innermost first."""
     return [frame for frame in _FRAME.findall(thread) if not _STDLIB.search(frame[0])]
 
 
 def ask_all_stacks(workers: Mapping[int, tuple[int, Path]]) -> dict[int, Stacks]:
-    """``ask`` of each rank's process and log, all at the same time: together they take no longer than one."""
+    """Call ``ask_stacks`` for all ranks in parallel. ``workers``: (process id, log) by rank."""
     with ThreadPoolExecutor(max(1, len(workers))) as asking:
         said = {rank: asking.submit(ask_stacks, pid, log) for rank, (pid, log) in workers.items()}
     return {rank: answer.result() for rank, answer in said.items()}
 
 
 def ask_stacks(pid: int, log: Path) -> Stacks:
-    """Have ``pid``, and the processes that load its data, write their stacks into ``log``, to which their standard
-    error goes: one after the other, for they share it. It takes a few seconds, however many do not answer."""
+    """Have ``pid`` and its loader processes write their stacks into ``log``, and return them.
+
+    The processes are asked one after the other, because their standard error shares this log. The call takes a few
+    seconds at most, however many processes do not answer.
+    """
     end = time.monotonic() + _ALL_WITHIN_S
     if (state := state_of(pid)) in ("T", "t"):
         return Stacks("", f"the process is stopped (state {state}: SIGSTOP, or a debugger), and cannot show its stack")
@@ -128,7 +138,7 @@ def _answer(pid: int, log: Path) -> str:
 
 
 def _written(pid: int, log: Path) -> str:
-    """What the signal brings into the log. Raises OSError."""
+    """Send STACK_SIGNAL and return what is appended to the log. Raises OSError if the process or its log is gone."""
     before = log.stat().st_size
     os.kill(pid, STACK_SIGNAL)
     size, since, end = before, time.monotonic(), time.monotonic() + _ANSWERS_WITHIN_S
@@ -147,9 +157,19 @@ _STACKS_WITHIN_S = 15.0
 
 @dataclass
 class _Attempt:
-    """The workers as they were started last. ``ranks``: rank and log by local rank. ``quiet_s``: for how long each of
-    them has not moved, and ``unheard_s`` each node's agent, in time that this process was there to see. ``asked``: how
-    often the stacks were."""
+    """Watch state of the current attempt.
+
+    Args:
+        number: of the attempt in this incarnation, from 0.
+        ranks: (rank, log) by local rank.
+        stands: last progress by rank.
+        quiet_s: seconds without progress, by rank. Like ``unheard_s`` it only counts time in which this process ran.
+        heard: last message by node.
+        unheard_s: seconds without a new message, by node.
+        looks: number of looks so far.
+        asked: number of requests for stacks so far.
+        over: True once the attempt has a verdict, or node 0 is gone.
+    """
 
     number: int
     ranks: Mapping[int, tuple[int, Path]]
@@ -166,7 +186,7 @@ class _Attempt:
 
 
 class NoWatch:
-    """Where nobody asked for it."""
+    """Null object: hang detection is off."""
 
     def __enter__(self) -> Self:
         return self
@@ -184,10 +204,16 @@ class NoWatch:
 
 
 class HangWatch(threading.Thread):
-    """Looks while it is entered. ``last``: the newest hang that was found, on any host."""
+    """Thread that watches for hangs while the context is open. ``last``: newest hang found, on any host."""
 
     def __init__(self, plan: RunPlan, place: Place, timeout_s: float, asked: Callable[[], object]) -> None:
-        """``asked``: not None once the workers were asked to stop; then there is a limit to how long they take."""
+        """Create the watch.
+
+        Args:
+            place: where the agents of the job meet.
+            timeout_s: seconds without progress that count as a hang (train.hang_timeout).
+            asked: returns not None once the workers were asked to stop; from then on another time limit applies.
+        """
         super().__init__(daemon=True)
         self._plan, self._node, self._asked, self._timeout_s = plan, place.node, asked, timeout_s
         self._every_s = min(_MOST_S_BETWEEN_LOOKS, timeout_s / 8)
@@ -212,31 +238,37 @@ class HangWatch(threading.Thread):
         os.close(self._file)
 
     def begin(self, ranks: Mapping[int, tuple[int, Path]]) -> dict[int, str]:
-        """New workers are about to start, and the old ones are gone: rank and log by local rank. What PROGRESS is to
-        say for each of them."""
+        """Start watching a new attempt, after the old workers are gone and before the new ones start.
+
+        Args:
+            ranks: (rank, log) by local rank.
+
+        Returns:
+            The value of the environment variable PROGRESS by local rank.
+        """
         self._memory[:] = bytes(len(self._memory))
         self._attempt = _Attempt(self._numbers, ranks)
         self._numbers += 1
         return {local_rank: heartbeat.address(self._file, local_rank) for local_rank in ranks}
 
     def of(self, pid: int) -> Hang | None:
-        """The hang for which ``pid`` was killed."""
+        """Return the hang for which ``pid`` was killed, or None."""
         return self._killed.get(pid)
 
     def run(self) -> None:
         looked = time.monotonic()
         while not self._over.wait(self._every_s):
             now = time.monotonic()
-            # time in which this process was stopped too, by a scheduler that suspends jobs, tells nothing of a worker
+            # a scheduler that suspends a job stops this process too: that time says nothing about a worker
             passed, looked = min(now - looked, 2 * self._every_s), now
             attempt = self._attempt
             if attempt is None or attempt.over or self._asked() is not None:
                 continue
             try:
                 self._look(attempt, passed)
-            except Gone:  # with node 0, which others notice
+            except Gone:  # node 0 is gone; `launch` notices that by itself
                 attempt.over = True
-            except OSError as error:  # the next look may do better
+            except OSError as error:  # the next look may succeed
                 _say(f"Looking for ranks that hang: {error}")
 
     def _look(self, attempt: _Attempt, passed: float) -> None:
@@ -245,12 +277,12 @@ class HangWatch(threading.Thread):
         attempt.looks += 1
         self._board.post(attempt.key("seen", self._node), f"{attempt.looks}\n{hang_verdict.to_json(seen)}")
         verdict = self._decide(attempt, seen, pids, passed) if self._node == 0 else self._follow(attempt, pids)
-        # it took seconds, in which the workers may have been started anew, or asked to stop
+        # the decision took seconds, in which the workers may have been restarted or asked to stop
         if verdict is not None and attempt is self._attempt and not self._over.is_set() and self._asked() is None:
             self._conclude(attempt, verdict, pids)
 
     def _pids(self, attempt: _Attempt) -> dict[int, int]:
-        """The living workers, by rank."""
+        """Return the process ids of the living workers by rank."""
         living = [pid for pid in children(os.getpid()) if state_of(pid) not in (None, "Z")]
         found: dict[int, int] = {}
         for local_rank, (rank, _) in attempt.ranks.items():
@@ -272,7 +304,7 @@ class HangWatch(threading.Thread):
         return seen
 
     def _decide(self, attempt: _Attempt, own: list[Seen], pids: Mapping[int, int], passed: float) -> Hang | None:
-        """Node 0's part."""
+        """Return the verdict if some rank hangs; runs on node 0 only."""
         others = range(1, self._plan.cluster.nodes)
         heard = self._board.read([attempt.key("seen", node) for node in others])
         for node in others:
@@ -281,14 +313,14 @@ class HangWatch(threading.Thread):
             attempt.heard[node] = text
             attempt.unheard_s[node] = 0.0 if spoke else attempt.unheard_s[node] + passed
         if own and max(one.quiet_s for one in own) < self._timeout_s:
-            return None  # a rank that hangs holds up all of them
+            return None  # a hanging rank would hold up all of them
         everyone = own + [one for text in heard.values() for one in hang_verdict.from_json(text.partition("\n")[2])]
         silent = [node for node in others if attempt.unheard_s[node] >= self._timeout_s]
         if silent and own:
             host = next((one.host for one in everyone if one.node == silent[0]), f"host {silent[0]}")
             victim = min(own, key=lambda one: one.stand.position)
             return hang_verdict.silent_host(silent[0], host, victim, self._timeout_s)
-        if len(heard) < len(others):  # one has not even begun to look
+        if len(heard) < len(others):  # some node has not posted yet
             return None
         behind = hang_verdict.suspects(everyone, self._timeout_s)
         if not behind:
@@ -297,7 +329,7 @@ class HangWatch(threading.Thread):
         return None if any(answer.moved for answer in answers) else hang_verdict.judge(behind, answers, self._timeout_s)
 
     def _ask(self, attempt: _Attempt, behind: list[Seen], pids: Mapping[int, int]) -> list[Answer]:
-        """Of every node that has some of them."""
+        """Request the stacks of ``behind`` from the nodes on which they run."""
         attempt.asked += 1
         beats = [(one.rank, one.stand.beats) for one in behind]
         self._board.post(attempt.key("who"), json.dumps([attempt.asked, beats]))
@@ -309,7 +341,7 @@ class HangWatch(threading.Thread):
         return answers + [Answer(**fields) for text in found.values() for fields in json.loads(text)]
 
     def _follow(self, attempt: _Attempt, pids: Mapping[int, int]) -> Hang | None:
-        """Every other node's part: it shows the stacks that node 0 asks for, and hears the verdict."""
+        """Answer a request for stacks and return node 0's verdict, if any; runs on nodes other than 0."""
         said = self._board.read([attempt.key("who"), attempt.key("verdict")])
         if (verdict := said.get(attempt.key("verdict"))) is not None:
             return Hang.from_json(verdict)
@@ -323,7 +355,11 @@ class HangWatch(threading.Thread):
         return None
 
     def _answers(self, attempt: _Attempt, beats: Iterable[Sequence[int]], pids: Mapping[int, int]) -> list[Answer]:
-        """Of those ranks that are here, whose logs get the stacks. ``beats``: each with what node 0 knows of it."""
+        """Return the answers of those ranks that run on this host; the stacks go to their logs.
+
+        Args:
+            beats: (rank, beat count that node 0 has seen); a rank with another count has moved since.
+        """
         asked = {rank: beat for rank, beat in beats if rank in pids}
         here = {rank: (at, log) for at, (rank, log) in attempt.ranks.items() if rank in asked}
         told = ask_all_stacks({rank: (pids[rank], log) for rank, (_, log) in here.items()})
@@ -334,8 +370,10 @@ class HangWatch(threading.Thread):
         return answers
 
     def _conclude(self, attempt: _Attempt, verdict: Hang, pids: Mapping[int, int]) -> None:
-        """One verdict an attempt. The death that follows ends the attempt everywhere. What is said of it comes after: a
-        disk that is full must not save the one that hangs."""
+        """Kill the hanging rank, which ends the attempt on all hosts, and publish the verdict (one per attempt).
+
+        The kill comes before the report: a full disk must not keep the hanging rank alive.
+        """
         attempt.over = True
         self.last = verdict
         if verdict.victim in pids:
