@@ -1,5 +1,5 @@
-"""One face for every strategy: wrap, choose which collectives a micro-batch runs, hold the gradients. No `if ddp`
-elsewhere."""
+"""Interface of the parallel strategies, so that no other module has to know which one is in use. Its simplest case,
+`Single`, is here too."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ ShardUnits = Callable[[nn.Module], Sequence[nn.Module]]
 
 
 class Parallel(Protocol):
-    """A wrapped model.
+    """A model wrapped by a strategy.
 
     Args:
-        forward: what the training loop calls.
+        forward: callable that the training loop uses for forward passes.
         module: the user's model, for evaluation and checkpoints.
-        meter: of the collectives that this strategy runs.
-        averaged_over: how many ranks' gradients the collectives have averaged; 1 where they sum.
-        own: what this rank's gradient was before they ran.
+        meter: counts and times the collectives that this strategy runs.
+        averaged_over: number of ranks over which the collectives average the gradients; 1 if they sum.
+        own: this rank's gradient before the reduction, for the gradient noise scale.
     """
 
     forward: Callable[..., Any]
@@ -40,77 +40,88 @@ class Parallel(Protocol):
     own: OwnGradient
 
     def micro_batch(self, sync: Sync, *, first: bool, last: bool) -> AbstractContextManager[object]:
-        """Around forward *and* backward of one micro-batch: the first of its window, the last, or one between."""
+        """Return the context for forward *and* backward of one micro-batch.
+
+        Args:
+            first: the micro-batch is the first of its window.
+            last: it is the window's boundary.
+        """
         ...
 
     def silent_until_boundary(self, sync: Sync) -> bool:
-        """Whether a window's passes run no collective before its last backward pass."""
+        """Return whether a window runs no collective before its last backward pass."""
         ...
 
     def abandon(self) -> None:
-        """Forget the passes of a window that were silent so far."""
+        """Discard the current window, none of whose passes has run a collective yet."""
         ...
 
     def before_backward(self) -> None:
-        """Called before each micro-batch's backward pass; the loss may have had backward passes of its own."""
+        """Prepare for a micro-batch's backward pass; computing the loss may already have run backward passes."""
         ...
 
     def before_reduction(self, items: Callable[[], int]) -> None:
-        """Called before the window's last backward pass. ``items``: waits for how many the window has on all ranks."""
+        """Prepare for the window's last backward pass.
+
+        Args:
+            items: waits for the number of items in the window on all ranks, and returns it.
+        """
         ...
 
     def silent(self) -> AbstractContextManager[object]:
-        """Return a context for forward and backward passes without any collective. Their gradients are thrown away at
-        its end; what must be sent before is sent on entering."""
+        """Return a context for forward and backward passes without any collective. Their gradients are discarded at
+        its end. Collectives that the passes depend on (FSDP's all-gathers) run on entering."""
         ...
 
     def trial(self) -> AbstractContextManager[object]:
-        """Return a context, between two windows, for passes that must not change what training does after it."""
+        """Return a context, between two windows, for passes that must have no effect on later training."""
         ...
 
     def gradients(self) -> list[Tensor]:
-        """This rank's part of the window's gradients, once all of them have arrived."""
+        """Wait for all gradients of the window, and return this rank's part of them."""
         ...
 
     def total_norm(self, gradients: list[Tensor]) -> Tensor:
-        """The norm of the whole gradient, of which ``gradients`` is this rank's part: a scalar, alike on all ranks."""
+        """Return the norm of the whole gradient, of which ``gradients`` is this rank's part: a scalar, the same on all
+        ranks."""
         ...
 
     def zero_grad(self) -> None: ...
     def evaluation(self) -> AbstractContextManager[object]:
-        """Around forward passes of ``module`` between two windows."""
+        """Return a context for forward passes of ``module`` between two windows."""
         ...
 
     def gradient_order(self) -> list[str]:
-        """Names of the parameters in the order in which their gradients travel, where that was found out by the first
-        window and decides how sums are rounded. All ranks call it."""
+        """Return the parameters' names in the order in which their gradients are reduced; empty if the first window
+        does not determine it, or if it does not affect rounding. All ranks call it."""
         ...
 
     def take_gradient_order(self, names: list[str]) -> None:
-        """Let the gradients travel in this order from the first window on. All ranks call it, of a fresh model."""
+        """Reduce the gradients in this order from the first window on. All ranks call it, before the first window."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must hold of this rank, beside the model."""
+        """Return the state of this rank that a checkpoint needs in addition to the model."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that require a gradient."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def payload_of_gradients(model: nn.Module) -> int:
-    """Bytes of all gradients, each in its parameter's own format."""
+    """Return the bytes of all gradients, each in its parameter's dtype."""
     return sum(parameter.numel() * parameter.element_size() for parameter in trained(model))
 
 
 def whole_gradients(module: nn.Module, parameters: Sequence[nn.Parameter], *, unused_allowed: bool) -> list[Tensor]:
-    """Return the gradients of ``parameters``, those of ``module`` that are trained.
+    """Return the gradients of ``parameters``, which are the trained ones of ``module``.
 
     Raises:
-        UnusedParameters: some have none.
+        UnusedParameters: some have no gradient, and ``unused_allowed`` is false.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     if len(gradients) < len(parameters) and not unused_allowed:
@@ -125,7 +136,7 @@ def whole_gradients(module: nn.Module, parameters: Sequence[nn.Parameter], *, un
 
 
 class Single:
-    """One rank: nothing to synchronise."""
+    """Strategy for one rank: nothing to synchronise."""
 
     averaged_over = 1
 
@@ -139,7 +150,7 @@ class Single:
     def micro_batch(self, sync: Sync, *, first: bool, last: bool) -> Iterator[None]:  # noqa: ARG002
         self.own.await_part(due=first and not last)
         yield
-        if self.own.due:  # a part of the window by itself, though no other rank has the rest
+        if self.own.due:  # one micro-batch stands for the part of the window that a rank has under other strategies
             self.own.take([p.grad for p in trained(self.module) if p.grad is not None])
 
     def silent_until_boundary(self, sync: Sync) -> bool:  # noqa: ARG002
@@ -180,5 +191,5 @@ class Single:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor; any other tensor as it is."""
+    """Return this rank's part of a sharded tensor; any other tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,7 +1,7 @@
-"""BatchNorm under accumulation: what its layers normalise by, and the sums of which that is made.
+"""BatchNorm under accumulation: statistics over ranks, and replacement of the layers' forward pass.
 
-The layers stay the user's: names, parameters, buffers and class. Only what they do in training is put in place of their
-own forward, so that a checkpoint is that of the plain model and an evaluation runs torch's own code.
+The user's layers keep their names, parameters, buffers and class; only their forward pass in training is replaced. So a
+checkpoint is that of the plain model, and an evaluation runs torch's own code.
 """
 
 from __future__ import annotations
@@ -27,8 +27,13 @@ from launcher.train.measure.comm_meter import Meter
 
 @dataclass
 class Statistics:
-    """What a layer normalises by. ``count``: numbers a channel; ``mean`` and ``variance`` (of these numbers, not
-    corrected): [channels], fp64."""
+    """Statistics by which a layer normalises.
+
+    Args:
+        count: values per channel, a scalar.
+        mean: [channels], fp64.
+        variance: [channels], fp64, biased (divided by ``count``).
+    """
 
     count: Tensor
     mean: Tensor
@@ -36,7 +41,7 @@ class Statistics:
 
     @classmethod
     def of_sums(cls, sums: Tensor) -> Statistics:
-        """``sums``: [2 * channels + 1] as ``sums_of`` has them. Of no sample at all: those that change nothing."""
+        """Compute them from ``sums``, [2 * channels + 1], see ``sums_of``; mean 0 and variance 1 if the count is 0."""
         count = sums[-1]
         mean, square = sums[:-1].view(2, -1) / count.clamp(min=1)
         variance = torch.where(count > 0, (square - mean * mean).clamp(min=0), 1.0)
@@ -44,9 +49,11 @@ class Statistics:
 
 
 def sums_of(x: Tensor, *, counts: bool) -> Tensor:
-    """Sum, sum of squares and count a channel, [2 * channels + 1] in fp64: these add up over micro-batches and ranks.
-    Zero where the samples do not count. The squares are put together from a variance, so that a large mean
-    does not swallow it."""
+    """Return sums and sums of squares of each channel and the count of values per channel: [2 * channels + 1], fp64.
+
+    They can be added over micro-batches and ranks, and are zero unless ``counts``. The sum of squares is computed from
+    the variance, which would be lost to rounding if the mean is large.
+    """
     if not counts:
         return torch.zeros(2 * x.shape[1] + 1, dtype=torch.float64, device=x.device)
     count = x.numel() // x.shape[1]
@@ -56,7 +63,7 @@ def sums_of(x: Tensor, *, counts: bool) -> Tensor:
 
 
 def widened(x: Tensor) -> Tensor:
-    """In the format in which it is normalised: at least fp32."""
+    """Return ``x`` in the dtype in which it is normalised: at least fp32."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
@@ -65,22 +72,22 @@ def _all_but_channels(x: Tensor) -> list[int]:
 
 
 def per_channel(value: Tensor, x: Tensor) -> Tensor:
-    """[channels] as it spreads over ``x``, [samples, channels, ...], in its format."""
+    """Reshape ``value``, [channels], to broadcast over ``x``, [samples, channels, ...], in the dtype of ``x``."""
     return value.to(x.dtype).view(1, -1, *[1] * (x.ndim - 2))
 
 
 def gradient_sums(gradient: Tensor, normalised: Tensor) -> Tensor:
-    """Sum of the gradient, and of the gradient times what it is of: [2, channels] in fp64."""
+    """Return the sums of the gradient, and of the gradient times the normalised input: [2, channels] in fp64."""
     dims = _all_but_channels(gradient)
     return torch.stack((gradient.sum(dims), (gradient * normalised).sum(dims))).double()
 
 
 class Normalise(torch.autograd.Function):
-    """(x - mean) / sqrt(variance + eps), with the gradient that reaches x through the statistics too.
+    """y = (x - mean) / sqrt(variance + eps), whose gradient includes the path through the statistics.
 
-    With g the gradient of the result y, and means over all that the statistics are of, the gradient of x is
-    (g - mean(g) - y * mean(g * y)) / sqrt(variance + eps): Ioffe & Szegedy 2015, section 3. ``means`` turns the two
-    sums of this call into these two means, [2, channels]; it is None where x has no part in the statistics.
+    With g the gradient of y, and means over all values that the statistics are computed from, the gradient of x is
+    (g - mean(g) - y * mean(g * y)) / sqrt(variance + eps): Ioffe & Szegedy 2015, section 3. ``means`` turns the
+    ``gradient_sums`` of this call into these two means, [2, channels]; it is None if x is not part of the statistics.
     """
 
     @staticmethod
@@ -108,12 +115,12 @@ def normalise(layer: _BatchNorm, x: Tensor, statistics: Statistics, means: Calla
 
 @torch.no_grad()
 def track(layer: _BatchNorm, statistics: Statistics) -> None:
-    """Let the running statistics follow, once; nothing without samples."""
+    """Update the layer's running statistics once; ``statistics`` of no samples leave them unchanged."""
     if layer.running_mean is None or layer.running_var is None or layer.num_batches_tracked is None:
         return
     seen = statistics.count > 0
     layer.num_batches_tracked += seen
-    # without a momentum they are the average of all so far
+    # without a momentum they are the average over all batches so far, as in torch
     so_far = layer.num_batches_tracked.clamp(min=1).double()
     part = seen.double() * (1 / so_far if layer.momentum is None else layer.momentum)
     unbiased = statistics.variance * statistics.count / (statistics.count - 1).clamp(min=1)
@@ -122,18 +129,18 @@ def track(layer: _BatchNorm, statistics: Statistics) -> None:
 
 
 def batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:
-    """The model's BatchNorm layers by name (SyncBatchNorm is one)."""
+    """Return the model's BatchNorm layers by name, SyncBatchNorm included."""
     return {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
 
 
 class Ranks:
-    """Adds up over all ranks; counted, as every collective is."""
+    """Sum over all ranks, counted by the meter."""
 
     def __init__(self, meter: Meter, world_size: int) -> None:
         self._meter, self._alone = meter, world_size == 1
 
     def add_up(self, sums: Tensor) -> Tensor:
-        """In place."""
+        """Sum over the ranks, in place."""
         if not self._alone:
             flight = self._meter.take_off()
             self._meter.count(Collective.statistics, sums.nbytes)
@@ -144,31 +151,31 @@ class Ranks:
 
 
 class Norms(Protocol):
-    """What the engine tells of its windows, for the sake of the model's BatchNorm layers."""
+    """Calls by which the engine announces micro-batches and steps to the handling of BatchNorm."""
 
     def micro_batch(self, *, counts: bool) -> None:
-        """Prepare for the next micro-batch of a window. ``counts``: whether its samples do."""
+        """Prepare for the next micro-batch of a window. ``counts``: its samples enter the statistics."""
         ...
 
     def trial(self, *, alone: bool) -> None:
-        """Prepare for a micro-batch of which nothing stays. ``alone``: no collective may run."""
+        """Prepare for a micro-batch whose results are discarded. ``alone``: no collective may run."""
         ...
 
     def track(self) -> None:
-        """The window's gradient was applied."""
+        """Update running statistics after the window's gradient was applied."""
         ...
 
 
 class Normaliser(Norms, Protocol):
-    """... and does it itself."""
+    """Handling of BatchNorm that replaces the layers' normalisation."""
 
     def normalised(self, layer: _BatchNorm, x: Tensor) -> Tensor:
-        """[samples, channels, ...], without the layer's own scale and shift."""
+        """Return ``x``, [samples, channels, ...], normalised, without the layer's scale and shift."""
         ...
 
 
 class AsTheyAre:
-    """``leave``, ``freeze``, or no BatchNorm at all: nothing of a layer depends on other micro-batches."""
+    """Handling of ``leave``, ``freeze``, and models without BatchNorm: nothing depends on other micro-batches."""
 
     def micro_batch(self, *, counts: bool) -> None: ...
     def trial(self, *, alone: bool) -> None: ...
@@ -176,8 +183,8 @@ class AsTheyAre:
 
 
 class OverRanks:
-    """``sync``: each micro-batch by the statistics of that micro-batch on all ranks. torch's SyncBatchNorm, which does
-    this, refuses a CPU and ranks whose samples do not count."""
+    """Handling of ``sync``: each micro-batch is normalised by its statistics over all ranks. torch's SyncBatchNorm does
+    the same, but supports neither CPUs nor ranks whose samples do not count."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -197,7 +204,7 @@ class OverRanks:
             track(layer, statistics)
 
         def means(sums: Tensor) -> Tensor:
-            # all ranks take part, those without a sample with nothing
+            # a collective: ranks whose samples do not count contribute zeros
             found = add_up(sums if counts else torch.zeros_like(sums)) / statistics.count.clamp(min=1)
             return found if counts else torch.zeros_like(found)
 
@@ -207,20 +214,20 @@ class OverRanks:
 
 
 def _in_backward() -> bool:
-    """Whether this is a forward pass that recompute repeats: its running statistics have been counted."""
+    """Return whether this forward pass is a recomputation in backward, whose running statistics are updated already."""
     return torch._C._current_graph_task_id() != -1
 
 
 def install(model: nn.Module, norms: Normaliser) -> None:
-    """Let ``norms`` do what the BatchNorm layers of ``model`` do in training."""
-    # no decorator: it imports torch's compiler, a second that every `launch` would take for its look at the task
+    """Replace the normalisation of the BatchNorm layers of ``model`` in training by that of ``norms``."""
+    # not as a decorator: it imports torch's compiler, which would add a second to the inspection of a task
     forward = torch.compiler.disable(_forward)
     for layer in batch_norms(model).values():
         _let_run(layer, functools.partial(forward, layer, norms))
 
 
 def freeze(model: nn.Module) -> None:
-    """Let the BatchNorm layers of ``model`` keep to their running statistics; scale and shift are trained on."""
+    """Let the BatchNorm layers of ``model`` normalise by their running statistics; scale and shift are trained."""
     for layer in batch_norms(model).values():
         _let_run(layer, functools.partial(_frozen, layer))
 
@@ -240,7 +247,7 @@ def _frozen(layer: _BatchNorm, x: Tensor) -> Tensor:
 
 
 def _forward(layer: _BatchNorm, norms: Normaliser, x: Tensor) -> Tensor:
-    if not layer.training:  # an evaluation, or the task keeps this layer so
+    if not layer.training:  # an evaluation, or the task has put this layer into eval mode
         return type(layer).forward(layer, x)
     layer._check_input_dim(x)
     y = norms.normalised(layer, x)
@@ -252,11 +259,11 @@ def _forward(layer: _BatchNorm, norms: Normaliser, x: Tensor) -> Tensor:
 
 
 def require_replaceable(model: nn.Module, plan: RunPlan) -> None:
-    """That ``batch.norm`` can be had of this model.
+    """Check that ``batch.norm`` can be applied to this model.
 
     Raises:
-        ConfigError: it has no BatchNorm, and nothing has said so before.
-        TaskError: a layer has a forward pass of its own kind, or lacks the running statistics that it is to keep.
+        ConfigError: the model has no BatchNorm, and the plan was made without knowing that.
+        TaskError: a layer has its own forward pass, or lacks running statistics under ``freeze``.
     """
     layers, norm = batch_norms(model), plan.batch.norm
     if not layers and plan.task.batch_norms is None:

@@ -1,8 +1,8 @@
-"""The collectives of sharded models, as ``fully_shard`` calls them: counted, timed, and on a CPU made of sends.
+"""All-gather and reduce-scatter for ``fully_shard``: counted, timed, and on CPUs built from sends and receives.
 
-gloo runs a reduce-scatter as an all-reduce, twice the bytes, and holds the host up until it is over. Its sends and
-receives are quicker than its gathers too: a receive that is posted before its send saves the two the trip in which they
-agree. So on a CPU each rank sends every other one its part: (W-1)/W of the payload, which is the least there is.
+gloo runs a reduce-scatter as an all-reduce, which moves twice the bytes, and blocks the host until it is complete. Its
+sends and receives are faster than its all-gather too: a receive that is posted before its send avoids the round trip of
+the handshake. So on CPUs each rank sends every other rank its part: (W-1)/W of the payload, which is the minimum.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from launcher.plan.sync_policy import Collective
 from launcher.train.measure.comm_meter import Flight, Meter
 from launcher.train.measure.noise_scale import OwnGradient
 
-# torch 2.13 has new names for these two, and warns of the old ones
+# torch 2.13 renamed these two, and warns if the old names are used
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Exchange(dist.Work):
-    """Sends and receives under way, as one piece of work."""
+    """Work handle of one exchange: a set of sends and receives in progress."""
 
     def __init__(self, done: Future[None], meter: Meter) -> None:
         super().__init__()
@@ -39,18 +39,18 @@ class Exchange(dist.Work):
 
 
 class Exchanger:
-    """Runs exchanges of one kind. ``tag``: tells them from those of another kind."""
+    """Runner of exchanges of one kind; ``tag`` distinguishes its messages from those of other kinds."""
 
     def __init__(self, tag: int, meter: Meter) -> None:
         self._tag, self._meter = tag, meter
-        # gloo cannot say when a send or receive is over, only wait for it
+        # gloo cannot report that a send or receive is complete, only block until it is
         self._waiter = ThreadPoolExecutor(1, "exchange")
 
     def start(
         self, received: Sequence[Tensor], sent: Sequence[Tensor], group: dist.ProcessGroup, flight: Flight
     ) -> Exchange:
-        """Give each peer of ``group`` its element of ``sent`` and take its own into that of ``received``; this rank's
-        own element stays with it. The flight lands when all have."""
+        """Start to send ``sent[i]`` to rank ``i`` of ``group`` and to receive ``received[i]`` from it, for every rank
+        but this one. ``flight`` ends when all transfers have."""
         peers = [peer for peer in range(group.size()) if peer != group.rank()]
         works = [dist.irecv(received[peer], group=group, group_src=peer, tag=self._tag) for peer in peers]
         works += [dist.isend(sent[peer], group=group, group_dst=peer, tag=self._tag) for peer in peers]
@@ -65,8 +65,8 @@ class Exchanger:
 
 
 class Gather:
-    """All-gather of one unit's parameters. On a CPU it is under way while the host goes on: torch waits for it where
-    the parameters are needed."""
+    """All-gather of one unit's parameters. On CPUs it is asynchronous, too: torch waits for it when the parameters are
+    needed."""
 
     def __init__(self, meter: Meter, device: torch.device) -> None:
         self._meter = meter
@@ -96,16 +96,16 @@ class Gather:
 
 
 class Scatter:
-    """Reduce-scatter of one unit's gradients. On a CPU one is under way at a time, which keeps the wire busy while the
-    memory that it takes stays small, and always the same."""
+    """Reduce-scatter of one unit's gradients. On CPUs one is in progress at a time: this keeps the network busy, and
+    the memory for received parts small and constant."""
 
     def __init__(self, meter: Meter, device: torch.device, own: OwnGradient) -> None:
         self._meter, self._own = meter, own
         self._exchanger = Exchanger(2, meter) if device.type == "cpu" else None
         self._pending: tuple[Exchange, Tensor, Tensor] | None = None
         self._between_replicas: Flight | None = None
-        self.defers = False  # whether the sum may be made later, by `finish`
-        self.sends_on = False  # whether an all-reduce between replicas follows
+        self.defers = False  # the sum may be computed later, by `finish`
+        self.sends_on = False  # an all-reduce between replicas follows
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -143,7 +143,8 @@ class Scatter:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for what is under way, and add it up in the ranks' order: the sum is the same each time."""
+        """Wait for the exchange in progress, and sum its parts in the order of ranks, so that the sum is
+        reproducible."""
         if self._pending is not None:
             work, output, received = self._pending
             work.wait()
@@ -151,7 +152,7 @@ class Scatter:
             self._pending = None
 
     def reduced_between_replicas(self, gradients: Tensor) -> None:
-        """torch calls it after its own all-reduce between replicas, with what that worked on."""
+        """Count torch's all-reduce between replicas. torch calls this after it, with the reduced gradients."""
         self._meter.count(Collective.all_reduce, gradients.nbytes)
         if self._between_replicas is not None:
             self._between_replicas.land()
@@ -160,7 +161,7 @@ class Scatter:
 
 
 def _land(flight: Flight, work: dist.Work | None) -> None:
-    if work is None:  # the host, or the stream that is current, has waited for it
+    if work is None:  # the call was synchronous: the host or the current stream has waited
         flight.land()
     else:
         work.get_future().then(lambda _: flight.land())

@@ -1,6 +1,7 @@
-"""DDP: a whole model on each rank, its gradients all-reduced bucket by bucket, compressed if asked for.
+"""DDP: a whole model on each rank; its gradients are all-reduced bucket by bucket, optionally compressed.
 
-Annotations are evaluated here, unlike elsewhere: DDP compares those of the communication hook with its own classes.
+This module does not import `annotations` from `__future__`: DDP compares the annotations of the communication hook with
+its own classes, so they must be evaluated.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,13 +24,13 @@ from launcher.train.parallel.base import payload_of_gradients, trained, whole_gr
 
 
 class Ddp:
-    """Gradients live in DDP's buckets, so that they exist once."""
+    """Strategy for DDP. Gradients are views into DDP's buckets, so that there is one copy of them."""
 
     def __init__(self, model: nn.Module, plan: RunPlan, device: torch.device) -> None:
         strategy, world_size = plan.strategy, plan.batch.world_size
         self.module, self.averaged_over = model, world_size
         self._unused_allowed = strategy.find_unused_parameters
-        # with these two options DDP keeps its first buckets, or the order is not that of one backward pass
+        # with either option DDP never rebuilds its buckets, or not in the order of a single backward pass
         self._keeps_buckets = self._unused_allowed or strategy.static_graph
         self._order = self._first_order()
         self.meter = Meter(strategy.kind, Layout.replicated(payload_of_gradients(model), world_size), device)
@@ -37,7 +38,7 @@ class Ddp:
         self._compression = _compression(strategy, model, self.meter)
         self.own = OwnGradient()
         self._parameters = trained(model)
-        # what PowerSGD leaves out for later makes of the reduced gradient another one than the mean of the ranks'
+        # PowerSGD's residue makes the reduced gradient differ from the mean of the ranks' gradients
         self._comparable = strategy.compress is not Compress.powersgd
         self.forward = self._ddp = self._wrapped(init_sync=True)
 
@@ -56,7 +57,7 @@ class Ddp:
             find_unused_parameters=strategy.find_unused_parameters,
             init_sync=init_sync,
         )
-        # the engine's affair, under every strategy; the argument of this name is deprecated since torch 2.13
+        # the engine broadcasts buffers, under every strategy; as an argument this is deprecated since torch 2.13
         ddp.broadcast_buffers = False
         ddp.register_comm_hook(None, self._hook)
         return ddp
@@ -79,7 +80,7 @@ class Ddp:
     def micro_batch(self, sync: Sync, *, first: bool, last: bool) -> AbstractContextManager[object]:
         self._sync = sync
         self.own.await_part(due=self._comparable and (first if sync is Sync.every else last))
-        # DDP decides in forward, so the context must be open before it
+        # DDP decides in forward whether to synchronise, so the context must be entered before it
         if not last and sync is not Sync.every:
             return self._ddp.no_sync()
         return nullcontext() if self._order is not None else self._record_order()
@@ -88,14 +89,14 @@ class Ddp:
         return sync is not Sync.every
 
     def abandon(self) -> None:
-        # the boundary's forward pass has told DDP to reduce in the backward pass that follows: that is another one now
+        # the boundary's forward pass has prepared the reducer for its backward pass, which will not take place
         self._ddp.reducer._reset_state()
         self.zero_grad()
 
     def before_backward(self) -> None: ...
 
     def before_reduction(self, items: Callable[[], int]) -> None:
-        if self._sync is not Sync.every:  # then part of the residue is of this very window
+        if self._sync is not Sync.every:  # under `every`, part of the residue is from this window already
             self._compression.before_reduction(items)
 
     @contextmanager
@@ -106,15 +107,15 @@ class Ddp:
 
     @contextmanager
     def trial(self) -> Iterator[None]:
-        # how the buckets are laid out decides how sums are rounded: a new reducer starts as the first one did
+        # the bucket layout decides how sums are rounded: the new reducer must have the layout of the old one
         order, kept = self.gradient_order(), self._compression.state_dict()
         self._compression.begin_trial()
         try:
             yield
-        finally:  # without collectives: an exception may be this rank's alone
+        finally:  # no collectives here: an exception may have occurred on this rank only
             for parameter in self.module.parameters():
                 parameter.grad = None
-            del self._ddp.reducer, self._ddp.logger  # it takes its hooks off the parameters, and frees the buckets
+            del self._ddp.reducer, self._ddp.logger  # removes the hooks from the parameters and frees the buckets
             vars(self._ddp).update(vars(self._wrapped(init_sync=False)))
             self._order = self._first_order()
             self._compression = _compression(self._strategy, self.module, self.meter)
@@ -129,7 +130,7 @@ class Ddp:
         return get_total_norm(gradients)
 
     def zero_grad(self) -> None:
-        # in place: setting them to None would give the buckets a second copy during the next window
+        # in place: set to None, they would be allocated outside the buckets in the next window, as a second copy
         if gradients := [p.grad for p in self._parameters if p.grad is not None]:
             torch._foreach_zero_(gradients)
 
@@ -137,14 +138,14 @@ class Ddp:
         return nullcontext()
 
     def gradient_order(self) -> list[str]:
-        """Return the order in which the first synchronised backward pass of this process, or of the run that it
-        resumes, reached the gradients. DDP lays out its final buckets in that order, and a ring sums the parts of a
-        number in an order that depends on its place in the bucket."""
+        """Return the order in which gradients became ready in the first synchronised backward pass of this process, or
+        of the run that it resumes. DDP lays out its final buckets in that order, and in a ring all-reduce the order of
+        summation, hence the rounding, depends on an element's position in the bucket."""
         return self._order or []
 
     @contextmanager
     def _record_order(self) -> Iterator[None]:
-        """Record the order of one synchronised backward pass. DDP records the same one, but answers only with buckets
+        """Record the order of one synchronised backward pass. DDP has it too, but returns it only together with buckets
         as large as all gradients (``_get_zeros_like_grad_buckets``)."""
         order: list[str] = []
 
@@ -161,9 +162,9 @@ class Ddp:
         self._order = order
 
     def take_gradient_order(self, names: list[str]) -> None:
-        if not names or self._keeps_buckets:  # earlier versions saved names in that case, too
+        if not names or self._keeps_buckets:  # earlier versions saved names in the second case, too
             return
-        # as after a backward pass that came upon them in this order; every gradient is zero
+        # leave the reducer as after a backward pass in this order, with zero gradients
         parameters, reducer = dict(self.module.named_parameters()), self._ddp.reducer
         reducer.prepare_for_forward()
         reducer.prepare_for_backward([])
@@ -181,15 +182,20 @@ class Ddp:
 
 
 class Compression(Protocol):
+    """Reduction of DDP's gradient buckets."""
+
     def reduce(self, bucket: dist.GradBucket) -> tuple[Future[Any], int, int]:
-        """Average a bucket over the ranks; the payload bytes of that, and in how many collectives they go. The future's
-        value is the tensor, or a list of it."""
+        """Start to average a bucket over the ranks.
+
+        Returns:
+            The future of the reduced tensor (or of a list with it), the payload bytes, the number of collectives.
+        """
         ...
 
     def before_reduction(self, items: Callable[[], int]) -> None: ...
 
     def begin_trial(self) -> None:
-        """Compress from now on as in the run's later windows."""
+        """Compress from now on, even if the run's first windows are sent uncompressed."""
         ...
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -201,17 +207,17 @@ def _compression(strategy: StrategyPlan, model: nn.Module, meter: Meter) -> Comp
         from launcher.train.parallel.powersgd import PowerSgd
 
         return PowerSgd(model, strategy.powersgd_rank, strategy.powersgd_start, meter)
-    # an earlier version's plan may have fp16, which loses small gradients: bf16 does not, and is as short
+    # a plan of an earlier version may have fp16, which loses small gradients; bf16 has the same size and does not
     return _Cast(None if strategy.compress is Compress.none else torch.bfloat16)
 
 
 class _Cast:
-    """Gradients as they are, or rounded to bf16.
+    """Reduction of gradients in their own dtype, or rounded to bf16.
 
     bf16 has the exponent range of fp32, so that small gradients survive. A ring of W ranks rounds each number when it
-    is sent, when it is divided by W (unless that is a power of two), and in each of W-1 sums, by 2^-8 (half a unit in
-    the last place) each time: the error is at most (W+1) 2^-8 of the mean magnitude, sum(|g|)/W, to first order. Where
-    the ranks' gradients cancel, that is more of the mean gradient itself.
+    is converted, when it is divided by W (unless W is a power of two), and in each of W-1 sums, by up to 2^-8 relative
+    (half a unit in the last place). To first order the error is at most (W+1) 2^-8 of the mean magnitude, sum(|g|)/W;
+    relative to the mean gradient it is larger if the ranks' gradients cancel.
     """
 
     def __init__(self, dtype: torch.dtype | None) -> None:

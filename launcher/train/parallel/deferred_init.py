@@ -1,7 +1,8 @@
-"""A model larger than one rank's memory: its construction is recorded without any and replayed a parameter at a time.
+"""Deferred initialisation, for models larger than a rank's memory: the construction is recorded without allocating, and
+replayed one parameter at a time.
 
-The replay runs the same operators on the same random numbers, so that it gives the values of an ordinary build, bit for
-bit. The idea is that of torchdistx's deferred_init; here values belong to storages, and what is overwritten goes.
+The replay runs the same operators on the same random numbers, so it gives the values of an ordinary build, bit for bit.
+The idea is that of torchdistx's deferred_init; here values are tracked by storage, and overwritten values are skipped.
 """
 
 from __future__ import annotations
@@ -26,14 +27,15 @@ __all__ = ["NotDeferrable", "Recipe", "build", "fill"]
 
 
 def build(make: Callable[[], nn.Module]) -> tuple[nn.Module, Recipe]:
-    """``make()`` on the meta device, and how to compute the values that it would have had.
+    """Run ``make()`` on the meta device; return its model and the recipe for the values of an ordinary build.
 
-    Draws nothing from torch's generators: the replay does. Python's and numpy's are drawn from as ``make`` does.
-    What ``make`` made from values (``torch.tensor``, ``arange``, numpy, a checkpoint) stays real.
+    Leaves the state of torch's generators unchanged: only the replay draws from them. Python's and numpy's generators
+    advance as ``make`` draws. Tensors that ``make`` creates from values (``torch.tensor``, ``arange``, numpy, a
+    checkpoint) stay real.
 
     Raises:
-        NotDeferrable: with the reason. All generators are as they were, so that ``make()`` can follow. Whatever
-            ``make`` raises comes as this, too: if the mistake is its own, an ordinary build meets it again.
+        NotDeferrable: with the reason. The state of all generators is restored, so that the caller can run ``make()``
+            itself. Any exception of ``make`` is converted to this one: an error of its own recurs in an ordinary build.
     """
     python, numpy = random.getstate(), sys.modules.get("numpy")
     numpys = numpy.random.get_state() if numpy else None
@@ -56,11 +58,12 @@ def build(make: Callable[[], nn.Module]) -> tuple[nn.Module, Recipe]:
 
 
 class Recipe:
-    """The recorded construction.
+    """Recorded construction of a model.
 
     Args:
-        ties: the names of each parameter or buffer, in the model's order.
-        agree: called by ``fill`` with each whole value, in an order that the signature fixes; may change it in place.
+        ties: for each parameter and buffer, in the model's order, all its names.
+        agree: called by ``fill`` with each whole value, in the same order on all ranks with the same signature; may
+            change the value in place.
     """
 
     agree: Callable[[Tensor], None] = staticmethod(lambda _: None)
@@ -72,17 +75,18 @@ class Recipe:
         self.ties = [names for names, _ in values]
 
     def signature(self) -> str:
-        """Return a hash of the recorded operators: ranks with the same one replay in the same order."""
+        """Return a hash of the recorded operators; ranks with equal hashes replay in the same order."""
         made = [(str(call.run), [(p.dtype, p.size) for p in call.fresh.values()]) for call in self._calls]
         real = [isinstance(value, Tensor) for _, value in self._values]
         return hashlib.blake2b(repr((made, self.ties, real)).encode(), digest_size=16).hexdigest()
 
     @torch.no_grad()
     def replay(self, place: Callable[[tuple[str, ...], Tensor], None]) -> None:
-        """Computes the values and hands each over once, whole, on the CPU, with all its names, when it is final.
+        """Compute the values, and pass each to ``place`` once it is final: all its names, and the whole tensor on the
+        CPU.
 
-        Draws from torch's generators as the construction would have: nothing may draw between ``build`` and this.
-        To be called once. The memory of ``place``'s tensor is freed when ``place`` returns, unless that keeps it.
+        Draws from torch's generators as the construction would have: nothing may draw between ``build`` and this. Can
+        be called once. A tensor's memory is freed when ``place`` returns, unless ``place`` keeps a reference.
         """
         real: dict[int, torch.UntypedStorage] = {}
         kept: defaultdict[int, list[tuple[tuple[str, ...], Place]]] = defaultdict(list)
@@ -94,7 +98,7 @@ class Recipe:
 
         order = _order(self._calls, set(kept))
         last = {storage: i for i, (call, live) in enumerate(order) if live for storage in call.needs | call.writes}
-        for storage in kept.keys() - last.keys():  # never initialised: torch.empty, in an ordinary build as well
+        for storage in kept.keys() - last.keys():  # torch.empty: uninitialised in an ordinary build, too
             last[storage] = -1
         done: defaultdict[int, list[int]] = defaultdict(list)
         for storage, i in last.items():
@@ -125,7 +129,7 @@ class Recipe:
             found = (result.dtype, result.stride(), result.storage_offset(), storage.nbytes())
             if found == (place.dtype, place.stride, place.offset, self._sizes[place.storage]):
                 real[place.storage] = storage
-            else:  # an operator may lay out its result differently on meta
+            else:  # an operator's result may have other strides on the meta device
                 self._view(real, place).copy_(result)
 
     def _view(self, real: dict[int, torch.UntypedStorage], place: Place) -> Tensor:
@@ -136,15 +140,16 @@ class Recipe:
 
 
 def _order(calls: list[Call], wanted: set[int]) -> list[tuple[Call, bool]]:
-    """The calls to run, and whether on kept storages (True) or on scratch, for the random numbers' sake only.
+    """Return the calls to run, each with True if its result is used, or False if it only advances the random numbers.
 
-    Random calls keep their order. Any other runs right after the random call that completes what it needs, so that a
-    loop over all parameters does not keep them all; one that needs none runs right before the first that needs it.
+    Random calls keep their order. Any other call runs right after the last random call that it depends on, so that a
+    loop over all parameters does not keep all of them in memory; a call that depends on no random call runs right
+    before the first call that uses it.
     """
     live = [False] * len(calls)
     for i in reversed(range(len(calls))):
         call = calls[i]
-        # how much a call draws may depend on what it reads
+        # the number of random numbers that a call draws may depend on the values that it reads
         live[i] = not wanted.isdisjoint(call.writes) or (call.random and bool(call.needs))
         if live[i]:
             wanted = (wanted - call.covers) | call.needs
@@ -175,7 +180,7 @@ def _order(calls: list[Call], wanted: set[int]) -> list[tuple[Call, bool]]:
 
 
 def _named(model: nn.Module) -> list[tuple[tuple[str, ...], Tensor]]:
-    """Each parameter and buffer with all its names."""
+    """Return each parameter and buffer, once, with all its names."""
     found: dict[int, tuple[list[str], Tensor]] = {}
     for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
         found.setdefault(id(tensor), ([], tensor))[0].append(name)
@@ -183,9 +188,13 @@ def _named(model: nn.Module) -> list[tuple[tuple[str, ...], Tensor]]:
 
 
 def _recipe(model: nn.Module, recorder: Recorder) -> Recipe:
-    """Raises: NotDeferrable: a deferred tensor is kept where no one will give it its value."""
+    """Return the recipe for the values of ``model``.
+
+    Raises:
+        NotDeferrable: the model keeps a deferred tensor that is neither parameter nor buffer, and would get no value.
+    """
     named = _named(model)
-    # autograd holds what a buffer is a view of
+    # autograd keeps the base of a buffer that is a view
     known = {id(tensor) for _, buffer in named for tensor in (buffer, buffer._base)}
     if _strays(recorder, known):
         gc.collect()  # a cycle may have held them
@@ -210,11 +219,11 @@ def _strays(recorder: Recorder, known: set[int]) -> list[Tensor]:
 def fill(model: nn.Module, recipe: Recipe) -> None:
     """Give ``model`` its initial values, after ``fully_shard`` and ``model.to_empty(device=...)``.
 
-    Of a sharded parameter each rank takes its own part. Ties that ``to_empty`` broke are made again: call this before
-    an optimizer takes the parameters.
+    Each rank copies its own part of a sharded parameter. Ties that ``to_empty`` broke are restored, which replaces
+    parameters: call this before the optimizer is constructed.
 
     Raises:
-        ValueError: the model's parameters and buffers are not those of the recipe.
+        ValueError: the names of the model's parameters and buffers are not those of the recipe.
     """
     named = {name: tensor for names, tensor in _named(model) for name in names}
     expected = {name for names in recipe.ties for name in names}
@@ -241,7 +250,8 @@ def _copy(named: dict[str, Tensor], names: Iterable[str], value: Tensor) -> None
 
 
 def _part(value: Tensor, like: DTensor) -> Tensor:
-    """This rank's part of ``value``: a view, of no rows where there are fewer rows than ranks."""
+    """Return this rank's part of ``value``: a view, which is empty on the last ranks if there are fewer rows than
+    ranks."""
     for dim, placement in enumerate(like.placements):
         if type(placement) is Shard:
             pieces = value.chunk(like.device_mesh.size(dim), placement.dim)

@@ -1,7 +1,7 @@
 """FSDP2 and HSDP: parameters, gradients and optimizer state in shards.
 
-torch's ``fully_shard`` decides when a unit is gathered, freed and reduced; the collectives that it calls for that are
-those of ``collectives.py``. What of it happens on which micro-batch is the sync policy's, here.
+torch's ``fully_shard`` gathers, frees and reduces a unit, through the collectives of ``collectives.py``. This module
+applies the sync policy: it sets which of these take place in which micro-batch.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from launcher.train.world import patience
 
 
 class Fsdp:
-    """FSDP over all ranks, or HSDP: shard groups of ``plan.strategy.shard_size`` ranks, replicated.
+    """Strategy for FSDP over all ranks, and for HSDP: replicated shard groups of ``plan.strategy.shard_size`` ranks.
 
-    Gradients are summed, not averaged: one division by the window's items follows anyway.
+    Gradients are summed, not averaged: the engine divides by the window's items anyway.
     """
 
     averaged_over = 1
@@ -55,7 +55,7 @@ class Fsdp:
         self._shard_group = mesh["shard"].get_group()
         self._shard_size = strategy.shard_size
         self._replicated = strategy.kind is StrategyKind.hsdp
-        # the rest of the mixed precision is autocast's, as under every strategy: see mixed_precision.py
+        # autocast does the rest of the mixed precision, as under every strategy: see mixed_precision.py
         reduce_dtype = DTYPES.get(plan.precision.reduce_dtype, torch.float32)
         precision = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
         dtype = DTYPES.get(plan.precision.kind)
@@ -77,7 +77,7 @@ class Fsdp:
             model.to_empty(device="cpu" if strategy.cpu_offload else device)
             fill(model, recipe)
         if strategy.cpu_offload:
-            _move_buffers(model, device)  # only parameters wait in host memory
+            _move_buffers(model, device)  # only parameters are kept in host memory
         self._modules = [module for module in (model, *units) if isinstance(module, FSDPModule)]
         gather = Gather(self.meter, device)
         self._gather = gather
@@ -94,7 +94,7 @@ class Fsdp:
             module.set_custom_reduce_scatter(self._scatter)  # pyright: ignore[reportArgumentType]
             if self._replicated:
                 module.set_all_reduce_hook(self._scatter.reduced_between_replicas)
-        # a sum that is added to an earlier one, converted, sent on or copied is needed at once
+        # a sum can wait only if it is the final gradient: not if it is converted, copied or sent to other replicas
         same_format = reduce_dtype == torch.float32 and all(p.dtype == torch.float32 for p in model.parameters())
         self._may_defer = device.type == "cpu" and same_format and not self._replicated
         if device.type == "cpu":
@@ -102,8 +102,8 @@ class Fsdp:
         self._settings: tuple[bool, ...] | None = None
 
     def _prefetch_in_forward(self) -> None:
-        """On a GPU streams do this by themselves. The order of the model's definition is mostly that of its forward
-        pass; where it is not, a unit is gathered early and waits."""
+        """Gather each unit during the forward pass of the one before, in the order of definition. If the forward pass
+        has another order, a unit is gathered early and waits. On a GPU, streams overlap this without help."""
         outer = [self.module, *_outermost(self.module)]
         for module, following in itertools.pairwise(outer):
             module.set_modules_to_forward_prefetch([following])
@@ -136,7 +136,7 @@ class Fsdp:
         root.set_requires_gradient_sync(reduce)
         root.set_requires_all_reduce(all_reduce)
         root.set_reshard_after_forward(reshard_after_forward)
-        root.set_reshard_after_forward(False, recurse=False)  # its backward begins where its forward ends
+        root.set_reshard_after_forward(False, recurse=False)  # the root's backward pass directly follows its forward
         root.set_reshard_after_backward(reshard_after_backward)
 
     def _gather_all(self) -> None:
@@ -144,7 +144,8 @@ class Fsdp:
             module.unshard(async_op=True)
 
     def _widen(self, parameter: Any, dtype: torch.dtype) -> Tensor:
-        """Return a parameter that is gathered as ``dtype`` whole, in its own format; it is gathered so from then on."""
+        """Gather a parameter that was gathered as ``dtype`` again, in its own dtype, and return the whole of it. The
+        meter's layout is updated, since the parameter is gathered in this way from now on."""
         shard = parameter._sharded_param_data.to(parameter.device)
         whole = torch.empty(shard.numel() * self._shard_size, dtype=shard.dtype, device=shard.device)
         more = whole.nbytes - whole.numel() * dtype.itemsize
@@ -190,7 +191,7 @@ class Fsdp:
             for module in self._modules:
                 module.unshard()
             yield
-        finally:  # passes may have run out of memory anywhere
+        finally:  # the passes may have run out of memory at any point
             self._uses.begin(in_loss=False)
             _reset(self._modules)
             for module in self._modules:
@@ -238,7 +239,8 @@ class Fsdp:
 
 
 def mesh_of(device: torch.device, world_size: int, shard_size: int) -> DeviceMesh:
-    """The ranks by shard group, and by replica where there are several groups. Made once for each process group."""
+    """Return the device mesh: dimension ``shard``, preceded by ``replicate`` if there are several shard groups. It is
+    created once for each process group."""
     return _mesh(dist.group.WORLD, device.type, world_size, shard_size)
 
 
@@ -250,7 +252,8 @@ def _mesh(world: dist.ProcessGroup | None, device: str, world_size: int, shard_s
 
 
 def _wait_for_hangs(mesh: DeviceMesh, hang_timeout_s: float | None) -> None:
-    """Give the mesh's groups the time limit of the default group: torch would give up before a hang is found."""
+    """Give the mesh's groups the timeout of the default group: with torch's own, they could fail before the launcher
+    detects a hang."""
     waits = patience(hang_timeout_s)
     if waits is not None and dist.get_backend() != "fake":
         for group in mesh.get_all_groups():
@@ -265,11 +268,11 @@ def _layout(
     shard_size: int,
     world_size: int,
 ) -> Layout:
-    """Return the payload of each part, with what ``fully_shard`` pads: the first dimension to a multiple of the shard
-    group.
+    """Return the payload bytes of units, root and gradients, including the padding by ``fully_shard`` of the first
+    dimension to a multiple of the shard group's size.
 
     Args:
-        item_bytes: of the parameters that are gathered in another format than their own.
+        item_bytes: bytes per element, for the parameters that are gathered in another dtype than their own.
     """
     scalars = [name for name, parameter in model.named_parameters() if parameter.ndim == 0]
     if scalars:
@@ -296,7 +299,7 @@ def _layout(
 
 
 def _outermost(module: nn.Module) -> list[FSDPModule]:
-    """The units below ``module`` that are in no other unit, in the order of definition."""
+    """Return the units below ``module`` that are in no other unit, in the order of definition."""
     return [
         found
         for child in module.children()
@@ -311,22 +314,22 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 def _drop_gradients(module: FSDPModule) -> None:
-    """Of passes that were not synchronised. torch offers this only together with a reset of everything."""
+    """Drop the gradients of unsynchronised passes. torch offers this only together with a reset of everything."""
     for group in groups_of(module):
         for parameter in group.fsdp_params:
             parameter.unsharded_accumulated_grad = None
-            if hasattr(parameter, "_unsharded_param"):  # it has been gathered
+            if hasattr(parameter, "_unsharded_param"):  # it has been gathered at least once
                 parameter.unsharded_param.grad = None
 
 
 def _reset(modules: Sequence[FSDPModule]) -> None:
-    """Let the next forward pass start as if the passes before, which may be incomplete, had ended.
+    """Reset FSDP's state, which incomplete passes may have left inconsistent, for the next forward pass.
 
     Args:
-        modules: the root first.
+        modules: the sharded modules, the root first.
     """
     if modules[0]._get_fsdp_state()._is_root is None:  # pyright: ignore[reportPrivateUsage]
-        return  # before the first forward pass: torch sets its state up in the first one
+        return  # no forward pass has run yet: torch initialises the state in the first one
     if hasattr(modules[0], "reset_iter_state"):  # since torch 2.13
         modules[0].reset_iter_state()
         return

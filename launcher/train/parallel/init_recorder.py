@@ -1,4 +1,5 @@
-"""What a constructor does to its tensors, written down while they have no memory: the log behind ``deferred``."""
+"""Recorder of the operators that a model's constructor calls, while its tensors have no memory: see
+``deferred_init``."""
 
 from __future__ import annotations
 
@@ -20,17 +21,17 @@ _ANSWERS: dict[Any, Any] = {
 }
 _EMPTY = {"empty", "empty_strided", "empty_permuted", "empty_like", "new_empty", "new_empty_strided"}
 _CONSTANT = {"zeros", "ones", "full", "eye"}
-# in place, and what stood there before does not matter
+# in-place operators whose result does not depend on the previous values
 _OVERWRITE = {"normal_", "uniform_", "zero_", "fill_", "copy_", "random_", "bernoulli_", "exponential_", "log_normal_"}
 
 
 class NotDeferrable(Exception):
-    """This model's construction cannot be recorded; the message says why. Build it the ordinary way."""
+    """The model's construction cannot be recorded, for the reason in the message; build it the ordinary way."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a deferred tensor lies: all that is needed to make the same view of the real storage."""
+    """Storage and layout of a deferred tensor: what is needed to create the same view of the real storage."""
 
     storage: int
     dtype: torch.dtype
@@ -41,10 +42,13 @@ class Place:
 
 @dataclass(slots=True)
 class Call:
-    """One operator call. Deferred tensors in ``args`` and ``kwargs`` are places, real ones copies of their values.
+    """One operator call. In ``args`` and ``kwargs``, deferred tensors are replaced by places and real ones copied.
 
-    ``needs``: storages whose values it reads. ``writes``: those that it changes or makes, ``covers``: those of them
-    of which it leaves nothing as it was. ``fresh``: of its result's tensors, those with a storage of their own.
+    Args:
+        needs: storages whose values the call reads.
+        writes: storages that it changes or creates.
+        covers: those of ``writes`` that it overwrites completely.
+        fresh: result tensors with a storage of their own, by position among the results.
     """
 
     run: Callable[..., Any]
@@ -59,31 +63,31 @@ class Call:
 
 
 class Recorder(TorchDispatchMode):
-    """Records every operator that touches a deferred tensor: what has no memory yet, and so lies on the meta device.
+    """Recorder of every operator that has a deferred tensor, one on the meta device, among its arguments or results.
 
-    Empty, constant and random tensors are deferred wherever they are made. What is made from values is real and runs
-    as it does without this; where real and deferred ones meet, the result is deferred. Whatever would not be the same
-    as in an ordinary build is refused with NotDeferrable.
+    Empty, constant and random tensors are deferred when they are created. Tensors created from values are real, and
+    operators on them run as usual; the result of an operator on real and deferred tensors is deferred. Anything whose
+    replay could differ from an ordinary build is refused with NotDeferrable.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[Call] = []
-        self.storages: dict[int, torch.UntypedStorage] = {}  # held, so that no address is used twice
+        self.storages: dict[int, torch.UntypedStorage] = {}  # kept alive, so that no address is reused
         self.refusal: NotDeferrable | None = None
         self._generators: dict[int, tuple[torch.Generator, Tensor, Tensor]] = {}
         self._drawn_from(torch.default_generator)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunction():  # here the tensors answer as what they are
+        with torch._C.DisableTorchFunction():  # here the tensors must report their real device
             return self._call(func, args, dict(kwargs or {}))
 
     def _call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         name, inputs = func.overloadpacket.__name__, tensors((args, kwargs))
         draws = torch.Tag.nondeterministic_seeded in func.tags
-        # torch.load starts from an empty tensor without elements and gives it a storage: that one stays real
+        # torch.load creates a tensor without elements and then sets its storage: that one must stay real
         if not inputs and (draws or name in _CONSTANT or (name in _EMPTY and 0 not in args[0])):
-            if kwargs.get("device") == _META and name not in _CONSTANT:  # it would draw nothing in an ordinary build
+            if kwargs.get("device") == _META and name not in _CONSTANT:  # on meta, an ordinary build draws nothing
                 raise self.refuse("it makes meta tensors of its own")
             if kwargs.get("device") in (None, _CPU):
                 kwargs["device"] = _META
@@ -94,7 +98,7 @@ class Recorder(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _record(self, func: Any, name: str, args: Any, kwargs: Any, draws: bool) -> Any:
-        if name == "set_":  # a new storage for the same tensor: places are read at each use
+        if name == "set_":  # the tensor gets another storage; `place` reads the current one at each use
             return func(*args, **kwargs)
         if torch.Tag.data_dependent_output in func.tags:
             raise self.refuse("its constructor asks a tensor for its value (.item(), bool(), ...)")
@@ -109,7 +113,7 @@ class Recorder(TorchDispatchMode):
         places = [self.place(output) for output in outputs]
         fresh = {i: place for i, place in enumerate(places) if place.storage not in held}
         made = {place.storage for place in fresh.values()}
-        if name not in _EMPTY and (writes or made):  # else there is nothing to compute: no values, or a view
+        if name not in _EMPTY and (writes or made):  # otherwise nothing to compute: uninitialised, or a view
             if draws:
                 generators = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Generator)]
                 self._drawn_from(generators[0] if generators else torch.default_generator)
@@ -118,7 +122,7 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _effects(self, func: Any, name: str, args: Any, kwargs: Any) -> tuple[set[int], set[int], set[int]]:
-        """Which storages the call reads, writes, and writes whole."""
+        """Return the storages that the call reads, writes, and overwrites completely."""
         needs, writes, covers = set[int](), set[int](), set[int]()
         for position, argument in enumerate(func._schema.arguments):
             written = argument.alias_info is not None and argument.alias_info.is_write
@@ -139,11 +143,15 @@ class Recorder(TorchDispatchMode):
         return needs, writes, covers
 
     def made(self, tensor: Tensor) -> bool:
-        """Whether ``tensor``, on meta, is one of those recorded here."""
+        """Return whether ``tensor``, on the meta device, is one of the deferred ones."""
         return tensor.layout == torch.strided and tensor.untyped_storage()._cdata in self.storages
 
     def place(self, tensor: Tensor) -> Place:
-        """Raises: NotDeferrable: a tensor that is more than strides over a storage."""
+        """Return the place of ``tensor``.
+
+        Raises:
+            NotDeferrable: the tensor is not a plain strided view of a storage.
+        """
         own_dispatch = any("__torch_dispatch__" in vars(cls) for cls in type(tensor).__mro__ if cls is not Tensor)
         if own_dispatch or tensor.layout != torch.strided:
             raise self.refuse(f"it makes a {type(tensor).__name__} of layout {tensor.layout}")
@@ -154,12 +162,13 @@ class Recorder(TorchDispatchMode):
         return Place(storage._cdata, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def _stored(self, leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):  # a real one may be changed before the replay
+        if isinstance(leaf, Tensor):  # a real one is copied, since it may change before the replay
             return self.place(leaf) if leaf.is_meta else leaf.clone()
         return _CPU if leaf == _META else leaf
 
     def _drawn_from(self, generator: torch.Generator) -> None:
-        """Moves ``generator`` on at each recorded draw: a state set back or drawn from meanwhile is so found."""
+        """Advance ``generator`` at a recorded draw. Its state then reveals whether the constructor restored it, seeded
+        it, or drew from it without being recorded."""
         self._check(generator)
         _, start, _ = self._generators.get(id(generator), (generator, generator.get_state(), None))
         torch.rand((), generator=generator)
@@ -171,14 +180,14 @@ class Recorder(TorchDispatchMode):
             raise self.refuse("it seeds or restores torch's random numbers, or draws some for tensors with memory")
 
     def check(self) -> None:
-        """Raises what the constructor may have swallowed."""
+        """Raise a refusal that the constructor may have caught."""
         if self.refusal is not None:
             raise self.refusal
         for generator, _, _ in self._generators.values():
             self._check(generator)
 
     def restore(self) -> None:
-        """Gives the generators back as they were before the recording."""
+        """Restore the state that the generators had before the recording."""
         for generator, start, _ in self._generators.values():
             generator.set_state(start)
 
@@ -187,12 +196,13 @@ class Recorder(TorchDispatchMode):
         return self.refusal
 
     def trunc_normal(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """``original`` as one call: it draws again until all values are inside, which only the replay can know."""
+        """Return ``original`` recorded as one call: it draws until all values are in range, which only the replay can
+        determine."""
 
         def recorded(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             generators = [leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Generator)]
             with torch.no_grad():
-                tensor.normal_(generator=generators[0] if generators else None)  # same reads, same writes
+                tensor.normal_(generator=generators[0] if generators else None)  # reads and writes the same storages
             call = self.calls[-1]
             call.run, call.args, call.kwargs = original, (call.args[0], *args), kwargs
             return tensor
@@ -201,7 +211,8 @@ class Recorder(TorchDispatchMode):
 
 
 class PretendCpu(TorchFunctionMode):
-    """Deferred tensors answer as the CPU tensors that they stand for: much code, torch's own too, skips meta ones."""
+    """Mode in which deferred tensors report that they are on the CPU: much code, torch's included, skips meta
+    tensors."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -215,18 +226,18 @@ class PretendCpu(TorchFunctionMode):
             return _ANSWERS[func]
         if func is Tensor.cpu:
             return args[0]
-        if func is Tensor.new_tensor:  # values that are known, and that a meta tensor would lose
+        if func is Tensor.new_tensor:  # the values are given, and a meta tensor would lose them
             return func(*args, **{"device": _CPU, **kwargs})
         args = tuple(_META if isinstance(arg, torch.device | str) and arg in ("cpu", _CPU) else arg for arg in args)
         if kwargs.get("device") in ("cpu", _CPU):
             kwargs["device"] = _META
         try:
             return func(*args, **kwargs)
-        except Exception as error:  # the constructor may catch what it would not meet in an ordinary build
+        except Exception as error:  # the constructor may catch an error that an ordinary build would not raise
             self._recorder.refuse(f"{type(error).__name__}: {error}")
             raise
 
 
 def tensors(tree: Any) -> list[Tensor]:
-    """Those among the arguments or results of an operator, in order."""
+    """Return the tensors among an operator's arguments or results, in order."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]

@@ -1,11 +1,11 @@
-"""Mixed precision of sharded models: FSDP gathers in bf16 or fp16 only what autocast would round anyway.
+"""Mixed precision of sharded models: FSDP gathers in bf16 or fp16 only the parameters that autocast rounds anyway.
 
 A model then computes the same function under every strategy. ``fully_shard``'s own mixed precision gathers every
-parameter of a unit in one narrow format and casts the unit's inputs, so that embeddings, norm weights, time steps and
-residual streams lose digits that they keep under autocast alone.
+parameter of a unit in one narrow dtype and casts the unit's inputs, so that embeddings, norm weights, time steps and
+residual streams lose precision that they keep under autocast alone.
 
-Gathered narrow are weights and biases that only linear and convolution layers use. They must be narrow while they are
-gathered, too: of an fp32 weight, autograd keeps autocast's narrow copy from forward to backward, for the whole model at
+Weights and biases that only linear and convolution layers use are gathered in the narrow dtype. It saves memory too:
+for a weight gathered in fp32, autograd keeps autocast's narrow copy from forward to backward, for the whole model at
 once. If a model uses such a parameter in another way (outside autocast, or in arithmetic that autocast leaves in fp32),
 it is gathered in fp32 at that moment, and from then on.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
 
-# gathers a parameter of torch's FSDP once more, in its own format in place of the narrow one
+# gathers a parameter of torch's FSDP again, in its own dtype instead of the narrow one
 GatherWide = Callable[[Any, torch.dtype], Tensor]
 
 _MULTIPLIES = {
@@ -39,7 +39,7 @@ _AUTOCAST = {
     functional.linear, torch.conv1d, torch.conv2d, torch.conv3d, torch.conv_transpose1d, torch.conv_transpose2d,
     torch.conv_transpose3d, torch.matmul, torch.mm, torch.bmm, torch.addmm, Tensor.matmul, Tensor.__matmul__, Tensor.mm,
 }  # fmt: skip
-# what says nothing about the values or their format, in FSDP's own code and in users'
+# accesses that depend on neither the values nor the dtype, in FSDP's code and in users' code
 _METADATA = {
     *(
         getattr(Tensor, name).__get__
@@ -54,7 +54,7 @@ _METADATA = {
 
 
 class Narrowed(nn.Parameter):
-    """A gathered parameter in a narrow format, for matrix products under autocast; else ``widen`` replaces it."""
+    """A parameter gathered in a narrow dtype, for matrix products under autocast; any other use calls ``widen``."""
 
     widen: Callable[[], Tensor]
 
@@ -65,28 +65,29 @@ class Narrowed(nn.Parameter):
             if func in _METADATA or (func in _AUTOCAST and _cast_by_autocast(args, kwargs)) or _in_backward():
                 return func(*args, **kwargs)
         args, kwargs = tree_map_only(cls, lambda parameter: parameter.widen(), (args, kwargs))
-        with torch._C.DisableTorchFunctionSubclass():  # arguments that could not be widened would lead here again
+        with torch._C.DisableTorchFunctionSubclass():  # avoids recursion if an argument was not widened
             return func(*args, **kwargs)
 
 
 def _cast_by_autocast(args: Iterable[Any], kwargs: dict[str, Any]) -> bool:
-    """Return whether autocast is on, in the format of the narrow parameter among the arguments."""
+    """Return whether autocast is enabled with the dtype of the narrow parameter among the arguments."""
     parameter = next(each for each in itertools.chain(args, kwargs.values()) if isinstance(each, Narrowed))
     device = parameter.device.type
     return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is parameter.dtype
 
 
 def _in_backward() -> bool:
-    """Return whether autograd is running: it computes with what the forward pass has used."""
+    """Return whether a backward pass is running: it uses the tensors that the forward pass has used."""
     return torch._C._current_graph_task_id() != -1
 
 
 def matmul_parameters(model: nn.Module) -> dict[nn.Parameter, tuple[nn.Module, str]]:
-    """Return the parameters that only linear and convolution layers use, with one such layer and their name."""
+    """Return the parameters that only linear and convolution layers use, each with one such layer and its name
+    there."""
     used: dict[nn.Parameter, tuple[nn.Module, str]] = {}
     others: set[nn.Parameter] = set()
     for module in model.modules():
-        # torch's attention computes with the weights of its output layer itself
+        # torch's attention uses the weights of its output layer directly, without calling the layer
         own = isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
         for name, parameter in module.named_parameters(recurse=False):
             if type(module).forward in _MULTIPLIES and name in ("weight", "bias") and not own:
@@ -103,12 +104,12 @@ def narrow(
     reduce_dtype: torch.dtype,
     gather: GatherWide | None,
 ) -> None:
-    """Let ``module``'s own group gather the parameters at ``places`` as ``dtype``, and all others as they are.
+    """Let ``module``'s own group gather the parameters at ``places`` as ``dtype``, and all others in their own dtype.
 
     Args:
-        reduce_dtype: format in which gradients are summed between ranks.
-        gather: returns a parameter of the group whole, in its own format; called when one is used outside of
-            autocast's products, on all ranks. None: such use is not looked for.
+        reduce_dtype: dtype in which gradients are summed between ranks.
+        gather: gathers a parameter of the group in its own dtype and returns it; called on all ranks when one is used
+            outside of autocast's matrix products. None: such uses are not detected.
     """
     for group in groups_of(module):
         narrowed = {p for p in group.fsdp_params if (p._module_info.module, p._module_info.param_name) in places}
@@ -118,7 +119,7 @@ def narrow(
 
 
 class _Formats:
-    """Replaces torch's method, which has one format for all parameters of a group."""
+    """Replacement for ``_init_mp_dtypes`` of torch, which has one dtype for all parameters of a group."""
 
     def __init__(self, group: Any, narrowed: set[Any], dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
         self._group, self._narrowed, self._dtype, self._reduce_dtype = group, narrowed, dtype, reduce_dtype
@@ -127,16 +128,16 @@ class _Formats:
         for parameter in self._group.fsdp_params:
             parameter.orig_dtype = parameter.sharded_param.dtype
             parameter.param_dtype = self._dtype if parameter in self._narrowed else None
-            parameter.reduce_dtype = torch.float32  # as which gradients are accumulated
+            parameter.reduce_dtype = torch.float32  # the dtype in which gradients are accumulated
         trained = [p.orig_dtype for p in self._group.fsdp_params if p.sharded_param.requires_grad]
         self._group._orig_dtype = trained[0] if trained else None
         self._group._reduce_dtype = self._reduce_dtype if trained else None
 
 
 class _Unsharded:
-    """Around torch's method, which makes the gathered parameter at the first gather.
+    """Wrapper of ``init_unsharded_param`` of torch, which creates the gathered parameter at the first gather.
 
-    torch wants all gradients of a group in one format, so a narrow one is accumulated in fp32 as soon as it is there.
+    torch requires all gradients of a group to have one dtype, so a narrow one is added to an fp32 sum at once.
     """
 
     def __init__(self, parameter: Any, narrowed: set[Any], dtype: torch.dtype, gather: GatherWide | None) -> None:
@@ -154,7 +155,7 @@ class _Unsharded:
             made = parameter._unsharded_param = torch.Tensor._make_subclass(Narrowed, made.detach(), made.requires_grad)
             made.widen = self._widen
         trained = made.requires_grad
-        made.requires_grad_(True)  # the hook must be there if it is trained later
+        made.requires_grad_(True)  # needed to register the hook, also for a parameter that is trained only later
         made.register_post_accumulate_grad_hook(self._accumulate)
         made.requires_grad_(trained)
 
@@ -176,7 +177,7 @@ class _Unsharded:
                 whole = self._gather(parameter, self._dtype)
             self._narrowed.discard(parameter)
             parameter.param_dtype = None
-            parameter.all_gather_outputs = [whole]  # autograd holds the narrow one for as long as it needs it
+            parameter.all_gather_outputs = [whole]  # autograd keeps the narrow one as long as it needs it
             del parameter._unsharded_param
             parameter.init_unsharded_param()
             parameter._setattr_on_modules(parameter._unsharded_param)
@@ -184,7 +185,7 @@ class _Unsharded:
 
 
 def groups_of(module: FSDPModule) -> Iterator[Any]:
-    """Yield the parameter groups of a sharded module: one up to torch 2.11, a list of them since."""
+    """Yield the parameter groups of a sharded module: a single one up to torch 2.11, a list since then."""
     state = module._get_fsdp_state()  # pyright: ignore[reportPrivateUsage]
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # pyright: ignore
     yield from (group for group in groups if group is not None)

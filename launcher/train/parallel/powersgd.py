@@ -1,10 +1,11 @@
-"""PowerSGD for DDP: gradients travel as low-rank factors, and what a rank leaves out it adds to its next gradient.
+"""PowerSGD for DDP: gradients are sent as low-rank factors; each rank adds its residue (the part not sent) to its next
+gradient.
 
-torch's hook does the arithmetic (Vogels, Karimireddy and Jaggi, "PowerSGD", NeurIPS 2019). It remembers by bucket,
-and DDP lays its buckets out anew after the first window of each process; here what is remembered belongs to a
-parameter, so that a checkpoint can hold it.
+torch's hook does the arithmetic (Vogels, Karimireddy and Jaggi, "PowerSGD", NeurIPS 2019). It keeps its state by
+bucket, but DDP changes its bucket layout after the first window of each process. This module assigns the state to
+parameters, so that it survives that, and a checkpoint can hold it.
 
-The bound: the sum of the gradients applied so far is that of the gradients computed, less the residue still kept back.
+Invariant: the sum of the gradients applied so far is the sum of those computed, minus the current residue.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ class PowerSgd:
     """Compression of DDP's buckets.
 
     Args:
-        model: whose parameters the buckets hold.
-        rank: of the factors.
-        start: synchronisations that are sent whole first.
-        meter: of the waits.
+        model: the model whose gradients the buckets hold.
+        rank: rank of the factors (a matrix rank).
+        start: number of synchronisations before compression starts.
+        meter: records the time spent waiting.
     """
 
     def __init__(self, model: nn.Module, rank: int, start: int, meter: Meter) -> None:
@@ -44,7 +45,7 @@ class PowerSgd:
         self._state = power.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=start)
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         self._layout: dict[int, list[nn.Parameter]] = {}
-        # by parameter, while no bucket holds them
+        # state of the parameters that no bucket of torch's hook holds now
         self._residue: dict[nn.Parameter, Tensor] = {}
         self._factors: dict[nn.Parameter, Tensor] = {}
         self._items = 0
@@ -56,15 +57,16 @@ class PowerSgd:
         before = self._state.total_numel_after_compression
         reduced = self._hook(self._state, bucket)
         if gradients.device.type == "cpu":
-            # the hook sends its second and third part from callbacks: with another bucket under way, gloo would match
-            # them with the wrong ones of another rank
+            # the hook starts its second and third collective from callbacks: with another bucket in progress, gloo
+            # could match them with the wrong collectives of another rank
             with self._meter.waiting():
                 reduced.wait()
         numbers = self._state.total_numel_after_compression - before if compresses else gradients.numel()
         return reduced, numbers * gradients.element_size(), 3 if compresses else 1
 
     def before_reduction(self, items: Callable[[], int]) -> None:
-        """The residue is of a sum over the last window's items, and this step divides by this window's."""
+        """Rescale the residue: it is part of a sum that was divided by the last window's items, and this step divides
+        by this window's."""
         number = items()
         if self._items:
             for error in (*self._state.error_dict.values(), *self._residue.values()):
@@ -72,16 +74,16 @@ class PowerSgd:
         self._items = number
 
     def begin_trial(self) -> None:
-        """Compress from now on, however few synchronisations there have been."""
+        """Compress from now on, regardless of the number of synchronisations so far."""
         self._state.iter = max(self._state.iter, self._start)
 
     def _settle(self, index: int, parameters: list[nn.Parameter]) -> None:
-        """Give bucket ``index`` what its parameters remember, if it does not hold just those."""
+        """Give bucket ``index`` the state of ``parameters``, unless it holds exactly these already."""
         known = self._layout.get(index)
         if known is not None and len(known) == len(parameters) and all(map(operator.is_, known, parameters)):
             return
         self._unsettle({index, *self._holding(parameters)})
-        # torch's hook makes its memory itself where a bucket has none; then nothing is known of its parameters either
+        # if the parameters have no state yet, torch's hook creates the bucket's state itself
         self._layout[index] = parameters
         if all(parameter in self._residue for parameter in parameters):
             pieces = [self._residue.pop(parameter).flatten() for parameter in parameters]
@@ -99,11 +101,11 @@ class PowerSgd:
         return [index for index, held in self._layout.items() if not wanted.isdisjoint(held)]
 
     def _unsettle(self, buckets: Iterable[int]) -> None:
-        """Take back what ``buckets`` remember."""
+        """Move the state of ``buckets`` back to their parameters."""
         for index in [index for index in buckets if index in self._layout]:
             parameters = self._layout.pop(index)
             if parameters[0].device.type == "cuda":
-                torch.cuda.synchronize(parameters[0].device)  # torch's hook writes it on a stream of its own
+                torch.cuda.synchronize(parameters[0].device)  # torch's hook writes the state on a stream of its own
             error = self._state.error_dict.pop(index, None)
             if error is not None:
                 pieces = error.split([parameter.numel() for parameter in parameters])
@@ -116,7 +118,7 @@ class PowerSgd:
                 self._factors.update(zip(compressed, (f.clone() for f in factors.split(sizes)), strict=True))
 
     def _compressed(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
-        """Those that the hook sends as factors, in its order: by shape, as they first come."""
+        """Return the parameters that the hook compresses, in its order: grouped by shape, in order of appearance."""
         by_shape: dict[tuple[int, int], list[nn.Parameter]] = {}
         for parameter in parameters:
             if parameter.ndim > 1:
@@ -129,7 +131,7 @@ class PowerSgd:
         return min(parameter.shape[0], parameter[0].numel(), self._rank)
 
     def state_dict(self) -> dict[str, Any]:
-        """Residue and factors by the parameter's name."""
+        """Return residue and factors by the parameter's name, and the counters that they depend on."""
         self._unsettle(list(self._layout))
         return {
             "synchronisations": self._state.iter,
@@ -145,7 +147,7 @@ class PowerSgd:
         self._items = int(state["items"])
         self._residue = {parameters[name]: tensor for name, tensor in state.get("residue", {}).items()}
         factors = {parameters[name]: tensor for name, tensor in state.get("factors", {}).items()}
-        # of another strategy.powersgd_rank they are of no use, and the hook begins with new ones
+        # factors of another strategy.powersgd_rank cannot be used: the hook then creates new ones
         self._factors = {
             parameter: tensor
             for parameter, tensor in factors.items()

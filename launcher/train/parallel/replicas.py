@@ -1,10 +1,9 @@
-"""What all ranks hold alike: the model at the start, and buffers at the start of each window.
+"""Equality of ranks: the model at the start, and its buffers at the start of each window, are those of rank 0.
 
-DDP broadcasts by itself. ``fully_shard`` does not: each rank would keep its own shard of its own model, and replicas of
-HSDP would stay different where values are drawn from a generator that is not seeded alike.
-
-DDP does this in forward, for every buffer, changed or not; FSDP does not. Here it is one thing for all strategies.
-"""
+The module does this in the same way for all strategies. DDP would broadcast by itself: the model at the start, and in
+each forward pass every buffer, changed or not. ``fully_shard`` broadcasts nothing: if initial values came from a
+generator with different seeds, each rank would keep a shard of its own model, and replicas of HSDP would stay
+different. """
 
 from __future__ import annotations
 
@@ -25,10 +24,10 @@ from launcher.train.world import World
 
 
 def require_same_structure(model: nn.Module, world: World) -> None:
-    """Make sure that all ranks hold parameters and buffers of the same names and shapes. All ranks call it.
+    """Check that all ranks have parameters and buffers with the same names, shapes and dtypes. All ranks call it.
 
     Raises:
-        TaskError: on all ranks, with what differs.
+        TaskError: they differ; raised on all ranks, with the first difference.
     """
     if world.size == 1:
         return
@@ -76,7 +75,7 @@ def share_values(tensors: Sequence[Tensor], world: World) -> None:
 
 
 def _sent_from() -> torch.device:
-    """Return the CPU where the process group can send from it: a script may have started one with NCCL alone."""
+    """Return the CPU if the process group can send from it, else the GPU: a script may have initialised NCCL only."""
     if "cpu:" in dist.get_backend_config():
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
@@ -87,7 +86,7 @@ def _described(tensor: Tensor) -> str:
 
 
 def _has_values(tensor: Tensor) -> bool:
-    """Return whether this rank holds the whole of a plain tensor."""
+    """Return whether ``tensor`` is plain (dense, not sharded, not quantized), not on meta, and not empty."""
     plain = not isinstance(tensor, DTensor) and tensor.layout == torch.strided and not tensor.is_quantized
     return plain and not tensor.is_meta and tensor.numel() > 0
 
@@ -101,24 +100,25 @@ def _checksum(tensor: Tensor) -> int:
     return zlib.crc32((ctypes.c_char * plain.nbytes).from_address(plain.data_ptr()))
 
 
-# reinterpreting the bits: nan equals itself then, and minus zero is not zero
+# buffers are compared bit by bit: nan then equals itself, and minus zero differs from zero
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 Form = tuple[tuple[int, ...], torch.dtype]
 
 
 class Buffers:
-    """The buffers of ``module``, wrapped already. By name: a forward pass may put new tensors in their place."""
+    """Watcher of the buffers of ``module``, which is wrapped already: finds those that training changes, and makes them
+    equal on all ranks. It refers to them by name, since a forward pass may replace the tensors."""
 
     def __init__(self, module: nn.Module, world: World, device: torch.device) -> None:
         self._module, self._world, self._device = module, world, device
         self._still = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
         self._changing: dict[str, Form] = {}
-        self._own = set[str]()  # each rank keeps its own: their shapes differ between ranks
+        self._own = set[str]()  # buffers whose shapes differ between ranks: each rank keeps its own
 
     @torch.no_grad()
     def changed(self) -> Tensor | float:
-        """Return more than 0 where a buffer that was not known to change has changed on this rank; for the window's
-        flags, so the host does not wait for a GPU."""
+        """Return a value above 0 if a buffer that was not known to change has changed on this rank. It may be a tensor
+        on the device, to be sent with the window's totals without waiting for a GPU."""
         now = dict(self._module.named_buffers())
         if self._strange(now):
             return 1.0
@@ -128,8 +128,8 @@ class Buffers:
         return torch.stack(differ).any().double() if differ else 0.0
 
     def watch(self) -> None:
-        """Find out which buffers have changed, on any rank. All ranks call it: after a window in which ``changed`` said
-        so on one of them, and before checkpoints."""
+        """Find the buffers that have changed on any rank. All ranks call it: after a window in which ``changed`` was
+        above 0 on one of them, and before checkpoints."""
         now = dict(self._module.named_buffers())
         strange = self._strange(now)
         changed = {name for name, before in self._still.items() if name in strange or differs(now[name], before)}
@@ -152,25 +152,27 @@ class Buffers:
                     print(f"Buffer {name} has another shape on each rank: every rank keeps its own.", flush=True)
 
     def _strange(self, now: dict[str, Tensor]) -> set[str]:
-        """Return the names of buffers that have appeared, vanished, or taken another shape or format."""
+        """Return the names of buffers that have appeared, disappeared, or changed their shape or dtype."""
         known = self._changing | {name: _form(buffer) for name, buffer in self._still.items()}
         forms = {name: _form(buffer) for name, buffer in now.items()}
         return {name for name in known.keys() | forms.keys() if known.get(name) != forms.get(name)} - self._own
 
     @property
     def changing(self) -> list[str]:
-        """Names of those that are known to change."""
+        """Names of the buffers that are known to change."""
         return list(self._changing)
 
     def know(self, names: list[str]) -> None:
-        """Take it that these change, and the others are as they are now. All ranks pass the same, of a checkpoint."""
+        """Mark the buffers ``names`` as changing, and take the present values of all others as unchanged. All ranks
+        pass the same names, from a checkpoint."""
         now = dict(self._module.named_buffers())
         self._changing |= {name: _form(now[name]) for name in names if name in now}
         self._still = {name: b.detach().clone() for name, b in now.items() if name not in self._changing}
 
     @torch.no_grad()
     def share(self, meter: Meter, *, watch: bool = False) -> None:
-        """Give every rank what rank 0 has, all of one format at once. ``watch``: look for further changes first."""
+        """Copy rank 0's changing buffers to all ranks, with one broadcast for each dtype. ``watch``: call ``watch``
+        first."""
         if watch:
             self.watch()
         if self._world.size == 1 or not self._changing:

@@ -1,15 +1,15 @@
 """Shard units: the parts of a model that are gathered and freed together, and their uses in a micro-batch.
 
-``fully_shard`` reduces a unit's gradients, and frees its parameters, as soon as a backward pass has left one forward
-pass of the unit. That is too early in two cases:
+``fully_shard`` reduces a unit's gradients, and frees its parameters, as soon as the backward pass has completed one
+forward pass of the unit. That is too early in two cases:
 
 - The unit ran more than once (a siamese network, a layer that several depths share): its gradients are complete when
-  the backward pass has left all of them. They are reduced once, at the end of the backward pass.
-- The loss holds a gradient (``torch.autograd.grad``, as in a gradient penalty): that inner backward pass completes no
-  gradient of a parameter, and the graph that it leaves with ``create_graph=True`` computes with the gathered parameters
-  once more. They stay gathered until the engine's own backward pass is over.
+  the backward pass has completed all its runs. They are reduced once, at the end of the backward pass.
+- The loss contains a gradient (``torch.autograd.grad``, as in a gradient penalty): that inner backward pass completes
+  no gradient of a parameter, and with ``create_graph=True`` its graph uses the gathered parameters again. They stay
+  gathered until the engine's own backward pass is complete.
 
-In all other cases it is left to ``fully_shard``, so that each reduction runs beside the rest of the backward pass.
+All other cases are left to ``fully_shard``, which overlaps each reduction with the rest of the backward pass.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
 def find_units(model: nn.Module, named: Iterable[nn.Module] | None = None) -> list[nn.Module]:
-    """The model's shard units, inner ones first; what lies in none of them belongs to the root.
+    """Return the model's shard units, inner ones first; parameters in none of them belong to the root.
 
     Args:
-        named: what the task's ``shard_units(model)`` returned. Default: the elements of every outermost ModuleList (or
-            Sequential, where there is no such list) that repeats one class with parameters.
+        named: the result of the task's ``shard_units(model)``. Default: the elements of every outermost ModuleList (or
+            Sequential, if the model has no ModuleList) whose class has parameters and occurs there more than once.
 
     Raises:
-        TaskError: one is no part of the model, has no parameters, lies under two parents, or shares a parameter with
-            another unit.
+        TaskError: a unit is not part of the model, is the model itself, has no parameters or no forward of its own, has
+            two parents, or shares a parameter with another unit.
     """
     units = _repeated_blocks(model) if named is None else list(named)
     names = _all_names(model)
@@ -73,7 +73,11 @@ def find_units(model: nn.Module, named: Iterable[nn.Module] | None = None) -> li
 
 
 def require_parameters(model: nn.Module) -> None:
-    """Raises TaskError for a model that has nothing to train, or to shard."""
+    """Check that the model has parameters to train.
+
+    Raises:
+        TaskError: no parameter requires a gradient.
+    """
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise TaskError(
             f"{_shown(model)} has no parameter that requires a gradient: there is nothing to train, or to shard."
@@ -81,7 +85,8 @@ def require_parameters(model: nn.Module) -> None:
 
 
 def owned(units: Sequence[nn.Module], root: nn.Module) -> list[tuple[nn.Module, list[nn.Parameter]]]:
-    """Each unit (inner ones first, as ``units`` has them) and then the root, with what parameters it alone holds."""
+    """Return each unit, in the order of ``units`` (inner ones first), and then the root, with the parameters that
+    belong to no earlier one."""
     taken: set[nn.Parameter] = set()
     groups: list[tuple[nn.Module, list[nn.Parameter]]] = []
     for module in (*units, root):
@@ -98,14 +103,14 @@ def _repeated_blocks(model: nn.Module) -> list[nn.Module]:
     for holder in lists:
         children = [child for child in _elements(holder) if next(child.parameters(), None) is not None]
         kinds = [type(child) for child in children]
-        # one that is shared cannot be a unit: it stays with the root
+        # a module with two parents cannot be a unit: it belongs to the root
         blocks += [child for child in children if kinds.count(type(child)) > 1 and len(names[child]) == 1]
     shared = _shared_parameters(blocks)
     return [block for block in blocks if not any(parameter in shared for parameter in block.parameters())]
 
 
 def _elements(holder: nn.Module) -> list[nn.Module]:
-    """Its children; of those that only hold others and have no forward of their own, theirs."""
+    """Return the children of ``holder``; containers without a forward of their own are replaced by their elements."""
     return [
         element
         for child in holder.children()
@@ -161,7 +166,7 @@ def _shown(module: object) -> str:
 
 
 class Uses:
-    """Uses of all units of a model.
+    """Tracker of the uses of all units of a model in a micro-batch.
 
     Args:
         modules: the sharded modules, the root first.
@@ -169,12 +174,12 @@ class Uses:
 
     def __init__(self, modules: Sequence[FSDPModule]) -> None:
         self._groups = [_Group(group, self) for module in modules for group in groups_of(module)]
-        self.in_loss = False  # whether a backward pass that starts now is one inside the loss
-        self.held = False  # whether the micro-batch has had one
+        self.in_loss = False  # a backward pass that starts now is an inner one, part of computing the loss
+        self.held = False  # the micro-batch has had such a backward pass
 
     def begin(self, *, in_loss: bool) -> None:
-        """Start a micro-batch, or other passes. ``in_loss``: until ``before_backward``, a backward pass is one inside
-        the loss."""
+        """Start a micro-batch, or other passes. ``in_loss``: until ``before_backward``, backward passes are inner ones,
+        part of computing the loss."""
         self.in_loss, self.held = in_loss, False
         for each in self._groups:
             each.forwards = 0
@@ -183,23 +188,24 @@ class Uses:
         """Expect the backward pass that completes the micro-batch's gradients."""
         self.in_loss = False
         if self.held:
-            for each in self._groups:  # a forward pass after the inner backward pass may have freed them
+            for each in self._groups:  # a forward pass after the inner backward pass may have freed the parameters
                 each.gather()
 
 
 class _Group:
-    """Takes the place of two methods of a parameter group: one is called in each forward pass, the other where its
-    gradients seem to be complete."""
+    """Replacement for two methods of a parameter group: one is called in each forward pass, the other when FSDP takes
+    the gradients to be complete."""
 
     def __init__(self, group: Any, uses: Uses) -> None:
         self._group, self._uses = group, uses
         self._register, self._complete = type(group)._register_post_backward_hook, group.post_backward
-        self.forwards = 0  # of this micro-batch, with gradient
+        self.forwards = 0  # forward passes with gradient in this micro-batch
         group._register_post_backward_hook = self.register
         group.post_backward = self.complete
 
     def register(self, args: Any, kwargs: Any) -> Any:
-        """Let autograd call this object's ``post_backward`` where a backward pass leaves the forward pass ahead."""
+        """Let autograd call this object's ``post_backward`` when the backward pass has completed the forward pass that
+        starts now."""
         self.forwards += torch.is_grad_enabled()
         return self._register(self, args, kwargs)
 
@@ -209,7 +215,8 @@ class _Group:
             self.complete()
 
     def complete(self) -> None:
-        """Reduce the gradients and free the parameters. Also called for all groups at the end of a backward pass."""
+        """Reduce the gradients and free the parameters. torch also calls this for all groups at the end of a backward
+        pass."""
         if self._uses.in_loss:
             self._uses.held = True
         else:
@@ -217,6 +224,6 @@ class _Group:
             self._complete()
 
     def gather(self) -> None:
-        """Gather the parameters, if they are not."""
+        """Gather the parameters, if they are not gathered already."""
         self._group.unshard()
         self._group.wait_for_unshard()
