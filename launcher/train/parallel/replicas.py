@@ -3,7 +3,7 @@
 The module does this in the same way for all strategies. DDP would broadcast by itself: the model at the start, and in
 each forward pass every buffer, changed or not. ``fully_shard`` broadcasts nothing: if initial values came from a
 generator with different seeds, each rank would keep a shard of its own model, and replicas of HSDP would stay
-different. """
+different."""
 
 from __future__ import annotations
 
