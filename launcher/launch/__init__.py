@@ -1,1 +1,1 @@
-"""Start a planned job: on this machine, on several hosts, or through Slurm. No torch at module level."""
+"""Launch of a planned job: on this machine, on several hosts, or through Slurm. No torch at module level."""

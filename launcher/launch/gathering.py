@@ -1,4 +1,4 @@
-"""Gathering: node 0 waits for the other hosts, and all compare what must be the same on each."""
+"""Gathering: node 0 waits for the other hosts and compares their jobs with its own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.worlds import NodeRange
 
-# a host's own: directories, addresses, environment; and what only follows from the rest
+# not compared: values of one host (directories, addresses, environment), and values derived from compared ones
 _OWN = (
     "run",
     "env",
@@ -33,7 +33,7 @@ _DERIVED = (
     "strategy.payload_bytes_every", "strategy.wire_bytes", "strategy.wire_bytes_every", "strategy.forecasts",
     "strategy.memory_bytes", "strategy.rehearses", "fewer", "task.flops_per_sample",
 )  # fmt: skip
-# the plan's names, and the keys that a user sets
+# config key that the user sets, by name in the plan
 _KEYS = {
     "task.samples": "the task's data (samples)",
     "task.parameters": "the task's code (its model's parameters)",
@@ -52,9 +52,9 @@ _LINES = 12
 
 
 def facts(plan: LaunchPlan, run_name: str | None) -> Message:
-    """By the key that a user knows: everything of ``plan`` that decides what is computed, and the versions."""
+    """Return, by config key, every value of ``plan`` that decides what is computed, and the versions."""
     found: Message = {"run.name": run_name}
-    if isinstance(plan, RunPlan):  # the rest of what is planned for fewer hosts follows
+    if isinstance(plan, RunPlan):  # everything else in the plans for fewer hosts is derived
         found |= {f"strategy.sync on {world.nodes} hosts": world.strategy.sync.value for world in plan.fewer}
     for key, value in _flat("", json.loads(json.dumps(asdict(plan)))):
         if key not in _DERIVED and not any(key == own or key.startswith(f"{own}.") for own in _OWN):
@@ -77,7 +77,7 @@ def _flat(prefix: str, value: Any) -> list[tuple[str, Any]]:
 
 
 def differences(here: Message, there: Any, host: str, other: str) -> str:
-    """What differs, with both values; an empty string where nothing does. ``there``: as it came from the other."""
+    """Return a message with all values that differ; empty if none does. ``there``: facts as received from ``other``."""
     if not isinstance(there, dict):
         return f"{other} sent no description of its job. Nothing was started."
     theirs = cast(Message, there)
@@ -102,7 +102,7 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-# so long node 0 waits for one more host, where those that are there are enough
+# seconds that node 0 waits for one more host once enough are there
 SETTLE_S = 30
 
 Say = Callable[[str], None]
@@ -111,20 +111,20 @@ Say = Callable[[str], None]
 def wait_for_hosts(
     door: Door, guests: list[Channel], allowed: NodeRange, known: Message, route: Route, say: Say, within_s: float
 ) -> None:
-    """Fill ``guests``, in the order in which they come.
+    """Wait for the other hosts and append them to ``guests`` in the order of arrival.
 
     Args:
-        door: where they come in.
-        guests: those who are there.
-        allowed: how many hosts the job may have, this one among them.
-        known: what must be the same on all of them.
-        route: where they meet.
+        door: listening socket.
+        guests: connections to the hosts that have arrived.
+        allowed: range of the number of hosts, this one included.
+        known: facts of this host, which the others must match.
+        route: where the hosts meet.
         say: shows one line to the user.
-        within_s: seconds in which as many as the job needs must have come.
+        within_s: seconds within which the smallest allowed number of hosts must arrive.
 
     Raises:
-        UserError: one was not given the same job.
-        SiteError: too few came.
+        UserError: A host was not given the same job.
+        SiteError: Too few hosts came.
     """
     say(f"This is node 0 of {allowed.words}, waiting at {route.shown} for the others.")
     begun = last_change = time.monotonic()
@@ -147,7 +147,7 @@ def wait_for_hosts(
 
 
 def _changed(door: Door, guests: list[Channel], allowed: NodeRange, known: Message, route: Route, say: Say) -> bool:
-    """Let in who is at the door, and go who leaves; whether anybody did."""
+    """Add hosts that arrived and remove hosts that left. Return True if any did."""
     before = list(guests)
     for channel, hello in door.arrivals():
         if len(guests) == allowed.most - 1:

@@ -1,7 +1,7 @@
 """Several hosts without a scheduler: the same command is typed on each, and they meet at an address of one of them.
 
-The host that owns the address is node 0. It waits for the others there, sees that all were given the same job, and
-hands out the run's name and id and a number to each. No worker starts before every host has its directory.
+The host that owns the address is node 0. It waits there for the others, checks that all were given the same job, and
+sends each the run's name and id and a node number. No worker starts before every host has its directory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from launcher.plan.launch_plan import LaunchPlan, Place, RunInfo
 from launcher.plan.run_plan import RunPlan
 from launcher.rundir.files import read_json, write_text
 
-# so long the first host waits for the others, and another host for the first
+# seconds that node 0 waits for the others, and every other host for node 0
 MEET_WITHIN_S = 600
 _ANSWER_WITHIN_S = 60
 _RETRY_S = 0.5
@@ -45,16 +45,17 @@ def gather(plan: P, config_yaml: str, run_name: str | None, say: Say) -> tuple[P
     """Meet the other hosts and make the run's directory.
 
     Args:
-        plan: of this host, made before it knew of the others.
-        run_name: as the user gave it.
+        plan: plan that this host made by itself.
+        config_yaml: text of the run's config.yaml.
+        run_name: run.name as the user set it, or None.
         say: shows one line to the user.
 
     Returns:
         The plan of this host in the common run, and the connection to the others.
 
     Raises:
-        SiteError: no way to the others, nobody came in time, or the directory cannot be made on one of the hosts.
-        UserError: the hosts were not given the same job. Every host gets the same message.
+        SiteError: There is no route to the others, too few came in time, or one host cannot make the directory.
+        UserError: The hosts were not given the same job. Every host gets the same message.
     """
     assert plan.cluster.rendezvous is not None
     route = find_route(plan.cluster.rendezvous, plan.cluster.interface)
@@ -64,7 +65,7 @@ def gather(plan: P, config_yaml: str, run_name: str | None, say: Say) -> tuple[P
 
 
 def lead(plan: P, config_yaml: str, route: Route, known: Message, say: Say) -> tuple[P, Peers]:
-    """Node 0's part."""
+    """Gather the other hosts as node 0."""
     try:
         door = Door(route.rendezvous)
     except OSError as error:
@@ -102,7 +103,7 @@ def lead(plan: P, config_yaml: str, route: Route, known: Message, say: Say) -> t
 
 
 def _refusal(plan: LaunchPlan, route: Route) -> str:
-    """For whoever comes when the run is under way."""
+    """Return the message for a host that comes when the run has started."""
     fixed = plan.cluster.min_nodes is None
     why = f"has all its {plan.cluster.nodes} hosts" if fixed else "is under way, and no host can join it"
     return (
@@ -112,12 +113,12 @@ def _refusal(plan: LaunchPlan, route: Route) -> str:
 
 
 def _least(plan: LaunchPlan) -> int | None:
-    """With how many hosts the run goes on when one is lost; None where it ends, having nothing to go on from."""
+    """Return the fewest hosts with which the run continues after a loss; None if it ends, e.g. without checkpoints."""
     return plan.cluster.min_nodes if isinstance(plan, RunPlan) and plan.checkpoint.enabled else None
 
 
 def _require_ready(guests: list[Channel], plan: LaunchPlan, port: int) -> None:
-    """Raises SiteError where a host has not made its directory, or cannot be reached where its workers will be."""
+    """Check that every host has made its directory and can be reached at its workers' address. Raises SiteError."""
     for node, guest in enumerate(guests, 1):
         who = f"node {node} ({guest.peer})"
         answer = guest.next(_ANSWER_WITHIN_S)
@@ -135,7 +136,7 @@ def _require_ready(guests: list[Channel], plan: LaunchPlan, port: int) -> None:
 
 
 def join(plan: P, config_yaml: str, route: Route, known: Message, say: Say) -> tuple[P, Peers]:
-    """The part of every other host."""
+    """Join node 0 as one of the other hosts."""
     channel = _connect(route, say)
     made = False
     try:
@@ -208,8 +209,11 @@ def _placed(plan: P, run: RunInfo, place: Place) -> P:
 
 
 def _make_directory(plan: P, config_yaml: str) -> tuple[P, bool]:
-    """Make the run's directory, or find that another host has made it on a disk both see. The plan, and whether it was
-    made here."""
+    """Make the run's directory, unless another host has made it on a shared disk.
+
+    Returns:
+        The plan, and True if the directory was made here.
+    """
     try:
         local.create(plan, config_yaml)
     except SiteError:
@@ -219,7 +223,7 @@ def _make_directory(plan: P, config_yaml: str) -> tuple[P, bool]:
         plan = _placed(plan, plan.run, dataclasses.replace(plan.cluster.place, shared=True))
         plan.save()
         return plan, False
-    write_text(plan.paths.plan, plan.to_json() + "\n")  # the directory is whole by itself
+    write_text(plan.paths.plan, plan.to_json() + "\n")  # without a shared disk this directory needs its own
     return plan, True
 
 
@@ -227,9 +231,9 @@ def _is_of_this_run(plan: LaunchPlan) -> bool:
     for _ in range(20):
         try:
             fields = read_json(plan.paths.plan)
-        except OSError:  # run.dir is a file, or not to be read
+        except OSError:  # run.dir is a file, or cannot be read
             return False
         if fields is not None:
             return fields.get("run", {}).get("id") == plan.run.id
-        time.sleep(0.1)  # a third host, with which the disk is shared, may be about to write it
+        time.sleep(0.1)  # another host that shares the disk may be about to write it
     return False

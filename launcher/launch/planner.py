@@ -1,4 +1,4 @@
-"""The plan of a job, made on the machine or cluster that it will run on."""
+"""Planner: makes the plan of a job on the machine or cluster on which it will run."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from launcher.plan.task_inspection import ask, describe_task, weigh_memory
 
 T = TypeVar("T")
 
-ANY_NUMBER = 2**62  # of samples: enough for every window
+ANY_NUMBER = 2**62  # samples, enough for every window
 
 
 class Once:
-    """Calls a function once for equal arguments. The jobs of a sweep ask the same of the same task and cluster."""
+    """Cache that calls a function once for equal arguments; the jobs of a sweep share most questions."""
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[Any, UserError | None]] = {}
@@ -41,7 +41,7 @@ class Once:
         if key not in self._known:
             try:
                 self._known[key] = function(*arguments, **named), None
-            except UserError as error:  # what is wrong for one is wrong for all
+            except UserError as error:  # the same error holds for every later call
                 self._known[key] = None, error
         found, error = self._known[key]
         if error is not None:
@@ -50,19 +50,19 @@ class Once:
 
 
 def plan_job(config: Config, once: Once | None = None) -> RunPlan:
-    """The plan of `launch train` with this config. Looks at the task and at this machine; starts and writes nothing.
+    """Return the plan of `launch train` for this config. Inspects task and machine; starts and writes nothing.
 
     Args:
-        once: what was found out for other jobs of the same moment.
+        once: cache shared with other jobs that are planned at the same time.
 
     Raises:
-        ConfigError, TaskError, SiteError: what is wrong with the input.
+        ConfigError, TaskError, SiteError: The input is wrong.
     """
     once = once or Once()
     site = once(where, config.cluster)
     run = new_run(config.run, task_stem(config), site.cwd)
     require_mirror(config)
-    # what no task could make right is said before the task is looked at, which may take seconds
+    # report errors that no task could cure before the task is inspected, which may take seconds
     cluster = solve(config, site, TaskPlan.unknown(ANY_NUMBER), run).cluster
     if config.precision.kind is PrecisionKind.auto and cluster.kind is ClusterKind.local:
         site = dataclasses.replace(site, bf16=once(_look_at_format, PrecisionKind.bf16, cluster.device)[0])
@@ -81,8 +81,13 @@ def emulation_notes(plan: RunPlan, once: Once | None = None) -> list[str]:
 
 
 def _look_at_format(kind: PrecisionKind, device: Device, *, measure: bool = False) -> tuple[bool | None, float | None]:
-    """Return whether this machine computes in ``kind`` natively, and how many times as long as in fp32 a matrix product
-    takes where it does not and ``measure``; None for what is not known. Only a doubt or a measurement needs torch."""
+    """Return (native, slowdown) of ``kind`` on this machine; None for an unknown value.
+
+    Args:
+        measure: also measure the slowdown of an emulated format: time of a matrix product relative to fp32.
+
+    torch is only imported, in another process, if the answer is in doubt or a measurement is needed.
+    """
     quick = host.computes(kind, device, os.environ)
     if quick is not None and (quick or not measure):
         return quick, None
@@ -94,7 +99,7 @@ def _look_at_format(kind: PrecisionKind, device: Device, *, measure: bool = Fals
 def weighed(plan: RunPlan, config: Config) -> RunPlan:
     """Return ``plan`` with the sync policy that fits into memory, if the user left the choice to the launcher.
 
-    Of a model with frozen parts, what each policy sends depends on where gradients flow, so windows of it are run too.
+    If parts of the model are frozen, the payload of each policy depends on where gradients flow, so windows are run.
     """
     choose = config.strategy.sync is Sync.auto
     if plan.strategy.kind not in SHARDED or not (choose or plan.task.frozen_parameters):
@@ -104,24 +109,24 @@ def weighed(plan: RunPlan, config: Config) -> RunPlan:
 
 
 def require_mirror(config: Config) -> None:
-    """Raises SiteError where W&B would find no key."""
+    """Check that W&B will find its key, if it needs one. Raises SiteError."""
     if config.wandb.mode is WandbMode.online:
-        # a job of Slurm's finds the key in .netrc, or where the user names the variable in cluster.env
+        # a Slurm job finds the key in .netrc, or in a variable that the user lists in cluster.env
         everything = config.cluster.kind is not ClusterKind.slurm
         require_wandb_key(os.environ if everything else batch_env(os.environ, ("HOME", *config.cluster.env)))
 
 
 def task_stem(config: Config) -> str:
-    """What runs of a task are called: ``bytes_gpt`` for ``BytesGPT``."""
+    """Return the stem of a task's run names: ``bytes_gpt`` for ``BytesGPT``."""
     class_name = str(config.task.get("_target_", "")).rpartition(".")[2]
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", class_name).lower()
 
 
 def where(config: ClusterConfig) -> Site:
-    """What the machines have that the job will run on: this one, or the nodes of a partition of Slurm's.
+    """Return the site on which the job will run: this machine, or the nodes of Slurm partitions.
 
     Raises:
-        ConfigError: there is no such partition.
+        ConfigError: There is no such partition.
     """
     from launcher.launch.slurm import client
 
@@ -131,10 +136,10 @@ def where(config: ClusterConfig) -> Site:
 
 
 def partitions(config: ClusterConfig) -> list[Partition]:
-    """Those of Slurm's that a job may run in: whichever is free first.
+    """Return the Slurm partitions in which a job may run; Slurm takes the one that is free first.
 
     Raises:
-        ConfigError: there is no such partition.
+        ConfigError: There is no such partition.
     """
     from launcher.launch.slurm import client
 
@@ -150,7 +155,7 @@ def partitions(config: ClusterConfig) -> list[Partition]:
 
 
 def new_run(config: RunConfig, stem: str, cwd: str) -> RunInfo:
-    """A run's name, id and directory. Names of runs started in the same second differ by their random end."""
+    """Return a new run's name, id and directory. A random suffix separates runs that start in the same second."""
     now = datetime.now(UTC)
     name = config.name or f"{stem or 'run'}-{now:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
     return RunInfo(
@@ -163,7 +168,7 @@ def new_run(config: RunConfig, stem: str, cwd: str) -> RunInfo:
 
 
 def require_wandb_key(env: Mapping[str, str]) -> None:
-    """Raises SiteError where wandb.mode=online would find no key: in the environment, or in .netrc for the host."""
+    """Check that wandb.mode=online has a key, in ``env`` or in .netrc for the server's host. Raises SiteError."""
     if env.get("WANDB_API_KEY") or env.get("WANDB_IDENTITY_TOKEN_FILE"):
         return
     host = urlsplit(env.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""

@@ -1,1 +1,1 @@
-"""Jobs on Slurm: client (Slurm's answers), submit, node (what runs on each node), outcome."""
+"""Jobs on Slurm: client (Slurm's commands), submit, node (the task on each node), outcome (done, failed, requeued)."""

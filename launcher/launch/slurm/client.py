@@ -1,6 +1,6 @@
-"""Slurm's answers, from its own commands, and this node's part of a job. sacct is not needed: many have none.
+"""Client of Slurm's commands. sacct is optional, because many clusters lack it.
 
-Every answer is parsed from formats that Slurm documents as stable: sinfo and squeue with a format of ours, and the
+All output is parsed from formats that Slurm documents as stable: sinfo and squeue with an explicit format, and the
 key=value lines of `scontrol -o`.
 """
 
@@ -19,7 +19,7 @@ from launcher.plan.host import Partition
 from launcher.plan.sbatch import seconds
 
 _TIMEOUT_S = 60
-# what no job comes back from; a state that is not here, and may be newer than this list, is one that goes on
+# final states of a job; an unknown state, perhaps newer than this list, counts as one in which the job continues
 ENDED = frozenset(
     {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
      "PREEMPTED", "REVOKED", "TIMEOUT"}
@@ -33,8 +33,15 @@ class SlurmSilent(SiteError):
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A job as `scontrol show job` has it. ``reason``: why it waits; ``restarts``: how often Slurm has begun it again;
-    ``end``: when its time is over, by Slurm's clock; ``preempted``: whether a preemption is under way."""
+    """A job as shown by `scontrol show job`.
+
+    Args:
+        reason: why the job waits.
+        nodes: node list in Slurm's notation; empty before the job has nodes.
+        restarts: number of restarts by Slurm.
+        end: end of the time limit, local time of the Slurm controller.
+        preempted: True while the job is being preempted.
+    """
 
     state: str
     reason: str
@@ -45,12 +52,12 @@ class Job:
 
 
 def available() -> bool:
-    """Whether Slurm's commands are on this machine."""
+    """Return True if Slurm's commands are on this machine."""
     return all(shutil.which(command) for command in ("sbatch", "squeue", "scontrol", "sinfo"))
 
 
 def require() -> None:
-    """Raises SiteError where Slurm's commands are not on this machine."""
+    """Check that Slurm's commands are on this machine. Raises SiteError."""
     missing = [command for command in ("sbatch", "srun", "squeue", "scontrol", "sinfo") if not shutil.which(command)]
     if missing:
         raise SiteError(
@@ -60,11 +67,11 @@ def require() -> None:
 
 
 def ask(*command: str, check: bool = True) -> str:
-    """The output of one of Slurm's commands.
+    """Run one of Slurm's commands and return its output.
 
     Raises:
-        SlurmSilent: the controller does not answer.
-        SiteError: the command fails otherwise; its own words.
+        SlurmSilent: The controller does not answer.
+        SiteError: The command fails otherwise; the message quotes its error output.
     """
     try:
         done = subprocess.run(
@@ -83,14 +90,14 @@ def ask(*command: str, check: bool = True) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """Without what would make the commands answer in another form, or for another cluster than jobs are sent to."""
+    """Return the environment without variables that change the commands' output format or the cluster they address."""
     ours = ("SLURM_CONF",)
     foreign = ("SLURM", "SQUEUE_", "SINFO_", "SACCT_", "SCANCEL_", "SBATCH_")
     return {name: value for name, value in os.environ.items() if name in ours or not name.startswith(foreign)}
 
 
 def partitions() -> list[Partition]:
-    """All of them, the default one first."""
+    """Return all partitions, the default one first."""
     rows: dict[str, list[list[str]]] = {}
     default = ""
     for line in ask("sinfo", "--all", "--exact", "--noheader", "--format=%P|%D|%s|%c|%G|%l|%L").splitlines():
@@ -102,7 +109,7 @@ def partitions() -> list[Partition]:
 
 
 def _partition(name: str, groups: list[list[str]]) -> Partition:
-    """``groups``: its nodes, those that are alike together."""
+    """Return the partition ``name``. ``groups``: sinfo's fields, one entry per group of equal nodes."""
     counts, sizes, cores, gres, limits, defaults = zip(*groups, strict=True)
     most = sizes[0].rpartition("-")[2]
     return Partition(
@@ -117,7 +124,7 @@ def _partition(name: str, groups: list[list[str]]) -> Partition:
 
 
 def count_gpus(gres: str) -> int:
-    """GPUs in a list of generic resources: ``gpu:4``, ``gpu:a100:4(S:0-1)``, ``(null)``."""
+    """Return the number of GPUs in a list of generic resources: ``gpu:4``, ``gpu:a100:4(S:0-1)``, ``(null)``."""
     total = 0
     for entry in re.sub(r"\(.*?\)", "", gres).split(","):
         kind, *rest = entry.split(":")
@@ -127,7 +134,7 @@ def count_gpus(gres: str) -> int:
 
 
 def job(job_id: str) -> Job | None:
-    """A job as Slurm knows it, or None for one that it has forgotten."""
+    """Return a job, or None if Slurm has forgotten it. Raises SlurmSilent if the controller does not answer."""
     try:
         text = ask("scontrol", "--oneliner", "show", "job", job_id)
     except SlurmSilent:
@@ -135,8 +142,8 @@ def job(job_id: str) -> Job | None:
     except SiteError as error:
         if "Invalid job id" in str(error):
             return None
-        raise SlurmSilent(str(error)) from None  # while slurmctld starts, it has many words for no answer
-    # a job's name comes second and may hold anything; what is read here stands in its own words after it
+        raise SlurmSilent(str(error)) from None  # while slurmctld starts, it reports this in many ways
+    # the job's name comes second and may contain anything, such as key=value; the real fields come later and win
     known = dict(re.findall(r"(?:^| )([A-Z][A-Za-z/:]*)=(\S*)", text))
     if "JobState" not in known:
         return None
@@ -159,7 +166,7 @@ def _moment(text: str) -> datetime | None:
 
 @dataclass(frozen=True)
 class Listed:
-    """A job as a list has it."""
+    """A job as listed by squeue or sacct."""
 
     state: str
     name: str
@@ -168,15 +175,14 @@ class Listed:
 
 
 def jobs(job_ids: Sequence[str]) -> dict[str, Listed]:
-    """What Slurm says of these jobs; those that it has forgotten are left out. squeue first, then sacct where there is
-    one: it remembers longer.
+    """Return those of these jobs that Slurm knows, by id: from squeue, then from sacct, which remembers longer.
 
     Raises:
-        SlurmSilent: the controller does not answer.
+        SlurmSilent: The controller does not answer.
     """
     if not job_ids:
         return {}
-    # of an array all tasks; of a single id that it does not know squeue says that it is invalid, of several, nothing
+    # ask for whole arrays; squeue fails for a single unknown id but omits it from a list, so the list has at least two
     wanted = list(dict.fromkeys(job_id.partition("_")[0] for job_id in job_ids))
     wanted.append(wanted[0])
     try:
@@ -194,7 +200,7 @@ def jobs(job_ids: Sequence[str]) -> dict[str, Listed]:
 
 
 def _accounted(job_ids: Sequence[str]) -> dict[str, Listed]:
-    """What sacct says; nothing on a cluster without accounting, or where that does not answer."""
+    """Return the jobs that sacct knows; empty on a cluster without accounting, or if it does not answer."""
     if not job_ids or not shutil.which("sacct"):
         return {}
     fields = "--format=JobID,State,NodeList,JobName"
@@ -213,28 +219,28 @@ def host_names(node_list: str) -> list[str]:
 
 
 def node_address(node: str) -> str:
-    """Where Slurm itself reaches a node: a name or an IPv4 address."""
+    """Return the name or IPv4 address at which Slurm reaches a node."""
     found = re.search(r"\bNodeAddr=(\S+)", ask("scontrol", "--oneliner", "show", "node", node))
     return found[1] if found else node
 
 
 def setting(name: str) -> str | None:
-    """A line of slurm.conf as it is in force, such as SlurmdTimeout."""
+    """Return one setting of slurm.conf as in force, such as SlurmdTimeout, or None."""
     return settings().get(name)
 
 
 def settings() -> dict[str, str]:
-    """All of them."""
+    """Return all settings of slurm.conf as in force."""
     return dict(re.findall(r"^([\w\[\]]+)\s*=\s*(.*?)\s*$", ask("scontrol", "show", "config"), re.MULTILINE))
 
 
 def partition_settings(name: str) -> dict[str, str]:
-    """What slurm.conf says of a partition, such as GraceTime."""
+    """Return the settings of a partition, such as GraceTime."""
     return dict(re.findall(r"(\w+)=(\S*)", ask("scontrol", "--oneliner", "show", "partition", name)))
 
 
 def controller_address() -> str | None:
-    """The address of the machine that slurmctld runs on, where slurm.conf has it."""
+    """Return the address of slurmctld's machine, or None if slurm.conf has none."""
     found = re.search(r"\((.+)\)", setting("SlurmctldHost[0]") or "")
     return found[1] if found else None
 
@@ -248,14 +254,20 @@ def cancel(*job_ids: str) -> None:
 
 
 def cancel_named(name: str, user: str) -> None:
-    """All jobs of this name, if there are any."""
+    """Cancel all jobs of this name, if there are any."""
     ask("scancel", f"--name={name}", f"--user={user}", check=False)
 
 
 @dataclass(frozen=True)
 class Task:
-    """This node's part of the job: its number, the job's id, how often Slurm has restarted it, and its nodes.
-    ``can_ask``: whether Slurm's commands are here, and Slurm answers them."""
+    """This node's task of the Slurm job.
+
+    Args:
+        job: job id, ``12`` or ``12_3`` for an array task.
+        node: number of this node, from 0.
+        restart: number of restarts of the job by Slurm.
+        can_ask: True if Slurm's commands are here and Slurm answers them.
+    """
 
     job: str
     node: int
@@ -277,6 +289,6 @@ class Task:
 
 
 def _job_id(env: Mapping[str, str]) -> str:
-    """``12``, or ``12_3`` for a task of an array: a plain number may also mean the whole array."""
+    """Return ``12``, or ``12_3`` for an array task, whose plain number may also mean the whole array."""
     array = env.get("SLURM_ARRAY_JOB_ID")
     return env["SLURM_JOB_ID"] if array is None else f"{array}_{env['SLURM_ARRAY_TASK_ID']}"

@@ -1,9 +1,9 @@
-"""What Slurm starts on each node of a job: the agent, its way to the other nodes, and what becomes of the job.
+"""Task that Slurm starts on each node of a job: runs the agent, finds the other nodes, and decides about a requeue.
 
-One task a node, one incarnation of the run for each time Slurm starts the job. Node 0 opens the incarnation and says
-where the nodes meet; all of them read the plan for as many nodes as this start has: plan.json, or where those are fewer
-than the job may have, plan.nodesN.json, which follows from it. When Slurm wants the nodes back, or the time is over,
-the workers save and leave, and node 0 has Slurm queue the job again.
+There is one task per node and one incarnation of the run per start of the job. Node 0 opens the incarnation and
+publishes where the nodes meet. All nodes use the plan for the node count of this start: plan.json or, with fewer nodes
+than the job may have, plan.nodesN.json, which is derived from it. When Slurm reclaims the nodes, or the time limit is
+near, the workers save and exit, and node 0 requeues the job.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _ASK_AGAIN_S = 5
 
 
 def run_node(run_dir: str, submission: int) -> NoReturn:
-    """The task. Leaves with 0 when the run is done or will go on, 1 when it has failed, 75 when it was stopped."""
-    die_with_parent(os.getppid(), signal.SIGTERM)  # of slurmstepd
+    """Run the task. Exits with status 0 if the run is done or will continue, 1 if it failed, 75 if it was stopped."""
+    die_with_parent(os.getppid(), signal.SIGTERM)  # the parent is slurmstepd
     with StopShield() as shield:
         task, paths = Task.here(), RunPaths(Path(run_dir))
         _write_to(paths, task.node)
@@ -61,8 +61,11 @@ def run_node(run_dir: str, submission: int) -> NoReturn:
 
 
 def _can_ask(plan: LaunchPlan, task: Task) -> bool:
-    """A container may lack Slurm's commands, or have those of a version that Slurm does not speak with; then it is
-    silent for ever, and who waits for its answer would never leave."""
+    """Return True if Slurm answers from here.
+
+    A container may lack Slurm's commands, or have an incompatible version; Slurm then never answers, and waiting for
+    it would never end.
+    """
     assert plan.cluster.slurm is not None
     if plan.cluster.slurm.container is None:
         return True
@@ -76,10 +79,12 @@ def _can_ask(plan: LaunchPlan, task: Task) -> bool:
 
 
 def _stay_if_replaced(task: Task, status: int) -> None:
-    """Do not return where Slurm has begun the job again without this node: its end would be taken for the end of the
-    new start, whose step has the same number. A node that was cut off cannot know, and waits; once Slurm sees the node
-    again, it ends what is left there."""
-    if not task.can_ask or (status == EXIT_DONE and task.node):  # the latter: nothing follows from it
+    """Do not return while Slurm has restarted the job without this node.
+
+    The end of this task would be taken for the end of the new start, whose step has the same number. A node that was
+    cut off cannot know, so it waits; once Slurm sees the node again, it kills what is left there.
+    """
+    if not task.can_ask or (status == EXIT_DONE and task.node):  # status 0 of another node has no consequences
         return
     while True:
         try:
@@ -93,7 +98,7 @@ def _stay_if_replaced(task: Task, status: int) -> None:
 
 
 def _write_to(paths: RunPaths, node: int) -> None:
-    """Standard output and error go to the node's log from here on."""
+    """Redirect standard output and error to the node's log."""
     with paths.node_log(node).open("ab") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
@@ -106,7 +111,7 @@ def _run(task: Task, fence: Fence, shield: StopShield) -> int:
         return EXIT_RESUMABLE
     plan, plan_file = _plan_for(task, fence)
     plan = _meet(plan, task, fence)
-    # a signal that came before there were handlers is lost; what it was about is not
+    # a signal that came before there were handlers is lost, but Slurm still knows its cause
     if task.node == 0 and shield.asked is None and wanted_back(plan, task):
         shield.asked = signal.SIGUSR2
     ended = serve(plan, plan_file, fence.own, shield)
@@ -115,11 +120,11 @@ def _run(task: Task, fence: Fence, shield: StopShield) -> int:
 
 
 def _plan_for(task: Task, fence: Fence) -> tuple[LaunchPlan, Path]:
-    """The plan on as many nodes as this start has, and its file, which node 0 writes before any node can need it.
+    """Return the plan for the node count of this start, and its file, which node 0 writes before any node needs it.
 
     Raises:
-        Superseded: Slurm has started the job again meanwhile.
-        UserError: it was not planned for so many.
+        Superseded: Slurm has restarted the job meanwhile.
+        UserError: There is no plan for this node count.
     """
     whole = load_plan(fence.paths.plan)
     plan = whole.on(task.nodes)
@@ -133,11 +138,11 @@ def _plan_for(task: Task, fence: Fence) -> tuple[LaunchPlan, Path]:
 
 
 def _meet(plan: LaunchPlan, task: Task, fence: Fence) -> LaunchPlan:
-    """Node 0 opens the incarnation, and says in it where to meet.
+    """Return the plan with this node's place; node 0 opens the incarnation and publishes where the nodes meet.
 
     Raises:
-        Superseded: Slurm has started the job again meanwhile.
-        SiteError: no interface leads to the others, or node 0 did not come.
+        Superseded: Slurm has restarted the job meanwhile.
+        SiteError: No interface leads to the other nodes, or node 0 did not open the incarnation in time.
     """
     cluster = plan.cluster
     if task.node == 0:
@@ -166,7 +171,7 @@ def _meet(plan: LaunchPlan, task: Task, fence: Fence) -> LaunchPlan:
 def _open(plan: LaunchPlan, task: Task, fence: Fence) -> None:
     paths, before = fence.paths, fence.newest()
     steps = paths.newest_step()
-    # of this submission: a person who resumes a run has perhaps mended what was in its way
+    # count within this submission only: whoever resumes a run may have fixed the cause
     restarted = before.get("incarnation", "").partition(".")[0] == str(fence.own.submission)
     fruitless = before.get("fruitless", 0) + 1 if restarted and before.get("from_step") == steps else 0
     ranks = plan.cluster.world_size
@@ -189,12 +194,13 @@ def _wait_for_first(fence: Fence) -> dict[str, Any]:
 
 
 def way_to_others(interface: str | None) -> Route:
-    """Of the first node: by the address at which Slurm reaches it; where that is a name that this node takes for its
-    loopback, the way to Slurm's controller. Where Slurm cannot be asked, by the address that srun has told its tasks:
-    it runs on the first node.
+    """Return the route from node 0 to the other nodes.
+
+    It goes by the address at which Slurm reaches node 0. If that is a name which this node resolves to loopback, it is
+    the route to Slurm's controller or, if Slurm cannot be asked, by the address of srun, which runs on node 0.
 
     Raises:
-        SiteError: neither leads anywhere; no such interface.
+        SiteError: None of them gives a route, or ``interface`` does not exist.
     """
     try:
         return way_to(client.node_address(os.environ["SLURMD_NODENAME"]), interface)
@@ -213,7 +219,7 @@ def _of_controller() -> str | None:
 
 
 def way_to(address: str, interface: str | None) -> Route:
-    """Raises SiteError as ``find_route`` does, without the key that jobs of Slurm's do not have."""
+    """Return the route to ``address``. Raises SiteError as ``find_route``, in terms of Slurm's configuration."""
     try:
         return find_route(f"{address}:1", interface)
     except UserError as error:

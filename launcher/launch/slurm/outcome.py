@@ -1,6 +1,6 @@
-"""Outcome of a Slurm job: over, queued again, or failed; and who failed first.
+"""Outcome of a Slurm job: done, requeued or failed, and which node failed first.
 
-Slurm is asked what a signal was about, and the other nodes what they have seen: neither is guessed.
+The cause of a signal comes from Slurm, and failures come from the reports of all nodes; neither is guessed.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from launcher.rundir.files import read_json, write_json
 from launcher.rundir.paths import RunPaths
 from launcher.rundir.records import HANG, Failure, failure
 
-# so long a queued job may take to end its own processes
+# seconds that Slurm may take to end the processes of a job that it requeues
 _REQUEUE_WITHIN_S = 120
-# begun so often without one step more than before, a job is not begun again by itself
+# a job that was restarted so often without a further step is not requeued again
 _FRUITLESS = 3
 
 
 def conclude(plan: LaunchPlan, task: Task, fence: Fence, ended: Ended) -> int:
-    """What becomes of the job. Returns this task's exit status."""
+    """Write the verdict, requeue the job if it is to continue, and return this task's exit status."""
     paths = fence.paths
     said = read_json(paths.summary) or {}
     hang = {"hang": ended.words["hang"]} if "hang" in ended.words else {}
@@ -40,7 +40,7 @@ def conclude(plan: LaunchPlan, task: Task, fence: Fence, ended: Ended) -> int:
     if (told := ended.words.get("failure")) is not None:
         return failed(plan, task, fence, told)
     others = Reports(fence, task.node, task.nodes)
-    if others.all() and not others.of_connections_only():  # this node was told to stop because another one has failed
+    if others.all() and not others.of_connections_only():  # this node was stopped because another one failed
         return EXIT_FAILED
     stopped_by = ended.words.get("stopped_by") or (said.get("verdict") == "stopped" and "a signal on another node")
     if not stopped_by:
@@ -50,8 +50,8 @@ def conclude(plan: LaunchPlan, task: Task, fence: Fence, ended: Ended) -> int:
             records.note_event(paths, "done", step=said.get("steps"))
         return ended.status
     if task.node:
-        return EXIT_DONE  # node 0 says what follows
-    # workers that could not save in time leave no word of it
+        return EXIT_DONE  # node 0 decides
+    # workers that could not save in time leave no summary
     verdict = "stopped" if said or not isinstance(plan, RunPlan) else "killed"
     write_json(paths.summary, {"verdict": verdict} | said | hang | {"stopped_by": stopped_by})
     why = wanted_back(plan, task, stopped_by)
@@ -60,7 +60,7 @@ def conclude(plan: LaunchPlan, task: Task, fence: Fence, ended: Ended) -> int:
 
 
 def wanted_back(plan: LaunchPlan, task: Task, signal_name: str = "") -> str:
-    """Why the job is to stop and go on later, by what Slurm says of it; empty where it is not."""
+    """Return why the job is to stop now and continue later, as reported by Slurm; empty if it is not to continue."""
     assert plan.cluster.slurm is not None
     try:
         job = client.job(task.job)
@@ -71,14 +71,14 @@ def wanted_back(plan: LaunchPlan, task: Task, signal_name: str = "") -> str:
         return ""
     if job is not None and job.preempted:
         return "preempted"
-    # Slurm looks at the time every 30 s, and so may say it early
+    # Slurm checks time limits every 30 s, so its signal may come early
     if job is not None and job.end and (job.end - datetime.now()).total_seconds() < plan.cluster.slurm.signal_s + 60:
         return "time limit" if signal_name else ""
     return "told to" if signal_name == "SIGUSR2" else ""
 
 
 def _requeue(plan: LaunchPlan, task: Task, fence: Fence, why: str) -> int:
-    """Have Slurm queue the job again; it then ends this process. Returns only where that did not happen."""
+    """Requeue the job, upon which Slurm ends this process. Returns an exit status only if that did not happen."""
     paths, newest = fence.paths, fence.newest()
     if isinstance(plan, RunPlan):
         if not plan.checkpoint.enabled:
@@ -94,7 +94,7 @@ def _requeue(plan: LaunchPlan, task: Task, fence: Fence, why: str) -> int:
     if cancelled(paths):
         return EXIT_RESUMABLE
     fence.check()
-    records.note_event(paths, "requeued", why=why)  # before it is so: it ends this process
+    records.note_event(paths, "requeued", why=why)  # before the requeue, which ends this process
     try:
         client.requeue(task.job)
     except SiteError as error:
@@ -106,7 +106,7 @@ def _requeue(plan: LaunchPlan, task: Task, fence: Fence, why: str) -> int:
 
 
 def cancelled(paths: RunPaths) -> bool:
-    """Whether a person wants no more of it, whatever Slurm does with the job."""
+    """Return True if a person cancelled the run, whatever Slurm does with the job."""
     return records.submissions(paths)[-1].cancelled
 
 
@@ -119,28 +119,28 @@ def _report(task: Task, fence: Fence, told: Failure) -> Reports:
 
 
 def failed(plan: LaunchPlan, task: Task, fence: Fence, told: Failure) -> int:
-    """Tell a failure of the run from nodes that were lost: those are Slurm's to replace."""
+    """Return the exit status after a failure; if only connections were lost, have Slurm replace the lost nodes."""
     reports = _report(task, fence, told)
     if not reports.of_connections_only():
         return EXIT_FAILED
     print("The connection to other nodes is lost. Waiting for what they, or Slurm, say of it.", flush=True)
     again = reports.wait_for_slurm(task.job, can_ask=task.can_ask)
-    # a script cannot be asked whether it gets anywhere: it would be begun again for ever
+    # a `launch run` script reports no progress, so it might be restarted without end
     if not again or not isinstance(plan, RunPlan):
         return EXIT_FAILED
     return _requeue(plan, task, fence, "the nodes lost each other")
 
 
 _LOOK_EVERY_S = 1.0
-# beside the time after which Slurm itself gives a silent node up
+# in addition to SlurmdTimeout, after which Slurm gives up a silent node
 _SLURM_ACTS_WITHIN_S = 60
 _SLURMD_TIMEOUT_S = 300  # Slurm's default
-# the words for a peer that is gone
+# error texts for a lost peer
 _CONNECTION = re.compile(
     r"onnection (was |has been )?(closed|reset|aborted|refused|lost)|Broken pipe|[Ss]ocket [Tt]imeout|[Tt]imed out|"
     r"recvValue failed|remote worker|NCCL|DistBackendError|DistNetworkError|DistStoreError|did not come together"
 )
-# and what only torch's own connections say or run through: a user's code has connections too
+# texts that only torch's own connections produce; the user's code may have connections too
 _OF_TORCH = re.compile(
     r"gloo|NCCL|c10d|TCPStore|Dist(Backend|Network|Store)Error|torch/distributed/|did not come together"
 )
@@ -148,13 +148,13 @@ _LOG_TAIL_BYTES = 8192
 
 
 class Reports:
-    """What the nodes of one incarnation say of their failures, in files of the run's directory."""
+    """Failure reports of the nodes of one incarnation, in files of the run's directory."""
 
     def __init__(self, fence: Fence, node: int, nodes: int) -> None:
         self._fence, self._node, self._nodes = fence, node, nodes
 
     def add(self, failure: Failure) -> None:
-        """Say how this node's workers failed. The run's summary has the earliest failure that any node told."""
+        """Report the failure of this node's workers, and put the earliest failure of any node into the summary."""
         paths = self._fence.paths
         own = failure | {"node": self._node, "host": socket.gethostname()}
         self._fence.check()
@@ -166,7 +166,7 @@ class Reports:
             write_json(paths.summary, (read_json(paths.summary) or {}) | {"verdict": "failed", "failure": first})
 
     def all(self) -> dict[int, Failure]:
-        """By the node's number."""
+        """Return the failures by node."""
         found: dict[int, Failure] = {}
         for node in range(self._nodes):
             said = read_json(self._fence.paths.failure_of(node)) or {}
@@ -175,18 +175,19 @@ class Reports:
         return found
 
     def of_connections_only(self) -> bool:
-        """Whether every node that failed has only lost its peers, or some of them: then none of them is the cause."""
+        """Return True if every node that failed only lost some of its peers; then none of them is the cause."""
         return self._nodes > 1 and all(map(lost_its_peers, self.all().values()))
 
     def wait_for_slurm(self, job: str, *, can_ask: bool = True) -> bool:
-        """Wait for Slurm to find a node gone: it then begins the job again, and ends this process.
+        """Wait for Slurm to notice that a node is gone: it then restarts the job and ends this process.
 
-        Returns whether this node is to have it begun again instead: all nodes are there, and lost each other, or one
-        says nothing and Slurm does not mind. False where a node has told the cause, or Slurm is at it, or would have
-        been: not ``can_ask``.
+        Returns:
+            True if this node must requeue the job instead, because all nodes are up but lost each other, or Slurm
+            does not act on a silent node. False if a node reported the cause, Slurm ends the job, or, without
+            ``can_ask``, Slurm had time enough to do so.
 
         Raises:
-            Superseded: the job goes on elsewhere.
+            Superseded: The job continues elsewhere.
         """
         end = time.monotonic() + _slurmd_timeout_s() + _SLURM_ACTS_WITHIN_S
         while True:
@@ -206,11 +207,11 @@ class Reports:
 
 
 def lost_its_peers(failure: Failure) -> bool:
-    """Whether this is what a rank says whose peer is gone, and not an error of its own."""
+    """Return True if this is the error of a rank whose peer is gone, not an error of its own."""
     said = str(failure["error"])
-    if failure["kind"] == HANG:  # the stack of whoever waits has torch's words in it
+    if failure["kind"] == HANG:  # the stacks of waiting ranks contain torch's texts
         return False
-    if said == "killed by SIGABRT":  # NCCL's watchdog ends the process; why is in its log
+    if said == "killed by SIGABRT":  # NCCL's watchdog aborts the process; the cause is in its log
         said += _tail(failure["log"])
     return bool(_CONNECTION.search(said) and _OF_TORCH.search(said + str(failure["traceback"] or "")))
 
@@ -231,7 +232,7 @@ def _slurmd_timeout_s() -> int:
 
 
 def _state(job: str) -> str | None:
-    """Slurm's state of the job; None where Slurm does not answer: then this node may be the one that is cut off."""
+    """Return Slurm's state of the job; None if Slurm does not answer, as this node may be the one that is cut off."""
     try:
         found = client.job(job)
     except SiteError:

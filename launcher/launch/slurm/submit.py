@@ -1,5 +1,4 @@
-"""Submission: plan and code are frozen in the run's directory, submitit writes the script, sbatch takes or refuses
-it."""
+"""Submission to Slurm: freezes plan and code in the run's directory; submitit writes the script and calls sbatch."""
 
 from __future__ import annotations
 
@@ -30,23 +29,25 @@ from launcher.rundir.records import Submission
 
 P = TypeVar("P", bound=LaunchPlan)
 
-# a task that fails ends the others, which may wait for it
+# a failing task ends the others, which may wait for it
 _TOGETHER = ("--kill-on-bad-exit=1",)
-# signals that come before the agent can handle them must not kill the task: once it is up, it asks Slurm what it missed
+# a signal that comes before the agent has handlers must not kill the task, which asks Slurm later what it missed
 _PYTHON = '/bin/sh -c \'trap "" TERM USR2; exec "$0" "$@"\' {} -P'
 
 
 def submit(plan: P, config_yaml: str) -> tuple[P, str]:
-    """Make the run's directory, copy the user's code into it, and submit. Returns the plan as it was frozen, and the
-    job's id.
+    """Make the run's directory, copy the user's code into it, and submit.
+
+    Returns:
+        The frozen plan and the job's id.
 
     Raises:
-        ConfigError: Slurm refuses the job; nothing is left behind then.
-        SiteError: no Slurm here, or a directory that cannot be used.
+        ConfigError: Slurm refuses the job; nothing is left behind.
+        SiteError: There is no Slurm here, or the directory cannot be used.
     """
     client.require()
     require_shared(plan.paths.root)
-    sbatch.srun_options(plan, os.environ)  # refuses what cannot be mounted
+    sbatch.srun_options(plan, os.environ)  # raises for paths that cannot be mounted
     roots = _roots(plan)
     local.create(plan, config_yaml)
     try:
@@ -59,16 +60,23 @@ def submit(plan: P, config_yaml: str) -> tuple[P, str]:
 
 
 def send(plan: LaunchPlan) -> str:
-    """Submit a run whose directory is there, for the first time or once more; the job's id."""
+    """Submit a run whose directory exists, for the first time or again. Return the job's id."""
     return send_array([plan], plan.run.name, plan.paths.slurm)[0]
 
 
 def send_all(
     plans: Sequence[LaunchPlan], stem: str, folder: Path, most: int, at_once: int | None
 ) -> list[str | UserError]:
-    """Submit runs whose directories are there, those of one ``shape`` as one array; for each its job's id, or why Slurm
-    refuses it. ``stem``: what the arrays are called, with an ending that no other job has; ``most``: jobs in one array,
-    as ``most_in_array`` has it; the rest as ``send_array``.
+    """Submit runs whose directories exist, those of one ``shape`` as one array.
+
+    Args:
+        stem: stem of the arrays' job names; a unique suffix is added.
+        folder: submitit's folder.
+        most: jobs per array, from ``most_in_array``.
+        at_once: jobs of an array that may run at the same time; None: no limit.
+
+    Returns:
+        For each plan its job's id, or the error with which Slurm refused it.
     """
     alike: dict[str, list[int]] = {}
     for number, plan in enumerate(plans):
@@ -86,13 +94,14 @@ def send_all(
 
 
 def send_array(plans: Sequence[LaunchPlan], name: str, folder: Path, at_once: int | None = None) -> list[str]:
-    """Submit runs of one ``shape`` whose directories are there, as one array where they are several; a job's id for
-    each. None of them is submitted where Slurm refuses.
+    """Submit runs of one ``shape`` whose directories exist, several as one array. Return a job id for each.
+
+    If Slurm refuses, none of them is submitted.
 
     Args:
-        name: of the job. No other job of this user's may have it.
-        folder: submitit's.
-        at_once: how many of them may run together; None: as many as there is room for.
+        name: job name, which no other job of this user may have.
+        folder: submitit's folder.
+        at_once: jobs that may run at the same time; None: no limit.
     """
     submission = dataclasses.replace(Submission.now(), name=name)
     each: list[tuple[str, int]] = []
@@ -102,7 +111,7 @@ def send_array(plans: Sequence[LaunchPlan], name: str, folder: Path, at_once: in
         for plan, job in zip(plans, jobs, strict=True):
             records.amend_submission(plan.paths, job=job)
     except BaseException:
-        # sbatch may have given up on an answer, or been interrupted, with the job in the queue already
+        # sbatch may have timed out or been interrupted after the job was queued
         client.cancel_named(name, submission.user)
         for plan in plans[: len(each)]:
             records.amend_submission(plan.paths, refused=True)
@@ -113,7 +122,7 @@ def send_array(plans: Sequence[LaunchPlan], name: str, folder: Path, at_once: in
 
 
 def shape(plan: LaunchPlan) -> str:
-    """What the jobs of one array have in common: all that Slurm is asked for, and where they lie on the disk."""
+    """Return a key of what all jobs of one array must share: the request to Slurm, and the parent directory."""
     assert plan.cluster.slurm is not None
     slurm = dataclasses.asdict(plan.cluster.slurm)
     slurm["options"].pop("job-name")
@@ -121,15 +130,18 @@ def shape(plan: LaunchPlan) -> str:
 
 
 def most_in_array() -> int:
-    """How many jobs Slurm takes in one array."""
+    """Return the largest number of jobs that Slurm accepts in one array."""
     return max(1, int(client.setting("MaxArraySize") or 1))
 
 
 def hand_over(
     plan: LaunchPlan, function: Callable[..., object], *arguments: object, srun: Sequence[str] = _TOGETHER
 ) -> str:
-    """Have Slurm call ``function(*arguments)`` once on each node, on the plan's options and in its environment; the
-    job's id. ``srun``: options of the step.
+    """Submit a job that calls ``function(*arguments)`` once on each node. Return the job's id.
+
+    Args:
+        plan: supplies the options and the environment.
+        srun: options of the job step.
 
     Raises:
         ConfigError, SiteError: Slurm refuses the job.
@@ -147,7 +159,7 @@ def _hand_over(
     srun: Sequence[str] = _TOGETHER,
     at_once: int | None = None,
 ) -> list[str]:
-    """As ``hand_over``, for ``each`` arguments; the jobs' ids.
+    """Submit one job per entry of ``each``, which holds its arguments, as ``hand_over`` does. Return the jobs' ids.
 
     Raises:
         ConfigError, SiteError: Slurm refuses the job.
@@ -155,7 +167,7 @@ def _hand_over(
     from submitit.core.utils import FailedJobError, FailedSubmissionError
 
     try:
-        # submitit repeats sbatch's words, which the refusal has too
+        # submitit prints sbatch's error, which the refusal contains too
         with _submitters_environment(plan), redirect_stderr(io.StringIO()):
             executor = _executor(plan, srun, name, folder)
             executor.update_parameters(array_parallelism=at_once or len(each))
@@ -165,7 +177,7 @@ def _hand_over(
 
 
 def script(plan: LaunchPlan, srun: Sequence[str] = _TOGETHER) -> str:
-    """The batch script, as submitit writes it."""
+    """Return the batch script that submitit would write."""
     executor = _executor(plan, srun, plan.run.name, plan.paths.slurm)
     return executor._make_submission_file_text(executor._submitit_command_str, "")
 
@@ -174,7 +186,7 @@ def _executor(plan: LaunchPlan, srun: Sequence[str], name: str, folder: Path) ->
     import submitit
 
     class Executor(submitit.SlurmExecutor):
-        """submitit looks for srun before it renders anything; here the caller has looked, where that is needed."""
+        """Executor without submitit's check for srun before rendering; callers check where that is needed."""
 
         @classmethod
         def affinity(cls) -> int:
@@ -185,18 +197,18 @@ def _executor(plan: LaunchPlan, srun: Sequence[str], name: str, folder: Path) ->
     options = {name: value for name, value in slurm.options.items() if not sbatch.is_option(name)}
     python = sys.executable if slurm.container is None else sbatch.PYTHON
     limit = options.pop("time", None)
-    del options["job-name"]  # of the run; an array has one of its own
+    del options["job-name"]  # the run's name; an array has another one
     executor = Executor(folder, python=_PYTHON.format(shlex.quote(python)))
     executor.update_parameters(
         job_name=name,
-        nodes=plan.cluster.nodes,  # submitit counts with it; the options, which come last, may have a range
+        nodes=plan.cluster.nodes,  # submitit computes with it; the options, which come last, may have a range
         time=limit,
         signal_delay_s=slurm.signal_s,
         setup=[*slurm.setup] or None,
         stderr_to_stdout=True,
-        wckey=None,  # a cluster that checks these knows none called submitit
+        wckey=None,  # a cluster that checks keys rejects submitit's default
         additional_parameters=options,
-        # srun does not take the cores over from sbatch
+        # srun does not inherit the core count from sbatch
         srun_args=[*srun, f"--cpus-per-task={slurm.cpus_per_node}", *sbatch.srun_options(plan, os.environ)],
     )
     return executor
@@ -204,7 +216,7 @@ def _executor(plan: LaunchPlan, srun: Sequence[str], name: str, folder: Path) ->
 
 @contextmanager
 def _submitters_environment(plan: LaunchPlan) -> Generator[None, None, None]:
-    """sbatch hands its environment to the job: no secret goes along, and nothing of a job that this one comes from."""
+    """Restrict ``os.environ``, which sbatch passes to the job: no secrets, and no variables of an enclosing job."""
     before = dict(os.environ)
     kept = batch_env(before, plan.env.allow)
     os.environ.clear()
@@ -227,13 +239,13 @@ def _script_of(plan: LaunchPlan) -> Path:
 
 
 def _freeze(plan: P, roots: Sequence[Path]) -> P:
-    """``plan`` on copies of the user's code."""
+    """Copy the user's code and return ``plan`` with the copies in place of the originals."""
     copies = code_snapshot.take(roots, plan.paths.code, plan.paths.root.parent)
     if not copies:
         return plan
     if not isinstance(plan, RunPlan):
         name = _script_of(plan).resolve().name
-        if not (Path(copies[0]) / name).exists():  # git ignores it, but it was named
+        if not (Path(copies[0]) / name).exists():  # ignored by git, but named by the user
             shutil.copy2(_script_of(plan), copies[0])
         at = len(SCRIPT_COMMAND)
         command = (*plan.command[:at], str(Path(copies[0]) / name), *plan.command[at + 1 :])
@@ -245,8 +257,10 @@ def _freeze(plan: P, roots: Sequence[Path]) -> P:
 
 
 def require_shared(directory: Path) -> None:
-    """Raises ConfigError for a run directory that no other machine can see. One on a disk of this machine's own cannot
-    be told from a shared one here: `launch doctor` can."""
+    """Check that the run directory is not in this machine's memory. Raises ConfigError.
+
+    A local disk cannot be told from a shared one here; `launch doctor` can.
+    """
     mount, kind = file_system(directory)
     if kind in OWN_MEMORY:
         raise ConfigError(
@@ -255,7 +269,7 @@ def require_shared(directory: Path) -> None:
         )  # fmt: skip
 
 
-# options that say which nodes will do
+# options that restrict the choice of nodes
 _OF_NODES = (
     "partition", "nodes", "cpus-per-task", "mem", "gpus-per-node", "gres", "gpus", "constraint", "exclude", "nodelist",
     "exclusive", "reservation",
@@ -263,7 +277,7 @@ _OF_NODES = (
 
 
 def refusal(plan: LaunchPlan, said: str) -> UserError:
-    """Slurm's own words (``said``: what sbatch printed), with the key they are about and what there is."""
+    """Return the error for a refused job: sbatch's output ``said``, the config key it concerns, and what is allowed."""
     lines = [line.strip() for line in said.splitlines() if "error:" in line]
     words = "; ".join(re.sub(r"^sbatch: error: ", "", line) for line in lines) or " ".join(said.split())
     assert plan.cluster.slurm is not None
@@ -278,7 +292,7 @@ def refusal(plan: LaunchPlan, said: str) -> UserError:
         (r"[Mm]emory", "cluster.mem", "mem", _memory),
         (r"--time|[Tt]ime limit", "cluster.time", "time", None),
     ):
-        # a wrong --gres is an "invalid feature" in Slurm's last line: what was asked for decides
+        # Slurm calls a wrong --gres an "invalid feature" in its last line: only consider options that were set
         value = options.get(option) or (options.get("gres") if option == "gpus-per-node" else None)
         if re.search(pattern, words) and value is not None:
             if option == "gpus-per-node" and "gres" in options:
