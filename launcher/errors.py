@@ -1,4 +1,4 @@
-"""What can go wrong, as a tree. Every message names the key or place, the value, what is allowed, what to do next.
+"""Exceptions of the launcher. Every message names the key or place, the value, what is allowed, what to do next.
 
 LauncherError
 ├── UserError               exit 2: the input is wrong; one message, no traceback, nothing was started
@@ -13,10 +13,10 @@ LauncherError
     ├── UnusedParameters    the backward pass reached only part of the model
     ├── DataError           the dataset is not what the plan says
     ├── EngineMisuse        the user's loop left out a call
-    ├── CheckpointFailed    one could not be written, or there is no room for any
-    ├── NoGoodCheckpoint    there are checkpoints to go on from, and all of them are damaged
-    ├── WrongCheckpoint     the newest one is whole, but of another model, another contract, or a newer format
-    └── Superseded          the run goes on elsewhere: this process is what is left of an earlier start
+    ├── CheckpointFailed    a checkpoint could not be written, or there is no space for any
+    ├── NoGoodCheckpoint    there are checkpoints to resume from, and all of them are damaged
+    ├── WrongCheckpoint     the newest checkpoint is intact, but of another model, another contract, or a newer format
+    └── Superseded          the run continues elsewhere: this process belongs to an earlier attempt
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from collections.abc import Iterable
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_USER = 2
-EXIT_RESUMABLE = 75  # EX_TEMPFAIL of sysexits.h: stopped from outside, nothing lost; `launch resume` goes on
-EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+EXIT_RESUMABLE = 75  # EX_TEMPFAIL of sysexits.h: stopped from outside, nothing lost; `launch resume` continues
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as in shells
 
 
 class LauncherError(Exception):
-    """Base of everything this package raises on purpose."""
+    """Base class of all exceptions that this package raises on purpose."""
 
     exit_status = EXIT_FAILED
 
@@ -42,7 +42,7 @@ class UserError(LauncherError):
 
 
 class ConfigError(UserError):
-    """A wrong key, value or combination. ``key`` is the dotted config key."""
+    """Wrong key, value or combination of values. ``key``: dotted config key."""
 
     def __init__(self, key: str, value: object, problem: str, remedy: str = "") -> None:
         shown = f"{key}={_shown(value)}" if value is not None else key
@@ -111,7 +111,7 @@ def _shown(value: object) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str], prefix: str = "") -> str:
-    """``"did you mean 'x'? "`` for the nearest of ``known``, ``prefix`` put before it, or an empty string."""
+    """Return ``"did you mean 'x'? "`` with the closest of ``known``, prefixed by ``prefix``; empty if none is close."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f"did you mean '{prefix}{near[0]}'? " if near else ""
 
@@ -123,5 +123,5 @@ def _subclasses(cls: type[LauncherError]) -> Iterable[type[LauncherError]]:
 
 
 def class_named(name: str) -> type[LauncherError] | None:
-    """The class of this tree called ``name``: how a worker's error is told from a crash in the user's code."""
+    """Return the launcher's exception class ``name``; None means that the error came from other code."""
     return next((cls for cls in _subclasses(LauncherError) if cls.__name__ == name), None)

@@ -1,8 +1,8 @@
-"""How far a rank has come: a few numbers in memory that it shares with its node's agent.
+"""Heartbeat: progress of each rank, in memory that the worker shares with its node's agent.
 
-The worker writes them where its work goes on from one thing to the next, with no system call; the agent reads them, and
-so finds a rank that does not get on. The memory belongs to the agent and has no name in any directory: whatever dies,
-nothing of it stays.
+The worker writes a few numbers at each transition of its work, without a system call; the agent reads them and so finds
+a rank that makes no progress. The memory belongs to the agent and has no file name, so nothing is left behind whatever
+dies.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
-# Where the agent leaves the way to that memory for its workers.
+# Environment variable with the path of that memory, for the workers.
 PROGRESS = "LAUNCHER_PROGRESS"
 _RECORD = struct.Struct("=5q")
 
 
 class Phase(IntEnum):
-    """What a rank is at, in the order in which a window comes upon it."""
+    """Activity of a rank, in the order in which a window passes through them."""
 
     starting = 0
     data = 1
@@ -32,7 +32,7 @@ class Phase(IntEnum):
     ending = 7
 
 
-# the parts of a start: `Stand.number` of Phase.starting
+# parts of a start, by `Stand.number` in Phase.starting
 STARTS = (
     "Python and its imports",
     "importing torch and the task",
@@ -40,18 +40,19 @@ STARTS = (
     "making the data",
     "loading a checkpoint",
 )
-IMPORTS = 1  # up to this one
+IMPORTS = 1  # last index of STARTS that is still imports
 
 
 @dataclass(frozen=True)
 class Stand:
-    """Where a rank stands.
+    """Progress of a rank.
 
     Args:
-        beats: how often it has said so; 0: never yet.
-        number: of the micro-batch, or batch of an evaluation, from 1; or of what it starts with (STARTS).
-        window: windows begun by the run, this one included; 0 before the first.
-        step: optimizer step that the window is for, from 1; 0 before the first.
+        beats: number of heartbeats so far; 0 before the first.
+        phase: current activity.
+        number: micro-batch, or batch of an evaluation, from 1; in Phase.starting an index of STARTS.
+        window: windows started by the run, this one included; 0 before the first.
+        step: optimizer step of the window, from 1; 0 before the first.
     """
 
     beats: int
@@ -62,7 +63,7 @@ class Stand:
 
     @property
     def position(self) -> tuple[int, int, int, int]:
-        """Which of two ranks is behind the other: all of them do the same things, in the same order."""
+        """Sort key of progress; comparable between ranks because all do the same things in the same order."""
         in_window = self.phase <= Phase.updating
         return self.window, 0 if in_window else self.phase, self.number, self.phase
 
@@ -89,7 +90,7 @@ class Stand:
 
 
 def address(file: int, local_rank: int) -> str:
-    """What PROGRESS says in the worker of that number on this host. ``file``: open in this process, its agent."""
+    """Return the value of PROGRESS for a worker. ``file``: file descriptor of the memory in this process, its agent."""
     return f"/proc/{os.getpid()}/fd/{file}:{local_rank}"
 
 
@@ -103,7 +104,7 @@ def read(memory: mmap.mmap, local_rank: int) -> Stand:
 
 
 class Pulse:
-    """A worker's side. Until it is opened, and in a process without an agent that looks, it goes nowhere."""
+    """Worker's side of the heartbeat; has no effect until it is opened, or in a process without a watching agent."""
 
     def __init__(self) -> None:
         self._memory: mmap.mmap | bytearray = bytearray(_RECORD.size)
@@ -119,7 +120,7 @@ class Pulse:
         self._window, self._step = window, step
 
     def beat(self, phase: Phase, number: int = 0) -> None:
-        """``number``: of the micro-batch, or whatever else the phase counts."""
+        """Publish the progress. ``number``: micro-batch, or whatever else the phase counts."""
         self._beats += 1
         _RECORD.pack_into(self._memory, self._offset, self._beats, phase, number, self._window, self._step)
 

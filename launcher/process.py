@@ -1,4 +1,4 @@
-"""Processes: signals and output of our own, and what /proc says of others."""
+"""Processes: signals, output and exit of this one, and /proc data of others."""
 
 from __future__ import annotations
 
@@ -15,22 +15,24 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn, Self, TextIO, cast
 
-# What asks a worker to stop after its window: from the agent, a scheduler, or a person.
+# Ask a worker to stop after its window; sent by the agent, a scheduler, or a person.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
-# On this one a worker writes the stacks of its threads into its log.
+# Makes a worker write the stacks of its threads into its log.
 STACK_SIGNAL = signal.SIGUSR1
 _PR_SET_PDEATHSIG = 1
 
 
-# Where the agent leaves its process id for its workers.
+# Environment variable with the agent's process id, for its workers.
 AGENT_PID = "LAUNCHER_AGENT_PID"
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """Have the kernel send ``number`` to this process when ``parent`` dies, however that happens: no orphan is left.
+    """Have the kernel send ``number`` to this process when ``parent`` dies in any way, so that no orphan is left.
 
-    ``parent``: the process that this one was started by, as that process knew it: asking here for one's parent is too
-    late when it has died already. On a system without prctl(2) nothing happens.
+    Does nothing on a system without prctl(2).
+
+    Args:
+        parent: process id of the parent, as the parent passed it on; getppid() here is too late if it died already.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -40,12 +42,13 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
 
 
 class StopShield:
-    """A parent of workers, and the signals to stop: the first one is kept in ``asked``, for whoever looks. None is
-    raised as an exception: it would come up in any code, logging or an import, that takes it for an error of its own.
+    """Context in which a parent of workers keeps the first stop signal in ``asked`` instead of raising an exception.
 
-    Children start with these signals blocked, until they have handlers of their own and call ``lower_shield``: none may
-    meet one before it can handle it. They inherit that from the main thread, so another thread takes the signals here;
-    Python runs the handlers in the main thread all the same.
+    An exception could surface in any code, such as logging or an import, which would take it for its own error.
+
+    Children start with these signals blocked until they have handlers and call ``lower_shield``, so that no signal
+    reaches them too early. They inherit the mask from the main thread; therefore another thread receives the signals
+    here, while Python still runs the handlers in the main thread.
     """
 
     def __init__(self) -> None:
@@ -75,18 +78,18 @@ class StopShield:
 
 
 def lower_shield() -> None:
-    """Take signals to stop from here on, the one that came meanwhile too."""
+    """Unblock the stop signals; one that came meanwhile is delivered now."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 def join_output_streams() -> None:
-    """Let standard error go where standard output goes: one log a rank, in the order of what happened."""
+    """Redirect standard error to standard output, so that a rank has one log in chronological order."""
     sys.stderr.flush()
     os.dup2(1, 2)
 
 
 class _Unfailing:
-    """A stream whose disk may be full: what does not get through stays in its buffer, and training goes on."""
+    """Stream that ignores a full disk: unwritten text stays in its buffer, and training continues."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -105,22 +108,22 @@ class _Unfailing:
 
 
 def never_fail_to_print() -> None:
-    """A log on a full disk ends no run: whether it goes on is decided where checkpoints and the record are written."""
+    """Keep a full log disk from ending the run; only writing checkpoints or the record may decide that."""
     sys.stdout, sys.stderr = cast("TextIO", _Unfailing(sys.stdout)), cast("TextIO", _Unfailing(sys.stderr))
 
 
-# From this line on a rank's log is the end of that rank. The terminal echoes rank 0 up to here: which rank failed
-# first, and its traceback, is the verdict's to say, not that of a rank that merely lost its peer.
+# Line in a rank's log before its final traceback. The terminal echoes rank 0's log up to this line: the verdict shows
+# the traceback of the rank that failed first, not of one that merely lost its peer.
 LAST_WORDS = "=== this rank ended with an exception ==="
 
 
 def show_stacks_when_asked() -> None:
-    """STACK_SIGNAL writes what every thread is at to standard error, even while Python itself is blocked."""
+    """Have STACK_SIGNAL write the stacks of all threads to standard error, even while Python is blocked."""
     faulthandler.register(STACK_SIGNAL, file=sys.stderr, all_threads=True)
 
 
 def mark_last_words() -> None:
-    """Have an uncaught exception write LAST_WORDS into the log, before its traceback."""
+    """Have an uncaught exception write LAST_WORDS into the log before its traceback."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         print(LAST_WORDS, file=sys.stderr, flush=True)
@@ -130,13 +133,13 @@ def mark_last_words() -> None:
 
 
 def leave(status: int) -> NoReturn:
-    """End this process as the interpreter would, but for taking itself apart.
+    """Exit as the interpreter would, but without tearing down its modules.
 
-    gloo's threads may still hold the tensors of the last collective; when they let go of them while the interpreter is
-    being torn down, the process aborts ("terminate called without an active exception"), and a job that is done looks
-    failed (pytorch/pytorch#190489; three exits in eight of a ten-line DDP script, torch 2.13).
+    gloo's threads may still hold tensors of the last collective. If they release them during the teardown, the process
+    aborts ("terminate called without an active exception"), and a finished job looks failed (pytorch/pytorch#190489;
+    three of eight exits of a ten-line DDP script with torch 2.13).
     """
-    threading._shutdown()  # pyright: ignore  (waits for threads as the interpreter does, executors' among them)
+    threading._shutdown()  # pyright: ignore  (waits for threads as the interpreter does, including those of executors)
     atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]
     sys.stdout.flush()
     sys.stderr.flush()
@@ -144,6 +147,7 @@ def leave(status: int) -> NoReturn:
 
 
 def children(pid: int) -> list[int]:
+    """Return the process ids of the children of ``pid``."""
     found: list[int] = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         try:
@@ -154,7 +158,7 @@ def children(pid: int) -> list[int]:
 
 
 def state_of(pid: int) -> str | None:
-    """One letter, as proc(5) has it: Z has ended, T is stopped, D waits for a disk; None: there is no such process."""
+    """Return the state letter of proc(5): Z zombie, T stopped, D waiting for a disk; None without such a process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -162,7 +166,7 @@ def state_of(pid: int) -> str | None:
 
 
 def has_variable(pid: int, name: str, value: str) -> bool:
-    """Whether its environment, as it was started, says so."""
+    """Return True if the process was started with ``name=value`` in its environment."""
     try:
         return f"{name}={value}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
@@ -170,7 +174,7 @@ def has_variable(pid: int, name: str, value: str) -> bool:
 
 
 def handles(pid: int, signal: int) -> bool:
-    """Whether it has a handler for ``signal``, which would end it otherwise."""
+    """Return True if the process has a handler for ``signal``, which would kill it otherwise."""
     try:
         caught = re.search(r"^SigCgt:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     except OSError:

@@ -1,7 +1,7 @@
 """Sizes, counts, and measured values with their confidence interval, as numbers and as text.
 
-A difference is claimed only where the interval excludes the value that means "no difference": 1 for a ratio, 0 for a
-difference in seconds. The calibration makes the intervals; the summary of a run and the report read them back from
+A difference is claimed only if the interval excludes the value that means "no difference": 1 for a ratio, 0 for a
+difference in seconds. The calibration computes the intervals; the summary of a run and the report read them back from
 records (``NAME``, ``NAME_low``, ``NAME_high``).
 """
 
@@ -27,12 +27,12 @@ def count(number: int, noun: str, nouns: str | None = None) -> str:
     return f"{number:,} {noun if number == 1 else nouns or noun + 's'}"
 
 
-# from this many measurements on an interval of order statistics reaches 95%
+# fewest measurements with which an interval of order statistics reaches 95%
 _SIGN_ROUNDS = 6
 # 97.5% quantile of Student's t distribution by number of values
 _T_QUANTILE = {3: 4.303, 4: 3.182, 5: 2.776}
 
-# said of a figure in a record of an older version, which compared training windows with each other
+# text for a record of an older version, which compared training windows with each other
 NO_INTERVAL = "not measured under equal conditions (the record has no interval)"
 
 
@@ -45,12 +45,12 @@ class Interval:
     high: float
 
     def excludes(self, value: float) -> bool:
-        """Return whether a difference from ``value`` may be claimed."""
+        """Return True if a difference from ``value`` may be claimed."""
         return not self.low <= value <= self.high
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any], name: str) -> Self | None:
-        """Return the figure ``name`` of a record or summary; None where it, or an end of its interval, is missing."""
+        """Return the figure ``name`` of a record or summary; None if it, or an end of its interval, is missing."""
         ends = [record.get(name + end) for end in ("", "_low", "_high")]
         return None if None in ends else cls(*map(float, ends))  # pyright: ignore[reportArgumentType]
 
@@ -60,11 +60,11 @@ class Interval:
 
 
 def interval(differences: Sequence[float]) -> Interval:
-    """Return the typical difference of at least three paired measurements.
+    """Return the typical difference of at least three paired measurements, with its 95% confidence interval.
 
-    From six on: the median, with the narrowest pair of order statistics that holds the true median with 95% confidence
-    (the sign test inverted; of six values the lowest and the highest). No such pair exists for fewer: there it is the
-    mean with Student's t interval.
+    With six or more, it is the median with the narrowest pair of order statistics that covers the true median with 95%
+    confidence (inverted sign test; for six values the lowest and the highest). With fewer no such pair exists, and it
+    is the mean with Student's t interval.
     """
     ordered, n = sorted(differences), len(differences)
     if n < _SIGN_ROUNDS:
@@ -79,7 +79,7 @@ def interval(differences: Sequence[float]) -> Interval:
 
 
 def speedup_text(record: Mapping[str, Any]) -> str | None:
-    """Return what a record or summary says about the speed-up over sync=every; None where it has no such figure.
+    """Return the text on the speed-up over sync=every in a record or summary; None if it has no such figure.
 
     Args:
         record: has ``comm/speedup`` with its interval, ``comm/step_s`` and ``comm/step_s_every`` (seconds).
@@ -95,7 +95,7 @@ def speedup_text(record: Mapping[str, Any]) -> str | None:
 
 
 def exposed_text(record: Mapping[str, Any]) -> str | None:
-    """Return what a record or summary says about exposed communication; None where it has no such figure.
+    """Return the text on exposed communication in a record or summary; None if it has no such figure.
 
     Args:
         record: has ``comm/exposed_s`` (seconds a step) with its interval, and ``comm/overlap`` (0 to 1).
@@ -105,7 +105,7 @@ def exposed_text(record: Mapping[str, Any]) -> str | None:
     if (exposed := Interval.of_record(record, "comm/exposed_s")) is None:
         return NO_INTERVAL
     value, low, high = (seconds * 1e3 for seconds in (exposed.value, exposed.low, exposed.high))
-    if not exposed.excludes(0) or exposed.value < 0:  # passes with collectives are not faster than without
+    if not exposed.excludes(0) or exposed.value < 0:  # collectives cannot make a pass faster
         return f"no exposed communication measured (95%: {low:,.1f} to {high:,.1f} ms)"
     shown = f"{value:,.1f} ms of a step ({low:,.1f} to {high:,.1f}) is exposed communication"
     return f"{shown}; {record['comm/overlap']:.0%} is hidden"

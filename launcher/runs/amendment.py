@@ -1,4 +1,4 @@
-"""Amendment: `launch resume RUN key=value`, the plan of a run that is resumed with something changed."""
+"""Amendment: new plan of a run that is resumed with changed keys, `launch resume RUN key=value`."""
 
 from __future__ import annotations
 
@@ -41,10 +41,9 @@ from launcher.rundir.paths import STATE
 import dataclasses
 
 
-
 @dataclass(frozen=True)
 class Replanned:
-    """``yaml``: the new config. ``changed``: its keys that are other than before."""
+    """New plan of a run. ``yaml``: the new config. ``changed``: keys whose values differ from the old config."""
 
     plan: RunPlan
     yaml: str
@@ -57,38 +56,38 @@ class Replanned:
 
 @dataclass(frozen=True)
 class Standing:
-    """How far the newest checkpoint has come: ``steps`` done, and windows."""
+    """Progress in the newest checkpoint: optimizer steps done, and windows."""
 
     steps: int
     windows: int
 
 
 def standing(paths: RunPaths) -> Standing | None:
-    """None where there is no checkpoint to go on from."""
+    """Return the progress in the newest readable checkpoint; None if there is none."""
     for checkpoint in paths.committed_checkpoints():
         try:
             engine = (read_json(checkpoint / STATE) or {})["engine"]
             return Standing(int(engine["progress"]["steps"]), int(engine["place"]["index"]))
-        except (OSError, ValueError, LookupError, TypeError):  # damaged: the workers will say so, and take the next
+        except (OSError, ValueError, LookupError, TypeError):  # damaged: the workers report that and take the next one
             continue
     return None
 
 
 def replan(paths: RunPaths, old: RunPlan, overrides: Sequence[str], *, force: bool, done: bool) -> Replanned:
-    """The plan with which a run goes on.
+    """Return the plan with which a run resumes.
 
     Args:
-        overrides: as `launch train` has them.
-        force: whether what is learned may change, too.
-        done: whether the run has come to its end, so that only a later end gives it something to do.
+        overrides: in the syntax of `launch train`.
+        force: True if keys that affect what is learned may change too (``--force``).
+        done: True if the run is done, so that only a later end gives it something to do.
 
     Raises:
-        ConfigError, TaskError, SiteError: as for a new run.
-        UserError: some of it may not change on the way; all such keys in one message.
+        ConfigError, TaskError, SiteError: As for a new run.
+        UserError: Some keys may not change when a run resumes; one message names all of them.
     """
     name, kept = old.run.name, paths.config.read_text(encoding="utf-8")
     before, (config, yaml) = recompose(kept, ())[0], recompose(kept, overrides)
-    for each in (before, config):  # solved once, and from then on the contract
+    for each in (before, config):  # solved at the first start, and the contract since then
         each.batch.global_size = each.batch.global_size or old.batch.global_size
     changed = changes(dataclasses.asdict(before), dataclasses.asdict(config))
     forced = forced_by(changed)
@@ -101,7 +100,7 @@ def replan(paths: RunPaths, old: RunPlan, overrides: Sequence[str], *, force: bo
     at = standing(paths)
     require_mirror(config)
     keeps_precision = config.precision.kind is PrecisionKind.auto
-    if keeps_precision:  # on another kind of machine, too
+    if keeps_precision:  # also on another kind of machine
         config.precision.kind = old.precision.kind
     site = dataclasses.replace(where(config.cluster), cwd=old.cluster.cwd)
     touched = {change.key for change in changed}
@@ -113,7 +112,7 @@ def replan(paths: RunPaths, old: RunPlan, overrides: Sequence[str], *, force: bo
     notes = (*_notes(plan, old, at, touched), *emulation_notes(plan))
     plan = dataclasses.replace(
         plan,
-        # the code that it began with, and the directory where it was typed
+        # the run keeps its original code and working directory
         cluster=dataclasses.replace(plan.cluster, cwd=old.cluster.cwd, import_from=old.cluster.import_from),
         notes=(*plan.notes, *notes),
         forced=tuple(dict.fromkeys([*old.forced, *forced])),
@@ -123,7 +122,7 @@ def replan(paths: RunPaths, old: RunPlan, overrides: Sequence[str], *, force: bo
 
 
 def _fit_world(config: Config, old: RunPlan, site: Site, touched: set[str]) -> None:
-    """Let accumulation follow the world, and the micro-batch where it must: the global batch stays."""
+    """Adapt accumulation and, if necessary, the micro-batch to the new world size; the global batch stays."""
     cluster = solve_cluster(config.cluster, site, old.run.name, config.strategy.kind)
     world, batch = cluster.nodes * cluster.workers_per_node, config.batch
     same_world = world == old.batch.world_size
@@ -184,7 +183,7 @@ def _require_something_to_do(plan: RunPlan, old: RunPlan, at: Standing | None, *
 
 
 def _notes(plan: RunPlan, old: RunPlan, at: Standing | None, touched: set[str]) -> list[str]:
-    """What a user may not expect of the changes."""
+    """Return notes on consequences that the user may not expect."""
     notes: list[str] = []
     steps = at.steps if at else 0
     if plan.train.steps != old.train.steps and plan.schedule.kind is not ScheduleKind.constant:
@@ -207,12 +206,13 @@ def _notes(plan: RunPlan, old: RunPlan, at: Standing | None, touched: set[str]) 
     return notes
 
 
-
-
 @contextmanager
 def changed(plan: LaunchPlan, config_yaml: str) -> Generator[None, None, None]:
-    """Around sending off a run with another plan than it had: that one is kept beside, under the number of the
-    submission that it was the last one for, and is put back where none comes about."""
+    """Replace a run's plan and config while the body submits the run.
+
+    The old files are kept under the number of the last submission that used them, and are restored if the body raises
+    and no submission was accepted.
+    """
     paths = plan.paths
     records.require_nobody_runs(paths)
     number = max(0, len(records.submissions(paths)) - 1)
@@ -225,10 +225,8 @@ def changed(plan: LaunchPlan, config_yaml: str) -> Generator[None, None, None]:
         yield
     except BaseException:
         if all(submission.refused for submission in records.submissions(paths)[number + 1 :]):
-            # by rename: a full disk takes no new text, and the old one lies beside
+            # restore by rename, which works on a full disk too
             for kept, place in ((paths.config_until(number), paths.config), (paths.plan_until(number), paths.plan)):
                 if kept.exists():
                     kept.replace(place)
         raise
-
-

@@ -1,4 +1,4 @@
-"""What a person does with a run that exists: cancel it, let it go on, begin it anew, wait for its end."""
+"""Control of existing runs: cancel, resume, retry, wait for the end."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ import time
 
 _LOOK_EVERY_S = 0.5
 _ASK_SLURM_EVERY_S = 2.0
-# beside the time that Slurm, or the launcher, gives the workers
+# in addition to the time that Slurm (KillWait) or the launcher (cluster.grace_s) gives the workers
 _ENDS_WITHIN_S = 60
 _EXIT_STATUS = {State.done: EXIT_DONE, State.stopped: EXIT_RESUMABLE}
 _MAY_GO_ON = ACTIVE | {State.unknown}
@@ -47,13 +47,13 @@ def one(paths: RunPaths) -> Run:
 
 
 def cancel(runs: Sequence[Run], say: Callable[[str], None]) -> list[Run]:
-    """End runs, and wait until nothing of them is left: no process, and no checkpoint that is not whole.
+    """Cancel runs, and wait until no process and no incomplete checkpoint of them is left.
 
-    The workers finish their window and save first, within the time that Slurm's KillWait or cluster.grace_s gives them.
+    The workers first finish their window and save, within Slurm's KillWait or cluster.grace_s.
 
     Raises:
-        UserError: one is over already.
-        SiteError: one is of another host, or does not end.
+        UserError: A run is over already.
+        SiteError: A run belongs to another host, or does not end.
     """
     for run in runs:
         if run.state is State.unknown:
@@ -62,7 +62,7 @@ def cancel(runs: Sequence[Run], say: Callable[[str], None]) -> list[Run]:
             raise UserError(f"{run.name}: is {run.state.value}: there is nothing to cancel.")
     places = [RunPaths(Path(run.dir)) for run in runs]
     for paths in places:
-        records.amend_submission(paths, cancelled=True)  # first: it keeps the job from being queued again
+        records.amend_submission(paths, cancelled=True)  # first, because it prevents a requeue of the job
     try:
         _end(runs)
     except BaseException:
@@ -102,13 +102,13 @@ def _end_here(run: Run, submission: Submission) -> None:
     try:
         os.kill(submission.pid, signal.SIGTERM)
     except ProcessLookupError:
-        return  # over by now
+        return  # the run has ended meanwhile
     except PermissionError:
         raise SiteError(f"{run.name}: is {run.user}'s, and only {run.user} can cancel it.") from None
 
 
 def _patience_s(plans: Sequence[LaunchPlan]) -> float:
-    """Seconds in which runs that are told to end must have done so."""
+    """Return the seconds within which cancelled runs must end."""
     least = [plan.cluster.grace_s for plan in plans if plan.cluster.kind is not ClusterKind.slurm]
     if len(least) < len(plans):
         said = re.match(r"\d+", client.setting("KillWait") or "")
@@ -117,11 +117,11 @@ def _patience_s(plans: Sequence[LaunchPlan]) -> float:
 
 
 def to_resume(run: Run) -> LaunchPlan:
-    """The plan of a run that is to go on from its newest checkpoint, in its directory.
+    """Return the plan of a run that is to resume from its newest checkpoint, in its directory.
 
     Raises:
-        UserError: it is under way, or done.
-        SiteError: it is of several hosts without a scheduler.
+        UserError: The run is still active, or done.
+        SiteError: It used several hosts without a scheduler.
     """
     if run.state is State.done:
         raise UserError(
@@ -132,7 +132,7 @@ def to_resume(run: Run) -> LaunchPlan:
 
 
 def to_change(run: Run) -> LaunchPlan:
-    """The same, of a run that may be done: for whoever gives it more to do."""
+    """Return the plan as ``to_resume`` does, but allow a run that is done, for a change that gives it more to do."""
     plan = _plan_of(RunPaths(Path(run.dir)))
     _require_over(run, "resume")
     _require_begins_again(plan)
@@ -140,10 +140,10 @@ def to_change(run: Run) -> LaunchPlan:
 
 
 def _plan_of(paths: RunPaths) -> LaunchPlan:
-    """Of a run that is to begin again.
+    """Return the plan of a run that is to start again.
 
     Raises:
-        UserError: plan.json is damaged, or the directory is a copy, or was moved: its plan names another one.
+        UserError: plan.json is damaged, or names another directory because the run was copied or moved.
     """
     try:
         plan = load_plan(paths.plan)
@@ -160,12 +160,11 @@ def _plan_of(paths: RunPaths) -> LaunchPlan:
 
 
 def to_retry(run: Run) -> LaunchPlan:
-    """The plan of a run that is to begin anew, as it was planned and with the code it had, under another name; its
-    directory is made.
+    """Make the directory of a new run with the same plan and code under another name. Return its plan.
 
     Raises:
-        UserError: it is under way.
-        SiteError: it is of several hosts without a scheduler.
+        UserError: The run is still active.
+        SiteError: It used several hosts without a scheduler.
     """
     paths = RunPaths(Path(run.dir))
     plan = _plan_of(paths)
@@ -179,8 +178,10 @@ def to_retry(run: Run) -> LaunchPlan:
 
 
 def send(plan: LaunchPlan) -> str:
-    """Submit what ``to_resume`` or ``to_retry`` have made; the job's id. What Slurm refuses before it ever ran leaves
-    no directory behind."""
+    """Submit a plan of ``to_resume`` or ``to_retry`` to Slurm. Return the job's id.
+
+    If a first submission fails, the run's directory is removed.
+    """
     first = not records.submissions(plan.paths)
     try:
         return submit.send(plan)
@@ -191,7 +192,7 @@ def send(plan: LaunchPlan) -> str:
 
 
 def _renamed(plan: LaunchPlan, paths: RunPaths) -> LaunchPlan:
-    """The same plan as another run: its name with a number after it, a new id, paths of its own."""
+    """Return the plan as a new run: the name with a number appended, a new id, and its own paths."""
     stem = re.sub(r"\.retry\d+$", "", plan.run.name)
     number = 1
     while (root := paths.root.with_name(f"{stem}.retry{number}")).exists():
@@ -239,7 +240,7 @@ def _require_begins_again(plan: LaunchPlan) -> None:
 
 
 def follow(paths: RunPaths, display: local.Display) -> Run:
-    """Show a run of Slurm's until it is over, through every requeue. Ctrl-C only ends the watching."""
+    """Show a Slurm run until it is over, through every requeue. Ctrl-C only ends the display."""
     asked = 0.0
     try:
         while True:
@@ -256,7 +257,11 @@ def follow(paths: RunPaths, display: local.Display) -> Run:
 
 
 def wait_for(places: Sequence[RunPaths], say: Callable[[Sequence[Run]], None]) -> list[Run]:
-    """Runs once all of them are over, through every requeue. ``say``: called with how they stand, now and then."""
+    """Wait until all runs are over, through every requeue, and return them.
+
+    Args:
+        say: called with their current state every two seconds.
+    """
     while True:
         found = look(places)
         if not any(run.state in _MAY_GO_ON for run in found):
@@ -266,7 +271,5 @@ def wait_for(places: Sequence[RunPaths], say: Callable[[Sequence[Run]], None]) -
 
 
 def exit_status(run: Run) -> int:
-    """Of a command that waited for the run."""
+    """Return the exit status of a command that waited for the run."""
     return _EXIT_STATUS.get(run.state, EXIT_FAILED)
-
-

@@ -1,7 +1,6 @@
-"""Status of runs: from their directories, and from Slurm where it knows the job.
+"""Status of runs, from their directories and from Slurm.
 
-Nothing is kept anywhere else, so nothing can go stale: a run that was moved, or that another user began, is as visible
-as one's own.
+No other state exists that could be stale: a run that was moved, or that another user started, is just as visible.
 """
 
 from __future__ import annotations
@@ -27,11 +26,13 @@ import json
 import os
 
 
-
 class State(StrEnum):
-    """``requeued``: it has run, and Slurm will begin it again. ``stopped``: it was told to stop, and has saved.
-    ``lost``: nobody runs it, and it left no verdict. ``unknown``: another host, or a Slurm that does not answer, could
-    tell. ``impossible``: of a sweep's cell: its configuration cannot run."""
+    """State of a run.
+
+    ``requeued``: it has run, and Slurm will restart it. ``stopped``: it was stopped and can resume. ``lost``: no
+    process is left, and no verdict. ``unknown``: only another host, or a Slurm that does not answer now, could tell.
+    ``impossible``: cell of a sweep whose configuration cannot run.
+    """
 
     pending = "pending"
     running = "running"
@@ -50,11 +51,18 @@ ACTIVE = frozenset({State.pending, State.running, State.requeued})
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One run as it stands. ``detail``: why, in a few words. ``step``, ``steps``: optimizer steps recorded, and
-    planned. ``nodes``: that it runs on, or ran on last; ``ranks``: on all of them, None before it has begun.
-    ``submissions``: how often it was sent off. ``sweep``, ``cell``: the directory of the sweep that it is of, and what
-    tells its cell from the others. ``precision``: number format of the forward and backward pass; auto before it was
-    decided, None for a script of the user's own."""
+    """Status of one run.
+
+    Args:
+        detail: reason for ``state``, in a few words.
+        nodes: nodes on which it runs, or ran last.
+        ranks: world size; None before the first start.
+        submissions: number of accepted submissions.
+        step, steps: optimizer steps recorded, and planned.
+        sweep, cell: directory of the sweep, and what distinguishes this cell from the others.
+        precision: number format of the forward and backward pass; auto before it is decided, None for a script of
+            `launch run`.
+    """
 
     name: str
     dir: str
@@ -79,12 +87,11 @@ class Run:
         return asdict(self)
 
 
-
 _TAIL_BYTES = 64 * 1024
 
 
 def look(runs: Iterable[RunPaths]) -> list[Run]:
-    """How these runs stand, asking Slurm once for all of them."""
+    """Return the status of these runs, with one query to Slurm for all of them."""
     read = [_Read.of(paths) for paths in runs]
     asked = [r.job for r in read if r.job is not None and not r.is_over]
     known: dict[str, Listed] | None = {}
@@ -100,7 +107,7 @@ def look(runs: Iterable[RunPaths]) -> list[Run]:
 
 @dataclass(frozen=True)
 class _Read:
-    """A run's directory, as far as it tells."""
+    """Content of a run's directory, as far as it can be read."""
 
     paths: RunPaths
     plan: dict[str, Any]
@@ -124,7 +131,7 @@ class _Read:
 
     @property
     def number(self) -> int:
-        """Of the last submission that Slurm took, or that this machine ran; -1 without one."""
+        """Number of the last submission that was not refused, from 0; -1 without one."""
         return max((n for n, submission in enumerate(self.submissions) if not submission.refused), default=-1)
 
     @property
@@ -133,12 +140,12 @@ class _Read:
 
     @property
     def begun(self) -> bool:
-        """Whether the last submission has begun."""
+        """True if the last submission has started."""
         return self.incarnation.get("incarnation", "").partition(".")[0] == str(self.number)
 
     @property
     def job(self) -> str | None:
-        """Slurm's id of the last submission. One that was cut off before it was noted is in what the job wrote."""
+        """Slurm's id of the last submission; if `launch` was killed before noting it, the id that the job wrote."""
         if self.last is None or self.kind != ClusterKind.slurm:
             return None
         return self.last.job or (self.incarnation.get("job") if self.begun else None)
@@ -158,17 +165,17 @@ class _Read:
 
     @property
     def verdict(self) -> str | None:
-        """Of the last submission: what an earlier one said is over when the next has begun."""
+        """Verdict of the last submission; None until it starts, because the summary is that of an earlier one."""
         return self.summary.get("verdict") if self.begun or self.last is None else None
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing that Slurm could say would change the state: rank 0 says "done" when all is saved."""
+        """True if Slurm cannot change the state any more: rank 0 writes "done" once everything is saved."""
         return self.verdict == "done"
 
     def judge(self, known: dict[str, Listed] | None) -> Run:
         listed = None if known is None or self.job is None else known.get(self.job)
-        if listed is not None and listed.name != self.job_name:  # another cluster's job of this number
+        if listed is not None and listed.name != self.job_name:  # a job of another cluster with the same id
             listed = None
         silent = known is None and not self.is_over
         state, detail = self._of_slurm(listed, silent) if self.kind == ClusterKind.slurm else self._of_this_host()
@@ -217,7 +224,7 @@ class _Read:
 
     def _active(self, listed: Listed) -> tuple[State, str]:
         reason = "" if listed.reason in ("", "None") else listed.reason
-        if "held" in reason.lower():  # Slurm does so after a failed launch, or a person did
+        if "held" in reason.lower():  # by Slurm after a failed launch, or by a person
             reason += f": `scontrol release {self.job}` lets it go on"
         if listed.state in client.WAITING:
             return (State.requeued if self.begun else State.pending), reason
@@ -249,7 +256,7 @@ class _Read:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    """What another user's file holds; nothing where it cannot be read."""
+    """Return the JSON object in ``path``; empty if it cannot be read, as another user's file may not be."""
     try:
         return read_json(path) or {}
     except (OSError, ValueError):
@@ -257,7 +264,7 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def _last_record(metrics: Path) -> dict[str, Any]:
-    """The last whole line of metrics.jsonl."""
+    """Return the last complete record of metrics.jsonl; empty without one."""
     try:
         with metrics.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
@@ -272,5 +279,3 @@ def _first_line(summary: dict[str, Any]) -> str:
     failure: dict[str, Any] = summary.get("failure") or {}
     who = "" if failure.get("rank") is None else f"rank {failure['rank']}: "
     return who + str(failure.get("error", "")).partition("\n")[0]
-
-
