@@ -1,4 +1,5 @@
-"""When a training run saves: at once, or beside the steps, one checkpoint at a time; and what becomes of a failure."""
+"""Saving during training: synchronously or in a background thread, one checkpoint at a time, with handling of
+failures."""
 
 from __future__ import annotations
 
@@ -22,17 +23,17 @@ from launcher.train.world import patience
 
 
 class Saver:
-    """Of one run, on every rank; all ranks call ``save`` and ``wait``, and there all of them raise, or none does.
+    """Saver of one run's checkpoints, on every rank. All ranks call ``save`` and ``wait``; either all raise, or none.
 
     Args:
-        trouble: set when a save beside the steps has ended the run: its error is raised by the next ``wait``. For
-            ``Engine(stop=...)``, so that all ranks come to it together, after the window.
+        trouble: set when a background save fails and the run must stop; the next ``wait`` raises its error. Passed to
+            ``Engine(stop=...)``, so that all ranks stop after the same window.
     """
 
     def __init__(self, engine: Engine, account: Account, fence: Fence, trouble: threading.Event) -> None:
         self._engine, self._account, self._fence, self._trouble = engine, account, fence, trouble
         self._plan = engine.plan.checkpoint
-        # the default group's collectives are the steps': those of another thread must not come between
+        # a group of its own: the thread's collectives must not be mixed with those of the steps in the default group
         beside = self._plan.enabled and self._plan.async_save and engine.world.size > 1
         waits = patience(engine.plan.train.hang_timeout)
         self._group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=waits)) if beside else None
@@ -40,25 +41,29 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._written_s: float | None = None
-        self._last = False  # whether the checkpoint under way is the run's last one
+        self._last = False  # the checkpoint in progress is the run's last one
 
     @property
     def staged_bytes(self) -> int:
-        """Host memory that the copies take."""
+        """Bytes of host memory used by copies of the tensors."""
         return self._staging.nbytes
 
     @property
     def under_way(self) -> bool:
-        """Whether a checkpoint is being written beside the steps."""
+        """Whether a checkpoint is being written in the background."""
         return self._thread is not None and self._thread.is_alive()
 
     def save(self, record: dict[str, Any], *, again: str | None) -> None:
-        """Once the save before is over. ``record``: of this very step. ``again``: when the next one is due; None: this
-        is the last one, and is written before the call returns.
+        """Wait for the previous save, then start one.
+
+        Args:
+            record: metrics record of this step.
+            again: when the next checkpoint is due, for messages; None: this is the last one, and is written before the
+                call returns.
 
         Raises:
-            CheckpointFailed: this one, or the one before, and the plan says to stop then.
-            Superseded: a newer incarnation of the run has begun.
+            CheckpointFailed: this save or the previous one failed, and the plan says to stop.
+            Superseded: a newer attempt of the run has started.
         """
         self.wait()
         self._last = again is None
@@ -73,21 +78,21 @@ class Saver:
         self._thread.start()
 
     def wait(self) -> None:
-        """For the save under way. Raises as ``save``."""
+        """Wait for the save in progress. Raises the same errors as ``save``."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
             self._settle()
 
     def finish(self) -> None:
-        """The same where another error is under way, which is the one to be raised."""
+        """Wait for the save in progress while another error is being raised; print its failure, if any."""
         if self._thread is not None:
             self._thread.join()
             if self._error is not None:
                 print(f"The checkpoint that was being written is not there: {self._error}", flush=True)
 
     def news(self) -> Metrics:
-        """For the next record: what has been heard since the last one. It waits for nothing."""
+        """Return metrics of saves completed since the last call, for the next record. Does not block."""
         metrics: Metrics = {}
         if not self.under_way and not self._trouble.is_set():
             self.wait()
@@ -107,17 +112,17 @@ class Saver:
             self._trouble.set()
 
     def _write(self, snapshot: Snapshot, again: str | None) -> None:
-        """How it went is known to ``_settle``; a failure that training survives is said at once."""
+        """Write the snapshot, and keep an error for ``_settle``; one that training survives is printed at once."""
         try:
             self._account.checkpoint = str(save.write(snapshot, self._group))
-        except BaseException as error:  # of a thread, it would be lost
+        except BaseException as error:  # an exception in a thread would be lost
             self._error = error
             if not self._ends_the_run(error) and self._engine.world.rank == 0:
                 when = "there is no other one due" if again is None else f"the next one is due {again}"
                 print(f"{error}\n  Training goes on (checkpoint.on_error=continue); {when}.", flush=True)
 
     def _ends_the_run(self, error: BaseException) -> bool:
-        if self._last:  # there is no training to go on, and no other one to come
+        if self._last:  # neither training nor another checkpoint follows
             return True
         return not isinstance(error, CheckpointFailed) or self._plan.on_error is OnError.stop
 

@@ -1,4 +1,5 @@
-"""Contents of a checkpoint: its tensors and state.json, the share that this rank writes, copies in host memory."""
+"""Contents of a checkpoint: its tensors and the description of its plan, the share of each rank, and copies in host
+memory."""
 
 from __future__ import annotations
 
@@ -22,13 +23,17 @@ from launcher.train.world import World
 
 
 def tensors(engine: Engine, changing_buffers: list[str]) -> dict[str, Any]:
-    """By name. ``changing_buffers``: those that training was seen to change."""
+    """Return the checkpoint's tensors (and the optimizer's options) by name.
+
+    Args:
+        changing_buffers: names of the buffers that training changes.
+    """
     model, optimizer = get_state_dict(engine.parallel.module, engine.optimizer)
     buffers = dict(engine.parallel.module.named_buffers())
     return {
         "model": model,
         "optimizer": optimizer,
-        # those that the model itself leaves out (persistent=False), and that training changes
+        # buffers that training changes and the model's state_dict leaves out (persistent=False)
         "buffers": {name: buffers[name] for name in changing_buffers if name not in model},
         random_key(engine): random_state(engine.device),
         strategy_key(engine): engine.parallel.state_dict(),
@@ -36,15 +41,15 @@ def tensors(engine: Engine, changing_buffers: list[str]) -> dict[str, Any]:
 
 
 def origin(plan: RunPlan) -> dict[str, Any]:
-    """Of which run a checkpoint is, and what of its plan decides whether another one can go on from it, as JSON has it.
+    """Return, as JSON, the run of a checkpoint and the part of its plan that another plan must match to resume it.
 
-    ``global_size``, ``micro_size``, ``samples`` (of an epoch; None: a stream), ``ramp`` ([windows, samples] a stage):
-    in samples; ``accumulation``: micro-batches; ``steps``: optimizer steps, None for epochs over a stream, and
-    ``epochs``: None where steps were given.
+    In samples: ``global_size``, ``micro_size``, ``samples`` (of an epoch; None: a stream), and ``ramp`` (a list of
+    [windows, samples]). In micro-batches: ``accumulation``. ``steps``: optimizer steps, None for epochs over a stream.
+    ``epochs``: None if steps were given.
     """
     return {
         "format": file_format.FORMAT,
-        "run_id": plan.run.id,  # W&B's too
+        "run_id": plan.run.id,  # also the run's id in W&B
         "launcher_version": plan.run.version,
         "torch_version": torch.__version__,
         "world_size": plan.batch.world_size,
@@ -76,15 +81,15 @@ def random_key(engine: Engine) -> str:
 
 
 Path = tuple[str, ...]
-# what is alike on all ranks, but for shards: every rank has it whole
+# parts that are the same on all ranks, except for shards
 _ALIKE = ("model", "optimizer", "buffers")
 
 
 def own_share(state: dict[str, Any], world: World) -> dict[str, Any]:
-    """Of the tensors that every rank has whole, those that this rank writes: about as many bytes on each. Shards, what
-    is of one rank alone, and what is no tensor stay as they are.
+    """Return ``state`` with only this rank's share of the unsharded tensors that all ranks hold: about the same number
+    of bytes on each rank. Shards, state of this rank alone, and values other than tensors are kept.
 
-    torch would come to as much by itself, but only after everything was copied.
+    torch removes duplicates, too, but only after everything was copied.
     """
     whole = [
         (-tensor.nbytes, path)
@@ -101,7 +106,7 @@ def own_share(state: dict[str, Any], world: World) -> dict[str, Any]:
 
 
 def _tensors(state: dict[str, Any], above: Path = ()) -> Iterator[tuple[Path, Tensor]]:
-    """Those in dicts within dicts: one in a list is written with the list, by any rank."""
+    """Yield the tensors in nested dicts. A tensor in a list is not among them: it is saved as part of the list."""
     for key, value in state.items():
         if isinstance(value, Tensor):
             yield (*above, key), value
@@ -118,7 +123,7 @@ def _without(state: dict[str, Any], left_out: set[Path], above: Path) -> dict[st
 
 
 class Staging:
-    """Copies in host memory, at most one of each tensor: the next save writes over those of the last one."""
+    """Copies of tensors in host memory, at most one of each: a save reuses the memory of the previous one."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -127,12 +132,12 @@ class Staging:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Bytes of memory held."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     @torch.no_grad()
     def copy(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return ``state`` with its tensors in host memory; no save may still be reading the last copy."""
+        """Return ``state`` with its tensors copied to host memory. No save may still be reading the previous copy."""
         sources: dict[tuple[Any, ...], tuple[Path, Tensor]] = {}  # tied tensors have two names
 
         def collect(path: Path, tensor: Tensor) -> Tensor:
@@ -148,7 +153,7 @@ class Staging:
         def staged(path: Path, tensor: Tensor) -> Tensor:
             buffer = self._buffers[sources[_place(path, local(tensor).detach())][0]]
             if isinstance(tensor, DTensor):
-                # from_local would send it back to the device
+                # from_local would move the buffer back to the device
                 return DTensor(buffer, tensor._spec, requires_grad=False)  # pyright: ignore
             return buffer
 
@@ -158,7 +163,7 @@ class Staging:
         return copied
 
     def _make_room(self, sources: dict[Path, Tensor]) -> None:
-        """Have one buffer for each of ``sources``. Those of an earlier copy are used again where they fit."""
+        """Provide one buffer for each of ``sources``; reuse those of the previous copy whose shape and dtype fit."""
         before, self._buffers = self._buffers, {}
         on_device: dict[Path, Tensor] = {}
         for path, source in sources.items():
@@ -172,7 +177,7 @@ class Staging:
             for path in on_device:
                 self._buffers.pop(path, None)
             before.clear()
-            self._pinned = None  # first: the old memory and the new one are not held together
+            self._pinned = None  # released first, so that old and new memory are not held at the same time
             self._pinned = _Pinned(on_device)
             self._buffers |= self._pinned.buffers
 
@@ -181,8 +186,9 @@ class _Pinned:
     """One region of page-locked host memory, with a buffer for each of ``sources``.
 
     ``torch.empty(pin_memory=True)`` rounds each allocation up to a power of two, which may take twice the memory; this
-    takes what the tensors need, and a page. The mapping is shared, because a page-locked page must not be copied on
-    write when loader processes are forked. Where the driver refuses, the memory stays ordinary: copies are slower.
+    takes what the tensors need, and at most a page more. The mapping is shared, because a page-locked page must not be
+    copied on write when loader processes are forked. If the driver refuses, the memory stays pageable: copies are
+    slower.
     """
 
     def __init__(self, sources: dict[Path, Tensor]) -> None:
@@ -211,7 +217,7 @@ _PORTABLE = 1  # cudaHostRegisterPortable
 
 
 def _place(path: Path, source: Tensor) -> tuple[Any, ...]:
-    """Return what two names of one tensor have in common."""
+    """Return a key that is the same for two names of one tensor."""
     return (source.data_ptr(), source.dtype, source.shape, source.stride()) if source.numel() else (path,)
 
 
@@ -220,7 +226,7 @@ def _format(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
 
 
 def _is_on_device(source: Tensor) -> bool:
-    """Return whether a copy crosses the bus, which is asynchronous into page-locked memory only."""
+    """Return whether a copy crosses the bus; that is asynchronous only into page-locked memory."""
     return source.is_cuda and source.numel() > 0
 
 

@@ -1,8 +1,8 @@
-"""Two checkpoints side by side, tensor by tensor, as JSON: what `launch drill` compares runs by.
+"""Comparison of two checkpoints, tensor by tensor, printed as JSON: used by `launch drill`.
 
     python -m launcher.train.checkpoint.diff CHECKPOINT REFERENCE PARENT_PID
 
-One process reads both, however many ranks wrote them, some tensors at a time.
+One process reads both, regardless of the number of ranks that wrote them, a few tensors at a time.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from launcher.process import die_with_parent
 from launcher.train.checkpoint.file_format import Planner, Reader
 
 _AT_ONCE_BYTES = 1 << 28
-# a difference that is nan, or infinite: JSON has neither, and its square is a number still
+# stands for a difference that is nan or infinite: JSON has neither, and the square of this is still finite
 _FAR = 1e100
 
 
 @dataclass
 class Alike:
-    """As of launcher.drill.verdict.Difference. Of a missing tensor, or one of another shape, nothing can be subtracted:
-    it counts as differing."""
+    """Result of a comparison, with the fields of launcher.drill.verdict.Difference. A tensor that is missing or has
+    another shape counts as differing, and does not enter ``absolute``, ``relative`` and ``norm``."""
 
     tensors: int = 0
     differing: int = 0
@@ -42,8 +42,8 @@ class Alike:
 
 
 def compare(directory: Path, reference: Path) -> Alike:
-    """Tensors of every kind (parameters, buffers, the optimizer's state, each rank's random state), and what the
-    optimizer keeps beside tensors."""
+    """Compare all tensors (parameters, buffers, the optimizer's state, each rank's random state), and the optimizer's
+    other values."""
     ours, theirs = (Reader(place).read_metadata().state_dict_metadata for place in (directory, reference))
     names = sorted({*ours, *theirs}, key=lambda name: (not name.startswith("model."), name))
     found = Alike(tensors=len(names))
@@ -104,7 +104,7 @@ def _read(directory: Path, names: list[str], entries: dict[str, Any]) -> dict[st
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Bit by bit: the same nan is the same, and minus zero is not zero."""
+    """Return whether two values are equal bit by bit: nan can equal itself, and minus zero differs from zero."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return torch.equal(*(each.contiguous().reshape(-1).view(torch.uint8) for each in (a, b)))
     return type(a) is type(b) and repr(a) == repr(b)
@@ -113,6 +113,6 @@ def _same(a: Any, b: Any) -> bool:
 if __name__ == "__main__":
     die_with_parent(int(sys.argv[3]))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # "torch.distributed is disabled": so it is
+        warnings.simplefilter("ignore")  # "torch.distributed is disabled" is intended here
         found = compare(Path(sys.argv[1]), Path(sys.argv[2]))
     print(json.dumps(asdict(found)))

@@ -1,8 +1,9 @@
-"""Files of a checkpoint: manifest with checksums; written by torch, read without unpickling.
+"""Files of a checkpoint: a manifest with checksums, and tensors that torch writes and that are read without executing
+pickled code.
 
-torch's serializer is C++ that calls back into Python for each write, and an error there comes out of it as another one,
-without its errno. So a write never raises here: what follows the first error goes nowhere, and the error is raised when
-the file is closed.
+torch's serializer is C++ that calls back into Python for each write, and converts an exception there to another one
+without its errno. So a write never raises here: data after the first error is dropped, and the error is raised when the
+file is closed.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from launcher.rundir.files import read_json, write_json
 from launcher.rundir.paths import STATE
 
 MANIFEST = "manifest.json"
-# of a checkpoint: what its files are called and what is in them
+# version of a checkpoint's format: names and contents of its files
 FORMAT = 1
 _CHUNK = 1 << 22
 
-Files = dict[str, tuple[int, int]]  # by name: bytes, CRC-32
+Files = dict[str, tuple[int, int]]  # (size in bytes, CRC-32) by name
 
 
 def checksums(files: Iterable[Path]) -> Files:
@@ -46,10 +47,11 @@ def write_manifest(directory: Path, files: Mapping[str, tuple[int, int]]) -> Non
 
 
 def read_manifest(directory: Path) -> Files | str:
-    """What the files must be, or why that is not known.
+    """Return the files listed in the manifest; if it is missing or damaged, a message that says so.
 
     Raises:
-        WrongCheckpoint: a newer launcher wrote it, or this user may not read it: no older one is the answer to that.
+        WrongCheckpoint: a newer launcher wrote it, or this user may not read it. Falling back to an older checkpoint
+            would be wrong then.
     """
     try:
         fields: dict[str, Any] | None = read_json(directory / MANIFEST)
@@ -86,7 +88,7 @@ def _closed(directory: Path, name: str, error: OSError) -> str:
 
 
 def problems(directory: Path, files: Mapping[str, tuple[int, int]]) -> list[str]:
-    """Which of ``files`` are not what they must be.
+    """Return a message for each of ``files`` whose size or checksum is wrong.
 
     Raises:
         WrongCheckpoint: this user may not read one of them.
@@ -114,26 +116,26 @@ def _checksum(file: Path) -> tuple[int, int]:
     return size, crc
 
 
-_COPY_AHEAD = 10_000_000  # bytes on their way from the GPU while others are written: torch's default
+_COPY_AHEAD = 10_000_000  # bytes copied from the GPU while others are written: torch's default
 
 
 class Writer(dcp.FileSystemWriter):
-    """Writes one rank's share into ``directory``. ``staged``: the tensors are in host memory already."""
+    """Writer of one rank's share into ``directory``. ``staged``: the tensors are in host memory already."""
 
     def __init__(self, directory: Path, *, staged: bool) -> None:
-        # what is on the host needs no copying ahead, for which torch would open the first GPU in a thread of its own
+        # host tensors need no copying ahead, for which torch would initialise the first GPU in its own thread
         super().__init__(directory, per_thread_copy_ahead=0 if staged else _COPY_AHEAD)
         self._disk = _Disk()
         self.fs = self._disk
 
     @property
     def written(self) -> Files:
-        """The files of this rank so far."""
+        """Files that this rank has written so far."""
         return self._disk.written
 
     @property
     def error(self) -> OSError | None:
-        """What the disk refused first."""
+        """First error of the disk."""
         return self._disk.error
 
 
@@ -179,24 +181,24 @@ class _Stream:
         return self.size
 
     def flush(self) -> None:
-        """Raises OSError: a write was refused. So do those below."""
+        """Flush the file. Like the methods below, it raises the OSError of an earlier write."""
         if self._error is not None:
             raise self._error
         self._file.flush()
 
     def fileno(self) -> int:
-        """Asked for by fsync."""
+        """Return the file descriptor, for fsync."""
         self.flush()
         return self._file.fileno()
 
     def close(self) -> None:
-        """Once more is no error, as for any file."""
+        """Close the file; closing it twice is no error, as for any file."""
         if not self._file.closed:
             self.flush()
             self._file.close()
 
 
-# all that torch's own .metadata names, beside number formats
+# all globals that torch's .metadata refers to, other than dtypes
 _METADATA = {
     "torch.distributed.checkpoint.metadata": {
         "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "TensorProperties",
@@ -211,10 +213,10 @@ _METADATA = {
 
 
 class Reader(dcp.FileSystemReader):
-    """Reads ``.metadata``, which is a pickle, as far as it holds what torch writes.
+    """Reader that unpickles ``.metadata`` with only the globals that torch writes.
 
     Raises:
-        pickle.UnpicklingError: it names anything else.
+        pickle.UnpicklingError: the file refers to any other global.
     """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002
@@ -231,20 +233,21 @@ class _Unpickler(pickle.Unpickler):
             return super().find_class(module, name)
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
-        if (module, name) == ("builtins", "getattr"):  # so the first releases of Python 3.11 write a member of an Enum
+        if (module, name) == ("builtins", "getattr"):  # early releases of Python 3.11 pickle an Enum's member this way
             return _member
         raise pickle.UnpicklingError(f".metadata names {module}.{name}, which no checkpoint needs")
 
 
 def _member(kind: Any, name: str) -> Enum:
-    """``kind.name``, of an Enum only: anything else could be code."""
+    """Return ``kind.name`` if ``kind`` is an Enum; anything else could execute code."""
     if isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__:
         return kind.__members__[name]
     raise pickle.UnpicklingError(f".metadata asks for {name} of {kind!r}, which no checkpoint needs")
 
 
 class Planner(dcp.DefaultLoadPlanner):
-    """What is no tensor (an optimizer's options) is read as numbers, strings and containers of them only."""
+    """Planner that reads values other than tensors (an optimizer's options) with ``weights_only=True``, so as numbers,
+    strings and containers of them."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         harmless = io.BytesIO()

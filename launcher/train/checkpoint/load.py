@@ -1,13 +1,13 @@
-"""Reading a checkpoint back into a fresh engine, of the same ranks or of others, if this plan can go on from it.
+"""Loading of a checkpoint into a fresh engine, with the same or another number of ranks, if the plan allows it.
 
-At the same world every rank has its own back, bit by bit. At another one:
+With the same world size, every rank's state is restored bit by bit. With another one:
 
-- Random state: a rank whose number was there has its own; a new one begins a stream of its own, made from seed, rank
-  and step.
-- PowerSGD's residue: what is kept back of the gradients so far is the sum over the ranks, and that sum stays what it
-  is. The gradients of W ranks are averaged and then multiplied by W (launcher/train/engine/engine.py), so each of W'
-  ranks takes ``sum over the old ranks / W'``. The factors are alike on all ranks.
-- PowerSGD to a strategy without it: nowhere to put the residue, which is dropped and said to be.
+- Random state: a rank whose number existed gets its own state back; a new rank gets a stream seeded by seed, rank and
+  step.
+- PowerSGD's residue: the sum over the ranks is preserved. The gradients of W ranks are averaged and then multiplied by
+  W (launcher/train/engine/engine.py), so each of W' ranks takes ``sum over the old ranks / W'``. The factors are the
+  same on all ranks.
+- From PowerSGD to a strategy without it: the residue is dropped, with a message.
 """
 
 from __future__ import annotations
@@ -41,14 +41,20 @@ from launcher.train.data.randomness import restore_random_state
 from launcher.train.engine.calibration import measured_as
 from launcher.train.engine.engine import Engine
 
-# how an optimizer computes here: of this machine, and no part of what it computes
+# options that choose an optimizer's implementation, not its results: the present machine's are kept
 _HOW = ("fused", "foreach", "capturable", "differentiable")
 
 
 @dataclass(frozen=True)
 class Restored:
-    """``run``: what was saved beside the engine. ``origin``: what the checkpoint says of its plan. ``ranks``: how many
-    saved it. ``alike``: whether what was measured then, a step's time and what it sends, would be the same now."""
+    """Result of loading a checkpoint.
+
+    Args:
+        run: the caller's data that was passed to ``take_snapshot``.
+        origin: description of the plan under which it was saved, see ``contents.origin``.
+        ranks: number of ranks that saved it.
+        alike: measurements taken then (step time, bytes sent) are still valid under this plan.
+    """
 
     run: dict[str, Any]
     origin: dict[str, Any]
@@ -56,17 +62,17 @@ class Restored:
     alike: bool
 
     def other_commit(self, commit: str | None) -> str | None:
-        """The one whose code has saved it; None where that is ``commit``, or one of the two is not known."""
+        """Return the commit whose code saved the checkpoint; None if it is ``commit``, or if one is not known."""
         saved_by = self.run.get("account", {}).get("commit")
         return saved_by if commit and saved_by != commit else None
 
 
 def load(engine: Engine, directory: Path) -> Restored:
-    """Put a fresh engine back to where ``checkpoint.snapshot`` was called, by as many ranks or others, under the same
-    strategy or another one. All ranks call it.
+    """Restore the state that the engine had at ``save.take_snapshot``, saved by the same or another number of ranks,
+    under the same or another strategy. All ranks call it, with a fresh engine.
 
     Raises:
-        WrongCheckpoint: it is of another model, or of a plan that is another one in what is learned.
+        WrongCheckpoint: it is of another model, or of a plan whose training result would differ.
     """
     state = read_json(directory / paths.STATE)
     assert state is not None
@@ -107,7 +113,7 @@ def load(engine: Engine, directory: Path) -> Restored:
     elif kept.get("residue") and engine.world.rank == 0:
         print(explain_dropped(kept["residue"]), flush=True)
     own = tensors[random]
-    if not own or (engine.device.type == "cuda" and "cuda" not in own):  # a new rank, or one that was on a CPU
+    if not own or (engine.device.type == "cuda" and "cuda" not in own):  # a new rank, or one saved on a CPU
         seed_new_rank(engine, engine.steps)
     if own:
         restore_random_state(own, engine.device)
@@ -115,7 +121,7 @@ def load(engine: Engine, directory: Path) -> Restored:
 
 
 def _leave_out_unknown(state: dict[str, dict[str, Any]], stored: Metadata) -> None:
-    """A parameter that never had a gradient has no optimizer state, and begins without."""
+    """Remove the entries that the checkpoint lacks: a parameter that never had a gradient has no optimizer state."""
     known = stored.state_dict_metadata
     for parameter in list(state):
         entries = state[parameter]
@@ -126,11 +132,11 @@ def _leave_out_unknown(state: dict[str, dict[str, Any]], stored: Metadata) -> No
 
 
 def _take_hyperparameters(engine: Engine, plan: RunPlan, *, scheduled: bool) -> None:
-    """Keep the optimizer's arguments of the checkpoint, except for those that the user has forced, and set the learning
-    rate of the next step by the plan's schedule, which may have another end now.
+    """Keep the optimizer's arguments from the checkpoint, except for those that the user forced, and set the next
+    step's learning rate by the plan's schedule, whose length may have changed.
 
     Args:
-        scheduled: whether that schedule set the rates of the run; else they stay as they are in the checkpoint.
+        scheduled: the plan's schedule set the run's learning rates; otherwise those of the checkpoint are kept.
     """
     groups, optimizer = engine.optimizer.param_groups, plan.optimizer
     forced = {name for group, _, name in (key.partition(".") for key in plan.forced) if group == "optimizer"}
@@ -156,14 +162,15 @@ def _take_hyperparameters(engine: Engine, plan: RunPlan, *, scheduled: bool) -> 
 
 
 def seed_new_rank(engine: Engine, step: int) -> None:
-    """Dropout of its own for a rank that the checkpoint does not know: another one at each step that it may come at."""
+    """Seed a rank that the checkpoint has no random state for, by the job's seed, its rank and ``step``."""
     text = f"{engine.plan.train.seed}/{engine.world.rank}/{step}"
     digest = hashlib.blake2b(text.encode(), digest_size=7).digest()
     seed_everything(int.from_bytes(digest, "little"))
 
 
 def room(stored: Metadata, key: str, device: torch.device) -> dict[str, Any]:
-    """Room for what is kept of one rank alone. A fresh engine does not know what that is: the checkpoint says."""
+    """Return empty tensors (and None for other values) for the state of one rank under ``key``. Names and shapes come
+    from the checkpoint, since a fresh engine does not know them."""
     prefix = f"{key}."
     kept: dict[str, Any] = {}
     for name, entry in stored.state_dict_metadata.items():
@@ -179,20 +186,20 @@ def room(stored: Metadata, key: str, device: torch.device) -> dict[str, Any]:
 
 
 def _path(name: str) -> list[str]:
-    """A rank's state is numbers and tensors by name, or tensors by kind and then by the parameter's dotted name."""
+    """Split the name of an entry in a rank's state: either a plain name, or a kind and a parameter's dotted name."""
     kind, _, parameter = name.partition(".")
     return [kind, parameter] if parameter else [kind]
 
 
 def ranks_in(stored: Metadata) -> int:
-    """How many ranks saved the checkpoint: each has random state of its own."""
+    """Return how many ranks saved the checkpoint, which is the number of random states in it."""
     names = {name.partition(".")[0] for name in stored.state_dict_metadata}
     return sum(name.startswith("random_rank") for name in names)
 
 
 def shared_strategy_state(engine: Engine, directory: Path, stored: Metadata, ranks: int) -> dict[str, Any]:
-    """The strategy's state for this rank, from that of ``ranks`` others, which are read one at a time. Empty where they
-    had none. All ranks call it, and each reads all of it for itself."""
+    """Return the strategy's state for this rank, combined from that of the ``ranks`` ranks that saved; empty if they
+    had none. All ranks call it; each reads the state of all ranks, one at a time."""
     together: dict[str, Any] = {}
     for rank in range(ranks):
         key = f"strategy_rank{rank}"
@@ -211,7 +218,8 @@ def shared_strategy_state(engine: Engine, directory: Path, stored: Metadata, ran
 
 
 def explain_dropped(residue: dict[str, Tensor]) -> str:
-    """Of the sum over all ranks, divided by their number: what is lost with it."""
+    """Return the message that PowerSGD's residue is lost. ``residue``: its sum over all ranks, divided by the number of
+    ranks."""
     norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(part.float()) for part in residue.values()]))
     return (
         f"PowerSGD had kept back a part of the gradients so far (norm {norm.item():.3g} a rank, of {len(residue)} "
@@ -223,14 +231,14 @@ _SHOWN = 4
 
 
 def require_same_run(directory: Path, origin: Mapping[str, Any], index: int, plan: RunPlan) -> None:
-    """
+    """Check that a run with this plan may resume from the checkpoint.
+
     Args:
-        origin: what the checkpoint says of the plan that it was saved under, as ``contents.origin`` has it; empty in
-            one that was written before it did.
-        index: of the window that comes next.
+        origin: the plan under which it was saved, see ``contents.origin``; empty in checkpoints of early versions.
+        index: number of the next window.
 
     Raises:
-        WrongCheckpoint: the plan is another one in what is learned, and the user has not insisted on that.
+        WrongCheckpoint: the plans differ in what affects the training result, and the user has not forced the change.
     """
     if not origin:
         return
@@ -284,13 +292,14 @@ def _ramp(batch: Batch) -> list[list[int]]:
 def require_same_model(
     directory: Path, model: Mapping[str, Any], stored: Metadata, unknown: Sequence[str] = ()
 ) -> None:
-    """
+    """Check that the checkpoint is of this model.
+
     Args:
-        model: state by name, as this run's has it.
-        unknown: names of buffers that the checkpoint has beside, and this model has not.
+        model: this run's model state by name.
+        unknown: names of non-persistent buffers that are in the checkpoint and not in this model.
 
     Raises:
-        WrongCheckpoint: the checkpoint holds other parameters or buffers, or some of another shape.
+        WrongCheckpoint: the names or shapes of parameters and buffers differ.
     """
     prefix = "model."
     shapes = {

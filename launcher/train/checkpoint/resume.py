@@ -1,4 +1,4 @@
-"""Resume: a run goes on from its newest good checkpoint, and its record is cut back to that step."""
+"""Resume of a run from its newest intact checkpoint, with metrics.jsonl truncated to that step."""
 
 from __future__ import annotations
 
@@ -29,35 +29,36 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Resumed:
-    """``directory``: of the checkpoint that was loaded. ``restored``: what came of that."""
+    """Directory of the checkpoint that was loaded, and the result of loading it."""
 
     directory: Path
     restored: Restored
 
 
 def begin(paths: RunPaths, fence: Fence) -> None:
-    """Clear away what this incarnation and older ones were writing when they ended. On rank 0, before it trains.
+    """Delete partial checkpoints of this attempt and older ones. Only rank 0 calls it, before training.
 
     Raises:
-        Superseded: a newer incarnation has begun.
+        Superseded: a newer attempt has started.
     """
     fence.check()
     save.clear(paths, fence)
 
 
 def go_on(engine: Engine, paths: RunPaths, fence: Fence, commit: str | None = None) -> Resumed | None:
-    """Load the newest checkpoint whose files are as they were written. All ranks call it, of a fresh engine.
+    """Load the newest checkpoint whose files match its manifest, and return it; None if the run has no checkpoint. All
+    ranks call it, with a fresh engine.
 
-    One that is damaged is said to be so, and moved aside once an older one was loaded in its place. None where there
-    are no checkpoints: the run begins.
+    Damaged checkpoints are reported, and moved aside once an older one was loaded instead.
 
     Args:
-        commit: of the task's code as it is now, where that is known.
+        commit: commit of the task's present code, if known.
 
     Raises:
-        NoGoodCheckpoint: there are some, and all of them are damaged.
-        WrongCheckpoint: the newest good one is not of this plan, is of a newer format, or closed to this user.
-        Superseded: a newer incarnation has begun.
+        NoGoodCheckpoint: the run has checkpoints, and all of them are damaged.
+        WrongCheckpoint: the newest intact one does not fit this plan, or has a newer format, or this user may not read
+            it.
+        Superseded: a newer attempt has started.
     """
     world = engine.world
     candidates: list[Path] = world.of_rank_0(paths.committed_checkpoints() if world.rank == 0 else [])
@@ -89,11 +90,11 @@ def go_on(engine: Engine, paths: RunPaths, fence: Fence, commit: str | None = No
 
 
 def require_same_shards(engine: Engine, resumed: Resumed, dataset: Any) -> None:
-    """Of a stream that shards itself, another number of ranks are other shares: in the middle of an epoch some samples
-    would be lost, and others come twice.
+    """Check that a stream that shards itself has the same number of ranks as before, if an epoch is in progress. With
+    another number, its shares change: some samples would be lost, and others read twice.
 
     Raises:
-        WrongCheckpoint: that is so.
+        WrongCheckpoint: the number of ranks differs.
     """
     ranks, here = resumed.restored.ranks, engine.world.size
     if ranks != here and engine.place.window and getattr(dataset, "sharded", False):
@@ -122,7 +123,7 @@ def _how(engine: Engine, restored: Restored) -> str:
 
 
 def _problems(world: World, directory: Path) -> list[str]:
-    """What is wrong with a checkpoint's files; every rank looks at its share of them, and all learn the same."""
+    """Return what is wrong with a checkpoint's files: the same on all ranks, each of which checks a share of them."""
     files: file_format.Files | str | WrongCheckpoint = world.of_rank_0(
         _said(file_format.read_manifest, directory) if world.rank == 0 else ""
     )
@@ -140,7 +141,7 @@ def _problems(world: World, directory: Path) -> list[str]:
 
 
 def _said(look: Callable[..., T], *arguments: Any) -> T | WrongCheckpoint:
-    """What one rank finds out, in a form that all can be told."""
+    """Call ``look``, and return a WrongCheckpoint that it raises, so that it can be sent to all ranks."""
     try:
         return look(*arguments)
     except WrongCheckpoint as error:
@@ -148,7 +149,7 @@ def _said(look: Callable[..., T], *arguments: Any) -> T | WrongCheckpoint:
 
 
 def _move_aside(paths: RunPaths, fence: Fence, refused: list[Path]) -> None:
-    """The run comes to their steps again, and must find their places free."""
+    """Rename damaged checkpoints: the run will reach their steps again, and save under their names."""
     if refused:
         fence.check()
     for directory in refused:
@@ -158,18 +159,18 @@ def _move_aside(paths: RunPaths, fence: Fence, refused: list[Path]) -> None:
 def open_record(
     plan: RunPlan, fence: Fence, step: int, last: dict[str, Any] | None, *, amended: bool = False
 ) -> Record:
-    """metrics.jsonl, cut back to ``step``: what lies behind it will come again.
+    """Truncate metrics.jsonl to ``step``, since later steps will be repeated, and open it.
 
-    It is a new file under the old name, so that a process of an older incarnation that still has the old one open
-    writes where nobody reads.
+    A new file replaces it under the same name, so that a process of an older attempt, which may still have the old file
+    open, cannot write to the new one.
 
     Args:
-        last: the record of that very step, for when the run ended between the checkpoint and its record.
-        amended: whether ``last`` takes the place of the one that is there.
+        last: the record of ``step``, in case the run ended between the checkpoint and its record.
+        amended: ``last`` replaces the record of ``step`` that is in the file.
 
     Raises:
-        RecordFailed: the disk has no room for the new file.
-        Superseded: a newer incarnation has begun.
+        RecordFailed: the new file cannot be written.
+        Superseded: a newer attempt has started.
     """
     fence.check()
     try:
@@ -181,20 +182,21 @@ def open_record(
     return Record(plan.paths.metrics, waits=plan.checkpoint.on_error is not OnError.stop)
 
 
-# as launcher/train/metrics.py writes them: the step comes first
+# launcher/train/metrics.py writes the step as a record's first field
 _STEP = re.compile(rb'\{"step": ([0-9]+)[,}]')
 
 
 def cut_back(path: Path, step: int, last: dict[str, Any] | None) -> None:
-    """Put a new file under the record's name, with what of it is to be kept, on the disk when this returns.
+    """Replace the record by a file that ends at ``step``, and sync it to disk.
 
-    Kept is all up to the last whole line of ``step`` or of one before it. What lies behind is later, torn, or garbage
-    that a machine left when it went down: up to a checkpoint the record was on the disk before that was committed.
+    The new file ends with the last complete line of ``step`` or of an earlier step. Anything after it is a later step,
+    an incomplete line, or garbage from a machine that crashed: records up to a checkpoint's step are synced before the
+    checkpoint is committed.
 
     Args:
-        last: the record of that very step, in case its line is missing.
+        last: the record of ``step``, in case its line is missing.
     """
-    for left in path.parent.glob(f".{path.name}.*"):  # by a start that was killed here
+    for left in path.parent.glob(f".{path.name}.*"):  # left by an attempt that was killed here
         left.unlink(missing_ok=True)
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
@@ -216,7 +218,7 @@ def cut_back(path: Path, step: int, last: dict[str, Any] | None) -> None:
 
 
 def record_of(path: Path, step: int) -> dict[str, Any] | None:
-    """Return the record of ``step``; None where there is no line for it."""
+    """Return the record of ``step``; None if it has no line."""
     if not path.exists():
         return None
     with path.open("rb") as record:
@@ -228,11 +230,11 @@ def record_of(path: Path, step: int) -> dict[str, Any] | None:
 
 
 def _end(record: IO[bytes], step: int) -> tuple[int, int | None]:
-    """Where the last line that is kept ends, and its step."""
-    if not os.fstat(record.fileno()).st_size:  # which mmap refuses
+    """Return the offset at which the last line to keep ends, and its step; (0, None) if there is none."""
+    if not os.fstat(record.fileno()).st_size:  # mmap refuses an empty file
         return 0, None
     with mmap.mmap(record.fileno(), 0, access=mmap.ACCESS_READ) as text:
-        newline = text.rfind(b"\n")  # what follows the last one is torn
+        newline = text.rfind(b"\n")  # what follows is an incomplete line
         while newline >= 0:
             begin = text.rfind(b"\n", 0, newline) + 1
             found = _STEP.match(text, begin, newline)
@@ -245,7 +247,7 @@ def _end(record: IO[bytes], step: int) -> tuple[int, int | None]:
 
 
 def _step_of(line: bytes) -> int | None:
-    """None for what is no record."""
+    """Return the step of a record; None if the line is not a record."""
     try:
         record: Any = json.loads(line)
     except ValueError:
@@ -255,13 +257,13 @@ def _step_of(line: bytes) -> int | None:
 
 
 def _copy(source: IO[bytes], target: IO[bytes], size: int) -> None:
-    """The first ``size`` bytes, by the operating system; on some file systems that costs nothing."""
+    """Copy the first ``size`` bytes inside the kernel; some file systems share the blocks instead of copying."""
     source.seek(0)
     at = 0
     while at < size:
         try:
             copied = os.copy_file_range(source.fileno(), target.fileno(), size - at, at, at)
-        except OSError:  # between two file systems, or one that does not have it
+        except OSError:  # not supported by the file system, or across two
             os.lseek(target.fileno(), at, os.SEEK_SET)
             copied = os.sendfile(target.fileno(), source.fileno(), at, size - at)
         if not copied:

@@ -1,4 +1,4 @@
-"""What summary.json says of the whole run, over all the times that it was begun: it travels in the checkpoints."""
+"""Totals over all attempts of a run, for summary.json. Checkpoints carry them from one attempt to the next."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from launcher.train.engine.window_totals import StepResult
 from launcher.train.measure.comm_meter import CommStats, Traffic
 from launcher.train.metrics import calibration_metrics, noise_metrics, peak_memory_bytes
 
-# the newest so many full windows have their say in the median of the step's time
+# number of the newest full windows over which the median step time is taken
 SAMPLED_WINDOWS = 1000
 # full windows needed before their median is recorded with the calibration
 SETTLED_WINDOWS = 10
@@ -32,25 +32,26 @@ def _seconds() -> deque[tuple[float, float]]:
 
 @dataclass
 class Account:
-    """Kept by every rank, after each window.
+    """Totals of one run, updated by every rank after each window.
 
     Args:
-        loss: of the last window with items, None before one.
-        eval_loss: of the last evaluation, None where that was not finite or there was none.
-        evaluated: whether there was one.
-        typical: what the last full window sent; seconds: (step, waiting for data) of such windows, without the first
-            ones of each process; first_seconds: of those, in this process.
-        settles: whether the calibration is to go into the next record: the median of ``seconds`` has become worth it.
-        peak_bytes: the most memory that this rank has held.
-        resumed: how often the run has gone on from a checkpoint, on the way that led here.
-        seconds_before: of training, up to the checkpoint that this process went on from.
-        checkpoint: the newest one's directory.
-        failed_saves: checkpoints that could not be written.
+        loss: mean loss of the last window with items; None before there is one.
+        eval_loss: held-out loss of the last evaluation; None if it was not finite, or there was none.
+        evaluated: an evaluation has taken place.
+        typical: communication of the last full window.
+        seconds: (step, waiting for data) of full windows, without the warm-up windows of each process.
+        first_seconds: the same, of this process's warm-up windows.
+        settles: the calibration is to be part of the next record: ``seconds`` has reached ``SETTLED_WINDOWS``.
+        peak_bytes: peak memory of this rank.
+        resumed: number of resumes from a checkpoint that led to this attempt.
+        seconds_before: duration of training up to the checkpoint that this process resumed from.
+        checkpoint: directory of the newest checkpoint.
+        failed_saves: number of checkpoints that could not be written.
         size: samples of the last full window.
-        since: the step after which a step takes, sends and holds what it does now; 0: from the start.
-        worlds: where the run went on in another world: the steps done by then, and both of them.
-        commit: of the task's code, see ``snapshot.commit_of``; rank 0 knows it. ``commits``: where the run went on with
-            another one, as ``worlds``.
+        since: step from which time, communication and memory of a step are as now; 0: from the start.
+        worlds: for each resume with another world size, strategy, batch or precision: the step, and both settings.
+        commit: commit of the task's code, known to rank 0.
+        commits: for each resume with another commit: the step, and both commits.
     """
 
     plan: RunPlan
@@ -81,7 +82,7 @@ class Account:
         size = self.plan.batch.global_size_at(result.window)
         self._windows_here += 1
         if result.samples == size:
-            if size != self.size:  # batch.ramp has come one stage further
+            if size != self.size:  # batch.ramp has entered its next stage
                 self.size = size
                 self.seconds.clear()
                 self.first_seconds.clear()
@@ -96,12 +97,12 @@ class Account:
         return self.seconds_before + time.perf_counter() - self.started
 
     def memory(self) -> int:
-        """Bytes: the most that this rank has held so far."""
+        """Update and return this rank's peak memory in bytes."""
         self.peak_bytes = max(self.peak_bytes, peak_memory_bytes(self.engine.device))
         return self.peak_bytes
 
     def calibration(self) -> dict[str, float]:
-        """Return what the calibration says of a whole step; nothing before there are both."""
+        """Return the calibration's metrics of a whole step; empty until there is a calibration and a step time."""
         calibrated = self.engine.calibrated
         if calibrated is None or not self.seconds:
             return {}
@@ -109,7 +110,7 @@ class Account:
         return calibration_metrics(calibrated, step_s, data_s, reads_ahead=self.plan.train.loader_workers > 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the totals as JSON, for a checkpoint."""
         return {
             "loss": self.loss,
             "eval_loss": self.eval_loss,
@@ -129,7 +130,8 @@ class Account:
         }
 
     def go_on(self, restored: Restored) -> None:
-        """From a checkpoint. Where a step takes, sends and holds other than it did then, those figures begin anew."""
+        """Restore the totals from a checkpoint. Figures of a step's time, communication and memory are dropped if they
+        would be different under this plan."""
         state = restored.run["account"]
         self.loss, self.eval_loss, self.evaluated = state["loss"], state["eval_loss"], state["evaluated"]
         self.resumed, self.seconds_before = state["resumed"] + 1, state["total_s"]
@@ -152,7 +154,8 @@ class Account:
         self.seconds.extend(zip(state["step_seconds"], state.get("data_seconds", ()), strict=False))
 
     def summary(self, verdict: str) -> dict[str, Any]:
-        """What summary.json holds. ``train/loss``: of the last window; times: medians over full windows."""
+        """Return the content of summary.json. ``train/loss`` is of the last window; times are medians over full
+        windows."""
         engine = self.engine
         summary: dict[str, Any] = {
             "verdict": verdict,

@@ -1,9 +1,9 @@
-"""Checkpoints on torch.distributed.checkpoint: one directory a step, written aside and committed by rename, if the
-disk takes it.
+"""Checkpoint writing with torch.distributed.checkpoint: one directory per step, written under a temporary name and
+committed by rename.
 
-A directory called step_NNNNNN is whole: tensors and the optimizer's options as torch has them, everything else in
-state.json, and in manifest.json what each file must be. The older ones that `checkpoint.keep` gives up go after that.
-Whatever goes wrong on one rank is known to all of them before they go on: none waits for what another one cannot do.
+A directory named step_NNNNNN is complete: tensors and the optimizer's options in torch's format, everything else in
+state.json, and size and checksum of each file in manifest.json. Checkpoints beyond `checkpoint.keep` are deleted after
+the commit. Ranks exchange their errors before they continue, so that none waits for a rank that has failed.
 """
 
 from __future__ import annotations
@@ -38,13 +38,16 @@ from launcher.train.engine.window_totals import StepResult
 from launcher.train.world import World
 
 _PROBE_BYTES = 1 << 16
-# state.json, the manifest and what describes the tensors
+# allowance for state.json, the manifest and torch's metadata
 _BESIDE_BYTES = 1 << 17
 
 
 def predicted_bytes(engine: Engine) -> int:
-    """Of one checkpoint, all ranks' files together: parameters, buffers, and the optimizer's state of each trained
-    parameter (AdamW: two moments; SGD: its momentum), and PowerSGD's residue, a whole gradient on each rank."""
+    """Return the predicted size of one checkpoint, the files of all ranks together, in bytes.
+
+    It is the sum of parameters, buffers, the optimizer's state of each trained parameter (AdamW: two moments; SGD:
+    momentum, if used), and PowerSGD's residue, which has the size of all gradients on each rank.
+    """
     optimizer, module = engine.plan.optimizer, engine.parallel.module
     moments = 2 if optimizer.kind is OptimizerKind.adamw else int(optimizer.momentum > 0)
     trained = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
@@ -54,24 +57,25 @@ def predicted_bytes(engine: Engine) -> int:
 
 
 def free_bytes(place: Path) -> int | None:
-    """On the disk of ``place``, or of the nearest directory above that is there; None where that cannot be told."""
+    """Return the free bytes on the disk of ``place``, or of its nearest existing parent; None if not known."""
     while not place.exists() and place != place.parent:
         place = place.parent
     try:
         usage = shutil.disk_usage(place)
     except OSError:
         return None
-    return usage.free if usage.total else None  # some file systems of the network count nothing
+    return usage.free if usage.total else None  # some network file systems report zeros
 
 
 def require(engine: Engine, directory: Path, *, has_one: bool) -> None:
-    """Write a small file where checkpoints are to lie, for good, and take it away again. All ranks call it.
+    """Check that checkpoints can be written: write, sync and delete a small file in ``directory``, and compare a
+    checkpoint's size with the free space. All ranks call it.
 
     Args:
-        has_one: the run goes on from a checkpoint: then checkpoint.on_error has its say.
+        has_one: the run resumes from a checkpoint: checkpoint.on_error=continue then prints the problem instead.
 
     Raises:
-        CheckpointFailed: on all ranks, where that cannot be done, or where a checkpoint is larger than what is free.
+        CheckpointFailed: on all ranks, if the file cannot be written, or the free space is too small.
     """
     world = engine.world
     problem = world.of_rank_0(_problem(directory, predicted_bytes(engine)) if world.rank == 0 else None)
@@ -97,7 +101,7 @@ def _problem(directory: Path, wanted: int) -> str | None:
     except OSError as error:
         return f"{error}."
     finally:
-        with suppress(OSError):  # what it would say has been said
+        with suppress(OSError):  # an error of the disk is returned already
             probe.unlink(missing_ok=True)
     free = free_bytes(directory)
     if free is not None and free < wanted:
@@ -110,8 +114,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What is to be saved, of one step, and where. ``tensors``: this rank's share; ``state``: the text of state.json;
-    ``predicted_bytes``: of the whole checkpoint; ``staged``: the tensors are copies that training does not change."""
+    """Content of one step's checkpoint, and where it is to be written.
+
+    Args:
+        tensors: this rank's share.
+        state: text of state.json.
+        keep: number of the newest checkpoints to keep; None: all.
+        predicted_bytes: predicted size of the whole checkpoint.
+        staged: the tensors are copies, which training does not change.
+    """
 
     step: int
     tensors: dict[str, Any]
@@ -124,11 +135,12 @@ class Snapshot:
 
 
 def take_snapshot(engine: Engine, fence: Fence, keep: int | None = None, run: dict[str, Any] | None = None) -> Snapshot:
-    """Of the engine as it is now. Its tensors are the engine's own. All ranks call it, between two windows.
+    """Return a snapshot of the engine; its tensors are the engine's own, not copies. All ranks call it, between two
+    windows.
 
     Args:
-        keep: how many of the newest checkpoints stay; None: all.
-        run: what the caller wants back from ``load``, as JSON has it; rank 0's is kept.
+        keep: number of the newest checkpoints to keep; None: all.
+        run: JSON data that ``load`` returns to the caller; rank 0's is stored.
     """
     state = {"origin": contents.origin(engine.plan), "engine": engine.state_dict(), "run": run or {}}
     return Snapshot(
@@ -143,21 +155,21 @@ def take_snapshot(engine: Engine, fence: Fence, keep: int | None = None, run: di
 
 
 def write(snapshot: Snapshot, group: dist.ProcessGroup | None = None) -> Path:
-    """Write and commit a snapshot. All ranks call it, and all end alike. Returns the committed directory.
+    """Write and commit a snapshot, and return the committed directory. All ranks call it, with the same outcome.
 
     Args:
-        group: for a thread beside the steps, one of all ranks on gloo.
+        group: a gloo group of all ranks, required in a background thread.
 
     Raises:
-        CheckpointFailed: the disk of some rank refuses. What was there before is untouched, and nothing is left over.
-        Superseded: a newer incarnation of the run has begun.
+        CheckpointFailed: a rank could not write. Earlier checkpoints are untouched, and the partial one is deleted.
+        Superseded: a newer attempt of the run has started.
     """
     return _Writing(snapshot, group).run()
 
 
 @dataclass(frozen=True)
 class _Trouble:
-    """Of one rank. ``free``: bytes on its disk then."""
+    """Error of one rank, and the free bytes on its disk at that time."""
 
     rank: int
     what: str
@@ -179,20 +191,21 @@ class _Writing:
         return self._target
 
     def _begin(self) -> bool:
-        """Whether there is nothing to do: of this very step there is a whole one, and saving over it would risk it."""
+        """Create the directory. Return True if nothing is to be done: a checkpoint of this step exists, and writing it
+        again would put it at risk."""
         if self._target.exists():
             return True
-        if self._partial.exists():  # of a save that failed
+        if self._partial.exists():  # left over from a failed save
             self._partial.rename(self._paths.discarded_checkpoint(self._of.step, self._fence.own))
         self._partial.mkdir(parents=True)
         return False
 
     def _write_tensors(self) -> file_format.Files:
-        """The files of all ranks."""
+        """Write this rank's share; return the files of all ranks."""
         writer = Writer(self._partial, staged=self._of.staged)
         try:
             dcp.save(self._of.tensors, storage_writer=writer, process_group=self._group)
-        except dcp.CheckpointException as error:  # the same on all ranks, whichever it was
+        except dcp.CheckpointException as error:  # torch raises it on all ranks, whichever rank failed
             own = error.failures.get(self._world.rank)
             self._fail(writer.error or (own[0] if own else None))
         return {name: file for files in self._world.of_all(writer.written, self._group) for name, file in files.items()}
@@ -208,7 +221,7 @@ class _Writing:
             sync_directory(self._target.parent)
             write_text(self._paths.latest, f"{self._target.name}\n")
             sync_directory(self._target.parent)
-        except OSError as error:  # it is committed: nobody needs what follows
+        except OSError as error:  # the checkpoint is committed, and the rest is a convenience
             print(f"{self._target.name} is whole, but {self._paths.latest} does not name it: {error}", flush=True)
         give_up(self._paths, self._fence, self._of.keep)
 
@@ -227,7 +240,8 @@ class _Writing:
         return answer  # pyright: ignore[reportReturnType]
 
     def _fail(self, error: BaseException | None) -> NoReturn:
-        """All ranks call it. ``error``: this one's, None where it had none."""
+        """Raise CheckpointFailed with the errors of all ranks. All ranks call it. ``error``: this rank's; None if it
+        had none."""
         own = None
         if error is not None:
             what = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
@@ -235,7 +249,7 @@ class _Writing:
         troubles = [trouble for trouble in self._world.of_all(own, self._group) if trouble is not None]
         newest = next((path.name for path in self._paths.committed_checkpoints()), None)
         if self._world.rank == 0:
-            shutil.rmtree(self._partial, ignore_errors=True)  # no rank writes in it any more
+            shutil.rmtree(self._partial, ignore_errors=True)  # no rank writes to it any more
         said = "; ".join(f"rank {trouble.rank}: {trouble.what}" for trouble in troubles)
         free = min((trouble.free for trouble in troubles if trouble.free is not None), default=None)
         raise CheckpointFailed(
@@ -247,45 +261,46 @@ class _Writing:
 
 
 def give_up(paths: RunPaths, fence: Fence, keep: int | None) -> None:
-    """All but the newest ``keep``. On rank 0; no run fails for what cannot be deleted."""
+    """Delete all but the newest ``keep`` checkpoints. Only rank 0 calls it; failures are ignored."""
     for old in paths.committed_checkpoints()[keep:] if keep else ():
         step = int(old.name.removeprefix("step_"))
-        with suppress(OSError):  # never seen half gone under its own name
+        with suppress(OSError):  # renamed first, so that a partly deleted one never has a checkpoint's name
             old.rename(paths.discarded_checkpoint(step, fence.own))
     clear(paths, fence)
 
 
 def clear(paths: RunPaths, fence: Fence) -> None:
-    """Delete what this incarnation and older ones were writing or taking away, and are no more. On NFS what somebody
-    has open stays; it goes the next time."""
+    """Delete partial and discarded checkpoints of this attempt and older ones. On NFS a file that a process has open
+    remains, and is deleted by a later call."""
     for incarnation, partial in paths.partial_checkpoints():
         if Incarnation.parse(incarnation) <= fence.own:
             shutil.rmtree(partial, ignore_errors=True)
 
 
 class Cadence:
-    """When to save: every so many steps, or minutes by rank 0's clock. Its word comes with the window's flags."""
+    """Schedule of checkpoints: by steps, or by minutes on rank 0's clock, which reach the others with the window's
+    totals."""
 
     def __init__(self, plan: CheckpointPlan) -> None:
         self._plan = plan
         self.start_clock()
 
     def start_clock(self) -> None:
-        """At the beginning, and after each save."""
+        """Restart the clock: at the start, and after each save."""
         self._since = time.monotonic()
 
     def by_clock(self) -> bool:
-        """By this rank's: for ``Engine(save_due=...)``."""
+        """Return whether a checkpoint is due by this rank's clock: for ``Engine(save_due=...)``."""
         minutes = self._plan.every_minutes
         return self._plan.enabled and minutes is not None and time.monotonic() - self._since >= 60 * minutes
 
     def due(self, result: StepResult) -> bool:
-        """The same on all ranks."""
+        """Return whether a checkpoint is due after this step: the same on all ranks."""
         by_step = self._plan.every is not None and result.step % self._plan.every == 0
         return self._plan.enabled and (by_step or result.save_due)
 
     def next(self, step: int) -> str:
-        """When the next one is due after that of ``step``, in words."""
+        """Return a phrase that says when the next checkpoint after that of ``step`` is due."""
         every, minutes = self._plan.every, self._plan.every_minutes
         due = [f"at step {(step // every + 1) * every}"] if every else []
         due += [f"in {minutes:g} minutes"] if minutes else []
