@@ -1,1 +1,1 @@
-"""`launch doctor`: is this machine, or the cluster, fit to run? Probes ask the machines, pure functions judge."""
+"""`launch doctor`: checks whether this machine or the cluster can run jobs. Probes collect facts, functions judge."""

@@ -1,12 +1,12 @@
-"""One worker that measures: does torch come up, what does it see, and how fast is an all-reduce among the workers?
+"""Bandwidth worker: finds out whether torch starts, which GPUs it sees, and how fast an all-reduce is.
 
     python -m launcher.doctor.bandwidth WORKER_AS_JSON
 
-Prints one JSON object, the last line of its output. A process of its own, as a worker is: a library that ends the
-process is an answer too.
+Prints one JSON object as the last line of its output. It is a separate process, as a worker is, because a library may
+abort the process.
 """
 # pyright: reportUnknownMemberType=false
-# torch.distributed leaves some of its arguments without a type
+# some arguments of torch.distributed have no type
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
 
 
-# sizes are multiplied as long as the next one is expected to fit into the time that is left
+# payload sizes in bytes: each is _TIMES the last one, as long as the next is expected to fit into _MEASURE_S
 _SMALLEST, _LARGEST, _TIMES = 256 * 1024, 256 * 2**20, 4
 _REPETITIONS = 3
 _MEASURE_S = 8.0
@@ -36,8 +36,14 @@ _WITHIN_S = 120
 
 @dataclass(frozen=True)
 class Worker:
-    """``rank`` of ``world`` that meet at ``store``, HOST:PORT; alone, they only look at torch. ``device``: cpu, or cuda
-    for GPU ``local``. ``parent``: the process that starts it."""
+    """One measuring worker; with ``world`` 1 it only inspects torch.
+
+    Args:
+        local: index of the worker's GPU on this host.
+        store: HOST:PORT where the workers meet.
+        device: cpu or cuda.
+        parent: process id of the process that starts it.
+    """
 
     rank: int
     world: int
@@ -48,7 +54,7 @@ class Worker:
 
 
 def measure(workers: Sequence[Worker], env: dict[str, str]) -> dict[str, Any]:
-    """Run them, all of this host; what the first of them says. ``error``: why it, or another one, got nowhere."""
+    """Run the workers of this host. Return the result of the first; if any failed, one with ``error``, the reason."""
     started: list[subprocess.Popen[str]] = []
     end = time.monotonic() + _WITHIN_S
     try:
@@ -90,7 +96,7 @@ def main(told: str) -> None:
 
 
 def _times(worker: Worker) -> list[list[float]]:
-    """Of each size its bytes and the median seconds of one all-reduce, those of the slowest rank."""
+    """Return [bytes, median seconds of one all-reduce on the slowest rank] for each payload size."""
     import torch
     import torch.distributed as dist
 
@@ -104,7 +110,7 @@ def _times(worker: Worker) -> list[list[float]]:
     )  # fmt: skip
     found: list[list[float]] = []
     size, begun = _SMALLEST, time.monotonic()
-    _once(torch.ones(16, device=device))  # the connections are made by the first one
+    _once(torch.ones(16, device=device))  # the first all-reduce opens the connections
     while size <= _LARGEST:
         data = torch.ones(size // 4, device=device)
         _once(data)
@@ -112,7 +118,7 @@ def _times(worker: Worker) -> list[list[float]]:
         found.append([size, times[len(times) // 2]])
         expected = times[-1] * _TIMES * (_REPETITIONS + 1)
         left = torch.tensor([_MEASURE_S - (time.monotonic() - begun) - expected])
-        dist.all_reduce(left, dist.ReduceOp.MIN)  # all of them go on, or none
+        dist.all_reduce(left, dist.ReduceOp.MIN)  # all ranks continue, or none
         if left.item() < 0:
             break
         size *= _TIMES
@@ -122,7 +128,7 @@ def _times(worker: Worker) -> list[list[float]]:
 
 
 def _once(data: torch.Tensor) -> float:
-    """Seconds of one all-reduce on the rank that took longest. The numbers stay what they are."""
+    """Return the seconds of one all-reduce on the slowest rank. Taking the maximum keeps ``data`` unchanged."""
     import torch
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""One line of what was looked at, by the doctor first of all: how it stands, what was found, what to do about it."""
+"""Check: one line of a report, with its state, the finding, and the remedy. Used by the doctor and others."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ class State(StrEnum):
 
 @dataclass(frozen=True)
 class Check:
-    """``node``: the host, or several with commas, that it is about; None for all of them. ``remedy``: empty where it is
-    ok."""
+    """Result of one check. ``remedy``: empty if ok. ``node``: host, or comma-separated hosts; None for all of them."""
 
     name: str
     state: State
@@ -41,7 +40,7 @@ def failure(name: str, found: str, remedy: str, node: str | None = None) -> Chec
 
 
 def merge(checks: Iterable[Check], hosts: Sequence[str]) -> list[Check]:
-    """What several hosts have word for word in common, as one: of all ``hosts``, no host is named."""
+    """Merge checks that are equal except for their host; a check that holds for all ``hosts`` names no host."""
     same: dict[Check, list[str]] = {}
     for check in checks:
         same.setdefault(dataclasses.replace(check, node=None), []).append(check.node or "")

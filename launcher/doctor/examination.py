@@ -1,4 +1,4 @@
-"""The doctor's examination: ask this host, and with Slurm its settings and its nodes; then judge."""
+"""Examination: collects facts of this host or, with Slurm, of its settings and nodes, and judges them."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ from launcher.rundir.files import write_json
 
 
 def judge(config: Config, plan: LaunchPlan, login: Answer, answers: dict[int, Answer], unwritten: str) -> list[Check]:
-    """A line a check, what is alike on all hosts once.
+    """Return the checks of the hosts; results that are equal on all hosts occur once.
 
     Args:
-        login: facts of the host that asks.
-        answers: of each node that has given one.
-        unwritten: why ``login`` could not write to the working directory; empty where it could.
+        login: facts of the host on which the doctor runs.
+        answers: answers by node, where there is one.
+        unwritten: why ``login`` could not write to the working directory; empty if it could.
     """
     cluster, shared = plan.cluster, plan.cluster.kind is ClusterKind.slurm
-    if not answers and not shared:  # of Slurm's nodes their job says why
+    if not answers and not shared:  # with Slurm, the checks of the job give the reason
         remedy = "Its own words are above this; try `python -c 'import launcher.doctor.probe'`."
         return [failure("probe", "this machine's probe gave no answer", remedy)]
     run_dir = plan.paths.root.parent
     looked = {node: answer for node, answer in answers.items() if "facts" in answer}
     each = list(looked.values())
-    # in a container Python is the image's, the same on all nodes
+    # in a container all nodes use the image's Python, so compare them with the first node
     model = each[0]["facts"] if each and config.cluster.container else login
     several = [
         [host_checks.python(model, one) for one in each],
@@ -69,7 +69,7 @@ def judge(config: Config, plan: LaunchPlan, login: Answer, answers: dict[int, An
 
 
 def _unfinished(answer: Answer) -> Check | None:
-    """What ended a host's own look."""
+    """Return a failure if a host's probe did not finish, else None."""
     if "error" not in answer and answer.get("done"):
         return None
     problem, _, remedy = answer.get("error", "its probe did not come to its end").partition("\n")
@@ -80,13 +80,13 @@ _LOCAL_WITHIN_S = 240
 
 
 def examine(config: Config, say: Callable[[str], None]) -> list[Check]:
-    """All checks of what the config's cluster is.
+    """Return all checks for the config's cluster.
 
     Args:
-        say: takes a line on what is being waited for.
+        say: shows one line of progress to the user.
 
     Raises:
-        ConfigError, SiteError: the input is wrong, there is no Slurm here, or it refuses the job.
+        ConfigError, SiteError: The input is wrong, there is no Slurm here, or it refuses the job.
     """
     check(config)
     if config.cluster.kind is ClusterKind.hosts:
@@ -102,7 +102,7 @@ def examine(config: Config, say: Callable[[str], None]) -> list[Check]:
 
 
 def _of_slurm(config: Config, found: Partition) -> list[Check]:
-    if config.cluster.time is not None:  # what is wrong with it is wrong input
+    if config.cluster.time is not None:  # raises if it is wrong
         solve_cluster(config.cluster, Site.of(found, config.cluster.container), slurm_checks.NAME, config.strategy.kind)
     settings = client.settings()
     checks: list[Check] = []
@@ -129,14 +129,14 @@ def _of_hosts(config: Config, site: Site, say: Callable[[str], None]) -> list[Ch
         place = host_facts.directory(folder)
         if slurm and not problem and place["kind"] in OWN_MEMORY:
             unusable = [host_checks.in_memory(run_dir, place, login["host"], shared=True)]
-        if slurm and unusable:  # there is no other way to the nodes and back
+        if slurm and unusable:  # the directory is the only way to exchange facts with the nodes
             return unusable
         plan = _put(config, site, folder, token)
         asked = slurm_checks.ask_nodes(plan, say) if slurm else None
         answers = _ask_here(plan) if asked is None else asked.answers
         of_job = [] if asked is None else slurm_checks.judge(asked, plan.cluster.nodes, folder)
         found = judge(config, plan, login, answers, unwritten)
-    # of the directory that was used instead nobody wants to know
+    # drop the checks of the directory that was used instead
     return [*of_job, *unusable, *(one for one in found if not unusable or one.name != unusable[0].name)]
 
 
@@ -152,7 +152,7 @@ def _plan(config: Config, site: Site, folder: Path) -> LaunchPlan:
 
 
 def _put(config: Config, site: Site, folder: Path, token: str) -> LaunchPlan:
-    """Leave the question in ``folder``; the plan of the job that answers it."""
+    """Write the question into ``folder``. Return the plan of the job that answers it."""
     plan = _plan(config, site, folder)
     cluster = plan.cluster
     question = Question(
@@ -171,12 +171,12 @@ def _ask_here(plan: LaunchPlan) -> dict[int, Answer]:
         env=allowed_env(os.environ, (*plan.env.allow, *WANDB_ENV)),
         cwd=plan.cluster.cwd,
         stdin=subprocess.DEVNULL,
-        start_new_session=True,  # a Ctrl-C is this process's to answer: it ends the other one, without a traceback
+        start_new_session=True,  # only this process handles a Ctrl-C; it kills the probe, without a traceback
     )
     try:
         with suppress(subprocess.TimeoutExpired):
             process.wait(_LOCAL_WITHIN_S)
-    finally:  # its workers go with it, by the kernel's hand
+    finally:  # the kernel kills its workers with it (die_with_parent)
         process.kill()
         process.wait()
     return host_facts.answers(folder, 1)
@@ -184,7 +184,7 @@ def _ask_here(plan: LaunchPlan) -> dict[int, Answer]:
 
 @contextmanager
 def _written(cwd: Path) -> Generator[tuple[str, str]]:
-    """A file in ``cwd`` that other hosts look for; its name, or an empty one, and why it could not be written."""
+    """Write a file in ``cwd`` for which other hosts look. Yield (name, ""), or ("", reason) if it cannot be written."""
     token, problem = f".launch-doctor-{secrets.token_hex(4)}", ""
     try:
         (cwd / token).touch()
@@ -199,8 +199,10 @@ def _written(cwd: Path) -> Generator[tuple[str, str]]:
 
 @contextmanager
 def _folder_in(run_dir: Path) -> Generator[tuple[Path, str]]:
-    """A new directory below ``run_dir``, gone afterwards, as is what had to be made above it; or, where that cannot be,
-    one of this machine's own, and why."""
+    """Yield a temporary directory in ``run_dir`` and "", or one in this machine's temporary space and the reason.
+
+    The directory is removed afterwards, with any parent that had to be made.
+    """
     made = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
     problem = ""
     try:

@@ -1,4 +1,4 @@
-"""Checks of the hosts: software, GPUs, directories, links, W&B. Answers of the probes in, checks out."""
+"""Checks of the hosts: software, GPUs, directories, links, W&B. Pure functions from the probes' answers to checks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OPEN_FILES = 1024
 
 
 def python(login: Answer, answer: Answer) -> Check:
-    """The same interpreter at the same place as where the job is submitted. ``login``: that host's facts."""
+    """Check that the Python version is that of the host which submits the job. ``login``: facts of that host."""
     facts, host = answer["facts"], answer["host"]
     found = f"Python {facts['python']}, {facts['executable']}"
     if facts["python"] != login["python"]:
@@ -56,7 +56,7 @@ def packages(login: Answer, answer: Answer) -> Check:
 
 
 def torch(answer: Answer) -> Check | None:
-    """Whether torch comes up. None where it has not come to that."""
+    """Return a failure if a worker alone could not start torch; None otherwise, or if it was not tried."""
     seen: Answer | None = answer.get("bandwidth")
     if seen is None or "error" not in seen or seen["world"] > 1:
         return None
@@ -66,7 +66,7 @@ def torch(answer: Answer) -> Check | None:
 
 
 def gpus(answer: Answer, device: Device, workers: int) -> Check:
-    """As many as the workers need, seen by torch, and idle. ``workers``: on this host."""
+    """Check that torch sees enough idle GPUs. ``workers``: workers on this host, which need one GPU each."""
     facts, host = answer["facts"], answer["host"]
     devices, use = facts["devices"], facts["gpu_use"]
     build = facts["packages"]["torch"]
@@ -101,7 +101,7 @@ def _busy(use: list[list[int]]) -> list[str]:
 
 
 def limits(answer: Answer) -> list[Check]:
-    """What loader processes need: shared memory for batches, and open files."""
+    """Check what loader processes need: shared memory for batches, and open files."""
     facts, host = answer["facts"], answer["host"]
     shm, files = facts["shm_bytes"], facts["open_files"]
     checks: list[Check] = []
@@ -128,10 +128,10 @@ _FREE_BYTES = 10e9
 
 
 def run_dir(run_dir: Path, login: str, answers: dict[int, Answer], *, shared: bool) -> list[Check]:
-    """That each of these hosts has answered shows that it sees what ``login`` wrote there, and the other way round.
+    """Check the run directory. A host that has answered sees what ``login`` wrote there, and vice versa.
 
     Args:
-        shared: whether other hosts than ``login`` were asked.
+        shared: True if hosts other than ``login`` were asked.
     """
     checks: list[Check] = []
     for node, answer in answers.items():
@@ -175,7 +175,7 @@ def unusable(run_dir: Path, problem: str) -> Check:
 
 
 def working_directory(login: str, written: str, answers: dict[int, Answer], *, shared: bool) -> list[Check]:
-    """``written``: why ``login`` could not write there; empty where it could."""
+    """Check the working directory. ``written``: why ``login`` could not write there; empty if it could."""
     checks: list[Check] = []
     for answer in answers.values():
         place: Answer | None = answer.get("cwd")
@@ -197,17 +197,17 @@ def working_directory(login: str, written: str, answers: dict[int, Answer], *, s
 
 
 def left_by_nodes(cwd: Path, token: str) -> list[Path]:
-    """What the hosts that see the token have put beside it."""
+    """Return the files that the hosts which see the token have written beside it."""
     return sorted(cwd.glob(f"{token}.node*"))
 
 
 _CLOCK_WARNING_S, _CLOCK_FAILURE_S = 0.1, 2.0
-# of the link's rate; below it something is wrong
+# fraction of the link's rate below which something is wrong
 _FAR_BELOW = 0.5
 
 
 def interfaces(answers: dict[int, Answer]) -> list[Check]:
-    """Each host's interface and address towards the others; and whether it has those that its environment names."""
+    """List each host's interface and address, and check that it has the interfaces that its environment names."""
     looked = [answer for answer in answers.values() if "interfaces" in answer]
     hosts = [answer["host"] for answer in answers.values()]
     checks = merge((missing for answer in looked if (missing := _missing(answer)) is not None), hosts)
@@ -222,7 +222,7 @@ def interfaces(answers: dict[int, Answer]) -> list[Check]:
 def _missing(answer: Answer) -> Check | None:
     there: list[str] = answer["interfaces"]
     for name, said in answer["said_interfaces"].items():
-        # NCCL takes the beginning of a name, or with = the whole; ^: all but these
+        # NCCL matches prefixes of names, or whole names after "="; "^" excludes names
         wanted, exact = tuple(said.lstrip("=").split(",")), name == GLOO or said.startswith("=")
         if said.startswith("^") or any(have in wanted or (not exact and have.startswith(wanted)) for have in there):
             continue
@@ -239,7 +239,7 @@ def _own_name(answer: Answer) -> str:
 
 
 def connections(answers: dict[int, Answer]) -> list[Check]:
-    """Every host to every other one, on a port that was free."""
+    """Check that every host reaches every other one on an arbitrary free port."""
     checks: list[Check] = []
     tried, slowest = 0, 0.0
     for answer in answers.values():
@@ -262,7 +262,7 @@ def connections(answers: dict[int, Answer]) -> list[Check]:
 
 
 def clocks(answers: dict[int, Answer]) -> list[Check]:
-    """Failures on several hosts are put in order by the clocks of these."""
+    """Check that the hosts' clocks agree, because failures on several hosts are ordered by them."""
     pairs = [
         (abs(link["offset_s"]), link["rtt_s"], answer["host"], answers[link["node"]]["host"])
         for answer in answers.values()
@@ -281,11 +281,12 @@ def clocks(answers: dict[int, Answer]) -> list[Check]:
 
 
 def all_reduce(answers: dict[int, Answer], device: str, link_gbit: float | None, *, hosts: bool) -> list[Check]:
-    """The algorithm bandwidth: wire bytes 2(W-1)/W of the payload in the time of one all-reduce.
+    """Check the bandwidth of an all-reduce, computed by ``bandwidth``.
 
     Args:
-        link_gbit: Gbit/s of a host's link, where it was said.
-        hosts: whether the workers were one a host, on several.
+        answers: answers by node.
+        link_gbit: Gbit/s of a host's link (cluster.link_gbit), or None.
+        hosts: True if there was one worker on each of several hosts.
     """
     name, who = "all-reduce", "nodes" if hosts else "workers"
     measured = {k: answer["bandwidth"] for k, answer in answers.items() if "bandwidth" in answer}
@@ -310,7 +311,11 @@ def all_reduce(answers: dict[int, Answer], device: str, link_gbit: float | None,
 
 
 def bandwidth(times: list[list[float]], world: int) -> tuple[float, float, float]:
-    """Gbit/s of the largest size, which no buffer on the way takes in, its bytes, and the seconds of the smallest."""
+    """Return (Gbit/s, bytes, seconds): rate and size of the largest all-reduce, and time of the smallest.
+
+    The rate counts the wire bytes of a ring, 2(W-1)/W of the payload (NCCL's "bus bandwidth"). The largest size counts,
+    because no buffer on the way can hold it.
+    """
     size, took = times[-1]
     return 8e-9 * size * 2 * (world - 1) / world / took, size, times[0][1]
 
@@ -319,7 +324,7 @@ _OFFLINE = "use wandb.mode=offline and `wandb sync` later."
 
 
 def wandb(mode: WandbMode, version: str | None, answer: Answer) -> Check | None:
-    """``answer``: of the host that rank 0 is to run on. None where it was not asked."""
+    """Check W&B; None if the probe did not get to it. ``answer``: answer of the host on which rank 0 will run."""
     if mode is not WandbMode.online:
         return ok("W&B", f"wandb {version}, wandb.mode={mode.value}: no server is needed")
     said: dict[str, str] | None = answer.get("wandb")

@@ -1,6 +1,6 @@
-"""Facts about hosts, as plain values, and the files in which hosts leave them for each other and the doctor.
+"""Facts about hosts as plain values, and the files through which hosts exchange them with each other and the doctor.
 
-That it works is itself what a run needs: the plan, the checkpoints and the logs go the same way.
+The exchange itself is a test: a run needs the same shared directory for its plan, checkpoints and logs.
 """
 
 from __future__ import annotations
@@ -29,9 +29,12 @@ _SMI_WITHIN_S = 20
 
 
 def here() -> dict[str, Any]:
-    """``packages``: versions, None for one that is missing. ``devices``: GPUs whatever torch makes of them.
-    ``gpu_use``: of each GPU its index, MiB in use and per cent of the time at work; None without nvidia-smi.
-    ``hostname_address``: what this host's own name resolves to. ``shm_bytes``: size of /dev/shm, None without one."""
+    """Return the facts of this host.
+
+    ``packages``: versions, None for a missing one. ``devices``: number of GPUs, whether or not torch can use them.
+    ``gpu_use``: [index, MiB in use, utilization in %] of each GPU, None without nvidia-smi. ``hostname_address``: what
+    this host's own name resolves to. ``shm_bytes``: size of /dev/shm, None without one.
+    """
     return {
         "host": socket.gethostname(),
         "python": platform.python_version(),
@@ -47,8 +50,11 @@ def here() -> dict[str, Any]:
 
 
 def directory(path: Path) -> dict[str, Any]:
-    """``problem``: why nothing can be written there; empty where something can. ``kind``: of its file system, mounted
-    at ``mount``. ``free_bytes``: for this user."""
+    """Return the facts of a directory.
+
+    ``problem``: why it is not writable, empty if it is. ``kind``, ``mount``: type and mount point of its file system.
+    ``free_bytes``: free space for this user.
+    """
     found: dict[str, Any] = {"path": str(path), "problem": "", "kind": "", "mount": "", "free_bytes": None}
     try:
         with tempfile.NamedTemporaryFile(dir=path, prefix=".launch-doctor-"):
@@ -82,13 +88,13 @@ def _gpu_use() -> list[list[int]] | None:
     except (OSError, subprocess.SubprocessError):
         return None
     rows = [[word.strip() for word in line.split(",")] for line in done.stdout.splitlines()]
-    # "[N/A]", of a slice of a GPU, is no number
+    # a slice of a GPU shows "[N/A]" instead of numbers
     return [[int(word) for word in row] for row in rows if len(row) == 3 and all(word.isdecimal() for word in row)]
 
 
 _LOOK_EVERY_S = 0.1
 
-# what one host says, by subject: plain values that travel as JSON
+# facts of one host by subject, as values that JSON can hold
 Answer = dict[str, Any]
 
 
@@ -97,8 +103,8 @@ def question_of(folder: Path) -> Path:
 
 
 def answers(folder: Path, nodes: int) -> dict[int, Answer]:
-    """What each host has said so far; those that have said nothing are left out."""
-    list(folder.iterdir())  # of a directory on a network a fresh look, not what was remembered of it
+    """Return the answers so far, by node."""
+    list(folder.iterdir())  # makes a network file system refresh its cached directory
     found = {node: read_json(_answer_of(folder, node)) for node in range(nodes)}
     return {node: answer for node, answer in found.items() if answer is not None}
 
@@ -108,19 +114,23 @@ def _answer_of(folder: Path, node: int) -> Path:
 
 
 class Desk:
-    """One host's place among the others."""
+    """Exchange of facts between this host and the others, through files in ``folder``."""
 
     def __init__(self, folder: Path, node: int, nodes: int) -> None:
         self.folder, self.node, self.nodes = folder, node, nodes
         self._told: Answer = {}
 
     def tell(self, **known: Any) -> None:
-        """Something more is known of this host."""
+        """Publish further facts of this host."""
         self._told |= known
         write_json(_answer_of(self.folder, self.node), self._told)
 
     def wait(self, key: str, of: set[int], within_s: float) -> dict[int, Answer]:
-        """The answers of those hosts that have told ``key``, once all have, or are done without, or time is over."""
+        """Wait until the hosts ``of`` have published ``key`` or are done, for at most ``within_s`` seconds.
+
+        Returns:
+            The answers that contain ``key``, by node.
+        """
         end = time.monotonic() + within_s
         while True:
             found = {node: answer for node, answer in answers(self.folder, self.nodes).items() if node in of}

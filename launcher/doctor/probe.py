@@ -1,4 +1,4 @@
-"""Probe: what one host finds out, alone and together with the others; the doctor reads the answers and judges.
+"""Probe: collects the facts of one host, alone and together with the others, for the doctor to judge.
 
     python -m launcher.doctor.probe FOLDER PARENT_PID
 
@@ -44,7 +44,7 @@ _TIME = struct.Struct("!d")
 
 
 class _Clock(socketserver.BaseRequestHandler):
-    """Says what time it is here, once for each byte that it gets."""
+    """Clock server: sends this host's time once for each byte that it receives."""
 
     def handle(self) -> None:
         self.request.settimeout(_WITHIN_S)
@@ -57,16 +57,12 @@ class _Server(socketserver.ThreadingTCPServer):
     request_queue_size = 128
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A caller that has gone is the caller's to tell of."""
+        """Ignore connections that break; the caller reports them."""
 
 
 @contextmanager
 def listening(address: str) -> Generator[int]:
-    """A free port of ``address`` on which this host's clock answers.
-
-    Raises:
-        OSError: none can be opened.
-    """
+    """Run the clock server at ``address`` and yield its port. Raises OSError if no port can be opened."""
     with _Server((address, 0), _Clock) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         try:
@@ -76,7 +72,7 @@ def listening(address: str) -> Generator[int]:
 
 
 def reach_all(places: dict[int, tuple[str, int]]) -> list[dict[str, Any]]:
-    """Call each of the hosts, as ``reach`` does, several at once; ``node`` says which one it was."""
+    """Call ``reach`` for all hosts, several at a time. Return its results, each with the host's ``node``."""
     if not places:
         return []
     with ThreadPoolExecutor(_AT_ONCE) as pool:
@@ -85,8 +81,11 @@ def reach_all(places: dict[int, tuple[str, int]]) -> list[dict[str, Any]]:
 
 
 def reach(address: str, port: int) -> dict[str, Any]:
-    """``problem``: why there is no connection; empty where there is. ``rtt_s``: of the fastest way there and back,
-    ``offset_s``: what the clock there is ahead of this one, by that same exchange: half the way is the same each way.
+    """Connect to a host's clock server and measure.
+
+    Returns:
+        ``problem``: why there is no connection, empty if there is. ``rtt_s``: shortest round trip in seconds.
+        ``offset_s``: seconds by which the clock there is ahead, from that round trip, assuming equal times each way.
     """
     best: tuple[float, float] | None = None
     try:
@@ -114,7 +113,7 @@ def _receive(there: socket.socket, size: int) -> bytes:
     return got
 
 
-# the first word of every host; whoever has said none by then does not see the directory
+# seconds within which every host publishes its first facts; a later one is taken not to see the directory
 _HELLO_WITHIN_S = 45
 _TELL_WITHIN_S = 60
 _WANDB_WITHIN_S = 5
@@ -122,8 +121,14 @@ _WANDB_WITHIN_S = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """``cwd_token``: a file that the login host has left in the working directory ``cwd``; empty where it could not.
-    ``workers``: on each host. ``device``: cpu or cuda. ``online``: whether W&B is to be live."""
+    """Question of the doctor to all probes.
+
+    Args:
+        cwd_token: file that the login host has written in the working directory ``cwd``; empty if it could not.
+        nodes, workers: number of hosts, and of workers on each.
+        device: cpu or cuda.
+        online: True if wandb.mode is online.
+    """
 
     cwd: str
     cwd_token: str
@@ -136,13 +141,14 @@ class Question:
 
 
 def of_slurm(folder: str) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # submitit lets it pass; nothing is to be saved here
+    """Run the probe as a task of a Slurm job."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # submitit ignores it; the probe has nothing to save
     task = Task.here()
     answer(Path(folder), task.node, os.environ["SLURMD_NODENAME"])
 
 
 def answer(folder: Path, node: int, node_name: str | None) -> None:
-    """Find out, and tell. ``node_name``: Slurm's name of this host, None without Slurm."""
+    """Collect and publish the facts of this host. ``node_name``: Slurm's name of it, None without Slurm."""
     question = build(Question, read_json(host_facts.question_of(folder)) or {})
     told = Desk(folder, node, question.nodes)
     try:
@@ -156,7 +162,7 @@ def answer(folder: Path, node: int, node_name: str | None) -> None:
             told.tell(wandb=_wandb())
     except LauncherError as error:
         told.tell(error=str(error))
-    except Exception as error:  # an answer like any other: the doctor names the host
+    except Exception as error:  # the doctor reports it with the host's name
         told.tell(error=f"{type(error).__name__}: {error}")
     finally:
         told.tell(done=True)
@@ -181,8 +187,13 @@ def _look_around(question: Question, told: Desk) -> None:
 
 @dataclass(frozen=True)
 class Wire:
-    """The way to the others. ``names``: what tells gloo and NCCL. ``store``: where the workers meet. ``whole``: whether
-    every host is there and reaches every other."""
+    """Connection to the other hosts.
+
+    Args:
+        names: environment variables that select the interface for gloo and NCCL.
+        store: HOST:PORT where the workers meet.
+        whole: True if every host has answered and reaches every other one.
+    """
 
     names: dict[str, str]
     store: str
@@ -193,7 +204,7 @@ def _look_at_links(question: Question, told: Desk) -> Wire:
     route = _route(question, told)
     names = socket_names(route, question.interface)
     address, everyone = route.interface.address, set(range(question.nodes))
-    # the workers' own port: a free one as for any run
+    # a free port for the workers, as in any run
     with socket.create_server((address, 0)) as free:
         port = free.getsockname()[1]
     with listening(address) as clock:
@@ -208,7 +219,7 @@ def _look_at_links(question: Question, told: Desk) -> Wire:
 
 
 def _route(question: Question, told: Desk) -> Route:
-    """Towards node 0, as a run finds it."""
+    """Return the route to node 0, found as a run finds it."""
     if told.node == 0:
         return way_to_others(question.interface)
     first = told.wait("address", {0}, _HELLO_WITHIN_S)
@@ -218,8 +229,10 @@ def _route(question: Question, told: Desk) -> Route:
 
 
 def _measure(question: Question, told: Desk, env: dict[str, str], wire: Wire | None) -> dict[str, Any]:
-    """Among all hosts one worker each, on a single host all its workers, and where hosts do not reach each other each
-    one alone: what torch sees there is worth knowing."""
+    """Measure the bandwidth with one worker per host or, on a single host, with all its workers.
+
+    If the hosts do not reach each other, each runs one worker alone, to report what torch sees there.
+    """
     pid, device = os.getpid(), question.device
     if wire is None:
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -232,14 +245,14 @@ def _measure(question: Question, told: Desk, env: dict[str, str], wire: Wire | N
 
 
 def _wandb() -> dict[str, str]:
-    """``no_key``: what is said of that; ``silent``: why the server is out of reach. Empty where all is well."""
+    """Return ``no_key``, the message on a missing key, and ``silent``, why the server does not answer; empty if ok."""
     try:
         require_wandb_key(os.environ)
     except SiteError as error:
         return {"no_key": str(error), "silent": ""}
     server = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
     said: list[str] = []
-    # the look-up of a name knows no time limit
+    # name resolution has no time limit, so it runs in a thread
     asking = threading.Thread(target=lambda: said.append(_call(server)), daemon=True)
     asking.start()
     asking.join(_WANDB_WITHIN_S)
@@ -251,7 +264,7 @@ def _call(server: str) -> str:
     try:
         urlopen(server, timeout=_WANDB_WITHIN_S).close()
     except HTTPError:
-        pass  # whatever it thinks of this address, it answers
+        pass  # any HTTP status is an answer
     except (URLError, OSError, ValueError) as error:
         return f"{server} does not answer: {getattr(error, 'reason', error)}"
     return ""

@@ -1,4 +1,4 @@
-"""Checks of Slurm: its settings, and the probes as one small job with a task a node."""
+"""Checks of Slurm: its settings, and the probes, run as one small job with one task per node."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from launcher.plan.worlds import node_range
 
 
 def partition(found: Partition, state: str) -> Check:
-    """``state``: UP, or why no job starts there."""
+    """Check a partition. ``state``: UP, or the reason why no job starts there."""
     cores = str(found.cores) if found.cores == found.most_cores else f"{found.cores} to {found.most_cores}"
     gres = f", {' or '.join([*found.gres, *(['none'] if found.mixed else [])])} a node" if found.gres else ""
     told = f"{found.name}: {found.nodes} nodes, {cores} cores{gres}"
@@ -33,7 +33,7 @@ def partition(found: Partition, state: str) -> Check:
 
 
 def gpus(found: Partition, torch: str) -> list[Check]:
-    """Whether torch, by its version here, can use those that the nodes have."""
+    """Return a warning if the nodes have GPUs and the torch installed here is a CPU build."""
     if not found.gpus or torch_has_cuda(torch):
         return []
     told = f"a node of {found.name} has {found.gpus}, and torch {torch} is a build for CPUs"
@@ -41,7 +41,7 @@ def gpus(found: Partition, torch: str) -> list[Check]:
 
 
 def time_limits(found: Partition, config: ClusterConfig) -> Check:
-    """What a job gets that names none, against what one checkpoint needs."""
+    """Check that the time limit of a job without cluster.time suffices for one checkpoint."""
     most = "none" if found.limit_s is None else clock(found.limit_s)
     told = f"longest {most}, by default {'the longest' if found.default_s is None else clock(found.default_s)}"
     if config.time is not None:
@@ -67,7 +67,13 @@ def requeue(settings: Mapping[str, str]) -> Check:
 
 
 def preemption(settings: Mapping[str, str], partition: Mapping[str, str], grace_s: int) -> Check:
-    """``partition``: its settings. ``grace_s``: seconds that workers may need to save."""
+    """Check that preempted workers get time to save.
+
+    Args:
+        settings: slurm.conf.
+        partition: settings of the partition.
+        grace_s: seconds that the workers may take to save (cluster.grace_s).
+    """
     kind = settings.get("PreemptType", "preempt/none")
     mode = partition.get("PreemptMode", settings.get("PreemptMode", "OFF"))
     if kind == "preempt/none" or mode == "OFF":
@@ -90,7 +96,7 @@ def preemption(settings: Mapping[str, str], partition: Mapping[str, str], grace_
 
 
 def accounting(settings: Mapping[str, str], *, sacct: bool) -> Check:
-    """``sacct``: whether the command is there. Nothing depends on it."""
+    """Describe the accounting, which is optional. ``sacct``: True if the command exists."""
     kept = settings.get("AccountingStorageType", "?")
     age = settings.get("MinJobAge", "?")
     if sacct and not kept.endswith("/none"):
@@ -102,20 +108,26 @@ def accounting(settings: Mapping[str, str], *, sacct: bool) -> Check:
 NAME = "launch-doctor"
 _LIMIT_S = 300
 _LOOK_EVERY_S = 0.5
-# a directory on a network may show late what was written there
+# seconds; a network file system may show new files late
 _SHOWN_WITHIN_S = 10
 _ENDS_WITHIN_S = 60
-# a question that waits longer for its answer is better asked again
+# seconds; if the queue is longer than this, the user had better ask again later
 QUEUED_AT_MOST_S = 180
-# one task that fails does not end the others, and what each prints reaches the first node, also from where the
-# directory is not
+# a failing task does not end the others, and all output goes through the first node, even from nodes that do not see
+# the directory
 _APART = ("--kill-on-bad-exit=0", "--output=all", "--label")
 
 
 @dataclass(frozen=True)
 class Asked:
-    """``job``: at its end; None where Slurm has forgotten it. ``hosts``: its nodes, in order; empty where it never ran.
-    ``answers``: by node. ``words``: the last line that each task printed."""
+    """Result of the doctor's job.
+
+    Args:
+        job: last state of the job; None if Slurm has forgotten it.
+        hosts: names of its nodes, in order; empty if it never ran.
+        answers: answers by node.
+        words: last output line by task.
+    """
 
     id: str
     job: Job | None
@@ -125,16 +137,16 @@ class Asked:
 
 
 def small(config: ClusterConfig, partition: Partition | None) -> ClusterConfig:
-    """The user's options for a job that only looks: a short time limit, nothing to save, nothing to wait for."""
+    """Return the user's cluster options for the doctor's job: short time limit, no grace period, no dependency."""
     longest = None if partition is None else partition.limit_s
     time_s = _LIMIT_S if longest is None else min(_LIMIT_S, longest)
-    # of a range, as many nodes as the job needs to begin
+    # for a range, the smallest number of nodes
     nodes = node_range(config.nodes).least
     return dataclasses.replace(config, nodes=nodes, time=clock(time_s), grace_s=1, dependency=None)
 
 
 def ask_nodes(plan: LaunchPlan, say: Callable[[str], None]) -> Asked:
-    """Submit, wait for the end, and read what the nodes say; the job is over afterwards, whatever happens.
+    """Submit the doctor's job, wait for its end, and read the answers. The job is cancelled if it does not end.
 
     Raises:
         ConfigError, SiteError: Slurm refuses the job, or does not answer.
@@ -151,7 +163,7 @@ def ask_nodes(plan: LaunchPlan, say: Callable[[str], None]) -> Asked:
 
 
 def _once(plan: LaunchPlan) -> LaunchPlan:
-    """Not to be begun again: whoever waits for it would wait twice."""
+    """Return the plan without requeueing, which would double the user's wait."""
     assert plan.cluster.slurm is not None
     options = {name: value for name, value in plan.cluster.slurm.options.items() if name != "requeue"}
     slurm = dataclasses.replace(plan.cluster.slurm, options=options | {"no-requeue": True})
@@ -159,7 +171,7 @@ def _once(plan: LaunchPlan) -> LaunchPlan:
 
 
 def _follow(job_id: str, folder: Path, nodes: int, say: Callable[[str], None]) -> Job | None:
-    """Until it is over, or the nodes that see the directory have given up on the others, or none come."""
+    """Wait until the job is over, all nodes that see the directory are done, or the job was pending for too long."""
     told = ""
     end = time.monotonic() + QUEUED_AT_MOST_S
     while True:
@@ -180,7 +192,7 @@ def _follow(job_id: str, folder: Path, nodes: int, say: Callable[[str], None]) -
 
 
 def _end(job_id: str) -> None:
-    """Its processes write below the directory: that goes only when they have gone."""
+    """Cancel the job and wait for its end, because its processes write to the directory that is removed next."""
     end = time.monotonic() + _ENDS_WITHIN_S
     job = client.job(job_id)
     if job is not None and job.state not in ENDED | {"COMPLETING"}:
@@ -201,14 +213,14 @@ def _all(folder: Path, nodes: int, *, patient: bool) -> dict[int, Answer]:
 
 
 def _last_words(folder: Path) -> dict[int, str]:
-    """Of each task; srun puts its number before every line."""
+    """Return the last output line of each task; srun prefixes every line with the task's number."""
     lines = [line for log in sorted(folder.glob("*_log.out")) for line in log.read_text(errors="replace").splitlines()]
     labelled = [re.fullmatch(r"\s*(\d+): (.*\S)\s*", line) for line in lines]
     return {int(found[1]): found[2] for found in labelled if found}
 
 
 def judge(asked: Asked, nodes: int, folder: Path) -> list[Check]:
-    """What went wrong with the job itself; what the probes found is in their answers."""
+    """Return failures of the job itself; the probes' findings are in their answers."""
     if asked.job is not None and asked.job.state in WAITING:
         found = f"Slurm gave none within {QUEUED_AT_MOST_S} s: job {asked.id} was pending ({asked.job.reason})"
         return [failure("nodes", found, "See `sinfo` and `sinfo -R`; or ask again when the queue is shorter.")]
@@ -216,7 +228,7 @@ def judge(asked: Asked, nodes: int, folder: Path) -> list[Check]:
 
 
 def _ended(asked: Asked) -> list[Check]:
-    """Where Slurm ended the job, why."""
+    """Return a failure if Slurm ended the job."""
     if asked.job is None or asked.job.state not in ENDED - {"COMPLETED", "FAILED"}:
         return []
     remedy = "See `sinfo -R` and Slurm's logs of the nodes; a job that trains would have ended the same way."
@@ -224,13 +236,13 @@ def _ended(asked: Asked) -> list[Check]:
 
 
 def _silent(asked: Asked, nodes: int, folder: Path) -> list[Check]:
-    """A failure for each node that has said nothing, with what can be known of why."""
+    """Return a failure for each node without an answer, with the likely cause."""
     run_dir = folder.parent
     shared = "Use a run.dir on a disk that the login node and all nodes share."
     job = asked.job
     if not asked.answers and (job is None or job.state != "COMPLETED"):
         state = "forgotten" if job is None else f"{job.state} ({job.reason})"
-        # of a job whose first node cannot write its output Slurm says no more than this
+        # if the first node cannot write its output, Slurm reports nothing else
         if job is None or not asked.words:
             first = asked.hosts[0] if asked.hosts else None
             found = f"the nodes do not see {run_dir}: job {asked.id} ended without a word, {state}"

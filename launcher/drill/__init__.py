@@ -1,1 +1,1 @@
-"""`launch drill`: the user's own job, interrupted on purpose, and compared with itself undisturbed."""
+"""`launch drill`: interrupts the user's job on purpose and compares it with an undisturbed run."""

@@ -1,4 +1,4 @@
-"""Backends of a drill: its runs on this machine or on Slurm, started, interrupted, resumed."""
+"""Backends of a drill: start, interrupt and resume its runs on this machine or on Slurm."""
 
 from __future__ import annotations
 
@@ -24,52 +24,60 @@ from launcher.runs import control
 from launcher.runs.status import ACTIVE, State
 
 _LAUNCH = (sys.executable, "-P", "-m", "launcher", "resume", "--quiet")
-# beside cluster.grace_s, which a worker has to end by itself
+# in addition to cluster.grace_s, within which workers end by themselves
 _LEAVES_WITHIN_S = 15
 
 
 class Stage(Protocol):
-    """One run at a time. ``room_s``: seconds of training that must lie between an interruption and the end, so that it
-    does not come too late. ``patience_s``: that a run which died may take until its next step, None: as long as the
-    queue takes; cold: seconds of a cold start."""
+    """Backend of a drill, which handles one run at a time."""
 
     @property
-    def kinds(self) -> tuple[Kind, ...]: ...
+    def kinds(self) -> tuple[Kind, ...]:
+        """Interruptions that the backend can make."""
+        ...
+
     @property
-    def room_s(self) -> float: ...
+    def room_s(self) -> float:
+        """Seconds of training that must remain after an interruption, so that it does not come too late."""
+        ...
 
     def begin(self, plan: RunPlan, yaml: str) -> None:
-        """Make the run's directory, and start it."""
+        """Make the run's directory and start the run."""
         ...
 
     def interrupt(self, kind: Kind) -> str:
-        """Do it; to whom, in words. Empty where there was nobody any more."""
+        """Interrupt the run. Return a description of what was done; empty if no process was left."""
         ...
 
     def resumes(self, kind: Kind) -> bool:
-        """Whether the run has to be resumed by hand afterwards."""
+        """Return True if the run must be resumed by hand after this interruption."""
         ...
 
     def resume(self) -> None: ...
     def over(self) -> bool: ...
 
     def complaint(self, kind: Kind | None) -> str:
-        """Of a run that is over: what is wrong with its end, None being its last one; empty where nothing."""
+        """Return what is wrong with the end of a run; empty if nothing. ``kind``: what ended it, None for its end."""
         ...
 
-    def patience_s(self, cold: float) -> float | None: ...
+    def patience_s(self, cold: float) -> float | None:
+        """Return the seconds that an interrupted run may take to its next step; None: no limit, it may be queued.
+
+        ``cold``: seconds of a cold start.
+        """
+        ...
 
     def leftovers(self) -> list[str]:
-        """Processes of a run that is over."""
+        """Return the processes that a finished run left behind."""
         ...
 
     def abandon(self) -> None:
-        """End it, whatever it is doing."""
+        """End the run, whatever it is doing."""
         ...
 
 
 class Here:
-    """On this machine each start is a `launch resume` of its own, as a person would type it: it can be killed."""
+    """Backend for this machine: each start is a `launch resume` process, as a user would type it."""
 
     kinds = (Kind.preempt, Kind.worker, Kind.tree)
     room_s = 0.5
@@ -90,7 +98,7 @@ class Here:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # a Ctrl-C is the drill's
+                start_new_session=True,  # only the drill handles a Ctrl-C
                 preexec_fn=partial(die_with_parent, os.getpid(), signal.SIGTERM),
             )
 
@@ -136,7 +144,7 @@ class Here:
     def abandon(self) -> None:
         if self._launch is not None:
             _, left = kill_all(self.plan.run.dir, self.plan.run.id)
-            if left:  # there is an error on its way already, which is not to be lost
+            if left:  # only print: an exception is propagating already and must not be replaced
                 print(f"launch drill: {in_words(left)}", file=sys.stderr)
             if self._launch.pid not in [process.pid for process in left]:
                 self._launch.wait()
@@ -147,7 +155,7 @@ _LEAVES_QUEUE_WITHIN_S = 120
 
 
 class Queued:
-    """Each run is a job. What is not resumed by hand Slurm begins again by itself, in the same job."""
+    """Backend for Slurm: each run is a job. A run that is not resumed by hand is restarted by Slurm in the same job."""
 
     kinds = (Kind.preempt, Kind.worker, Kind.tree, Kind.requeue)
     room_s = 4.0  # srun has to get to the node
@@ -180,8 +188,10 @@ class Queued:
         return Fence(self._plan.paths, Incarnation()).newest().get("nodes", [])
 
     def _kill(self, whom: str, nodes: list[str]) -> bool:
-        """Whether there was somebody. By a step of the user's own, beside that of the job: scancel lets the workers
-        save first, whatever signal it is told."""
+        """Kill processes from a second job step. Return True if there were any.
+
+        scancel cannot do this: it lets the workers save first, whatever signal it is given.
+        """
         plan = self._plan
         try:
             client.ask(
@@ -190,7 +200,7 @@ class Queued:
                 sys.executable, "-P", "-m", OWN.decode(), plan.run.dir, plan.run.id, whom,
             )  # fmt: skip
         except SiteError as error:
-            # where all is killed, the job may end before this step has said so
+            # if everything is killed, the job may end before this step reports its success
             end = time.monotonic() + (_LEAVES_QUEUE_WITHIN_S if whom == "all" else 0)
             while not self.over():
                 if time.monotonic() > end:
@@ -210,7 +220,7 @@ class Queued:
 
     def complaint(self, kind: Kind | None) -> str:
         run = control.one(self._plan.paths)
-        if kind is Kind.tree:  # killed as it was meant to be
+        if kind is Kind.tree:  # the kill was intended
             return "" if run.state is not State.done else "it was done before"
         failure = (read_json(self._plan.paths.summary) or {}).get("failure")
         words = failure["error"] if failure else run.detail
@@ -220,7 +230,7 @@ class Queued:
         return None
 
     def leftovers(self) -> list[str]:
-        """Slurm itself says when the processes of a job are gone."""
+        """Wait until Slurm reports that the processes of the job are gone; return the job if it does not."""
         end = time.monotonic() + _LEAVES_QUEUE_WITHIN_S
         while (listed := client.jobs([self._job]).get(self._job)) and listed.state not in client.ENDED:
             if time.monotonic() > end:
@@ -233,5 +243,5 @@ class Queued:
         if run.state in ACTIVE:
             try:
                 control.cancel([run], lambda _: None)
-            except UserError:  # it is over by now, or Slurm does not answer: the job is named in what is raised anyway
+            except UserError:  # it is over, or Slurm does not answer; the propagating exception names the job
                 client.ask("scancel", self._job, check=False)

@@ -1,8 +1,8 @@
-"""The processes of a run on this host: those that the launcher has started, and not all that look into its directory.
+"""Processes of a run on this host: those that the launcher started, not those that merely read its directory.
 
     python -m launcher.drill.processes RUN_DIR RUN_ID RANK|all
 
-sends SIGKILL to one rank, or to all that there is: so a drill reaches a node.
+sends SIGKILL to one rank, or to all processes of the run. A drill runs this on the nodes of a job.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 OWN = b"launcher.drill.processes"
-# modules that only look at a run
+# modules that only read a run's directory
 _LOOK_ON = (OWN.decode(), "launcher.train.checkpoint.diff")
-# of all that may be given a run's directory, what makes it go on
+# commands that execute a run, among all that take its directory
 _COMMANDS = ("train", "resume")
 _LOOK_EVERY_S = 0.02
-# a process in the kernel's hands, as on a dead network disk, ends when those let it go: perhaps never
+# seconds; a process that is blocked in the kernel, as on a dead network disk, may never end
 _DIES_WITHIN_S = 20.0
 
 
@@ -32,18 +32,22 @@ class Process:
     parent: int
     command: str
     rank: int | None
-    of_run: bool  # by torchrun's id of the run, which a worker's children inherit
+    of_run: bool  # has torchrun's id of the run in its environment, as workers and their children do
 
 
 def processes_of(run_dir: str, run_id: str) -> list[Process]:
-    """`launch`, the agent and the mirror, Slurm's task and its srun: the launcher's, and given the run's directory.
-    Workers and their loaders, which inherit the run's id. And whatever comes of these; this module's own are none."""
+    """Return the processes of a run.
+
+    These are the launcher's processes that have the run's directory as an argument (`launch`, agent, mirror, Slurm's
+    task and its srun), those that inherit the run's id (workers and their loaders), and all descendants of these, but
+    not processes of this module.
+    """
     everything = {process.pid: (process, ours) for process, ours in _everything(run_dir, run_id)}
     own = {pid for pid, (process, ours) in everything.items() if ours or process.of_run}
     found: list[Process] = []
     for pid, (process, _) in everything.items():
         line, above = {pid}, process.parent
-        while above in everything and above not in line:  # a number may be used again while this looks
+        while above in everything and above not in line:  # ids may be reused during the search, so avoid cycles
             line.add(above)
             above = everything[above][0].parent
         if line & own and pid != os.getpid() and OWN.decode() not in process.command.split():
@@ -52,14 +56,14 @@ def processes_of(run_dir: str, run_id: str) -> list[Process]:
 
 
 def _everything(run_dir: str, run_id: str) -> list[tuple[Process, bool]]:
-    """This user's processes, and whether each is one that the launcher gave ``run_dir`` to."""
+    """Return this user's processes, each with True if it is the launcher's and has ``run_dir`` as an argument."""
     found: list[tuple[Process, bool]] = []
     for place in Path("/proc").glob("[0-9]*"):
         try:
             words = (place / "cmdline").read_bytes().decode(errors="replace").split("\0")
             environment = (place / "environ").read_bytes().split(b"\0")
             status, parent, *_ = (place / "stat").read_text().rpartition(")")[2].split()
-        except OSError:  # it has ended, or is another user's
+        except OSError:  # the process has ended, or belongs to another user
             continue
         if status == "Z":
             continue
@@ -72,7 +76,7 @@ def _everything(run_dir: str, run_id: str) -> list[tuple[Process, bool]]:
 
 
 def runs_jobs(words: Sequence[str]) -> bool:
-    """Whether a command is one that a run consists of: an editor, a pager and `launch logs` are none."""
+    """Return True if a command is part of a run's execution, unlike an editor, a pager or `launch logs`."""
     if Path(words[0]).name == "srun":
         return True
     options = 1
@@ -92,13 +96,13 @@ def _within(word: str, directory: str) -> bool:
 
 
 def worker_of(processes: list[Process], rank: int) -> Process | None:
-    """The process of a rank: the loaders look the same, but for their parent."""
+    """Return the worker process of a rank. Its loaders have the same environment, but a worker as their parent."""
     ours = {process.pid for process in processes if process.of_run}
     return next((one for one in processes if one.rank == rank and one.of_run and one.parent not in ours), None)
 
 
 def kill_rank(run_dir: str, run_id: str, rank: int) -> int | None:
-    """Its process id, or None where it is not on this host."""
+    """Kill the worker of a rank. Return its process id, or None if it is not on this host."""
     worker = worker_of(processes_of(run_dir, run_id), rank)
     if worker is None:
         return None
@@ -110,8 +114,11 @@ def kill_rank(run_dir: str, run_id: str, rank: int) -> int | None:
 
 
 def kill_all(run_dir: str, run_id: str, within_s: float = _DIES_WITHIN_S) -> tuple[int, list[Process]]:
-    """Whatever belongs to a run here, at once; how many that were, and which of them are still there ``within_s``
-    seconds later."""
+    """Kill all processes of a run on this host.
+
+    Returns:
+        The number of processes killed, and those that are still alive after ``within_s`` seconds.
+    """
     killed: set[int] = set()
     end = time.monotonic() + within_s
     while (left := processes_of(run_dir, run_id)) and time.monotonic() < end:
@@ -124,7 +131,7 @@ def kill_all(run_dir: str, run_id: str, within_s: float = _DIES_WITHIN_S) -> tup
 
 
 def in_words(left: Sequence[Process]) -> str:
-    """What SIGKILL has not ended; empty where it has ended all."""
+    """Return a description of the processes that survived SIGKILL; empty if none did."""
     if not left:
         return ""
     return "still there after SIGKILL: " + ", ".join(f"process {one.pid} ({one.command[:100]})" for one in left)

@@ -1,4 +1,4 @@
-"""The drill itself: the job undisturbed, then once for each interruption, each run compared with the first."""
+"""Runner of a drill: runs the job undisturbed, then once per kind of interruption, and compares each with the first."""
 
 from __future__ import annotations
 
@@ -24,8 +24,11 @@ from launcher.rundir.paths import RunPaths
 
 @dataclasses.dataclass(frozen=True)
 class Length:
-    """``windows``: optimizer steps of each run. ``every``: from one checkpoint to the next. ``until``: the step that a
-    run is interrupted after: the next one has begun, and no checkpoint has it."""
+    """Length of the runs of a drill, in optimizer steps.
+
+    ``windows``: steps of each run. ``every``: steps between checkpoints. ``until``: step after which a run is
+    interrupted, one step after a checkpoint, so that there is uncommitted work to lose.
+    """
 
     windows: int
 
@@ -42,7 +45,7 @@ class Length:
 
 
 def of_length(plan: RunPlan, paths: RunPaths, length: Length) -> RunPlan:
-    """``plan`` as a run of its own in ``paths``, of a length."""
+    """Return ``plan`` as a new run in ``paths`` with the given length."""
     run = dataclasses.replace(plan.run, name=paths.root.name, id=secrets.token_hex(4), dir=str(paths.root))
     cluster = plan.cluster
     if cluster.slurm is not None:
@@ -54,7 +57,7 @@ def of_length(plan: RunPlan, paths: RunPaths, length: Length) -> RunPlan:
 
 
 def shortened(plan: RunPlan) -> tuple[RunPlan, tuple[str, ...]]:
-    """The plan of `launch train` as a drill runs it, whatever its length; and what is another one, in words."""
+    """Return the plan that a drill runs for a plan of `launch train`, and a description of each changed setting."""
     changed = ["calibration is left out (run.calibrate_s=0)", "every step is recorded (train.log_every=1)"]
     schedule = dataclasses.replace(plan.schedule, steps=plan.schedule_steps)
     keep = plan.checkpoint.keep or 2
@@ -80,7 +83,7 @@ def conclude(
     changed: tuple[str, ...],
     found: tuple[Length, float, float, list[Interrupted], Difference | None],
 ) -> Drilled:
-    """The drill's result. ``plan``: that was drilled."""
+    """Return the drill's result. ``plan``: plan that was drilled. ``found``: what ``Drill.run`` returned."""
     length, cold_s, run_s, interrupted, by_itself = found
     outcome, reason = judge(interrupted, by_itself)
     cluster = plan.cluster
@@ -101,7 +104,7 @@ def conclude(
 
 
 LOOK_EVERY_S = 0.02
-# a job of microseconds a step could not be met between two steps anyway
+# with more steps than this, a step takes microseconds, and no interruption would hit between two steps
 _MOST_WINDOWS = 4096
 _MORE, _MARGIN = 2, 1.5
 
@@ -111,21 +114,27 @@ class TooLate(Exception):
 
 
 class Drill:
-    """
+    """Drill of one job.
+
     Args:
-        plan: of the user's job, as ``shortened`` makes it of that of `launch train`. Its directory is the drill's.
-        say: told what is going on, a line at a time.
+        plan: plan of the user's job, from ``shortened``. Its directory is the drill's.
+        yaml: text of the config, for each run's config.yaml.
+        stage: backend.
+        say: shows one line of progress to the user.
     """
 
     def __init__(self, plan: RunPlan, yaml: str, stage: Stage, say: Callable[[str], None]) -> None:
         self.plan, self._yaml, self._stage, self._say = plan, yaml, stage, say
 
     def run(self, length: Length) -> tuple[Length, float, float, list[Interrupted], Difference | None]:
-        """The length that it took, seconds to the undisturbed run's first step and to its end, what became of the
-        others, and how two undisturbed runs differ, where that was asked.
+        """Run the drill, with longer runs if the job ends before it can be interrupted.
+
+        Returns:
+            The final length, seconds to the undisturbed run's first step and to its end, the interrupted runs, and the
+            difference of two undisturbed runs, or None if it was not needed.
 
         Raises:
-            RunError: the job fails by itself, or is over before it can be interrupted.
+            RunError: The job fails undisturbed, or is over before it can be interrupted.
         """
         times: float = _MORE
         while length.windows <= _MOST_WINDOWS:
@@ -156,12 +165,16 @@ class Drill:
         return RunPaths(Path(self.plan.run.dir) / f"{name.replace(' ', '_')}-{length.windows}")
 
     def _remove(self, length: Length) -> None:
-        """Runs that were too short to tell anything."""
+        """Remove the runs of a length that was too short."""
         for name in ("undisturbed", *(kind.value for kind in self._stage.kinds)):
             shutil.rmtree(self._paths(name, length).root, ignore_errors=True)
 
     def _undisturbed(self, name: str, length: Length) -> tuple[float, float, float]:
-        """Seconds to its first step, from the step at which others are interrupted to its end, and in all."""
+        """Run the job undisturbed.
+
+        Returns:
+            Seconds to its first step, from step ``length.until`` to its end, and in total.
+        """
         self._say(f"{name}: {count(length.windows, 'window')} ...")
         began = time.monotonic()
         paths = self._begin(name, length)
@@ -196,11 +209,11 @@ class Drill:
         left = [*self._stage.leftovers(), *(path.name for _, path in paths.partial_checkpoints())]
         try:
             return dataclasses.replace(found, left=tuple(left), difference=self._difference(kind.value, length))
-        except RunError as error:  # it has lost its last checkpoint, perhaps
+        except RunError as error:  # its last checkpoint may be missing
             return dataclasses.replace(found, left=tuple(left), problem=str(error))
 
     def _interrupt(self, kind: Kind, paths: RunPaths, length: Length, cold_s: float) -> Interrupted:
-        """From a run that has just begun to one that is over."""
+        """Interrupt a run that has just started, resume it if necessary, and follow it to its end."""
         stage = self._stage
         while (record := Record.of(paths.metrics)).step < length.until:
             if stage.over():
@@ -239,10 +252,10 @@ class Drill:
         )  # fmt: skip
 
     def _difference(self, name: str, length: Length) -> Difference:
-        """Of a run that is over from the undisturbed one."""
+        """Return the difference of a finished run from the undisturbed one."""
         ours, theirs = self._paths(name, length), self._paths("undisturbed", length)
         places = [str(paths.checkpoint(length.windows)) for paths in (ours, theirs)]
-        # in a process of its own: it is torch's
+        # in another process, because it imports torch
         command = [sys.executable, "-P", "-m", "launcher.train.checkpoint.diff", *places, str(os.getpid())]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
@@ -256,7 +269,7 @@ class Drill:
 
 
 def raise_if_failed(stage: Stage) -> None:
-    """Of a run that is over before it was interrupted."""
+    """Raise for a run that ended before it was interrupted: RunError if it failed, else TooLate."""
     if complaint := stage.complaint(None):
         raise RunError(f"The job does not come to the end by itself.\n  {complaint}")
     raise TooLate
@@ -265,10 +278,16 @@ def raise_if_failed(stage: Stage) -> None:
 def next_step(
     stage: Stage, paths: RunPaths, before: Record, died: float, patience_s: float | None
 ) -> tuple[Record, int | None, float | None]:
-    """Wait for what a run does after its death. ``before``: its record; ``died``: when.
+    """Wait for the first step of a run after an interruption.
 
-    Returns the record as it was at the death, the step that the run went on after, and seconds from the death to its
-    next one: None where none came.
+    Args:
+        before: record read before the interruption.
+        died: monotonic time of the interruption.
+        patience_s: time limit in seconds, or None.
+
+    Returns:
+        The record as it was when the run died, the step from which it resumed, and the seconds from the interruption
+        to its next step; the last two are None if there was none.
     """
     while True:
         over = stage.over()

@@ -1,12 +1,12 @@
-"""Verdict of a drill: the records of its runs side by side, and the rule. No torch.
+"""Verdict of a drill: compares the records of its runs. No torch.
 
-The rule. The job ran its first windows undisturbed, then once for each kind of interruption, to the same step.
+The job runs its first windows undisturbed, then once per kind of interruption, to the same step.
 
-- A disturbed run must come to that step: by itself where it should, else by `launch resume`. Its record must have each
-  step once, no process of it may be left, and no checkpoint that is not whole.
-- Its last checkpoint and its record must be those of the undisturbed run, bit by bit.
-- Where they are not, the undisturbed run is made once more. If that differs from the first one too, the job is not
-  deterministic by itself, and a disturbed run is damaged only where it is off by more than four times as much.
+- A disturbed run must reach that step, by itself or through `launch resume`, as its kind requires. Its record must
+  contain each step once, and no process and no incomplete checkpoint of it may be left.
+- Its last checkpoint and its record must equal those of the undisturbed run bit by bit.
+- If they do not, the undisturbed run is repeated. If that differs from the first one too, the job is not deterministic
+  by itself, and a disturbed run counts as damaged only if it differs by more than four times as much.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BY_ITSELF_TIMES = 4
 
 
 class Kind(StrEnum):
-    """What is done to the job."""
+    """Kind of interruption."""
 
     preempt = "preempt"
     worker = "kill a worker"
@@ -42,15 +42,16 @@ class DrillOutcome(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """Of one run from another at the same step.
+    """Difference of a run a from a run b at the same step.
 
     Args:
-        tensors, differing: in the last checkpoint: how many were compared, and how many differ in any bit.
-        first: the first of those that differ, parameters before the optimizer's state; None where none does.
-        absolute: the largest |a - b|; relative: the largest |a - b| of a tensor / the largest |b| of that tensor.
+        tensors, differing: tensors of the last checkpoint that were compared, and that differ in any bit.
+        first: first tensor that differs, parameters before the optimizer's state; None if none does.
+        absolute: largest |a - b|.
+        relative: largest |a - b| of a tensor / largest |b| of that tensor.
         norm: ||a - b|| / ||b|| of all parameters.
-        steps: of the record: what is wrong with them, in words; empty where each is there once, in order.
-        figure: of the record: the first figure that differs, with both values; empty where none does.
+        steps: description of what is wrong with the record's steps; empty if each occurs once, in order.
+        figure: first figure of the record that differs, with both values; empty if none does.
     """
 
     tensors: int
@@ -67,22 +68,23 @@ class Difference:
         return not self.differing and not self.steps and not self.figure
 
     def within(self, other: Difference) -> bool:
-        """Whether this is of the size of ``other``, which is that of two undisturbed runs."""
+        """Return True if this difference is comparable to ``other``, that of two undisturbed runs."""
         return not self.steps and other.norm > 0 and self.norm <= BY_ITSELF_TIMES * other.norm
 
 
 @dataclass(frozen=True, kw_only=True)
 class Interrupted:
-    """One disturbed run.
+    """Result of one interrupted run.
 
     Args:
-        what: what was done, and to whom.
-        at_step: recorded when it died; from_step: that it went on after. None where it did not.
-        saving_s: seconds from the signal to the end of a run that is asked to stop; None for other deaths.
-        recovery_s: seconds from the death to the first new step in the record, a queue's wait included.
-        left: what was left of it at the end: processes, and checkpoints that are not whole.
-        problem: why it did not come to the end; empty where it did.
-        difference: from the undisturbed run; None where it did not come to the end.
+        what: description of the interruption and its target.
+        at_step: last step recorded when it died.
+        from_step: step from which it resumed; None if it did not.
+        saving_s: seconds from the signal to the end of a run that was asked to stop; None for other interruptions.
+        recovery_s: seconds from its death to the first new step in the record, including time in a queue.
+        left: what it left behind: processes, and incomplete checkpoints.
+        problem: why it did not reach the end; empty if it did.
+        difference: from the undisturbed run; None if it did not reach the end.
     """
 
     kind: Kind
@@ -97,13 +99,13 @@ class Interrupted:
 
     @property
     def repeated(self) -> int | None:
-        """Steps that were computed twice."""
+        """Number of steps that were computed twice."""
         if self.at_step is None or self.from_step is None:
             return None
         return max(0, self.at_step - self.from_step)
 
     def fault(self, by_itself: Difference | None) -> str:
-        """What it lost, in words; empty where nothing. ``by_itself``: the job's difference from itself, undisturbed."""
+        """Return a description of the damage; empty if there is none. ``by_itself``: see ``Drilled``."""
         if self.problem or self.difference is None:
             return self.problem or "it did not come to the end"
         if self.left:
@@ -115,14 +117,15 @@ class Interrupted:
 
 @dataclass(frozen=True, kw_only=True)
 class Drilled:
-    """What is printed, what ``--json`` prints and drill.json holds.
+    """Result of a drill, as printed, printed by ``--json``, and stored in drill.json.
 
     Args:
-        job: what was drilled, line by line; changed: what of its settings is another one than the user's.
-        windows, every: optimizer steps of each run, and from one checkpoint to the next.
-        cold_start_s: seconds from the start of the undisturbed run to its first step in the record, and ``run_s`` to
-            its end.
-        by_itself: of a second undisturbed run from the first; None where it was not needed.
+        job: description of the job, by subject.
+        changed: description of each setting that differs from the user's.
+        windows, every: optimizer steps of each run, and between checkpoints.
+        cold_start_s, run_s: seconds from the start of the undisturbed run to its first step in the record, and to its
+            end.
+        by_itself: difference of a second undisturbed run from the first; None if it was not needed.
     """
 
     job: dict[str, str]
@@ -142,7 +145,7 @@ class Drilled:
 
 
 def judge(interrupted: Sequence[Interrupted], by_itself: Difference | None) -> tuple[DrillOutcome, str]:
-    """The verdict, and the sentence that gives its reason."""
+    """Return the verdict and a sentence with its reason. ``by_itself``: see ``Drilled``."""
     faults = [f"{one.kind.value}: {fault}" for one in interrupted if (fault := one.fault(by_itself))]
     if faults:
         return DrillOutcome.damaged, f"{'; '.join(faults)}."
@@ -155,13 +158,13 @@ def judge(interrupted: Sequence[Interrupted], by_itself: Difference | None) -> t
     )
 
 
-# what two runs of the same job have in common; the rest is times and memory
+# prefixes of figures that two runs of the same job share; the others are times and memory
 _LEARNED = ("train/", "eval/", "batch/", "progress/", "noise/", "amp/")
 
 
 @dataclass(frozen=True)
 class Record:
-    """The whole lines of a record. ``file``: its inode, 0 where it is not there: a run that goes on has a new one."""
+    """Complete lines of a record. ``file``: inode, which a resumed run replaces; 0 if there is no file."""
 
     file: int = 0
     lines: tuple[str, ...] = ()
@@ -178,17 +181,17 @@ class Record:
 
     @property
     def step(self) -> int:
-        """The last one recorded."""
+        """Last recorded step; 0 without one."""
         return int(json.loads(self.lines[-1])["step"]) if self.lines else 0
 
     def kept_of(self, before: Record) -> int:
-        """How many of its first lines are those of ``before``, to the letter: the times in them never come twice."""
+        """Return how many first lines equal those of ``before``; lines contain times, so a repeated step differs."""
         pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(self.lines, before.lines, strict=False))
         return sum(1 for _ in pairs)
 
 
 def wrong_steps(record: Record, steps: int) -> str:
-    """What is wrong with the steps of a run of ``steps``, in words; empty where each is there once, in order."""
+    """Return what is wrong with the record's steps; empty if each of 1 to ``steps`` occurs once, in order."""
     seen = [int(json.loads(line)["step"]) for line in record.lines]
     if seen == list(range(1, steps + 1)):
         return ""
@@ -200,7 +203,7 @@ def wrong_steps(record: Record, steps: int) -> str:
 
 
 def first_difference(ours: Record, theirs: Record) -> str:
-    """The first figure of what was learned that is another one, with both values; empty where there is none."""
+    """Return the first learned figure that differs, with both values; empty if none does."""
     by_step: dict[int, dict[str, Any]] = {fields["step"]: fields for fields in map(json.loads, theirs.lines)}
     for fields in map(json.loads, ours.lines):
         other = by_step.get(fields["step"], {})
