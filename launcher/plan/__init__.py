@@ -1,1 +1,1 @@
-"""Config -> RunPlan: everything decided before the start. No torch, nothing is started."""
+"""From a validated config to the frozen RunPlan: all decisions before the start. Imports no torch, starts nothing."""

@@ -1,6 +1,6 @@
-"""The batch contract's arithmetic: which sizes fit together. Which samples lie in which window: windows.py.
+"""Batch solver: which batch sizes fit together. ``launcher.plan.windows`` maps windows to samples.
 
-Standard library only; the plan, the workers and the tests all count with these functions.
+Standard library only; the plan, the workers and the tests all use these functions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """``windows`` of ``global_size`` samples: those that fp16 skips, or that hold no item, count too."""
+    """Stage of the batch ramp: ``windows`` of ``global_size`` samples, including skipped ones (fp16, no item)."""
 
     windows: int
     global_size: int
@@ -29,10 +29,16 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """A solved global batch: ``global_size == micro_size * accumulation * world_size``, or less by a part of a round
-    where the ranks' shares are unequal; ``micro_size`` is the largest then. ``ramp``: the stages before it holds, in
-    which accumulation is lower. ``norm``: what a BatchNorm normalises by. ``on_oom``: what follows when memory does not
-    suffice."""
+    """Solved global batch: ``global_size == micro_size * accumulation * world_size`` if the ranks' shares are equal.
+
+    Otherwise ``global_size`` is smaller than the product, by less than one micro-batch of every rank.
+
+    Attributes:
+        micro_size: samples per micro-batch, the largest if shares are unequal.
+        ramp: stages before ``global_size`` is reached; they have lower accumulation.
+        norm: statistics that a BatchNorm uses.
+        on_oom: reaction to a rank running out of memory.
+    """
 
     global_size: int
     micro_size: int
@@ -43,33 +49,33 @@ class Batch:
     on_oom: OnOom = OnOom.stop
 
     def shrunk(self) -> Batch | None:
-        """The same windows in micro-batches of half the size; None where these have one sample."""
+        """Return the same windows in micro-batches of half the size; None if micro_size is 1."""
         if self.micro_size == 1:
             return None
         return self.in_micro_batches_of(-(-self.micro_size // 2))
 
     def in_micro_batches_of(self, micro_size: int) -> Batch:
-        """The same windows."""
+        """Return the same windows in micro-batches of ``micro_size``."""
         accumulation = -(-self.global_size // (micro_size * self.world_size))
         return dataclasses.replace(self, micro_size=micro_size, accumulation=accumulation)
 
     def accumulation_at(self, index: int) -> int:
-        """Of window ``index`` of the run, where it is full."""
+        """Return the accumulation of window ``index`` of the run if that window is full."""
         return -(-self.global_size_at(index) // (self.micro_size * self.world_size))
 
     @property
     def even(self) -> bool:
-        """Whether all ranks have as many samples of every full window."""
+        """Return whether all ranks have equally many samples in every full window."""
         unit = self.micro_size * self.world_size
         return all(size % unit == 0 for size in (self.global_size, *(stage.global_size for stage in self.ramp)))
 
     def even_at(self, index: int) -> bool:
-        """Whether all ranks have as many samples of window ``index`` of the run, where it is full."""
+        """Return whether all ranks have equally many samples in window ``index`` of the run if that window is full."""
         return self.global_size_at(index) % (self.micro_size * self.world_size) == 0
 
     @property
     def words(self) -> str:
-        """For people: 64 samples = 4 micro-batch × 8 accumulation × 2 ranks."""
+        """Return a text such as "64 samples = 4 micro-batch × 8 accumulation × 2 ranks"."""
         ranks = f"{self.world_size} rank{'' if self.world_size == 1 else 's'}"
         product = f"{self.micro_size} micro-batch × {self.accumulation} accumulation × {ranks}"
         whole = f"{self.global_size} sample{'' if self.global_size == 1 else 's'}"
@@ -79,7 +85,7 @@ class Batch:
         return f"{whole}, dealt out to {product}: {math.floor(size)} or {math.ceil(size)} in each micro-batch"
 
     def global_size_at(self, index: int) -> int:
-        """Of window ``index`` of the run, where it is full."""
+        """Return the samples of window ``index`` of the run if that window is full."""
         for stage in self.ramp:
             if index < stage.windows:
                 return stage.global_size
@@ -88,7 +94,9 @@ class Batch:
 
 
 def solve_batch(config: BatchConfig, world_size: int) -> Batch:
-    """Derive what the user left open from what was fixed. Nothing is rounded, but accumulation with ``uneven``.
+    """Derive the sizes that the user left open from those that are set.
+
+    Nothing is rounded, except accumulation with ``uneven``.
 
     Raises:
         ConfigError: a size below 1, sizes that contradict each other, or a division with a remainder; the message
@@ -134,7 +142,7 @@ def _fixed_micro(config: BatchConfig) -> int | None:
 
 
 def _largest_micro(config: BatchConfig, total: int, world_size: int) -> int:
-    """For ``auto``: a rank's whole share of a window at once."""
+    """Return the micro-batch of ``auto``: a rank's whole share of a window at once."""
     if config.accumulation is not None:
         raise ConfigError(
             "batch.accumulation", config.accumulation, "has no effect with batch.micro_size=auto, which finds it.",
@@ -147,13 +155,18 @@ def _largest_micro(config: BatchConfig, total: int, world_size: int) -> int:
 
 
 def _shares_in_ramp(config: BatchConfig, world_size: int) -> list[int]:
-    """Of a rank. Stages that no micro-batch would suit are refused later, in words of their own."""
+    """Return a rank's samples per window in each ramp stage; invalid stages are left to ``_solve_ramp``'s messages."""
     sizes = [stage[-1] for stage in config.ramp if stage]
     return [size // world_size for size in sizes if size > 0 and size % world_size == 0]
 
 
 def _solve_ramp(stages: list[list[int]], unit: int, total: int) -> tuple[Stage, ...]:
-    """``unit``: samples of one micro-batch on every rank; ``total``: the global batch after the ramp."""
+    """Validate the ramp.
+
+    Args:
+        unit: samples of one micro-batch on every rank.
+        total: global batch after the ramp.
+    """
     ramp: list[Stage] = []
     for stage in stages:
         if len(stage) != 2 or min(stage) < 1:
@@ -219,7 +232,7 @@ def _nearest_multiples(value: int, unit: int) -> list[int]:
 
 
 def _nearest_divisors(value: int, target: int) -> list[int]:
-    """The divisors of ``value`` next below and above ``target``, without itself."""
+    """Return the divisors of ``value`` next below and above ``target``, without ``target`` itself."""
     low = [d for d in range(1, math.isqrt(value) + 1) if value % d == 0]
     divisors = sorted({*low, *(value // d for d in low)} - {target})
     return [*[d for d in divisors if d < target][-1:], *[d for d in divisors if d > target][:1]]

@@ -1,4 +1,4 @@
-"""This host: its GPUs and partitions, the environment a job may see, and number formats it computes natively."""
+"""Hardware of this host or partition, environment variables that a job inherits, natively computed number formats."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pathlib import Path
 from launcher.config.schema import Device, PrecisionKind
 from launcher.errors import SiteError
 
-# What a worker inherits. Everything else of the submitter's shell stays there: a job must not depend on it by
-# accident, and no secret travels unasked. W&B's key reaches the mirror process alone.
+# Variables that a worker inherits. The rest of the submitter's shell is withheld, so that a job cannot depend on it by
+# accident and no secret is passed on unrequested. Only the mirror process receives W&B's key.
 ALLOWED_ENV = (
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_*", "TZ", "TERM", "TMPDIR", "XDG_*",
     "PYTHONPATH", "PYTHONHASHSEED", "PYTHONNOUSERSITE", "PYTHONWARNINGS", "VIRTUAL_ENV", "CONDA_*",
@@ -28,24 +28,29 @@ ALLOWED_ENV = (
     "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "CC", "CXX", "LAUNCHER_SHARE_GPU",
 )  # fmt: skip
 WANDB_ENV = ("WANDB_*", "NETRC")
-# what a batch script needs beside that: to find Slurm, and for `module load` in cluster.setup
+# further variables of a batch script: to find Slurm, and for `module load` in cluster.setup
 BATCH_ENV = (
     "SLURM_CONF", "BASH_ENV", "BASH_FUNC_*", "MODULEPATH", "MODULESHOME", "MODULES_*", "LOADEDMODULES", "_LMFILES_",
     "LMOD_*", "__LMOD_*", "_ModuleTable*", "ENV", "WANDB_BASE_URL",
     "WANDB_TAGS", "WANDB_NOTES", "WANDB_JOB_TYPE", "WANDB_RUN_GROUP",
 )  # fmt: skip
-# addresses that may hold a name and a password
+# URLs that may contain a user name and password
 _URLS = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "WANDB_BASE_URL")
 
-# file systems that live in a machine's memory
+# file systems that are stored in a machine's memory
 OWN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """``nodes``, ``max_nodes``: that it has, and that one job may have (None: no limit). ``shapes``: cores and GPUs of
-    its nodes, those that are alike once. ``limit_s``, ``default_s``: seconds of its longest and of its default time
-    limit, None for no limit."""
+    """Resources of a Slurm partition.
+
+    Attributes:
+        nodes: number of its nodes.
+        max_nodes: most nodes that one job may have; None: no limit.
+        shapes: distinct (cores, GPUs) of its nodes.
+        limit_s, default_s: longest and default time limit in seconds; None: no limit.
+    """
 
     name: str
     nodes: int
@@ -57,7 +62,7 @@ class Partition:
 
     @property
     def gpus(self) -> int:
-        """The least of a node that has some; 0 where none has."""
+        """Return the fewest GPUs of a node that has any; 0 if none has."""
         return min((gpus for _, gpus in self.shapes if gpus), default=0)
 
     @property
@@ -66,12 +71,12 @@ class Partition:
 
     @property
     def mixed(self) -> bool:
-        """Whether some nodes have GPUs and others have none."""
+        """Return whether some nodes have GPUs and others have none."""
         return bool(self.most_gpus) and not all(gpus for _, gpus in self.shapes)
 
     @property
     def cores(self) -> int:
-        """The least of a node."""
+        """Return the fewest cores of a node."""
         return min(cores for cores, _ in self.shapes)
 
     @property
@@ -79,12 +84,12 @@ class Partition:
         return max(cores for cores, _ in self.shapes)
 
     def with_gpus(self, gpus: int) -> Partition:
-        """Of its nodes those that have so many; all of them where none has."""
+        """Restrict to nodes with at least ``gpus`` GPUs; keep all if none qualifies."""
         return replace(self, shapes=tuple(shape for shape in self.shapes if shape[1] >= gpus) or self.shapes)
 
     @classmethod
     def joined(cls, several: Sequence[Partition]) -> Partition:
-        """What a job can count on that may run in any of them."""
+        """Return the resources that a job can rely on if it may run in any of ``several`` partitions."""
 
         def lowest(values: Iterable[int | None]) -> int | None:
             return min((value for value in values if value is not None), default=None)
@@ -102,16 +107,21 @@ class Partition:
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """A machine that workers run on. ``gpus``: CUDA devices a job may use there; ``cores``: CPU cores; ``cwd``: the
-    working directory; ``partition``: of Slurm's that it is a node of. Its nodes may differ: these are the least that
-    one of them has, GPUs of those with some."""
+    """Machine that workers run on; for a partition, the minimum over its nodes.
+
+    Attributes:
+        gpus: CUDA devices that a job may use there; for a partition, the fewest of the nodes that have any.
+        cores: CPU cores.
+        cwd: working directory.
+        partition: Slurm partition that the machine is a node of.
+        bf16: whether the workers' device computes bf16 natively; None if unknown before they start.
+    """
 
     gpus: int
     cores: int
     cwd: str
     partition: Partition | None = None
     bf16: bool | None = None
-    """True if the workers' device computes bf16 natively; None if unknown before they start."""
 
     @classmethod
     def here(cls) -> Site:
@@ -119,8 +129,11 @@ class Site:
 
     @classmethod
     def of(cls, partition: Partition, image: str | None = None) -> Site:
-        """As Slurm has its nodes in its books. ``image``: that the job runs in, with a torch of its own; None: with the
-        torch that is here."""
+        """Return the site that Slurm reports for ``partition``.
+
+        Args:
+            image: container image with its own torch; None: the job uses the torch installed here.
+        """
         gpus = partition.gpus if image is not None or torch_has_cuda() else 0
         return cls(gpus=gpus, cores=partition.cores, cwd=str(Path.cwd()), partition=partition)
 
@@ -131,7 +144,7 @@ def shares_gpus() -> bool:
 
 
 def torch_has_cuda(torch_version: str | None = None) -> bool:
-    """Whether this Python's torch is more than a CPU build, which sees no GPU, whatever the machine has.
+    """Return whether the installed torch is more than a CPU build, which sees no GPU on any machine.
 
     Raises:
         SiteError: torch is not installed.
@@ -147,7 +160,7 @@ def torch_has_cuda(torch_version: str | None = None) -> bool:
 
 
 def visible_gpus(env: Mapping[str, str], dev: Path = Path("/dev"), torch_version: str | None = None) -> int:
-    """CUDA devices that torch will see: the driver's device nodes, less what CUDA_VISIBLE_DEVICES hides.
+    """Return the number of CUDA devices that torch will see: device nodes minus those hidden by CUDA_VISIBLE_DEVICES.
 
     Raises:
         SiteError: torch is not installed.
@@ -159,7 +172,7 @@ def visible_gpus(env: Mapping[str, str], dev: Path = Path("/dev"), torch_version
     if listed is None:
         return present
     names = [name.strip() for name in listed.split(",")]
-    if names and names[0].startswith("MIG-"):  # a slice of a device has no node of its own
+    if names and names[0].startswith("MIG-"):  # a MIG slice has no device node
         return len(names)
     usable = 0
     for name in names:
@@ -170,13 +183,17 @@ def visible_gpus(env: Mapping[str, str], dev: Path = Path("/dev"), torch_version
 
 
 def allowed_env(env: Mapping[str, str], patterns: tuple[str, ...]) -> dict[str, str]:
-    """The part of ``env`` whose names match ``patterns`` (exact, or with a trailing *)."""
+    """Return the variables of ``env`` whose names match ``patterns`` (exact, or with a trailing *)."""
     return {name: env[name] for name in env if any(fnmatch.fnmatchcase(name, p) for p in patterns)}
 
 
 def batch_env(env: Mapping[str, str], allow: Sequence[str]) -> dict[str, str]:
-    """The part of ``env`` that goes to sbatch, where Slurm stores it. ``allow``: what workers inherit; an address with
-    a password in it must be named there beside ALLOWED_ENV."""
+    """Return the variables of ``env`` that are passed to sbatch, where Slurm stores them.
+
+    Args:
+        allow: patterns that workers inherit. A URL that contains a password must be named in it explicitly, in
+            addition to ALLOWED_ENV.
+    """
     usual: list[str] = list(ALLOWED_ENV)
     named: list[str] = []
     for pattern in allow:
@@ -187,22 +204,23 @@ def batch_env(env: Mapping[str, str], allow: Sequence[str]) -> dict[str, str]:
 
 
 def file_system(directory: Path) -> tuple[Path, str]:
-    """Where the file system that an absolute ``directory`` lies on, or will, is mounted, and its type."""
+    """Return (mount point, type) of the file system of the absolute path ``directory``, which need not exist."""
     mounts: list[tuple[Path, str]] = []
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         fields, _, rest = line.partition(" - ")
         mounts.append((Path(fields.split()[4].replace("\\040", " ")), rest.split()[0]))
-    # of several mounted on each other the last one is seen
+    # if several are mounted on the same point, the last one is visible
     return max(reversed([m for m in mounts if directory.is_relative_to(m[0])]), key=lambda m: len(m[0].parts))
 
 
-# oneDNN's instruction sets, in its order; ONEDNN_MAX_CPU_ISA names the highest that it may use
+# oneDNN's instruction sets in its order; ONEDNN_MAX_CPU_ISA names the highest that oneDNN may use
 _ISAS = (
     "SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI", "AVX512_CORE_BF16",
     "AVX10_1_512", "AVX512_CORE_FP16", "AVX10_1_512_AMX", "AVX512_CORE_AMX", "AVX10_1_512_AMX_FP16",
     "AVX512_CORE_AMX_FP16",
 )  # fmt: skip
-# flags of CPUs with arithmetic units for a format, the one that is enough for oneDNN first, and the set that it needs
+# by format: CPU flags of native arithmetic units (first the one that suffices for oneDNN), and the instruction set
+# that oneDNN must be allowed to use
 _UNITS = {
     PrecisionKind.bf16: (("avx512_bf16", "amx_bf16", "avx_ne_convert"), "AVX512_CORE_BF16"),
     PrecisionKind.fp16: (("avx512_fp16", "amx_fp16", "avx_ne_convert"), "AVX512_CORE_FP16"),
@@ -227,7 +245,7 @@ def computes(kind: PrecisionKind, device: Device, env: Mapping[str, str]) -> boo
 
 
 def _cpu_computes(kind: PrecisionKind, flags: frozenset[str], env: Mapping[str, str]) -> bool | None:
-    """oneDNN's answer where flags and environment determine it, restricted to CPUs that have units for the format."""
+    """Return oneDNN's behaviour if flags and environment determine it; False for CPUs without units for the format."""
     units, needed = _UNITS[kind]
     if not flags & set(units):
         return False
@@ -241,7 +259,7 @@ def _cpu_computes(kind: PrecisionKind, flags: frozenset[str], env: Mapping[str, 
 
 
 def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
-    """Return the first core's flags; the kernel lists only those that it lets programs use."""
+    """Return the first core's flags; the kernel lists only those that programs may use."""
     with cpuinfo.open(encoding="utf-8") as lines:
         flags = next((line for line in lines if line.startswith("flags")), "")
     return frozenset(flags.partition(":")[2].split())
@@ -249,7 +267,7 @@ def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
 
 @cache
 def _gpus_compute_bf16() -> bool | None:
-    """torch's rule (compute capability of at least 8.0), if it has one answer for all GPUs of this machine."""
+    """Return whether compute capability is at least 8.0 (torch's rule); None if GPUs differ or cannot be queried."""
     query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
@@ -270,7 +288,11 @@ def emulation_reason(kind: PrecisionKind, device: str) -> str:
 
 
 def emulation_warning(kind: PrecisionKind, device: str, factor: float) -> str:
-    """Return the warning about an emulated format. ``factor``: its time for a matrix product, in that of fp32."""
+    """Return the warning about an emulated format.
+
+    Args:
+        factor: time of a matrix product in ``kind``, as a multiple of that in fp32.
+    """
     return (
         f"precision={kind.value}: {device} emulates it: a matrix product takes {factor:.1f} times as long as in fp32. "
         "precision=auto takes what is computed natively."

@@ -19,7 +19,14 @@ FORMAT = 1
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """``id``: fixed for the run's life, W&B's too. ``dir``: absolute. ``created``: ISO 8601, UTC."""
+    """Identity of a run.
+
+    Attributes:
+        id: constant for the run's life, also W&B's id.
+        dir: absolute path.
+        created: ISO 8601, UTC.
+        version: the launcher's.
+    """
 
     name: str
     id: str
@@ -30,9 +37,14 @@ class RunInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """This host among several. ``node``: its number, 0 for the one that owns the rendezvous address. ``address``: its
-    own, that the others reach; ``interface``: which has it. ``store``: HOST:PORT where the agents share what they know.
-    ``shared``: whether it sees the run's directory of node 0."""
+    """This host's position among several.
+
+    Attributes:
+        node: its number; 0 owns the rendezvous address.
+        address, interface: its own address that the others reach, and the network interface with that address.
+        store: HOST:PORT of the store that the agents share.
+        shared: whether it sees node 0's run directory.
+    """
 
     node: int
     address: str
@@ -43,9 +55,15 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmPlan:
-    """What Slurm is asked for. ``options``: of sbatch, by their long names; true for one without a value. ``setup``:
-    shell lines. ``cpus_per_node``: cores. ``signal_s``: seconds before the time limit at which SIGUSR2 comes, to save.
-    ``container``: image that the tasks run in, None for none; its further options are among ``options``."""
+    """Slurm submission options.
+
+    Attributes:
+        options: long sbatch options; True for one without a value. Includes further options of the container.
+        setup: shell lines.
+        cpus_per_node: cores.
+        signal_s: seconds before the time limit at which SIGUSR2 requests a checkpoint.
+        container: image that the tasks run in; None: no container.
+    """
 
     options: dict[str, Any]
     setup: tuple[str, ...]
@@ -56,10 +74,18 @@ class SlurmPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterPlan:
-    """``nodes``: hosts in this plan; ``min_nodes``: the fewest that the job goes on with, None where that is fixed.
-    ``device``: cpu or cuda, never auto. ``cwd``: where the user typed the command. ``import_from``: directories with
-    the user's modules. ``grace_s``: seconds. ``place``: None for a job on one host, and until the hosts have met.
-    ``link_gbit``: Gbit/s of a host's link, if that was said."""
+    """Hosts, ranks and devices of a job.
+
+    Attributes:
+        nodes: hosts in this plan.
+        min_nodes: fewest hosts with which the job continues; None if the number is fixed.
+        link_gbit: Gbit/s of a host's link, if configured.
+        place: None for a job on one host, and before the hosts have met.
+        device: cpu or cuda, never auto.
+        grace_s: seconds.
+        cwd: directory in which the user typed the command.
+        import_from: directories of the user's modules.
+    """
 
     kind: ClusterKind
     nodes: int
@@ -78,24 +104,29 @@ class ClusterPlan:
 
     @property
     def copies(self) -> tuple[str, ...]:
-        """Of the user's code; none where it is run as it lies."""
+        """Return the directories with copies of the user's code; none if the code is used in place."""
         return () if self.import_from == (self.cwd,) else self.import_from
 
     @property
     def range(self) -> NodeRange:
-        """Hosts that the job may have."""
+        """Return the numbers of hosts that the job may have."""
         return NodeRange(self.min_nodes or self.nodes, self.nodes)
 
     @property
     def world_size(self) -> int:
-        """Ranks on all hosts."""
+        """Return the number of ranks on all hosts."""
         return self.nodes * self.workers_per_node
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnvPlan:
-    """``allow``: names, with a trailing * for any ending, that workers inherit. ``default``: for what the user's
-    environment leaves open. ``set``: whatever it says."""
+    """Environment of the workers.
+
+    Attributes:
+        allow: names that workers inherit; a trailing * matches any ending.
+        default: values of variables that the user's environment does not set.
+        set: values that override the user's environment.
+    """
 
     allow: tuple[str, ...]
     default: dict[str, str]
@@ -104,8 +135,11 @@ class EnvPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchPlan:
-    """What a node agent needs to run any job. ``command``: the arguments of Python in each worker; those of a training
-    run get the plan's path after it."""
+    """Everything that a node agent needs to run any job.
+
+    Attributes:
+        command: Python's arguments in each worker; training runs append the path of the plan.
+    """
 
     format: int
     run: RunInfo
@@ -119,14 +153,14 @@ class LaunchPlan:
 
     @property
     def node(self) -> int:
-        """The number of the host that this plan is of."""
+        """Return the number of the host that this plan belongs to."""
         return 0 if self.cluster.place is None else self.cluster.place.node
 
     def on(self, nodes: int) -> Self:
-        """The plan of this job on ``nodes`` hosts.
+        """Return the plan of this job on ``nodes`` hosts.
 
         Raises:
-            UserError: it was not planned for so many.
+            UserError: the job was not planned for this number.
         """
         planned = self.cluster.range
         if not planned.least <= nodes <= planned.most:
@@ -134,7 +168,7 @@ class LaunchPlan:
         return dataclasses.replace(self, cluster=dataclasses.replace(self.cluster, nodes=nodes))
 
     def worlds(self) -> list[Self]:
-        """The plan on each number of hosts that the job may have, the most first."""
+        """Return the plan for each number of hosts that the job may have, the largest first."""
         least, most = self.cluster.range
         return [self.on(nodes) for nodes in range(most, least - 1, -1)]
 
@@ -143,7 +177,11 @@ class LaunchPlan:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Raises UserError for a plan of another format, or one that is no plan."""
+        """Return the plan in ``text``.
+
+        Raises:
+            UserError: not a plan, or a plan of another format.
+        """
         fields = json.loads(text)
         if not isinstance(fields, dict) or fields.get("format") != FORMAT:  # pyright: ignore[reportUnknownMemberType]
             raise UserError(f"plan.json has not format {FORMAT}: it was written by another version of launcher.")

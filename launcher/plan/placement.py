@@ -1,4 +1,4 @@
-"""Where a job runs: ClusterConfig and this machine -> ClusterPlan, its environment, and the plan of a bare script."""
+"""Cluster solver: ClusterConfig and site -> ClusterPlan and environment; also the plan of a user's own script."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SCRIPT_COMMAND = ("-P", "-m", "launcher.launch.script")
 
 
 def solve_script(config: ClusterConfig, site: Site, run: RunInfo, arguments: list[str]) -> LaunchPlan:
-    """The plan of `launch run`: a torchrun script of the user's on the same cluster options, without the engine."""
+    """Return the plan of `launch run`: the user's torchrun script with the cluster options, without the engine."""
     cluster = solve_cluster(config, site, run.name)
     return LaunchPlan(
         format=FORMAT,
@@ -33,8 +33,15 @@ def solve_cluster(
     started: tuple[int, int] | None = None,
     nodes: int | None = None,
 ) -> ClusterPlan:
-    """``started``: hosts, and ranks on each, that a user's own torchrun has fixed. ``nodes``: which of the numbers that
-    cluster.nodes allows; default: the most."""
+    """Return the hosts, ranks and devices of the job.
+
+    Args:
+        started: (hosts, ranks per host) if the user's own torchrun fixed them.
+        nodes: one of the numbers that cluster.nodes allows; default: the largest.
+
+    Raises:
+        ConfigError: an impossible value, or an option of another kind of cluster.
+    """
     allowed = node_range(config.nodes)
     _check_kind(config, allowed)
     device = config.device
@@ -50,7 +57,7 @@ def solve_cluster(
         workers = 1 if strategy is StrategyKind.single else default
     if workers < 1:
         raise ConfigError("cluster.workers_per_node", workers, "must be at least 1.")
-    # ranks that a user's own torchrun has started, perhaps on several hosts, are checked where each takes its GPU
+    # ranks started by the user's own torchrun, perhaps on several hosts, are checked when each selects its GPU
     most = site.partition.most_gpus if site.partition is not None and site.gpus else site.gpus
     if device is Device.cuda and workers > most and started is None and _gpus_are_known(config, site, most):
         where = f"a node of partition {site.partition.name}" if site.partition else "this machine"
@@ -86,14 +93,14 @@ def solve_cluster(
 
 
 def _gpus_are_known(config: ClusterConfig, site: Site, most: int) -> bool:
-    """Generic resources of the user's own may be parts of a GPU, and ranks may be allowed to share one."""
+    """Return whether the GPU count is a hard limit: a gres of the user may name parts of a GPU, ranks may share one."""
     if shares_gpus() and most:
         return False
     return config.kind is not ClusterKind.slurm or (site.partition is not None and not names_gpus(config))
 
 
 def _require_one_kind(config: ClusterConfig, site: Site) -> None:
-    """Where the nodes of a partition have GPUs or not, which of them are meant is the user's to say."""
+    """Require an explicit choice if only some nodes of the partition have GPUs."""
     partition = site.partition
     if partition is None or not partition.mixed or not site.gpus or config.constraint or names_gpus(config):
         return
@@ -107,7 +114,7 @@ _SLURM_KEYS = (
     "partition", "account", "qos", "time", "mem", "cpus_per_worker", "constraint", "exclude", "dependency", "setup",
     "container", "sbatch",
 )  # fmt: skip
-# keys that belong to some kinds of cluster only, and which those are
+# keys that only some kinds of cluster have -> those kinds
 _KINDS = dict.fromkeys(_SLURM_KEYS, (ClusterKind.slurm,)) | {
     "rendezvous": (ClusterKind.hosts,),
     "interface": (ClusterKind.hosts, ClusterKind.slurm),
@@ -143,7 +150,11 @@ def _check_kind(config: ClusterConfig, nodes: NodeRange) -> None:
 
 
 def endpoint(rendezvous: str) -> tuple[str, int]:
-    """``"HOST:PORT"`` as its two parts. Raises ConfigError for what has not this form."""
+    """Return the host and port of ``"HOST:PORT"``.
+
+    Raises:
+        ConfigError: ``rendezvous`` does not have this form.
+    """
     host, colon, port = rendezvous.rpartition(":")
     if ":" in host:
         raise ConfigError(
@@ -164,8 +175,8 @@ def solve_env(config: ClusterConfig, cluster: ClusterPlan, site: Site) -> EnvPla
     no_gpu = {"CUDA_VISIBLE_DEVICES": ""} if cluster.device is Device.cpu else dict[str, str]()
     return EnvPlan(
         allow=(*ALLOWED_ENV, *config.env),
-        # a task that numbers the words of a set gets the same numbers on every rank and at every start
+        # a task that enumerates a set of strings gets the same order on every rank and at every start
         default={"OMP_NUM_THREADS": str(threads), "PYTHONHASHSEED": "0"},
-        # unbuffered: a log line must not be lost with the process that printed it; a store of its own for each attempt
+        # unbuffered: a log line must survive the process that printed it; no shared store: each attempt has its own
         set={"PYTHONUNBUFFERED": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} | no_gpu,
     )

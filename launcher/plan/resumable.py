@@ -1,7 +1,7 @@
-"""What of a run may change when it goes on from a checkpoint, key by key: the only place that says so.
+"""Rules for resuming with changes: which config keys may differ from the checkpoint's run, defined only here.
 
-Read where `launch resume` takes overrides, and again where a checkpoint is loaded. What is learned is fixed by the
-contract: samples, their order, the global batch, the update rule. The rest may follow the machines at hand.
+`launch resume` applies them to overrides, and loading a checkpoint applies them again. Everything that affects learning
+is fixed: samples, their order, the global batch, the update rule. The rest may follow the available machines.
 """
 
 from __future__ import annotations
@@ -13,8 +13,13 @@ from typing import Any
 
 
 class May(Enum):
-    """``change``: whenever the user likes. ``force``: with --force, as the run learns something else from there on.
-    ``never``: no run could go on."""
+    """Permission to change a key.
+
+    Attributes:
+        change: always allowed.
+        force: only with --force, because training differs from there on.
+        never: the run could not resume.
+    """
 
     change = auto()
     force = auto()
@@ -23,7 +28,7 @@ class May(Enum):
 
 @dataclass(frozen=True)
 class Change:
-    """Of one config key. Values as JSON has them."""
+    """Change of one config key. Values are JSON values."""
 
     key: str
     before: Any
@@ -35,7 +40,7 @@ _OF_THE_RUN = "it is what the run and its files are known by"
 _OF_THE_MIRROR = "W&B has the run there"
 _NEW_RUN = "begin a run of its own: launch train"
 
-# by key, or by group for all keys of one that have no line of their own; with what a change would do
+# key -> (permission, consequence of a change); a group's entry covers its keys that have none of their own
 RULES: dict[str, tuple[May, str]] = {
     "cluster": (May.change, ""),
     "cluster.kind": (May.never, "its code and its files are where it began; " + _NEW_RUN),
@@ -77,27 +82,27 @@ RULES: dict[str, tuple[May, str]] = {
     "run.dir": (May.never, _OF_THE_RUN),
     "run.calibrate_s": (May.change, ""),
     "sweep": (May.never, "it has no effect on a run that is there"),
-    # of the data, found in it and set by nobody
+    # a property of the data, not a config key
     "task: samples": (May.never, "the place in the data is counted in its samples; " + _NEW_RUN),
 }
 
 
 def rule(key: str) -> tuple[May, str] | None:
-    """Of a dotted key: its own, else its group's; None where nobody has thought of it yet."""
+    """Return the rule of a dotted key, or else of its group; None if there is neither."""
     return RULES.get(key) or RULES.get(key.partition(".")[0])
 
 
 def forced_by(changes: Iterable[Change]) -> tuple[str, ...]:
-    """Keys of those that only --force lets through."""
+    """Return the keys of those changes that only --force allows."""
     found = list(changes)
     return tuple(change.key for change in found if _judged(change, found)[0] is May.force)
 
 
 def refusals(changes: Iterable[Change], forced: Container[str]) -> list[str]:
-    """A line for each of ``changes`` that may not be: key, value, what it was, why not, what to do.
+    """Return a line for each forbidden change: key, value, previous value, reason, remedy.
 
     Args:
-        forced: keys whose change the user has insisted on.
+        forced: keys whose change the user has forced.
     """
     lines: list[str] = []
     found = list(changes)
@@ -110,7 +115,11 @@ def refusals(changes: Iterable[Change], forced: Container[str]) -> list[str]:
 
 
 def _judged(change: Change, beside: Iterable[Change]) -> tuple[May, str]:
-    """``beside``: all that changes at once."""
+    """Return the permission for ``change`` and its reason.
+
+    Args:
+        beside: all changes made at once.
+    """
     key, before, after = change.key, change.before, change.after
     if key == "strategy.compress" and before == "powersgd":
         return May.force, "what PowerSGD has kept back of earlier gradients would be lost"
@@ -123,7 +132,7 @@ def _judged(change: Change, beside: Iterable[Change]) -> tuple[May, str]:
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested config by dotted keys. A map that a user fills (cluster.sbatch) is one value, and so is an empty one."""
+    """Return a nested config by dotted keys. A map that the user fills (cluster.sbatch) is one value, even if empty."""
     found: dict[str, Any] = {}
     for name, value in config.items():
         key = f"{prefix}{name}"
@@ -135,11 +144,11 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
-    """Between two nested configs, as JSON has them."""
+    """Return the changes between two nested configs of JSON values."""
     old, new = flat(before), flat(after)
     keys = dict.fromkeys([*new, *old])
     found = [Change(key, old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)]
-    # an optimizer's own keys come and go with it: what is to be said is said of its kind
+    # an optimizer's or task's keys come and go with its kind: report only the change of kind
     kinds = {change.key.partition(".")[0] for change in found if change.key.endswith(("._target_", "optimizer.kind"))}
     return [
         change
@@ -149,7 +158,7 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]
 
 
 def shown(value: Any) -> str:
-    """A value as it is typed."""
+    """Return a value as the user would type it."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,6 +1,6 @@
-"""RunPlan: everything that was decided before the start, frozen, saved as plan.json. A worker reads nothing else.
+"""RunPlan: every decision made before the start, frozen and saved as plan.json. A worker reads nothing else.
 
-``launcher.plan.solve`` makes it. It is complete: nothing downstream derives any of it a second time.
+``launcher.plan.solve`` creates it. It is complete: nothing downstream derives any part of it again.
 """
 
 from __future__ import annotations
@@ -33,15 +33,23 @@ from launcher.rundir.files import read_json
 
 @dataclass(frozen=True, kw_only=True)
 class TaskPlan:
-    """``samples``: the length of the training data, None for a stream. ``parameters``, ``gradient_bytes``: of what is
-    trained; ``unit_parameters``: how many of them are in shard units; ``batch_norms``: its BatchNorm layers; None where
-    the model was not looked at. ``frozen_parameters``: further ones, which get no gradient; ``frozen_unit_parameters``:
-    how many of these are in shard units. ``matmul_parameters``, ``unit_matmul_parameters``: how many, frozen ones
-    included, belong to linear and convolution layers, which FSDP gathers in bf16 or fp16. ``narrow_parameters``: how
-    many trained ones model() returns in bf16 or fp16.
-    ``data_notes``: what is not used of a DataLoader. ``flops_per_sample``: forward and backward, counted where the
-    task has no such method; None where it has, or where they could not be counted. ``in_eval_mode``: modules that
-    ``model()`` returns in eval mode, without those inside them; an empty name is the model itself."""
+    """Description of the task's model and data. A count is None if the model was not inspected.
+
+    Attributes:
+        samples: length of the training data; None for a stream.
+        parameters, gradient_bytes: of the trained parameters.
+        unit_parameters: trained parameters within shard units.
+        batch_norms: number of BatchNorm layers.
+        matmul_parameters, unit_matmul_parameters: parameters of linear and convolution layers (whole model, within
+            shard
+            units), frozen ones included; FSDP gathers them in bf16 or fp16.
+        data_notes: features of the user's DataLoader that are not used.
+        flops_per_sample: forward and backward, counted because the task has no such method; None if it has one, or if
+            counting failed.
+        frozen_parameters, frozen_unit_parameters: parameters without gradient (whole model, within shard units).
+        in_eval_mode: outermost modules that ``model()`` returns in eval mode; an empty name is the model itself.
+        narrow_parameters: trained parameters that ``model()`` returns in bf16 or fp16.
+    """
 
     target: str
     params: dict[str, Any]
@@ -61,13 +69,18 @@ class TaskPlan:
 
     @classmethod
     def unknown(cls, samples: int | None) -> Self:
-        """For a loop of the user's own."""
+        """Return the plan for a user's own training loop, whose model is not inspected."""
         return cls(target="", params={}, samples=samples, parameters=None, gradient_bytes=None, unit_parameters=None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EpochPlan:
-    """``windows``: in one epoch, None for a stream. ``short_window``: samples of the last one, 0 if it is full."""
+    """Windows of one epoch.
+
+    Attributes:
+        windows: number per epoch; None for a stream.
+        short_window: samples in the last window; 0 if it is full.
+    """
 
     windows: int | None
     short_window: int
@@ -76,10 +89,11 @@ class EpochPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """What one sync policy would do to a rank in a full window.
+    """Predicted cost of one sync policy for one rank in a full window.
 
-    ``wire_s``: its wire bytes at the link's rate, None where that is not known. ``peak_bytes``: memory of parameters,
-    gradients, optimizer and activations at once, None where it was not predicted.
+    Attributes:
+        wire_s: seconds that the link needs for the wire bytes; None if its rate is unknown.
+        peak_bytes: peak memory of parameters, gradients, optimizer and activations; None if not predicted.
     """
 
     sync: Sync
@@ -91,10 +105,17 @@ class Forecast:
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyPlan:
-    """``sync``: never auto; ``sync_reason``: why this one; ``forecasts``: of each policy that the strategy has.
-    ``shard_size``: ranks that share one copy of the model. ``memory_bytes``: what a rank has, where that was asked.
-    ``rehearses``: whether calibration may hold the whole model, which a window without communication needs. Predicted
-    bytes: of one rank in a full window."""
+    """Parallel strategy with its sync policy. Predicted bytes are those of one rank in a full window.
+
+    Attributes:
+        sync: the chosen policy, never auto.
+        sync_reason: why it was chosen.
+        shard_size: ranks that share one copy of the model.
+        forecasts: one for each policy of the strategy.
+        memory_bytes: memory of a rank's device; None if it was not queried.
+        rehearses: whether calibration may hold the whole model, which a window without communication needs.
+        payload_bytes_every, wire_bytes_every: bytes under sync=every, for comparison.
+    """
 
     kind: StrategyKind
     sync: Sync
@@ -119,9 +140,15 @@ class StrategyPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionPlan:
-    """``reduce_dtype``: of gradients between ranks, where the model is sharded. ``kind``: auto until the workers of the
-    run's first start have decided. ``reason``: why this kind; empty where the user chose it. ``parameters``: what
-    becomes of trained parameters in bf16 or fp16. ``tf32``: whether a GPU's fp32 products and convolutions use TF32."""
+    """Number formats.
+
+    Attributes:
+        kind: auto until the workers decide at the run's first start.
+        reduce_dtype: format in which gradients are reduced between ranks; sharded strategies only.
+        reason: why this kind; empty if the user chose it.
+        parameters: treatment of trained parameters in bf16 or fp16.
+        tf32: whether fp32 matrix products and convolutions on a GPU use TF32.
+    """
 
     kind: PrecisionKind
     reduce_dtype: PrecisionKind
@@ -134,8 +161,12 @@ class PrecisionPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerPlan:
-    """``lr``, ``betas``, ``eps``: after ``lr_scaling``; ``base_lr``, ``base_betas``, ``base_eps``: as the user gave
-    them, None in plans of earlier versions, which scaled the rate only."""
+    """Optimizer settings.
+
+    Attributes:
+        lr, betas, eps: values after ``lr_scaling``.
+        base_lr, base_betas, base_eps: values as configured; None in plans of earlier versions, which scaled lr only.
+    """
 
     kind: OptimizerKind
     lr: float
@@ -152,8 +183,11 @@ class OptimizerPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulePlan:
-    """``steps``: of the job whose schedule this is, where it is not the run's own: a drill runs the first windows of a
-    longer job."""
+    """Learning rate schedule.
+
+    Attributes:
+        steps: length of the schedule if it differs from the run's: a drill runs the first windows of a longer job.
+    """
 
     kind: ScheduleKind
     warmup_steps: int
@@ -163,8 +197,7 @@ class SchedulePlan:
     def factor(self, step: int, steps: int | None) -> float:
         """Return the multiple of the learning rate that optimizer step ``step`` (from 0) of ``steps`` applies.
 
-        It is ``min_ratio`` after step ``steps``: the last step still has a part of the fall left, as with torch's
-        CosineAnnealingLR(T_max=steps).
+        It reaches ``min_ratio`` only after the last step, as with torch's CosineAnnealingLR(T_max=steps).
         """
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
@@ -177,9 +210,16 @@ class SchedulePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainPlan:
-    """``steps``: optimizer steps, None only for epochs over a stream. ``epochs``: None where steps were given.
-    ``hang_timeout``: seconds; ``straggler_share``: of a step; None: none is looked for. ``calibrate_s``: seconds at
-    most; None: a share of the run's time; 0 for plans of versions that calibrated during training."""
+    """Training settings.
+
+    Attributes:
+        steps: optimizer steps; None only for epochs over a stream.
+        epochs: None if steps were given.
+        hang_timeout: seconds; None: no hang detection.
+        straggler_share: fraction of a step; None: no straggler detection.
+        calibrate_s: limit in seconds; None: a share of the run's time; 0 in plans of versions that calibrated during
+            training.
+    """
 
     steps: int | None
     epochs: int | None
@@ -218,7 +258,7 @@ class WandbPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Fewer:
-    """What is different in the plan of a job on fewer hosts, ``nodes``; all else is the same."""
+    """The part of the plan that differs on fewer hosts (``nodes``)."""
 
     nodes: int
     batch: Batch
@@ -228,9 +268,13 @@ class Fewer:
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan(LaunchPlan):
-    """A training job. ``notes``: what the user should know before it starts. ``forced``: config keys that the user has
-    changed on the way, and insisted on: `launch resume --force`. ``fewer``: for each smaller number of hosts that it
-    may have."""
+    """Plan of a training job.
+
+    Attributes:
+        notes: what the user should know before the start.
+        forced: config keys that `launch resume --force` has changed.
+        fewer: the differences on each smaller number of hosts that the job may have.
+    """
 
     batch: Batch
     epoch: EpochPlan
@@ -255,7 +299,7 @@ class RunPlan(LaunchPlan):
         return dataclasses.replace(plan, batch=there.batch, strategy=there.strategy, notes=there.notes, fewer=fewer)
 
     def with_fewer(self, plans: Iterable[Self]) -> Self:
-        """This plan, on the most hosts, together with those of the same job on fewer."""
+        """Return this plan, which is for the most hosts, extended by ``plans`` of the same job on fewer hosts."""
         fewer = (
             Fewer(nodes=plan.cluster.nodes, batch=plan.batch, strategy=plan.strategy, notes=plan.notes)
             for plan in plans
@@ -263,12 +307,12 @@ class RunPlan(LaunchPlan):
         return dataclasses.replace(self, fewer=tuple(fewer))
 
     def with_precision(self, kind: PrecisionKind, reason: str) -> Self:
-        """This plan with ``precision=auto`` decided."""
+        """Return this plan with ``precision=auto`` resolved to ``kind``."""
         return dataclasses.replace(self, precision=dataclasses.replace(self.precision, kind=kind, reason=reason))
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Return the plan in ``path``, with the precision that the run's first start has decided."""
+        """Return the plan in ``path``, with precision=auto replaced by the decision of the run's first start."""
         plan = super().load(path)
         if plan.precision.kind is not PrecisionKind.auto or (found := read_json(plan.paths.precision)) is None:
             return plan
@@ -276,5 +320,5 @@ class RunPlan(LaunchPlan):
 
     @property
     def schedule_steps(self) -> int | None:
-        """Optimizer steps that the learning rate's schedule is laid out over."""
+        """Return the number of optimizer steps that the learning rate schedule spans."""
         return self.train.steps if self.schedule.steps is None else self.schedule.steps

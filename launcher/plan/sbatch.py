@@ -1,7 +1,7 @@
-"""What Slurm is asked for: ClusterConfig -> SlurmPlan, with the container around a job's tasks. Pure.
+"""Slurm submission options and container mounts: ClusterConfig -> SlurmPlan, LaunchPlan -> srun options. Pure.
 
-The batch script itself, and with it cluster.setup, runs outside; so does whoever submits. What the tasks read and write
-is mounted where it is outside: a plan holds absolute paths.
+The batch script, cluster.setup included, and the submitter run outside the container. Plans hold absolute paths, so
+everything that the tasks read or write is mounted at the path that it has outside.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from launcher.plan.host import Partition
 from launcher.plan.launch_plan import LaunchPlan, SlurmPlan
 from launcher.plan.worlds import NodeRange
 
-CPUS_PER_WORKER = 2  # without a GPU: the rank itself, and the process that reads its data
-# Slurm looks at time limits every 30 s, and so sends the signal up to that much early
+CPUS_PER_WORKER = 2  # on a CPU: the rank itself and its data loading process
+# Slurm checks time limits every 30 s, so its signal can come up to 30 s early
 _EARLY_S = 30
 _SAVE_MARGIN_S = 15
 _START_S = 30
 
-# sbatch options that have a key of their own
+# sbatch options with a config key of their own
 _KEYS = {
     "partition": "partition", "account": "account", "qos": "qos", "time": "time", "mem": "mem",
     "constraint": "constraint", "exclude": "exclude", "dependency": "dependency", "nodes": "nodes",
     "cpus-per-task": "cpus_per_worker", "gpus-per-node": "workers_per_node", "ntasks-per-node": "workers_per_node",
     "container-image": "container",
 }  # fmt: skip
-# and those that the launcher's own work hangs on
+# sbatch options that the launcher itself sets or relies on
 _OURS = (
     "array", "chdir", "cpus-per-gpu", "error", "export", "input", "job-name", "no-requeue", "ntasks", "ntasks-per-core",
     "ntasks-per-gpu", "ntasks-per-socket", "open-mode", "output", "requeue", "signal", "test-only", "wait", "wrap",
@@ -39,17 +39,18 @@ _OURS = (
 def solve_sbatch(
     config: ClusterConfig, nodes: NodeRange, workers: int, device: Device, partition: Partition | None, name: str
 ) -> SlurmPlan:
-    """The options of one task a node.
+    """Return the sbatch options of a job with one task per node.
 
     Args:
-        nodes, workers: that the job may have; workers on each node.
-        partition: what it has; None where it was not asked. Its nodes may differ: what is not said is by the least of
-            those that will do, and refused is what none of them has.
-        name: of the run, and so of the job.
+        nodes: range of hosts that the job may have.
+        workers: workers per node.
+        partition: its resources; None if it was not queried. Its nodes may differ: defaults follow the smallest node
+            that qualifies, and a request is refused only if no node can satisfy it.
+        name: name of the run and of the job.
 
     Raises:
-        ConfigError: more than the partition has, a time limit that leaves no time to save, an option that is the
-            launcher's own.
+        ConfigError: the request exceeds the partition, the time limit leaves no time to save, or an option is reserved
+            for the launcher.
     """
     if partition is not None:
         if device is Device.cuda:
@@ -69,7 +70,8 @@ def solve_sbatch(
         "requeue": True,
     }
     if nodes.fixed:
-        # of a range Slurm would count the tasks by the fewest nodes, and give no more; it starts one on each anyway
+        # with a node range Slurm computes the task count from the minimum and grants no more nodes; without this
+        # option it still starts one task per node
         options["ntasks-per-node"] = 1
     if device is Device.cuda and not names_gpus(config):
         options["gpus-per-node"] = workers
@@ -86,14 +88,14 @@ def solve_sbatch(
 
 
 def names_gpus(config: ClusterConfig) -> bool:
-    """Whether options of the user's own say which GPUs, or which parts of them, a job gets."""
+    """Return whether the user's own sbatch options select GPUs or parts of them."""
     said = {str(key).replace("_", "-"): value for key, value in config.sbatch.items() if value}
     by_gres = re.search(r"\b(gpu|mps|shard)\b", str(said.get("gres", "")))
     return by_gres is not None or bool({"gpus", "gpus-per-task"} & said.keys())
 
 
 def _default_cpus(workers: int, device: Device, partition: Partition | None) -> int:
-    """A worker's cores: its GPU's share of the node; on a CPU two, or what the node has for each."""
+    """Return the cores per worker: its GPU's share of the node, or at most two on a CPU."""
     if partition is None:
         return CPUS_PER_WORKER
     if device is Device.cuda and partition.gpus:
@@ -120,7 +122,7 @@ def _require_room(config: ClusterConfig, nodes: NodeRange, workers: int, partiti
 
 
 def least_s(config: ClusterConfig) -> int:
-    """Seconds of the shortest time limit within which a job starts and saves."""
+    """Return the shortest time limit, in seconds, within which a job can start and save."""
     return _signal_s(config) + _EARLY_S + _START_S
 
 
@@ -129,7 +131,7 @@ def _signal_s(config: ClusterConfig) -> int:
 
 
 def _require_time(config: ClusterConfig, partition: Partition | None) -> None:
-    """A job must get something done between its start and the signal to save."""
+    """Check that the time limit is valid and leaves time for training between the start and the signal to save."""
     try:
         limit_s = None if config.time is None else seconds(config.time)
     except ValueError:
@@ -175,10 +177,13 @@ def _require_free(more: dict[str, object]) -> None:
 
 
 def seconds(limit: str) -> int | None:
-    """A time limit in Slurm's forms (minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM, D-HH:MM:SS) in seconds; None for none.
+    """Return a Slurm time limit in seconds; None for unlimited.
+
+    Args:
+        limit: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS.
 
     Raises:
-        ValueError: it has none of these forms.
+        ValueError: ``limit`` has none of these forms.
     """
     if limit.lower() in ("infinite", "unlimited", "n/a", "none", ""):
         return None
@@ -196,40 +201,42 @@ def seconds(limit: str) -> int | None:
 
 
 def clock(limit_s: int) -> str:
-    """Seconds as Slurm writes them: 04:00:00, or 2-00:00:00."""
+    """Return seconds in Slurm's notation: 04:00:00, or 2-00:00:00."""
     days, rest = divmod(limit_s, 86400)
     text = f"{rest // 3600:02d}:{rest // 60 % 60:02d}:{rest % 60:02d}"
     return f"{days}-{text}" if days else text
 
 
-# the submitter's interpreter is not in there; the image's own is the first on its PATH
+# the submitter's interpreter does not exist in the image; use the first one on the image's PATH
 PYTHON = "python3"
 SLURM_CONF = "/etc/slurm/slurm.conf"
-# where Slurm's commands find munge
+# directory of munge's socket, which Slurm's commands need
 _MUNGE = "/run/munge"
 
 
 def is_option(name: str) -> bool:
-    """Whether an option is pyxis's: of the step, for sbatch would put the batch script into a container. --container-id
-    is Slurm's own."""
+    """Return whether an option is pyxis's and belongs to srun: sbatch would put the batch script into the container.
+
+    --container-id is Slurm's own.
+    """
     return name.startswith(("container-", "no-container-")) and name != "container-id"
 
 
 def srun_options(plan: LaunchPlan, environment: Mapping[str, str]) -> list[str]:
-    """Options of srun that put the tasks of ``plan`` into its container; none where it has none.
+    """Return the srun options that run the tasks of ``plan`` in its container; none if it has no container.
 
     Args:
-        environment: the submitter's; SLURM_CONF is read.
+        environment: the submitter's; SLURM_CONF is read from it.
 
     Raises:
-        ConfigError: a path that no mount can name.
+        ConfigError: a path cannot be written as a mount.
     """
     slurm = plan.cluster.slurm
     if slurm is None or slurm.container is None:
         return []
     more = {name: value for name, value in slurm.options.items() if is_option(name)}
     mounts = [f"{path}:{path}" for path in _needed(plan)]
-    # a site whose clients have no slurm.conf, or no munge, has them not: the mount may fail
+    # nofail: some sites' nodes have no slurm.conf or no munge
     for path in (str(PurePosixPath(environment.get("SLURM_CONF") or SLURM_CONF).parent), _MUNGE):
         _require_mountable("SLURM_CONF", path)
         mounts.append(f"{path}:{path}:nofail")
@@ -240,15 +247,17 @@ def srun_options(plan: LaunchPlan, environment: Mapping[str, str]) -> list[str]:
         f"--container-mounts={','.join(mounts)}",
         f"--container-workdir={plan.cluster.cwd}",
     ]
-    # packages that lie at home for another Python must not come in
+    # packages installed in the home directory for another Python must not be imported
     if "container-mount-home" not in more:
         more["no-container-mount-home"] = True
     return options + [f"--{name}" if value is True else f"--{name}={value}" for name, value in more.items()]
 
 
 def _needed(plan: LaunchPlan) -> list[str]:
-    """The directory of all runs, which has this one with its code in it, and the working directory; of two that lie in
-    one another the outer one."""
+    """Return the directories to mount: the parent of all runs and the working directory, or the outer one if nested.
+
+    The run's directory, with its copy of the code, is inside the former.
+    """
     runs, cwd = PurePosixPath(plan.run.dir).parent, PurePosixPath(plan.cluster.cwd)
     _require_mountable("run.dir", str(runs))
     _require_mountable("cluster.container (the working directory)", str(cwd))
@@ -266,7 +275,11 @@ def _require_mountable(key: str, path: str) -> None:
 
 
 def require_image(image: str | None, options: Mapping[str, object]) -> None:
-    """Raises ConfigError for what is no image, and for options of pyxis's without one."""
+    """Check the image name and the pyxis options.
+
+    Raises:
+        ConfigError: not an image, a reserved option, or a pyxis option without an image.
+    """
     if image is not None and not re.fullmatch(r"[^\s\x00]+", image):
         raise ConfigError("cluster.container", repr(image), "must be an image: IMAGE:TAG, or the path of a .sqsh file.")
     for name, value in options.items():

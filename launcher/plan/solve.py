@@ -1,4 +1,4 @@
-"""What ``batch.norm`` means for a model with BatchNorm, in words. No torch."""
+"""Plan solver: config, site and task description -> RunPlan. Imports no torch."""
 
 from __future__ import annotations
 
@@ -51,7 +51,11 @@ from launcher.quantities import count
 
 
 def require_possible(batch: Batch, recompute: Recompute) -> None:
-    """Raises ConfigError where activations that are computed again would count twice in a window's statistics."""
+    """Check that recomputed activations do not enter a window's BatchNorm statistics twice.
+
+    Raises:
+        ConfigError: batch.norm=window with accumulation and strategy.recompute.
+    """
     if batch.norm is Norm.window and batch.accumulation > 1 and recompute is not Recompute.none:
         raise ConfigError(
             "batch.norm", batch.norm, f"does not work with strategy.recompute={recompute.value}.",
@@ -60,7 +64,8 @@ def require_possible(batch: Batch, recompute: Recompute) -> None:
 
 
 def what_norms_do(layers: int, batch: Batch) -> str | None:
-    """One sentence on what the model's ``layers`` BatchNorms normalise by, and what else there is. None without any."""
+    """Return a sentence on the statistics that the model's BatchNorms use and on the alternatives; None if it has none.
+    """
     if not layers:
         return None
     who = f"{layers} BatchNorm layer{'s' if layers > 1 else ''}"
@@ -98,18 +103,18 @@ def solve(
     started: tuple[int, int] | None = None,
     rebatch: Callable[[Batch], Batch] = lambda batch: batch,
 ) -> RunPlan:
-    """The plan of a training job.
+    """Return the plan of a training job.
 
     Args:
-        config: what the user set.
-        site: what this machine has.
-        task: what is known of the model and the data.
+        config: the user's settings.
+        site: hardware of this machine or partition.
+        task: description of the model and the data.
         run: the run's name, id and directory.
-        started: hosts, and ranks on each, where a user's own torchrun has fixed them; else the cluster group decides.
-        rebatch: what becomes of the batch where the run is on its way already, as ``launcher.plan.windows`` has it.
+        started: (hosts, ranks per host) if the user's own torchrun fixed them; None: the cluster group decides.
+        rebatch: maps the solved batch to that of a run with completed windows (``launcher.plan.windows.changed_at``).
 
     Raises:
-        ConfigError: values that are impossible, alone or together; in any of the worlds that the job may have.
+        ConfigError: impossible values, alone or in combination, in any of the world sizes that the job may have.
     """
     check(config)
     nodes = node_range(config.cluster.nodes)
@@ -135,7 +140,7 @@ def solve(
 def _on_cluster(
     config: Config, site: Site, task: TaskPlan, run: RunInfo, cluster: ClusterPlan, batch: Batch
 ) -> RunPlan:
-    """All that follows from the world and the batch in it."""
+    """Derive everything that follows from the cluster and its batch."""
     epoch = _epoch(config.batch, batch, task)
     steps = _steps(config.train, epoch, batch, task)
     precision = solve_precision(config.precision, config.strategy.kind, cluster.device, site.bf16)
@@ -197,7 +202,7 @@ def _on_cluster(
 
 
 def _checkpoint(config: CheckpointConfig, kind: ClusterKind) -> CheckpointPlan:
-    """A job that Slurm may take its nodes from saves now and then, unless the user says otherwise."""
+    """Return the checkpoint plan; a Slurm job, which can lose its nodes at any time, saves periodically by default."""
     plan = CheckpointPlan(**dataclasses.asdict(config))
     if kind is not ClusterKind.slurm or plan.every is not None or plan.every_minutes is not None:
         return plan
@@ -274,10 +279,10 @@ def _scale_adam(plan: OptimizerPlan, kappa: float) -> OptimizerPlan:
     """Return ``plan`` for ``kappa`` times the reference batch, by the square root scaling rule of Adam.
 
     Malladi, Lyu, Panigrahi, Arora, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms" (2022),
-    section 5: lr sqrt(kappa), 1 - kappa (1 - beta) for both betas, eps / sqrt(kappa). It says nothing of decay.
+    section 5: lr sqrt(kappa), 1 - kappa (1 - beta) for both betas, eps / sqrt(kappa). The rule leaves decay unchanged.
 
     Raises:
-        ConfigError: another optimizer than Adam, or a batch so large that a beta would not be above 0.
+        ConfigError: the optimizer is not Adam, or the batch is so large that a beta would not be above 0.
     """
     if plan.kind is not OptimizerKind.adamw:
         raise ConfigError(
@@ -285,7 +290,7 @@ def _scale_adam(plan: OptimizerPlan, kappa: float) -> OptimizerPlan:
             "Use optimizer.lr_scaling=linear, the rule for SGD.",
         )  # fmt: skip
     betas = tuple(1 - kappa * (1 - beta) for beta in plan.betas)
-    if min(betas) < 1e-9:  # 0, but for rounding
+    if min(betas) < 1e-9:  # 0 up to rounding
         most = 1 / (1 - min(plan.betas))
         raise ConfigError(
             "optimizer.lr_scaling", "sqrt",
@@ -339,7 +344,7 @@ def _mode_notes(task: TaskPlan) -> list[str]:
 
 
 def _parameter_notes(precision: PrecisionPlan, task: TaskPlan) -> list[str]:
-    """Return what becomes of trained parameters that the task's model has in bf16 or fp16."""
+    """Return the note on how trained parameters that model() returns in bf16 or fp16 are handled."""
     if not task.narrow_parameters:
         return []
     found = f"model() returns {task.narrow_parameters:,} trained parameters in bf16 or fp16: "

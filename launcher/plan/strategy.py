@@ -1,4 +1,4 @@
-"""How the model lies over the ranks and which sync policy runs: StrategyConfig -> StrategyPlan."""
+"""Strategy solver: how the model is split over the ranks, and which sync policy runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from launcher.plan.sync_policy import POLICIES, SHARDED, Collective, Layout, pas
 
 BUCKET_MB = 25.0
 POWERSGD_RANK, POWERSGD_START = 1, 10
-# of a rank's memory: the allocator's rounding and the communication library's own buffers need the rest
+# fraction of a rank's memory; the allocator's rounding and the communication library's buffers need the rest
 USABLE_MEMORY = 0.92
 ITEM_BYTES = {PrecisionKind.auto: 4, PrecisionKind.fp32: 4, PrecisionKind.bf16: 2, PrecisionKind.fp16: 2}
 
@@ -32,7 +32,7 @@ ITEM_BYTES = {PrecisionKind.auto: 4, PrecisionKind.fp32: 4, PrecisionKind.bf16: 
 def solve_strategy(
     config: StrategyConfig, batch: Batch, cluster: ClusterPlan, precision: PrecisionPlan, task: TaskPlan
 ) -> StrategyPlan:
-    """The strategy with its policy chosen by wire bytes; ``with_memory`` weighs memory where that was predicted.
+    """Return the strategy with the policy of fewest wire bytes; ``with_memory`` also weighs predicted memory.
 
     Raises:
         ConfigError: a policy, a size or an option that this strategy does not have.
@@ -84,20 +84,20 @@ def solve_strategy(
         cpu_offload=config.cpu_offload,
         forecasts=(),
         memory_bytes=None,
-        # what gather_once holds anyway; of other policies it is not known here
+        # gather_once holds the whole model in any case; for other sharded policies memory is not yet known
         rehearses=config.kind not in SHARDED or sync is Sync.gather_once,
         payload_bytes=None,
         payload_bytes_every=None,
         wire_bytes=None,
         wire_bytes_every=None,
     )
-    # how much a low-rank factor saves depends on every parameter's shape: the meter will say it
+    # savings of low-rank factors depend on every parameter's shape: measured by the meter, not predicted
     known = task.parameters is not None and config.compress is not Compress.powersgd
     return with_forecasts(plan, forecasts) if known else plan
 
 
 def with_forecasts(plan: StrategyPlan, forecasts: Sequence[Forecast]) -> StrategyPlan:
-    """``plan`` with ``forecasts``, and what they say of its policy."""
+    """Return ``plan`` with ``forecasts`` and the predicted bytes of its policy and of sync=every."""
     own = next(forecast for forecast in forecasts if forecast.sync is plan.sync)
     every = next(forecast for forecast in forecasts if forecast.sync is Sync.every)
     return dataclasses.replace(
@@ -111,7 +111,10 @@ def with_forecasts(plan: StrategyPlan, forecasts: Sequence[Forecast]) -> Strateg
 
 
 def with_memory(plan: StrategyPlan, forecasts: Sequence[Forecast], memory_bytes: int) -> StrategyPlan:
-    """``plan`` with the policy that sends the fewest bytes of those whose predicted peak fits ``memory_bytes``."""
+    """Return ``plan`` with the policy of fewest wire bytes among those whose predicted peak fits ``memory_bytes``.
+
+    If none fits, the policy with the lowest peak is chosen.
+    """
     most = max(forecast.peak_bytes or 0 for forecast in forecasts)
     usable = USABLE_MEMORY * memory_bytes
     fitting = [forecast for forecast in forecasts if forecast.peak_bytes is None or forecast.peak_bytes <= usable]
@@ -128,14 +131,22 @@ def with_memory(plan: StrategyPlan, forecasts: Sequence[Forecast], memory_bytes:
 
 
 def fewest_bytes(forecasts: Sequence[Forecast]) -> Forecast:
-    """Of two that send the same, the later in the policy table skips more when accumulation grows."""
+    """Return the forecast with the fewest wire bytes; among equals the later, which skips more as accumulation grows.
+    """
     return min(reversed(forecasts), key=lambda forecast: forecast.wire_bytes)
 
 
 def solve_precision(
     config: PrecisionConfig, strategy: StrategyKind, device: Device, bf16: bool | None
 ) -> PrecisionPlan:
-    """Return the number formats; auto stays as it is where ``bf16``, whether the device computes it, is not known."""
+    """Return the number formats.
+
+    Args:
+        bf16: whether the device computes bf16 natively; None: unknown, precision=auto stays unresolved.
+
+    Raises:
+        ConfigError: an option that has no effect with this precision, strategy or device.
+    """
     if config.reduce_dtype is PrecisionKind.auto:
         raise ConfigError(
             "precision.reduce_dtype", "auto", "is no format to sum in.", "Allowed: fp32, bf16, fp16; null is fp32."
@@ -167,7 +178,7 @@ def solve_precision(
 
 
 def _require_own_options(config: StrategyConfig, cluster: ClusterPlan) -> None:
-    """Raises ConfigError for an option that would have no effect."""
+    """Check that no option is set that would have no effect."""
     of = {
         "bucket_mb": (StrategyKind.ddp,), "static_graph": (StrategyKind.ddp,),
         "find_unused_parameters": (StrategyKind.ddp, StrategyKind.single), "compress": (StrategyKind.ddp,),
@@ -216,7 +227,10 @@ def _shard_size(config: StrategyConfig, batch: Batch, cluster: ClusterPlan) -> i
 
 
 def _layout(config: StrategyConfig, batch: Batch, shard_size: int, precision: PrecisionPlan, task: TaskPlan) -> Layout:
-    """By arithmetic, without the padding of uneven shards. Of an unknown model, any size orders the policies."""
+    """Return the bytes per pass, computed without the padding of uneven shards.
+
+    An unknown model is assumed to have 1,000,000 parameters: any size ranks the policies alike.
+    """
     parameters = 1_000_000 if task.parameters is None else task.parameters
     if config.kind not in SHARDED:
         own = parameters * 4 if task.gradient_bytes is None else task.gradient_bytes
@@ -224,7 +238,7 @@ def _layout(config: StrategyConfig, batch: Batch, shard_size: int, precision: Pr
             own += 2 * (task.narrow_parameters or 0)  # two bytes became four
         sent = own // 2 if config.compress is Compress.bf16 else own
         return Layout.replicated(sent, batch.world_size)
-    # gathers concern all parameters, reductions those that are trained
+    # gathers move all parameters, reductions only the trained ones
     total = parameters + task.frozen_parameters
     trained_in_units = parameters // 2 if task.unit_parameters is None else task.unit_parameters
     in_units = trained_in_units + task.frozen_unit_parameters
@@ -251,8 +265,12 @@ def _forecast(kind: StrategyKind, sync: Sync, batch: Batch, layout: Layout, clus
 
 
 def _link_bytes(payload: dict[Collective, int], layout: Layout, cluster: ClusterPlan) -> int:
-    """What a host sends to others. A ring leaves it once. There is one between replicas for each part of the model that
-    the host holds; shard groups that span hosts have theirs too, or on CPUs send each part straight to who lacks it."""
+    """Return the bytes that one host sends to others.
+
+    A ring crosses each host's link once. There is one ring between replicas for each part of the model that the host
+    holds. Shard groups that span hosts have one too, except on CPUs, which send each part directly to the ranks lacking
+    it.
+    """
     workers, size = cluster.workers_per_node, layout.shard_size
     between = {Collective.all_reduce: payload[Collective.all_reduce]}
     total = min(workers, size) * layout.wire(between)

@@ -1,6 +1,6 @@
-"""The sync policies: which strategy has which, and how often a window sends each part of the model under it.
+"""Sync policies: which ones each strategy has, and how often a window sends each part of the model under them.
 
-The one table. The plan predicts with it, the wrapped model acts on it, the meter holds what ran against it.
+The plan predicts with this table, the wrapped model acts on it, and the meter checks measured traffic against it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,14 @@ POLICIES: Mapping[StrategyKind, tuple[Sync, ...]] = {
 
 
 class Collective(StrEnum):
-    """all_reduce: gradients, over all ranks (DDP) or between replicas (HSDP). all_gather, reduce_scatter: parameters
-    and gradients within a shard group. broadcast: buffers that training changes. statistics: all-reduces of the
-    statistics that ``batch.norm`` takes over all ranks."""
+    """Kind of collective operation.
+
+    Attributes:
+        all_reduce: gradients, over all ranks (DDP) or between replicas (HSDP).
+        all_gather, reduce_scatter: parameters and gradients within a shard group.
+        broadcast: buffers that training changes.
+        statistics: all-reduces of the statistics that ``batch.norm`` computes over all ranks.
+    """
 
     all_reduce = "all_reduce"
     all_gather = "all_gather"
@@ -35,8 +40,14 @@ class Collective(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Passes:
-    """How often one window sends all gradients between replicas, all gradients within the shard group, the parameters
-    of each shard unit, and those of the root, which stay gathered between forward and backward."""
+    """Number of passes per window.
+
+    Attributes:
+        all_reduce: all gradients between replicas.
+        reduce_scatter: all gradients within the shard group.
+        gather_units: parameters of each shard unit.
+        gather_root: parameters of the root, which stay gathered between forward and backward.
+    """
 
     all_reduce: int = 0
     reduce_scatter: int = 0
@@ -45,7 +56,7 @@ class Passes:
 
 
 def passes(strategy: StrategyKind, sync: Sync, micro_batches: int) -> Passes:
-    """The policy table of architecture.md, for a window of ``micro_batches`` a rank."""
+    """Return the passes of a window of ``micro_batches`` per rank."""
     k = micro_batches
     reduce = k if sync is Sync.every else 1
     if strategy not in SHARDED:
@@ -61,13 +72,13 @@ def passes(strategy: StrategyKind, sync: Sync, micro_batches: int) -> Passes:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How a model lies over the ranks. Bytes are payload: what one rank hands to a collective in one pass.
+    """Distribution of a model over the ranks. Bytes are payload: what one rank hands to a collective in one pass.
 
     Args:
         shard_size: ranks that share one copy of the parameters; 1 for DDP.
-        replicas: copies.
-        unit_bytes, root_bytes: parameters within shard units and outside of them, as they are gathered.
-        gradient_bytes: all gradients, as they are reduced.
+        replicas: number of copies.
+        unit_bytes, root_bytes: parameters within and outside shard units, in the format in which they are gathered.
+        gradient_bytes: all gradients, in the format in which they are reduced.
     """
 
     shard_size: int
@@ -78,11 +89,11 @@ class Layout:
 
     @classmethod
     def replicated(cls, gradient_bytes: int, replicas: int) -> Self:
-        """A whole copy on each rank."""
+        """Return the layout with a whole copy on each rank."""
         return cls(shard_size=1, replicas=replicas, unit_bytes=0, root_bytes=0, gradient_bytes=gradient_bytes)
 
     def payload(self, sent: Passes) -> dict[Collective, int]:
-        """Bytes of each kind that ``sent`` comes to; a group of one rank sends nothing."""
+        """Return the payload bytes of ``sent`` by collective; a group of one rank sends nothing."""
         sharded, replicated = self.shard_size > 1, self.replicas > 1
         return {
             Collective.all_reduce: replicated * sent.all_reduce * self.gradient_bytes // self.shard_size,
@@ -94,8 +105,11 @@ class Layout:
         return round(sum(count * self.wire_factor(kind) for kind, count in payload.items()))
 
     def wire_factor(self, kind: Collective) -> float:
-        """Bytes that one rank sends for each payload byte of a ring: 2(W-1)/W for an all-reduce, (W-1)/W for a gather
-        or scatter (Patarasuk & Yuan, 2009); a broadcast passes each byte on once."""
+        """Return the wire bytes that one rank sends per payload byte.
+
+        In a ring of W ranks: 2(W-1)/W for an all-reduce, (W-1)/W for a gather or scatter (Patarasuk & Yuan, 2009); a
+        broadcast forwards each byte once.
+        """
         if kind is Collective.broadcast:
             return 1.0
         if kind is Collective.statistics:

@@ -1,4 +1,4 @@
-"""What the plan must know of the task: its facts, and the memory of each sync policy. No torch here."""
+"""Task inspection: properties of model and data that the plan needs, and each sync policy's memory. No torch."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class HasFacts(Protocol):
 
 
 def describe_task(config: dict[str, Any], cwd: str, *, shards: bool, seed: int) -> TaskPlan:
-    """Look at the task that the config names.
+    """Return a description of the task that the config names.
 
-    A bundled task says it itself, from arithmetic. A user's class is imported in a process of its own.
+    A bundled task computes its description by arithmetic. A user's class is imported in a separate process.
 
     Args:
-        shards: whether the task's shard units matter, and must be right.
-        seed: of the job: the task is built under it here as it is in training.
+        shards: whether the task's shard units matter and must be valid.
+        seed: the job's seed, under which the task is constructed as in training.
 
     Raises:
         ConfigError: no task is named.
@@ -45,7 +45,7 @@ def describe_task(config: dict[str, Any], cwd: str, *, shards: bool, seed: int) 
     if target.startswith(_BUNDLED):
         try:
             facts = cast("HasFacts", load_task(target, params, [])).facts()
-        except (TypeError, ValueError) as error:  # a parameter of another type than the class's
+        except (TypeError, ValueError) as error:  # a parameter of the wrong type
             raise TaskError(f"task: {target} with {params}: {error}.") from None
         return TaskPlan(
             target=target,
@@ -68,18 +68,18 @@ def describe_task(config: dict[str, Any], cwd: str, *, shards: bool, seed: int) 
 
 
 def ask(module: str, question: str) -> dict[str, Any] | None:
-    """Return the JSON object that ``python -m module FILE PARENT_PID`` writes into FILE for ``question`` on its
-    standard input, or None if it ends without an answer.
+    """Run ``python -m module FILE PARENT_PID`` and return the JSON object that it writes to FILE; None without an answer.
 
-    A separate process, because torch and the user's code must not be imported here. It ends with this one, whatever
-    kills this one, and the file has no name that could be left behind.
+    The process reads ``question`` from standard input. It is separate because torch and the user's code must not be
+    imported here. It ends when this process ends, however that happens, and the file has no name that could be left
+    behind.
     """
     with tempfile.TemporaryFile("w+", encoding="utf-8") as answer:
         subprocess.run(
             [sys.executable, "-P", "-m", module, f"/dev/fd/{answer.fileno()}", str(os.getpid())],
             input=question,
             text=True,
-            start_new_session=True,  # this process handles Ctrl-C: it kills the other one, which prints no traceback
+            start_new_session=True,  # Ctrl-C reaches only this process, which kills the other without a traceback
             stdout=sys.stderr,  # what the user's code prints must not end up in `launch plan --json`
             pass_fds=(answer.fileno(),),
             check=False,
@@ -89,14 +89,13 @@ def ask(module: str, question: str) -> dict[str, Any] | None:
 
 
 def weigh_memory(plan: RunPlan, *, choose: bool) -> RunPlan:
-    """Return ``plan`` with what the policies send and hold, as windows of the real task have it on tensors without
-    memory, in a process of its own: that takes some seconds.
+    """Return ``plan`` with each policy's traffic and memory, measured on windows of the real task.
 
-    Where that is not possible, the plan keeps the figures that follow from the number of parameters, or loses only the
-    memory, and a note says why.
+    A separate process runs them on tensors without memory, which takes some seconds. If it fails, the plan keeps the
+    figures computed from the number of parameters, or lacks only the memory, and a note says why.
 
     Args:
-        choose: whether the policy becomes the one that sends the fewest bytes of those that fit.
+        choose: whether to switch to the policy that sends the fewest bytes among those that fit.
 
     Raises:
         TaskError: the job would fail at its first step.
@@ -123,7 +122,7 @@ def weigh_memory(plan: RunPlan, *, choose: bool) -> RunPlan:
 
 
 def _with_time(forecast: Forecast, plan: RunPlan) -> Forecast:
-    """Add the seconds of the link, which grow with the bytes that were predicted before."""
+    """Add the link's seconds, scaled from the previous forecast by the wire bytes."""
     before = next((known for known in plan.strategy.forecasts if known.sync is forecast.sync), forecast)
     if before.wire_s is None or not before.wire_bytes:
         return forecast

@@ -1,4 +1,4 @@
-"""The bounds of single values. What depends on several values, or on the machine, is checked where it is solved."""
+"""Bounds of single values. Checks that involve several values or the machine belong to the solvers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _BOUNDS: dict[str, tuple[Callable[[Number], bool], str]] = {
     "cluster.cpus_per_worker": _at_least(1),
     "strategy.bucket_mb": _above(0),
     "strategy.powersgd_rank": _at_least(1),
-    "strategy.powersgd_start": _at_least(2),  # PowerSGD's warm start needs two whole synchronisations (torch)
+    "strategy.powersgd_start": _at_least(2),  # PowerSGD's warm start needs two full synchronisations (torch)
     "strategy.shard_size": _at_least(1),
     "precision.init_scale": _above(0),
     "precision.growth_interval": _at_least(1),
@@ -62,7 +62,11 @@ _BOUNDS: dict[str, tuple[Callable[[Number], bool], str]] = {
 
 
 def check(config: Config) -> None:
-    """Raises ConfigError for the first value that is out of bounds, and for two that exclude each other."""
+    """Check all bounds and mutually exclusive values.
+
+    Raises:
+        ConfigError: for the first violation.
+    """
     for key, (holds, problem) in _BOUNDS.items():
         group, name = key.split(".")
         value = getattr(getattr(config, group), name)

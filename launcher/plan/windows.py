@@ -1,7 +1,7 @@
-"""Windows: where each lies in its data, which samples each micro-batch holds, and what a new batch size changes.
+"""Windows: their position in the data, the samples of each micro-batch, and conversion to a new batch size.
 
-A run's place in its data is the number of a window, so a global batch that changes on the way is a ramp: the windows
-so far keep the sizes that they had, and the place in the epoch is that of the next sample, whatever comes then.
+A run's position in its data is a window number. A global batch that changes during the run is therefore a ramp:
+completed windows keep their sizes, and the position in the epoch is that of the next sample, whatever size follows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from launcher.plan.batch import Batch, Stage
 
 
 class Span(NamedTuple):
-    """Where a window lies: ``window`` in its epoch, at positions [first, first + size) of that."""
+    """Position of a window: number ``window`` of its epoch, at positions [first, first + size) of that epoch."""
 
     epoch: int
     window: int
@@ -24,19 +24,19 @@ class Span(NamedTuple):
 
 
 class Windows:
-    """Where each window of a run lies in its data: a function of its number alone, whatever the world.
+    """Mapping from window number to position in the data; independent of the world size.
 
     Args:
-        samples: of an epoch, at least as many as any full window has.
+        samples: samples per epoch, at least as many as any full window has.
         batch: global batch, and the ramp up to it.
-        keep_short: whether the samples at an epoch's end that fill no window are a short one, or left out.
+        keep_short: whether remaining samples at an epoch's end form a short window or are dropped.
     """
 
     def __init__(self, samples: int, batch: Batch, *, keep_short: bool) -> None:
         self._samples, self._size = samples, batch.global_size
         self._keep_short = keep_short
         self._per_epoch, _ = count_windows(samples, batch.global_size, keep_short=keep_short)
-        # as far as the ramp, and the epoch in which it ends, reach: the first window of each stretch of one size
+        # through the end of the epoch in which the ramp ends: the first window of each stretch of equal size
         self._begins: list[int] = []
         self._stretches: list[Span] = []
         self._index, at = 0, Span(0, 0, 0, 0)
@@ -47,7 +47,8 @@ class Windows:
         self._regular_from, self._regular_epoch = self._index, at.epoch
 
     def _lay(self, at: Span, steps: int, size: int, only: int | None = None) -> Span:
-        """Note ``steps`` windows of ``size`` from ``at`` on, or as many as epoch ``only`` still has; what follows."""
+        """Record up to ``steps`` windows of ``size`` from ``at``, within epoch ``only`` if given; return the next place.
+        """
         while steps and (only is None or at.epoch == only):
             rest = self._samples - at.first
             count = min(steps, rest // size)
@@ -69,7 +70,7 @@ class Windows:
         self._index += count
 
     def at(self, index: int) -> Span:
-        """Of window ``index`` of the run, from 0."""
+        """Return the position of window ``index`` (from 0) of the run."""
         if index >= self._regular_from:
             epochs, window = divmod(index - self._regular_from, self._per_epoch)
             first = window * self._size
@@ -79,24 +80,24 @@ class Windows:
         return begin._replace(window=begin.window + ahead, first=begin.first + ahead * begin.size)
 
     def before(self, epoch: int) -> int:
-        """How many windows lie before an epoch."""
+        """Return the number of windows before an epoch."""
         if epoch >= self._regular_epoch:
             return self._regular_from + (epoch - self._regular_epoch) * self._per_epoch
         return next(begin for begin, at in zip(self._begins, self._stretches, strict=True) if at.epoch >= epoch)
 
 
 def count_windows(samples: int, global_size: int, *, keep_short: bool) -> tuple[int, int]:
-    """``(windows in an epoch, samples of its short last window)``; 0 samples: the last one is full, or dropped."""
+    """Return (windows per epoch, samples of its short last window); 0 samples: the last one is full, or dropped."""
     full, rest = divmod(samples, global_size)
     return (full + 1, rest) if rest and keep_short else (full, 0)
 
 
 def share_of_window(samples: int, batch: Batch, rank: int) -> list[range]:
-    """The micro-batches of ``rank`` in a window of ``samples``, as ranges of offsets into the window.
+    """Return the micro-batches of ``rank`` in a window of ``samples``, as ranges of offsets into the window.
 
-    Every rank gets the same number of micro-batches, as few as can hold the window, and they differ by one sample at
-    most; an empty range is a micro-batch of weight zero, which a rank still runs because the others wait for it.
-    In a full window the n-th micro-batches of all ranks lie side by side.
+    Every rank gets the same number of micro-batches, as few as can hold the window; their sizes differ by at most one
+    sample. An empty range is a micro-batch of weight zero, which the rank still runs because the others wait for it.
+    In a full window the n-th micro-batches of all ranks are adjacent.
     """
     count = -(-samples // (batch.micro_size * batch.world_size))
     base, extra = divmod(samples, count * batch.world_size)
@@ -109,12 +110,12 @@ def share_of_window(samples: int, batch: Batch, rank: int) -> list[range]:
 
 
 def past(batch: Batch, index: int) -> tuple[Stage, ...]:
-    """The sizes of the windows before ``index``, in stretches; alike for two batches that agree on each of them."""
+    """Return the sizes of the windows before ``index`` as stretches; equal for batches that agree on each window."""
     return _merged(_cut([*batch.ramp, Stage(windows=index, global_size=batch.global_size)], 0, index))
 
 
 def future(batch: Batch, index: int) -> tuple[tuple[Stage, ...], int]:
-    """Those from ``index`` on: stretches, and the size after them."""
+    """Return the sizes from window ``index`` on: stretches, and the size after them."""
     stages = list(_merged(_cut(batch.ramp, index, None)))
     while stages and stages[-1].global_size == batch.global_size:
         stages.pop()
@@ -122,7 +123,7 @@ def future(batch: Batch, index: int) -> tuple[tuple[Stage, ...], int]:
 
 
 def changed_at(old: Batch, new: Batch, index: int) -> Batch:
-    """``new``, for a run whose windows before ``index`` were those of ``old``."""
+    """Return ``new`` for a run whose windows before ``index`` were those of ``old``."""
     stages, size = future(new, index)
     before = past(old, index)
     ramp = _merged([*before, *stages])
@@ -132,7 +133,7 @@ def changed_at(old: Batch, new: Batch, index: int) -> Batch:
 
 
 def _cut(stages: Iterable[Stage], first: int, stop: int | None) -> list[Stage]:
-    """What of ``stages`` lies in [first, stop)."""
+    """Return the part of ``stages`` within [first, stop)."""
     found: list[Stage] = []
     begin = 0
     for stage in stages:

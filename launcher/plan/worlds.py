@@ -1,7 +1,7 @@
-"""A job whose number of hosts is a range: which worlds it may have, and the batch in each of them. Pure.
+"""World sizes of a job whose number of hosts is a range, and the batch in each of them. Pure.
 
-The most hosts are what the job is planned for. On fewer, the global batch and the micro-batch stay what they are there,
-so that neither what is learned nor the memory of a rank changes with them; accumulation follows.
+The job is planned for the most hosts. On fewer, the global batch and micro-batch stay the same, so that neither
+training nor a rank's memory changes; accumulation follows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from launcher.plan.batch import Batch, solve_batch
 
 
 class NodeRange(NamedTuple):
-    """Hosts: both the same where the number is fixed."""
+    """Allowed numbers of hosts; both ends are equal if the number is fixed."""
 
     least: int
     most: int
@@ -31,10 +31,10 @@ class NodeRange(NamedTuple):
 
 
 def node_range(nodes: int | str) -> NodeRange:
-    """What ``cluster.nodes`` says: a number, or ``"MIN:MAX"``.
+    """Parse ``cluster.nodes``: a number, or ``"MIN:MAX"``.
 
     Raises:
-        ConfigError: it is neither, below 1, or the wrong way round.
+        ConfigError: neither form, below 1, or MIN above MAX.
     """
     found = re.fullmatch(r"(-?\d+)(?::(-?\d+))?", str(nodes))
     if found is None:
@@ -53,7 +53,7 @@ def node_range(nodes: int | str) -> NodeRange:
 
 
 def solve_largest(config: BatchConfig, world_size: int) -> Batch:
-    """The batch on the most hosts. Whoever allows several worlds allows unequal shares in those that need them."""
+    """Return the batch on the most hosts. A range of hosts permits unequal shares where needed, without ``uneven``."""
     try:
         return solve_batch(config, world_size)
     except ConfigError as error:
@@ -66,19 +66,19 @@ def solve_largest(config: BatchConfig, world_size: int) -> Batch:
 
 
 def solve_smaller(config: BatchConfig, largest: Batch, world_size: int) -> Batch:
-    """The same global batch in micro-batches of the same size, on fewer ranks."""
+    """Return the same global batch in micro-batches of the same size, on fewer ranks."""
     same = dataclasses.replace(
         config,
         global_size=largest.global_size,
         micro_size=largest.micro_size,
         accumulation=None,
-        on_oom=largest.on_oom,  # which batch.micro_size=auto decides
+        on_oom=largest.on_oom,  # set by batch.micro_size=auto
     )
     return solve_largest(same, world_size)
 
 
 def on_hosts(count: int, nodes: int | str, error: UserError) -> ConfigError:
-    """What is impossible in one of the worlds, said of the range."""
+    """Return ``error``, which occurs on ``count`` hosts, as an error about the range."""
     problem, _, remedy = str(error).partition("\n  ")
     hosts = f"{count} host{'' if count == 1 else 's'}"
     remedy = f"{remedy} Or let the range begin above {count}.".strip()
@@ -86,7 +86,12 @@ def on_hosts(count: int, nodes: int | str, error: UserError) -> ConfigError:
 
 
 def notes(config: BatchConfig, batches: dict[int, Batch], batch_norms: int | None) -> tuple[str, ...]:
-    """What the user should know of the worlds. ``batches``: by the number of hosts; ``batch_norms``: the model's."""
+    """Return what the user should know about the world sizes.
+
+    Args:
+        batches: by number of hosts.
+        batch_norms: number of the model's BatchNorm layers.
+    """
     said: list[str] = []
     most = max(batches)
     uneven = [n for n, batch in sorted(batches.items()) if not batch.even]
@@ -106,6 +111,6 @@ def notes(config: BatchConfig, batches: dict[int, Batch], batch_norms: int | Non
 
 
 def _listed(numbers: list[int]) -> str:
-    """``2``, ``2 or 3``, ``2, 3 or 5``."""
+    """Return ``2``, ``2 or 3``, ``2, 3 or 5``."""
     *others, last = map(str, numbers)
     return f"{', '.join(others)} or {last}" if others else last
