@@ -1,6 +1,6 @@
-"""Hydra's Launcher plugin of this project: any sweeper of Hydra's says which cells, and the rest is launcher/sweep/.
+"""Hydra Launcher plugin of this project: passes the cells of any Hydra sweeper to launcher/sweep/.
 
-Hydra finds plugins in packages of this name, and nowhere else.
+Hydra finds plugins only in packages of this name.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 
 
 class CellLauncher(Launcher):
-    """Hands a sweeper's cells to whoever has called `launcher.config.hydra.run_with_config`, and their results back."""
+    """Launcher that passes cells to the caller of `launcher.config.hydra.run_with_config` and returns their results."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:  # noqa: ARG002
         from launcher.config import multirun

@@ -1,9 +1,10 @@
-"""What a BatchNorm normalises by decides what accumulation changes: the four choices of batch.norm on task=digits.
+"""Effect of accumulation with BatchNorm: the four choices of batch.norm on task=digits.
 
 launch run cluster.workers_per_node=2 -- jobs/batchnorm.py
 
-How far the first gradient is from that of one big batch in plain torch; held-out loss (mean and standard deviation over
-seeds) and accuracy; time of a step. In fp64: in fp32 a number near a ReLU's kink may be rounded to its other side.
+Prints the distance of the first gradient from that of one big batch in plain torch, held-out loss (mean and standard
+deviation over seeds) and accuracy, and the time of a step. Gradients are in fp64: in fp32 a number near a ReLU's kink
+may be rounded to its other side.
 """
 
 from __future__ import annotations

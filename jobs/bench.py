@@ -1,14 +1,14 @@
-"""What the engine costs: the same model and data in a hand-written loop and in `launch train`'s engine, in one run.
+"""Cost of the engine: the same model and data in a hand-written loop and in `launch train`'s engine, in one run.
 
     launch run -- jobs/bench.py [--steps 60] [--case bytes_gpt|mlp|fsdp|meter|noise] [--loader-workers 1]
 
-`fsdp`: FSDP2 by hand with the collectives of sync=gather_once. `meter`, `noise`: not by hand, but the engine with its
-meter off, or without the norms that the gradient noise scale is made of.
+`fsdp`: FSDP2 by hand with the collectives of sync=gather_once. `meter`, `noise`: instead of a hand-written loop, the
+engine with its meter disabled, or without the norms from which the gradient noise scale is computed.
 
-The two loops take turns, step by step, on the same ranks, so that a noisy machine is noisy for both: `ratio` is that of
-the two medians, `paired` the median of each step's own ratio to the one beside it, which a noisy machine moves less.
-The engine's side writes its metrics record too, as `launch train` does. The hand-written loop is the least one can
-write that logs its mean loss: no exact average over items, no check, no record.
+The two loops alternate step by step on the same ranks, so that noise of the machine affects both: `ratio` is that of
+the two medians, `paired` the median of each step's ratio to its neighbour in the other loop, which is less sensitive to
+noise. The engine also writes its metrics record, as `launch train` does. The hand-written loop is the shortest that
+logs its mean loss: no exact average over items, no check, no record.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Case:
             task = BytesGPT(width=192, depth=4, heads=3)
             self.make_model, self.data = task.model, task.train_data()
             self.options = ["precision=bf16"] + ["strategy=fsdp"] * (name == "fsdp")
-        else:  # so small that the loop itself is what is measured
+        else:  # so small that the time is that of the loop itself
             generator = torch.Generator().manual_seed(0)
             labels = torch.randint(10, (100_000,), generator=generator)
             self.data = TensorDataset(torch.randn(100_000, 64, generator=generator), labels)
@@ -78,7 +78,7 @@ def fresh(case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def by_hand(case: Case, plan: RunPlan) -> Iterator[float]:
-    """A loop as one writes it; yields after each optimizer step."""
+    """Run a minimal hand-written loop; yield after each optimizer step."""
     raw, optimizer = fresh(case)
     sharded = case.name == "fsdp"
     model: Any = raw
@@ -116,7 +116,7 @@ def by_hand(case: Case, plan: RunPlan) -> Iterator[float]:
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        dist.all_reduce(seen)  # a loss that is logged is the mean over the ranks
+        dist.all_reduce(seen)  # the logged loss is the mean over the ranks
         yield seen.item() / dist.get_world_size()
 
 
@@ -140,7 +140,7 @@ def by_engine(case: Case, plan: RunPlan, place: Path, *, without: str | None = N
 
 
 class Unmetered:
-    """In the meter's place: counts and times nothing."""
+    """Replacement of the meter that counts and times nothing."""
 
     waited_s = 0.0
 
@@ -161,7 +161,7 @@ class Unmetered:
 
 
 class Unmeasured(OwnGradient):
-    """In the place of this rank's own gradient: no part of a window is ever due."""
+    """Replacement of the rank's gradient norms that never measures a part of a window."""
 
     def await_part(self, *, due: bool) -> None: ...
 
@@ -169,7 +169,7 @@ class Unmeasured(OwnGradient):
 def compare(case: Case, steps: int, loader_workers: int) -> str:
     sizes = ["batch.global_size=64", "batch.micro_size=4"]
     without = case.name if case.name in ("meter", "noise") else None
-    if without or case.name == "mlp":  # short steps, in which little is much
+    if without or case.name == "mlp":  # short steps, in which small costs are visible
         sizes = ["batch.global_size=512", "batch.micro_size=32"] if case.name == "mlp" else [
             "batch.global_size=16", "batch.micro_size=1"]  # fmt: skip
     options = [
@@ -186,7 +186,7 @@ def compare(case: Case, steps: int, loader_workers: int) -> str:
         loops = {"engine": by_engine(case, plan, Path(place)), "other": other}
         times: dict[str, list[float]] = {name: [] for name in loops}
         for step in range(WARM_UP + steps):
-            for name in sorted(loops, reverse=bool(step % 2)):  # neither is always the one that finds warm caches
+            for name in sorted(loops, reverse=bool(step % 2)):  # alternate, so that neither always has warm caches
                 dist.barrier()
                 began = time.perf_counter()
                 next(loops[name])

@@ -1,11 +1,11 @@
-"""What a checkpoint costs: how long it stops training, written at once and beside the steps, in one run, taking turns.
+"""Cost of a checkpoint: how long it stops training, written synchronously and asynchronously, alternating in one run.
 
     launch run -- jobs/bench_checkpoint.py [--strategy ddp|fsdp] [--rounds 8] [--width 1700] [--dir DIRECTORY]
 
-The state is that of AdamW on a chain of square layers: 12 bytes a parameter, 104 MB by default. `stall`: what a save
-takes before the next step may begin, median over rounds. `write`: from the copy to the commit. `step`: alone, and with
-a write beside it. `memory`: by how much the largest resident set of rank 0 grew over that of the steps and saves at
-once before, against the bytes of its shard: of the whole state where every rank has it whole.
+The state is that of AdamW on a chain of square layers: 12 bytes per parameter, 104 MB by default. `stall`: time that a
+save delays the next step, median over rounds. `write`: from the copy to the commit. `step`: alone, and during an
+asynchronous write. `memory`: growth of rank 0's peak resident set beyond that of the preceding steps and synchronous
+saves, compared with the bytes of its shard (the whole state if every rank has all of it).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LAYERS, ALONE, WARM_UP = 3, 4, 6
 
 
 class Resident:
-    """The largest resident set of this process so far, looked at every few milliseconds."""
+    """Peak resident set of this process so far, sampled every few milliseconds."""
 
     def __init__(self) -> None:
         self.peak = 0
@@ -51,7 +51,7 @@ def resident_bytes() -> int:
 
 
 def steps_of(engine: Engine, width: int) -> Generator[float, None, None]:
-    """Seconds of each."""
+    """Return the seconds of each step."""
     data = list(torch.randn(64, width, generator=torch.Generator().manual_seed(0)))
     for window in engine.windows(data):
         dist.barrier()
@@ -63,7 +63,7 @@ def steps_of(engine: Engine, width: int) -> Generator[float, None, None]:
 
 
 def save(saver: Saver, *, at_once: bool) -> float:
-    """Seconds that it stops the steps."""
+    """Return the seconds that a save stops the steps."""
     dist.barrier()
     began = time.perf_counter()
     saver.save({}, again=None if at_once else "in the next round")

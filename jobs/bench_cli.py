@@ -1,9 +1,9 @@
-"""CPU time of the command line, as a multiple of that of `import hydra`, which it cannot do without.
+"""CPU time of the command line, as a multiple of that of `import hydra`, its largest unavoidable import.
 
     python jobs/bench_cli.py [--rounds 5]
 
-User and system time of whole processes, the children they wait for included: the least of several rounds, in which all
-commands take turns. Exits with status 1 where one takes more than three times as long as the import.
+User and system time of whole processes, including the children they wait for: the minimum over several rounds, in which
+all commands take turns. Exits with status 1 if one takes more than three times as long as the import.
 """
 
 from __future__ import annotations

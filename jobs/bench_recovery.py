@@ -1,8 +1,8 @@
-"""How long a job takes to its next step after a worker was killed, against a cold start. Within one run, several times.
+"""Time from a worker's death to the job's next step, compared with a cold start; several deaths within one run.
 
     python jobs/bench_recovery.py [--deaths 5] [key=value ...]
 
-Every key of `launch train` may follow. Exit status 1 where the median is above 1.5 times the cold start.
+Accepts every key of `launch train`. Exit status 1 if the median is above 1.5 times the cold start.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def wait_for_step(stage: Here, record: Record, step: int) -> Record:
 
 
 def measure(overrides: list[str], deaths: int) -> tuple[float, list[float]]:
-    """Seconds of the cold start, and of each recovery."""
+    """Return the seconds of the cold start and of each recovery."""
     with tempfile.TemporaryDirectory() as place:
         usual = ["train.steps=1000000", "checkpoint.every=2", "checkpoint.keep=2"]
         fixed = [f"run.dir={place}", "wandb.mode=disabled", "run.calibrate_s=0", f"cluster.max_restarts={deaths}"]

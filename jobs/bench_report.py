@@ -1,8 +1,8 @@
-"""How long `launch report` takes for many long runs, and how large its page is.
+"""Time of `launch report` for many long runs, and size of its page.
 
     python jobs/bench_report.py [--runs 200] [--steps 10000] [--keep DIR]     # writes 3 GB, to a temporary directory
 
-The runs are made up: accumulation × workers × seeds, each with as many and as long lines as a real one.
+The runs are synthetic: accumulation × workers × seeds, with as many lines as real ones, of the same length.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from launcher.plan.run_plan import TaskPlan
 from launcher.plan.solve import solve
 from launcher.rundir.files import write_json
 
-# what a record holds beside the figures below
+# fields of a record besides the figures below
 REST = {f"comm/all_reduce/figure_{number}": 0.1234567890123 + number for number in range(26)}
 
 
 def make(place: Path, name: str, steps: int, accumulation: int, workers: int, seed: int) -> None:
-    """One finished run."""
+    """Write one finished run."""
     sizes = [f"batch.accumulation={accumulation}", f"cluster.workers_per_node={workers}", f"train.seed={seed}"]
     config, noise = compose([*sizes, f"train.steps={steps}", "batch.global_size=256"]), random.Random(name)
     task = TaskPlan(target="a.Task", params={}, samples=10**9, parameters=1, gradient_bytes=4, unit_parameters=1)
     run = RunInfo(name=name, id=name, dir=str(place / name), created="2026-01-01T00:00:00+00:00", version="0")
     plan = solve(config, Site(gpus=0, cores=2, cwd=str(place)), task, run)
-    local.create(plan, json.dumps(dataclasses.asdict(config)))  # which is YAML too
+    local.create(plan, json.dumps(dataclasses.asdict(config)))  # JSON is valid YAML
     step_s, sent, rest = (0.3 + 0.01 * accumulation) / workers**0.9, 8e6 * (workers > 1), json.dumps(REST)[1:]
     fixed = {f"batch/{key}": size for key, size in dataclasses.asdict(plan.batch).items()} | {
         "batch/samples": 256, "comm/wire_bytes": sent, "comm/wire_bytes_every": sent * accumulation,

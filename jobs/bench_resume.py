@@ -1,9 +1,9 @@
-"""How long a long run's record takes to be cut back when the run goes on.
+"""Time to truncate a long run's record when the run resumes.
 
     python jobs/bench_resume.py [--steps 100000] [--tries 5] [--dir DIR]
 
-Writes a metrics.jsonl of that many steps, with lines like a run's own, and cuts it back to a step near its end, in its
-middle and at its beginning. Times hold the copy, and its way to the disk.
+Writes a metrics.jsonl of that many steps, with lines like a real run's, and truncates it to a step near its end, in its
+middle and near its start. Times include the copy and writing it to disk.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from launcher.train.checkpoint.resume import cut_back
 
-# as `launch train` writes it for FSDP at two ranks, with every number as long as it may be
+# a record of `launch train` for FSDP on two ranks, with every number at its maximum length
 LINE = {
     "train/loss": 3.2188758248682006, "train/grad_norm": 0.4381294713269138, "train/lr": 0.0009990133642141358,
     "batch/global_size": 64, "batch/micro_size": 4, "batch/accumulation": 8, "batch/world_size": 2,

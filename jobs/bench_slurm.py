@@ -1,9 +1,9 @@
-"""What runs and sweeps cost a user of Slurm: seconds to submit, to list, from "save" to "queued again", steps lost.
+"""Cost of runs and sweeps to a Slurm user: seconds to submit, to list, from "save" to "queued again", and steps lost.
 
     python -m tests.infra.slurm --nodes 2 -- python jobs/bench_slurm.py      # on a cluster made for it (root)
     python jobs/bench_slurm.py                                                # on the one you are logged in to
 
-The job is the default one, bytes_gpt, on two nodes. Everything is done with `launch`, as a user would.
+The job is the default one, bytes_gpt, on two nodes. All actions use `launch`, as a user would.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LAUNCH = (sys.executable, "-P", "-c", "from launcher.cli import main; main()")
 
 
 def launch(*arguments: str) -> tuple[float, str]:
-    """Seconds, and what was printed."""
+    """Run `launch`; return its seconds and output."""
     began = time.perf_counter()
     done = subprocess.run([*LAUNCH, *arguments], capture_output=True, text=True, check=True)
     return time.perf_counter() - began, done.stdout
@@ -49,7 +49,7 @@ def steps(run: Path) -> list[int]:
 
 
 def between(run: Path, times: int) -> list[float]:
-    """Seconds from SIGUSR2 to the job's being queued again, ``times`` times, at random moments of its steps."""
+    """Return the seconds from SIGUSR2 until the job is queued again, ``times`` times, at random moments of a step."""
     taken: list[float] = []
     for turn in range(1, times + 1):
         start = wait_for(run, "started", turn)
@@ -63,7 +63,7 @@ def between(run: Path, times: int) -> list[float]:
 
 
 def listing(run: Path, place: Path, count: int) -> float:
-    """Seconds of `launch runs` over so many."""
+    """Return the seconds of `launch runs` over ``count`` runs."""
     for number in range(count):
         copy = place / f"run{number}"
         copy.mkdir(parents=True)
@@ -73,7 +73,7 @@ def listing(run: Path, place: Path, count: int) -> float:
 
 
 def sweep(place: Path) -> tuple[float, float, int]:
-    """Seconds to submit 200 cells of two shapes, and to see how all of them stand; how many were seen in the queue."""
+    """Return the seconds to submit 200 cells of two shapes and to list them, and how many were seen in the queue."""
     submit_s, _ = launch(
         "train", "-m", "cluster=slurm", "cluster.workers_per_node=1,2", "train.seed=range(0,100)", "sweep.name=cells",
         f"run.dir={place}", "train.steps=60", "--quiet",

@@ -1,11 +1,11 @@
-"""Is the printed speed-up that of two whole runs? Each cell trains one calibrated run and two whole ones without.
+"""Accuracy of the printed speed-up: a calibrated run of each cell against the ratio of two whole uncalibrated runs.
 
     make bench-speedup                                                   # on two shaped hosts on this machine
     launch run cluster=hosts ... -- jobs/bench_speedup.py --rate NAME    # on hosts of yours
 
-A cell is a strategy (DDP, FSDP) with data that is read at once, or slowly. Of the two whole uncalibrated runs one has
-sync=every and one the job's own policy; the ratio of their median steps is what the calibrated run's `comm/speedup`
-should be. The three take turns, a piece of --steps windows each, so that a noisy machine is noisy for all of them.
+A cell is a strategy (DDP, FSDP) with data that is read instantly or slowly. Of the two whole uncalibrated runs one has
+sync=every and one the job's own policy; the ratio of their median steps is the expected `comm/speedup` of the
+calibrated run. The three runs alternate, --steps windows at a time, so that noise of the machine affects all of them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HEAD = (
 
 
 class Slow(Dataset[Any]):
-    """Samples that take ``read_s`` seconds each to read, without a processor."""
+    """Samples that each take ``read_s`` seconds to read, without using a processor."""
 
     def __init__(self, data: Any, read_s: float) -> None:
         self._data, self._read_s = data, read_s
@@ -48,7 +48,7 @@ class Slow(Dataset[Any]):
 
 
 def run(task: BytesGPT, data: Any, options: list[str]) -> Iterator[tuple[float, Account]]:
-    """Train as the worker of `launch train` does; yields each window's seconds, and the run's totals."""
+    """Train like the worker of `launch train`; yield each window's seconds, and the run's totals."""
     plan = make_plan(
         [*options, f"batch.micro_size={MICRO_SIZE}", f"batch.accumulation={ACCUMULATION}", "precision=fp32",
          "cluster.device=cpu", "train.loader_workers=1", "train.steps=100000"], samples=len(data),
@@ -78,8 +78,8 @@ def cell(strategy: str, read_s: float, arguments: argparse.Namespace) -> str:
         "own": [*own, "run.calibrate_s=0"],
         "every": [f"strategy={strategy}", "strategy.sync=every", "run.calibrate_s=0"],
     }
-    # the first windows of a piece: loader processes have read ahead while it waited its turn, and slow ones keep that
-    # lead for long, as a step outruns them by little
+    # skip a piece's first windows: loader processes read ahead while the run was paused, and slow ones keep that
+    # lead for long, because a step is only slightly faster than they are
     steps, skipped = (3 * arguments.steps, 2 * arguments.steps) if read_s else (arguments.steps, 3)
     runs = {name: run(task, data, each) for name, each in options.items()}
     times: dict[str, list[float]] = {name: [] for name in runs}
@@ -93,7 +93,7 @@ def cell(strategy: str, read_s: float, arguments: argparse.Namespace) -> str:
                 if name == "calibrated":
                     account = totals
     assert account is not None
-    # of the calibrated run too, only windows from the middle of a piece
+    # windows from the middle of a piece only, for the calibrated run as well
     kept = [seconds for place, seconds in enumerate(account.seconds, 2) if place % steps >= skipped]
     account.seconds.clear()
     account.seconds.extend(kept)

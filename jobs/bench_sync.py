@@ -1,14 +1,14 @@
-"""What each sync policy costs between hosts: step time, wire bytes, exposed communication, and the limit.
+"""Cost of each sync policy between hosts: step time, wire bytes, exposed communication, and the lower limit of a step.
 
     make bench-sync                                                     # two shaped hosts on this machine, all of it
     launch run cluster=hosts ... -- jobs/bench_sync.py measure --rate NAME --out results.jsonl    # on hosts of yours
     python jobs/bench_sync.py report --results results.jsonl --to docs/explanations
 
-With one worker a host: every policy of DDP and FSDP; with several: of HSDP, a shard group a host.
+With one worker per host: every policy of DDP and FSDP; with several: of HSDP, with one shard group per host.
 
-The limit of a step: its computation (the same step without communication, measured), plus its bytes at the rate that a
-plain TCP stream reaches between these hosts (measured), less what can be hidden behind the backward passes that
-synchronise gradients.
+The limit of a step is its computation (the same step without communication, measured), plus its bytes at the rate of a
+plain TCP stream between these hosts (measured), minus what can be hidden behind the backward passes that synchronise
+gradients.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from launcher.train.engine.calibration import WARM_UP_WINDOWS, Calibrated, Kind
 ACCUMULATIONS = (1, 2, 4, 8, 16)
 MICRO_SIZE = 4
 STREAM_BYTES = 4 * 2**20
-# of the rest of sync.md, which jobs/bench_speedup.py is for
+# heading of the part of sync.md that jobs/bench_speedup.py writes
 SPEEDUP = "## The printed speed-up"
 ACROSS = [
     ("ddp", "every", "none"), ("ddp", "boundary", "none"), ("ddp", "boundary", "bf16"), ("ddp", "boundary", "powersgd"),
@@ -46,7 +46,7 @@ GROUPED = [("hsdp", sync, "none") for sync in ("every", "boundary", "replicas_at
 
 
 def line_rate() -> float:
-    """Bytes a second that a plain TCP stream reaches between the first two hosts, both ways at once."""
+    """Return the bytes per second of a plain TCP stream between the first two hosts, both directions at once."""
     local, peer = int(os.environ["LOCAL_WORLD_SIZE"]), dist.get_rank()
     address: list[Any] = [None]
     server = socket.create_server(("", 0)) if peer == 0 else None
@@ -56,7 +56,7 @@ def line_rate() -> float:
     rate = torch.zeros(1, dtype=torch.float64)
     if peer in (0, local):
         stream = server.accept()[0] if server is not None else socket.create_connection(address[0])
-        for _ in range(5):  # the best: TCP opens its window, and the peer may be late
+        for _ in range(5):  # best of five: TCP's window grows, and the peer may start late
             began = time.perf_counter()
             sender = threading.Thread(target=stream.sendall, args=(bytes(STREAM_BYTES),))
             sender.start()
@@ -73,7 +73,7 @@ def line_rate() -> float:
 
 
 def backward_s(task: BytesGPT, batch: Tensor) -> float:
-    """Seconds of one micro-batch's backward pass, all ranks at work."""
+    """Return the seconds of one micro-batch's backward pass while all ranks compute."""
     model: nn.Module = task.model()
     times: list[float] = []
     for _ in range(6):
@@ -86,7 +86,7 @@ def backward_s(task: BytesGPT, batch: Tensor) -> float:
 
 
 def cell(task: BytesGPT, data: Any, strategy: str, sync: str, compress: str, accumulation: int, windows: int) -> Any:
-    """Run one policy for a few windows. Returns its calibration, the median step in seconds, and a window's traffic."""
+    """Run one policy for a few windows; return its calibration, the median step in seconds, and a window's traffic."""
     local = int(os.environ["LOCAL_WORLD_SIZE"])
     options = [
         f"strategy={strategy}", f"strategy.sync={sync}", f"batch.micro_size={MICRO_SIZE}",
@@ -94,7 +94,7 @@ def cell(task: BytesGPT, data: Any, strategy: str, sync: str, compress: str, acc
         "train.loader_workers=0", f"train.steps={10**6}",
     ]  # fmt: skip
     if strategy == "ddp":
-        options += ["strategy.bucket_mb=1"]  # of a model of 7.6 MB: so that there is something to overlap
+        options += ["strategy.bucket_mb=1"]  # the model has 7.6 MB: several buckets are needed for overlap
     if compress != "none":
         options += [f"strategy.compress={compress}"] + ["strategy.powersgd_start=2"] * (compress == "powersgd")
     if strategy == "hsdp":
@@ -104,7 +104,7 @@ def cell(task: BytesGPT, data: Any, strategy: str, sync: str, compress: str, acc
     torch.manual_seed(0)
     engine = Engine(task.model, lambda p: torch.optim.AdamW(p, 1e-3), plan, shard_units=task.shard_units)
     calibration.MAX_ROUNDS = windows
-    engine._calibration._kinds = lambda: [Kind.silent, Kind.own]  # `every` has cells of its own
+    engine._calibration._kinds = lambda: [Kind.silent, Kind.own]  # sync=every is measured in cells of its own
 
     def loss(model: Any, batch: Tensor) -> tuple[Tensor, int | Tensor]:
         found: Loss = task.loss(model, batch)
@@ -133,7 +133,7 @@ def measure(rate: str, out: Path, windows: int, accumulations: list[int]) -> Non
         for accumulation in accumulations:
             found: tuple[Calibrated, float, Any] = cell(task, data, strategy, sync, compress, accumulation, windows)
             calibrated, step_s, comm = found
-            if strategy == "hsdp":  # a shard group is a host: only what goes between replicas is on the link
+            if strategy == "hsdp":  # a shard group is a host: only traffic between replicas crosses the link
                 link_bytes = local * sum(t.wire_bytes for kind, t in comm.kinds.items() if kind.value == "all_reduce")
             else:
                 link_bytes = comm.wire_bytes
@@ -172,7 +172,7 @@ def _row(record: dict[str, Any]) -> str:
 
 
 def report(results: Path, to: Path) -> None:
-    """sync.md, a table, and sync.png: milliseconds a micro-batch against accumulation, a panel a rate."""
+    """Write sync.md, a table, and sync.png: milliseconds per micro-batch over accumulation, one panel per rate."""
     import matplotlib as mpl
 
     mpl.use("Agg")

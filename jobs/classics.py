@@ -1,4 +1,4 @@
-"""Gradient accumulation's three classic examples on the engine, one rank each.
+"""Three classic examples of gradient accumulation on the engine, one rank each.
 
 docs/explanations/classics.md shows the output.
 
@@ -45,7 +45,7 @@ def one_big_batch() -> None:
 
 
 def gradients(model: nn.Module, data: list[Tensor], *options: str) -> list[tuple[Tensor, list[Tensor]]]:
-    """Of each window its gradient, which a step of SGD with rate 1 takes off the weights, and its micro-batches.
+    """Return each window's gradient and micro-batches; SGD with rate 1 decreases the weights by the gradient.
 
     The loss of a sample is its dot product with the weights, so that the sample itself is its gradient.
     """

@@ -1,8 +1,8 @@
-"""One loss curve, however the global batch is spread: the same job at several shapes, curve beside curve.
+"""Loss curves of one job at several shapes of the same global batch, which must coincide.
 
     python jobs/invariance.py                                # 100 steps of a small bytes_gpt in fp32: two minutes
     python jobs/invariance.py --to docs/explanations         # also draws invariance.png
-    python jobs/invariance.py train.steps=20 task.width=192  # any key of `launch train`, but batch and ranks
+    python jobs/invariance.py train.steps=20 task.width=192  # any key of `launch train`, except batch and ranks
 
 Shapes are ranks x accumulation (x micro-batch): 1x8, 2x4, 4x2 and, with micro-batches twice as large, 4x1.
 """
@@ -27,7 +27,7 @@ LAUNCH = (sys.executable, "-P", "-c", "from launcher.cli import main; main()", "
 
 
 def curve(ranks: int, micro: int, overrides: list[str]) -> list[float]:
-    """The loss of each step."""
+    """Return the loss of each step."""
     with tempfile.TemporaryDirectory() as place:
         shape = [f"cluster.workers_per_node={ranks}", f"batch.micro_size={micro}"]
         own = [f"run.dir={place}", "run.name=curve", *(["strategy=single"] if ranks == 1 else [])]
@@ -40,7 +40,7 @@ def curve(ranks: int, micro: int, overrides: list[str]) -> list[float]:
 
 
 def apart(one: list[float], other: list[float]) -> list[float]:
-    """Relative difference of each step's loss."""
+    """Return the relative difference of each step's loss."""
     return [abs(a / b - 1) for a, b in zip(other, one, strict=True)]
 
 
@@ -63,7 +63,7 @@ def draw(curves: dict[str, list[float]], to: Path) -> None:
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
     (one, first), *others = curves.items()
     steps = range(1, len(first) + 1)
-    for width, (name, losses) in zip((7, 5, 3, 1), curves.items(), strict=False):  # else only the last would be seen
+    for width, (name, losses) in zip((7, 5, 3, 1), curves.items(), strict=False):  # otherwise only the last is visible
         left.plot(steps, losses, label=name, linewidth=width)
     left.set(xlabel="step", ylabel="loss (nats a byte)")
     left.legend()

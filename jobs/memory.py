@@ -1,9 +1,9 @@
-"""What accumulation costs in memory: one micro-batch's activations, and the gradients.
+"""Memory cost of accumulation: one micro-batch's activations, and the gradients.
 
     launch run -- jobs/memory.py                    # two ranks: the peak of each shape
 
-bytes_gpt in windows of one micro-batch, of 8 of them, and of one that is 8 times as large. On a CPU the peak is that of
-the tensors, as torch's memory tracker counts them; on a GPU, of what was allocated.
+bytes_gpt in windows of one micro-batch, of 8 micro-batches, and of one that is 8 times as large. The peak on a CPU is
+that of the tensors, counted by torch's memory tracker; on a GPU that of allocated memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SHAPES = {"1 micro-batch": (1, 1), "8 micro-batches": (8, 1), "1 that is 8 times
 
 
 def measure(task: BytesGPT, strategy: str, accumulation: int, factor: int) -> tuple[int, int, int]:
-    """This rank's peak in bytes, its gradients in bytes, and which rank it is."""
+    """Return this rank's peak in bytes, its gradients in bytes, and its number."""
     data = task.train_data()
     sizes = [f"batch.micro_size={MICRO * factor}", f"batch.accumulation={accumulation}", f"train.steps={WINDOWS}"]
     options = [f"strategy={strategy}", "strategy.sync=every", "precision=fp32", "run.calibrate_s=0"]
@@ -47,7 +47,7 @@ def measure(task: BytesGPT, strategy: str, accumulation: int, factor: int) -> tu
     else:
         peak = next(s["Total"] for place, s in tracker.get_tracker_snapshot("peak").items() if place.type == "cpu")
     parameters = sum(parameter.numel() * parameter.element_size() for parameter in engine.parallel.module.parameters())
-    return peak, parameters // plan.strategy.shard_size, engine.world.rank  # numel() is that of the whole parameter
+    return peak, parameters // plan.strategy.shard_size, engine.world.rank  # numel() counts the whole parameter
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Your own training loop on the engine: exact windows, synchronisation at the boundary only, two ranks.
+"""Training loop of your own on the engine: exact windows, synchronisation only at the boundary, two ranks.
 
 launch run -- jobs/own_loop.py
 """

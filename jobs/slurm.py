@@ -1,8 +1,8 @@
-"""Submit a job to Slurm from Python, and wait for its end.
+"""Submission of a job to Slurm from Python, waiting for its end.
 
     python jobs/slurm.py cluster.nodes=2 train.steps=50
 
-Every key of `launch train` may follow. Ctrl-C ends the waiting only: the job goes on.
+Accepts every key of `launch train`. Ctrl-C ends only the waiting: the job continues.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""How many workers, and how much accumulation, are worth it? All combinations at one global batch, then the report.
+"""Study of the number of workers and of accumulation: all combinations at one global batch, then the report.
 
     python jobs/sweep.py                                            # on this machine, one after the other
     python jobs/sweep.py cluster=slurm cluster.nodes=2 train.steps=200 task._target_=my_tasks.MyTask
 
-Every key of `launch train` may follow. Typed again, it goes on with what is not done, and writes the page anew.
+Accepts every key of `launch train`. The same command again resumes unfinished cells and rewrites the page.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Distributed training where the effective global batch is a contract.
 
-The public names; each is imported when it is first used, so that `import launcher` brings neither torch nor wandb.
+Public names are imported on first use, so that `import launcher` imports neither torch nor wandb.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _HOMES = {
     "sweep": "launcher.api",
 }
 __all__ = list(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
-__version__: str  # that of pyproject.toml
+__version__: str  # as in pyproject.toml
 
 
 def __getattr__(name: str) -> Any:

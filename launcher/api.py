@@ -38,17 +38,17 @@ from launcher.sweep.reuse import look_at_sweeps
 
 
 def make_plan(overrides: Sequence[str] | Config = (), *, samples: int | None) -> RunPlan:
-    """The plan for a loop of your own, to be called in each worker that torchrun started.
+    """Return the plan for a training loop of your own; call it in each worker started by torchrun.
 
-    Nothing is known of the model here: strategy.sync=auto takes the policy that sends the fewest bytes, whatever memory
-    it holds.
+    The model is not inspected here: strategy.sync=auto selects the policy that sends the fewest bytes, regardless of
+    memory.
 
     Args:
         overrides: as on the command line, or a Config; the task group is not used.
         samples: the length of your dataset; None for a stream.
 
     Raises:
-        ConfigError: values that are impossible, alone or together.
+        ConfigError: impossible values, alone or in combination.
         SiteError: not started by torchrun.
     """
     from launcher.train.world import World
@@ -58,7 +58,7 @@ def make_plan(overrides: Sequence[str] | Config = (), *, samples: int | None) ->
     world = World.here()
     run = new_run(config.run, "own_loop", site.cwd)
     started = world.size // world.local_size, world.local_size
-    if started[0] == 1:  # else the engine decides on precision=auto, together with the other hosts
+    if started[0] == 1:  # on several hosts the engine resolves precision=auto on all of them together
         device = config.cluster.device
         if device is Device.auto:
             device = Device.cuda if site.gpus else Device.cpu
@@ -66,13 +66,13 @@ def make_plan(overrides: Sequence[str] | Config = (), *, samples: int | None) ->
     return solve(config, site, TaskPlan.unknown(samples), run, started)
 
 
-# what Hydra would read as something else
+# words that Hydra would not parse as text
 _NO_TEXT = ("null", "true", "false", "nan", "inf")
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run that was begun: ``dir`` is its directory."""
+    """Submitted or finished run. ``dir``: its directory."""
 
     dir: Path
 
@@ -81,41 +81,48 @@ class Job:
         return self.dir.name
 
     def look(self) -> Run:
-        """How it stands."""
+        """Return the current state."""
         return control.one(RunPaths(self.dir))
 
     def wait(self, watch: Callable[[Run], None] = lambda _: None) -> Run:
-        """How it stands once it is over, through every requeue. ``watch``: called now and then with how it stands."""
+        """Wait until the run has ended, through every requeue, and return its final state.
+
+        Args:
+            watch: called periodically with the current state.
+        """
         return control.wait_for([RunPaths(self.dir)], lambda runs: watch(runs[0]))[0]
 
     def summary(self) -> dict[str, Any]:
-        """What summary.json holds; empty before the end."""
+        """Return the contents of summary.json; empty before the end."""
         return read_json(RunPaths(self.dir).summary) or {}
 
 
 @dataclass(frozen=True)
 class Study:
-    """A sweep that was begun: ``dir`` is its directory."""
+    """Started sweep. ``dir``: its directory."""
 
     dir: Path
 
     def cells(self) -> list[Run]:
-        """How each stands, in the order in which they were asked for."""
+        """Return the state of each cell, in request order."""
         return look_at_sweeps([SweepPaths(self.dir)])[str(self.dir)]
 
     def report(self, loss: float | None = None) -> Path:
-        """Write the page of `launch report`, and return where it is. ``loss``: that hours are counted to."""
+        """Write the page of `launch report` and return its path.
+
+        Args:
+            loss: training loss up to which hours are counted.
+        """
         paths = SweepPaths(self.dir)
         write_page(compare([paths], title=self.dir.name, loss=loss), paths.report)
         return paths.report
 
 
 def submit(overrides: Sequence[str] = ()) -> Job:
-    """Begin the job of ``launch train OVERRIDES``. With cluster=slurm it is in the queue when this returns; on this
-    machine it is over.
+    """Start the job of ``launch train OVERRIDES``; return when it is queued (Slurm) or has ended (this machine).
 
     Raises:
-        UserError: what is wrong with the input; nothing was begun.
+        UserError: invalid input; nothing was started.
     """
     config, yaml = compose_with_yaml(overrides)
     if config.cluster.kind is ClusterKind.hosts:
@@ -125,7 +132,7 @@ def submit(overrides: Sequence[str] = ()) -> Job:
         plan, _ = slurm.submit(plan, yaml)
     else:
         local.create(plan, yaml)
-        if _run_here(plan) in (EXIT_INTERRUPTED, EXIT_RESUMABLE):  # no more of it is wanted
+        if _run_here(plan) in (EXIT_INTERRUPTED, EXIT_RESUMABLE):  # stopped by the user or preempted
             raise KeyboardInterrupt
     return Job(plan.paths.root)
 
@@ -137,16 +144,16 @@ def sweep(
     wait: bool = True,
     watch: Callable[[Sequence[Run]], None] = lambda _: None,
 ) -> Study:
-    """Begin a run for each combination of the values of ``over``, as ``launch train -m`` does.
+    """Start a run for each combination of the values of ``over``, as ``launch train -m`` does.
 
     Args:
         over: keys, and the values that each takes.
-        overrides: of all runs.
-        wait: whether to return when all are over; on this machine they are in any case.
-        watch: called now and then with how Slurm's stand.
+        overrides: applied to all runs.
+        wait: whether to wait for Slurm jobs; runs on this machine have always ended on return.
+        watch: called periodically with the state of the Slurm jobs.
 
     Raises:
-        UserError: no cell can begin, or a value is of the wrong type.
+        UserError: no cell can start, or a value is of the wrong type.
     """
     words_of = {key: [typed(value) for value in values] for key, values in over.items()}
     varying = tuple(f"{key}={','.join(values)}" for key, values in words_of.items())
@@ -161,10 +168,10 @@ def sweep(
 
 
 def compare(asked: Sequence[RunPaths | SweepPaths], *, title: str, loss: float | None = None) -> Comparison:
-    """Runs, and the cells of sweeps, side by side, with all figures of `launch report`.
+    """Return a comparison of runs and of the cells of sweeps, with all figures of `launch report`.
 
     Args:
-        loss: training loss that hours are counted to; None: the lowest that all finished runs of a task have reached.
+        loss: training loss up to which hours are counted; None: the lowest that all finished runs of a task reached.
     """
     sweeps = look_at_sweeps([paths for paths in asked if isinstance(paths, SweepPaths)])
     runs = {run.dir: run for run in look([paths for paths in asked if isinstance(paths, RunPaths)])}
@@ -190,7 +197,11 @@ def compare(asked: Sequence[RunPaths | SweepPaths], *, title: str, loss: float |
 
 
 def write_page(compared: Comparison, place: Path) -> None:
-    """Raises UserError where it cannot be written."""
+    """Write the HTML page of a comparison.
+
+    Raises:
+        UserError: ``place`` cannot be written.
+    """
     from launcher.report.page import page
 
     text = page(compared, datetime.now().astimezone())
@@ -201,7 +212,7 @@ def write_page(compared: Comparison, place: Path) -> None:
 
 
 def typed(value: object) -> str:
-    """``value`` as one types it on the command line, in the grammar of Hydra's overrides."""
+    """Return ``value`` as typed on the command line, in the grammar of Hydra's overrides."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, int | float):

@@ -1,9 +1,8 @@
-"""Old module names that jobs queued by the previous release use; remove with the next release.
+"""Old module names used by jobs that the previous release queued; remove with the next release.
 
-A job that waits at a site was submitted with the names that modules had then: its pickle (submitit's) names the
-function that runs on each node, its plan.json a module that workers run with ``python -m``. It runs with the launcher
-that is installed when it starts. A job that is running during the upgrade starts agents and trackers by their old
-names.
+A job that waits at a site was submitted with the old names: its pickle (submitit's) names the function that runs on
+each node, and its plan.json names a module that workers run with ``python -m``. It runs with the launcher that is
+installed when it starts. A job that is running during the upgrade starts agents and trackers by their old names.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from importlib.abc import InspectLoader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
 
-# old name -> new name; None: a package that only held some of them
+# old name -> new name; None: a package that only contained such modules
 MOVED: dict[str, str | None] = {
     "launcher.cluster": None,
     "launcher.cluster.agent": "launcher.launch.agent",
@@ -27,7 +26,7 @@ MOVED: dict[str, str | None] = {
 
 
 class _Finder(MetaPathFinder, InspectLoader):
-    """Imports the module of the new name under the old one: the same object, so that classes stay the same."""
+    """Import hook that returns the new module under its old name: the same object, so that classes stay identical."""
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:  # noqa: ARG002
         if fullname not in MOVED:
@@ -40,7 +39,7 @@ class _Finder(MetaPathFinder, InspectLoader):
             sys.modules[module.__name__] = importlib.import_module(new)
 
     def get_code(self, fullname: str) -> CodeType | None:
-        """For ``python -m``."""
+        """Return the code for ``python -m``."""
         new = MOVED[fullname]
         spec = None if new is None else importlib.util.find_spec(new)
         if spec is None or not isinstance(spec.loader, InspectLoader):
@@ -55,6 +54,6 @@ class _Finder(MetaPathFinder, InspectLoader):
 
 
 def install() -> None:
-    """Let the old names be imported."""
+    """Make the old names importable."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.append(_Finder())

@@ -1,4 +1,4 @@
-"""One check in this process: ``python -m jobs.gpu NAME DEVICE FOLDER``. Its result goes to FOLDER/result.json."""
+"""Run one check in this process: ``python -m jobs.gpu NAME DEVICE FOLDER``. Its result goes to FOLDER/result.json."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from jobs.gpu import checks, direct  # noqa: F401 (they register what they have)
 from jobs.gpu.registry import CHECKS, SECONDS, Place, Skip, check
 
-# The checks below show that the acceptance reports what goes wrong: `--only 'selftest fails'`.
+# The checks below verify that the acceptance reports failures: `--only 'selftest fails'`.
 
 
 @check("selftest fails")

@@ -1,8 +1,8 @@
-"""Runs the checks of the GPU acceptance and prints one table: ``make gpu``, or ``python -m jobs.gpu.acceptance``.
+"""Run the checks of the GPU acceptance and print one table: ``make gpu``, or ``python -m jobs.gpu.acceptance``.
 
-Each check is a process with a time limit of its own, so that none stops another. Checks that measure time or memory
-have the machine to themselves, after the others; those that the budget does not reach are listed as not run. The whole
-log of each is under ``--out``. Exit status 1 where a check failed. Only Python's own library is imported here.
+Each check is a process with its own time limit, so that none stops another. Checks that measure time or memory run
+alone, after the others; checks beyond the time budget are listed as not run. Each check's log is under ``--out``.
+Exit status 1 if a check failed. Imports only the standard library.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from pathlib import Path
 from jobs.gpu import checks, direct  # noqa: F401 (they register what they have)
 from jobs.gpu.registry import ALONE, CHECKS, ROOT, SECONDS
 
-# most important first; what is not named here follows
+# most important first; unlisted checks follow
 FIRST = (
     "native bf16 and memory of the device", "single fp32", "fsdp, world 1, fp32", "collectives of FSDP and of a window",
     "DDP's hook and events", "HSDP's streams", "ddp, 2 ranks, fp32", "fsdp, 2 ranks, fp32",
     "resume, bit by bit", "out of memory: shrink", "micro_size=auto", "hang verdict", "launch verify", "single bf16",
     "cpu_offload, fp16", "compile, FSDP2",
 )  # fmt: skip
-# after SIGKILL, of a process that is in a call of the driver
+# time to exit after SIGKILL for a process inside a driver call
 _ENDS_WITHIN_S = 10.0
-# seconds of the checks that only `python -m jobs.gpu` knows: they show that what goes wrong is reported
+# limits in seconds of checks that only `python -m jobs.gpu` has; they verify that failures are reported
 SELFTESTS = {"selftest fails": 90.0, "selftest sleeps": 0.5, "selftest dies": 90.0}
 
 
 @dataclass(frozen=True)
 class Result:
-    """``state``: ok, failed, skipped or not run. ``text``: the figure, or why. ``took_s``: seconds."""
+    """Result of a check. ``state``: ok, failed, skipped or not run. ``text``: the figure or the reason."""
 
     name: str
     state: str
@@ -54,7 +54,7 @@ def ordered(names: list[str]) -> list[str]:
 
 
 class Runner:
-    """Runs checks until ``budget_s`` is over, at most ``parallel`` at a time, with ``patience`` times their limits."""
+    """Runner of checks until ``budget_s`` is used up: ``parallel`` at a time, with ``patience`` times their limits."""
 
     def __init__(self, device: str, out: Path, budget_s: float, parallel: int, patience: float) -> None:
         self._device, self._out, self._parallel, self._patience = device, out, parallel, patience
@@ -101,7 +101,7 @@ class Runner:
 
 
 def end_with_descendants(process: subprocess.Popen[bytes]) -> None:
-    """Kill ``process`` and all that it has started: workers and agents have sessions of their own."""
+    """Kill ``process`` and all its descendants: workers and agents have their own sessions."""
     found, parents = [process.pid], {process.pid}
     while parents:
         children = {child for child, parent in _processes() if parent in parents} - set(found)

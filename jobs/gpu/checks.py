@@ -1,4 +1,4 @@
-"""The checks of the GPU acceptance that type `launch ...` as a user would, and read the run's record."""
+"""Checks of the GPU acceptance that run `launch ...` like a user, and read the run's record."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from jobs.gpu.registry import GLOBAL, ROOT, STEPS, Place, Skip, check, need_cuda
 
-# relative distance of a logged loss from that of a plain loop over big batches in the same precision
+# limit on the relative distance between a logged loss and that of a plain loop over big batches in the same precision
 LOSS_WITHIN = {"fp32": 2e-4, "bf16": 2e-2, "fp16": 5e-3}
 
 
@@ -122,7 +122,7 @@ def tensors(directory: Path) -> dict[str, Any]:
 
 @check("resume, bit by bit", seconds=150)
 def resume(place: Place) -> str:
-    """A run that dies after an asynchronous save, and is resumed, against one that does not die."""
+    """Compare a run that dies after an asynchronous save and is resumed with one that does not die."""
     import torch
 
     job = (
@@ -156,7 +156,7 @@ def saves(place: Place) -> str:
 
 @check("out of memory: shrink", seconds=150)
 def shrink(place: Place) -> str:
-    """24 samples of 100 MB do not fit into 1.5 GB; 12 do."""
+    """Check that the micro-batch shrinks: 24 samples of 100 MB do not fit into 1.5 GB, 12 do."""
     need_cuda(place)
     job = ("strategy=single", "precision=fp32", "task.megabytes=100", "task.room=1500")
     place.train(*job, "batch.micro_size=24", "batch.on_oom=shrink")
@@ -169,7 +169,7 @@ def shrink(place: Place) -> str:
 
 
 def compare_with_plain_of(place: Place) -> str:
-    """As ``compare_with_plain``, of a task that asks for more memory than a big batch may take."""
+    """Compare as in ``compare_with_plain`` for a task that needs more memory than a big batch may use."""
     plan = json.loads((place.run / "plan.json").read_text())
     plan["task"]["params"] |= {"megabytes": 0, "room": 0}
     (place.run / "plan.json").write_text(json.dumps(plan))
@@ -304,7 +304,7 @@ def wandb(place: Place) -> str:
 
 @check("MFU", seconds=150, alone=True)
 def mfu(place: Place) -> str:
-    """The bundled GPT, large enough to fill a GPU, at bf16."""
+    """Measure the model FLOPs utilisation of the bundled GPT in bf16, large enough to fill a GPU."""
     large = ("task.width=1024", "task.heads=8", "task.depth=12", "task.seq_len=512", "batch.global_size=128")
     small = ("task.width=64", "task.heads=2", "task.depth=2", "task.seq_len=32", "batch.global_size=32")
     shape = large if place.device == "cuda" else small
@@ -349,7 +349,7 @@ def calibration(place: Place) -> str:
 
 @check("predicted memory", seconds=150, alone=True)
 def memory(place: Place) -> str:
-    """The plan's peak of the policy that runs, against the allocator's."""
+    """Compare the plan's memory peak for the chosen policy with the allocator's."""
     shape = ("task.width=1024", "task.depth=8", "task.length=128", "batch.global_size=256", "batch.micro_size=64")
     small = ("task.width=64", "batch.global_size=24", "batch.micro_size=4")
     precision = "bf16" if place.device == "cuda" else "fp32"

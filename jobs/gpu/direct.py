@@ -1,7 +1,7 @@
-"""The checks of the GPU acceptance that call the strategies directly: what no job of one rank reaches.
+"""Checks of the GPU acceptance that call the strategies directly, for code that no one-rank job reaches.
 
-A world of one rank trains without DDP, and torch's FSDP2 leaves its collectives out there. NCCL refuses two ranks on
-one GPU. So the collectives, the hook of DDP and the timing events run here, on a group of one rank over NCCL.
+A world of one rank trains without DDP, and torch's FSDP2 skips its collectives there. NCCL refuses two ranks on one
+GPU. Therefore the collectives, DDP's hook and the timing events run here, on an NCCL group of one rank.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def collectives(place: Place) -> str:
     if len(meter._flights) != 3 or not 0 < under_way <= took:
         raise AssertionError(f"{len(meter._flights)} collectives took {under_way} s of {took} s")
 
-    totals = WindowTotals(World(0, 2, 0), device)  # as of two ranks, so that the flags are sent
+    totals = WindowTotals(World(0, 2, 0), device)  # as if of two ranks, so that the flags are sent
     totals.add(torch.tensor(3.5, device=device), torch.tensor(7, device=device), 4)
     totals.send(True, False, True, 0.25, [0.0] * (6 if place.device == "cpu" else 0))
     agreed = totals.receive(torch.tensor(2.0, device=device))
@@ -99,7 +99,7 @@ def collectives(place: Place) -> str:
 
 @check("DDP's hook and events, NCCL")
 def ddp(place: Place) -> str:
-    """Gradients of two micro-batches through Ddp, and one synchronisation, against autograd alone."""
+    """Compare gradients of two micro-batches through Ddp with one synchronisation against autograd alone."""
     import torch
     import torch.distributed as dist
 
@@ -137,7 +137,7 @@ def ddp(place: Place) -> str:
 
 @check("HSDP's streams, NCCL")
 def hsdp(place: Place) -> str:
-    """A shard group of one rank in one replica: torch's all-reduce between replicas runs, and the hook after it."""
+    """Check a shard group of one rank in one replica: torch's all-reduce between replicas runs, then the hook."""
     import torch
     import torch.distributed as dist
 
@@ -182,7 +182,7 @@ def hsdp(place: Place) -> str:
 
 @check("page-locked copies", alone=True)
 def staging(place: Place) -> str:
-    """A tensor just over a power of two: torch's own page-locked memory would take twice as much."""
+    """Check a tensor just over a power of two, for which torch's own page-locked memory would take twice as much."""
     import torch
 
     from launcher.train.checkpoint.contents import Staging

@@ -21,12 +21,12 @@ JOB = (
 
 
 class Skip(Exception):
-    """This machine cannot run the check; the message says why."""
+    """Error of a check that this machine cannot run; the message says why."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """``device``: cpu or cuda. ``folder``: the check's own. ``limit_s``: seconds that the check has."""
+    """Environment of a check. ``device``: cpu or cuda. ``folder``: the check's own. ``limit_s``: its time limit."""
 
     device: str
     folder: Path
@@ -37,7 +37,11 @@ class Place:
         return self.folder / "runs" / "run"
 
     def launch(self, *arguments: str, status: int = 0, **env: str) -> str:
-        """Run `launch ARGUMENTS`; its output. Raises where it ends with another status."""
+        """Run `launch ARGUMENTS` and return its output.
+
+        Raises:
+            AssertionError: it exited with a status other than ``status``.
+        """
         command = [sys.executable, "-P", "-c", "from launcher.cli import main; main()", *arguments]
         print("$ launch", *arguments, flush=True)
         done = subprocess.run(
@@ -78,13 +82,13 @@ def need_cuda(place: Place) -> None:
 
 
 CHECKS: dict[str, Callable[[Place], str]] = {}
-# checks that measure time or memory: they have the machine to themselves
+# checks that measure time or memory and therefore run alone
 ALONE: set[str] = set()
 SECONDS: dict[str, float] = {}
 
 
 def check(name: str, *, seconds: float = 90, alone: bool = False) -> Callable[[Callable[[Place], str]], Any]:
-    """Register a check under ``name``. ``seconds``: its limit."""
+    """Register a check under ``name``. ``seconds``: its time limit."""
 
     def register(function: Callable[[Place], str]) -> Callable[[Place], str]:
         CHECKS[name], SECONDS[name] = function, seconds

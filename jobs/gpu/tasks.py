@@ -1,4 +1,4 @@
-"""Tasks of the GPU acceptance: small models whose every window a plain loop can repeat, and tasks that misbehave."""
+"""Tasks of the GPU acceptance: small models whose windows a plain loop can reproduce, and tasks that misbehave."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Block(nn.Module):
 
 
 class Reader(nn.Module):
-    """Words [samples, length] -> logits of the next word, from the mean of the words so far."""
+    """Model from words [samples, length] to logits of the next word, computed from the mean of the words so far."""
 
     def __init__(self, width: int, depth: int, dropout: float) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Reader(nn.Module):
 
 
 class Sentences(torch.utils.data.Dataset[Tensor]):
-    """Sample i depends on i alone: word k + 1 follows from word k, and the lengths differ."""
+    """Dataset whose sample i depends only on i: word k + 1 follows from word k, and lengths differ."""
 
     def __init__(self, samples: int, length: int) -> None:
         self.samples, self.length = samples, length
@@ -72,8 +72,9 @@ class Words:
     Args:
         trouble: in training, from this rank's ``after``-th loss on: "stuck" starts a kernel that does not end, "dies"
             ends the process, once in the run that ``marks`` belongs to.
-        marks: directory in which a death is noted.
-        megabytes: that each sample of a micro-batch needs beside, and ``room`` that the process may have in all.
+        marks: directory in which a death is recorded.
+        megabytes: additional memory that each sample of a micro-batch needs.
+        room: limit on the process's memory.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class Words:
         return list(model.blocks)
 
     def flops_per_sample(self) -> float:
-        """6 for each weight of a linear layer and word; of the longest sentence."""
+        """Return 6 FLOPs per linear-layer weight and word, for the longest sentence."""
         return 6.0 * self.length * (8 * self.depth * self.width**2 + self.width * WORDS)
 
     def loss(self, model: Any, batch: Tensor) -> Loss:
@@ -141,7 +142,7 @@ class Sample:
 
 
 class Bag:
-    """Something with ``to`` that torch does not know."""
+    """Object with a ``to`` method, of a type unknown to torch."""
 
     def __init__(self, words: Tensor) -> None:
         self.words = words
@@ -151,7 +152,7 @@ class Bag:
 
 
 class Nested(Words):
-    """The same batch in every container that a task may use; each must be on the device that the model is on."""
+    """Task with the same batch in every supported container; each must be on the model's device."""
 
     def collate(self, samples: list[Tensor]) -> Any:  # type: ignore[override]
         words = super().collate(samples)
@@ -168,7 +169,7 @@ class Nested(Words):
         }
 
     def loss(self, model: Any, batch: Any) -> Loss:
-        if isinstance(batch, Tensor):  # of the plain loop
+        if isinstance(batch, Tensor):  # called by the plain loop
             return super().loss(model, batch)
         places = {
             "dict": batch["words"],
@@ -187,7 +188,7 @@ class Nested(Words):
 
 
 class Arithmetic(Words):
-    """Writes the relative errors of a matrix product and of a convolution in fp32 to ``report``."""
+    """Task that writes the relative errors of a matrix product and of a convolution in fp32 to ``report``."""
 
     def __init__(self, report: str = "", **others: Any) -> None:
         super().__init__(**others)
@@ -209,7 +210,7 @@ class Arithmetic(Words):
 
 
 class Normalised(Words):
-    """BatchNorm over words: the statistics of a window are those of its big batch."""
+    """Task with BatchNorm over words: the statistics of a window are those of its big batch."""
 
     def __init__(self, **others: Any) -> None:
         super().__init__(**{"length": 5, **others})
@@ -231,7 +232,7 @@ class Normalised(Words):
 
 
 class MeanOfMeans(Words):
-    """Wrong under accumulation: the mean of each micro-batch, weighted by its samples."""
+    """Task that is wrong under accumulation: the mean of each micro-batch, weighted by its samples."""
 
     def loss(self, model: Any, batch: Tensor) -> Loss:
         right = super().loss(model, batch)
@@ -248,5 +249,5 @@ def _scatter_by_sum(output: Tensor, source: Tensor, group: Any, op: Any, async_o
     output.copy_(whole.chunk(group.size())[group.rank()])
 
 
-if shares_gpus():  # gloo, which ranks that share a GPU use, has these two collectives for GPUs in other forms only
+if shares_gpus():  # gloo, used by ranks that share a GPU, supports these two collectives on GPUs only in other forms
     collectives._all_gather, collectives._reduce_scatter = _gather_by_lists, _scatter_by_sum

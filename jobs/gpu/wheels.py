@@ -1,11 +1,11 @@
-"""Make, or install, the folder of wheels for a machine that has torch and no network.
+"""Create, or install, a folder of wheels for a machine that has torch and no network.
 
     python -m jobs.gpu.wheels make FOLDER [--python 3.12] [--without numpy ...]
     python jobs/gpu/wheels.py install FOLDER TARGET
 
-The first runs on a connected machine in the project's environment: ``make gpu-wheels``. The folder then holds what the
-launcher needs beside torch, in the versions of constraints.txt, and pip. The second is part of ``make gpu``. It
-installs into a directory for PYTHONPATH: torch, and numpy where it is there, stay those of the machine's Python.
+Run the first on a connected machine in the project's environment: ``make gpu-wheels``. The folder then contains pip and
+what the launcher needs besides torch, in the versions of constraints.txt. The second is part of ``make gpu``. It
+installs into a directory for PYTHONPATH: torch, and numpy if present, remain those of the machine's Python.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-# oldest last: pip takes the first that a package has
+# oldest last: pip uses the first that a package provides
 PLATFORMS = tuple(f"manylinux{suffix}_x86_64" for suffix in ("_2_28", "_2_27", "_2_17", "2014", "_2_12", "_2_5", "1"))
 MOST_BYTES = 60 * 2**20
-SOURCE_ONLY = ("antlr4-python3-runtime",)  # published without a wheel, which is made here
+SOURCE_ONLY = ("antlr4-python3-runtime",)  # published without a wheel, so one is built here
 
 
 def needed(python: str) -> list[str]:
@@ -42,12 +42,12 @@ def needed(python: str) -> list[str]:
             continue
         found[name] = pinned[name]
         waiting += requires(name) or []
-    found.setdefault("numpy", pinned["numpy"])  # checkpoints need it, and torch does not bring it
+    found.setdefault("numpy", pinned["numpy"])  # checkpoints need numpy, and torch does not depend on it
     return sorted(f"{name}=={exact}" for name, exact in found.items())
 
 
 def make(folder: Path, python: str, without: list[str]) -> None:
-    """Fill ``folder``. ``without``: names that the machine is known to have."""
+    """Fill ``folder`` with wheels. ``without``: packages already installed on the machine."""
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("*.whl"):
         old.unlink()
@@ -93,7 +93,7 @@ def install(folder: Path, target: Path) -> None:
 
 
 def _describe_this_tree(target: Path) -> None:
-    """Give the launcher, which runs from this tree, the metadata of an installed package. It asks for its version."""
+    """Create package metadata for the launcher, which runs from this tree and looks up its own version."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     metadata = target / f"{project['name']}-{project['version']}.dist-info" / "METADATA"
     metadata.parent.mkdir(parents=True, exist_ok=True)

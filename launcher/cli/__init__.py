@@ -1,4 +1,4 @@
-"""`launch VERB`: finds the verb, and turns a user's mistake into one message and status 2."""
+"""`launch COMMAND`: dispatch to a command; a user's mistake becomes one message and exit status 2."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ launch: distributed training where the effective global batch is a contract.
 Exit status: 0 done; 1 the job failed; 2 the input is wrong; 75 stopped from outside, resumable; 130 stopped by Ctrl-C.
 """
 
-# where each verb is: nothing of the others is imported
+# command -> module:function; only the module of the given command is imported
 _VERBS = {
     "train": "train:train",
     "plan": "train:plan",
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """One call of `launch`; returns its exit status."""
+    """Run one `launch` command and return its exit status."""
     try:
         return _dispatch(list(arguments))
     except LauncherError as error:

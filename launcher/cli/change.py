@@ -1,4 +1,4 @@
-"""`launch resume RUN key=value`: a run goes on, with something changed."""
+"""`launch resume RUN key=value`: resume a run with changes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def resume_changed(paths: RunPaths, overrides: list[str], console: Console, *, force: bool, wait: bool) -> int:
-    """Everything is checked before anything is written; a plan that cannot be sent off is taken back."""
+    """Resume a run with changes. All checks precede the first write; a plan that cannot be submitted is withdrawn."""
     require_overrides(overrides)
     if odd := [word for word in overrides if word[0] in "+~"]:
         raise UserError(

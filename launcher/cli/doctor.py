@@ -1,4 +1,4 @@
-"""`launch doctor`: is this machine, or the cluster, fit to run?"""
+"""`launch doctor`: check that this machine, or the cluster, is fit to run jobs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from launcher.config.schema import Config
 
 
 def doctor(arguments: list[str]) -> int:
-    """Exit status 0 where nothing failed, 1 where something did."""
+    """Return exit status 0 if no check failed, else 1."""
     as_json = take("--json", arguments)
 
     def act(config: Config, yaml: str) -> int:  # noqa: ARG001
@@ -20,7 +20,7 @@ def doctor(arguments: list[str]) -> int:
         from launcher.report import live, verdicts
 
         with leaves_in_order():
-            # beside the result, which a script may read
+            # progress goes to stderr, because a script may read the result
             found = examine(config, lambda line: print(line, file=sys.stderr, flush=True))
         if as_json:
             print(json.dumps([dataclasses.asdict(check) for check in found], indent=2))

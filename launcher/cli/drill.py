@@ -1,4 +1,4 @@
-"""`launch drill`: whatever dies, does this job end with the parameters it would have had?"""
+"""`launch drill`: check that this job ends with the same parameters whatever is interrupted or killed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Exit status: 0 nothing is lost; 1 something is, or the job fails by itself; 2 th
 
 
 def drill(arguments: list[str]) -> int:
-    """Exit status 0 where every interrupted run ended as the undisturbed one, or as near as that comes to itself."""
+    """Return exit status 0 if every interrupted run ended like the undisturbed one, as far as that is reproducible."""
     as_json = take("--json", arguments)
     windows = _windows(take_value("--windows", arguments))
     if {"--help", "-h"} & set(arguments):
@@ -71,14 +71,14 @@ def _drill(config: Config, yaml: str, windows: int, *, as_json: bool) -> int:
     local.make_directory(plan.run)
 
     def say(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)  # beside the result, which a script may read
+        print(line, file=sys.stderr, flush=True)  # stderr, because a script may read the result
 
     say(f"Drill {plan.run.name}. Other than with `launch train`: {'; '.join(changed)}; W&B is off.")
     try:
         with leaves_in_order():
             found = conclude(plan, changed, Drill(plan, yaml, _stage(plan), say).run(Length(windows)))
     except UserError:
-        if not any(paths.root.iterdir()):  # nothing was begun
+        if not any(paths.root.iterdir()):  # nothing was started
             paths.root.rmdir()
         raise
     except RunError as error:
@@ -114,7 +114,7 @@ def _require_drillable(config: Config) -> None:
 
 
 def _named(plan: RunPlan, config: Config) -> RunPlan:
-    """Without a name of the user's it says that it is a drill."""
+    """Mark the run as a drill in its name unless the user named it."""
     if config.run.name is not None:
         return plan
     place = Path(plan.run.dir)

@@ -1,4 +1,4 @@
-"""Arguments that name runs: flags of the verbs that read, and which run or sweep a word means."""
+"""Arguments that name runs: the parser of commands on existing runs, and resolution of a name to a run or sweep."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from launcher.sweep import manifest
 
 
 class Parser(argparse.ArgumentParser):
-    """One whose complaints look like all others of `launch`."""
+    """Argument parser with error messages in the format of `launch`."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{self.prog}: {message}.\n  {' '.join(self.format_usage().split())}")
@@ -25,10 +25,10 @@ Place = TypeVar("Place", RunPaths, SweepPaths, RunPaths | SweepPaths)
 
 
 def resolve(word: str, runs: Path) -> RunPaths:
-    """The run that a user means.
+    """Return the run named by ``word``.
 
     Raises:
-        UserError: there is none, or several, or it is a sweep.
+        UserError: there is none, there are several, or it is a sweep.
     """
     found = resolve_any(word, runs)
     if isinstance(found, SweepPaths):
@@ -40,8 +40,7 @@ def resolve(word: str, runs: Path) -> RunPaths:
 
 
 def resolve_any(word: str, runs: Path) -> RunPaths | SweepPaths:
-    """The run or sweep that a user means: by its directory, its name, or the beginning of its name; a cell's run as
-    SWEEP/CELL.
+    """Return the run or sweep named by its directory, its name, or a prefix of its name; a cell's run by SWEEP/CELL.
 
     Raises:
         UserError: there is none, or several.
@@ -60,7 +59,7 @@ def resolve_any(word: str, runs: Path) -> RunPaths | SweepPaths:
 
 
 def _in_a_sweep(word: str, runs: Path, sweeps: Mapping[str, SweepPaths]) -> RunPaths | None:
-    """A cell's run, the newest one where it was begun again; None where no beginning of the word means a sweep."""
+    """Return a cell's latest run; None if no part of the word before a slash names a sweep."""
     for at in (at for at, letter in enumerate(word) if letter == "/"):
         beginning, cell = word[:at], word[at + 1 :]
         named = [paths for name, paths in sweeps.items() if beginning and name.startswith(beginning)]
@@ -73,7 +72,7 @@ def _in_a_sweep(word: str, runs: Path, sweeps: Mapping[str, SweepPaths]) -> RunP
 
 
 def _cells(sweep: SweepPaths) -> dict[str, RunPaths]:
-    """Its runs, by all that a cell is called: as `launch runs` shows it, and as its directory is called."""
+    """Return the sweep's runs by all names of a cell: as shown by `launch runs`, and its directory's name."""
     try:
         known = manifest.load(sweep)
     except UserError:
@@ -87,7 +86,7 @@ def _cells(sweep: SweepPaths) -> dict[str, RunPaths]:
 
 
 def _one(word: str, known: Mapping[str, Place], where: Path) -> Place:
-    """The one whose name is ``word``, or begins like that."""
+    """Return the place whose name is ``word`` or starts with it."""
     if word in known:
         return known[word]
     found = {paths.root: paths for name, paths in known.items() if name.startswith(word)}

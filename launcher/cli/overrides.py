@@ -1,4 +1,4 @@
-"""Verbs that take key=value overrides: Hydra reads them, and a user's mistake becomes one message."""
+"""Commands with key=value overrides: parsing by Hydra, and one message for a user's mistake."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from launcher.config.schema import Config
 
 
-# Hydra's, by whether a value follows
+# Hydra's flags -> whether a value follows
 _HYDRA_FLAGS = {
     "--help": False, "-h": False, "--hydra-help": False, "--resolve": False, "--run": False, "-r": False,
     "--multirun": False, "-m": False, "--cfg": True, "-c": True, "--package": True, "-p": True,
@@ -32,7 +32,7 @@ def explain(error: LauncherError) -> int:
 
 
 def explain_disk(error: OSError) -> int:
-    """Of one that takes nothing more. Any other error is raised again: it is a mistake of ours."""
+    """Report a full or read-only disk; raise any other error again, because it is a bug."""
     if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
         raise error
     where = error.filename or "a disk that is needed"
@@ -40,20 +40,20 @@ def explain_disk(error: OSError) -> int:
 
 
 def nobody_reads() -> int:
-    """Whoever was reading has seen enough."""
+    """Discard further output after the reader has closed the pipe."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return EXIT_FAILED
 
 
 def take(flag: str, arguments: list[str]) -> bool:
-    """Remove ``flag``, which is this program's and not Hydra's; whether it was there."""
+    """Remove ``flag``, which is this program's and not Hydra's; return whether it was present."""
     there = flag in arguments
     arguments[:] = [argument for argument in arguments if argument != flag]
     return there
 
 
 def take_value(flag: str, arguments: list[str]) -> str | None:
-    """The same for ``flag VALUE`` or ``flag=VALUE``: the value, None where it was not there.
+    """Remove ``flag VALUE`` or ``flag=VALUE``; return the value, None if absent.
 
     Raises:
         UserError: it has no value.
@@ -70,7 +70,7 @@ def take_value(flag: str, arguments: list[str]) -> str | None:
 
 
 def require_overrides(arguments: list[str]) -> None:
-    """Everything that is not a flag is ``key=value``; said here, in words that name the flag or the word."""
+    """Check that everything except flags is ``key=value``; Hydra's own message would not name the argument."""
     left = iter(arguments)
     for argument in left:
         flag = argument.partition("=")[0]
@@ -87,7 +87,11 @@ def require_overrides(arguments: list[str]) -> None:
 
 
 def with_config(verb: str, arguments: list[str], act: Callable[[Config, str], int], **sweep: Any) -> int:
-    """``sweep``: what -m does, as of `launcher.config.hydra.run_with_config`."""
+    """Call ``act`` with the config composed from ``arguments``.
+
+    Args:
+        sweep: handling of -m, see `launcher.config.hydra.run_with_config`.
+    """
     from launcher.config.hydra import run_with_config
 
     require_overrides(arguments)
@@ -97,12 +101,12 @@ def with_config(verb: str, arguments: list[str], act: Callable[[Config, str], in
             status = act(config, yaml)
         except LauncherError as error:
             return explain(error)
-        except BrokenPipeError:  # here, or Hydra makes an error message of it
+        except BrokenPipeError:  # handled here, because Hydra would report it as an error
             return nobody_reads()
         except OSError as error:
             return explain_disk(error)
         if status == EXIT_INTERRUPTED:
-            raise KeyboardInterrupt  # of a sweep, the cells that have not begun are left out too
+            raise KeyboardInterrupt  # also skips the sweep's remaining cells
         return status
 
     return run_with_config(verb, arguments, act_or_explain, **sweep)
@@ -110,7 +114,7 @@ def with_config(verb: str, arguments: list[str], act: Callable[[Config, str], in
 
 @contextmanager
 def leaves_in_order() -> Generator[None]:
-    """A signal to end is a Ctrl-C: what was begun is ended, and no job is left behind."""
+    """Handle SIGTERM and SIGHUP like Ctrl-C, so that everything started is ended and no job is left behind."""
     numbers = (signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
     try:

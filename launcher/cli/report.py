@@ -1,4 +1,4 @@
-"""`launch report RUN... | SWEEP`: runs compared, as a table, CSV or JSON, and as one page for the browser."""
+"""`launch report RUN... | SWEEP`: comparison of runs as a table, CSV, JSON, and an HTML page."""
 
 from __future__ import annotations
 
@@ -48,7 +48,11 @@ def report(arguments: list[str]) -> int:
 
 
 def _asked(word: str, runs: Path) -> list[RunPaths | SweepPaths]:
-    """A run, a sweep, or all that a directory holds. Raises UserError where it is none of them."""
+    """Return a run, a sweep, or all runs and sweeps in a directory.
+
+    Raises:
+        UserError: ``word`` is none of them.
+    """
     for place in (runs / word, Path(word)) if word else ():
         if place.is_dir() and not is_run(place) and not is_sweep(place):
             if held := [*find(place), *find_sweeps(place)]:
@@ -61,7 +65,7 @@ def _asked(word: str, runs: Path) -> list[RunPaths | SweepPaths]:
 
 
 def _page_of(words: Sequence[str], asked: Sequence[RunPaths | SweepPaths], runs: Path) -> Path:
-    """Beside what it tells of; for runs from several places, where runs lie."""
+    """Return the page's path: beside the runs, or in the directory of all runs if they come from several places."""
     if len(words) > 1:
         return (runs if runs.is_dir() else Path()) / "report.html"
     return (

@@ -1,4 +1,4 @@
-"""`launch runs`, `status`, `logs`, `cancel`, `resume`, `retry`: what is done with runs that exist."""
+"""Commands on existing runs: `launch runs`, `status`, `logs`, `cancel`, `resume`, `retry`."""
 
 from __future__ import annotations
 
@@ -108,15 +108,15 @@ def cancel(arguments: list[str]) -> int:
 
 
 def _chosen(paths: RunPaths | SweepPaths, states: Container[State], otherwise: str) -> list[Run]:
-    """The run, as it stands; of a sweep, those in one of ``states``.
+    """Return the run with its state; for a sweep, the runs in one of ``states``.
 
     Raises:
-        UserError: no cell of the sweep is.
+        UserError: no cell of the sweep is in one of them.
     """
     if not isinstance(paths, SweepPaths):
         return [control.one(paths)]
     cells = look_at_sweeps([paths])[str(paths.root)]
-    # of two cells with the same content one run
+    # cells with the same content share one run
     chosen = list({cell.dir: cell for cell in cells if cell.dir and cell.state in states}.values())
     if not chosen:
         raise UserError(f"{paths.root.name}: {run_list.states_text(cells)}: {otherwise}.")
@@ -126,7 +126,7 @@ def _chosen(paths: RunPaths | SweepPaths, states: Container[State], otherwise: s
 def _again(
     verb: str, does: str, arguments: list[str], states: Container[State], again: Callable[[Run], LaunchPlan]
 ) -> int:
-    """``verb``: resume takes overrides, too."""
+    """Restart a run, or runs of a sweep. ``verb``: resume also takes overrides."""
     parser = _parser(verb, does)
     parser.add_argument("--wait", action="store_true", help="of Slurm: follow it to its end")
     parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
@@ -138,7 +138,7 @@ def _again(
 
     target = resolve_any(given.run, given.dir)
     console = live.console(quiet=given.quiet)
-    # a run of a sweep's too: the sweep has to know which run is its cell's now
+    # also for a single run of a sweep: the sweep's manifest must record the cell's new run
     its_sweep = target if isinstance(target, SweepPaths) else SweepPaths(target.root.parent)
     if verb == "resume" and (given.overrides or given.force):
         from launcher.cli.change import resume_changed

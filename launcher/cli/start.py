@@ -23,7 +23,7 @@ P = TypeVar("P", bound="LaunchPlan")
 
 
 def prepare(plan: P, yaml: str, config: Config, console: Console) -> tuple[P, Peers]:
-    """Make the run's directory; before that, meet the other hosts, if there are any."""
+    """Meet the other hosts, if any, then create the run's directory."""
     from launcher.launch import local, multihost
     from launcher.launch.peers import Alone
 
@@ -48,7 +48,7 @@ def _run_and_show(plan: LaunchPlan, peers: Peers, console: Console) -> Verdict:
 
 
 def run_here(plan: RunPlan, peers: Peers, console: Console) -> int:
-    """Run a training job whose directory is there, on this machine, and show how it went."""
+    """Run a training job on this machine in its existing directory, and show its plan and results."""
     from launcher.report import tables
 
     if plan.node == 0:
@@ -60,12 +60,12 @@ def run_here(plan: RunPlan, peers: Peers, console: Console) -> int:
 
 
 def run_script_here(plan: LaunchPlan, peers: Peers, console: Console) -> int:
-    """The same for a script of `launch run`."""
+    """Run a script of `launch run` in the same way."""
     return _run_and_show(plan, peers, console).status
 
 
 def go_on(plan: LaunchPlan, console: Console, *, wait: bool) -> int:
-    """Run, or submit once more, a job whose directory is there."""
+    """Run or resubmit a job in its existing directory."""
     from launcher.launch.peers import Alone
     from launcher.plan.run_plan import RunPlan
     from launcher.runs import control
@@ -78,7 +78,7 @@ def go_on(plan: LaunchPlan, console: Console, *, wait: bool) -> int:
 
 
 def submitted(plan: LaunchPlan, job: str, console: Console, *, wait: bool) -> int:
-    """Say what was submitted, and how to follow it; or follow it to its end, and exit with its status."""
+    """Show the submission and how to follow it; with ``wait``, follow it and return its exit status."""
     from launcher.report import live, run_list
     from launcher.runs import control
 

@@ -1,4 +1,4 @@
-"""`launch train -m`, and `launch resume` and `retry` of a sweep: many runs from one command."""
+"""Sweeps on the command line: `launch train -m`, and `launch resume` and `retry` of a sweep."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def train_sweep(arguments: list[str], *, quiet: bool, wait: bool, confirmed: bool) -> int:
-    """Exit status: the highest of the cells'; 2 where one is impossible. The others run all the same."""
+    """Run a sweep and return the highest exit status of its cells; 2 if a cell is impossible, the others run anyway."""
     console = live.console(quiet=quiet)
     say = partial(console.print, markup=False, highlight=False)
     conductor = Conductor(arguments, _here(console), _watching(console), say, wait=wait)
@@ -41,7 +41,7 @@ def train_sweep(arguments: list[str], *, quiet: bool, wait: bool, confirmed: boo
         return conductor.begin(asked, with_results)
 
     def keep(files: Path) -> None:
-        """What a sweeper leaves beside its cells, such as Optuna's optimization_results.yaml."""
+        """Copy a sweeper's own results, such as Optuna's optimization_results.yaml."""
         for file in files.glob("*_results.yaml"):
             if conductor.paths is not None and conductor.paths.root.is_dir():
                 shutil.copy2(file, conductor.paths.root)
@@ -52,7 +52,7 @@ def train_sweep(arguments: list[str], *, quiet: bool, wait: bool, confirmed: boo
         status = EXIT_RESUMABLE if conductor.status == EXIT_RESUMABLE else EXIT_INTERRUPTED
         if conductor.submitted:
             console.print("No longer watching; the jobs go on.", markup=False)
-    except RunError as error:  # by a sweeper that cannot go on without the cell's result
+    except RunError as error:  # raised by a sweeper that needs the cell's result
         print(f"launch: {error}", file=sys.stderr)
         status = EXIT_FAILED
     if conductor.paths is not None and conductor.paths.book.exists():
@@ -68,7 +68,7 @@ def again(
     *,
     wait: bool,
 ) -> int:
-    """Begin runs of a sweep's once more: ``launcher.sweep.reuse.begin_again`` on a terminal."""
+    """Restart runs of a sweep and show the result; see ``launcher.sweep.reuse.begin_again``."""
     begun = begin_again(paths, choose, planned, _here(console))
     for problem in begun.refused:
         print(f"launch: {problem}", file=sys.stderr)
@@ -91,7 +91,7 @@ def _watching(console: Console) -> Callable[[Sequence[Run]], None]:
     last = ""
 
     def watch(runs: Sequence[Run]) -> None:
-        """A line each time that something has changed."""
+        """Print a line whenever a state has changed."""
         nonlocal last
         if (line := shown.states_text(runs)) != last:
             last = line

@@ -1,4 +1,4 @@
-"""`launch train`, `plan` and `run`: from a config to a job, or to what it would be."""
+"""`launch train`, `plan` and `run`: from a config to a job, or to its plan."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def plan(arguments: list[str]) -> int:
         return EXIT_DONE
 
     def cells(asked: Sequence[AskedCell], with_results: bool) -> Sequence[Result]:
-        """One after the other, under its name; what is wrong with one is said there."""
+        """Print each cell's plan, or its error, below its overrides."""
         if with_results:
             raise UserError(
                 "hydra/sweeper: it learns from results, and a plan has none.\n  Leave it out, or use train."

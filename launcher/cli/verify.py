@@ -1,4 +1,4 @@
-"""`launch verify`: is this job's accumulated gradient that of one big batch?"""
+"""`launch verify`: check that this job's accumulated gradient is that of one big batch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Exit status: 0 it is, to rounding; 1 it is not, or cannot be compared, or traini
 
 
 def verify(arguments: list[str]) -> int:
-    """Exit status 0 where the gradient is that of the big batch, 1 where it is not, or cannot be said to be."""
+    """Return exit status 0 if the gradient is that of the big batch, 1 if it is not or cannot be compared."""
     as_json = take("--json", arguments)
     if {"--help", "-h"} & set(arguments):
         print(_HELP)
@@ -41,7 +41,7 @@ def verify(arguments: list[str]) -> int:
         place = Path(tempfile.mkdtemp(prefix="launch-verify-"))
         keep = False
         try:
-            with leaves_in_order():  # or SIGTERM would leave the directory behind
+            with leaves_in_order():  # otherwise SIGTERM would leave the directory behind
                 plan = _plan(config, place)
                 status, keep = _run(plan, yaml, as_json=as_json)
             return status
@@ -63,21 +63,21 @@ def _require_here(config: Config) -> None:
 
 
 def _plan(config: Config, place: Path) -> RunPlan:
-    """That of `launch train`, in a directory of its own, without record, mirror and checkpoints."""
+    """Return the plan of `launch train` in a temporary directory, without calibration, mirror and checkpoints."""
     from launcher.launch.planner import plan_job
 
     run = RunConfig(name="verify", dir=str(place), calibrate_s=0.0)
     wandb = WandbConfig(mode=WandbMode.disabled)
     plan = plan_job(dataclasses.replace(config, run=run, wandb=wandb))
     cluster = dataclasses.replace(plan.cluster, max_restarts=0)
-    # what it does between two windows says nothing of how far it is
+    # no hang detection: work between two windows does not count as progress
     train = dataclasses.replace(plan.train, hang_timeout=None)
     checkpoint = dataclasses.replace(plan.checkpoint, enabled=False)
     return dataclasses.replace(plan, command=WORKER_COMMAND, cluster=cluster, train=train, checkpoint=checkpoint)
 
 
 def _run(plan: RunPlan, yaml: str, *, as_json: bool) -> tuple[int, bool]:
-    """The exit status, and whether the directory is to stay: with the logs of workers that failed."""
+    """Return the exit status, and whether to keep the directory, which has the logs of failed workers."""
     from launcher.launch import local
     from launcher.launch.peers import Alone
     from launcher.report import live, tables, verdicts

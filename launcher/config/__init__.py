@@ -1,1 +1,1 @@
-"""What a user can set, and how Hydra composes it."""
+"""Configuration: the keys that a user can set, and their composition by Hydra."""

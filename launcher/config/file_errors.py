@@ -1,4 +1,4 @@
-"""Mistakes in a configuration file of the user's: which file, which line, which key."""
+"""Errors in a user's configuration file, reported with file, line and key."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def directories(arguments: Sequence[str]) -> list[Path]:
 def explain_composition(
     text: str, arguments: Sequence[str], known: Sequence[str], plain: Callable[[str], str]
 ) -> ConfigError | None:
-    """Return the message for an error of Hydra's about the content of a file; None if it is not about one.
+    """Return the message for a Hydra error about the content of a file; None if it is not about one.
 
     Args:
         text: Hydra's message, such as "In 'experiment/bad': ConfigKeyError raised while composing config: ...".
         known: every key that may be set.
-        plain: rewords OmegaConf's complaint about a value.
+        plain: rewords OmegaConf's message about a value.
     """
     found = re.match(r"In '([^']+)': \w+ raised while composing config:\n(.*)", text)
     file = None if found is None else _file(f"{found[1]}.yaml", arguments)
@@ -36,7 +36,7 @@ def explain_composition(
         return None
     key = (re.search(r"full_key: *(\S*)", text) or ["", ""])[1].partition("[")[0]
     group = found[1].rpartition("/")[0]
-    if "is not a subclass of" in found[2]:  # one value where a group of keys belongs; OmegaConf does not say which
+    if "is not a subclass of" in found[2]:  # a value in place of a group of keys; OmegaConf does not name the key
         key = next(
             (name for name, value in _content(file).items() if name in known and not isinstance(value, dict)), ""
         )
@@ -66,7 +66,7 @@ def explain_yaml(error: Any) -> ConfigError:
 
 
 def chosen_in(group: str, option: str, arguments: Sequence[str]) -> str | None:
-    """Return where a configuration file, and not the command line, chooses ``option`` of ``group``."""
+    """Return the place where a configuration file, not the command line, chooses ``option`` of ``group``."""
     words = {argument.lstrip("+") for argument in arguments}
     if f"{group}={option}" in words:
         return None
@@ -86,7 +86,7 @@ def _file(name: str, arguments: Sequence[str]) -> Path | None:
 
 
 def _near(file: Path) -> str:
-    """Return the shorter of the absolute path and that from the working directory."""
+    """Return the path relative to the working directory if it is below that, else unchanged."""
     try:
         return str(file.resolve().relative_to(Path.cwd()))
     except ValueError:
@@ -106,7 +106,7 @@ def _content(file: Path) -> dict[str, Any]:
 
 
 def _line(file: Path, key: str) -> int | None:
-    """Return the line of ``key``, by its full name or by the end of it that the file's package leaves."""
+    """Return the line of ``key``, found by its full name or by the suffix that remains within the file's package."""
     import yaml
 
     root: Any = cast("Any", yaml).compose(file.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""The only reader of Hydra: command line or overrides -> Config, and Hydra's complaints as one clear message."""
+"""Hydra interface: command line or overrides -> Config, and Hydra's errors as one clear message."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 
 
 _PACKAGE = Path(__file__).resolve().parent.parent
-# in a wheel conf/ lies inside the package, in a checkout beside it
+# conf/ is inside the package in a wheel, beside it in a checkout
 CONF = _PACKAGE / "conf" if (_PACKAGE / "conf").is_dir() else _PACKAGE.parent / "conf"
 
 _PRIMARY = "config"
 _SCHEMA = "launcher_schema"
 _RESUMED = "launcher_resumed"
-# of earlier versions, whose runs may have them in their config.yaml; and what replaced them
+# keys of earlier versions that a run's config.yaml may contain -> their replacement
 _RETIRED_KEYS = {"run.calibrate": "run.calibrate_s replaced it: seconds at most; run.calibrate_s=0 leaves it out."}
 _CELL_LAUNCHER = "hydra_plugins.launcher_cells.CellLauncher"
 _OPEN_KEYS = r"(task|cluster\.sbatch)\.[^=]+="
-# keys for which null would be ambiguous: another option, "off" or "random" are as likely as the default
+# keys for which null would be ambiguous: it could mean another option, "off" or "random" instead of the default
 _NOT_NULL = (
     "cluster.kind", "strategy.kind", "optimizer.kind", "schedule.kind", "optimizer.lr", "train.seed",
     "checkpoint.enabled", "wandb.mode",
@@ -42,7 +42,7 @@ _NOT_NULL = (
 
 
 def compose(overrides: Sequence[str] = ()) -> Config:
-    """The config that ``launch train OVERRIDES`` has.
+    """Return the config of ``launch train OVERRIDES``.
 
     Raises:
         ConfigError: an unknown key or option, or a value of the wrong type.
@@ -51,7 +51,7 @@ def compose(overrides: Sequence[str] = ()) -> Config:
 
 
 def compose_with_yaml(overrides: Sequence[str] = ()) -> tuple[Config, str]:
-    """The same, and as the YAML that is kept with the run."""
+    """Return the same, and the YAML that is stored with the run."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
 
@@ -62,13 +62,11 @@ def compose_with_yaml(overrides: Sequence[str] = ()) -> tuple[Config, str]:
 
 
 def recompose(kept: str, overrides: Sequence[str]) -> tuple[Config, str]:
-    """The config of a run, from the YAML that was kept with it, with ``overrides``; and its YAML.
+    """Return a run's config from its stored YAML with ``overrides`` applied, and the new YAML. Raises like ``compose``.
 
-    A group of another option (strategy=fsdp) begins with that option's values: those that the run had in it were of the
-    old one.
-
-    Raises:
-        ConfigError: as ``compose``.
+    If an override chooses another option of a group (strategy=fsdp), the group starts with that option's values,
+    because
+    the run's values belonged to the old option.
     """
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
@@ -94,7 +92,7 @@ def recompose(kept: str, overrides: Sequence[str]) -> tuple[Config, str]:
 
 
 def amended(yaml: str, group: str, values: dict[str, Any]) -> str:
-    """A config's YAML with these values in one of its groups."""
+    """Return a config's YAML with these values in one of its groups."""
     from omegaconf import OmegaConf
 
     config = OmegaConf.create(yaml)
@@ -103,7 +101,7 @@ def amended(yaml: str, group: str, values: dict[str, Any]) -> str:
 
 
 def _option(group: str, values: dict[str, Any]) -> str | None:
-    """The option of a group that ``values`` were made from; None for a task of the user's own."""
+    """Return the option of a group that ``values`` were made from; None for a user's own task."""
     from omegaconf import OmegaConf
 
     if group != "task":
@@ -122,14 +120,14 @@ def run_with_config(
     confirmed: bool = False,
     keep: Callable[[Path], None] = lambda _: None,
 ) -> int:
-    """Let Hydra read a verb's arguments, its own flags among them (--help, --cfg, --config-dir, -m), and call ``act``
-    with the config and its YAML. Returns the highest of its exit statuses.
+    """Let Hydra parse a command's arguments and its own flags (--help, --cfg, --config-dir, -m), then call ``act``.
 
     Args:
-        cells: what -m does with the cells that a sweeper asks for, and whether it needs their results. Default: ``act``
-            for each.
-        confirmed: whether there may be very many of them.
-        keep: called with the directory in which a sweeper has left its own files, before that goes.
+        act: called with the config and its YAML; returns an exit status. The highest one is returned here.
+        cells: called for -m with the cells that a sweeper requests, and whether it needs their results. Default:
+            ``act``.
+        confirmed: whether very many cells are allowed.
+        keep: called with the directory of the sweeper's own files before it is deleted.
 
     Raises:
         ConfigError: as ``compose``.
@@ -140,9 +138,9 @@ def run_with_config(
     _register_schema()
     _require_known_keys(arguments)
     if not any(argument.startswith("-") or "hydra" in argument for argument in arguments):
-        try:  # without Hydra's application, which composes twice
+        try:  # faster than Hydra's application, which composes twice
             composed = compose_with_yaml(arguments)
-        except ConfigError:  # an interpolation may need the application; else it meets the same mistake
+        except ConfigError:  # an interpolation may need the application; otherwise it reports the same error
             pass
         else:
             return act(*composed)
@@ -156,7 +154,7 @@ def run_with_config(
     of_verb: list[Exception] = []
 
     def job(composed: Any) -> None:
-        # kept, and raised below: Hydra prints lines of its own about whatever a job raises
+        # stored and raised below: Hydra prints lines of its own about an exception from a job
         try:
             config, yaml = _to_config(composed)
         except Exception as error:
@@ -179,9 +177,9 @@ def run_with_config(
     try:
         with tempfile.TemporaryDirectory() as sweep_dir:
             sys.argv = [f"launch {verb}", *arguments]
-            # Hydra then raises, instead of printing and exiting with status 1
+            # makes Hydra raise instead of printing and exiting with status 1
             os.environ |= {"HYDRA_FULL_ERROR": "1", "LAUNCHER_SWEEP_DIR": sweep_dir}
-            # cells that only are shown may be as many as they like
+            # no limit on the number of cells if they are only displayed
             token = BEGIN.set(Begin(begin, _to_config, confirmed or cells is None))
             try:
                 with _errors_in_plain_words(arguments):
@@ -194,7 +192,7 @@ def run_with_config(
             finally:
                 BEGIN.reset(token)
                 keep(Path(sweep_dir))
-            if of_verb:  # not by way of Hydra's, which are put in other words
+            if of_verb:  # raised here, because Hydra's errors are reworded
                 raise of_verb[0]
     finally:
         sys.argv = argv
@@ -231,8 +229,7 @@ def _register_schema() -> None:
 
 
 def _nullable(kind: type[Any], group: str = "") -> type[Any]:
-    """Return a copy of a dataclass of ``launcher.config.schema`` in which null may be written for every key outside
-    ``_NOT_NULL``."""
+    """Return a copy of a schema dataclass in which every key outside ``_NOT_NULL`` accepts null."""
     hints = typing.get_type_hints(kind)
     fields: list[Any] = []
     for field in dataclasses.fields(kind):
@@ -267,7 +264,7 @@ def _to_config(composed: Any) -> tuple[Config, str]:
 
 
 def _require_known_keys(arguments: Sequence[str]) -> None:
-    """A leading + adds a key to any config, so that Hydra takes a misspelt one without a word."""
+    """Reject misspelt keys with a leading +, which Hydra would add to the config silently."""
     known = known_keys()
     for argument in arguments:
         key, _, value = argument.lstrip("+").partition("=")
@@ -278,13 +275,12 @@ def _require_known_keys(arguments: Sequence[str]) -> None:
 
 
 def _is_own_group(key: str, arguments: Sequence[str]) -> bool:
-    """Whether a --config-dir of the user's has a group of this name."""
+    """Return whether one of the user's --config-dir directories has a group of this name."""
     return any((place / key).is_dir() for place in file_errors.directories(arguments))
 
 
 def _open_free_keys(arguments: Sequence[str]) -> list[str]:
-    """``task.width=64`` -> ``++task.width=64``: a task's parameters are its class's to know, not the schema's, and
-    sbatch's options are Slurm's."""
+    """Return the arguments with ``++`` before keys of the task (defined by its class) and of sbatch (by Slurm)."""
     return [f"++{argument}" if re.match(_OPEN_KEYS, argument) else argument for argument in arguments]
 
 
@@ -307,7 +303,7 @@ def _errors_in_plain_words(arguments: Sequence[str]) -> Generator[None, None, No
 
 
 def _unreadable(override: str, message: str) -> ConfigError:
-    """Return the error for an override that Hydra's grammar does not allow. ``message``: Hydra's, several lines."""
+    """Return the error for an override that violates Hydra's grammar. ``message``: Hydra's, several lines."""
     key, _, value = override.partition("=")
     why = next(line for line in message.splitlines() if not line.startswith("Error parsing override"))
     if why.startswith("LexerNoViableAltException"):
@@ -341,7 +337,7 @@ def _explain(error: Exception, arguments: Sequence[str]) -> ConfigError:
             return ConfigError(argument, None, "has no key.", "Write key=value, such as train.steps=100.")
         options = sorted(path.stem for path in (CONF / key).glob("*.yaml"))
         if options and (value == "null" or not re.match(r"[A-Za-z_]", value)):
-            # neither null nor a number is a name, and Hydra says so in other words
+            # null and numbers are not option names; Hydra's own message is less clear
             return _unknown_option(f"{key}/{value}", options, "", arguments)
         if "No match in the defaults list" in str(error) and _is_own_group(key, arguments):
             return ConfigError(
@@ -351,7 +347,7 @@ def _explain(error: Exception, arguments: Sequence[str]) -> ConfigError:
             return ConfigError(key, value, "there is no such key.", _nearest(key, known))
     cause = error.__cause__ if error.__cause__ is not None else error
     full_key: str | None = getattr(cause, "full_key", None)
-    key = full_key and full_key.partition("[")[0]  # of an element of a list, the list's
+    key = full_key and full_key.partition("[")[0]  # the list's key for an element of a list
     lines = str(getattr(cause, "msg", None) or cause).splitlines()
     if key and key not in known and not key.startswith(("task", "hydra")):
         return ConfigError(key, None, "there is no such key.", _nearest(key, known))
@@ -361,7 +357,7 @@ def _explain(error: Exception, arguments: Sequence[str]) -> ConfigError:
 
 
 def _plain(text: str) -> str:
-    """OmegaConf's "Value 'x' of type 'str' could not be converted to Integer" without its types."""
+    """Return OmegaConf's "Value 'x' of type 'str' could not be converted to Integer" without its types."""
     wanted = {
         "Integer": "a whole number", "int": "whole numbers", "Float": "a number", "bool": "true or false",
         "String": "a text", "Union[int, str]": "a whole number",
@@ -379,7 +375,7 @@ def _plain(text: str) -> str:
 
 
 def _nearest(key: str, known: Sequence[str]) -> str:
-    """The likely meaning of an unknown key, or the keys beside it."""
+    """Return the likely meaning of an unknown key, or the keys of its group."""
     group, _, leaf = key.rpartition(".")
     if group in known:
         leaves = [name.rpartition(".")[2] for name in known if name.startswith(f"{group}.")]
@@ -389,7 +385,7 @@ def _nearest(key: str, known: Sequence[str]) -> str:
 
 
 def known_keys() -> list[str]:
-    """Every key a user can set, dotted, and the groups themselves."""
+    """Return every key that a user can set, dotted, and the groups themselves."""
     keys: list[str] = []
     for name, kind in typing.get_type_hints(Config).items():
         keys.append(name)

@@ -1,6 +1,6 @@
-"""What Hydra's sweepers and the launcher say to each other: the cells that are wanted, and what came of them.
+"""Interface between Hydra's sweepers and the launcher: requested cells and their results.
 
-Used by the plugin in hydra_plugins/ alone, inside of `launcher.config.hydra.run_with_config`.
+Used only by the plugin in hydra_plugins/, within `launcher.config.hydra.run_with_config`.
 """
 
 # pyright: basic
@@ -18,17 +18,22 @@ from typing import Any
 from launcher.config.schema import Config
 from launcher.errors import UserError
 
-# more than that is asked for on purpose
+# above this number, the user must confirm
 MANY_CELLS = 500
 _COUNTED_TO = 1_000_000
 
-# a cell's result, for sweepers that learn from it; None for those that do not; or why there is none
+# a cell's result; None if the sweeper does not use results; an exception if there is no result
 Result = float | None | Exception
 
 
 @dataclass(frozen=True)
 class AskedCell:
-    """A cell as a sweeper asks for it. ``overrides``: those that vary; ``yaml``: of the whole config."""
+    """Cell requested by a sweeper.
+
+    Attributes:
+        overrides: those that vary.
+        yaml: the whole config.
+    """
 
     overrides: tuple[str, ...]
     config: Config
@@ -37,8 +42,12 @@ class AskedCell:
 
 @dataclass(frozen=True)
 class Begin:
-    """What a verb does with cells. ``cells``: called with them, and whether their results are waited for.
-    ``confirmed``: whether the user has said that there may be many."""
+    """How a command handles cells.
+
+    Attributes:
+        cells: called with the cells, and whether their results are needed.
+        confirmed: whether the user allowed very many cells.
+    """
 
     cells: Callable[[Sequence[AskedCell], bool], Sequence[Result]]
     to_config: Callable[[Any], tuple[Config, str]]
@@ -49,13 +58,18 @@ BEGIN: ContextVar[Begin] = ContextVar("BEGIN")
 
 
 def begin(master: Any, overrides: Sequence[Sequence[str]], composed: Sequence[Any]) -> Sequence[Result]:
-    """Begin cells. ``master``: the config that they come from, with Hydra's own part; ``composed``: theirs, without."""
+    """Start cells.
+
+    Args:
+        master: config from which they derive, including Hydra's own part.
+        composed: the cells' configs, without that part.
+    """
     from hydra.core.hydra_config import HydraConfig
 
-    HydraConfig.instance().set_config(master)  # for what a config takes from it: ${hydra:...}
+    HydraConfig.instance().set_config(master)  # needed by interpolations such as ${hydra:...}
     typed = {
         override_key(word): word for word in master.hydra.overrides.task
-    }  # of a key that comes twice, the last one holds
+    }  # of a repeated key the last value is used
     fixed = {key for key, word in typed.items() if not _sweeps(word)}
     asked: list[AskedCell] = []
     for words, config in zip(overrides, composed, strict=True):
@@ -73,10 +87,10 @@ def _takes_no_results(master: Any) -> bool:
 
 
 def confirm_size(loader: Any, master: Any) -> None:
-    """Ask before a sweep of very many cells, which is more often a slip than meant.
+    """Ask before starting very many cells, which is usually a mistake.
 
     Raises:
-        UserError: there is nobody to ask, or the answer is no.
+        UserError: there is no terminal to ask on, or the answer is no.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
@@ -99,9 +113,11 @@ def confirm_size(loader: Any, master: Any) -> None:
 
 
 class CellLoader:
-    """Hydra's config loader, which takes 50 ms for each of a sweep's cells, and as much to check it beforehand. Cells
-    that choose the same groups differ in values only: those are put into a copy of the first one's config. Hydra's own
-    part, which nobody reads, is left out."""
+    """Cache around Hydra's config loader, which takes 50 ms per cell, and as much for the sweeper's check beforehand.
+
+    Cells that choose the same groups differ only in values, which are inserted into a copy of the first one's config.
+    Hydra's own part is omitted, because nothing reads it.
+    """
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -113,7 +129,7 @@ class CellLoader:
 
     def load_sweep_config(self, master_config: Any, sweep_overrides: Sequence[str]) -> Any:
         key = tuple(sweep_overrides)
-        # asked for twice: by the sweeper, which only checks it, and by the plugin, which gets it for its own
+        # requested twice: by the sweeper, which only checks it, and by the plugin, which uses it
         if key not in self._known:
             self._known[key] = self._compose(master_config, key)
         return self._known[key]
@@ -134,7 +150,7 @@ class CellLoader:
                     config, override.key_or_group, override.value(), merge=True, force_add=override.is_force_add()
                 )
         except Exception:
-            return self._load(master, words)  # which finds the words for what is wrong
+            return self._load(master, words)  # raises an error that describes the problem
         return config
 
     def _load(self, master: Any, words: tuple[str, ...]) -> Any:
@@ -157,5 +173,5 @@ def _sweeps(word: str) -> bool:
 
 
 def override_key(word: str) -> str:
-    """Of ``+key=value``."""
+    """Return the key of ``+key=value``."""
     return word.lstrip("+~").partition("=")[0]

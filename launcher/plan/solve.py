@@ -64,8 +64,7 @@ def require_possible(batch: Batch, recompute: Recompute) -> None:
 
 
 def what_norms_do(layers: int, batch: Batch) -> str | None:
-    """Return a sentence on the statistics that the model's BatchNorms use and on the alternatives; None if it has none.
-    """
+    """Return a sentence on the statistics that the model's BatchNorms use and on the alternatives; None without any."""
     if not layers:
         return None
     who = f"{layers} BatchNorm layer{'s' if layers > 1 else ''}"

@@ -131,8 +131,7 @@ def with_memory(plan: StrategyPlan, forecasts: Sequence[Forecast], memory_bytes:
 
 
 def fewest_bytes(forecasts: Sequence[Forecast]) -> Forecast:
-    """Return the forecast with the fewest wire bytes; among equals the later, which skips more as accumulation grows.
-    """
+    """Return the forecast with the fewest wire bytes; of equals the later, which skips more as accumulation grows."""
     return min(reversed(forecasts), key=lambda forecast: forecast.wire_bytes)
 
 

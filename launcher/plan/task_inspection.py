@@ -68,7 +68,7 @@ def describe_task(config: dict[str, Any], cwd: str, *, shards: bool, seed: int) 
 
 
 def ask(module: str, question: str) -> dict[str, Any] | None:
-    """Run ``python -m module FILE PARENT_PID`` and return the JSON object that it writes to FILE; None without an answer.
+    """Run ``python -m module FILE PARENT_PID`` and return the JSON object that it writes to FILE; None if it is empty.
 
     The process reads ``question`` from standard input. It is separate because torch and the user's code must not be
     imported here. It ends when this process ends, however that happens, and the file has no name that could be left

@@ -47,8 +47,7 @@ class Windows:
         self._regular_from, self._regular_epoch = self._index, at.epoch
 
     def _lay(self, at: Span, steps: int, size: int, only: int | None = None) -> Span:
-        """Record up to ``steps`` windows of ``size`` from ``at``, within epoch ``only`` if given; return the next place.
-        """
+        """Record up to ``steps`` windows of ``size`` from ``at``, within epoch ``only`` if given; return the end."""
         while steps and (only is None or at.epoch == only):
             rest = self._samples - at.first
             count = min(steps, rest // size)

@@ -1,1 +1,1 @@
-"""Runs read back: tables, the live line, the W&B mirror. No torch, and neither wing is imported."""
+"""Reports on runs: terminal tables, live display, comparison, HTML page, W&B mirror. Imports no torch."""

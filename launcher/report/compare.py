@@ -1,4 +1,4 @@
-"""Runs side by side: what varies, what each measured, which belong on one line, and what may not be compared."""
+"""Comparison of runs: settings that vary, figures, grouping into plot lines, and caveats."""
 
 from __future__ import annotations
 
@@ -17,26 +17,29 @@ Key = tuple[tuple[str, str], ...]
 WORKERS = frozenset({"cluster.nodes", "cluster.workers_per_node"})
 _ACCUMULATION = frozenset({"batch.accumulation", "batch.micro_size"})
 _GLOBAL = "batch.global_size"
-# how long a run goes on, and what it does between steps: no step takes longer or shorter for it
+# settings of the run's length and of work between steps; they do not affect the time of a step
 _BETWEEN_STEPS = ("train.steps", "train.epochs", "train.eval_every", "train.log_every", "checkpoint.")
 
 
 def varying(facts: Iterable[Facts]) -> tuple[str, ...]:
-    """The settings that are not the same in all of these runs; one that some runs do not know is open there."""
+    """Return the settings that differ between these runs; a setting that a run lacks counts as open ("null")."""
     settings = [each.settings for each in facts]
     keys = dict.fromkeys(key for each in settings for key in each)
     return tuple(key for key in keys if len({each.get(key, "null") for each in settings}) > 1)
 
 
 def over_workers(facts: Sequence[Facts]) -> list[Key]:
-    """Of each run, what tells its line in a plot over the world size from the others."""
+    """Return the key of each run's line in a plot over the world size."""
     keys = [key for key in varying(facts) if key not in WORKERS and not key.startswith(_BETWEEN_STEPS)]
     return [_key(each, keys) for each in facts]
 
 
 def over_accumulation(facts: Sequence[Facts]) -> list[Key]:
-    """The same for a plot over accumulation. ``batch.global_size`` tells lines apart, unless it follows from the
-    accumulation, as where a study holds the micro-batch constant."""
+    """Return the key of each run's line in a plot over accumulation.
+
+    ``batch.global_size`` distinguishes lines unless accumulation determines it, as in a study with a constant
+    micro-batch.
+    """
     keys = [key for key in varying(facts) if key not in _ACCUMULATION and not key.startswith(_BETWEEN_STEPS)]
     without = [key for key in keys if key != _GLOBAL]
     sizes: dict[Key, set[tuple[int, int]]] = defaultdict(set)
@@ -60,31 +63,38 @@ def said(key: Key) -> str:
 
 
 def natural(text: str) -> tuple[tuple[int, float, str], ...]:
-    """To sort by: numbers inside a text as numbers."""
+    """Return a sort key that orders numbers inside ``text`` by value."""
     parts = re.split(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)", text)
     return tuple((0, float(part), "") if number % 2 else (1, 0.0, part) for number, part in enumerate(parts) if part)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """``value``: samples/s by what the baseline's would be at this world size. ``baseline``: its world size."""
+    """Scaling efficiency.
+
+    Attributes:
+        value: samples/s divided by the baseline's, scaled to this world size.
+        baseline: the baseline's world size.
+    """
 
     value: float
     baseline: int
 
 
 def samples_per_s(figures: Figures) -> float | None:
-    """Of the whole job: the global batch by the median step."""
+    """Return the samples/s of the whole job: global batch divided by the median step."""
     if figures.facts is None or figures.measured is None or not figures.measured.step_s:
         return None
     return figures.facts.global_size / figures.measured.step_s
 
 
 def efficiencies(runs: Sequence[tuple[Facts, float, bool]]) -> list[Efficiency | None]:
-    """Of runs of one task, each with its samples/s and whether it is finished; None for one without another world size
-    to compare with.
+    """Return the scaling efficiency of each run; None if its line has no other world size, or no finished run.
 
     The baseline is the fastest finished run on the fewest workers of the same line.
+
+    Args:
+        runs: (facts, samples/s, finished) of runs of one task.
     """
     lines = over_workers([facts for facts, *_ in runs])
     worlds: dict[Key, set[int]] = defaultdict(set)
@@ -104,14 +114,20 @@ def efficiencies(runs: Sequence[tuple[Facts, float, bool]]) -> list[Efficiency |
     return found
 
 
-# of the settings that vary, beside a run's name
+# maximum number of varying settings shown beside a run's name
 _SAID = 5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A line of the report. ``state``: of the run or cell. ``detail``: why.
-    ``dir``: None without a run. ``elsewhere``: the directory of the other sweep that has the cell's run, or ''."""
+    """Row of the report before its figures are read.
+
+    Attributes:
+        state: of the run or sweep cell.
+        detail: reason for the state.
+        dir: None without a run.
+        elsewhere: directory of another sweep that has the cell's run, or "".
+    """
 
     label: str
     state: str
@@ -122,8 +138,12 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """``same_as``: the label of an earlier row with this very run, which counts once. ``hours``: worker-hours until
-    the loss that the task's runs are compared at; None where it was not reached."""
+    """Row of the report.
+
+    Attributes:
+        same_as: label of an earlier row with the same run, which is counted once.
+        hours: worker-hours until the loss at which the task's runs are compared; None if not reached.
+    """
 
     entry: Entry
     figures: Figures
@@ -142,7 +162,7 @@ class Row:
 
     @property
     def counts(self) -> bool:
-        """Whether it is in plots and comparisons."""
+        """Return whether the row is part of plots and comparisons."""
         return self.facts is not None and self.measured is not None and not self.same_as
 
     @property
@@ -155,15 +175,14 @@ class Row:
 
     @property
     def exposed_s(self) -> float | None:
-        """The part of a step, never below zero; None where it was not measured."""
+        """Return the exposed communication of a step, never below zero; None if not measured."""
         if self.measured is None or self.measured.exposed_s is None:
             return None
         return max(0.0, self.measured.exposed_s)
 
     @property
     def rest_s(self) -> float | None:
-        """A step without its wait for data and, where that was measured, without its exposed communication; None where
-        these are longer than the step."""
+        """Return a step's time minus data wait and measured exposed communication; None if these exceed the step."""
         if self.measured is None or self.measured.step_s is None or self.measured.data_s is None:
             return None
         rest = self.measured.step_s - self.measured.data_s - (self.exposed_s or 0.0)
@@ -178,8 +197,12 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskGroup:
-    """The runs of one task; speeds and losses are compared within it only. ``loss``: that hours are counted to, None
-    where no finished run has one. ``given``: whether the user asked for that loss."""
+    """Runs of one task; speeds and losses are compared only within it.
+
+    Attributes:
+        loss: loss up to which hours are counted; None if no finished run has one.
+        given: whether the user specified that loss.
+    """
 
     target: str
     rows: tuple[Row, ...]
@@ -188,7 +211,7 @@ class TaskGroup:
     given: bool
 
     def said(self, row: Row) -> str:
-        """Which run this is: a cell's label says what was varied, a run's name does not."""
+        """Return a description of the run: its label, with the varied settings unless the label contains them."""
         if row.facts is None or "=" in row.entry.label or not self.varying:
             return row.entry.label
         settings = tuple((key, row.facts.settings.get(key, "null")) for key in self.varying[:_SAID])
@@ -196,13 +219,13 @@ class TaskGroup:
 
     @property
     def hours(self) -> str:
-        """What a worker's hour is called."""
+        """Return the name of the unit: GPU-hours or worker-hours."""
         devices = {row.facts.device for row in self.rows if row.facts}
         return "GPU-hours" if devices == {"cuda"} else "worker-hours"
 
     @property
     def time_unit(self) -> tuple[str, float]:
-        """What suits these runs: its name, and what hours are multiplied by."""
+        """Return (unit name, factor from hours) that suits the durations of these runs."""
         longest = max((row.hours for row in self.rows if row.hours is not None), default=0.0)
         who = self.hours.partition("-")[0]
         if longest * 60 < 2:
@@ -212,7 +235,12 @@ class TaskGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """``rows``: as they were asked for. ``groups``: the same ones that count, by task."""
+    """Compared runs.
+
+    Attributes:
+        rows: all rows in the requested order.
+        groups: the rows that count, by task.
+    """
 
     title: str
     rows: tuple[Row, ...]
@@ -225,7 +253,11 @@ class Comparison:
 
 
 def compare(title: str, entries: Sequence[Entry], figures: Mapping[Path, Figures], loss: float | None) -> Comparison:
-    """``loss``: that hours are counted to; None: the lowest one that all finished runs of a task have reached."""
+    """Return the comparison of ``entries``.
+
+    Args:
+        loss: loss up to which hours are counted; None: the lowest that all finished runs of a task have reached.
+    """
     rows: list[Row] = []
     first: dict[Path, str] = {}
     for entry in entries:
@@ -265,7 +297,7 @@ def _group(target: str, rows: Sequence[Row], given: float | None) -> TaskGroup:
 
 
 def _notes(rows: Sequence[Row], groups: Sequence[TaskGroup]) -> list[str]:
-    """What a reader must know before they compare."""
+    """Return the caveats that a reader must know before comparing."""
     notes: list[str] = []
     unlike = Counter(row.entry.state for row in rows if not row.done)
     if unlike:

@@ -1,4 +1,4 @@
-"""A comparison as a table on the terminal, as CSV, as JSON."""
+"""Comparison as a terminal table, CSV and JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from launcher.report.compare import Comparison, Row, TaskGroup
 from launcher.report.figures import SMOOTHED_OVER, Measured
 from launcher.report.run_list import COLOURS
 
-# figure: how it comes out of metrics.jsonl
+# figure -> how it is computed from metrics.jsonl
 DEFINITIONS = {
     "own windows": "full windows: records with batch/samples = batch/global_size, of the largest batch/global_size",
     "time/step_s": "median of time/step_s over own windows; seconds",
@@ -43,7 +43,7 @@ DEFINITIONS = {
 
 
 def record_of(row: Row, group: TaskGroup | None) -> dict[str, Any]:
-    """A run as JSON has it; None: not known, not measured."""
+    """Return a run as a JSON object; None: unknown or not measured."""
     facts, measured, entry = row.facts, row.measured, row.entry
     known: dict[str, Any] = {
         "run": entry.label,
@@ -107,7 +107,7 @@ def as_json(comparison: Comparison) -> str:
 
 
 def as_csv(comparison: Comparison) -> str:
-    """A line a run, the first one with the names; an empty cell for what is not known."""
+    """Return CSV with a header and one line per run; an unknown value is an empty cell."""
     lines = records(comparison)
     text = io.StringIO()
     writer = csv.DictWriter(text, list(lines[0]), lineterminator="\n")
@@ -117,7 +117,7 @@ def as_csv(comparison: Comparison) -> str:
 
 
 def table(comparison: Comparison) -> Table:
-    """A line a run; what nobody measured is empty."""
+    """Return a table with one line per run; a value that was not measured is empty."""
     found = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     found.add_column("run", overflow="fold")
     found.add_column("state", no_wrap=True)
@@ -158,7 +158,7 @@ def _cells(row: Row, group: TaskGroup | None) -> list[str]:
 
 
 def shown_speedup(measured: Measured) -> str:
-    """Return the speed-up where one may be claimed, its interval where not, and nothing where none was measured."""
+    """Return the speed-up if it may be claimed, its interval if not, and nothing if it was not measured."""
     if measured.speedup_95 is None:
         return ""
     if measured.claimed_speedup is not None:

@@ -1,6 +1,6 @@
-"""Figures of runs, computed from the files in their directories; metrics.jsonl above all.
+"""Figures of runs, computed from the files in their directories, mainly metrics.jsonl.
 
-A run that is under way, or was killed, has a record like any other, so nothing here is read from summary.json.
+summary.json is not used, so that running and killed runs are treated like finished ones.
 """
 
 from __future__ import annotations
@@ -26,14 +26,18 @@ from launcher.quantities import Interval
 from launcher.rundir.files import read_json
 from launcher.rundir.paths import RunPaths
 
-# what names a run, or says where a copy of it goes, does not change what is measured
+# groups that name a run or configure its mirror; they do not affect measurements
 _NO_SETTINGS = ("run.", "wandb.", "sweep.", "hydra.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What was decided before the start. ``steps``: planned, None for a stream. ``settings``: config.yaml, flat, with
-    what the plan solved in place of what was left open."""
+    """Decisions made before the start.
+
+    Attributes:
+        steps: planned steps; None for a stream.
+        settings: flattened config.yaml, with solved values in place of those left open.
+    """
 
     name: str
     version: str
@@ -51,10 +55,14 @@ class Facts:
 
 
 def facts_of(plan: dict[str, Any], paths: RunPaths) -> Facts:
-    """Raises OSError, KeyError and the like for what another version has written. ``plan``: plan.json's object."""
+    """Return the facts in ``plan``, the object in plan.json.
+
+    Raises:
+        OSError, KeyError and similar: the files were written by another version.
+    """
     batch, cluster, run = plan["batch"], plan["cluster"], plan["run"]
     solved = {f"cluster.{name}": cluster[name] for name in ("workers_per_node", "device")}
-    if cluster.get("min_nodes") is None:  # a range is told as it was set
+    if cluster.get("min_nodes") is None:  # a range is shown as configured
         solved["cluster.nodes"] = cluster["nodes"]
     solved["optimizer.lr"] = plan["optimizer"]["lr"]
     solved["precision.kind"] = plan["precision"]["kind"]
@@ -80,7 +88,7 @@ def facts_of(plan: dict[str, Any], paths: RunPaths) -> Facts:
 def _settings(paths: RunPaths) -> dict[str, str]:
     import yaml
 
-    # the C one is ten times as fast, and not in every build
+    # the C loader is ten times as fast, but not in every build
     loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     config = yaml.load(paths.config.read_text(encoding="utf-8"), loader)
     return {key: value for key, value in _flat(config, "").items() if not key.startswith(_NO_SETTINGS)}
@@ -99,14 +107,14 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-# of a drawn curve: more than a screen has columns for
+# points per drawn curve; more could not be distinguished on a screen
 POINTS = 300
 SMOOTH_POINTS = 150
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Parallel columns. ``seconds``: of training, wall time."""
+    """Parallel columns of a curve. ``seconds``: wall time of training."""
 
     steps: array[float]
     samples: array[float]
@@ -121,8 +129,10 @@ def thinned(
     losses: Sequence[float],
     points: int = POINTS,
 ) -> Curve:
-    """About ``points`` records: the first and the last, and of each of equally long stretches the one with the lowest
-    and the one with the highest loss, so that no spike is lost. A loss that is not finite breaks the curve."""
+    """Return about ``points`` records: first, last, and the lowest and highest loss of each of equally long stretches.
+
+    No spike is lost. A loss that is not finite interrupts the curve.
+    """
     count = len(steps)
     kept = range(count) if count <= points else _extremes(losses, count, points // 2 - 1)
     columns = ([column[place] for place in kept] for column in (steps, samples, seconds, losses))
@@ -141,25 +151,29 @@ def _extremes(losses: Sequence[float], count: int, stretches: int) -> list[int]:
     return sorted(kept)
 
 
-# the newest so many logged losses are averaged before a loss counts as reached: one lucky window does not
+# number of latest logged losses to average, so that one lucky window does not count as reaching a loss
 SMOOTHED_OVER = 10
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Figures of one run's record. Seconds and bytes are medians over the ``windows`` full windows, None without any.
+    """Figures of one run's record. Seconds and bytes are medians over the ``windows`` full windows; None without any.
 
-    Args:
-        records: lines that were read; damaged: lines that were none.
-        since: the step at which the run was resumed under settings that change what a step takes or sends; 0: it
-            was not. Figures of steps are of those after it.
-        windows: full ones, of the largest global batch.
-        exposed_s: as the calibration measured it, perhaps below zero; None where it did not.
-        speedup: a step with sync=every by one with the job's policy; speedup_95: the same with its interval, None in
-            a record of an older version, which did not measure both under equal conditions.
-        loss, smoothed: of the last record; lowest: of all smoothed ones.
-        estimated_time: whether the records have no clock, so that wall time was added up from their steps.
-        reached_loss, reached_s, reached_step: each smoothed loss that was lower than all before it; when.
+    Attributes:
+        records: lines read.
+        damaged: lines that could not be parsed.
+        since: step after which the run was resumed with settings that change a step's time or traffic; 0: never.
+            Figures
+            of steps cover the steps after it.
+        windows: full windows of the largest global batch.
+        exposed_s: measured by the calibration, possibly below zero; None if not measured.
+        speedup: step time with sync=every divided by that of the job's policy.
+        speedup_95: the same with its interval; None in records of an older version, which did not measure both under
+            equal conditions.
+        loss, smoothed: of the last record.
+        lowest: lowest smoothed loss.
+        estimated_time: whether the records lack a clock, so that wall time is the sum of their steps.
+        reached_loss, reached_s, reached_step: each new minimum of the smoothed loss, with its wall time and step.
     """
 
     records: int
@@ -190,11 +204,11 @@ class Measured:
 
     @property
     def claimed_speedup(self) -> float | None:
-        """The speed-up, where its interval excludes 1."""
+        """Return the speed-up if its interval excludes 1."""
         return self.speedup_95.value if self.speedup_95 is not None and self.speedup_95.excludes(1) else None
 
     def reached(self, loss: float) -> tuple[int, float] | None:
-        """The first step at which the smoothed loss was ``loss`` or lower, and the wall seconds until then."""
+        """Return (step, wall seconds) at which the smoothed loss first was ``loss`` or lower; None if never."""
         place = bisect_left(self.reached_loss, -loss, key=lambda value: -value)
         if place == len(self.reached_loss):
             return None
@@ -203,7 +217,7 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """``problem``: why ``facts`` or ``measured`` is None."""
+    """Facts and measurements of a run. ``problem``: why either is None."""
 
     facts: Facts | None
     measured: Measured | None
@@ -211,7 +225,7 @@ class Figures:
 
 
 def read(paths: RunPaths) -> Figures:
-    """Never raises: what cannot be read is said."""
+    """Return the figures of a run. Never raises: errors are described in ``problem``."""
     try:
         plan = json.loads(paths.plan.read_text(encoding="utf-8"))
         if not isinstance(plan, dict) or plan.get("format") != FORMAT:  # pyright: ignore[reportUnknownMemberType]
@@ -222,7 +236,7 @@ def read(paths: RunPaths) -> Figures:
     except FileNotFoundError as error:
         name = str(error.filename).rpartition("/")[2]
         return Figures(facts=None, measured=None, problem=f"its {name} is not there")
-    except Exception as error:  # whatever another version, or a damaged disk, has left there
+    except Exception as error:  # any content is possible: another version, a damaged disk
         words = str(error).partition("\n")[0]
         return Figures(facts=None, measured=None, problem=f"unreadable: {type(error).__name__}: {words}")
     try:
@@ -233,12 +247,12 @@ def read(paths: RunPaths) -> Figures:
 
 
 class _Reading:
-    """The columns of a record that figures are made of."""
+    """Columns of a record from which figures are computed."""
 
     def __init__(self) -> None:
         self.steps, self.samples, self.seconds, self.losses = (array("d") for _ in range(4))
         self.held_out: list[tuple[float, float, float, float]] = []
-        self.full: list[tuple[float, float, float, float]] = []  # wire bytes, with sync=every; step, data seconds
+        self.full: list[tuple[float, float, float, float]] = []  # wire bytes, those of sync=every; step, data seconds
         self.last: dict[str, Any] = {}
         self.calibrated: dict[str, Any] = {}
         self.damaged = 0
@@ -247,9 +261,9 @@ class _Reading:
         self._global_size = 0
 
     def take(self, record: dict[str, Any]) -> None:
-        """Everything is looked up before anything is kept, so that a line that is no record changes nothing."""
+        """Add a record. Fields are looked up before the columns change, so that an invalid line adds nothing."""
         step, elapsed, estimated = record["step"], record.get("time/total_s"), False
-        if elapsed is None:  # of an older version: the steps in between took as long as this one
+        if elapsed is None:  # older version: assume that the steps since the previous record took as long as this one
             before = self.last.get("step", 0)
             elapsed = (self.seconds[-1] if self.seconds else 0.0) + record["time/step_s"] * (step - before)
             estimated = True
@@ -266,7 +280,7 @@ class _Reading:
             self.since, self._global_size = since, 0
             self.full.clear()
             self.calibrated.clear()
-        if record["batch/global_size"] > self._global_size:  # a ramp has come one stage further
+        if record["batch/global_size"] > self._global_size:  # the ramp has reached its next stage
             self._global_size = record["batch/global_size"]
             self.full.clear()
         if record["batch/samples"] == self._global_size:
@@ -283,7 +297,7 @@ class _Reading:
 
 
 def _measured(paths: RunPaths) -> Measured | None:
-    import orjson  # here, for `launch runs` answers without it
+    import orjson  # not at module level: `launch runs` works without it
 
     reading = _Reading()
     try:
@@ -292,7 +306,7 @@ def _measured(paths: RunPaths) -> Measured | None:
                 try:
                     reading.take(orjson.loads(line))
                 except (ValueError, KeyError, TypeError, AttributeError):
-                    # a run that is under way may have half a last line, which is no damage
+                    # an incomplete last line of an active run is not damage
                     reading.damaged += line.endswith(b"\n")
     except FileNotFoundError:
         return None
@@ -347,7 +361,7 @@ def _median(values: list[float]) -> float | None:
 
 
 def _smoothed(losses: array[float]) -> list[float]:
-    """The mean of the newest SMOOTHED_OVER finite losses at each record; nan before the first of them."""
+    """Return, for each record, the mean of the latest SMOOTHED_OVER finite losses; nan before the first."""
     newest: deque[float] = deque(maxlen=SMOOTHED_OVER)
     means: list[float] = []
     for loss in losses:
@@ -357,19 +371,19 @@ def _smoothed(losses: array[float]) -> list[float]:
     return means
 
 
-# below so many bytes of records the processes take longer to begin than to read
+# below this many bytes of records, starting processes takes longer than reading
 _ALONE_BYTES = 30_000_000
 
 
 def read_all(runs: Sequence[Path]) -> dict[Path, Figures]:
-    """The figures of each of these directories."""
+    """Return the figures of each directory in ``runs``."""
     sizes = {run: _size(run) for run in runs}
     cores = min(len(os.sched_getaffinity(0)), len(sizes))
     if cores < 2 or sum(sizes.values()) < _ALONE_BYTES:
         return {run: _read(run) for run in sizes}
     largest_first = sorted(sizes, key=lambda run: -sizes[run])
-    # spawned: a forked process would have the locks that some other thread of this one happens to hold
-    # without the initializer each would outlive this process: it holds both ends of its own queue, which never closes
+    # spawn: a forked process would inherit locks that another thread of this one may hold
+    # initializer: without it a worker would outlive this process, because it holds both ends of its own queue
     context, end = multiprocessing.get_context("spawn"), partial(die_with_parent, os.getpid())
     with ProcessPoolExecutor(cores, mp_context=context, initializer=end) as pool:
         return dict(zip(largest_first, pool.map(_read, largest_first), strict=True))

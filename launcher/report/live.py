@@ -1,4 +1,4 @@
-"""Live output of a job: its first rank's lines and progress, and what its processes have printed."""
+"""Live output of a job: rank 0's log and progress, and the logs of its processes."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from launcher.rundir.paths import RunPaths, SweepPaths
 from launcher.runs.status import Run
 
 PLAIN_LINE_EVERY_S = 10.0
-TIMED_STEPS = 5  # before a run's length is predicted
+TIMED_STEPS = 5  # timed steps before the run's length is predicted
 
 
 class LiveDisplay:
-    """Rank 0's output and, below it, one live line; on something that is no terminal, plain lines now and then."""
+    """Rank 0's output with one progress line below it; without a terminal, occasional plain lines."""
 
     def __init__(self, plan: LaunchPlan, console: Console) -> None:
         self._console = console
@@ -32,14 +32,14 @@ class LiveDisplay:
         self._log = Tail(plan.paths.newest_rank_log(0))
         self._metrics = Tail(plan.paths.metrics)
         self._events = Tail(plan.paths.events)
-        self._log.lines()  # of earlier starts, as these
+        self._log.lines()  # skip lines of earlier starts
         self._events.lines()
         recorded = self._metrics.lines()
         self._steps = plan.train.steps if isinstance(plan, RunPlan) else None
         self._muted = self._warned = False
         self._last: dict[str, Any] | None = None
         self._printed_at = -PLAIN_LINE_EVERY_S
-        self._first: dict[str, Any] | None = None  # record since which steps are timed
+        self._first: dict[str, Any] | None = None  # record from which steps are timed
         self._announced = False
         self._progress: Progress | None = None
         if console.is_terminal and isinstance(plan, RunPlan):
@@ -59,16 +59,16 @@ class LiveDisplay:
                 self.say(f"--- {json.loads(line)['what']} ---")
         newest = self._paths.newest_rank_log(0)
         lines = self._log.lines()
-        if newest != self._log.path:  # the workers were started again
+        if newest != self._log.path:  # the workers were restarted
             lines += [f"--- {newest.name} ---", *(tail := Tail(newest)).lines()]
             self._log, self._muted = tail, False
         for line in lines:
-            self._muted = self._muted or LAST_WORDS in line  # torch puts the rank before it
+            self._muted = self._muted or LAST_WORDS in line  # torch prefixes the line with the rank
             if not self._muted:
                 self.say(line)
         replaced = self._metrics.replaced
         records = [json.loads(line) for line in self._metrics.lines()]
-        if self._metrics.replaced > replaced:  # the run was begun again, and its record cut back to where it goes on
+        if self._metrics.replaced > replaced:  # the run was restarted, and its record truncated to the resume point
             self._go_on_from(records[-1] if records else None)
         elif records:
             self._last = records[-1]
@@ -80,7 +80,7 @@ class LiveDisplay:
             self.say(f"W&B: {problem}")
 
     def _go_on_from(self, record: dict[str, Any] | None) -> None:
-        """``record``: of the last step that was kept, which has been shown before."""
+        """Reset the progress to ``record``, the last record kept, which has been displayed before."""
         step = 0 if record is None else record["step"]
         self._last, self._first = record, None
         if self._progress is not None:
@@ -108,7 +108,7 @@ class LiveDisplay:
         self.say(f"The {self._steps} steps take about {whole}, {_duration(left)} from now.")
 
     def _seconds_left(self, record: dict[str, Any]) -> float | None:
-        """Return the time to the last step at the mean rate since the display started; None where it is not known."""
+        """Return the time to the last step at the mean rate since the display started; None if unknown."""
         first = self._first
         if self._steps is None or first is None or record["step"] <= first["step"] or "time/total_s" not in first:
             return None
@@ -126,7 +126,7 @@ class LiveDisplay:
 
 
 class LogDisplay:
-    """Rank 0's output as it comes, and nothing else: beside a result that a script may read."""
+    """Rank 0's output only, for use beside a result that a script may read."""
 
     def __init__(self, plan: LaunchPlan, file: TextIO) -> None:
         self._log, self._file, self._muted = Tail(plan.paths.rank_log(0)), file, False
@@ -144,7 +144,7 @@ class LogDisplay:
 
 
 class Silence:
-    """--quiet."""
+    """Display for --quiet."""
 
     def refresh(self) -> None: ...
     def say(self, text: str) -> None: ...
@@ -153,7 +153,7 @@ class Silence:
 
 def _step_text(record: dict[str, Any], steps: int | None) -> str:
     held_out = f"  held-out {record['eval/loss']:.4f}" if record.get("eval/loss") is not None else ""
-    loss = "-" if record["train/loss"] is None else f"{record['train/loss']:.4f}"  # of a last window without items
+    loss = "-" if record["train/loss"] is None else f"{record['train/loss']:.4f}"  # None: the last window had no items
     return f"step {record['step']}{f'/{steps}' if steps else ''}  loss {loss}{held_out}"
 
 
@@ -168,7 +168,7 @@ def _rate(record: dict[str, Any]) -> str:
 
 
 class _Trimmed:
-    """A file that gets no blanks at the ends of lines: rich pads every line of a table to the table's width."""
+    """File wrapper that strips trailing blanks: rich pads every line of a table to the table's width."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
@@ -183,12 +183,12 @@ class _Trimmed:
 def console(*, quiet: bool = False) -> Console:
     if sys.stdout.isatty():
         return Console(file=sys.stdout, quiet=quiet)
-    # in a file nothing is folded, so that a command printed there can be pasted
+    # lines are not wrapped in a file, so that a printed command can be pasted
     return Console(file=cast("TextIO", _Trimmed(sys.stdout)), quiet=quiet, width=200)
 
 
 class JoinedDisplay:
-    """Says which part of which run this is, and nothing more while all goes well."""
+    """Display of a host that joined another one's job: its place in the run, and errors."""
 
     def __init__(self, plan: LaunchPlan, console: Console) -> None:
         self._console = console
@@ -209,7 +209,11 @@ _LAST = 15
 
 @dataclass
 class Source:
-    """Files in the order in which they are begun, and what they have gained. ``what``: whose words these are."""
+    """Log files of one rank or node in the order of their creation, and their new lines.
+
+    Attributes:
+        what: name of the rank or node.
+    """
 
     what: str
     paths: RunPaths
@@ -228,10 +232,12 @@ class Source:
         return bool(self._files())
 
     def lines(self, *, over: bool = False) -> list[str]:
-        """What was added since the last look; a file that follows another one is announced.
+        """Return the lines added since the last call; each further file is announced by its name.
 
-        ``over``: no look follows, and so a last line without an end is shown too. Of all files but the newest it
-        always is: who wrote those is gone.
+        Args:
+            over: no call follows, so an unterminated last line is returned too. For all files but the newest it always
+                is,
+                because their writers have exited.
         """
         found: list[str] = []
         files = self._files()
@@ -257,7 +263,7 @@ def of_node(paths: RunPaths, node: int) -> Source:
 
 
 class Following:
-    """Prints a source's lines as they come."""
+    """Display that prints a source's lines as they arrive."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -274,7 +280,7 @@ class Following:
 
 
 def last_words(paths: RunPaths, run: Run) -> list[str]:
-    """The end of what Slurm's own script, or the first node, has left of a run that says nothing more."""
+    """Return the end of the log of Slurm's script or of the first node, for a run that writes nothing more."""
     of_array = SweepPaths(paths.root.parent).slurm
     files = [folder / f"{run.job}_0_log.out" for folder in (paths.slurm, of_array)]
     files.append(paths.node_log(0))

@@ -1,4 +1,4 @@
-"""The page of `launch report`: one file that opens without network, for people who have never seen this tool."""
+"""HTML page of `launch report`: one file that works offline, for readers who do not know this tool."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from launcher.report.plots import plots
 
 @dataclass(frozen=True)
 class Headline:
-    """``figure``: large; ``words``: what it is."""
+    """Headline of the page: a large ``figure`` and ``words`` that explain it."""
 
     figure: str
     words: str
 
 
 def headlines(group: TaskGroup) -> list[Headline]:
-    """At most four; none where no run has finished."""
+    """Return at most four headlines; none if no run has finished."""
     done = [row for row in group.rows if row.done]
     found = [_fastest(done, group), _scaling(done, group), _saved(done, group), _cheapest(done, group)]
     return [each for each in found if each is not None]
@@ -44,7 +44,7 @@ def _fastest(rows: Sequence[Row], group: TaskGroup) -> Headline | None:
 
 
 def _scaling(rows: Sequence[Row], group: TaskGroup) -> Headline | None:
-    """From the fewest workers to the most that were compared with them."""
+    """Return the headline on scaling from the fewest workers to the most that were compared with them."""
     compared = [row for row in rows if row.efficiency and row.facts and row.facts.world_size > row.efficiency.baseline]
     if not compared:
         return None
@@ -111,7 +111,11 @@ _SHOWN_VALUES = 8
 
 
 def page(comparison: Comparison, now: datetime) -> str:
-    """The whole HTML text. ``now``: with a time zone."""
+    """Return the HTML text.
+
+    Args:
+        now: time with a time zone.
+    """
     import jinja2
     import orjson
     from markupsafe import Markup
@@ -146,7 +150,7 @@ def page(comparison: Comparison, now: datetime) -> str:
         notes=comparison.notes,
         definitions=DEFINITIONS,
         plotly=Markup(get_plotlyjs()),
-        # inside <script> nothing may look like its end
+        # escaped so that no text can close the <script> element
         figures=Markup(orjson.dumps(drawn).decode().replace("<", "\\u003c")),
     )
 
@@ -166,7 +170,7 @@ def _varied(comparison: Comparison) -> list[tuple[str, str]]:
 
 
 def _constant(comparison: Comparison) -> list[tuple[str, str]]:
-    """What a reader may take for granted of all runs."""
+    """Return the settings that all runs share."""
     facts = [row.facts for row in comparison.rows if row.facts]
     if not facts:
         return []
@@ -190,7 +194,7 @@ def _open(value: str) -> str:
 
 
 def _unsaid(group: TaskGroup) -> list[str]:
-    """Which plots there are not, and why."""
+    """Return which plots are missing, and why."""
     facts = [row.facts for row in group.rows if row.facts]
     words: list[str] = []
     worlds, counts = {each.world_size for each in facts}, {each.accumulation for each in facts if each.world_size > 1}
@@ -206,7 +210,7 @@ def _unsaid(group: TaskGroup) -> list[str]:
 
 
 def _columns(comparison: Comparison) -> list[tuple[str, str]]:
-    """Of the table: name, unit."""
+    """Return (name, unit) of each column of the table."""
     hours = "/".join(sorted({group.hours for group in comparison.groups})) or "worker-hours"
     return [
         ("run", ""), ("state", ""), ("workers", ""), ("global batch", "samples"), ("accumulation", ""), ("step", ""),
@@ -217,7 +221,7 @@ def _columns(comparison: Comparison) -> list[tuple[str, str]]:
 
 
 def _line(comparison: Comparison, row: Row) -> dict[str, Any]:
-    """A row of the table: texts, and what they are sorted by."""
+    """Return a row of the table: each cell's text and sort key."""
     facts, m, entry = row.facts, row.measured, row.entry
     group = next((each for each in comparison.groups if facts and each.target == facts.target), None)
     said = [entry.detail, f"in {entry.elsewhere}" if entry.elsewhere else "", row.figures.problem]

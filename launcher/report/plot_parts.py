@@ -1,4 +1,4 @@
-"""Parts of plots: layout, colours and dashes, lines. Plain JSON, as plotly takes it."""
+"""Parts of plots: layout, colours, dashes, lines. Plain JSON in plotly's format."""
 
 from __future__ import annotations
 
@@ -14,14 +14,18 @@ from launcher.report.compare import Key, Row, TaskGroup
 
 INK, GRID, QUIET = "#1f2937", "#e5e7eb", "#94a3b8"
 _FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, sans-serif"
-# more lines than this are told apart by the pointer, not by a legend; more bars have no room for names
+# above these numbers, lines are identified by hovering instead of a legend, and bars have no names
 MANY = 14
 MANY_BARS = 32
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plot:
-    """``choices``: buttons; each names the visible traces' other x columns, or which traces show."""
+    """Plot in plotly's format with title and caption.
+
+    Attributes:
+        choices: buttons; each has other x columns for the traces and the axis title.
+    """
 
     title: str
     caption: str
@@ -32,12 +36,12 @@ class Plot:
 
 
 def text(words: str) -> str:
-    """Words inside a plot, which takes some markup: none of it is meant."""
+    """Escape text for use inside a plot, where plotly would interpret some markup."""
     return html.escape(words).replace("%{", "%&#123;")
 
 
 def layout(x: str, y: str, *, height: int = 380, legend: bool = True) -> dict[str, Any]:
-    """Axes with names and units, a legend below them that covers no data."""
+    """Return a layout: axes with names and units, and a legend below them that covers no data."""
     axis = {"gridcolor": GRID, "zerolinecolor": "#cbd5e1", "linecolor": "#cbd5e1", "automargin": True}
     return {
         "height": height,
@@ -54,12 +58,12 @@ def layout(x: str, y: str, *, height: int = 380, legend: bool = True) -> dict[st
 
 
 def names(group: TaskGroup) -> dict[int, str]:
-    """Of each row, by its id, how the plots call it: its label, with its state where it is not a finished run."""
+    """Return each row's name in the plots, by the row's id: its label, with its state unless it is a finished run."""
     return {id(row): called(row) for row in group.rows}
 
 
 def hover_names(group: TaskGroup) -> dict[int, str]:
-    """The same with what was varied, where the label does not say it."""
+    """Return the same names extended by the varied settings that the label lacks."""
     return {id(row): text(group.said(row) + ("" if row.done else f" ({row.entry.state})")) for row in group.rows}
 
 
@@ -89,7 +93,7 @@ def mb(number: float | None) -> float | None:
 
 
 def short(value: float) -> float:
-    """Six digits: more cannot be seen, and the page carries each of them."""
+    """Round to six digits: more are invisible, and would enlarge the page."""
     return float(f"{value:.6g}")
 
 
@@ -101,7 +105,7 @@ _DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 
 
 class Style:
-    """Of one task's runs. Where they differ in nothing but the workers, the workers have the colours."""
+    """Colours and dashes of one task's runs. If runs differ only in the workers, colours stand for the workers."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         facts = [row.facts for row in rows if row.facts is not None]
@@ -130,7 +134,7 @@ class Style:
 
     @property
     def said(self) -> str:
-        """What a reader of the legend should know."""
+        """Return the caption's explanation of colours and dashes."""
         if len(self._of) == 1:
             return ""
         if self._by_world:
@@ -151,7 +155,7 @@ def _colour(number: int, count: int) -> str:
     return f"#{int(red * 255):02x}{int(green * 255):02x}{int(blue * 255):02x}"
 
 
-# of a plot that has half of the page
+# maximum number of legend entries in a plot of half the page's width
 _NAMED = 9
 
 Number = Callable[[Row], float | None]
@@ -159,8 +163,11 @@ Number = Callable[[Row], float | None]
 
 @dataclass(frozen=True)
 class Lines:
-    """Runs over ``x``, one line for each ``key``. ``neutral``: lines have dashes only, and their points the colours of
-    the settings, which change along a line."""
+    """Runs over ``x``, one line for each key.
+
+    Attributes:
+        neutral: lines differ only in dashes; points have the colours of the settings, which change along a line.
+    """
 
     group: TaskGroup
     style: Style
@@ -185,7 +192,7 @@ class Lines:
         return "" if len(self.lines) <= _NAMED else " Hover for the names."
 
     def traces(self, y: Number, hover: str) -> list[dict[str, Any]]:
-        """A line a series, of the runs that have ``y``; a hollow point is a run that is not finished."""
+        """Return one trace per line with the runs that have ``y``; a hollow point is an unfinished run."""
         data: list[dict[str, Any]] = []
         hovers = hover_names(self.group)
         for number, (key, line) in enumerate(self.lines.items()):
@@ -211,7 +218,7 @@ class Lines:
         return data
 
     def form(self, y_axis: str) -> dict[str, Any]:
-        """Doublings are equally far apart, only what was run has a tick, and the y axis begins at zero."""
+        """Return the layout: log2-spaced x axis with ticks only at values that were run, y axis from zero."""
         form = layout(self.axis, y_axis, legend=len(self.lines) <= _NAMED)
         ticks = sorted({self.x(row) for line in self.lines.values() for row in line})
         form["xaxis"] |= {"type": "log", "tickvals": ticks, "ticktext": [str(tick) for tick in ticks]}

@@ -126,13 +126,13 @@ def hours(group: TaskGroup, style: Style) -> Plot | None:
 
 
 def _named(form: dict[str, Any], said: Sequence[str]) -> None:
-    """Flat bars, the first on top, each with its run's name."""
+    """Label the axis of horizontal bars with the runs' names, the first on top."""
     ticks = {"tickvals": list(range(len(said))), "ticktext": [f"{name}  " for name in said]}
     form["yaxis"] |= {"autorange": "reversed", "showgrid": False, "zeroline": False, "title": {"text": ""}, **ticks}
 
 
 def _upright(form: dict[str, Any]) -> None:
-    """Of so many runs that there is no room for names."""
+    """Configure vertical bars for so many runs that there is no room for names."""
     form["xaxis"], form["yaxis"] = form["yaxis"], form["xaxis"]
     form["xaxis"] |= {
         "showticklabels": False,
@@ -145,7 +145,7 @@ _EVERY = "had every micro-batch been synchronised"
 
 
 def over_accumulation(group: TaskGroup, style: Style) -> list[Plot]:
-    """Of runs on several workers; none where all of them accumulate as much."""
+    """Return the plots over accumulation for runs on several workers; none if all accumulate equally."""
     rows = [row for row in group.rows if row.facts and row.facts.world_size > 1 and row.measured]
     rows = [row for row in rows if row.measured and row.measured.windows]
     if len({_accumulation(row) for row in rows}) < 2:
@@ -166,7 +166,7 @@ def _wire(lines: Lines) -> Plot:
     )
     if len(lines.lines) == 1:
         sent[0]["name"] = "as run"
-    for number, trace in enumerate(every):  # one name for all of them
+    for number, trace in enumerate(every):  # all share one legend entry
         trace |= {"name": _EVERY, "legendgroup": "every", "showlegend": number == 0}
         trace |= {"line": {"color": QUIET, "width": 1.6, "dash": "dot"}, "marker": {"color": QUIET, "size": 6}}
     return Plot(
@@ -202,7 +202,7 @@ def _accumulation(row: Row) -> int:
 
 
 def _constant_of_saving(lines: Sequence[Sequence[Row]]) -> str:
-    """What stays the same along each of these lines."""
+    """Return a sentence on which batch size is constant along each line."""
     facts = [[row.facts for row in line if row.facts] for line in lines]
     sizes = {each.global_size for line in facts for each in line}
     if all(len({each.global_size for each in line}) == 1 for line in facts):
@@ -215,7 +215,7 @@ def _constant_of_saving(lines: Sequence[Sequence[Row]]) -> str:
 
 
 def over_workers(group: TaskGroup, style: Style) -> list[Plot]:
-    """None where all runs have as many workers."""
+    """Return the plots over the number of workers; none if all runs have equally many."""
     rows = [row for row in group.rows if row.samples_per_s is not None and row.facts]
     if len({_world(row) for row in rows}) < 2:
         return []
@@ -246,7 +246,7 @@ def over_workers(group: TaskGroup, style: Style) -> list[Plot]:
 
 
 def _ideal(lines: Lines) -> list[dict[str, Any]]:
-    """What the speed of each line's baseline comes to on more workers."""
+    """Return the lines of proportional scaling from each line's baseline."""
     data: list[dict[str, Any]] = []
     for line in lines.lines.values():
         base = [row for row in line if row.efficiency and row.efficiency.baseline == _world(row)]
@@ -268,7 +268,7 @@ def _world(row: Row) -> int:
 
 
 def _constant_of_scaling(lines: Sequence[Sequence[Row]]) -> str:
-    """What stays the same along each of these lines."""
+    """Return a sentence on which batch size is constant along each line."""
     facts = [[row.facts for row in line if row.facts] for line in lines]
     sizes = {each.global_size for line in facts for each in line}
     if all(len({each.global_size for each in line}) == 1 for line in facts):
@@ -337,7 +337,7 @@ def loss(group: TaskGroup, style: Style) -> Plot | None:
 
 
 def _spread(group: TaskGroup) -> str:
-    """Curves that lie on each other hide each other: how near they end is said."""
+    """Return a sentence on the range of final losses, because overlapping curves hide each other."""
     last = [row.measured.smoothed for row in group.rows if row.done and row.measured and row.measured.smoothed]
     if len(last) < 2:
         return ""

@@ -1,4 +1,4 @@
-"""Runs and sweeps that exist, as tables and text."""
+"""Existing runs and sweeps as tables and text."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COLOURS: dict[str, str] = {
 
 
 def runs_table(runs: Sequence[Run], sweeps: Mapping[str, Sequence[Run]]) -> Table:
-    """A line a run, the newest last; then one a sweep, by name, with how many of its cells stand how."""
+    """Return one line per run, the newest last; then one per sweep, by name, with the number of cells in each state."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for column in ("run", "state", "step", "loss", "ranks", "job", "user", "begun", ""):
         table.add_column(column, no_wrap=column != "", overflow="fold")
@@ -61,7 +61,7 @@ def runs_table(runs: Sequence[Run], sweeps: Mapping[str, Sequence[Run]]) -> Tabl
 
 
 def status_table(run: Run, happened: Sequence[dict[str, Any]] = ()) -> Table:
-    """One run, and what happened to it."""
+    """Return a table on one run and its events."""
     table, add = named_lines(f"Run {run.name}: {run.state.value}")
     if run.detail:
         add("why", run.detail)
@@ -81,7 +81,7 @@ def status_table(run: Run, happened: Sequence[dict[str, Any]] = ()) -> Table:
 
 
 def failure_of(run: Run) -> str:
-    """The first failing rank's traceback, whichever node it was on: its log is in the run's directory."""
+    """Return the first failing rank's traceback, from any node: its log is in the run's directory."""
     assert run.failure is not None
     where = "" if "host" not in run.failure else f" (on {run.failure['host']})"
     return failure_text({"failure": run.failure}, run.failure.get("node", 0)) + where
@@ -99,7 +99,7 @@ def submitted_text(plan: LaunchPlan, job: str) -> str:
 
 
 def called(place: Path) -> str:
-    """How a run or sweep is named to the verbs from here. ``place``: its directory."""
+    """Return the name of a run's or sweep's directory ``place`` as commands accept it from here."""
     return place.name if place.parent == Path.cwd() / "runs" else near(place)
 
 
@@ -122,7 +122,7 @@ def _event(event: dict[str, Any]) -> str:
 
 
 def sweep_table(paths: SweepPaths, cells: Sequence[Run]) -> Table:
-    """A line a cell, in the order in which they were asked for."""
+    """Return one line per cell, in the order in which the cells were requested."""
     table = Table(
         title=escape(f"Sweep {paths.root.name}: {states_text(cells)}"),
         title_justify="left", box=None, padding=(0, 2, 0, 0), header_style="bold",
@@ -143,14 +143,14 @@ def sweep_table(paths: SweepPaths, cells: Sequence[Run]) -> Table:
 
 
 def states_text(runs: Sequence[Run]) -> str:
-    """``8 cells: 6 done, 1 failed, 1 impossible``"""
+    """Return ``8 cells: 6 done, 1 failed, 1 impossible``."""
     counted = Counter(run.state for run in runs)
     parts = [f"{counted[state]} {state.value}" for state in State if counted[state]]
     return f"{len(runs)} cell{'' if len(runs) == 1 else 's'}: {', '.join(parts)}"
 
 
 def what_next(paths: SweepPaths, submitted: Sequence[str], known: int) -> str:
-    """What was begun, and the commands that follow."""
+    """Return what was started, and the commands to use next."""
     name = called(paths.root)
     arrays = dict.fromkeys(job.partition("_")[0] for job in submitted)
     lines: list[str] = []
@@ -170,7 +170,7 @@ def impossible_lines(cells: Sequence[Run]) -> list[str]:
 
 
 def _named_from(paths: SweepPaths, cell: Run) -> str:
-    """A run's name, with its sweep's where that is another one."""
+    """Return the run's name, preceded by its sweep's if that is another one."""
     if not cell.dir or Path(cell.dir).parent == paths.root:
         return cell.name
     return f"{Path(cell.dir).parent.name}/{cell.name}"

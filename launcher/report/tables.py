@@ -1,4 +1,4 @@
-"""The plan and the summary of a run as tables, and a failure as text."""
+"""Plan and summary of a run as tables, and a failure as text."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from launcher.plan.run_plan import Forecast, OptimizerPlan, PrecisionPlan, RunPl
 from launcher.quantities import count, exposed_text, in_words, speedup_text
 from launcher.rundir.files import last_lines, read_json
 
-# a global batch that is so many times smaller or larger than the noise scale is far from it: a step makes less than a
-# fifth of the progress of one without noise, or more than four fifths
+# factor between global batch and noise scale from which they count as far apart: a step makes less than a fifth of the
+# progress of one without noise, or more than four fifths
 FAR = 4
 
 
 def named_lines(title: str) -> tuple[Table, Callable[[str, str], None]]:
-    """A table of named lines, and what adds one; brackets in a path are text, not rich's markup."""
+    """Return a table of named lines and a function that adds one; brackets in a path are text, not rich's markup."""
     table = Table(title=escape(title), title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -38,7 +38,7 @@ def named_lines(title: str) -> tuple[Table, Callable[[str, str], None]]:
 
 
 def plan_table(plan: RunPlan) -> Table:
-    """The plan, a row a decision."""
+    """Return the plan as a table with one row per decision."""
     table, add = named_lines(f"Plan: {plan.run.name}")
     batch, epoch, cluster, strategy = plan.batch, plan.epoch, plan.cluster, plan.strategy
     hosts = f"{cluster.range.words} host{'' if cluster.nodes == 1 else 's'}"
@@ -93,7 +93,7 @@ def plan_table(plan: RunPlan) -> Table:
 
 
 def _rate(optimizer: OptimizerPlan) -> str:
-    """Return the learning rate; with a scaling rule also the one it is from, and k, global by reference batch."""
+    """Return the learning rate; with a scaling rule also the base rate and k = global batch / reference batch."""
     if optimizer.lr_scaling is LrScaling.none or optimizer.lr == optimizer.base_lr:
         return f"{optimizer.lr:g}"
     k = (optimizer.lr / optimizer.base_lr) ** (2 if optimizer.lr_scaling is LrScaling.sqrt else 1)
@@ -101,7 +101,7 @@ def _rate(optimizer: OptimizerPlan) -> str:
 
 
 def _scaled_adam(optimizer: OptimizerPlan) -> str | None:
-    """Return the arguments that lr_scaling=sqrt has changed beside the rate; None where it has not."""
+    """Return the text on betas and eps changed by lr_scaling=sqrt; None if they are unchanged."""
     before, after = optimizer.base_betas, optimizer.betas
     if before is None or optimizer.base_eps is None or before == after:
         return None
@@ -164,7 +164,7 @@ def _length(plan: RunPlan) -> str:
 
 
 def summary_table(plan: RunPlan, summary: dict[str, Any]) -> Table:
-    """How a finished or stopped run went, and where everything is."""
+    """Return the results of a finished or stopped run and the locations of its files."""
     table, add = named_lines(f"Run {plan.run.name}: {summary['verdict']}")
     if "train/loss" in summary:
         held_out = "" if summary.get("eval/loss") is None else f", held-out {summary['eval/loss']:.4f}"
@@ -211,7 +211,7 @@ def summary_table(plan: RunPlan, summary: dict[str, Any]) -> Table:
         add("W&B", mirror["url"])
     elif mirror.get("dir"):
         add("W&B", near(mirror["dir"]))
-        all_of_them = Path(mirror["dir"]).parent / "offline-run-*"  # one each time that the run was begun
+        all_of_them = Path(mirror["dir"]).parent / "offline-run-*"  # one per start of the run
         several = len([*all_of_them.parent.glob(all_of_them.name)]) > 1
         add("to send it", f"wandb sync {near(all_of_them if several else mirror['dir'])}")
     return table
@@ -238,10 +238,11 @@ def _straggler(found: dict[str, Any]) -> str:
 
 
 def _noise_advice(summary: dict[str, Any], global_size: int) -> str:
-    """Return the noise scale with its interval, and what all of that interval says of the global batch, in samples.
+    """Return the noise scale with its interval, in samples, and advice on the global batch valid in the whole interval.
 
-    A step on B samples makes ``1 / (1 + scale / B)`` of the progress of one on endless samples (McCandlish et al. 2018,
-    section 2.2, equation 2.7: SGD whose learning rate is tuned for its batch).
+    A step on B samples makes ``1 / (1 + scale / B)`` of the progress of a step on infinitely many samples (McCandlish
+    et
+    al. 2018, section 2.2, equation 2.7: SGD whose learning rate is tuned for its batch).
     """
     low, high = summary["noise/scale_low"], summary.get("noise/scale_high", math.inf)
     between = f"between {_samples(low)} and {_samples(high)}" if math.isfinite(high) else f"{_samples(low)} or more"
@@ -269,10 +270,14 @@ def _samples(number: float) -> str:
 
 
 def failure_text(summary: dict[str, Any], node: int = 0) -> str:
-    """The first failing rank's own words, then where they came from. ``node``: of the host that shows it; what failed
-    on another one is told there at length."""
+    """Return the output of the first failing rank, followed by its source.
+
+    Args:
+        node: number of the host that shows the text. A failure on another host is summarised; that host shows it in
+            full.
+    """
     failure: dict[str, Any] = summary["failure"]
-    if failure.get("log") is None:  # of a host that is gone
+    if failure.get("log") is None:  # the host is lost
         return f"launch: the job failed: {failure['error']}"
     if failure.get("node", node) != node:
         rank = "" if failure["rank"] is None else f"rank {failure['rank']}: "
@@ -281,13 +286,13 @@ def failure_text(summary: dict[str, Any], node: int = 0) -> str:
     log = Path(failure["log"])
     if failure["traceback"]:
         own_words = [failure["traceback"].rstrip()]
-    else:  # our own errors say it all; a process that was killed said something before, perhaps
+    else:  # the launcher's own errors are complete; for a killed process the end of its log may help
         own_words = [] if failure["kind"] else last_lines(log, 15)
     who = "the job" if failure["rank"] is None else f"rank {failure['rank']}"
     return "\n".join([*own_words, f"launch: {who} failed: {failure['error']}", f"  Its log: {near(log)}"])
 
 
 def near(path: str | Path) -> str:
-    """``path`` as one would type it here: relative where it lies below the working directory."""
+    """Return ``path`` as one would type it here: relative if it is below the working directory."""
     path = Path(path)
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

@@ -1,13 +1,13 @@
-"""The W&B mirror: a process beside the job that copies metrics.jsonl to Weights & Biases, line by line.
+"""W&B mirror: a process beside the job that copies metrics.jsonl to Weights & Biases, line by line.
 
-    python -m launcher.report.trackers RUN_DIR INCARNATION        standard input: ends when no record follows
+    python -m launcher.report.trackers RUN_DIR INCARNATION        end of standard input: no further records
 
-A run that was begun again gets a mirror again, for the same W&B id: it goes on after the last step that an earlier one
-is known to have delivered. Steps that it repeats, because an earlier one was killed, W&B drops.
+Each start of a run has its own mirror, with the same W&B id. It continues after the last step that an earlier mirror is
+known to have delivered. W&B drops steps that are repeated because an earlier mirror was killed.
 
-The record is on disk before this process sees it, so nothing here can slow the job, stop it, or lose a step. What goes
-wrong is said once, in wandb.json, for whoever shows the run. Once a newer incarnation of the run has begun, its mirror
-has the W&B run: this one goes without a word.
+Records are on disk before this process reads them, so nothing here can slow the job, stop it, or lose a step. A problem
+is reported once, in wandb.json, for the commands that show the run. As soon as a newer incarnation of the run starts,
+its mirror owns the W&B run, and this one exits silently.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from launcher.rundir.paths import RunPaths
 
 POLL_S = 0.5
 INIT_TIMEOUT_S = 30
-# After the end of its input: W&B waits for a silent server without a limit, and an agent that was killed cannot end
-# this process. An agent that lives is less patient (launcher/launch/agent.py).
+# Limit after the end of input: W&B waits for an unresponsive server without a limit, and a killed agent cannot end
+# this process. A live agent waits less long (launcher/launch/agent.py).
 ENDS_WITHIN_S = 90
 
 
@@ -42,7 +42,7 @@ def main(run_dir: str, incarnation: str, trial: str = "first") -> None:
         _mirror_or_say(plan, fence, trial)
     except Superseded as why:
         print(why, flush=True)
-        os._exit(EXIT_DONE)  # an ordinary end would have W&B end the run, which is the newer mirror's
+        os._exit(EXIT_DONE)  # a normal exit would let W&B finish the run, which now belongs to the newer mirror
 
 
 def _mirror_or_say(plan: RunPlan, fence: Fence, trial: str) -> None:
@@ -54,7 +54,7 @@ def _mirror_or_say(plan: RunPlan, fence: Fence, trial: str) -> None:
         if trial != "first":
             _say(plan, fence, problem=f"{type(error).__name__}: {error}")
             raise
-        # a scheduler that ends a job may end W&B's own process too, which a fresh interpreter starts again
+        # a scheduler that ends a job may kill W&B's own process too; a new interpreter starts it again
         traceback.print_exc()
         sys.stderr.flush()
         again = ["launcher.report.trackers", plan.run.dir, str(fence.own), "again"]
@@ -64,24 +64,24 @@ def _mirror_or_say(plan: RunPlan, fence: Fence, trial: str) -> None:
 def _mirror(plan: RunPlan, fence: Fence) -> None:
     fence.check()
     known: dict[str, Any] = read_json(plan.paths.wandb_status) or {}
-    if known.get("problem"):  # an earlier mirror's
+    if known.get("problem"):  # reported by an earlier mirror
         _say(plan, fence, problem=None)
-    while plan.precision.kind is PrecisionKind.auto and not _ended():  # the workers are about to decide
+    while plan.precision.kind is PrecisionKind.auto and not _ended():  # wait for the workers' decision
         plan = RunPlan.load(plan.paths.plan)
     run = _open(plan, fence)
     _say(plan, fence, dir=str(Path(run.dir).parent), url=run.url)
-    # online the server says where the run goes on; what an earlier mirror kept offline has yet to reach it
+    # online, the server knows the last step; steps that an earlier mirror stored offline have not reached it yet
     done = run.step - 1 if run.url else known.get("delivered", 0)
     tail = Tail(plan.paths.metrics)
     more = True
     while more:
-        # first look whether the job is over, then read: what it wrote before its end is read after
+        # check for the job's end before reading, so that the last read includes everything written before it
         more = not _ended()
         lines = tail.lines()
-        fence.check()  # after they were read: a newer incarnation begins before it writes any
+        fence.check()  # after reading: a newer incarnation registers before it writes records
         for line in lines:
             record: dict[str, Any] = json.loads(line)
-            if record["step"] > done:  # a record that was cut back is read again, and its steps come again
+            if record["step"] > done:  # a truncated file is read again from the start and repeats steps
                 done = record["step"]
                 run.log(record, step=done)
     signal.alarm(ENDS_WITHIN_S)
@@ -93,7 +93,7 @@ def _mirror(plan: RunPlan, fence: Fence) -> None:
 
 
 def _open(plan: RunPlan, fence: Fence) -> Any:
-    """The W&B run; offline, said once, where the server cannot be reached."""
+    """Return the W&B run; if the server cannot be reached, report that once and use offline mode."""
     import wandb
 
     def init(mode: WandbMode) -> Any:
@@ -105,7 +105,7 @@ def _open(plan: RunPlan, fence: Fence) -> Any:
             project=plan.wandb.project,
             entity=plan.wandb.entity,
             group=plan.wandb.group,
-            tags=plan.wandb.tags or None,  # None leaves a value to W&B's own environment variable
+            tags=plan.wandb.tags or None,  # None: use W&B's own environment variable
             notes=plan.wandb.notes,
             job_type=plan.wandb.job_type,
             config=json.loads(plan.to_json()),

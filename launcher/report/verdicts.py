@@ -1,4 +1,4 @@
-"""Results of `launch verify`, `drill` and `doctor`, for people."""
+"""Results of `launch verify`, `drill` and `doctor` for the terminal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _EFFECTS = {
 
 
 def certificate_parts(found: Certificate) -> Iterator[RenderableType]:
-    """From the job to the verdict, to be printed one after the other."""
+    """Yield the certificate's parts in printing order, from the job to the verdict."""
     table, add = named_lines("Certificate")
     for name, text in found.job.items():
         add(name, text)
@@ -92,7 +92,11 @@ _DRILL_COLOURS = {DrillOutcome.survives: "bold green", DrillOutcome.varies: "bol
 
 
 def drill_parts(found: Drilled, place: Path) -> Iterator[RenderableType]:
-    """From the job to the verdict, to be printed one after the other. ``place``: the drill's directory."""
+    """Yield the drill's parts in printing order, from the job to the verdict.
+
+    Args:
+        place: the drill's directory.
+    """
     table, add = named_lines("Drill")
     for name, text in found.job.items():
         add(name, text)
@@ -138,7 +142,7 @@ def _result(one: Interrupted) -> str:
 
 
 def _words(one: Interrupted) -> Iterator[Text]:
-    """What the table has no room for."""
+    """Yield the details of an interruption that do not fit into the table."""
     saving = "" if one.saving_s is None else f"; it had saved and ended {one.saving_s:.1f} s later"
     yield Text(f"{one.kind.value}: {one.what}{saving}.", style="dim")
     if one.problem:
@@ -167,7 +171,7 @@ _CHECK_COLOURS = {State.ok: "green", State.warning: "yellow", State.failure: "re
 
 
 def checks_table(checks: Sequence[Check]) -> Table:
-    """A line a check; below one that is not ok, the remedy."""
+    """Return a table with one line per check; below one that is not ok, the remedy."""
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(style="bold", no_wrap=True)

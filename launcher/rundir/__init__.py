@@ -1,1 +1,1 @@
-"""The files of a run: paths, durable writes, fencing, records, the copy of the user's code."""
+"""Files of a run: paths, durable writes, fencing, records, the snapshot of the user's code."""

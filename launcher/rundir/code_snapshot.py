@@ -1,7 +1,7 @@
-"""The user's code, copied at submission: what a pending job runs does not change when the user goes on editing.
+"""Code snapshot: a copy of the user's code taken at submission, so that later edits do not affect a pending job.
 
-In a git work tree these are the files that git tracks and those that it does not ignore, as they lie there, uncommitted
-changes and all; elsewhere everything small. Installed packages are not copied.
+In a git work tree it has the files that git tracks or does not ignore, including uncommitted changes; elsewhere all
+small files. Installed packages are not copied.
 """
 
 from __future__ import annotations
@@ -34,15 +34,17 @@ _NOT_CODE = {"__pycache__", "node_modules", "wandb", "site-packages", "build", "
 
 
 def roots_of_task(target: str, cwd: str) -> list[Path]:
-    """The directories that hold a task's own modules: the one in which its package is found, and those that PYTHONPATH
-    names. None of them is where packages are installed."""
+    """Return the directories with a task's own modules: the parent of its package, and those on PYTHONPATH.
+
+    Directories of installed packages are excluded.
+    """
     origin = _origin(target.partition(".")[0], cwd)
     own = [] if origin is None or not origin.is_dir() or _is_installed(origin) else [origin]
     return list(dict.fromkeys([*own, *_roots_of_pythonpath()]))
 
 
 def roots_of_script(script: Path) -> list[Path]:
-    """The directory that a script lies in, and those that PYTHONPATH names."""
+    """Return the script's directory and those on PYTHONPATH."""
     return list(dict.fromkeys([script.resolve().parent, *_roots_of_pythonpath()]))
 
 
@@ -56,13 +58,13 @@ def _roots_of_pythonpath() -> list[Path]:
 
 
 def moved_pythonpath(roots: Sequence[Path], copies: Sequence[str]) -> str:
-    """PYTHONPATH with the copy of each directory in its place; what was not copied stays as it is."""
+    """Return PYTHONPATH with each copied directory replaced by its copy."""
     moved = dict(zip(roots, copies, strict=True))
     return os.pathsep.join(moved.get(Path(place).resolve(), place) for place in _pythonpath())
 
 
 def _origin(module: str, cwd: str) -> Path | None:
-    """The directory in which ``module`` is found; it is not imported."""
+    """Return the directory in which ``module`` is found, without importing it."""
     if (Path(cwd) / f"{module}.py").is_file() or (Path(cwd) / module).is_dir():
         return Path(cwd).resolve()
     spec = importlib.util.find_spec(module)
@@ -73,24 +75,24 @@ def _origin(module: str, cwd: str) -> Path | None:
 
 
 def _is_installed(root: Path) -> bool:
-    """Packages of this Python, and the launcher's own."""
+    """Return whether ``root`` belongs to this Python's packages or to the launcher."""
     installed = [*site.getsitepackages(), sysconfig.get_paths()["stdlib"]]
     ours = Path(__file__).resolve().parents[2]
     return root in (ours, Path(sys.prefix)) or any(root.is_relative_to(Path(place).resolve()) for place in installed)
 
 
 def take(roots: Sequence[Path], target: Path, leave_out: Path) -> tuple[str, ...]:
-    """Copy the code in ``roots`` below ``target``, a new directory in that of the run.
+    """Copy the code in ``roots`` below ``target``, a new directory in the run's directory.
 
     Args:
-        leave_out: a directory that is not copied, whatever lies in it: where runs are written. Runs and sweeps that lie
-            elsewhere are left out too.
+        leave_out: directory to which runs are written, excluded with all its contents. Runs and sweeps elsewhere are
+            excluded too.
 
     Returns:
         The copies, in the order of ``roots``.
 
     Raises:
-        SiteError: there is far more than code, or none.
+        SiteError: far more data than code, or no code.
     """
     copies = _places(roots, target)
     notes: list[dict[str, object]] = []
@@ -103,20 +105,21 @@ def take(roots: Sequence[Path], target: Path, leave_out: Path) -> tuple[str, ...
 
 
 def take_once(roots: Sequence[Path], target: Path, leave_out: Path) -> tuple[str, ...]:
-    """As ``take``, unless the copies are there already."""
+    """Copy the code like ``take``, unless the copies exist."""
     if (target / _NOTES).is_file():
         return tuple(map(str, _places(roots, target)))
-    shutil.rmtree(target, ignore_errors=True)  # what was cut off half-way
+    shutil.rmtree(target, ignore_errors=True)  # an interrupted copy
     return take(roots, target, leave_out)
 
 
 def commit_of(file: Path, copies: Sequence[str]) -> str | None:
-    """Which code ``file`` is: the commit of its git work tree, with -dirty and a digest of the difference where tracked
-    files differ from it. Of a copy, that of the work tree it was made of. None where nobody can tell: no git, one that
-    refuses or takes long, a file of an installed package.
+    """Return the git commit of ``file``, with -dirty and a digest of the difference if tracked files were modified.
+
+    For a copy it is the commit of the original work tree. None if unknown: no git, git refuses or is slow, or the file
+    belongs to an installed package.
 
     Args:
-        copies: those that ``take`` has made; none where the code is run as it lies.
+        copies: those that ``take`` has made; empty if the code is used in place.
     """
     if copies:
         notes = cast("list[dict[str, str | None]]", read_json(Path(copies[0]).parent / _NOTES) or [])
@@ -131,8 +134,9 @@ def _lies_in(file: Path, place: str | Path) -> bool:
 
 
 def digests(roots: Sequence[Path], leave_out: Path, this_run: Path) -> tuple[str, str]:
-    """Of all files that ``take`` would copy, and of the code and settings among them: logs and tables that lie beside
-    the code change with every command.
+    """Return two digests: of all files that ``take`` would copy, and of only the code and settings among them.
+
+    The second is stable although logs and tables beside the code change with every command.
 
     Raises:
         SiteError: as ``take``.
@@ -153,15 +157,15 @@ def _places(roots: Sequence[Path], target: Path) -> list[Path]:
 
 
 def _files(root: Path, omitted: _Omitted) -> Iterator[str]:
-    """Names of what is to be copied."""
+    """Yield the names of the files to copy."""
     for name in _git_files(root) or _small_files(root, omitted):
         source = root / name
-        if source.is_file() and source.parent not in omitted:  # deleted, but not yet in git's index
+        if source.is_file() and source.parent not in omitted:  # git's index may list deleted files
             yield name
 
 
 class _Omitted:
-    """Directories below ``root`` that hold runs. ``this_run``: it has no plan yet."""
+    """Directories below ``root`` that contain runs. ``this_run`` is given because it has no plan yet."""
 
     def __init__(self, root: Path, leave_out: Path, this_run: Path) -> None:
         self._root = root
@@ -176,7 +180,7 @@ class _Omitted:
 
 
 def _is_run_or_sweep(folder: Path) -> bool:
-    """A plan.json alone may be a user's own."""
+    """Return whether ``folder`` is a run or a sweep. plan.json alone may be a user's own file."""
     paths = RunPaths(folder)
     return SweepPaths(folder).book.is_file() or (paths.plan.is_file() and paths.config.is_file())
 
@@ -192,10 +196,10 @@ def _copy(root: Path, copy: Path, omitted: _Omitted) -> int:
 
 
 def _counted(root: Path, omitted: _Omitted) -> list[str]:
-    """Names of what is to be copied, in order.
+    """Return the sorted names of the files to copy.
 
     Raises:
-        SiteError: there is far more than code, or none.
+        SiteError: far more data than code, or no code.
     """
     names: list[str] = []
     size = 0
@@ -217,7 +221,7 @@ def _counted(root: Path, omitted: _Omitted) -> list[str]:
 
 
 def _commit(root: Path) -> str | None:
-    """It waits for no slow disk, and leaves git's index to the user's own commands."""
+    """Return the commit of ``root``, with a time limit for slow disks and without refreshing git's index."""
     look = ("--no-optional-locks", "diff", "HEAD", "--binary", "--no-ext-diff", "--no-textconv")
     try:
         head = _git(root, "rev-parse", "--verify", "HEAD", within_s=_PATIENCE_S).decode().strip()
@@ -228,7 +232,11 @@ def _commit(root: Path) -> str | None:
 
 
 def _git(root: Path, *command: str, within_s: float | None = None) -> bytes:
-    """Raises TimeoutExpired."""
+    """Return git's output; empty without git or a work tree.
+
+    Raises:
+        TimeoutExpired: git took longer than ``within_s`` seconds.
+    """
     line = ["git", "-C", str(root), *command]
     try:
         return subprocess.run(line, capture_output=True, check=True, timeout=within_s).stdout
@@ -237,7 +245,7 @@ def _git(root: Path, *command: str, within_s: float | None = None) -> bytes:
 
 
 def _git_files(root: Path) -> list[str]:
-    """Those of the work trees in it too, such as submodules: git lists each of them as a directory."""
+    """Return the files of the work tree and of nested ones, such as submodules, which git lists as directories."""
     found: list[str] = []
     for entry in _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard").split(b"\0"):
         name = os.fsdecode(entry).rstrip("/")

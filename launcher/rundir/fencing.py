@@ -1,7 +1,8 @@
-"""A run may begin several times: resumed by a person, restarted by a scheduler. Who of them may write.
+"""Fencing: only the newest start of a run may write to its directory.
 
-Each beginning is an incarnation, and only the newest one may change the run's directory. Processes of an older one can
-still be alive: on a node that a scheduler has given up and that heals later. They find out at their next write.
+A run may start several times: resumed by a user, restarted by a scheduler. Each start is an incarnation. Processes of
+an older one can still be alive, for example on a node that the scheduler gave up and that recovers later. They detect
+the newer incarnation at their next write.
 """
 
 from __future__ import annotations
@@ -14,14 +15,18 @@ from launcher.errors import Superseded
 from launcher.rundir.files import read_json, write_json
 from launcher.rundir.paths import RunPaths
 
-# Where the agent leaves its incarnation for its workers.
+# Environment variable through which the agent passes its incarnation to its workers.
 INCARNATION = "LAUNCHER_INCARNATION"
 
 
 @dataclass(frozen=True, order=True)
 class Incarnation:
-    """``submission``: how often a person has sent the run off before, ``restart``: how often a scheduler has begun
-    that submission again; both from 0."""
+    """Number of a start, both parts from 0.
+
+    Attributes:
+        submission: how often users submitted the run before.
+        restart: how often a scheduler restarted that submission.
+    """
 
     submission: int = 0
     restart: int = 0
@@ -36,45 +41,52 @@ class Incarnation:
 
 
 class Fence:
-    """What an incarnation asks before it writes."""
+    """Write permission of one incarnation, checked before each write."""
 
     def __init__(self, paths: RunPaths, own: Incarnation) -> None:
         self.paths, self.own = paths, own
 
     @classmethod
     def here(cls, paths: RunPaths) -> Fence:
-        """Of the incarnation that this worker's agent belongs to."""
+        """Return the fence of the incarnation of this worker's agent."""
         return cls(paths, Incarnation.parse(os.environ.get(INCARNATION, "0.0")))
 
     def newest(self) -> dict[str, Any]:
-        """What the newest incarnation has written of itself; empty before the first."""
+        """Return the record of the newest incarnation; empty before the first."""
         return read_json(self.paths.incarnation) or {}
 
     @property
     def superseded(self) -> bool:
-        """Whether a newer incarnation has begun."""
+        """Return whether a newer incarnation has started."""
         return Incarnation.parse(self.newest().get("incarnation", "0.0")) > self.own
 
     def claim(self, **known: Any) -> None:
-        """Begin: from here on older incarnations write nothing. ``known``: what others are to know of this one.
+        """Become the newest incarnation: from here on older ones write nothing.
+
+        Args:
+            known: information for other processes.
 
         Raises:
-            Superseded: a newer one has begun.
+            Superseded: a newer one has started.
         """
         self.check()
         write_json(self.paths.incarnation, {"incarnation": str(self.own), **known})
 
     def add(self, **known: Any) -> None:
-        """Let others know more of this incarnation.
+        """Add information about this incarnation for other processes.
 
         Raises:
-            Superseded: a newer one has begun.
+            Superseded: a newer one has started.
         """
         self.check()
         write_json(self.paths.incarnation, self.newest() | known)
 
     def check(self) -> None:
-        """Raises Superseded where a newer incarnation has begun."""
+        """Check that no newer incarnation has started.
+
+        Raises:
+            Superseded: a newer one has started.
+        """
         if self.superseded:
             newest = self.newest()["incarnation"]
             raise Superseded(

@@ -1,4 +1,4 @@
-"""Files: durable writes, typed values out of JSON, and reading what another process still writes."""
+"""File helpers: durable writes, typed values from JSON, and reading files that another process is still writing."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ _WRITTEN_WITHIN_S = 1.0
 
 
 def clear_torn(directory: Path) -> None:
-    """Delete what ``write_text`` was writing in ``directory`` when its process was killed. That of another host, and of
-    a process that lives, stays; so does what is new: containers on several hosts may have one name."""
+    """Delete temporary files of ``write_text`` in ``directory`` whose process was killed.
+
+    Files of other hosts, of live processes, and recent ones stay: containers on several hosts may have the same name.
+    """
     for path in directory.glob(".*"):
         found = re.fullmatch(rf"\..+\.{re.escape(os.uname().nodename)}\.(\d+)\.[0-9a-f]{{8}}", path.name)
         if found and not Path("/proc", found[1]).exists():
@@ -32,8 +34,8 @@ def clear_torn(directory: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write ``path`` so that a reader sees the old text or the new one, never a part, whatever dies in between."""
-    # hosts that share the disk may write it at the same time, and have processes of one number
+    """Write ``path`` atomically: a reader sees the old text or the new one, whatever fails in between."""
+    # hosts that share the disk may write at the same time, and their process ids may be equal
     partial = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
         with partial.open("w", encoding="utf-8") as file:
@@ -47,7 +49,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Have on the disk what was made, renamed and removed in it."""
+    """Make creations, renames and removals in the directory durable."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -60,22 +62,24 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in ``path``, or None while the file is not there."""
+    """Return the object in ``path``, or None if the file does not exist."""
     for tries_left in reversed(range(_STALE_TRIES)):
         try:
             return json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
         except OSError as error:
-            # NFS: another host has put a new file in its place since it was opened, and that one is to be read
+            # NFS: another host replaced the file after it was opened; read the new one
             if error.errno != errno.ESTALE or not tries_left:
                 raise
     raise AssertionError
 
 
 def build(kind: Any, value: Any) -> Any:
-    """``value`` out of JSON as ``kind``: a dataclass, an Enum, a tuple, a union with None, or a plain value. A field
-    with a default may be missing: an earlier version did not know it."""
+    """Convert a JSON ``value`` to ``kind``: a dataclass, an Enum, a tuple, a union with None, or a plain value.
+
+    A field with a default may be missing, because earlier versions did not have it.
+    """
     if dataclasses.is_dataclass(kind):
         hints, missing = typing.get_type_hints(kind), dataclasses.MISSING
         given = [f for f in dataclasses.fields(kind) if f.name in value or f.default is missing]
@@ -91,7 +95,7 @@ def build(kind: Any, value: Any) -> Any:
 
 
 def last_lines(path: Path, count: int) -> list[str]:
-    """The end of a log; nothing where there is none."""
+    """Return the last ``count`` lines of a log; none if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").splitlines()[-count:]
     except OSError:
@@ -99,10 +103,9 @@ def last_lines(path: Path, count: int) -> list[str]:
 
 
 class Tail:
-    """The whole lines that a growing file has gained since the last look.
+    """Reader of the complete lines that a growing file has gained since the last call.
 
-    Where another file has taken its place, or it was cut short, ``lines`` begins again with its first one, and
-    ``replaced`` counts that.
+    If the file was replaced or truncated, ``lines`` starts again with its first line, and ``replaced`` is incremented.
     """
 
     def __init__(self, path: Path) -> None:
@@ -112,8 +115,11 @@ class Tail:
         self._file: tuple[int, int] | None = None
 
     def lines(self, *, over: bool = False) -> list[str]:
-        """New lines without their ends; none while the file is not there. A last line without an end waits for it,
-        unless it is ``over``: nobody writes to the file any more."""
+        """Return new lines without their ends; none while the file does not exist.
+
+        Args:
+            over: nobody writes to the file any more, so an unterminated last line is returned too.
+        """
         try:
             with self.path.open("rb") as file:
                 found = os.fstat(file.fileno())
@@ -124,7 +130,7 @@ class Tail:
                 file.seek(self._offset)
                 new = file.read()
         except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.ESTALE):  # NFS: replaced while it was being read
+            if error.errno not in (errno.ENOENT, errno.ESTALE):  # ESTALE: NFS file replaced while being read
                 raise
             return []
         whole = new if over else new[: new.rfind(b"\n") + 1]

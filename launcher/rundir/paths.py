@@ -1,4 +1,4 @@
-"""Paths: every file of a run and of a sweep has its one name here; and which runs and sweeps there are."""
+"""Paths of every file of a run, a sweep and a drill, defined only here; and discovery of runs and sweeps."""
 
 from __future__ import annotations
 
@@ -10,38 +10,43 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-# of a checkpoint: all that is no tensor
+# file of a checkpoint with everything that is not a tensor
 STATE = "state.json"
 
 
 @dataclass(frozen=True)
 class RunPaths:
-    """The files of one run, from its directory."""
+    """Files of one run in its directory ``root``."""
 
     root: Path
 
     @property
     def plan(self) -> Path:
-        """What was decided before the start: the only thing a worker reads."""
+        """Return the path of the plan, the only input of a worker."""
         return self.root / "plan.json"
 
     def plan_of(self, node: int) -> Path:
-        """The plan that one host's agent and workers read: hosts differ in directories, addresses and interfaces, and
-        may share the disk."""
+        """Return the plan of one host's agent and workers.
+
+        Hosts differ in directories, addresses and interfaces, and may share the disk.
+        """
         return self.plan if node == 0 else self.root / f"plan.node{node}.json"
 
     def plan_for(self, nodes: int, node: int = 0) -> Path:
-        """The plan that workers read where a job that may have fewer hosts than planned has so many. ``node``: whose,
-        where hosts have plans of their own."""
+        """Return the plan that workers read if the job has ``nodes`` hosts, fewer than planned.
+
+        Args:
+            node: host, if hosts have plans of their own.
+        """
         return self.root / f"plan.nodes{nodes}{f'.node{node}' if node else ''}.json"
 
     @property
     def config(self) -> Path:
-        """The composed config, to type the same run again."""
+        """Return the path of the composed config, with which the run can be repeated."""
         return self.root / "config.yaml"
 
     def plan_until(self, submission: int) -> Path:
-        """The plan up to and with a submission, where the next one was sent off with another."""
+        """Return the plan that was valid up to and including a submission, kept when the next one changed it."""
         return self.root / f"plan.{submission}.json"
 
     def config_until(self, submission: int) -> Path:
@@ -49,64 +54,64 @@ class RunPaths:
 
     @property
     def metrics(self) -> Path:
-        """The record: one JSON object a logged step, appended by rank 0."""
+        """Return the record: one JSON object per logged step, appended by rank 0."""
         return self.root / "metrics.jsonl"
 
     @property
     def summary(self) -> Path:
-        """The verdict and the last values."""
+        """Return the path of the verdict and the last values."""
         return self.root / "summary.json"
 
     @property
     def fitted(self) -> Path:
-        """Which micro-batches fit into memory, where that was found by trying."""
+        """Return the path of the micro-batch sizes that were found to fit into memory."""
         return self.root / "fitted.json"
 
     @property
     def precision(self) -> Path:
-        """The number format that the first start of a run with precision=auto has decided on."""
+        """Return the path of the number format that the run's first start chose for precision=auto."""
         return self.root / "precision.json"
 
     @property
     def certificate(self) -> Path:
-        """What `launch verify` measured."""
+        """Return the path of the result of `launch verify`."""
         return self.root / "certificate.json"
 
     def summary_of(self, node: int) -> Path:
-        """How it went on one host; on node 0 it becomes the run's."""
+        """Return one host's summary; that of node 0 becomes the run's."""
         return self.summary if node == 0 else self.root / f"summary.node{node}.json"
 
     @property
     def job(self) -> Path:
-        """Who sent the run off, when, as which job; once more for each time it was resumed."""
+        """Return the list of submissions: who, when, as which job."""
         return self.root / "job.json"
 
     def submission(self, number: int) -> Path:
-        """That the number is taken."""
+        """Return the marker file that reserves a submission number."""
         return self.root / f".submission.{number}"
 
     @property
     def events(self) -> Path:
-        """What happened to the run beside training: one JSON object a start, a stop, a requeue."""
+        """Return the log of events beside training: one JSON object per start, stop, requeue, ..."""
         return self.root / "events.jsonl"
 
     @property
     def code(self) -> Path:
-        """The user's code as it was when the run was submitted."""
+        """Return the directory of the code snapshot taken at submission."""
         return self.root / "code"
 
     @property
     def slurm(self) -> Path:
-        """submitit's folder: the batch script of each submission, and what was written before the agent's own log."""
+        """Return submitit's folder: each submission's batch script, and output from before the agent's log starts."""
         return self.root / "slurm"
 
     @property
     def incarnation(self) -> Path:
-        """Which start of the run is the newest: only that one may write."""
+        """Return the path of the newest start's record: only that start may write."""
         return self.root / "incarnation.json"
 
     def failure_of(self, node: int) -> Path:
-        """How the workers of one node of a Slurm job failed; the summary has the earliest of them."""
+        """Return the failure of one Slurm node's workers; the summary has the earliest of all nodes."""
         return self.root / f"failure.node{node}.json"
 
     @property
@@ -117,28 +122,28 @@ class RunPaths:
         return self.logs / f"node{node}.log"
 
     def rank_log(self, rank: int, attempt: int = 0) -> Path:
-        """Standard output and error of one rank; a restarted rank writes a new file."""
+        """Return the log of one rank's standard output and error; a restarted rank writes a new file."""
         return self.logs / (f"rank{rank}.log" if attempt == 0 else f"rank{rank}.attempt{attempt}.log")
 
     def newest_rank_log(self, rank: int) -> Path:
-        """The log of the rank's last attempt so far."""
+        """Return the log of the rank's latest attempt."""
         attempt = 0
         while self.rank_log(rank, attempt + 1).exists():
             attempt += 1
         return self.rank_log(rank, attempt)
 
     def next_attempt(self) -> int:
-        """The number of the attempt that follows those that have left a log."""
+        """Return the number after that of the latest attempt with a log."""
         numbers = [re.fullmatch(r"rank\d+(?:\.attempt(\d+))?\.log", path.name) for path in self.logs.glob("rank*.log")]
         return max((int(number[1] or 0) + 1 for number in numbers if number), default=0)
 
     def rank_error(self, rank: int, attempt: int = 0) -> Path:
-        """Where torch's ``@record`` leaves a rank's exception."""
+        """Return the file in which torch's ``@record`` stores a rank's exception."""
         return self.logs / f"rank{rank}.attempt{attempt}.error.json"
 
     @property
     def launch_log(self) -> Path:
-        """What a `launch` printed that nobody watched: of the runs of a drill."""
+        """Return the output of a `launch` without a terminal: of a drill's runs."""
         return self.logs / "launch.log"
 
     @property
@@ -147,7 +152,7 @@ class RunPaths:
 
     @property
     def wandb_status(self) -> Path:
-        """What the W&B mirror has to say: mode, directory or address, the one problem it met."""
+        """Return the W&B mirror's status: mode, directory or URL, the first problem."""
         return self.root / "wandb.json"
 
     @property
@@ -159,36 +164,38 @@ class RunPaths:
 
     @property
     def latest(self) -> Path:
-        """A line with the name of the newest whole checkpoint, for people and their scripts. It may be behind after a
-        crash: a resume looks at the directories."""
+        """Return the file with the name of the newest complete checkpoint, for users and their scripts.
+
+        It may be outdated after a crash; a resume looks at the directories instead.
+        """
         return self.checkpoints / "latest"
 
     def partial_checkpoint(self, step: int, incarnation: object) -> Path:
-        """A checkpoint that is being written. Two incarnations never share one."""
+        """Return the directory of a checkpoint being written. Two incarnations never share one."""
         return self.checkpoints / f".step_{step:06d}.{incarnation}.partial"
 
     def discarded_checkpoint(self, step: int, incarnation: object) -> Path:
-        """One that is being taken away. A new place each time: the last one may not have gone yet."""
+        """Return a new directory for a checkpoint being deleted; an earlier one may still exist."""
         return self.checkpoints / f".step_{step:06d}-{secrets.token_hex(4)}.{incarnation}.partial"
 
     def partial_checkpoints(self) -> list[tuple[str, Path]]:
-        """What is there of both, each with its incarnation."""
+        """Return all directories of both kinds, each with its incarnation."""
         return [
             (path.name.split(".", 2)[2].removesuffix(".partial"), path)
             for path in self.checkpoints.glob(".step_*.*.partial")
         ]
 
     def committed_checkpoints(self) -> list[Path]:
-        """The whole ones, the newest first."""
+        """Return the complete checkpoints, the newest first."""
         found = [path for path in self.checkpoints.glob("step_*") if re.fullmatch(r"step_[0-9]+", path.name)]
-        return sorted(found, key=lambda path: -int(path.name.removeprefix("step_")))  # a person's copies are none
+        return sorted(found, key=lambda path: -int(path.name.removeprefix("step_")))  # excludes copies made by users
 
     def newest_step(self) -> int:
-        """Of the whole checkpoints; 0 without one."""
+        """Return the step of the newest complete checkpoint; 0 without one."""
         return max((int(path.name.removeprefix("step_")) for path in self.committed_checkpoints()), default=0)
 
     def refused_checkpoint(self, checkpoint: Path) -> Path:
-        """Where one goes that was found to be damaged: out of the way, but still there."""
+        """Return the path to which a damaged checkpoint is moved, so that it is kept but not used."""
         first = self.checkpoints / f"refused_{checkpoint.name}"
         others = (first.with_name(f"{first.name}.{number}") for number in itertools.count(2))
         return next(path for path in itertools.chain([first], others) if not path.exists())
@@ -196,45 +203,45 @@ class RunPaths:
 
 @dataclass(frozen=True)
 class SweepPaths:
-    """The files of one sweep, from its directory, in which those of its runs lie."""
+    """Files of one sweep in its directory ``root``, which also contains its runs."""
 
     root: Path
 
     @property
     def book(self) -> Path:
-        """Which cells there are, and the run of each."""
+        """Return the manifest: the cells, and the run of each."""
         return self.root / "sweep.json"
 
     @property
     def code(self) -> Path:
-        """The user's code as it was when cells were submitted: a directory for each time that it was another one."""
+        """Return the directory of code snapshots: one for each version of the code."""
         return self.root / "code"
 
     @property
     def slurm(self) -> Path:
-        """submitit's folder for the arrays."""
+        """Return submitit's folder for the arrays."""
         return self.root / "slurm"
 
     @property
     def report(self) -> Path:
-        """The page of `launch report`."""
+        """Return the page of `launch report`."""
         return self.root / "report.html"
 
 
 @dataclass(frozen=True)
 class DrillPaths:
-    """The files of one drill, from its directory, in which those of its runs lie."""
+    """Files of one drill in its directory ``root``, which also contains its runs."""
 
     root: Path
 
     @property
     def found(self) -> Path:
-        """What it found out, as `launch drill --json` prints it."""
+        """Return the result, in the format of `launch drill --json`."""
         return self.root / "drill.json"
 
 
 def find(runs: Path) -> list[RunPaths]:
-    """Every run in a directory of runs; those of a sweep are in the sweep's."""
+    """Return all runs directly in a directory; runs of a sweep are in the sweep's directory."""
     return [RunPaths(place) for place in _places(runs, is_run)]
 
 
@@ -243,7 +250,7 @@ def find_sweeps(runs: Path) -> list[SweepPaths]:
 
 
 def is_run(directory: str | Path) -> bool:
-    """Whether this is a run's directory; another user's, closed to this one, is none."""
+    """Return whether this is a run's directory; False if this user may not read it."""
     return os.path.isfile(os.path.join(directory, "plan.json"))  # noqa: PTH113, PTH118 (pathlib raises where closed)
 
 

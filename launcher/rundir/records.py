@@ -1,6 +1,6 @@
 """Records of a run: job.json (submissions), events.jsonl, and the failure in summary.json.
 
-It is what the ledger begins with. Written before a job is submitted, so that none is ever without it.
+A submission is recorded before the job is submitted, so that no job is without one.
 """
 
 from __future__ import annotations
@@ -22,11 +22,18 @@ from launcher.rundir.paths import RunPaths
 
 @dataclass(frozen=True)
 class Submission:
-    """``at``: ISO 8601, UTC. ``host``, ``user``: from where and by whom. ``job``: Slurm's id; None for a job of this
-    host's own, and until Slurm has given one. ``pid``, ``born``: of the `launch` that runs such a job. ``cancelled``:
-    whether a person wanted no more of it; ``refused``: whether Slurm did not take it. ``name``: the
-    job's, where that is not the run's. ``ended``: whether the `launch` of a job of this host's own is through with it:
-    its process may live on, and run others."""
+    """One submission of a run.
+
+    Attributes:
+        at: ISO 8601, UTC.
+        host, user: submitting host and user.
+        job: Slurm's id; None for a local job, and until Slurm has assigned one.
+        pid, born: process id and start time of the `launch` that runs a local job.
+        cancelled: whether a user cancelled it.
+        refused: whether Slurm refused it.
+        name: the job's name if it is not the run's.
+        ended: whether the `launch` of a local job is done with it; its process may continue with other runs.
+    """
 
     at: str
     host: str
@@ -47,7 +54,7 @@ class Submission:
         return dataclasses.replace(self, pid=os.getpid(), born=born(os.getpid()))
 
     def runs_here(self) -> bool | None:
-        """Whether the `launch` of a job without a scheduler is alive; None where only its own host can tell."""
+        """Return whether the `launch` of a local job is alive; None if only another host can tell."""
         if self.host != socket.gethostname():
             return None
         return not self.ended and self.pid is not None and born(self.pid) == self.born
@@ -58,7 +65,7 @@ def submissions(paths: RunPaths) -> list[Submission]:
 
 
 def parse_submissions(known: dict[str, Any]) -> list[Submission]:
-    """What a newer version knows beside is left out; none where it is no job.json at all."""
+    """Return the submissions in job.json's object; none if it is not one. Fields of newer versions are ignored."""
     names = {field.name for field in dataclasses.fields(Submission)}
     try:
         return [
@@ -70,10 +77,12 @@ def parse_submissions(known: dict[str, Any]) -> list[Submission]:
 
 
 def add_submission(paths: RunPaths, submission: Submission) -> int:
-    """Note one more; its number, from 0, which no other one ever has: two that had it could both write.
+    """Record one more submission and return its number, from 0.
+
+    No two submissions have the same number, because both could then write.
 
     Raises:
-        UserError: somebody else is about to send off the run too.
+        UserError: somebody else is submitting the run at the same time.
     """
     earlier = submissions(paths)
     require_nobody_runs(paths)
@@ -91,14 +100,18 @@ def add_submission(paths: RunPaths, submission: Submission) -> int:
 
 
 def require_nobody_runs(paths: RunPaths) -> None:
-    """Raises UserError where another `launch` on this host has begun the run since one looked how it stands."""
+    """Check that no other `launch` on this host has started the run in the meantime.
+
+    Raises:
+        UserError: one has.
+    """
     newest = submissions(paths)[-1:]
     if newest and newest[0].pid != os.getpid() and newest[0].runs_here():
         raise UserError(f"{paths.root.name}: is running: another `launch`, {newest[0].pid}, has just begun it.")
 
 
 def amend_submission(paths: RunPaths, **known: Any) -> None:
-    """Something more is known of the last one: its job, or that it was cancelled."""
+    """Add information to the last submission: its job, or that it was cancelled."""
     *earlier, last = submissions(paths)
     _write(paths, [*earlier, dataclasses.replace(last, **known)])
 
@@ -108,7 +121,7 @@ def _write(paths: RunPaths, entries: list[Submission]) -> None:
 
 
 def born(pid: int) -> str | None:
-    """What tells this process from a later one of the same number; None where there is none."""
+    """Return boot id and start time, which identify a process beyond its id; None if it does not exist."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -120,20 +133,25 @@ def born(pid: int) -> str | None:
 def _user() -> str:
     try:
         return getpass.getuser()
-    except (KeyError, OSError):  # a user id without a name
+    except (KeyError, OSError):  # user id without a name
         return str(os.getuid())
 
 
 def note_event(paths: RunPaths, event: str, **known: Any) -> None:
-    """Append an event. ``event``: submitted, changed, started, restarted, stopped, killed, requeued, not requeued,
-    hang, disconnected, lost, failed, done, cancelled."""
+    """Append an event.
+
+    Args:
+        event: submitted, changed, started, restarted, stopped, killed, requeued, not requeued, hang, disconnected,
+            lost,
+            failed, done, cancelled.
+    """
     line = json.dumps({"at": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **known})
     with paths.events.open("a", encoding="utf-8") as file:
         file.write(line + "\n")
 
 
 def read_events(paths: RunPaths) -> list[dict[str, Any]]:
-    """Without lines that are torn, or were written into each other by two hosts: the others still tell the story."""
+    """Return the events without lines that are torn or interleaved by two hosts."""
     try:
         lines = paths.events.read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
@@ -146,13 +164,13 @@ def _parse(line: str) -> dict[str, Any] | None:
         event: Any = json.loads(line)
     except ValueError:
         return None
-    # the end of a torn line may be JSON too: a part of the event
+    # the end of a torn line may also be valid JSON: part of an event
     whole = isinstance(event, dict) and "at" in event and "event" in event
     return cast("dict[str, Any]", event) if whole else None
 
 
 Failure = dict[str, Any]
-# the kind of one that no worker could tell itself
+# kind of a failure that no worker can report itself
 HANG = "Hang"
 
 
@@ -166,14 +184,14 @@ def failure(
     traceback: str | None = None,
     at: datetime | None = None,
 ) -> Failure:
-    """One failure.
+    """Return one failure.
 
     Args:
-        error: in one line or more, without a traceback.
-        log: where more can be read; None where nothing is left to read.
-        rank: which failed; None for the job as a whole.
-        kind: the class, of the errors that this package raises on purpose; or HANG.
-        at: when it happened, by this host's clock.
+        error: one or more lines, without a traceback.
+        log: path with further information; None if there is none.
+        rank: rank that failed; None for the job as a whole.
+        kind: class of an error that this package raises intentionally, or HANG.
+        at: time by this host's clock.
     """
     told: Failure = {
         "rank": rank,

@@ -1,4 +1,4 @@
-"""Conductor of a sweep: its cells are checked, planned, recognised where they are done already, started, waited for."""
+"""Sweep conductor: checks and plans the cells, reuses finished runs, starts the others, and waits for them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,11 @@ _SHOWN_REFUSALS = 4
 
 
 def require_one_sweep(asked: Sequence[AskedCell]) -> None:
-    """Raises ConfigError for what belongs to a single run, or has to be alike in all cells and is not."""
+    """Check that the cells form one sweep.
+
+    Raises:
+        ConfigError: a key that belongs to a single run, or a key that must be equal in all cells and is not.
+    """
     for cell in asked:
         config = cell.config
         if config.run.name is not None:
@@ -56,8 +60,14 @@ def require_one_sweep(asked: Sequence[AskedCell]) -> None:
 
 
 def require_a_possible_one(asked: Sequence[AskedCell], wrong: Sequence[UserError | None]) -> None:
-    """Raises UserError where no cell can run; in one message, which is the cells' own where they all say the same.
-    ``wrong``: what is, with each cell."""
+    """Check that at least one cell can run.
+
+    Args:
+        wrong: the error of each cell; None if it can run.
+
+    Raises:
+        UserError: no cell can run; the cells' own error if all have the same.
+    """
     errors = [error for error in wrong if error is not None]
     if len(errors) < len(asked):
         return
@@ -70,14 +80,19 @@ def require_a_possible_one(asked: Sequence[AskedCell], wrong: Sequence[UserError
 
 
 _SHOWN = 4
-# what does not make it another sweep
+# prefixes of arguments that do not identify the sweep
 _OF_THIS_COMMAND = ("sweep.", "hydra", "-", "wandb.", "run.dir=")
 
 
 @dataclass(frozen=True)
 class _Planned:
-    """A cell that can run. ``roots``: directories of the user's modules; ``files``: a digest of those.
-    ``goes_on``: whether its directory is there, with a checkpoint."""
+    """Cell that can run.
+
+    Attributes:
+        roots: directories of the user's modules.
+        files: digest of their files.
+        goes_on: whether it resumes from a checkpoint in its existing directory.
+    """
 
     asked: AskedCell
     plan: RunPlan
@@ -88,14 +103,14 @@ class _Planned:
 
 
 class Conductor:
-    """One command's part in a sweep, over all batches of cells that a sweeper asks for.
+    """One command's part in a sweep, over all batches of cells that a sweeper requests.
 
     Args:
-        arguments: what was typed, which names the sweep.
-        run_here: runs a plan whose directory is there on this machine, and returns its exit status.
-        watch: called with how Slurm's jobs stand, now and then, while they are waited for.
-        say: called with what the user should know before cells begin.
-        wait: whether jobs of Slurm's are waited for.
+        arguments: command line, from which the sweep's name is derived.
+        run_here: runs a plan on this machine in its existing directory and returns the exit status.
+        watch: called periodically with the state of Slurm jobs while waiting for them.
+        say: called with messages to the user before cells start.
+        wait: whether to wait for Slurm jobs.
     """
 
     def __init__(
@@ -116,12 +131,14 @@ class Conductor:
         self._once = Once()
 
     def begin(self, asked: Sequence[AskedCell], with_results: bool) -> list[Result]:
-        """Begin a batch of cells. ``with_results``: whether the sweeper needs what comes of them; returned is None for
-        each where it does not.
+        """Start a batch of cells.
+
+        Args:
+            with_results: whether the sweeper needs the cells' results; otherwise None is returned for each.
 
         Raises:
-            UserError: no cell can begin.
-            KeyboardInterrupt: a cell was stopped, and so the others do not begin.
+            UserError: no cell can start.
+            KeyboardInterrupt: a cell was stopped, so the others do not start.
         """
         require_one_sweep(asked)
         on_slurm = asked[0].config.cluster.kind is ClusterKind.slurm
@@ -171,7 +188,7 @@ class Conductor:
     def _begin_planned(
         self, asked: Sequence[AskedCell], cells: Sequence[_Planned | UserError], paths: SweepPaths
     ) -> tuple[list[RunPaths], list[int]]:
-        """Returns the runs that the cells have, those of impossible ones left out, and what is known of their ends."""
+        """Return the runs of all possible cells, and the exit statuses known so far."""
         entries = [_entry(cell, words) for cell, words in zip(cells, asked, strict=True)]
         statuses = [EXIT_USER for entry in entries if entry.problem]
         with manifest.alone(paths):
@@ -184,7 +201,7 @@ class Conductor:
             for number, cell in enumerate(cells):
                 if not isinstance(cell, _Planned):
                     continue
-                if cell.content not in there:  # the second of two that are the same gets the run of the first
+                if cell.content not in there:  # cells with equal content share one run
                     if (before := known.resumable.get(cell.content)) is not None:
                         cell = _going_on(cell, before)
                     else:
@@ -192,7 +209,7 @@ class Conductor:
                     new[cell.content], there[cell.content] = cell, cell.plan.paths
                 run = there[cell.content].root
                 entries[number] = dataclasses.replace(entries[number], run=_relative(run, paths.root))
-            # before they begin: whatever happens then, the book knows of them
+            # saved before they start, so that the manifest lists them whatever happens
             sweep = sweep.with_cells(tuple(entries))
             sweep.save(paths)
             if of_slurm := [cell for cell in new.values() if cell.plan.cluster.kind is ClusterKind.slurm]:
@@ -204,7 +221,7 @@ class Conductor:
 
     def _opened(self, paths: SweepPaths, asked: Sequence[AskedCell]) -> Sweep:
         varying = {override_key(word) for word in asked[0].overrides}
-        # of a key that comes twice the last one holds
+        # of a repeated key the last value is used
         typed = {
             override_key(word): word
             for word in self._arguments
@@ -213,10 +230,10 @@ class Conductor:
         return manifest.opened(paths, tuple(sorted(typed.values())), varying, asked[0].config.sweep.at_once)
 
     def _look_at_replaced(self, paths: SweepPaths, sweep: Sweep, entries: Sequence[Cell]) -> None:
-        """Say which cells have a run that no longer is theirs, by its content.
+        """Report the cells whose recorded run has different content.
 
         Raises:
-            UserError: such a run is under way, and nobody would know of it any more.
+            UserError: such a run is active, and would no longer be listed anywhere.
         """
         contents = {cell.overrides: cell.content for cell in entries if cell.content}
         other = [cell for cell in sweep.cells if contents.get(cell.overrides, cell.content) != cell.content]
@@ -236,7 +253,7 @@ class Conductor:
             )
 
     def _named(self, cell: _Planned, paths: SweepPaths, name: str) -> _Planned:
-        """As a run of the sweep's, on code that is frozen there."""
+        """Return the cell as a run of this sweep, on a snapshot of the code."""
         root, number = paths.root / name, 1
         while root.exists():
             root, number = paths.root / f"{name}.retry{number}", number + 1
@@ -255,7 +272,7 @@ class Conductor:
         return dataclasses.replace(cell, plan=plan)
 
     def _submit(self, paths: SweepPaths, sweep: Sweep, new: Sequence[_Planned]) -> dict[str, str]:
-        """Returns why Slurm refuses some, by their contents."""
+        """Submit the cells; return Slurm's refusals by cell content."""
         most = submit.most_in_array()
         for cell in new:
             if not cell.goes_on:
@@ -272,13 +289,13 @@ class Conductor:
         return refused
 
     def _run(self, new: Sequence[_Planned]) -> list[int]:
-        """One after the other; a cell that fails is no reason to leave the rest out."""
+        """Run the cells one after the other; a failed cell does not prevent the others."""
         statuses: list[int] = []
         for cell in new:
             if not cell.goes_on:
                 local.create(cell.plan, cell.asked.yaml)
             statuses.append(self._run_here(cell.plan))
-            if statuses[-1] in (EXIT_INTERRUPTED, EXIT_RESUMABLE):  # the person, or the machine, wants no more of it
+            if statuses[-1] in (EXIT_INTERRUPTED, EXIT_RESUMABLE):  # stopped by the user or preempted
                 self.status = statuses[-1]
                 raise KeyboardInterrupt
         return statuses
@@ -288,7 +305,7 @@ class Conductor:
 
 
 def _going_on(cell: _Planned, run: RunPaths) -> _Planned:
-    """From where it was stopped, as it was planned then."""
+    """Return the cell with the plan of its stopped run, to resume that run."""
     return dataclasses.replace(cell, plan=RunPlan.load(run.plan), goes_on=True)
 
 
@@ -308,7 +325,7 @@ def _relative(run: Path, sweep: Path) -> str:
 
 
 def _result(cell: AskedCell, paths: RunPaths | None) -> Result:
-    """What a sweeper learns from: a number of the run's summary."""
+    """Return the objective from the run's summary, or the error for which there is none."""
     summary = {} if paths is None else read_json(paths.summary) or {}
     name = " ".join(cell.overrides)
     if paths is None or summary.get("verdict") != "done":

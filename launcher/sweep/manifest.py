@@ -1,4 +1,4 @@
-"""sweep.json: the cells of a sweep, the run of each of them, and what makes two cells the same."""
+"""Sweep manifest (sweep.json): the cells, the run of each cell, and the digest that identifies equal cells."""
 
 from __future__ import annotations
 
@@ -27,9 +27,11 @@ FORMAT = 1
 class Cell:
     """One configuration of a sweep.
 
-    ``overrides``: key=value, as the sweeper gave them; no two cells have the same ones. ``content``: what it computes,
-    as a digest; ``run``: its run's directory, relative to the sweep's own, the newest one where it was begun again.
-    Both None where ``problem`` says why it cannot run.
+    Attributes:
+        overrides: key=value from the sweeper, unique among the cells.
+        content: digest of the computation; None if the cell cannot run.
+        run: directory of its latest run, relative to the sweep's; None if the cell cannot run.
+        problem: why it cannot run, or None.
     """
 
     overrides: tuple[str, ...]
@@ -39,16 +41,20 @@ class Cell:
 
     @property
     def label(self) -> str:
-        """Its overrides without the groups of their keys: ``accumulation=4 workers_per_node=2``."""
+        """Return the overrides without the groups of their keys: ``accumulation=4 workers_per_node=2``."""
         pairs = (override.lstrip("+").partition("=") for override in self.overrides)
         text = " ".join(f"{key.rpartition('.')[2]}={value}" for key, _, value in pairs)
-        return text.replace("\\:", ":")  # Hydra writes a range of nodes so
+        return text.replace("\\:", ":")  # Hydra escapes the colon in a range of nodes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """``fixed``: key=value that all cells share, as it was typed. ``at_once``: how many of an array may run together;
-    None: as many as there is room for."""
+    """Contents of the manifest.
+
+    Attributes:
+        fixed: key=value that all cells share, as typed.
+        at_once: limit on concurrently running cells of an array; None: no limit.
+    """
 
     format: int
     fixed: tuple[str, ...]
@@ -56,12 +62,12 @@ class Sweep:
     cells: tuple[Cell, ...]
 
     def with_cells(self, new: tuple[Cell, ...]) -> Sweep:
-        """With these in place of those that have the same overrides, and added where there are none."""
+        """Return the sweep with ``new`` cells added, or in place of those with the same overrides."""
         cells = {cell.overrides: cell for cell in (*self.cells, *new)}
         return dataclasses.replace(self, cells=tuple(cells.values()))
 
     def runs(self, paths: SweepPaths) -> dict[tuple[str, ...], RunPaths]:
-        """The run of each cell that has one, by its overrides."""
+        """Return the run of each cell that has one, by the cell's overrides."""
         return {cell.overrides: RunPaths((paths.root / cell.run).resolve()) for cell in self.cells if cell.run}
 
     def save(self, paths: SweepPaths) -> None:
@@ -69,7 +75,11 @@ class Sweep:
 
 
 def load(paths: SweepPaths) -> Sweep:
-    """Raises UserError for what another version has written, or nobody can read."""
+    """Return the manifest.
+
+    Raises:
+        UserError: it was written by another version, or cannot be read.
+    """
     try:
         fields: dict[str, Any] = read_json(paths.book) or {}
         if fields.get("format") == FORMAT:
@@ -80,10 +90,14 @@ def load(paths: SweepPaths) -> Sweep:
 
 
 def opened(paths: SweepPaths, fixed: tuple[str, ...], varying: set[str], at_once: int | None) -> Sweep:
-    """The sweep's book, a new one where there is none. ``fixed``: key=value of all its cells; ``varying``: keys.
+    """Return the sweep's manifest, a new one if there is none.
+
+    Args:
+        fixed: key=value shared by all cells.
+        varying: keys that vary.
 
     Raises:
-        ConfigError: it was begun with something else.
+        ConfigError: the existing sweep has other keys or values.
     """
     if not paths.book.exists():
         return Sweep(format=FORMAT, fixed=fixed, at_once=at_once, cells=())
@@ -100,17 +114,17 @@ def opened(paths: SweepPaths, fixed: tuple[str, ...], varying: set[str], at_once
 
 
 def _but(words: set[str], others: set[str]) -> str:
-    """What ``words`` have that the others have not, and the keys that they lack."""
+    """Return the ``words`` missing in ``others``, and the keys that only ``others`` have."""
     lacking = {override_key(word) for word in others} - {override_key(word) for word in words}
     return " ".join([*sorted(words - others), *(f"no {key}" for key in sorted(lacking))])
 
 
 @contextmanager
 def alone(paths: SweepPaths) -> Generator[None]:
-    """Nobody else begins cells of the sweep meanwhile: each would be begun twice.
+    """Lock the sweep, so that no other command starts its cells a second time.
 
     Raises:
-        UserError: somebody else does.
+        UserError: another command holds the lock.
         SiteError: the directory cannot be used.
     """
     try:
@@ -137,7 +151,7 @@ def alone(paths: SweepPaths) -> Generator[None]:
         yield
 
 
-# who and where, and what is shown: a run that differs in these only is not run again
+# identity, location and display: a cell that differs only in these is not run again
 _NOT_CONTENT = ("format", "run", "command", "wandb", "notes", "fewer")
 _NOT_OF_CLUSTER = ("cwd", "import_from", "link_gbit", "grace_s", "max_restarts", "slurm", "min_nodes")
 _QUEUEING = (
@@ -145,19 +159,23 @@ _QUEUEING = (
     "nice", "begin",
 )  # fmt: skip
 _NOT_OF_TRAIN = ("hang_timeout", "straggler_share")
-# what is predicted, and may come out otherwise another time
+# predictions, which may differ from one planning to the next
 _PREDICTED = ("sync_reason", "forecasts", "memory_bytes", "rehearses")
 
 
 def content_of(plan: RunPlan, code: str) -> str:
-    """A digest of what a plan computes, and of where its speed is measured. ``code``: one of the user's files."""
+    """Return a digest of a plan's computation and of the hardware on which its speed is measured.
+
+    Args:
+        code: digest of the user's files.
+    """
     fields: dict[str, Any] = dataclasses.asdict(plan)
     cluster, strategy = fields["cluster"], fields["strategy"]
     known = {name: value for name, value in fields.items() if name not in _NOT_CONTENT}
     known["train"] = {name: value for name, value in fields["train"].items() if name not in _NOT_OF_TRAIN}
     known["cluster"] = {name: value for name, value in cluster.items() if name not in _NOT_OF_CLUSTER}
     if (slurm := cluster["slurm"]) is None:
-        known["machine"] = socket.gethostname()  # a home may be shared by unlike ones
+        known["machine"] = socket.gethostname()  # different machines may share a home directory
     else:
         options: dict[str, Any] = slurm["options"]
         known["options"] = {name: value for name, value in options.items() if name not in _QUEUEING}

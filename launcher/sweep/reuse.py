@@ -1,4 +1,4 @@
-"""Reuse of a sweep's runs: how its cells stand, which need not start, and which are started again."""
+"""Reuse of a sweep's runs: the state of its cells, which need not start, and which are restarted."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from launcher.sweep.manifest import Cell
 
 
 def look_at_sweeps(several: Sequence[SweepPaths]) -> dict[str, list[Run]]:
-    """The cells of each, by the sweep's directory, in the order in which they were asked for; one line that says why
-    where a sweep cannot be read."""
+    """Return each sweep's cells in request order, by the sweep's directory; one row with the error if unreadable."""
     found: dict[str, list[tuple[Cell, RunPaths | None]] | Run] = {}
     for paths in several:
         try:
@@ -80,21 +79,25 @@ _SAVED = frozenset({State.stopped, State.cancelled})
 
 @dataclass(frozen=True)
 class Known:
-    """Runs by what they compute. ``standing``: finished, in any sweep beside this one, or under way in this one;
-    ``resumable``: stopped in this one, with a checkpoint to go on from."""
+    """Existing runs by content.
+
+    Attributes:
+        standing: finished in any sweep beside this one, or active in this one.
+        resumable: stopped in this one, with a checkpoint.
+    """
 
     standing: dict[str, RunPaths]
     resumable: dict[str, RunPaths]
 
 
 def run_name(cell: Cell) -> str:
-    """``accumulation=4+workers_per_node=2-3fa9c1d2``: what varies, and the content, so that no two share a name."""
+    """Return a unique run name from overrides and content: ``accumulation=4+workers_per_node=2-3fa9c1d2``."""
     label = re.sub(r"[^A-Za-z0-9_.=+-]+", "_", cell.label.replace(" ", "+"))[:_LONGEST_LABEL].strip("_+.-=")
     return f"{label or 'cell'}-{str(cell.content)[:8]}"
 
 
 def recognise(wanted: Iterable[Cell], paths: SweepPaths) -> Known:
-    """What there is already of the cells that are ``wanted``; a run of this sweep's own comes before another's."""
+    """Return the existing runs of the ``wanted`` cells; a run of this sweep takes precedence."""
     own = {str(cell.content): _of_name(paths.root / run_name(cell)) for cell in wanted}
     recorded = _recorded(paths, set(own))
     every = {str(run.root): run for several in (*own.values(), *recorded.values()) for run in several}
@@ -113,19 +116,19 @@ def recognise(wanted: Iterable[Cell], paths: SweepPaths) -> Known:
 
 
 def _of_name(place: Path) -> list[RunPaths]:
-    """The run of a cell in its sweep, then those that began it again, as they did."""
+    """Return the run of a cell, followed by its retries in order."""
     again = [found for found in place.parent.glob(f"{place.name}.retry*") if found.suffix[6:].isdecimal()]
     places = [place, *sorted(again, key=lambda found: int(found.suffix[6:]))]
     return [RunPaths(found) for found in places if is_run(found)]
 
 
 def _recorded(paths: SweepPaths, contents: set[str]) -> dict[str, list[RunPaths]]:
-    """Runs of these contents, of all sweeps beside this one and of this one."""
+    """Return the runs with these contents in this sweep and all sweeps beside it."""
     found: dict[str, list[RunPaths]] = {}
     for sweep_paths in find_sweeps(paths.root.parent):
         try:
             sweep = manifest.load(sweep_paths)
-        except UserError:  # another version's, which has computed something else, or not for us to read
+        except UserError:  # written by another version, whose content differs, or not readable by this user
             continue
         runs = sweep.runs(sweep_paths)
         for cell in sweep.cells:
@@ -136,7 +139,13 @@ def _recorded(paths: SweepPaths, contents: set[str]) -> dict[str, list[RunPaths]
 
 @dataclass
 class Again:
-    """What was begun: the runs, Slurm's job ids, why it refused some, and exit statuses of what is over."""
+    """Restarted runs.
+
+    Attributes:
+        jobs: Slurm job ids.
+        refused: Slurm's reasons for refusals.
+        statuses: exit statuses of runs that have ended.
+    """
 
     runs: list[RunPaths] = field(default_factory=list[RunPaths])
     jobs: list[str] = field(default_factory=list[str])
@@ -150,12 +159,12 @@ def begin_again(
     planned: Callable[[Run], LaunchPlan],
     run_here: Callable[[LaunchPlan], int],
 ) -> Again:
-    """Begin runs of a sweep's once more, those that ask Slurm for the same as one array again.
+    """Restart runs of a sweep; those with equal Slurm requests become one array again.
 
     Args:
-        choose: the runs, as they stand when nobody else begins any.
-        planned: the plan of a run's next start, in its own directory or in a new one.
-        run_here: runs a plan on this machine, and returns its exit status.
+        choose: returns the runs to restart; called while the sweep is locked.
+        planned: returns the plan of a run's next start, in its own directory or a new one.
+        run_here: runs a plan on this machine and returns its exit status.
     """
     begun = Again()
     with manifest.alone(paths):
@@ -170,7 +179,7 @@ def begin_again(
             _note(paths, run, plan)
             begun.runs.append(plan.paths)
             begun.statuses.append(run_here(plan))
-            if begun.statuses[-1] in (EXIT_INTERRUPTED, EXIT_RESUMABLE):  # no more of it is wanted
+            if begun.statuses[-1] in (EXIT_INTERRUPTED, EXIT_RESUMABLE):  # stopped by the user or preempted
                 break
     return begun
 
@@ -189,7 +198,7 @@ def _submit(paths: SweepPaths, runs: Sequence[Run], planned: Callable[[Run], Lau
                 _note(paths, run, plan)
                 begun.runs.append(plan.paths)
                 begun.jobs.append(answer)
-            elif str(plan.paths.root) != run.dir:  # made for this start, which did not come about
+            elif str(plan.paths.root) != run.dir:  # created for this start, which failed
                 shutil.rmtree(plan.paths.root, ignore_errors=True)
             if isinstance(answer, UserError):
                 begun.refused.append(f"{run.name}: {answer}")
@@ -197,7 +206,7 @@ def _submit(paths: SweepPaths, runs: Sequence[Run], planned: Callable[[Run], Lau
 
 
 def _note(paths: SweepPaths, run: Run, plan: LaunchPlan) -> None:
-    """The cell's run is this one now."""
+    """Record the plan's run as the run of the cell."""
     sweep = manifest.load(paths)
     runs = sweep.runs(paths)
     cells = [

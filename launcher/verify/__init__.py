@@ -1,1 +1,1 @@
-"""`launch verify`: is the accumulated gradient that of one big batch?"""
+"""`launch verify`: check that the accumulated gradient is that of one big batch."""

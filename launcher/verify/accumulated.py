@@ -1,4 +1,4 @@
-"""The engine's side: gradients that it would hand to the optimizer, of the windows that are verified."""
+"""Engine side of verification: the gradients of the verified windows, as the optimizer would receive them."""
 
 from __future__ import annotations
 
@@ -31,14 +31,17 @@ from launcher.train.trainer import loss_and_items
 from launcher.train.world import World, device_of
 from launcher.verify.comparison import Gradient, without_dropout
 
-# DDP lays its buckets out anew after the first window: the second is another code path
+# DDP rebuilds its buckets after the first window, so the second one takes a different code path
 FULL_WINDOWS = 2
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A window to verify: ``size`` samples at ``place``. ``cut``: how many samples the data is cut to, so that its last
-    window is a short one; None for the data as it is."""
+    """Window to verify: ``size`` samples at ``place``.
+
+    Attributes:
+        cut: truncate the data to this many samples, so that its last window is short; None: use the data as it is.
+    """
 
     name: str
     place: Place
@@ -47,13 +50,15 @@ class Trial:
 
 
 def short_size(batch: Batch) -> int:
-    """Samples of a short window that is made up: over half of a window, and no whole number of micro-batches if that
-    can be; 0 where a window cannot be short."""
+    """Return the samples of an artificial short window; 0 if a window cannot be short.
+
+    It is over half of a window and, if possible, not a whole number of micro-batches.
+    """
     return batch.global_size // 2 + 1 if batch.global_size > 2 else batch.global_size - 1
 
 
 class MapTrials:
-    """Of data with a length: membership of a window is arithmetic."""
+    """Windows of data with a length, whose samples are computed from the window number."""
 
     def __init__(self, dataset: Any, plan: RunPlan) -> None:
         assert plan.task.samples is not None
@@ -73,7 +78,7 @@ class MapTrials:
             self.trials.append(Trial("short window, made up", BEGINNING, made_up, cut=made_up))
 
     def feed(self, trial: Trial, plan: RunPlan) -> tuple[Any, RunPlan]:
-        """The data in which the trial's window lies at its place, and ``plan`` for that data."""
+        """Return data in which the trial's window is at its place, and ``plan`` adapted to that data."""
         if trial.cut is None:
             return self._dataset, plan
         task = dataclasses.replace(plan.task, samples=trial.cut)
@@ -81,7 +86,7 @@ class MapTrials:
         return Subset(self._dataset, range(trial.cut)), dataclasses.replace(plan, task=task, epoch=epoch)
 
     def samples(self) -> list[list[Any]]:
-        """Of each trial, in the window's order. Random numbers that reading draws are those of each sample."""
+        """Return each trial's samples in window order, read with each sample's own random numbers."""
         return [list(self._read(trial)) for trial in self.trials]
 
     def _read(self, trial: Trial) -> Iterator[Any]:
@@ -95,7 +100,7 @@ class MapTrials:
 
 
 class StreamTrials:
-    """Of a stream: every rank reads what is its own to read. Collective: all ranks make it together."""
+    """Windows of a stream, in which each rank reads its own share. All ranks must construct it together."""
 
     def __init__(self, dataset: Any, plan: RunPlan, world: World) -> None:
         self._dataset, self._plan = dataset, plan
@@ -103,7 +108,7 @@ class StreamTrials:
         batch, size = plan.batch, plan.batch.global_size
         self._sources = world.size if self._sharded else 1
         made_up = short_size(batch)
-        # behind a full window: a rank whose share has ended by then has something to run with weight zero
+        # placed after a full window, so that a rank whose share has ended still has data to run with weight zero
         self._cut_at = size + made_up if made_up else None
         parts = [self._gathered(dataset, n, world) for n in range(FULL_WINDOWS)]
         if self._cut_at is not None:
@@ -120,11 +125,11 @@ class StreamTrials:
         self._world = world
 
     def _gathered(self, dataset: Any, window: int, world: World) -> list[Any]:
-        """The window's samples, on rank 0; elsewhere at most those that the rank reads itself."""
+        """Return the window's samples on rank 0; on other ranks at most those that the rank itself reads."""
         batch = self._plan.batch
         if self._sharded:
             blocks, count = blocks_of_windows(batch, 0, world.rank), batch.accumulation
-        else:  # it is every rank's, and rank 0 reads it
+        else:  # all ranks have the same stream; rank 0 reads it
             blocks, count = blocks_in_turn(batch.global_size, 1, 0), 1
         found: list[Any] = []
         if self._sharded or world.rank == 0:
@@ -151,7 +156,7 @@ class StreamTrials:
 
 
 class _Cut(IterableDataset[Any]):
-    """The beginning of a stream."""
+    """First samples of a stream."""
 
     def __init__(self, dataset: Any, samples: int, sharded: bool) -> None:
         self._dataset, self._count, self.sharded = dataset, samples, sharded
@@ -165,13 +170,17 @@ class _Cut(IterableDataset[Any]):
 
 
 def choose(dataset: Any, plan: RunPlan, world: World) -> MapTrials | StreamTrials:
-    """All ranks call it."""
+    """Return the windows to verify. All ranks must call it (collective)."""
     return MapTrials(dataset, plan) if plan.task.samples is not None else StreamTrials(dataset, plan, world)
 
 
 @dataclass(frozen=True)
 class Accumulated:
-    """One window as the engine ran it. ``gradient``: whole, on rank 0's host; empty on other ranks."""
+    """One window as run by the engine.
+
+    Attributes:
+        gradient: unsharded, on rank 0's host; empty on other ranks.
+    """
 
     trial: Trial
     samples: int
@@ -183,8 +192,13 @@ class Accumulated:
 
 @dataclass(frozen=True)
 class Beginning:
-    """The model as training begins with it, whole, on rank 0's host: ``values`` of parameters and buffers, and which
-    modules are in training mode. ``with_data``: as ``accumulate`` has it."""
+    """Model state at the start of training.
+
+    Attributes:
+        values: unsharded parameters and buffers, on rank 0's host.
+        training: whether each module is in training mode.
+        with_data: see ``accumulate``.
+    """
 
     values: dict[str, Tensor]
     training: dict[str, bool]
@@ -193,7 +207,12 @@ class Beginning:
 
 @dataclass(frozen=True)
 class Taken:
-    """``refused``: the error that would end training in one of the windows; those before it are here."""
+    """Results of ``accumulate``.
+
+    Attributes:
+        windows: windows run before an error, if any.
+        refused: error that would end training in the following window; None if there was none.
+    """
 
     beginning: Beginning
     windows: list[Accumulated]
@@ -201,8 +220,7 @@ class Taken:
 
 
 class Witness(Optimizer):
-    """Takes down the gradients that an optimizer would apply, and applies nothing: every window is compared at the
-    parameters that training begins with."""
+    """Optimizer that records gradients and updates nothing: every window is compared at the initial parameters."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], device: torch.device, keeps: bool) -> None:
         super().__init__(parameters, {"lr": 1.0})
@@ -216,15 +234,15 @@ class Witness(Optimizer):
 
 
 def whole(tensor: Tensor | None, device: torch.device, *, keep: bool) -> Tensor | None:
-    """A copy on the host, of all shards; all ranks call it, and get one where they ``keep`` it."""
+    """Return a copy on the host of all shards, or None unless ``keep``. All ranks must call it (collective)."""
     if isinstance(tensor, DTensor):
         sharded = cast("DTensor", tensor.to(device))
-        tensor = sharded.full_tensor()  # what is offloaded lies where no collective reaches it
+        tensor = sharded.full_tensor()  # offloaded shards are in host memory, which NCCL cannot access
     return tensor.detach().to("cpu", copy=True) if keep and tensor is not None else None
 
 
 def in_fp32(plan: RunPlan) -> RunPlan:
-    """The plan with nothing that rounds more than it must: fp32 throughout, gradients sent as they are, no compiler."""
+    """Return the plan with minimal rounding: fp32 throughout, uncompressed gradients, no compiler."""
     return dataclasses.replace(
         plan,
         precision=dataclasses.replace(
@@ -240,13 +258,14 @@ def in_fp32(plan: RunPlan) -> RunPlan:
 
 
 def accumulate(plan: RunPlan, world: World, windows: MapTrials | StreamTrials, *, with_data: bool) -> Taken:
-    """Run the windows one after the other on a fresh engine of ``plan``, at the parameters that training starts with.
-    Buffers keep what a window leaves in them, as in training. All ranks call it.
+    """Run the windows in order on a new engine of ``plan``, each at the initial parameters. All ranks must call it.
+
+    Buffers keep the changes that a window makes, as in training.
 
     Args:
-        with_data: whether ``train_data()`` leaves something in the task that its other methods may need.
+        with_data: whether ``train_data()`` sets attributes of the task that its other methods may need.
     """
-    # what does not belong into a gradient is left out, and no window is the last one
+    # disable everything that is not part of a gradient, and let no window be the last of the run
     train = dataclasses.replace(plan.train, clip_norm=None, calibrate_s=0.0, steps=None, epochs=None)
     plan = dataclasses.replace(plan, train=train)
     device = device_of(world, plan.cluster.device)
@@ -272,7 +291,7 @@ def accumulate(plan: RunPlan, world: World, windows: MapTrials | StreamTrials, *
         if isinstance(result, str):
             return dataclasses.replace(taken, refused=result)
         names = [name for name, p in module.named_parameters() if p.requires_grad]
-        # a window without items is left out of training: it has no gradient, nor a loss
+        # training skips a window without items: it has no gradient and no loss
         grads = witnesses[0].taken if result.items else [None] * len(names)
         gradient = dict(zip(names, grads, strict=True)) if keeps else {}
         loss = result.loss if result.items else 0.0
@@ -281,10 +300,10 @@ def accumulate(plan: RunPlan, world: World, windows: MapTrials | StreamTrials, *
 
 
 def _run(engine: Engine, task: Task, trial: Trial, dataset: Any) -> StepResult | str:
-    """One window, with fp16 again until its loss scale has settled; or the error with which training would end."""
+    """Run one window, with fp16 until its loss scale has settled; return the error that would end training, if any."""
     loss_of = functools.partial(loss_and_items, task, engine)
     kept = Kept(engine.parallel.module, engine.device)
-    of_a_step = (UnusedParameters, NotFinite, PolicyNotObserved, DataError, TaskError)  # on all ranks alike
+    of_a_step = (UnusedParameters, NotFinite, PolicyNotObserved, DataError, TaskError)  # raised on all ranks alike
     while True:
         engine.go_to(trial.place)
         opened = cast(

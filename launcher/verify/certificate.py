@@ -1,8 +1,8 @@
-"""The certificate of `launch verify`: what the workers measured, and the rule of its verdict. No torch.
+"""Certificate of `launch verify`: the workers' measurements and the rule of the verdict. Imports no torch.
 
 The rule. The accumulated gradient g of a window is compared with r, the gradient of the same samples as one big batch
-in one process, at the same parameters and with dropout off. This is done twice: with both in fp32, where only rounding
-or a mistake can be between them, and with g in the job's own arithmetic (precision, parameter format, TF32,
+in one process, at the same parameters and with dropout off. This is done twice: with both in fp32, where they can
+differ only by rounding or by a mistake, and with g in the job's own arithmetic (precision, parameter format, TF32,
 compression).
 
 - The limit follows from r's own rounding error, measured for each window:
@@ -10,15 +10,15 @@ compression).
   moved to a neighbouring fp32 number; at least 1e-5, for kernels that sum in another order, and at most 1e-3;
   in the job's arithmetic, three times the distance between r in fp32 and one big batch in that arithmetic, at least
   three times the format's unit roundoff, and at most 1/8. There g may be compared with either of these two.
-- A window agrees where ||g - r|| / ||r|| of the whole gradient is within that limit, and each group of parameters is
-  off by no more than the same multiple of its own rounding error (or of the whole gradient's, where that is more), or
-  by no more than a tenth of the limit of the whole: the gradient of a parameter on which the loss hardly depends (the
-  bias of attention's keys: not at all) is rounding itself, and has no correct digits to compare.
+- A window agrees if ||g - r|| / ||r|| of the whole gradient is within that limit, and the error of each group of
+  parameters is at most the same multiple of its own rounding error (or of the whole gradient's, if that is more), or
+  at most a tenth of the limit of the whole: the gradient of a parameter on which the loss hardly depends (the bias of
+  attention's keys: not at all) consists of rounding, and has no correct digits to compare.
 - Facts that break the claim for windows that were not compared (data that differs between ranks) decide by themselves.
-- What the probes suspect (a loss that is no sum, hidden state) explains a difference. Where all windows agree with one
-  big batch, the windows decide, and the suspicion is a warning for other micro-batches and other worlds.
-- Where the result cannot be computed twice alike, or rounding is larger than the largest limit, a difference proves
-  nothing: then nothing is certified either way.
+- Suspicions from the probes (a loss that is not a sum, hidden state) explain a difference. If all windows agree with
+  one big batch, the windows decide, and the suspicion is a warning for other micro-batches and world sizes.
+- If the result is not reproducible, or rounding exceeds the largest limit, a difference proves nothing, and neither
+  outcome is certified.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from launcher.errors import EXIT_DONE, EXIT_FAILED
 
 @dataclass(frozen=True)
 class Rule:
-    """The limit on the accumulated gradient's relative error.
+    """Limit on the accumulated gradient's relative error.
 
     Args:
         times: multiple of the rounding error of one big batch.
-        least_error: the rounding error that is assumed at least.
-        most: the largest limit.
+        least_error: lower bound assumed for the rounding error.
+        most: largest limit.
     """
 
     times: float
@@ -46,7 +46,7 @@ class Rule:
     most: float
 
     def uncapped(self, error: float) -> float:
-        """Return the limit for a rounding ``error`` of one big batch, without regard to ``most``."""
+        """Return the limit for a rounding ``error`` of one big batch, without the cap ``most``."""
         return self.times * max(error, self.least_error)
 
 
@@ -62,8 +62,11 @@ def narrow_rule(roundoff: float) -> Rule:
 class Effect(StrEnum):
     """Effect of a hazard on the verdict.
 
-    noted: nothing. suspect: it explains a difference, and is outweighed by windows that agree. breaks: it decides.
-    blinds: a difference proves nothing in its presence.
+    Attributes:
+        noted: none.
+        suspect: explains a difference, but is outweighed by windows that agree.
+        breaks: decides the verdict.
+        blinds: a difference proves nothing in its presence.
     """
 
     noted = "noted"
@@ -81,7 +84,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Hazard:
-    """``seen``: what was found, with its numbers; ``matters``: why; ``remedy``: what to do."""
+    """Hazard found by a probe: the observation (``seen``), why it matters, and the remedy."""
 
     name: str
     effect: Effect
@@ -95,12 +98,12 @@ class Deviation:
     """Distance of some parameters' gradient g from the reference r.
 
     Args:
-        name: of the group, or of the one parameter.
-        parameters: how many numbers.
+        name: of the group or parameter.
+        parameters: number of scalars.
         norm: ||r||.
-        error: ||g - r|| / ||r||; None where r is zero and g is not.
-        share: ||g - r|| / the norm of the whole reference gradient; None where that is zero and g is not.
-        limit: the largest share that is taken for rounding.
+        error: ||g - r|| / ||r||; None if r is zero and g is not.
+        share: ||g - r|| / the norm of the whole reference gradient; None if that is zero and g is not.
+        limit: largest share that counts as rounding.
     """
 
     name: str
@@ -112,7 +115,7 @@ class Deviation:
 
     @property
     def excess(self) -> float:
-        """Share divided by its limit: above 1, it is more than rounding."""
+        """Return share / limit; above 1, the deviation exceeds rounding."""
         return math.inf if self.share is None else self.share / self.limit
 
     @property
@@ -125,11 +128,12 @@ class Comparison:
     """One window's gradient against one big batch, in one arithmetic.
 
     Args:
-        arithmetic: in words, such as "fp32" or "bf16".
-        one_batch: relative rounding error of one big batch in it; None where that overflows.
-        uncapped: the limit that follows from ``one_batch``, without regard to the largest one.
-        whole: deviation of the whole gradient; groups: of each group of parameters; worst: of the parameters that
-            deviate most. The worst are shown and not judged.
+        arithmetic: description such as "fp32" or "bf16".
+        one_batch: relative rounding error of one big batch in it; None if that overflows.
+        uncapped: limit that follows from ``one_batch``, without the cap.
+        whole: deviation of the whole gradient.
+        groups: deviation of each group of parameters.
+        worst: parameters that deviate most, for display only.
     """
 
     arithmetic: str
@@ -145,7 +149,7 @@ class Comparison:
 
     @property
     def drowned(self) -> bool:
-        """Return True if it disagrees by no more than rounding without the cap."""
+        """Return whether it disagrees, but not by more than rounding without the cap."""
         if self.agrees or self.whole.share is None:
             return False
         groups = all(group.within for group in self.groups)
@@ -154,15 +158,16 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True)
 class WindowCheck:
-    """One window, accumulated, against its reference.
+    """One accumulated window against its reference.
 
     Args:
-        name: which one.
-        samples, items: of the window, by the engine's count; reference_items: by the reference's.
-        micro_batches: of each rank.
-        reference_batches: in how many batches the reference had to be computed; 1 is what was wanted.
+        name: description of the window.
+        samples, items: of the window, counted by the engine.
+        reference_items: counted by the reference.
+        micro_batches: per rank.
+        reference_batches: batches in which the reference was computed; 1 unless it did not fit into memory.
         loss, reference_loss: means over the items, in the first arithmetic compared.
-        comparisons: in fp32, and in the job's own arithmetic where that is another one.
+        comparisons: in fp32, and in the job's own arithmetic if that differs.
     """
 
     name: str
@@ -186,12 +191,12 @@ class WindowCheck:
 
 @dataclass(frozen=True, kw_only=True)
 class Certificate:
-    """What is printed, and what ``--json`` has.
+    """Result of `launch verify`, printed or written by ``--json``.
 
     Args:
-        job: what was verified, line by line.
-        refused: the error with which training would end.
-        notes: what the reader should know of the comparison.
+        job: description of the job, line by line.
+        refused: error that would end training.
+        notes: remarks on the comparison.
     """
 
     job: dict[str, str]
@@ -216,7 +221,7 @@ def judge(windows: Sequence[WindowCheck], hazards: Sequence[Hazard], refused: st
         return Outcome.differs, f"Because of: {', '.join(named[Effect.breaks])}."
     suspects = ", ".join(named[Effect.suspect])
     if all(window.agrees for window in windows):
-        # a reference that was itself added up from batches is no evidence against a suspicion
+        # a reference that was itself summed over batches cannot refute a suspicion
         if suspects and any(window.reference_batches > 1 for window in windows):
             return Outcome.differs, f"Because of: {suspects}. A window's reference is not one batch."
         exact = "The accumulated gradient is that of one big batch, to rounding"
@@ -225,7 +230,7 @@ def judge(windows: Sequence[WindowCheck], hazards: Sequence[Hazard], refused: st
     if named[Effect.blinds]:
         return Outcome.undecided, f"Two computations differ by themselves: {', '.join(named[Effect.blinds])}."
     differing = list(_differing(windows))
-    # what remembers earlier windows has no rounding error that could be measured
+    # with hidden state the rounding error cannot be measured
     if not suspects and all(comparison is not None and comparison.drowned for _, comparison in differing):
         return Outcome.undecided, f"Rounding is too large to tell: {_listed(differing)}."
     clues = ", ".join(hazard.name for hazard in hazards)
@@ -233,7 +238,7 @@ def judge(windows: Sequence[WindowCheck], hazards: Sequence[Hazard], refused: st
 
 
 def words(comparison: Comparison) -> str:
-    """Return the deviation of the whole gradient, its limit, and what the limit follows from, in one phrase."""
+    """Return the deviation of the whole gradient, its limit, and the rounding error behind the limit, as one phrase."""
     whole = comparison.whole
     off = "not zero, as one big batch's is," if whole.share is None else f"{whole.share:.1e} off"
     one = "overflows" if comparison.one_batch is None else f"rounds by {comparison.one_batch:.1e}"
@@ -241,13 +246,13 @@ def words(comparison: Comparison) -> str:
 
 
 def _largest(windows: Sequence[WindowCheck]) -> Iterator[str]:
-    """For each arithmetic, the comparison that is nearest to its limit."""
+    """Yield, for each arithmetic, the comparison closest to its limit."""
     for same in zip(*(window.comparisons for window in windows), strict=True):
         yield words(max(same, key=lambda comparison: comparison.whole.excess))
 
 
 def _differing(windows: Sequence[WindowCheck]) -> Iterator[tuple[WindowCheck, Comparison | None]]:
-    """The first comparison of each window that disagrees; None where only the items do."""
+    """Yield each window that disagrees with its first disagreeing comparison; None if only the items differ."""
     for window in windows:
         wrong = [comparison for comparison in window.comparisons if not comparison.agrees]
         if wrong:

@@ -1,4 +1,4 @@
-"""Comparison of gradients: their distance, in all and by groups, with dropout switched off."""
+"""Gradient comparison: distance of the whole gradient and of parameter groups, with dropout disabled."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _DROPOUTS = {
     if hasattr(place, name)
 }  # fmt: skip
 _ATTENTION = functional.scaled_dot_product_attention
-_ATTENTION_DROPOUT = 4  # its place among the arguments
+_ATTENTION_DROPOUT = 4  # position of dropout_p among the arguments
 
 
 def dropout_modules(model: nn.Module) -> list[str]:
-    """Names of the modules that drop something now."""
+    """Return the names of the modules with active dropout."""
     found: list[str] = []
     for name, module in model.named_modules():
         plain = isinstance(module, _DropoutNd) and module.p > 0
@@ -41,10 +41,10 @@ def dropout_modules(model: nn.Module) -> list[str]:
 
 @contextmanager
 def without_dropout(model: nn.Module, *, functions: bool = True) -> Iterator[None]:
-    """Around forward and backward passes: no dropout, of modules and (``functions``) of torch's functions.
+    """Disable dropout of modules and, with ``functions``, of torch's functions in forward and backward passes.
 
-    The modules are switched by themselves too, because a recomputation in backward runs in a thread of its own, where
-    the functions are as they always are.
+    The modules are switched separately because recomputation in backward runs in another thread, in which the functions
+    are not intercepted.
     """
     off = [module for module in model.modules() if isinstance(module, _DropoutNd) and module.training]
     inside = [module for module in model.modules() if isinstance(module, nn.MultiheadAttention | nn.RNNBase)]
@@ -82,7 +82,7 @@ WORST = 5
 
 
 def _norm_of_difference(one: Tensor | None, two: Tensor | None) -> float:
-    """In fp64; a gradient that is missing is zero."""
+    """Return the norm of the difference in fp64; a missing gradient is zero."""
     if one is None and two is None:
         return 0.0
     if one is None or two is None:
@@ -101,7 +101,7 @@ def _together(norms: Iterable[float]) -> float:
 
 
 def distance(one: Gradient, two: Gradient) -> float:
-    """||one - two|| / ||one||; infinite where only one of them is zero."""
+    """Return ||one - two|| / ||one||; infinite if only ``one`` is zero."""
     apart = _together(_norm_of_difference(one[name], two[name]) for name in one)
     size = _together(_norm(one[name]) for name in one)
     if not apart:
@@ -110,11 +110,11 @@ def distance(one: Gradient, two: Gradient) -> float:
 
 
 def compare(arithmetic: str, got: Gradient, wanted: Gradient, rounded: Gradient, rule: Rule) -> Comparison:
-    """Return the deviation of the gradient ``got`` from the one that was ``wanted``, judged by ``rule``.
+    """Return the deviation of the gradient ``got`` from ``wanted``, judged by ``rule``.
 
     Args:
-        rounded: the gradient of one big batch in the arithmetic of ``got``: its distance from ``wanted`` is the
-            rounding error from which the limits follow.
+        rounded: gradient of one big batch in the arithmetic of ``got``; its distance from ``wanted`` is the rounding
+            error from which the limits follow.
     """
     off = {name: _norm_of_difference(got[name], wanted[name]) for name in wanted}
     rounding = {name: _norm_of_difference(rounded[name], wanted[name]) for name in wanted}
@@ -129,7 +129,7 @@ def compare(arithmetic: str, got: Gradient, wanted: Gradient, rounded: Gradient,
         names = list(names)
         apart, norm = _together(off[name] for name in names), _together(norms[name] for name in names)
         allowed = limit
-        if part:  # its own rounding error, or its share of the whole gradient's
+        if part:  # the part's own rounding error, or its share of the whole gradient's
             own = rule.times * _together(rounding[name] for name in names)
             shares = (limit / 10, _ratio(own, total), (uncapped or limit) * norm / (total or 1.0))
             allowed = max(share for share in shares if share is not None and math.isfinite(share))
@@ -161,7 +161,7 @@ def _ratio(off: float, norm: float) -> float | None:
 
 
 def _grouped(names: list[str]) -> dict[str, str]:
-    """Each parameter's group: the modules just below where the names part, so that there are several of them."""
+    """Return each parameter's group: the modules at the first level at which the names differ."""
     parts = [name.split(".") for name in names]
     common = 0
     while all(len(part) > common + 1 for part in parts) and len({part[common] for part in parts}) == 1:

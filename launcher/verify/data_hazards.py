@@ -1,4 +1,4 @@
-"""Is the data the same on every rank, and the same each time that it is read? All ranks ask together."""
+"""Data hazards: data that differs between ranks or between readings. All ranks must call the probes together."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from launcher.train.data.window_feed import Shard, blocks_in_turn
 from launcher.train.world import World
 from launcher.verify.certificate import Effect, Hazard
 
-# samples that are looked at
+# number of samples that are compared
 LOOKED_AT = 64
 
 
 def probe_length(dataset: Any, plan: RunPlan, world: World) -> Hazard | None:
-    """What the engine would refuse, on the rank where it is so."""
+    """Return the hazard if a rank's dataset length differs from the plan, which the engine would refuse."""
     if plan.task.samples is None:
         return None
     lengths = world.of_all(len(dataset) if isinstance(dataset, Sized) else None)
@@ -32,7 +32,7 @@ def probe_length(dataset: Any, plan: RunPlan, world: World) -> Hazard | None:
 
 
 def probe_data(dataset: Any, plan: RunPlan, world: World) -> list[Hazard]:
-    """The same answer on every rank."""
+    """Return the hazards in the data, the same on every rank."""
     if plan.task.samples is None:
         return _of_stream(dataset, plan, world)
     return _of_map(dataset, plan, world, min(LOOKED_AT, plan.task.samples))
@@ -53,7 +53,7 @@ def _of_map(dataset: Any, plan: RunPlan, world: World, count: int) -> list[Hazar
 
     first, again, other = read(plan.train.seed), read(plan.train.seed), read(plan.train.seed + 1)
     everyone = world.of_all((first, _different(first, again), _different(first, other)))
-    # of what is another one each time, no more can be asked
+    # data that changes between readings cannot be compared further
     if unstable := sorted({place for _, places, _ in everyone for place in places}):
         return [_unstable(f"{len(unstable)} of {count} samples, the one with index {indices[unstable[0]]} first")]
     found: list[Hazard] = []
@@ -129,7 +129,7 @@ def _different(one: list[str], two: list[str]) -> list[int]:
 
 
 class _Content(pickle.Pickler):
-    """By value: pickled tensors hold the whole storage that they are a view of."""
+    """Pickler of tensors by value: a regular pickle contains the whole storage behind a view."""
 
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, Tensor):
@@ -152,6 +152,6 @@ def _fingerprint(sample: Any) -> str:
     digest = _Digest()
     try:
         _Content(digest).dump(sample)  # pyright: ignore[reportArgumentType]
-    except (pickle.PicklingError, TypeError, AttributeError):  # it cannot be pickled, and so not be compared
+    except (pickle.PicklingError, TypeError, AttributeError):  # cannot be pickled, and therefore not compared
         return ""
     return digest.hash.hexdigest()

@@ -1,7 +1,7 @@
-"""Hazards: what can make accumulation differ from the big batch, found by running the task on rank 0.
+"""Hazards: causes of a difference between accumulation and the big batch, found by running the task on rank 0.
 
-Every probe runs a few micro-batches and compares; only BatchNorm and dropout are also named, where the modules are
-torch's own.
+Every probe runs a few micro-batches and compares the results. Only BatchNorm and dropout are also detected by module
+type, for torch's own modules.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from launcher.verify.certificate import FP32, Effect, Hazard
 from launcher.verify.comparison import Gradient, distance, dropout_modules, without_dropout
 from launcher.verify.reference import Plain
 
-# relative; the same arithmetic gives the same to this on any device
+# relative tolerance within which the same arithmetic is reproducible on any device
 SAME = 1e-5
 
 
 def probe_memory(make: Callable[[], Plain], first: Sequence[Any], other: Sequence[Any]) -> list[Hazard]:
-    """Is a micro-batch's gradient another after other micro-batches, or another each time?"""
+    """Check that a micro-batch's gradient is reproducible and does not depend on earlier micro-batches."""
     fresh, again = make(), make()
     with without_dropout(fresh.model), without_dropout(again.model):
         fresh.put_back()
@@ -60,7 +60,7 @@ def _apart(one: tuple[float, float, Gradient], two: tuple[float, float, Gradient
 def _changed_buffers(plain: Plain) -> list[str]:
     now = dict(plain.model.named_buffers())
     was = plain.beginning.values
-    if plain.plan.batch.norm is Norm.window:  # the engine's layers count windows, unlike those of the plain model
+    if plain.plan.batch.norm is Norm.window:  # the engine's layers count windows; the plain model's count micro-batches
         for layer, module in batch_norms(plain.model).items():
             for name, _ in module.named_buffers(layer, recurse=False):
                 now.pop(name, None)
@@ -109,9 +109,10 @@ _PARTS = 4
 
 
 def probe(make: Callable[[], Plain], window: Sequence[Any], micro_size: int, rounding: float) -> list[Hazard]:
-    """Return all that is found on a window's samples.
+    """Return all hazards found on a window's samples.
 
-    What is not the same twice, or remembers, fails every later comparison too, so those are left out then.
+    Later comparisons are skipped if results are not reproducible or depend on earlier micro-batches, since they would
+    fail for that reason.
 
     Args:
         make: builds the task and the model, in fp32.
@@ -133,7 +134,7 @@ def probe(make: Callable[[], Plain], window: Sequence[Any], micro_size: int, rou
 
 
 def _answer(plain: Plain, samples: Sequence[Any]) -> list[Hazard]:
-    """Of what form is the task's loss?"""
+    """Check the form of the task's loss."""
     plain.put_back()
     answer = plain.ask(samples)
     if not isinstance(answer, Loss):
@@ -162,8 +163,11 @@ def _answer(plain: Plain, samples: Sequence[Any]) -> list[Hazard]:
 
 
 def _sum(plain: Plain, window: Sequence[Any], micro_size: int, same: float) -> list[Hazard]:
-    """Compare the loss of several micro-batches together with the sum of theirs, and their gradients: when training
-    starts all items may have the same loss. Statistics of BatchNorm are another matter, and left out."""
+    """Compare loss and gradient of several micro-batches as one batch with the sum over the micro-batches.
+
+    The gradient matters because all items may have the same loss when training starts. BatchNorm's statistics are a
+    separate hazard, and are excluded here.
+    """
     many = window[: min(_PARTS * micro_size, plain.most or len(window))]
     size = micro_size if len(many) > micro_size else -(-len(many) // 2)
     if len(many) <= size:
@@ -176,7 +180,7 @@ def _sum(plain: Plain, window: Sequence[Any], micro_size: int, same: float) -> l
     for module in normed:
         module.training = True
     found: list[Hazard] = []
-    # both are means over their own items
+    # both results are means over their own items
     factor = apart.items / (together.items or 1.0)
     added = {name: None if part is None else part * factor for name, part in apart.gradient.items()}
     off = max(distance(together.gradient, added), abs(apart.loss * factor / (together.loss or 1.0) - 1))
@@ -208,7 +212,7 @@ def _sum(plain: Plain, window: Sequence[Any], micro_size: int, same: float) -> l
 
 
 def _randomness(plain: Plain, samples: Sequence[Any]) -> list[Hazard]:
-    """Do other random numbers give another loss, with dropout and without?"""
+    """Check whether the loss depends on random numbers, with dropout and without."""
 
     def differs() -> bool:
         totals: list[float] = []

@@ -1,4 +1,4 @@
-"""The reference: the same samples as one big batch, in one process, by the task's own model and loss alone."""
+"""Reference gradient: the same samples as one big batch, in one process, using only the task's own model and loss."""
 
 from __future__ import annotations
 
@@ -25,14 +25,19 @@ from launcher.train.trainer import as_loss
 from launcher.verify.accumulated import Beginning
 from launcher.verify.comparison import Gradient
 
-# of the memory that is free, so much may be planned with: what is saved for backward is not all that a pass takes
+# usable fraction of free memory: a pass needs more than the tensors saved for backward
 _FREE_SHARE = 0.5
 _NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
 
 @dataclass(frozen=True)
 class Whole:
-    """``gradient``: of the mean over the items, on the host. ``batches``: in how many it was computed."""
+    """Reference of a window.
+
+    Attributes:
+        gradient: of the mean over the items, on the host.
+        batches: number of batches in which it was computed.
+    """
 
     gradient: Gradient
     loss: float
@@ -42,11 +47,11 @@ class Whole:
 
 @dataclass
 class Plain:
-    """The task and its model, unwrapped, as training starts with them, in the arithmetic of ``plan.precision``.
+    """The task and its unwrapped model at the start of training, in the arithmetic of ``plan.precision``.
 
     Args:
-        beginning: values and number formats of parameters and buffers, as the engine of the same plan had them.
-        most: samples that fit into one batch, as far as that is known.
+        beginning: values and number formats of parameters and buffers, from the engine of the same plan.
+        most: samples that fit into one batch, if known.
     """
 
     plan: RunPlan
@@ -77,11 +82,11 @@ class Plain:
         self.keep()
 
     def keep(self) -> None:
-        """Let ``put_back`` restore random numbers and declared buffers as they are now."""
+        """Save random number state and declared buffers for ``put_back``."""
         self._kept = Kept(self.model, self.device)
 
     def put_back(self) -> None:
-        """Restore random numbers and declared buffers: as at the start, or as at the last ``keep``."""
+        """Restore random number state and declared buffers from the start or the last ``keep``."""
         self._kept.put_back()
 
     @contextmanager
@@ -108,10 +113,10 @@ class Plain:
         return as_loss(self.ask(samples), len(samples), self.plan.task.target)
 
     def backward(self, samples: Sequence[Any]) -> tuple[float, float, Gradient]:
-        """Return total loss, items, and the total's gradient, as one batch."""
+        """Return (total loss, items, gradient of the total) of the samples as one batch."""
         loss = self.loss(samples)
         items = float(loss.items.item() if isinstance(loss.items, Tensor) else loss.items)
-        # fp16 computes the gradient of the mean, times a loss scale, as it would in training
+        # fp16: backward of the mean times a loss scale, as in training
         factor = self.plan.precision.init_scale / (items or 1.0) if self.precision.scales else 1.0
         while True:
             self.model.zero_grad(set_to_none=True)
@@ -126,7 +131,7 @@ class Plain:
         return loss.total.item(), items, gradient
 
     def whole(self, samples: Sequence[Any]) -> Whole:
-        """Return the gradient of the window's mean: of one batch, or of as few as fit into memory, each sum added up.
+        """Return the gradient of the window's mean, computed in one batch or in as few as fit into memory.
 
         Raises:
             RunError: not even one sample fits.
@@ -144,12 +149,12 @@ class Plain:
                         "The reference does not fit: one sample of the whole model is too much for one device.\n"
                         "  Verify with more memory (cluster.device=cpu), or with a smaller model of the same code."
                     ) from None
-            # beside the exception, which holds on to the pass's tensors
+            # outside the except block: the exception keeps the pass's tensors alive
             self.model.zero_grad(set_to_none=True)
             self.most = size // 2
 
     def in_batches(self, batches: Sequence[Sequence[Any]]) -> Whole:
-        """Return the same of batches as they are given: their sums added up, over all their items."""
+        """Return the same for given batches: their sums added up, divided by all their items."""
         total, items, sums = 0.0, 0.0, dict[str, Tensor | None]()
         for batch in batches:
             self.put_back()
@@ -162,8 +167,11 @@ class Plain:
         return Whole(mean, total / (items or 1.0), items, len(batches))
 
     def _estimate(self, samples: Sequence[Any]) -> int:
-        """How many samples' activations fit into the host's memory. A process that takes more than there is is killed,
-        not told, so it is not tried; a GPU tells."""
+        """Return how many samples' activations fit into the host's memory.
+
+        Trying is not an option on a CPU: a process that exceeds memory is killed without an exception. A GPU raises
+        one.
+        """
         few = samples[: self.plan.batch.micro_size]
         if self.device.type != "cpu" or len(few) == len(samples):
             return len(samples)
@@ -175,7 +183,7 @@ class Plain:
 
 
 def _on_host(gradient: Tensor, factor: float) -> Tensor:
-    """Return a copy in fp32 at least, divided by the ``factor`` of its loss."""
+    """Return a copy in fp32 or wider, divided by the loss ``factor``."""
     copy = gradient.detach().to("cpu", torch.promote_types(gradient.dtype, torch.float32), copy=True)
     return copy if factor == 1 else copy.div_(factor)
 
@@ -191,7 +199,7 @@ def _is_for_memory(error: BaseException) -> bool:
 
 @contextmanager
 def _saved_bytes() -> Iterator[dict[int, int]]:
-    """Bytes that the forward passes inside keep for backward, by storage."""
+    """Record the bytes that forward passes inside the context save for backward, by storage address."""
     saved: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""What each rank of `launch verify` runs: together the job's windows on its engine, then rank 0 alone the reference.
+"""Rank of `launch verify`: all ranks run the job's windows on its engine, then rank 0 alone computes the reference.
 
     python -m launcher.verify.verify_worker PLAN
 
-Rank 0 leaves certificate.json and summary.json in the run's directory.
+Rank 0 writes certificate.json and summary.json to the run's directory.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main(plan_path: str) -> None:
     die_with_parent(int(os.environ[AGENT_PID]))
     join_output_streams()
     mark_last_words()
-    lower_shield()  # there is nothing to save: a signal ends it
+    lower_shield()  # nothing to save: a signal may end the process
 
     from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -68,16 +68,16 @@ def _run(plan: RunPlan) -> None:
 
 
 def verify(plan: RunPlan, world: World) -> Certificate | None:
-    """All ranks call it; rank 0 gets the certificate."""
+    """Return the certificate on rank 0, None on other ranks. All ranks must call it."""
     device = device_of(world, plan.cluster.device)
     join(world, device, plan.train.hang_timeout)
     plan = precision.decided(plan, world, device, plan.paths.precision)
     together = _together(dataclasses.replace(plan, batch=dataclasses.replace(plan.batch, ramp=())), world)
-    gc.collect()  # the engines' memory is the reference's
+    gc.collect()  # free the engines' memory for the reference
     disband()
     if world.rank:
         return None
-    # the user's code may ask for its rank, and a module that normalises over ranks finds this one alone
+    # the user's code may query its rank, and a module that normalises over ranks must see a world of one
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         return _certify(plan, device, together)
@@ -90,8 +90,8 @@ class Together:
     """Results that all ranks obtained together.
 
     Args:
-        taken: the windows in fp32; None where the data allows no window to start.
-        own: the windows in the job's own arithmetic under ``own_plan``; None where that is fp32 too.
+        taken: the windows in fp32; None if the data allows no window to start.
+        own: the windows in the job's own arithmetic under ``own_plan``; None if that is fp32 too.
         samples: samples of each window, on rank 0 only.
     """
 
@@ -109,7 +109,7 @@ def _together(plan: RunPlan, world: World) -> Together:
     task = load_task(plan.task.target, plan.task.params, plan.cluster.import_from, seed)
     before = dict(getattr(task, "__dict__", {}))
     data = train_data(task, seed)
-    # tokenising and reading may take long: each later task of its own does it only where the loss may need it
+    # tokenising and reading may take long: tasks constructed later repeat it only if the loss may need the result
     with_data = any(value is not before.get(name) for name, value in getattr(task, "__dict__", {}).items())
     if (length := probe_length(data, plan, world)) is not None:
         return Together([length], None, None, own_plan, [])
@@ -126,7 +126,7 @@ def _together(plan: RunPlan, world: World) -> Together:
 
 
 def arithmetic_of(plan: RunPlan, taken: Taken) -> str:
-    """Return in words what the job computes in."""
+    """Return a description of the arithmetic that the job computes in."""
     names = {dtype: kind.value for kind, dtype in DTYPES.items()}
     kept = {names[value.dtype] for value in taken.beginning.values.values() if value.dtype in names}
     parts = [plan.precision.kind.value, *(f"{name} parameters" for name in sorted(kept))]
@@ -143,7 +143,7 @@ def _say(world: World, text: str) -> None:
 
 
 def _certify(plan: RunPlan, device: torch.device, found: Together) -> Certificate:
-    """On rank 0, alone."""
+    """Return the certificate. Runs on rank 0 only."""
     taken, own = found.taken, found.own
     if taken is None:
         return _certificate(plan, [], found.hazards, [], "Its data is not the same on all ranks.")
@@ -172,7 +172,7 @@ def _certify(plan: RunPlan, device: torch.device, found: Together) -> Certificat
 
 
 def _evaluation_error(plain: Plain) -> str | None:
-    """Return the error that evaluating the first held-out micro-batch ends with; None if it succeeds."""
+    """Return the error of evaluating the first held-out micro-batch; None if it succeeds."""
     plain.model.eval()
     try:
         data: Any = eval_data(plain.task, plain.plan.train.seed)
@@ -189,10 +189,10 @@ def _evaluation_error(plain: Plain) -> str | None:
 def _compared_in_fp32(
     plan: RunPlan, device: torch.device, taken: Taken, samples: Sequence[Sequence[Any]]
 ) -> tuple[list[Whole], list[list[Comparison]], int | None]:
-    """Return the reference of each window, its comparisons so far, and how many samples fit into one batch."""
+    """Return each window's reference, its comparisons so far, and how many samples fit into one batch."""
     plain = Plain(in_fp32(plan), taken.beginning, device)
     wholes = list(_in_turn(plain, samples))
-    # a model of its own, which remembers as much of earlier windows, should it remember any
+    # a separate model, so that hidden state, if any, has seen the same number of earlier windows
     twin = Plain(in_fp32(plan), taken.beginning, device, plain.most)
     backwards = [of_window[::-1] for of_window in samples]
     with twin.nudged():
@@ -204,7 +204,7 @@ def _compared_in_fp32(
 
 
 def _in_turn(plain: Plain, windows: Sequence[Sequence[Any]]) -> Iterator[Whole]:
-    """Yield each window as one batch. As in training, a window starts with the buffers that the one before left."""
+    """Yield each window as one batch. As in training, a window starts with the buffers left by the previous one."""
     with without_dropout(plain.model):
         for samples in windows:
             whole = plain.whole(samples)
@@ -230,14 +230,14 @@ def _compared_as_configured(
 
 
 def _sent_as(plan: RunPlan) -> torch.dtype | None:
-    """Return the format in which ranks send gradients, where that is narrower than fp32."""
+    """Return the format in which ranks send gradients; None if it is fp32."""
     if plan.batch.world_size > 1 and plan.strategy.kind in SHARDED:
         return DTYPES.get(plan.precision.reduce_dtype)
     return torch.bfloat16 if plan.strategy.compress is Compress.bf16 else None
 
 
 def _rule(plan: RunPlan, own: Taken) -> Rule:
-    """Return the rule for the coarsest format that the job computes, keeps or sends in."""
+    """Return the rule for the coarsest format in which the job computes, stores or sends."""
     formats = {DTYPES.get(plan.precision.kind), _sent_as(plan), *(t.dtype for t in own.beginning.values.values())}
     roundoffs = [torch.finfo(each).eps / 2 for each in DTYPES.values() if each in formats]
     return narrow_rule(max(roundoffs)) if roundoffs else FP32
@@ -246,7 +246,7 @@ def _rule(plan: RunPlan, own: Taken) -> Rule:
 def _as_sent(gradient: Gradient, dtype: torch.dtype | None, ranks: int) -> Gradient:
     """Return ``gradient`` with the rounding error of being sent as ``dtype``.
 
-    A ring rounds each number when it is sent, in each of its sums, and when it is divided.
+    A ring rounds each number when it is sent, at each addition, and when it is divided.
     """
     if dtype is None:
         return gradient
@@ -257,7 +257,7 @@ def _as_sent(gradient: Gradient, dtype: torch.dtype | None, ranks: int) -> Gradi
 
 
 def _moved(gradient: Gradient, start: Gradient, end: Gradient) -> Gradient:
-    """Return ``gradient`` moved by the way from ``start`` to ``end``."""
+    """Return ``gradient`` + ``end`` - ``start``."""
     return {
         name: None if part is None or (b := end[name]) is None else part + b - (0 if (a := start[name]) is None else a)
         for name, part in gradient.items()
@@ -334,7 +334,7 @@ def _notes(plan: RunPlan, found: Together, most: int | None, wholes: Sequence[Wh
 
 
 def _formats(found: Together) -> str:
-    """Return in which arithmetic the comparison is made, and which settings fp32 takes the place of."""
+    """Return the arithmetic of the comparison, and which settings fp32 replaces."""
     own, plain = found.own_plan, in_fp32(found.own_plan)
     if own == plain:
         return "fp32, as configured"
