@@ -38,6 +38,8 @@ class LauncherError(Exception):
 
 
 class UserError(LauncherError):
+    """Wrong input, found before anything starts."""
+
     exit_status = EXIT_USER
 
 

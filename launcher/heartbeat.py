@@ -69,6 +69,7 @@ class Stand:
 
     @property
     def words(self) -> str:
+        """Description of the activity, for messages."""
         match self.phase:
             case Phase.starting:
                 return f"its start: {STARTS[self.number]}"
@@ -95,10 +96,12 @@ def address(file: int, local_rank: int) -> str:
 
 
 def size_of(ranks: int) -> int:
+    """Return the bytes of memory for this many ranks."""
     return ranks * _RECORD.size
 
 
 def read(memory: mmap.mmap, local_rank: int) -> Stand:
+    """Return the last progress that a worker published."""
     beats, phase, number, window, step = _RECORD.unpack_from(memory, local_rank * _RECORD.size)
     return Stand(beats, Phase(phase), number, window, step)
 

@@ -15,6 +15,7 @@ from typing import Any, Self
 
 
 def in_words(number: float) -> str:
+    """Return a number of bytes as text, in B, kB, MB or GB (powers of 1000)."""
     for unit in ("B", "kB", "MB", "GB"):
         if number < 1000 or unit == "GB":
             break

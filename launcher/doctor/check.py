@@ -1,4 +1,4 @@
-"""Check: one line of a report, with its state, the finding, and the remedy. Used by the doctor and others."""
+"""Check: one line of a report, with its state, the finding, and the remedy. Used by the doctor and the report."""
 
 from __future__ import annotations
 
@@ -51,4 +51,5 @@ def merge(checks: Iterable[Check], hosts: Sequence[str]) -> list[Check]:
 
 
 def exit_status(checks: Iterable[Check]) -> int:
+    """Return 1 if any check is a failure, else 0."""
     return EXIT_FAILED if any(check.state is State.failure for check in checks) else EXIT_DONE

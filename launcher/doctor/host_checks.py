@@ -31,6 +31,7 @@ def python(login: Answer, answer: Answer) -> Check:
 
 
 def packages(login: Answer, answer: Answer) -> Check:
+    """Check that all packages are installed, in the versions of ``login``, and that torch is new enough."""
     facts, host = answer["facts"], answer["host"]
     there: dict[str, str | None] = facts["packages"]
     missing = [name for name in PACKAGES if there[name] is None and name not in _OPTIONAL]

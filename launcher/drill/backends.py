@@ -61,10 +61,7 @@ class Stage(Protocol):
         ...
 
     def patience_s(self, cold: float) -> float | None:
-        """Return the seconds that an interrupted run may take to its next step; None: no limit, it may be queued.
-
-        ``cold``: seconds of a cold start.
-        """
+        """Return the seconds until the next step after an interruption; None: no limit. ``cold``: of a cold start."""
         ...
 
     def leftovers(self) -> list[str]:

@@ -28,6 +28,8 @@ _DIES_WITHIN_S = 20.0
 
 @dataclass(frozen=True)
 class Process:
+    """Process of this host. ``rank``: its RANK, if it belongs to the run."""
+
     pid: int
     parent: int
     command: str

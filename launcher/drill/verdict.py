@@ -35,6 +35,8 @@ class Kind(StrEnum):
 
 
 class DrillOutcome(StrEnum):
+    """Outcome of a drill, in the words in which it is printed."""
+
     survives = "survives"
     varies = "survives, and is not deterministic by itself"
     damaged = "does not survive"

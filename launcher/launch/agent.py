@@ -44,12 +44,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Ended:
-    """How the workers of this node ended.
-
-    Args:
-        status: exit status of the agent.
-        words: fields to add to the summary that the workers wrote.
-    """
+    """Outcome of this node's workers. ``status``: exit status. ``words``: fields to add to the workers' summary."""
 
     status: int
     words: dict[str, Any]
@@ -75,12 +70,7 @@ def main(run_dir: str, plan_name: str, parent: str, incarnation: str) -> int:
 
 
 def begin(fence: Fence, **known: Any) -> None:
-    """Open a new incarnation and delete the verdicts of earlier ones.
-
-    Args:
-        fence: fence of the new incarnation.
-        known: fields that the other nodes read from incarnation.json.
-    """
+    """Open a new incarnation and delete the verdicts of earlier ones. ``known``: fields for the other nodes to read."""
     paths = fence.paths
     fence.claim(attempt=paths.next_attempt(), **known)
     clear_torn(paths.root)
@@ -115,6 +105,7 @@ def serve(plan: LaunchPlan, plan_file: Path, own: Incarnation, shield: StopShiel
 
 
 def load_plan(path: Path) -> LaunchPlan:
+    """Return the plan in ``path``: a RunPlan for `launch train`, else a LaunchPlan."""
     fields = read_json(path) or {}
     return (RunPlan if "batch" in fields else LaunchPlan).load(path)
 
@@ -333,6 +324,7 @@ def start_mirror(plan: LaunchPlan, own: Incarnation) -> subprocess.Popen[bytes] 
 
 
 def finish_mirror(mirror: subprocess.Popen[bytes] | None, paths: RunPaths, within_s: float) -> None:
+    """Let the mirror send the rest for at most ``within_s`` seconds, then kill it."""
     if mirror is None or mirror.stdin is None:
         return
     mirror.stdin.close()

@@ -28,7 +28,6 @@ class Answer:
     """Answer of a rank that was asked for its stack.
 
     Args:
-        stack: stacks of all its threads.
         place: innermost frame outside the standard library and torch.
         waits: True if the rank waits for other ranks.
         silent: reason for a missing stack.

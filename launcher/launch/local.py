@@ -45,7 +45,7 @@ class Display(Protocol):
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a run ended. ``summary``: content of summary.json. ``plan``: the last one, perhaps for fewer hosts."""
+    """Outcome of a run. ``summary``: content of summary.json. ``plan``: the last one, perhaps for fewer hosts."""
 
     status: int
     summary: dict[str, Any]

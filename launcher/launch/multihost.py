@@ -46,7 +46,6 @@ def gather(plan: P, config_yaml: str, run_name: str | None, say: Say) -> tuple[P
 
     Args:
         plan: plan that this host made by itself.
-        config_yaml: text of the run's config.yaml.
         run_name: run.name as the user set it, or None.
         say: shows one line to the user.
 

@@ -166,7 +166,6 @@ def require_reach(address: str, port: int, whose: str, seconds: float = 5.0) -> 
 
     Args:
         whose: description of the host that announced ``address`` as its own.
-        seconds: time limit of the connection.
 
     Raises:
         SiteError: The host cannot be reached, or ``address`` belongs to this host too.

@@ -146,7 +146,7 @@ class Alone:
 
 @dataclass(frozen=True)
 class Again:
-    """How this host continues without the hosts that are gone.
+    """New place of this host in a job that continues without the hosts that are gone.
 
     Args:
         node: new number of this host.

@@ -54,12 +54,7 @@ _SAVER = "/launcher/train/checkpoint/async_save.py"
 
 @dataclass(frozen=True)
 class Stacks:
-    """Stacks of one process.
-
-    Args:
-        text: stacks of all its threads and of its loader processes; empty without an answer.
-        why: reason for a missing answer.
-    """
+    """Stacks of a process and its loaders. ``text``: empty without an answer; ``why`` then gives the reason."""
 
     text: str
     why: str = ""
@@ -81,7 +76,7 @@ class Stacks:
 
     @property
     def place(self) -> str:
-        """``FILE:LINE in FUNCTION`` of the innermost frame outside the standard library and torch."""
+        """Innermost frame outside the standard library and torch, as ``FILE:LINE in FUNCTION``."""
         frames = _frames(self.telling)
         own = [frame for frame in frames if "/torch/" not in frame[0]]
         for file, line, name in own or frames:
@@ -160,13 +155,11 @@ class _Attempt:
     """Watch state of the current attempt.
 
     Args:
-        number: of the attempt in this incarnation, from 0.
         ranks: (rank, log) by local rank.
         stands: last progress by rank.
         quiet_s: seconds without progress, by rank. Like ``unheard_s`` it only counts time in which this process ran.
         heard: last message by node.
         unheard_s: seconds without a new message, by node.
-        looks: number of looks so far.
         asked: number of requests for stacks so far.
         over: True once the attempt has a verdict, or node 0 is gone.
     """
@@ -207,13 +200,7 @@ class HangWatch(threading.Thread):
     """Thread that watches for hangs while the context is open. ``last``: newest hang found, on any host."""
 
     def __init__(self, plan: RunPlan, place: Place, timeout_s: float, asked: Callable[[], object]) -> None:
-        """Create the watch.
-
-        Args:
-            place: where the agents of the job meet.
-            timeout_s: seconds without progress that count as a hang (train.hang_timeout).
-            asked: returns not None once the workers were asked to stop; from then on another time limit applies.
-        """
+        """Create the watch. ``asked``: not None once the workers must stop, for which another time limit applies."""
         super().__init__(daemon=True)
         self._plan, self._node, self._asked, self._timeout_s = plan, place.node, asked, timeout_s
         self._every_s = min(_MOST_S_BETWEEN_LOOKS, timeout_s / 8)

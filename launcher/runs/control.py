@@ -43,6 +43,7 @@ _MAY_GO_ON = ACTIVE | {State.unknown}
 
 
 def one(paths: RunPaths) -> Run:
+    """Return the status of one run."""
     return look([paths])[0]
 
 
@@ -257,11 +258,7 @@ def follow(paths: RunPaths, display: local.Display) -> Run:
 
 
 def wait_for(places: Sequence[RunPaths], say: Callable[[Sequence[Run]], None]) -> list[Run]:
-    """Wait until all runs are over, through every requeue, and return them.
-
-    Args:
-        say: called with their current state every two seconds.
-    """
+    """Wait until all runs are over, through every requeue. ``say``: called with their status every two seconds."""
     while True:
         found = look(places)
         if not any(run.state in _MAY_GO_ON for run in found):

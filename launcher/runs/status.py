@@ -174,6 +174,7 @@ class _Read:
         return self.verdict == "done"
 
     def judge(self, known: dict[str, Listed] | None) -> Run:
+        """Return the run's status. ``known``: Slurm's jobs by id; None if Slurm does not answer."""
         listed = None if known is None or self.job is None else known.get(self.job)
         if listed is not None and listed.name != self.job_name:  # a job of another cluster with the same id
             listed = None

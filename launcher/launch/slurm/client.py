@@ -215,6 +215,7 @@ def _accounted(job_ids: Sequence[str]) -> dict[str, Listed]:
 
 
 def host_names(node_list: str) -> list[str]:
+    """Return the names of the nodes in a list in Slurm's notation, in its order."""
     return ask("scontrol", "show", "hostnames", node_list).split()
 
 

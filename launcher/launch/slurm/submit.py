@@ -139,9 +139,7 @@ def hand_over(
 ) -> str:
     """Submit a job that calls ``function(*arguments)`` once on each node. Return the job's id.
 
-    Args:
-        plan: supplies the options and the environment.
-        srun: options of the job step.
+    The job gets the options and the environment of ``plan``. ``srun``: options of the job step.
 
     Raises:
         ConfigError, SiteError: Slurm refuses the job.
