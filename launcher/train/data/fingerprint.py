@@ -1,7 +1,7 @@
-"""Fingerprint of a data set: do all ranks hold the same samples? Compared before the first step.
+"""Fingerprints of data sets, by which the ranks check before the first step that they hold the same samples.
 
-A window's samples are found by their index, so every rank must mean the same sample by it: else some samples are used
-twice in an epoch and others never, or held-out samples are trained on.
+A window's samples are selected by index, so an index must mean the same sample on every rank. Otherwise some samples
+are used twice in an epoch and others never, or held-out samples are trained on.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from launcher.train.data.randomness import Permutation, SampleRandom
 from launcher.train.world import World
 
 SAMPLES = 8
-# a loader process reads no further sample after so many seconds: slow data must not delay the start
+# seconds after which a loader process reads no more samples: slow data must not delay the start
 BUDGET_S = 1.0
-# rounding of another CPU, relative to the spread of a tensor's elements or to a single number
+# tolerance for rounding on different CPUs, relative to the spread of a tensor's elements or to a single number
 _OF_SPREAD = 1e-5
-# and relative to the magnitude of the elements: 8 units in the last place of fp32
+# tolerance relative to the magnitude of the elements: 8 units in the last place of fp32
 _OF_MAGNITUDE = 2.0**-20
-# decoders of images differ; levels by which the mean over a part of an image may differ
+# tolerance for different image decoders, in levels (of 256) of the mean over a part of an image
 _LEVELS = 2.0
 _PARTS = 32
 _MOST_ELEMENTS = 2**20
 
 
 class Outline(NamedTuple):
-    """One sample, in a few bytes.
+    """Summary of one sample in a few bytes.
 
     Args:
-        digest: hash of structure, shapes, formats and exact contents (integers, text, bytes, places of nan and inf).
-        numbers: weighted means over parts of what may be rounded: floating-point numbers, and images in bytes.
-        limits: differences of these numbers that rounding explains.
+        digest: hash of structure, shapes, dtypes and exact contents (integers, text, bytes, positions of nan and inf).
+        numbers: weighted means over parts of contents that may be rounded: floating-point numbers and uint8 images.
+        limits: differences of these numbers that rounding can explain.
         exact: hash of all contents.
     """
 
@@ -102,7 +102,7 @@ class _Sketch:
                 self.add(entry)
         elif isinstance(value, list | tuple):
             self._add_sequence(value)  # pyright: ignore[reportUnknownArgumentType]
-        elif isinstance(value, set | frozenset):  # their order differs from process to process
+        elif isinstance(value, set | frozenset):  # the order of iteration differs between processes
             self._add_sequence(sorted(value, key=outline))  # pyright: ignore[reportUnknownArgumentType]
         elif hasattr(value, "__array_interface__"):  # NumPy's arrays and scalars, and PIL's images
             self._add_array(value)
@@ -170,14 +170,15 @@ class _Sketch:
             self._add_rounded(flat, _LEVELS if image else None, relative)
 
     def _add_rounded(self, flat: Tensor, absolute: float | None, relative: float) -> None:
-        """Add the means of parts, with weights between 0.5 and 1.5 that tell the elements' places apart."""
+        """Add the means of parts, with weights between 0.5 and 1.5 that depend on the elements' positions, so that a
+        permutation changes the means."""
         special = torch.stack([flat.isnan(), flat.isposinf(), flat.isneginf()])
         self.digest.update(bytes(special.any(1).tolist()))
         if special.any():
             self.digest.update(ctypes.string_at(special.data_ptr(), special.nbytes))
         flat = flat.nan_to_num(0.0, 0.0, 0.0)
         if absolute is None:
-            # the median's deviation: one large element does not hide the others
+            # median absolute deviation: one large element does not hide the others
             spread = (flat - flat.median()).abs().median() if flat.numel() > 1 else flat.abs()
             absolute = _OF_SPREAD * spread.item()
         weights = 1.0 + torch.arange(flat.numel(), dtype=torch.float64).cos() / 2
@@ -188,17 +189,18 @@ class _Sketch:
 
 
 def require_same_data(datasets: Mapping[str, Any], plan: RunPlan, world: World, device: torch.device) -> None:
-    """Compare data sets with a length between the ranks: the length, and a few samples. All ranks call it.
+    """Compare the data sets of all ranks: the kind, the length, and a few samples of each. All ranks call it.
 
-    Samples are read as training reads them: in a loader process where there are some, with random numbers of their own.
-    Samples that differ between two reads on one rank (an augmentation with a generator of its own) are left out. A
-    stream is compared where it is read (window_feed.py). A warning is printed where two of the data sets begin alike.
+    Samples are read as in training: in loader processes, if there are any, with random numbers of their own. Samples
+    that differ between two reads on one rank (an augmentation with its own generator) are ignored. The samples of a
+    stream are compared when it is read (window_feed.py). If two data sets start with the same samples, a warning is
+    printed.
 
     Args:
-        datasets: by the name that a message calls them; None where there is none.
+        datasets: data sets by their name in messages; a value of None means no data.
 
     Raises:
-        DataError: on all ranks, where a data set is not the same on all of them.
+        DataError: a data set differs between ranks; raised on all of them.
     """
     kinds = world.of_all([_kind(data) for data in datasets.values()])
     for number, name in enumerate(datasets):
@@ -223,7 +225,7 @@ def require_same_stream(name: str, own: list[Outline], world: World) -> None:
     """Compare the first samples of a stream that every rank reads whole. All ranks call it.
 
     Raises:
-        DataError: on all ranks, where a rank reads other samples.
+        DataError: a rank reads other samples; raised on all ranks.
     """
     everyone = world.of_all(own)
     for rank, theirs in enumerate(everyone):
@@ -245,7 +247,7 @@ _SEEDED_ALIKE = (
 
 
 def _same_beginning(outlines: Mapping[str, list[Outline | None]]) -> tuple[str, str] | None:
-    """Return the names of two data sets whose first two samples are the same, and not alike among themselves."""
+    """Return the names of two data sets that start with the same two samples, if these differ from each other."""
     for (one, mine), (two, theirs) in itertools.combinations(outlines.items(), 2):
         pairs = list(zip(mine[:2], theirs[:2], strict=False))
         read = [a for a, b in pairs if a is not None and b is not None and a.agrees(b)]
@@ -301,7 +303,8 @@ _REMEDY = (
 def _read(
     datasets: Mapping[str, Any], specs: list[tuple[str, int, int]], plan: RunPlan, device: torch.device
 ) -> list[list[Outline | None]]:
-    """Outlines of the samples, each read as often as its spec says; None for reads that were left out."""
+    """Return the outlines of the samples, each read as often as its spec (name, index, times) says; None for a read
+    that failed or was skipped for lack of time."""
     source = _Outlines(datasets, plan.train.seed)
     batches: Iterable[Any] = prefetch(source, plan, device, plan.train.seed, order=specs)
     return [[None if one is None else Outline(*one) for one in batch.data] for batch in batches]
@@ -326,5 +329,5 @@ class _Outlines(Dataset[tuple[Any, int]]):
             self._random.seed(0, index)
             try:
                 return tuple(outline(dataset[index]))
-            except Exception:  # training, or the evaluation, meets it again and says where
+            except Exception:  # the error recurs in training or evaluation, which reports where it happened
                 return None

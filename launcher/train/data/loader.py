@@ -1,4 +1,4 @@
-"""Loader processes: samples are read and collated ahead of the step; and what a source of windows is."""
+"""Loader processes, which read and collate samples ahead of the step, and the interface of a source of windows."""
 
 from __future__ import annotations
 
@@ -28,21 +28,26 @@ from launcher.plan.run_plan import RunPlan
 from launcher.process import STOP_SIGNALS, die_with_parent
 from launcher.task import users_frames
 
-# Loader processes are forked in the middle of a run too, while gloo's threads come and go in Python. Before Python 3.12
-# a fork while one of them registers itself leaves the child waiting for that thread's lock without end. Taking the lock
-# once, as this call does, waits until nobody is half way.
+# Loader processes are also forked during training, while gloo's threads enter and leave Python. Before Python 3.12, a
+# fork while one of them registers itself copies a held lock, and the child waits for it indefinitely. This call takes
+# and releases that lock before the fork, so it waits until no thread is registering itself.
 if sys.version_info < (3, 12):
     os.register_at_fork(before=sys._current_frames)  # pyright: ignore[reportPrivateUsage]
 
-# Up to this size a tensor is cheaper sent by value through the loader's pipe. torch sends each one as a file descriptor
-# of shared memory, over a socket connection of its own: about 0.2 ms a tensor, whatever its size.
+# Up to this size, sending a tensor by value through the loader's pipe is cheaper. torch sends a file descriptor of
+# shared memory over a separate socket connection: about 0.2 ms per tensor, regardless of its size.
 BY_VALUE_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """``data``: collated, on the device. ``samples``: how many count; 0 in a stand-in that runs with weight zero
-    because the other ranks have one more micro-batch than this rank has samples for."""
+    """One rank's micro-batch.
+
+    Args:
+        data: the collated batch, on the device.
+        samples: number of samples that count; 0 for a stand-in, which runs with weight zero because other ranks have
+            samples for one more micro-batch than this rank.
+    """
 
     data: Any
     samples: int
@@ -51,16 +56,16 @@ class MicroBatch:
 def prefetch(
     source: Dataset[Any], plan: RunPlan, device: torch.device, seed: int, order: Iterable[Any] | None = None
 ) -> Generator[MicroBatch, None, None]:
-    """Micro-batches of ``source``, from loader processes that stay two windows ahead of the step.
+    """Yield micro-batches of ``source``, which loader processes read two windows ahead of the step.
 
     Args:
-        source: gives (batch, samples), for each element of ``order``, or in its own order if it is iterable.
-        seed: of the loader processes' random numbers, for a dataset that augments or shuffles.
+        source: dataset of (batch, samples): one item for each element of ``order``, or iterable if ``order`` is None.
+        seed: seed of the loader processes' random numbers, for a dataset that augments or shuffles.
     """
-    # of an iterable, each process would read a copy
+    # with several processes, each would read a copy of an iterable
     workers = plan.train.loader_workers if order is not None else min(1, plan.train.loader_workers)
-    packs, pins = workers > 0 and device.type == "cpu", device.type == "cuda"  # a GPU's go through pinned memory
-    if not workers and not pins:  # DataLoader would only add its own time
+    packs, pins = workers > 0 and device.type == "cpu", device.type == "cuda"  # batches for a GPU use pinned memory
+    if not workers and not pins:  # DataLoader would only add overhead
         for data, samples in source if order is None else map(source.__getitem__, order):
             yield MicroBatch(to_device(data, device), samples)
         return
@@ -75,7 +80,7 @@ def prefetch(
         prefetch_factor=max(2, -(-2 * plan.batch.accumulation // workers)) if workers else None,
         pin_memory=pins,
         worker_init_fn=functools.partial(_init_loader_process, os.getpid()),
-        # a generator of its own: reading data must not draw from the stream that dropout uses
+        # a separate generator: reading data must not draw from the random numbers that dropout uses
         generator=torch.Generator().manual_seed(seed),
     )
     for item in loader:
@@ -86,8 +91,9 @@ def prefetch(
 
 
 def _init_loader_process(parent: int, worker: int) -> None:  # noqa: ARG001
-    """A stop request goes to a rank's whole process group, or to every process of a job, but the rank's last window
-    still needs its data: a loader process goes when its rank does, or by a SIGTERM of its rank's."""
+    """Set up signals in a loader process, so that it ends only with its rank, or by its rank's SIGTERM. A stop request
+    is sent to a rank's whole process group, or to every process of a job, but the rank's last window still needs its
+    data."""
     os.setpgid(0, 0)
     die_with_parent(parent)
     for number in set(STOP_SIGNALS) - {signal.SIGTERM}:
@@ -108,9 +114,9 @@ def _as_is(item: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Failed:
-    """Error raised by the user's code in a loader process, sent in place of a batch.
+    """Error raised by the user's code in a loader process, sent instead of a batch.
 
-    torch itself would raise an exception of the same type whose message is a whole traceback.
+    torch itself would raise an exception of the same type, with the whole traceback as its message.
     """
 
     text: str
@@ -126,7 +132,7 @@ class _Failed:
 
 
 class _Guarded(Dataset[Any]):
-    """The source in a loader process: packed batches, or what it raised."""
+    """The source in a loader process, which returns packed batches, or ``_Failed`` if it raised an error."""
 
     def __init__(self, source: Any, packs: bool) -> None:
         self._source, self._pack = source, _pack if packs else _as_is
@@ -150,7 +156,7 @@ class _GuardedStream(IterableDataset[Any]):
 
 
 class _Packer(ForkingPickler):
-    """As the loader's own pickler, which shares memory, but for small plain tensors."""
+    """The loader's own pickler, which shares memory, except that it sends small plain tensors by value."""
 
     def reducer_override(self, obj: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         plain = type(obj) is Tensor and obj.layout == torch.strided and not (obj.requires_grad or obj.is_conj())
@@ -175,8 +181,8 @@ def _unpack(data: bytes, dtype: torch.dtype, shape: torch.Size) -> Tensor:
 def to_device(value: Any, device: torch.device) -> Any:
     """Return ``value`` with every tensor in it on ``device``.
 
-    Searched are the containers that torch's pytree knows (named tuples, defaultdict and registered classes included),
-    dataclasses, and other mappings and sequences. An object with a ``to`` method moves itself.
+    Tensors are found in the containers of torch's pytree (including named tuples, defaultdict and registered classes),
+    dataclasses, and other mappings and sequences. An object with a ``to`` method is moved by calling it.
     """
     return value if device.type == "cpu" else _mapped(value, "to", functools.partial(_moved, device=device))
 
@@ -188,7 +194,7 @@ def _moved(item: Any, device: torch.device) -> Any:
         return item.to(device, non_blocking=True)
     asynchronous = any(each.name == "non_blocking" or each.kind is each.VAR_KEYWORD for each in parameters)
     moved = item.to(device, non_blocking=True) if asynchronous else item.to(device)
-    return item if moved is None else moved  # some move themselves in place
+    return item if moved is None else moved  # some classes move in place and return None
 
 
 def _mapped(value: Any, method: str, change: Callable[[Any], Any]) -> Any:
@@ -200,7 +206,7 @@ def _mapped(value: Any, method: str, change: Callable[[Any], Any]) -> Any:
     def leaf(item: Any) -> Any:
         if has_method(item):
             return change(item)
-        # containers that pytree takes for leaves
+        # containers that pytree treats as leaves
         if dataclasses.is_dataclass(item) and not isinstance(item, type):
             clone = copy.copy(item)
             for each in dataclasses.fields(item):
@@ -224,7 +230,7 @@ def _mapped(value: Any, method: str, change: Callable[[Any], Any]) -> Any:
 
 
 class _Pinned:
-    """A batch whose tensors DataLoader's pinning thread copies to page-locked memory, whatever container has them."""
+    """A batch whose tensors DataLoader's pinning thread copies to page-locked memory, in any container."""
 
     def __init__(self, item: Any) -> None:
         self.item = item
@@ -238,7 +244,7 @@ Collate = Callable[[list[Any]], Any]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a window lies: ``index`` in the run, ``window`` in its epoch."""
+    """Position of a window: ``index`` in the run, ``window`` in its epoch."""
 
     index: int = 0
     epoch: int = 0
@@ -250,7 +256,7 @@ BEGINNING = Place()
 
 @dataclass(frozen=True)
 class Window:
-    """One optimizer step's share of this rank: ``count`` micro-batches. ``index``: counted over the whole run."""
+    """This rank's part of a window: ``count`` micro-batches. ``index`` is counted over the whole run."""
 
     index: int
     epoch: int
@@ -259,10 +265,10 @@ class Window:
 
 
 class Feed(Protocol):
-    """A source of windows.
+    """Source of windows.
 
-    ``has_next``: this rank has a sample for the window after the one under way. ``settle`` takes what all ranks have
-    said of that, and answers where the next window lies.
+    ``has_next`` returns whether this rank has a sample for the window after the current one. ``settle`` receives
+    whether any rank has one, and returns the position of the next window.
     """
 
     def windows(self) -> Iterator[Window]: ...

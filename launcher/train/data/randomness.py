@@ -1,6 +1,6 @@
-"""Random numbers: state of the generators, the numbers of a sample, and an epoch's permutation.
+"""Random numbers: the state of the global generators, the random numbers of a sample, and an epoch's permutation.
 
-All of them: torch's (on the CPU and on this rank's GPU), Python's, and NumPy's where it is in use.
+The generators are torch's (on the CPU and on this rank's GPU), Python's, and NumPy's if it has been imported.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ Seed = Callable[[int, int], None]  # (epoch, place of the sample in it)
 
 
 def live_random_state(device: torch.device) -> dict[str, Any]:
-    """Return the generators' state as they have it: for this process, at the least cost."""
+    """Return the generators' state in their own formats: cheap, and valid in this process."""
     state = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
     numpy = sys.modules.get("numpy")
-    # a generator that the user has put in its place is the user's to keep
+    # if the user has replaced NumPy's generator, its state is the user's responsibility
     if numpy is not None and (legacy := numpy.random.get_state(legacy=False))["bit_generator"] == "MT19937":
         state["numpy"] = legacy
     return state
@@ -46,7 +46,7 @@ def restore_live_random_state(state: dict[str, Any], device: torch.device) -> No
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
-    """Return the generators' state as tensors, which a checkpoint holds without pickling anything."""
+    """Return the generators' state as tensors, so that a checkpoint can hold it without pickled objects."""
     live = live_random_state(device)
     _, words, gauss = live.pop("python")
     legacy = live.pop("numpy", None)
@@ -68,7 +68,7 @@ def restore_random_state(state: dict[str, Tensor], device: torch.device) -> None
         "torch": state["torch"].cpu(),
         "python": (3, tuple(state["python"].tolist()), gauss[0] if gauss else None),
     }
-    if "cuda" in state and device.type == "cuda":  # the run may have come from GPUs to where there are none
+    if "cuda" in state and device.type == "cuda":  # a run from GPUs may be resumed on CPUs
         live["cuda"] = state["cuda"].cpu()
     if "numpy" in state:
         import numpy as np
@@ -79,16 +79,16 @@ def restore_random_state(state: dict[str, Tensor], device: torch.device) -> None
 
 
 class _PythonGenerator:
-    """The state of Python's global generator where it is in memory: ``random.getstate`` takes far longer."""
+    """Direct access to the memory of Python's global generator, which is far faster than ``random.getstate``."""
 
     def __init__(self) -> None:
         self._generator = cast("Any", random.random).__self__
-        head, end = object.__basicsize__, _random.Random.__basicsize__  # of the part that is written in C
+        head, end = object.__basicsize__, _random.Random.__basicsize__  # bounds of the C struct's own fields
         self._words = (ctypes.c_char * (end - head)).from_address(id(self._generator) + head)
 
     @property
     def state(self) -> tuple[bytes, float | None]:
-        """Words that change with every draw and every seed, and the number that the last ``gauss`` left over."""
+        """The generator's words, which change with every draw and every seed, and the number cached by ``gauss``."""
         return self._words.raw, self._generator.gauss_next
 
     @state.setter
@@ -97,9 +97,9 @@ class _PythonGenerator:
 
 
 class _NumpyGenerator:
-    """A generator of our own for NumPy's global functions.
+    """Replacement generator for NumPy's global functions.
 
-    To put one in place takes a hundredth of the time in which NumPy hands out a state.
+    Installing it takes a hundredth of the time that NumPy needs to return its state.
     """
 
     def __init__(self, numpy: Any) -> None:
@@ -110,14 +110,15 @@ class _NumpyGenerator:
         self._kept: Any = None
 
     def _words_of(self, generator: Any) -> Any:
-        """Return its 624 words and its position where they are in memory; a user's own generator may have none."""
+        """Return a view of the memory that holds its 624 words and its position; empty for a user's own generator of
+        another kind."""
         size = 625 * 4 if isinstance(generator, self._legacy) else 0
         return (ctypes.c_char * size).from_address(generator.ctypes.state_address)
 
     def put_in(self) -> None:
         if (outer := self._random.get_bit_generator()) is not self._outer:
             self._outer, self._outer_words, self._left = outer, self._words_of(outer), b""
-        # a change of generators loses the number that a draw of two normal ones has left over
+        # replacing the generator loses the second number of a pair of normal draws, which NumPy caches
         if isinstance(outer, self._legacy) and self._outer_words.raw != self._left:
             self._kept = self._random.get_state(legacy=False)
         self._random.set_bit_generator(self._own)
@@ -132,14 +133,15 @@ class _NumpyGenerator:
 
     @property
     def state(self) -> bytes:
-        """Its words; they change with every draw and every seed."""
+        """The replacement's words, which change with every draw and every seed."""
         return self._words.raw
 
 
 class _Watch:
-    """Default generator of torch for the functions of torch.random, such as initial_seed(), while samples are read.
+    """Proxy for torch's default generator, for the functions of torch.random such as initial_seed(), that records
+    whether it was used while samples were read.
 
-    ``torch.default_generator`` itself stays: what a dataset keeps of it must be a generator.
+    ``torch.default_generator`` itself is not replaced: a dataset may keep a reference, which must be a real generator.
     """
 
     def __init__(self, generator: torch.Generator) -> None:
@@ -150,15 +152,16 @@ class _Watch:
         return getattr(self.generator, name)
 
 
-# odd, so that no two samples of an epoch have one seed, also in the lower 32 bits, all that torch and NumPy use
+# odd, so that no two samples of an epoch have the same seed, even in the lower 32 bits, which is all that torch and
+# NumPy use
 _STRIDE, _LIMIT = 0x9E3779B97F4A7C15, 2**64
 
 
 class SampleRandom:
-    """The random numbers that reading samples draws.
+    """Random numbers for reading samples, seeded for each sample.
 
-    A dataset that augments then gives the same samples after a resume, in every loader process and in every world; one
-    that is read in the step's own process draws nothing from the stream of dropout.
+    An augmented sample is then the same after a resume, in every loader process and for every world size. If the rank's
+    own process reads the dataset, it does not draw from the random numbers that dropout uses.
     """
 
     def __init__(self, seed: int) -> None:
@@ -171,7 +174,7 @@ class SampleRandom:
 
     @contextmanager
     def own(self) -> Iterator[None]:
-        """Around reads, each after a ``seed``: what they draw is nobody else's."""
+        """Return a context for reads, each preceded by ``seed``. The generators' state is restored at its end."""
         torch_state, python_state, numpy = torch.get_rng_state(), random.getstate(), self._put_in_numpy()
         try:
             yield
@@ -189,10 +192,10 @@ class SampleRandom:
         return self._numpy
 
     def around(self, read: Callable[[Seed | None], T]) -> T:
-        """Return the result of ``read``, which is to call ``seed`` before each sample if it is given one.
+        """Return the result of ``read``, which must call the function ``seed`` before each sample, unless it is None.
 
-        To seed the generators takes longer than to read a small sample, and most data sets draw no random numbers. So
-        there is no ``seed`` until a read has drawn some: that read is repeated.
+        Seeding the generators takes longer than reading a small sample, and most data sets draw no random numbers. So
+        ``seed`` is None until a read has drawn random numbers; that read is repeated with seeds.
         """
         if not self._drawn:
             with self._watched() as unused:
@@ -210,10 +213,11 @@ class SampleRandom:
 
     @contextmanager
     def _watched(self) -> Iterator[Callable[[], bool]]:
-        """Around a read without seeds. Yields a function that returns whether it has left all generators alone."""
+        """Return a context for a read without seeds. It yields a function that returns whether the read has used no
+        generator."""
         watch, python, numpy = _Watch(torch.default_generator), self._python, self._put_in_numpy()
         torch_state = torch.get_rng_state()
-        # NumPy may be imported, and drawn from, by the read itself
+        # the read itself may import NumPy and draw from it
         before = python.state, numpy.state if numpy is not None else "numpy" in sys.modules
         torch.random.default_generator = watch  # pyright: ignore[reportAttributeAccessIssue]
         used = True
@@ -235,7 +239,7 @@ class SampleRandom:
                 python.state = before[0]
 
     def seed(self, epoch: int, place: int) -> None:
-        """Seed the generators for a sample. Within ``own``. ``place``: of the sample in the epoch."""
+        """Seed the generators for the sample at position ``place`` of the epoch. Call it within ``own``."""
         if epoch != self._epoch:
             self._epoch, self._base = epoch, seed_for(self._seed, f"samples/{epoch}")
         seed = (self._base + place * _STRIDE) % _LIMIT
@@ -246,7 +250,8 @@ class SampleRandom:
 
     @contextmanager
     def going_on(self, epoch: int) -> Iterator[None]:
-        """Around a read that goes on where the last one left the numbers: a stream draws alike however it is cut."""
+        """Return a context for a read whose random numbers continue those of the previous one. A stream then draws the
+        same numbers, regardless of how it is divided into reads."""
         with self.own():
             if self._left is None:
                 self.seed(epoch, -1)
@@ -265,11 +270,11 @@ _FIRST, _SECOND = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 
 
 class Permutation:
-    """A bijection of [0, n) fixed by (seed, epoch), computed where it is asked for, in O(1) memory.
+    """A bijection of [0, n) determined by (seed, epoch), evaluated at any position in O(1) memory.
 
-    A Feistel network over a grid of about sqrt(n) x sqrt(n) cells, and walking on while the result lies outside n
-    (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002, sections 3.2, 3.3), with four
-    rounds (Luby and Rackoff, 1988) of the multiplications of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
+    It is a Feistel network over a grid of about sqrt(n) x sqrt(n) cells, applied again while the result is not below n
+    (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002, sections 3.2, 3.3), with four rounds (Luby
+    and Rackoff, 1988) that use the multiplications of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
     """
 
     def __init__(self, n: int, seed: int, epoch: int) -> None:
@@ -280,10 +285,10 @@ class Permutation:
         self._keys = [int.from_bytes(key[8 * i : 8 * i + 8], "little", signed=True) for i in range(_ROUNDS)]
 
     def take(self, first: int, count: int) -> list[int]:
-        """What stands at positions [first, first + count).
+        """Return the images of the positions [first, first + count).
 
         Raises:
-            IndexError: a position outside [0, n).
+            IndexError: a position is outside [0, n).
         """
         if first < 0 or first + count > self.n:
             raise IndexError(f"positions {first} to {first + count} are not in [0, {self.n})")
@@ -293,7 +298,7 @@ class Permutation:
         return values.tolist()
 
     def _walk(self, values: Tensor) -> Tensor:
-        """One pass through the network: a bijection of the grid."""
+        """Apply the network once: a bijection of the grid."""
         left, right = values // self._columns, values % self._columns
         for turn, key in enumerate(self._keys):
             if turn % 2 == 0:
@@ -304,6 +309,7 @@ class Permutation:
 
 
 def _mix(x: Tensor, key: int) -> Tensor:
-    """The round function: 31 well mixed bits and a sign, which the modulus takes away. Products wrap, as wanted."""
+    """Return the round function of ``x``: 31 well mixed bits and a sign, which the remainder removes. Products wrap
+    around, as intended."""
     x = (x + key).mul_(_FIRST)
     return x.bitwise_xor_(x >> 30).mul_(_SECOND).bitwise_right_shift_(33)

@@ -1,6 +1,7 @@
-"""Feeds: which samples go into which micro-batch of which window, of indexed data and of streams.
+"""Sources of windows for indexed data and for streams: they assign samples to micro-batches and windows.
 
-Window w of an epoch holds the samples at positions [w*G, (w+1)*G) of the epoch's permutation, whatever the world.
+Window w of an epoch holds the samples at positions [w*G, (w+1)*G) of the epoch's permutation, for every world size (G:
+global batch).
 """
 
 from __future__ import annotations
@@ -37,16 +38,17 @@ def open_feed(
     *,
     compare: bool = False,
 ) -> Feed:
-    """The windows of ``dataset``, from ``start`` on. Of a stream, what lies before is read and left out: it must come
-    again as it came before.
+    """Return the source of windows of ``dataset`` from ``start`` on.
+
+    The part of a stream before ``start`` is read and dropped, so a stream must repeat its samples in the same order.
 
     Args:
         dataset: map-style (``__len__``, ``__getitem__``), or iterable.
         collate: samples -> batch; default: torch's default_collate.
-        compare: whether the ranks make sure that they hold the same data. All ranks call this together then.
+        compare: check that all ranks hold the same data; all ranks must call this function then.
 
     Raises:
-        DataError: the dataset's length is not the plan's, or the data differs between ranks.
+        DataError: the dataset is a DataLoader, its length is not the plan's, or the data differs between ranks.
     """
     if is_loader(dataset):
         raise DataError(
@@ -68,7 +70,8 @@ def open_feed(
 
 
 class MapFeed:
-    """Windows over a dataset with a length. Membership of a window is arithmetic, so a resume needs one integer."""
+    """Windows of a dataset with a length. A window's samples are computed from its index, which is all that a resume
+    needs."""
 
     def __init__(
         self, dataset: Any, plan: RunPlan, world: World, device: torch.device, collate: Collate, start: int
@@ -86,7 +89,7 @@ class MapFeed:
         return itertools.count(self._start) if epochs is None else range(self._start, self._spans.before(epochs))
 
     def _specs(self, index: int) -> Iterator[_Spec]:
-        """This rank's micro-batches of a window."""
+        """Yield this rank's micro-batches of a window."""
         span = self._spans.at(index)
         for offsets in share_of_window(span.size, self._plan.batch, self._rank):
             yield _Spec(span.epoch, span.first, span.size, offsets.start, offsets.stop)
@@ -111,7 +114,7 @@ class MapFeed:
 
 
 class _Spec(NamedTuple):
-    """A micro-batch by its place: offsets [start, stop) of the window that holds positions [first, first + size)."""
+    """Position of a micro-batch: offsets [start, stop) of the window that holds positions [first, first + size)."""
 
     epoch: int
     first: int
@@ -121,7 +124,8 @@ class _Spec(NamedTuple):
 
 
 class _Shuffled(Dataset[tuple[Any, int]]):
-    """Finds and collates a micro-batch where the samples are read: in the loader's process, off the step's path."""
+    """Dataset of collated micro-batches. The permutation is computed where the samples are read, in a loader process,
+    so that it does not delay the step."""
 
     def __init__(self, dataset: Any, seed: int, collate: Collate) -> None:
         self._dataset, self._seed, self._collate = dataset, seed, collate
@@ -129,8 +133,8 @@ class _Shuffled(Dataset[tuple[Any, int]]):
         self._epoch, self._first, self._indices = -1, 0, list[int]()
 
     def _window(self, spec: _Spec) -> list[int]:
-        """The window's samples. Micro-batches and windows follow each other, and many places cost little more to find
-        than one, so a stretch of them is kept."""
+        """Return the indices of the window's samples. The indices of the windows that follow are computed with them and
+        kept, because computing many costs little more than computing one."""
         start = spec.first - self._first
         if spec.epoch != self._epoch or start < 0 or start + spec.size > len(self._indices):
             samples = len(self._dataset)
@@ -141,7 +145,7 @@ class _Shuffled(Dataset[tuple[Any, int]]):
 
     def __getitem__(self, spec: _Spec) -> tuple[Any, int]:
         indices = self._window(spec)
-        # without a sample of its own, a rank runs its window's first one with weight zero
+        # a rank without samples in this micro-batch uses the window's first one, with weight zero
         mine = indices[spec.start : spec.stop] or indices[:1]
 
         def read(seed: Seed | None) -> Any:
@@ -156,11 +160,11 @@ class _Shuffled(Dataset[tuple[Any, int]]):
 
 
 class StreamFeed:
-    """Windows over an iterable dataset, whose end no rank knows before it is there.
+    """Windows of an iterable dataset, whose end is not known in advance.
 
-    A window holds the next global batch of the stream, dealt out as ``share_of_window`` has it; a dataset that shards
-    itself says so with an attribute ``sharded = True``, and one that shuffles must do it alike on every rank. A rank
-    whose share has ended runs weight zero until all have.
+    A window holds the next global batch of the stream, divided by ``share_of_window``. A dataset that shards itself has
+    an attribute ``sharded = True``; one that shuffles must do so in the same way on every rank. A rank whose share has
+    ended runs stand-ins with weight zero until all shares have ended.
     """
 
     def __init__(
@@ -184,7 +188,7 @@ class StreamFeed:
         if callable(getattr(self._dataset, "set_epoch", None)):
             self._dataset.set_epoch(self._place.epoch)
         batch, seed = self._plan.batch, self._plan.train.seed
-        window = self._place.index - self._place.window  # the epoch's first
+        window = self._place.index - self._place.window  # index of the epoch's first window
         skip = sum(batch.accumulation_at(index) for index in range(window, self._place.index))
         blocks = blocks_of_windows(batch, window, self._world.rank)
         shard = Shard(self._dataset, blocks, self._collate, seed, self._place.epoch, skip, outlined=self._compare)
@@ -232,20 +236,20 @@ class StreamFeed:
 
 
 class Block(NamedTuple):
-    """The next ``size`` samples of a stream; ``mine``: whether they are this rank's."""
+    """The next ``size`` samples of a stream; ``mine``: they belong to this rank."""
 
     size: int
     mine: bool
 
 
 def blocks_in_turn(size: int, world_size: int, rank: int) -> Iterator[Block]:
-    """Blocks of one size, to each rank in turn."""
+    """Yield blocks of equal size that belong to the ranks in turn."""
     for number in itertools.count():
         yield Block(size, number % world_size == rank)
 
 
 def blocks_of_windows(batch: Batch, first: int, rank: int) -> Iterator[Block]:
-    """The micro-batches of all ranks in full windows, from window ``first`` of the run on."""
+    """Yield the micro-batches of all ranks in full windows, from window ``first`` of the run on."""
     for index in itertools.count(first):
         size, ranks = batch.global_size_at(index), range(batch.world_size)
         shares = [share_of_window(size, batch, each) for each in ranks]
@@ -253,21 +257,21 @@ def blocks_of_windows(batch: Batch, first: int, rank: int) -> Iterator[Block]:
             yield from (Block(len(shares[each][number]), each == rank) for each in ranks)
 
 
-# in place of a number of samples: of this rank's share nothing is left, and this is what it stands in with
+# marks, instead of a number of samples, a batch to be used as a stand-in: this rank's share has no more samples
 OVER = -1
-# in place of a number of samples: the outlines of the stream's first samples, before everything else
+# marks, instead of a number of samples, the outlines of the stream's first samples, which are sent before all batches
 OUTLINES, OUTLINED_SAMPLES = -2, 4
 
 
 class Shard(IterableDataset[tuple[Any, int]]):
     """This rank's blocks of a stream, collated.
 
-    Every rank reads the whole stream, with the same random numbers: one that shuffles must come in one order.
+    Every rank reads the whole stream with the same random numbers, so that a stream that shuffles has the same order.
 
     Args:
-        blocks: how the stream is dealt out. A rank's block of size 0 counts 0 samples: it is a stand-in.
-        skip: how many of this rank's blocks to leave out. If it has no more of them, the last one comes, as OVER.
-        outlined: whether the outlines of the first samples come first, as OUTLINES; none of a stream that is sharded.
+        blocks: division of the stream. A block of size 0 of this rank is a stand-in, and counts 0 samples.
+        skip: number of this rank's blocks to drop. If none is left after them, the last one is sent, marked OVER.
+        outlined: send the outlines of the first samples first, marked OUTLINES; an empty list for a sharded stream.
     """
 
     def __init__(
@@ -292,7 +296,7 @@ class Shard(IterableDataset[tuple[Any, int]]):
         with self._reading.going_on(self._epoch):
             samples = iter(self._dataset)
         blocks = (Block(size, True) for size, mine in self._blocks if mine) if whole else self._blocks
-        newest: list[Any] = []  # this rank's last one, or before it has one, anybody's
+        newest: list[Any] = []  # this rank's last block; before it has one, any rank's
         left_out, skip, place = False, self._skip, 0
         outlined = self._outlined
         for size, mine in blocks:
