@@ -42,7 +42,7 @@ class AskedCell:
 
 @dataclass(frozen=True)
 class Begin:
-    """How a command handles cells.
+    """Handling of cells by a command.
 
     Attributes:
         cells: called with the cells, and whether their results are needed.

@@ -1,1 +1,2 @@
-"""From a validated config to the frozen RunPlan: all decisions before the start. Imports no torch, starts nothing."""
+"""Planning: validated config -> frozen RunPlan, with all decisions before the start. Imports no torch, starts nothing.
+"""

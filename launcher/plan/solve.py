@@ -278,7 +278,7 @@ def _scale_adam(plan: OptimizerPlan, kappa: float) -> OptimizerPlan:
     """Return ``plan`` for ``kappa`` times the reference batch, by the square root scaling rule of Adam.
 
     Malladi, Lyu, Panigrahi, Arora, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms" (2022),
-    section 5: lr sqrt(kappa), 1 - kappa (1 - beta) for both betas, eps / sqrt(kappa). The rule leaves decay unchanged.
+    section 5: lr sqrt(kappa), 1 - kappa (1 - beta) for both betas, eps / sqrt(kappa). It does not cover weight decay.
 
     Raises:
         ConfigError: the optimizer is not Adam, or the batch is so large that a beta would not be above 0.
