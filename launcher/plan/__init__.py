@@ -1,2 +1,1 @@
-"""Planning: validated config -> frozen RunPlan, with all decisions before the start. Imports no torch, starts nothing.
-"""
+"""Planning: validated config -> frozen RunPlan, with all decisions before the start. Imports no torch."""
