@@ -1,1 +1,1 @@
-"""A look at a task before a job starts: its model, data and memory."""
+"""Inspection of a task before a job starts: its model, data and memory."""

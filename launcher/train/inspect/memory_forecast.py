@@ -1,9 +1,9 @@
-"""Forecast of each sync policy: windows of the real task under the real strategy, on tensors without memory.
+"""Forecast of memory and communication for each sync policy: runs windows of the real task under the real strategy, on
+tensors without memory.
 
-Run by ``launcher.plan.task_inspection`` as a process of its own. A fake process group stands for the whole world, so
-that a model
-of any size on any number of ranks runs on one CPU. Reads a plan from standard input; writes its answer, one JSON
-object, to the file named on the command line.
+``launcher.plan.task_inspection`` runs it as a separate process. A fake process group stands for the whole world, so
+that a model of any size on any number of ranks runs on one CPU. Reads a plan from standard input; writes one JSON
+object to the file named on the command line.
 """
 
 from __future__ import annotations
@@ -44,26 +44,26 @@ from launcher.train.parallel.fsdp import mesh_of
 from launcher.train.precision import Precision
 from launcher.train.trainer import as_loss, build_optimizer
 
-WINDOWS = 2  # the optimizer's state exists from the second on
-# of the free host memory: a model whose construction needs real values is built whole only where it takes less
+WINDOWS = 2  # the optimizer's state exists from the second window on
+# fraction of the free host memory that a model may take whose construction needs real values
 BUILT_SHARE = 0.5
 
 
 class NotPredictable(Exception):
-    """The reason, in words for the plan's note."""
+    """Memory cannot be predicted; the message is the reason, for the plan's note."""
 
 
 def forecasts(plan: RunPlan) -> tuple[list[Forecast], str | None]:
     """Return the forecast of each policy of the plan's strategy, and why no memory is predicted (None if it is).
 
-    ``peak_bytes`` is that of the device that the model computes on. Bytes are counted in the windows that ran; where
-    the task cannot run without values they follow from the sharded model and the policy table.
+    ``peak_bytes`` is that of the device that the model computes on. Communication is counted in the windows that ran;
+    if the task cannot run without values, it follows from the sharded model and the policy table.
     """
     task = load_task(plan.task.target, plan.task.params, plan.cluster.import_from, plan.train.seed)
     batch, _ = first_batch(task, train_data(task, plan.train.seed), plan.batch.micro_size)
     device = torch.device("cuda" if plan.cluster.device is Device.cuda and torch.cuda.is_available() else "cpu")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=plan.batch.world_size)
-    mesh_of(device, plan.batch.world_size, plan.strategy.shard_size)  # its own tensors must be real ones
+    mesh_of(device, plan.batch.world_size, plan.strategy.shard_size)  # created here: its tensors must be real
     found: list[Forecast] = []
     problem: str | None = None
     for sync in POLICIES[plan.strategy.kind]:
@@ -94,9 +94,9 @@ def _forecast(plan: RunPlan, sync: Sync, task: Task, batch: Any, device: torch.d
         try:
             with memory:
                 payload = _run_windows(plan, task, inputs, parallel, optimizer, device)
-        except LauncherError:  # the job would meet the same mistake
+        except LauncherError:  # the same error would occur in the job
             raise
-        except Exception as error:  # a loss may do what tensors without values cannot
+        except Exception as error:  # a loss may need tensors with values
             problem = _in_words(error)
     forecast = Forecast(
         sync=sync,
@@ -117,7 +117,7 @@ def _payload_of_table(plan: RunPlan, parallel: Parallel) -> Mapping[Collective, 
 def _run_windows(
     plan: RunPlan, task: Task, inputs: Any, parallel: Parallel, optimizer: torch.optim.Optimizer, device: torch.device
 ) -> dict[Collective, int]:
-    """Run windows of at most two micro-batches: what is held from one to the next is held from then on. Return the
+    """Run windows of at most two micro-batches, which suffice for the peak: further ones keep nothing more. Return the
     payload bytes of a full window of the plan."""
     precision = Precision(plan.precision, device)
     micro_batches = min(2, plan.batch.accumulation)
@@ -140,8 +140,8 @@ def _run_windows(
 def _full_window(
     first: Mapping[Collective, int], last: Mapping[Collective, int], micro_batches: int
 ) -> dict[Collective, int]:
-    """Return the payload of a window of ``micro_batches``, from that of its first and of its last one: one between
-    them gathers like the last one, because no policy gathers more for the boundary, and reduces like the first."""
+    """Return the payload of a window of ``micro_batches``, from that of its first and its last micro-batch. Those in
+    between gather like the last one, because no policy gathers more at the boundary, and reduce like the first."""
     between = micro_batches - 1
     reduces = (Collective.all_reduce, Collective.reduce_scatter)
     sent = {kind: first[kind] * between + last[kind] for kind in reduces}
@@ -153,7 +153,7 @@ def _model_without_memory(plan: RunPlan, task: Task, fake: FakeTensorMode, devic
     """Return the task's model on fake tensors.
 
     Raises:
-        NotPredictable: its construction needs values, and it is too large to be built with them.
+        NotPredictable: its construction needs values, and the model is too large to be built with them.
     """
     try:
         with patch.object(torch.utils, "swap_tensors", _set_data), fake, device:
@@ -180,7 +180,8 @@ def _set_data(old: Tensor, new: Tensor) -> None:
 
 
 def _convert(model: nn.Module, device: torch.device) -> None:
-    """Replace what is real or on the meta device, such as a state dict that was assigned. Ties stay ties."""
+    """Replace parameters and buffers that are real or on the meta device, such as those of an assigned state dict, by
+    fake tensors. Tied ones stay tied."""
     known: dict[int, Tensor] = {}
 
     def converted(tensor: Tensor) -> Tensor:
@@ -197,16 +198,16 @@ def _convert(model: nn.Module, device: torch.device) -> None:
     for module in list(model.modules()):
         for name, parameter in list(module._parameters.items()):
             if parameter is not None and needs_it(parameter):
-                setattr(module, name, converted(parameter))  # an nn.LSTM keeps a list of them, which this updates
+                setattr(module, name, converted(parameter))  # also updates the list of parameters in an nn.LSTM
         for name, buffer in list(module._buffers.items()):
             if buffer is not None and needs_it(buffer):
                 module._buffers[name] = converted(buffer)
 
 
 class PeakMemory(TorchDispatchMode):
-    """Largest sum of all storages that exist at once on one kind of device, while it is entered.
+    """Mode that records the peak sum of all storages that exist on one kind of device.
 
-    torch's MemTracker sorts memory by its use as well, for which it hooks each parameter and each module: it fails for
+    torch's MemTracker also classifies memory by use, for which it hooks each parameter and each module, and fails for
     frozen parameters. Only the sum is needed here.
     """
 
@@ -251,21 +252,21 @@ class PeakMemory(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind is DTensor for kind in types):
-            return NotImplemented  # first to its local tensors
+            return NotImplemented  # DTensor then calls the operator on its local tensors
         result = func(*args, **(kwargs or {}))
         self.add(result)
         return result
 
 
 def memory_bytes(plan: RunPlan) -> int | None:
-    """Return the memory of one rank's device, or None if this machine cannot tell."""
+    """Return the bytes of memory of one rank's device; None if this machine has no such device."""
     if plan.cluster.device is Device.cuda:
         return torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else None
     return free_host_bytes() // plan.cluster.workers_per_node
 
 
 def free_host_bytes() -> int:
-    """Return the memory in bytes that this process may still take, by the host's limit and by its cgroup's."""
+    """Return the memory available to this process in bytes: the host's available memory, at most the cgroup's limit."""
     lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     available = int(lines["MemAvailable"].split()[0]) * 1024
     limit = Path("/sys/fs/cgroup/memory.max")
@@ -286,8 +287,8 @@ def _in_words(error: Exception) -> str:
 def main() -> None:
     die_with_parent(int(sys.argv[2]))
     plan = RunPlan.from_json(sys.stdin.read())
-    # what torch and the task print here, they print when the job runs; torch logs a traceback for each operator that
-    # fails on fake tensors
+    # the output of torch and the task would be repeated when the job runs; besides, torch logs a traceback for each
+    # operator that fails on fake tensors
     warnings.simplefilter("ignore")
     logging.disable()
     silence = os.open(os.devnull, os.O_WRONLY)
@@ -297,7 +298,7 @@ def main() -> None:
     try:
         found, answer["problem"] = forecasts(plan)
         answer["forecasts"] = [dataclasses.asdict(forecast) for forecast in found]
-    except LauncherError as error:  # the job would meet the same mistake
+    except LauncherError as error:  # the same error would occur in the job
         answer["error"] = str(error)
     except Exception as error:
         answer["problem"] = _in_words(error)

@@ -1,7 +1,8 @@
-"""Look at a task before anything starts: does it import, construct, have data, and how large is its model?
+"""Inspection of a task before anything starts: checks that it can be imported and constructed and has data, and
+measures its model.
 
-Run by ``launcher.plan.task_inspection`` as a process of its own, because the command line must not import torch or
-user code. Reads one JSON object from standard input, writes the answer to the file named on the command line.
+``launcher.plan.task_inspection`` runs it as a separate process, because the command line must not import torch or user
+code. Reads one JSON object from standard input; writes the answer to the file named on the command line.
 """
 
 from __future__ import annotations
@@ -22,12 +23,11 @@ if TYPE_CHECKING:
 
 
 def probe(target: str, params: dict[str, Any], search_path: list[str], shards: bool, seed: int) -> dict[str, Any]:
-    """Return the fields of a TaskPlan. The model is built on the meta device where it can be, so that size costs
-    nothing.
+    """Return the fields of a TaskPlan. The model is built on the meta device if possible, which takes no memory.
 
     Args:
-        shards: whether the task's shard units matter, and must be right.
-        seed: of the job, which the data's length may depend on.
+        shards: the strategy is sharded, so the task's shard units are used and checked.
+        seed: the job's seed, on which the data's length may depend.
     """
     import torch
 
@@ -47,11 +47,11 @@ def probe(target: str, params: dict[str, Any], search_path: list[str], shards: b
             "iterated.\n  Give a map-style dataset (__len__ and __getitem__) or an IterableDataset."
         )
     try:
-        # the warnings of load_state_dict and others about meta tensors are not about the job's model
+        # load_state_dict and others warn about meta tensors, which the job's model does not have
         with torch.device("meta"), _without_random_values(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model = build_model(task, seed)
-    except Exception:  # a constructor that computes with its tensors needs real ones
+    except Exception:  # a constructor that uses the values of its tensors needs real ones
         model = build_model(task, seed)
     if not isinstance(model, torch.nn.Module):
         raise TaskError(f"task._target_={target}: model() returned a {type(model).__name__}, not a torch.nn.Module.")
@@ -86,8 +86,8 @@ def probe(target: str, params: dict[str, Any], search_path: list[str], shards: b
 
 
 def _flops(task: Task, model: nn.Module, data: Any) -> float | None:
-    """Return a sample's FLOPs, counted last because it reads data and runs the task's loss; None where the task has a
-    method for them."""
+    """Return a sample's FLOPs; None if the task has a method for them. Called last, because it reads data and runs the
+    task's loss."""
     if callable(getattr(task, "flops_per_sample", None)):
         return None
     from launcher.train.measure.flops import flops_per_sample
@@ -104,8 +104,9 @@ def in_eval_mode(module: nn.Module, name: str = "") -> list[str]:
 
 
 def _without_random_values() -> AbstractContextManager[object]:
-    """Meta tensors have none, and yet torch imports its compiler to draw them, which takes a second. Other draws than
-    those of nn's layers still do."""
+    """Return a mode that skips the random initialisation of meta tensors by nn's layers. Meta tensors have no values,
+    but torch imports its compiler for these operators, which takes a second; for other random operators it still
+    does."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -117,7 +118,7 @@ def _without_random_values() -> AbstractContextManager[object]:
 
         @classmethod
         def _should_skip_dynamo(cls) -> bool:
-            """torch's own; else it wraps the method above in a function that imports the compiler (test_imports.py)."""
+            """Keep torch from wrapping the method above in a function that imports the compiler (test_imports.py)."""
             return False
 
     return WithoutRandomValues()

@@ -1,7 +1,7 @@
-"""Counts and times the collectives that really ran, and holds them against the sync policy.
+"""Communication meter: counts and times the collectives that really ran, and checks them against the sync policy.
 
-The claim "n bytes were saved" is never computed from the policy: it is what passed the strategy's own collectives, and
-a window that did not send what its policy says stops the run.
+Saved bytes are not computed from the policy, but from what the strategy's collectives have sent. A window that did not
+send what its policy requires stops the run.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class Traffic:
 
 @dataclass(frozen=True)
 class CommStats:
-    """What one window sent on one rank.
+    """Communication of one window on one rank.
 
     Args:
-        kinds: of each collective that ran.
-        wire_bytes_every: bytes, had each micro-batch been synchronised.
-        time_s: seconds in which at least one collective was under way.
+        kinds: traffic of each kind of collective that ran.
+        wire_bytes_every: wire bytes that the window would have needed with every micro-batch synchronised.
+        time_s: seconds during which at least one collective was in progress.
     """
 
     kinds: Mapping[Collective, Traffic]
@@ -61,7 +61,7 @@ class CommStats:
 
 
 class Flight:
-    """One collective under way. The host's clock on a CPU; on a GPU events, read once the window is over."""
+    """Timer of one collective: the host's clock on CPUs; on GPUs events, which are read after the window."""
 
     __slots__ = ("_cuda", "began", "ended")
 
@@ -78,35 +78,37 @@ class Flight:
         return event
 
     def land(self) -> None:
-        """On a GPU: called where the stream that is current waits for the collective."""
+        """Record the end of the collective. On a GPU, call this where the current stream waits for the collective."""
         self.ended = self._now()
 
     def span(self, first: Flight, now: float) -> tuple[float, float]:
-        """Start and end in seconds: of the host's clock, or since ``first`` took off. What has not landed ends now."""
+        """Return start and end in seconds: of the host's clock (the end is ``now`` if the collective is still running),
+        or since the start of ``first`` on a GPU."""
         if not self._cuda:
             return self.began, now if self.ended is None else self.ended
-        if self.ended is None or not self.ended.query():  # on a stream that the step has not waited for
+        if self.ended is None or not self.ended.query():  # it ran on a stream that the step has not waited for
             return 0.0, 0.0
         return first.began.elapsed_time(self.began) / 1e3, first.began.elapsed_time(self.ended) / 1e3
 
 
 class Meter:
-    """Counts per window.
+    """Counter of a window's collectives.
 
     Args:
-        strategy: whose passes each policy means.
+        strategy: kind of strategy, which determines the collectives that each policy requires.
         layout: payload of one pass of each kind, padding included.
-        device: of this rank.
-        waited_s: seconds of the window in which the host was blocked by other ranks; on a GPU it says little.
+        device: device of this rank.
+        waited_s: seconds of the window in which the host was blocked by other ranks; of little meaning on a GPU, where
+            the host only queues work.
     """
 
     def __init__(self, strategy: StrategyKind, layout: Layout, device: torch.device) -> None:
         self._strategy, self.layout, self._cuda = strategy, layout, device.type == "cuda"
-        self.gathered_by_every: float | None = None  # payload bytes a micro-batch, once seen
+        self.gathered_by_every: float | None = None  # all-gathered bytes per micro-batch under `every`, once measured
         self.open_window()
 
     def open_window(self) -> None:
-        """Forget what ran since the last window: an evaluation, or a calibration."""
+        """Reset all counters, so that an evaluation or calibration since the last window is not counted."""
         self._covered = dict.fromkeys(Collective, 0)
         self._payload = dict.fromkeys(Collective, 0)
         self._collectives = dict.fromkeys(Collective, 0)
@@ -118,46 +120,48 @@ class Meter:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around what blocks the host until other ranks have done their part."""
+        """Return a context for an operation that blocks the host until other ranks have done their part."""
         began = time.perf_counter()
         yield
         self.waited_s += time.perf_counter() - began
 
     def waited_until_now(self, flight: Flight) -> None:
-        """The host has been blocked since ``flight`` took off, where it has a clock for that."""
+        """Count the time since the start of ``flight`` as waiting, except on a GPU, where the host is not blocked."""
         if not self._cuda:
             self.waited_s += time.perf_counter() - flight.began
 
     def reduces(self) -> None:
-        """Called in a backward pass where a collective was started that this pass waits for at its end."""
+        """Record that a backward pass has started a collective, for which it waits at its end."""
         self._reduces_since = time.perf_counter()
 
     def backward_is_over(self) -> None:
-        """All that came after its last collective was a wait for that one, and those before it."""
+        """Count the time since the backward pass started its last collective as waiting."""
         if self._reduces_since is not None:
             self.waited_s += time.perf_counter() - self._reduces_since
             self._reduces_since = None
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Around passes of a window that every sync policy runs alike: counted, but the policy is not held to them."""
+        """Return a context for passes of a window that are the same under every sync policy: they are counted, but not
+        checked against the policy."""
         self._beside = True
         yield
         self._beside = False
 
     def take_off(self) -> Flight:
-        """Called where a collective starts; the flight is to be landed where it is over."""
+        """Start the timer of a collective; the caller calls ``land`` at its end."""
         flight = Flight(self._cuda)
         self._flights.append(flight)
         return flight
 
     def count(self, kind: Collective, payload_bytes: int, covers: int | None = None, collectives: int = 1) -> None:
-        """What was sent.
+        """Count a collective.
 
         Args:
-            payload_bytes: handed to it by this rank.
-            covers: bytes of the model that it synchronises, where compression makes the payload smaller.
-            collectives: how many there are, where one call stands for several.
+            payload_bytes: bytes that this rank passes to it.
+            covers: bytes of parameters or gradients that it synchronises, if that is not ``payload_bytes``
+                (compression).
+            collectives: number of collectives, if the call stands for several.
         """
         if not self._beside:
             self._covered[kind] += payload_bytes if covers is None else covers
@@ -177,10 +181,10 @@ class Meter:
         return not any(self._collectives.values())
 
     def close_window(self, micro_batches: int, sync: Sync) -> CommStats:
-        """What this window sent. The device must be through with it.
+        """Return what this window sent. The device must have completed it.
 
         Raises:
-            PolicyNotObserved: it is not what ``sync`` means for a window of ``micro_batches``.
+            PolicyNotObserved: it is not what ``sync`` requires for a window of ``micro_batches``.
         """
         self._check(micro_batches, sync)
         if sync is Sync.every:
@@ -195,8 +199,8 @@ class Meter:
         return CommStats(kinds, layout.wire(self._had_it_been_every(micro_batches, sync)), _union_s(self._flights))
 
     def _had_it_been_every(self, micro_batches: int, sync: Sync) -> dict[Collective, int]:
-        """Payload: each reduction as often as there are micro-batches; gathers as seen when `every` ran, or until then
-        by the policy table."""
+        """Return the payload that the window would have had under `every`: each reduction once per micro-batch, gathers
+        as measured when `every` ran, or by the policy table if it has not."""
         ran, every = (passes(self._strategy, policy, micro_batches) for policy in (sync, Sync.every))
         payload = dict(self._payload)
         if ran.all_reduce:
@@ -230,7 +234,7 @@ class Meter:
 
 
 def _union_s(flights: list[Flight]) -> float:
-    """Seconds in which at least one of ``flights`` was under way."""
+    """Return the seconds during which at least one of ``flights`` was in progress."""
     if not flights:
         return 0.0
     now = time.perf_counter()

@@ -1,14 +1,14 @@
-"""Model FLOPs of a sample, and how many a device could do: throughput/flops_per_s and throughput/mfu.
+"""Model FLOPs of a sample, and peak FLOP/s of devices: for throughput/flops_per_s and throughput/mfu.
 
-A sample's FLOPs are those of the forward and backward passes of the task's own model and loss, on its first samples as
-its own collate puts them together: two for each multiplication and addition of every matrix product, convolution and
-attention (torch.utils.flop_counter), nothing for elementwise operations. An attention over T positions of width d
-counts 4 T^2 d forward and 8 T^2 d backward, with a causal mask too. For a transformer of N parameters in its matrices
-and L layers that is the usual 6 N T + 12 L d T^2 (Chowdhery et al., "PaLM", 2022, appendix B). What a backward pass
-computes a second time (activation checkpointing, flash attention's scores) does not count: these are the FLOPs of the
-model, not of the hardware.
+A sample's FLOPs are counted in the forward and backward passes of the task's own model and loss, on its first samples,
+collated as in training: two for each multiply-add of every matrix product, convolution and attention
+(torch.utils.flop_counter), none for elementwise operations. An attention over T positions of width d counts 4 T^2 d
+forward and 8 T^2 d backward, with a causal mask too. For a transformer with N parameters in its matrices and L layers
+this is the usual 6 N T + 12 L d T^2 (Chowdhery et al., "PaLM", 2022, appendix B). Recomputation in the backward pass
+(activation checkpointing, flash attention's scores) does not count: these are the FLOPs of the model, not of the
+hardware.
 
-Everything runs on tensors without memory, in the process that looks at the task (probe.py).
+Everything runs on tensors without memory, in the process that inspects the task (task_probe.py).
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_flop_c
 from launcher.config.schema import PrecisionKind
 from launcher.task import Loss, Task, first_batch
 
-# several samples, as a BatchNorm refuses one
+# several samples, because BatchNorm may refuse one
 SAMPLES, LIMIT_S = 4, 30.0
 
 # Dense peaks in TFLOP/s by the exact name that torch.cuda.get_device_name reports, without a leading "NVIDIA ": fp32
-# outside of tensor cores, TF32, bf16, fp16 (both summed in fp32); None where the device has no such units. Figures that
-# a data sheet gives with sparsity are halved. Part numbers share a name only where their peaks are the same.
+# outside of tensor cores, TF32, bf16, fp16 (both accumulated in fp32); None if the device has no such units. Figures
+# that a data sheet states with sparsity are halved. No entry stands for products with different peaks.
 _PEAKS: Mapping[str, tuple[float, float | None, float | None, float | None]] = {
     # NVIDIA Tesla V100 GPU Accelerator data sheet (2020); V100S: its own
     "Tesla V100-SXM2-16GB": (15.7, None, None, 125),
@@ -81,11 +81,11 @@ _PEAKS: Mapping[str, tuple[float, float | None, float | None, float | None]] = {
 
 
 def peak_flops(device_name: str, precision: PrecisionKind, *, tf32: bool) -> float | None:
-    """Return the FLOP/s that the device could do in this precision; None where no data sheet is known.
+    """Return the device's peak FLOP/s in this precision; None if the table does not have it.
 
     Args:
-        device_name: as torch.cuda.get_device_name has it. A part of a device (MIG) has another name, and no peak here.
-        tf32: whether fp32 matrix products and convolutions run in TF32.
+        device_name: result of torch.cuda.get_device_name. A MIG instance has another name, and no peak here.
+        tf32: fp32 matrix products and convolutions run in TF32.
     """
     peaks = _PEAKS.get(device_name.removeprefix("NVIDIA "))
     if peaks is None:
@@ -97,30 +97,30 @@ def peak_flops(device_name: str, precision: PrecisionKind, *, tf32: bool) -> flo
 
 
 def flops_per_sample(task: Task, model: nn.Module, data: Any) -> float | None:
-    """Return the model FLOPs of a sample, forward and backward; None where they cannot be counted.
+    """Return the model FLOPs of a sample, forward and backward; None if they cannot be counted.
 
     Args:
-        task: may be changed by its own loss.
-        model: as the task built it; a copy without memory is run.
-        data: the task's training data, of which the first samples are read.
+        task: the task; its loss is called, and may change it.
+        model: the task's model; a copy without memory is run.
+        data: the task's training data; its first samples are read.
     """
     try:
         with _time_limit(LIMIT_S):
             batch, samples = first_batch(task, data, SAMPLES)
             return _count(task, model, batch, samples)
-    except (Exception, SystemExit):  # a model may do what tensors without values cannot, and data may not be here
+    except (Exception, SystemExit):  # a model may need tensors with values, and the data may not be on this machine
         return None
 
 
 def _count(task: Task, model: nn.Module, batch: Any, samples: int) -> float | None:
     try:
         flops = _flops_of(task, model, batch, FakeTensorMode(allow_non_fake_inputs=True))
-    except DynamicOutputShapeException:  # a mask picks a part of a tensor; how much is left only symbols can say
+    except DynamicOutputShapeException:  # a result's size depends on values (a boolean mask): use a symbol for it
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
         fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
         flops = _flops_of(task, model, batch, fake)
-    # a symbol where a matrix's size depends on values; nothing where all work is in kernels of the user's own
+    # not an int if the size of a matrix is a symbol; 0 if all work is done by custom kernels
     return flops / samples if isinstance(flops, int) and flops > 0 else None
 
 
@@ -135,7 +135,7 @@ def _flops_of(task: Task, model: nn.Module, batch: Any, fake: FakeTensorMode) ->
 
 
 def _without_memory(model: nn.Module, fake: FakeTensorMode) -> nn.Module:
-    """Return a copy of ``model`` on the CPU whose tensors have no memory, wherever its own ones are."""
+    """Return a copy of ``model`` whose tensors are on the CPU and have no memory, on any device that its own are."""
     copies: dict[int, Any] = {}
 
     def empty(tensor: Tensor) -> Tensor:
@@ -153,7 +153,8 @@ def _without_memory(model: nn.Module, fake: FakeTensorMode) -> nn.Module:
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in what runs longer: data that waits for something, a model of thousands of layers."""
+    """Raise TimeoutError in a body that runs longer: data that waits for something, or a model of thousands of
+    layers."""
 
     def over(*_: object) -> None:
         raise TimeoutError
@@ -168,17 +169,18 @@ def _time_limit(seconds: float) -> Iterator[None]:
 
 
 def _recomputing() -> bool:
-    """Return whether a backward pass is recomputing a part of the forward pass: only then does it record gradients."""
+    """Return whether a backward pass is recomputing a part of the forward pass: only then are gradients enabled in
+    it."""
     return torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
 
 
 def _once(formula: Callable[..., int]) -> Callable[..., int]:
-    """Return ``formula``, of torch's registry, with 0 for what is computed a second time."""
+    """Return ``formula``, from torch's registry, changed to return 0 for recomputation."""
 
     def flops(*args: Any, **kwargs: Any) -> int:
         return 0 if _recomputing() else formula(*args, **kwargs)
 
-    flops._get_raw = True  # pyright: ignore[reportFunctionMemberAccess]  # it takes tensors, as those of the registry do
+    flops._get_raw = True  # pyright: ignore[reportFunctionMemberAccess]  # it takes tensors, like those in the registry
     return flops
 
 
@@ -187,7 +189,8 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) ->
 
 
 def _attention_backward(_: Tensor, query: Tensor, key: Tensor, value: Tensor, *__: Any, **___: Any) -> int:
-    """Two products for each of the forward pass; torch's own formulas for GPUs add the scores' recomputation."""
+    """Return two products for each one of the forward pass; torch's own formulas for GPUs add the recomputation of the
+    scores."""
     return 2 * sdpa_flop_count(query.shape, key.shape, value.shape)
 
 

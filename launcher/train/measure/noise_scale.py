@@ -1,17 +1,18 @@
-"""The gradient noise scale: how large a global batch is worth its samples, from norms that a window leaves anyway.
+"""Gradient noise scale: the global batch size up to which larger batches pay off, from gradient norms that each window
+provides anyway.
 
 After McCandlish, Kaplan, Amodei et al., "An Empirical Model of Large-Batch Training" (2018), appendix A.1. The squared
-norm of a mean gradient over B samples is expected to be ``|G|^2 + tr(Sigma) / B``, with G the true gradient and Sigma
-the covariance of one sample's. Two sizes of batch are two equations: the large one is the window, the small one what a
-rank has summed by itself before any other rank's gradient was added. Both unknowns are averaged over windows (weighted,
-see _Averages), and only then divided: ``noise/scale = tr(Sigma) / |G|^2``, in samples. How well the quotient is known
-follows from how far the windows' estimates scatter: see _Averages.interval.
+norm of a mean gradient over B samples has the expectation ``|G|^2 + tr(Sigma) / B``, with G the true gradient and Sigma
+the covariance of one sample's gradient. Two batch sizes give two equations: the large batch is the window, the small
+one is the part that a rank has summed before other ranks' gradients are added. Both unknowns are averaged over windows
+(weighted, see _Averages), and only then divided: ``noise/scale = tr(Sigma) / |G|^2``, in samples. The confidence
+interval of the quotient follows from the scatter of the windows' estimates: see _Averages.interval.
 
-What the norms are of: a rank's gradient lies there as ``g_r = s / C * sum of its items' gradients`` (C the engine's
-divisor, s the loss scale), so the mean over its n_r items is ``G_r = C / (s * n_r) * g_r``. A rank with more items
-knows more: ``sum of n_r * |G_r|^2 / sum of n_r``, over the ranks, has the expectation ``|G|^2 + tr(Sigma) / b`` with b
-samples a rank, however the items are shared out. That is ``(C / s)^2 / sum(n_r) * sum(|g_r|^2 / n_r)``: each rank has
-one number to share, and it travels with the next window's flags.
+The norms are computed as follows. A rank holds ``g_r = s / C * sum of its items' gradients`` (C: the engine's divisor,
+s: the loss scale), so the mean over its n_r items is ``G_r = C / (s * n_r) * g_r``. Weighted by items, the mean over
+the ranks ``sum of n_r * |G_r|^2 / sum of n_r`` has the expectation ``|G|^2 + tr(Sigma) / b`` with b samples per rank,
+for any distribution of the items. It equals ``(C / s)^2 / sum(n_r) * sum(|g_r|^2 / n_r)``: each rank contributes one
+number, which is sent with the next window's totals.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# of the averages a window: they remember the last hundred or so, over which training changes the scale little
+# decay of the averages per window: they cover about a hundred windows, over which the scale changes little
 SMOOTHING = 0.99
 MOST_WEIGHT = 10
-# windows that must have been measured before anything is said
+# number of measured windows before an estimate is reported
 FEWEST_WINDOWS = 10
 
 
@@ -36,10 +37,10 @@ class Noise:
     """Estimates from the windows so far.
 
     Args:
-        grad_sq: squared norm of the gradient that an endless batch would have, |G|^2.
-        variance: of one sample's gradient, summed over all parameters, tr(Sigma).
-        low, high: samples between which ``scale`` lies with 95% confidence; ``high`` is infinite where the windows do
-            not exclude a true gradient of zero.
+        grad_sq: squared norm of the true gradient, that of an infinitely large batch, |G|^2.
+        variance: variance of one sample's gradient, summed over all parameters, tr(Sigma).
+        low, high: 95% confidence interval of ``scale``, in samples; ``high`` is infinite if the windows do not exclude
+            a true gradient of zero.
     """
 
     grad_sq: float
@@ -49,16 +50,16 @@ class Noise:
 
     @property
     def scale(self) -> float | None:
-        """Samples; None while the noise leaves one of the two averages below zero."""
+        """The noise scale in samples; None while noise makes one of the two averages zero or negative."""
         return self.variance / self.grad_sq if self.variance > 0 and self.grad_sq > 0 else None
 
 
 class OwnGradient:
-    """The norm of this rank's own gradient, taken where a strategy holds it: no other rank's has been added yet.
+    """Norm of this rank's own gradient, taken by the strategy before other ranks' gradients are added.
 
-    That is once a window, and the host does not wait for it. Under a policy that reduces at the boundary it is the
-    gradient of the rank's whole window, else of its first micro-batch. ``due``: whether the micro-batch under way
-    completes that part.
+    It is taken once per window, without blocking the host. Under a policy that reduces at the boundary it is the
+    gradient of the rank's whole window, otherwise of its first micro-batch. ``due``: the current micro-batch completes
+    that part.
     """
 
     def __init__(self) -> None:
@@ -71,16 +72,16 @@ class OwnGradient:
             self._norms.clear()
 
     def take(self, gradients: Sequence[Tensor]) -> None:
-        """``gradients``: a piece of it, as it is about to be sent."""
+        """Add a piece of the gradient, just before it is reduced; ignored unless ``due``."""
         if self.due:
-            # one kernel for many of them; of half-precision numbers each in fp32
+            # one kernel for all wide tensors; norms of half-precision tensors are computed in fp32, one by one
             wide = [gradient for gradient in gradients if gradient.dtype.itemsize >= 4]
             narrow = [gradient for gradient in gradients if gradient.dtype.itemsize < 4]
             self._norms += torch._foreach_norm(wide) if wide else ()
             self._norms += [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in narrow]
 
     def square(self, device: torch.device) -> Tensor | None:
-        """Its squared norm: float64 scalar; None where no gradient was about to be sent."""
+        """Return the squared norm, a float64 scalar, and reset it; None if no gradient was taken."""
         if not self._norms:
             return None
         norms, self._norms = self._norms, []
@@ -88,72 +89,73 @@ class OwnGradient:
 
 
 class NoiseScale:
-    """Averages over the windows of a run, alike on all ranks; and this rank's own share of what the last one says."""
+    """Averages over the windows of a run, the same on all ranks, and this rank's contribution of the last window."""
 
     def __init__(self, ranks: int, device: torch.device) -> None:
         self._ranks, self._device = ranks, device
         self._part: tuple[Tensor | float, int] | None = None
         self._waiting: _Measured | None = None
-        self.own: Tensor | float = 0.0  # |g_r|^2 / n_r of the last window, to be added up over the ranks
+        self.own: Tensor | float = 0.0  # |g_r|^2 / n_r of the last window, to be summed over the ranks
         self._averages = _Averages()
 
     def begin(self, items: Tensor | float, samples: int) -> None:
-        """This rank's part of the window has so many."""
+        """Set the number of items and samples in this rank's part of the window."""
         self._part = items, samples
 
     def measure(self, gradient: OwnGradient, grad_norm: float, items: int, samples: int, unit: float) -> None:
-        """A full window was applied: all ranks' parts of it are of one size.
+        """Measure a full window that was applied; all ranks' parts of it have the same number of samples.
 
         Args:
             gradient: this rank's own.
-            grad_norm: of the window's mean gradient; items, samples: of the window, on all ranks.
-            unit: C / s, by which the gradient of a sum lies there too small.
+            grad_norm: norm of the window's mean gradient.
+            items, samples: numbers in the window, on all ranks.
+            unit: C / s, the factor from the gradients as they are held to those of the summed loss.
         """
         square = gradient.square(self._device)
-        if square is None or self._part is None or self._part[1] == samples:  # nobody to compare with
+        if square is None or self._part is None or self._part[1] == samples:  # both batch sizes would be the same
             return
         own_items, own_samples = self._part
-        # all of the window's items where the parts make it up; of first micro-batches what their samples' share is
+        # all of the window's items if the parts make up the window; otherwise estimated by their share of samples
         items_of_parts = items * own_samples * self._ranks / samples
         self._waiting = _Measured(grad_norm**2, samples, own_samples, unit**2 / items_of_parts)
-        # 0 / 0 where a rank has no item: it has no mean gradient then, and the window says nothing
+        # 0 / 0 = nan on a rank without items, which has no mean gradient: `settle` then drops the window
         self.own = square / own_items
 
     def settle(self, shared: float) -> None:
-        """``shared``: what ``own`` comes to over all ranks."""
+        """Add the measured window to the averages. ``shared``: the sum of ``own`` over all ranks."""
         window, self._waiting, self.own = self._waiting, None, 0.0
         if window is not None and math.isfinite(shared):
             self._averages.take_in(window.large_sq, *window.estimates(shared))
 
     @property
     def now(self) -> Noise | None:
-        """None before there are enough windows."""
+        """The present estimates; None before there are enough windows."""
         return self._averages.noise
 
     @property
     def waits(self) -> bool:
-        """Whether a window is not settled yet."""
+        """Whether a measured window is not settled yet."""
         return self._waiting is not None
 
     def state_dict(self) -> dict[str, Any]:
-        """As JSON has it, and alike on all ranks: nothing waits."""
+        """Return the averages as JSON, the same on all ranks. No window may be waiting to be settled."""
         assert not self.waits
         return asdict(self._averages)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Averages of an earlier version, without the squares, are dropped: they have no interval."""
+        """Restore the averages. Those of an earlier version are dropped: they lack the squares, hence the interval."""
         known = state.keys() == asdict(self._averages).keys()
         self._averages = _Averages(**state) if known else _Averages()
 
 
 @dataclass(frozen=True)
 class _Measured:
-    """A window whose ranks' shares are not added up yet.
+    """A window whose ranks' contributions are not summed yet.
 
     Args:
         large_sq: squared norm of the window's mean gradient.
         large, small: samples in the window, and in a rank's part of it.
-        factor: what makes the mean of the ranks' squared norms of the sum of their shares.
+        factor: factor from the sum of the ranks' contributions to the mean of their squared norms.
     """
 
     large_sq: float
@@ -162,7 +164,7 @@ class _Measured:
     factor: float
 
     def estimates(self, shared: float) -> tuple[float, float]:
-        """Unbiased ones of |G|^2 and tr(Sigma): equations A.2 and A.3."""
+        """Return unbiased estimates of |G|^2 and tr(Sigma), by equations A.2 and A.3 of the paper."""
         small_sq, large, small = shared * self.factor, self.large, self.small
         grad_sq = (large * self.large_sq - small * small_sq) / (large - small)
         return grad_sq, (small_sq - self.large_sq) / (1 / small - 1 / large)
@@ -170,15 +172,16 @@ class _Measured:
 
 @dataclass
 class _Averages:
-    """Weighted, over the windows.
+    """Weighted averages over the windows.
 
-    A gradient's norm falls by orders of magnitude while a run begins: in plain averages its first few windows would
-    drown a hundred later ones. So each window counts by one over the squared norm of the window before it, which knows
-    the size of the gradient, and nothing of this window's noise: the averages stay unbiased. No weight is more than
-    MOST_WEIGHT times the average one: a gradient that is almost zero for once would speak for thousands of windows.
+    The gradient's norm falls by orders of magnitude at the start of a run, so in plain averages the first few windows
+    would outweigh a hundred later ones. So each window has the weight 1 / (squared norm of the previous window's
+    gradient), which reflects the gradient's size but is independent of this window's noise: the averages stay unbiased.
+    A weight is at most MOST_WEIGHT times the average weight: otherwise one window after an almost zero gradient would
+    count as much as thousands of others.
 
     Args:
-        windows: that are in them.
+        windows: number of windows in the averages.
         before_sq: squared norm of the newest window's mean gradient; 0 before there is one.
         weight, grad_sq, variance: averages of the weights, and of the two estimates times their weights.
         grad_sq_2, both, variance_2: averages of the squares and of the product of the latter two.
@@ -217,13 +220,13 @@ class _Averages:
     def interval(self) -> tuple[float, float]:
         """Return the 95% confidence interval of the scale, in samples, at least 0; from two windows on.
 
-        It holds each quotient R that the windows do not exclude (Fieller, "Some Problems in Interval Estimation",
-        1954): those where the average of v - R g, whose expectation is 0 at the true R, is at most t standard errors
-        from 0. A normal interval around the quotient would be wrong where the average of g is not far from 0 itself.
-        The standard error is that of an average with unequal weights: a fraction of the windows' scatter that depends
-        on their number only.
+        It contains each quotient R that the windows do not exclude (Fieller, "Some Problems in Interval Estimation",
+        1954): each R for which the average of v - R g, whose expectation is 0 at the true R, is at most t standard
+        errors from 0. A normal interval around the quotient would be wrong if the average of g is close to 0. The
+        standard error is that of an average with unequal weights: a fraction of the windows' scatter that depends only
+        on their number.
         """
-        mass = 1 - SMOOTHING**self.windows  # of the weights (1 - s) s^i of the windows, newest first
+        mass = 1 - SMOOTHING**self.windows  # sum of the weights (1 - s) s^i of the windows, newest first
         share = (1 - SMOOTHING) / (1 + SMOOTHING) * (1 + SMOOTHING**self.windows) / mass  # 1 / effective windows
         g, v = self.grad_sq / mass, self.variance / mass
         t_sq = _student(1 / share - 1) ** 2 * share / (1 - share)
@@ -236,7 +239,7 @@ class _Averages:
         if a > 0:
             root = math.sqrt(max(0.0, b * b - a * c))
             return max(0.0, (b - root) / a), max(0.0, (b + root) / a)
-        # g may be 0: the interval excludes nothing, or only the values between the two roots
+        # g = 0 is not excluded: the interval is unbounded, possibly except for the values between the two roots
         if a == 0 or b * b <= a * c:
             return 0.0, math.inf
         root = math.sqrt(b * b - a * c)
@@ -245,6 +248,6 @@ class _Averages:
 
 
 def _student(freedom: float) -> float:
-    """Return the 97.5% quantile of Student's t distribution: Cornish and Fisher's expansion around the normal one."""
+    """Return the 97.5% quantile of Student's t distribution, by the Cornish-Fisher expansion around the normal one."""
     z = 1.959964
     return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)

@@ -1,12 +1,10 @@
-"""What the ranks' time goes into, and which of them holds the others up.
+"""Straggler detection: how the ranks spend their time, and which rank delays the others.
 
-Each rank's seconds of computing, of waiting for data and of waiting for other ranks go with the next window's small
-all-reduce: one place for each rank and kind, so that the sum is a table. Nobody waits for it, and no collective is
-added.
+Each rank's seconds of computing, of waiting for data and of waiting for other ranks are sent in the next window's small
+all-reduce: one entry for each rank and kind, so that the sum is a table. This adds no collective and no waiting.
 
-Computing is what is left of a window once the waits are taken away. On a CPU the host's clock knows them: it is the
-host that is blocked. On a GPU the host only queues work up, and what it waits for says little of what the GPU does, so
-nothing is sent there.
+The time of computing is a window's time minus the waits. On CPUs the host measures them, since it is the host that is
+blocked. On GPUs the host only queues work, and its waits tell little about the GPU, so nothing is sent.
 """
 
 from __future__ import annotations
@@ -21,11 +19,11 @@ import torch
 
 from launcher.train.world import World
 
-# in which a rank's usual time is looked for; and from one look to the next
+# windows over which medians are taken, and windows between two searches for a straggler
 WINDOWS, LOOK_EVERY = 20, 10
-# seconds a window: a shorter delay is that of the measurement, or of nothing that is worth a search
+# seconds per window; shorter delays are measurement error, or not worth reporting
 NEGLIGIBLE_S = 0.01
-# of a process that has just started, whose first windows are not typical
+# first windows of a process that are ignored, because they are not typical
 _LEFT_OUT = 2
 _COMPUTE, _DATA, _WAIT = range(3)
 _KINDS = 3
@@ -33,8 +31,8 @@ _KINDS = 3
 
 @dataclass(frozen=True)
 class Spent:
-    """Seconds of a window: of computing, on average over the ranks and at most; of waiting for other ranks; and of
-    waiting for data, at most."""
+    """Use of time in a window, in seconds: computing (mean and maximum over the ranks), waiting for other ranks (mean),
+    and waiting for data (maximum)."""
 
     compute_s: float
     compute_most_s: float
@@ -44,12 +42,14 @@ class Spent:
 
 @dataclass(frozen=True)
 class Straggler:
-    """The rank that holds the others up.
+    """The slowest rank, which delays the others. All figures are medians over ``windows`` windows.
 
     Args:
-        share: of a step's time that would be saved, were it as fast as the median of the other ranks.
-        excess_s: seconds of a window that this is; both medians over ``windows`` windows.
-        of: what it spends that on, compute or data; own_s: its seconds of that, others_s: the others' median.
+        share: fraction of a step's time that would be saved if the rank were as fast as the median of the others.
+        excess_s: the same in seconds per window.
+        of: cause of most of the excess, compute or data.
+        own_s: the rank's seconds of that kind per window.
+        others_s: median of the other ranks' seconds of that kind.
     """
 
     rank: int
@@ -75,20 +75,21 @@ class Straggler:
 
 
 def places(world_size: int, device: torch.device) -> int:
-    """How many numbers the ranks share."""
+    """Return how many numbers the ranks share in a window's all-reduce; 0 on GPUs and for one rank."""
     return _KINDS * world_size if world_size > 1 and device.type == "cpu" else 0
 
 
 class Pace:
-    """One rank's account of it, alike on all ranks but for what it measures itself.
+    """Straggler detector: the same state on all ranks, except for the rank's own measurement.
 
     Args:
-        share: from which on the slowest rank is named; None: never.
-        spent: of the newest window that is known, which is the one before; None while none is.
-        straggler: the rank that is named now; named: the last one that was.
-        measured: windows of this process that were looked at; slow: in how many of them each rank was the slowest by
-            the share or more.
-        news: what has changed about it with the newest window, in words; None for nothing.
+        share: value of ``Straggler.share`` from which on a rank is reported; None: never.
+        spent: use of time in the previous window; None before the first table has arrived.
+        straggler: the rank that is reported at present.
+        named: the last rank that was reported.
+        measured: number of windows of this process that were evaluated.
+        slow: number of these windows in which each rank was the slowest by ``share`` or more.
+        news: message on a change with the newest window; None if there is none.
     """
 
     def __init__(self, world: World, device: torch.device, share: float | None) -> None:
@@ -102,22 +103,22 @@ class Pace:
         self.straggler: Straggler | None = None
         self.named: Straggler | None = None
         self.measured, self.slow = 0, [0] * world.size
-        self._verdict: int | None = None  # the rank that the last look found
+        self._verdict: int | None = None  # result of the last search
         self.news: str | None = None
 
     def measure(self, step_s: float, data_s: float, wait_s: float) -> None:
-        """This rank's part of a window, in seconds: in all, for data, and for other ranks."""
+        """Set this rank's seconds of a window: in total, waiting for data, and waiting for other ranks."""
         self._own = [max(0.0, step_s - data_s - wait_s), data_s, wait_s]
 
     def numbers(self) -> list[float]:
-        """What the next window's flags take along: this rank's row in a table of zeros."""
+        """Return the numbers to be sent with the next window's totals: a table of zeros with this rank's row filled."""
         table = [0.0] * self._places
         if self._places:
             table[self._rank * _KINDS : (self._rank + 1) * _KINDS] = self._own
         return table
 
     def take_in(self, table: Sequence[float]) -> None:
-        """The sum of what all ranks have sent."""
+        """Evaluate a window. ``table``: the sum of all ranks' ``numbers``."""
         self.news, self._windows = None, self._windows + 1
         if not self._places or self._windows <= _LEFT_OUT:
             return
@@ -133,9 +134,10 @@ class Pace:
             self._look(self._share)
 
     def _look(self, share: float) -> None:
-        """Two looks in a row must agree before a rank is named, or is named no more: near the limit verdicts vary."""
+        """Search for a straggler. A report starts or ends only after two searches with the same result, because results
+        vary near the limit."""
         before, now = self.straggler, slowest(self._tables, self._hosts)
-        # whoever is named stays so until it is clearly over
+        # hysteresis: a report lasts until the delay is below half the limits
         lasts = before is not None and before.rank == now.rank and now.above(share / 2, NEGLIGIBLE_S / 2)
         verdict = now.rank if lasts or now.above(share) else None
         agree, self._verdict = verdict == self._verdict, verdict
@@ -150,7 +152,7 @@ class Pace:
 
 
 def slowest(tables: Sequence[Sequence[float]], hosts: Sequence[str]) -> Straggler:
-    """Return the slowest rank. ``tables``: of each window the seconds of each rank's compute, data and wait."""
+    """Return the slowest rank. ``tables``: for each window, the seconds of compute, data and wait of each rank."""
     ranks = range(len(hosts))
     compute, data = (
         [median_low(table[rank * _KINDS + kind] for table in tables) for rank in ranks] for kind in (_COMPUTE, _DATA)
