@@ -1,4 +1,5 @@
-"""The protocol a user implements. No torch at module level: the command line names these too."""
+"""Task protocol, which users implement, and functions that load a task and build its model and data. The command line
+imports this module, so it does not import torch at module level."""
 
 # pyright: basic
 
@@ -29,10 +30,11 @@ REQUIRED_METHODS = ("model", "train_data", "loss")
 
 @dataclass
 class Loss:
-    """What a task's loss returns for one micro-batch.
+    """Loss of one micro-batch, returned by a task.
 
-    ``total``: the sum of the loss over the micro-batch's items, a scalar that requires grad. ``items``: how many items
-    that is (target tokens, or samples), an int or a scalar tensor on the same device.
+    Args:
+        total: sum of the loss over the micro-batch's items, a scalar that requires grad.
+        items: number of items (such as target tokens, or samples), an int or a scalar tensor on the same device.
     """
 
     total: Tensor
@@ -40,12 +42,14 @@ class Loss:
 
 
 class Task(Protocol):
-    """What `task._target_` names. No base class is needed.
+    """Protocol of the class that `task._target_` names. No base class is needed.
 
-    Optional, found by name:
+    Optional methods:
         ``collate(samples: list) -> batch``: default, torch's default_collate.
         ``flops_per_sample() -> float``: model FLOPs of one sample, forward and backward, for throughput/flops_per_s
-            and throughput/mfu; default: counted.
+            and throughput/mfu; by default they are counted.
+        ``shard_units(model) -> list[nn.Module]``: modules that FSDP and HSDP gather together; by default, the repeated
+            blocks of the model.
     """
 
     def model(self) -> nn.Module: ...
@@ -60,12 +64,12 @@ def load_task(target: str, params: dict[str, Any], search_path: Sequence[str], s
     Args:
         target: dotted path, "package.module.Class".
         params: keyword arguments of its constructor.
-        search_path: directories looked in before Python's own.
-        seed: of the job (train.seed): the constructor's random numbers are then the same on every rank and at every
-            start. None leaves the generators alone.
+        search_path: directories that are searched before Python's own.
+        seed: the job's seed (train.seed), so that the constructor's random numbers are the same on every rank and in
+            every attempt. None: the generators are not seeded.
 
     Raises:
-        TaskError: no such module, class, parameter or method; the message says what was searched.
+        TaskError: there is no such module, class or parameter, or a required method is missing.
     """
     for place in reversed(search_path):
         if place not in sys.path:
@@ -75,7 +79,7 @@ def load_task(target: str, params: dict[str, Any], search_path: Sequence[str], s
     cls = _find(target, search_path)
     _check_params(target, cls, params)
     if seed is not None:
-        _seed(seed, "task")  # after the import: NumPy may be in use only since then
+        _seed(seed, "task")  # again after the import, which may have imported NumPy
     task = cls(**params)
     missing = [name for name in REQUIRED_METHODS if not callable(getattr(task, name, None))]
     if missing:
@@ -87,26 +91,25 @@ def load_task(target: str, params: dict[str, Any], search_path: Sequence[str], s
 
 
 def file_of(task: Task) -> Path | None:
-    """In which its class is written."""
+    """Return the file that defines the task's class, if it has one."""
     file = getattr(sys.modules.get(type(task).__module__), "__file__", None)
     return None if file is None else Path(file)
 
 
 def build_model(task: Task, seed: int) -> nn.Module:
-    """Return the task's model, built under the job's seed: the same on every rank and at every start."""
-
+    """Return the task's model, built under the job's seed: the same on every rank and in every attempt."""
     seed_everything(seed)
     return task.model()
 
 
 def train_data(task: Task, seed: int, notes: list[str] | None = None) -> Any:
-    """Return the task's training data, built under the job's seed: the same on every rank and at every start.
+    """Return the task's training data, built under the job's seed: the same on every rank and in every attempt.
 
-    The seed is that of ``eval_data`` and not that of the model: a random split in both gives two parts of one split,
-    and a teacher made here is not the model that it teaches.
+    The seed is the same as for ``eval_data``, so that a random split made in both methods is the same split. It differs
+    from the model's, so that a teacher model built here does not have the student's initial values.
 
     Args:
-        notes: gets a sentence on what is not used of a DataLoader.
+        notes: list to which a note is appended if a DataLoader was returned, whose settings are not used.
 
     Raises:
         TaskError: it is a DataLoader whose samples are not those of its dataset.
@@ -116,7 +119,7 @@ def train_data(task: Task, seed: int, notes: list[str] | None = None) -> Any:
 
 
 def eval_data(task: Task, seed: int, notes: list[str] | None = None) -> Any:
-    """Return the task's held-out data, built as ``train_data``; None where there is none."""
+    """Return the task's held-out data, built under the same seed as ``train_data``; None if the task has none."""
     if not callable(getattr(task, "eval_data", None)):
         return None
     _seed(seed, "data")
@@ -124,14 +127,14 @@ def eval_data(task: Task, seed: int, notes: list[str] | None = None) -> Any:
 
 
 def is_mapped(data: Any) -> bool:
-    """Return whether the samples of ``data`` are found by index."""
+    """Return whether ``data`` is map-style: its samples are read by index."""
     from torch.utils.data import IterableDataset
 
     return isinstance(data, Sized) and not isinstance(data, IterableDataset)
 
 
 def first_samples(data: Any, count: int) -> list[Any]:
-    """Return the first ``count`` samples, or all where there are fewer."""
+    """Return the first ``count`` samples, or all if there are fewer."""
     indexed = (data[index] for index in range(min(count, len(data)))) if is_mapped(data) else data
     return list(itertools.islice(indexed, count))
 
@@ -145,12 +148,12 @@ def first_batch(task: Task, data: Any, count: int) -> tuple[Any, int]:
 
 
 def is_loader(data: Any) -> bool:
-    """Return whether ``data`` is a DataLoader, or one by its attributes (torchdata's StatefulDataLoader)."""
+    """Return whether ``data`` is a DataLoader, or has its attributes (torchdata's StatefulDataLoader)."""
     return all(hasattr(data, name) for name in ("dataset", "sampler", "batch_sampler", "collate_fn"))
 
 
 def _dataset_of(task: Task, data: Any, where: str, notes: list[str] | None) -> Any:
-    """Return ``data``, or the dataset of a DataLoader. Its collate_fn becomes the task's, where that has none."""
+    """Return ``data``, or the dataset of a DataLoader, whose collate_fn becomes the task's if it has none."""
     if not is_loader(data):
         return data
     _require_samples_of_dataset(data, where)
@@ -174,7 +177,7 @@ def _dataset_of(task: Task, data: Any, where: str, notes: list[str] | None) -> A
 
 
 class _Collate:
-    """The collate_fn of the training data's DataLoader, in place of a method of the task."""
+    """The collate_fn of the training data's DataLoader, set on a task that has no method ``collate``."""
 
     def __init__(self, function: Callable[[list[Any]], Any]) -> None:
         self._function = function
@@ -212,7 +215,7 @@ def _collate_of(loader: Any) -> Callable[[list[Any]], Any] | None:
 
 
 def _require_samples_of_dataset(loader: Any, where: str) -> None:
-    """Raise TaskError where the loader's samples are not the elements of its dataset, each once an epoch."""
+    """Raise TaskError unless the loader's samples are the elements of its dataset, each once per epoch."""
     from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler, WeightedRandomSampler
     from torch.utils.data.distributed import DistributedSampler
 
@@ -247,7 +250,6 @@ def _require_samples_of_dataset(loader: Any, where: str) -> None:
 
 
 def _seed(seed: int, part: str) -> None:
-
     seed_everything(seed_for(seed, part))
 
 
@@ -294,7 +296,7 @@ def _check_params(target: str, cls: Callable[..., Any], params: dict[str, Any]) 
 
 
 def users_frames(error: Exception) -> str:
-    """Return the part of the traceback that is in the user's own code, or all of it if none is."""
+    """Return the frames of the traceback that are in the user's code; all frames if there are none."""
     ours = str(Path(__file__).resolve().parent)
     torch = sys.modules.get("torch")
     others = (ours, "<frozen", *(() if torch is None else (str(Path(str(torch.__file__)).parent),)))
@@ -304,12 +306,12 @@ def users_frames(error: Exception) -> str:
 
 
 def seed_for(seed: int, part: str) -> int:
-    """Return the seed of ``part``, so that what one part draws does not depend on how many numbers another drew."""
+    """Return the seed of ``part``: parts with separate seeds do not depend on how many numbers the others draw."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{part}".encode(), digest_size=7).digest(), "little")
 
 
 def seed_everything(seed: int) -> None:
-    """Seed the global generators of torch, Python and, where it is in use, NumPy."""
+    """Seed the global generators of torch, Python and, if it has been imported, NumPy."""
     import torch
 
     torch.manual_seed(seed)

@@ -1,1 +1,1 @@
-"""Bundled tasks: real data that is on every machine, so that nothing is downloaded."""
+"""Bundled tasks, on real data that needs no download."""

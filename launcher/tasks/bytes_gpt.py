@@ -1,6 +1,6 @@
-"""A byte-level GPT on the source text of this Python's own standard library: tens of megabytes of real text.
+"""Byte-level GPT on the source text of this Python's standard library: tens of megabytes of real text.
 
-No torch at module level, so that a plan can be made from ``facts`` in a tenth of a second.
+The module does not import torch at module level, so that a plan can be made from ``facts`` in a tenth of a second.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ HELD_OUT_SHARE = 20  # one file in twenty, chosen by a hash of its name
 
 
 class BytesGPT:
-    """Next-byte prediction. An item is a target byte; a sample is ``seq_len`` of them.
+    """Task of next-byte prediction. An item is a target byte; a sample has ``seq_len`` of them.
 
     Args:
-        width: of the residual stream; a multiple of ``heads``.
-        depth: transformer blocks.
-        heads: attention heads.
-        seq_len: bytes a sample.
+        width: width of the residual stream; a multiple of ``heads``.
+        depth: number of transformer blocks.
+        heads: number of attention heads.
+        seq_len: bytes per sample.
         dropout: probability, after attention and after each MLP.
-        eval_samples: held-out samples an evaluation reads, spread evenly over the held-out text.
+        eval_samples: number of samples of an evaluation, spread evenly over the held-out text.
         corpus: directory whose ``*.py`` files are the text; default: the standard library of this Python.
     """
 
@@ -59,14 +59,14 @@ class BytesGPT:
 
     @cached_property
     def _files(self) -> tuple[list[tuple[Path, int]], list[tuple[Path, int]]]:
-        """(training, held-out) files with their sizes, in an order that does not depend on the file system."""
+        """Return (training, held-out) files with their sizes, in an order that does not depend on the file system."""
         train: list[tuple[Path, int]] = []
         held_out: list[tuple[Path, int]] = []
         skipped = {"site-packages", "dist-packages", "__pycache__"}
         for directory, folders, names in os.walk(self.corpus):
             folders[:] = sorted(set(folders) - skipped)
             for name in sorted(names):
-                # strings: `launch plan` asks, and pathlib takes longer for these few hundred files than all the rest
+                # strings, because `launch plan` calls this, and for these files pathlib takes longer than all the rest
                 path = os.path.join(directory, name)  # noqa: PTH118
                 if name.endswith(".py") and (size := os.stat(path).st_size):  # noqa: PTH116
                     relative = path[len(str(self.corpus)) :].lstrip(os.sep).replace(os.sep, "/")
@@ -78,7 +78,8 @@ class BytesGPT:
         return train, held_out
 
     def facts(self) -> dict[str, int]:
-        """Samples and parameters by arithmetic; a test holds them to what ``model`` and ``train_data`` really are."""
+        """Return numbers of samples and parameters by arithmetic; a test compares them to ``model`` and
+        ``train_data``."""
         d = self.width
         block = 4 * d + 3 * d * d + d * d + (4 * d * d + 4 * d) + (4 * d * d + d)
         parameters = VOCABULARY * d + self.seq_len * d + self.depth * block + 2 * d + VOCABULARY * d
@@ -110,7 +111,7 @@ class BytesGPT:
         return list(model.blocks)
 
     def loss(self, model: Any, batch: Tensor) -> Loss:
-        """``batch``: uint8 [samples, seq_len + 1]. The total is in nats."""
+        """Return the cross-entropy in nats. ``batch``: uint8 [samples, seq_len + 1]."""
         from torch.nn import functional
 
         tokens = batch.long()
@@ -120,7 +121,8 @@ class BytesGPT:
         return Loss(total=total, items=targets.numel())
 
     def flops_per_sample(self) -> float:
-        """6 per parameter and token, 12 * depth * width * seq_len^2 for attention (PaLM, appendix B)."""
+        """Return 6 FLOPs per parameter and token, plus 12 * depth * width * seq_len^2 for attention (PaLM, appendix
+        B)."""
         parameters = self.facts()["parameters"] - (VOCABULARY + self.seq_len) * self.width
         return 6.0 * parameters * self.seq_len + 12.0 * self.depth * self.width * self.seq_len**2
 

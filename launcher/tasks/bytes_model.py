@@ -1,4 +1,4 @@
-"""The torch half of ``bytes_gpt``: the model and the dataset."""
+"""Model and dataset of ``bytes_gpt``: the part that needs torch."""
 # ruff: noqa: TID253 (imported only where torch is wanted)
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from torch.utils.data import Dataset
 
 
 class ByteWindows(Dataset[Tensor]):
-    """Sample i is bytes [i*L, (i+1)*L] of all files laid end to end: uint8 [L + 1], the last one target only.
+    """Dataset whose sample i is bytes [i*L, (i+1)*L] of all files concatenated: uint8 [L + 1], the last one target
+    only.
 
     Args:
         files: read once, into memory that forked loader processes share.
@@ -41,7 +42,7 @@ class ByteWindows(Dataset[Tensor]):
 
 
 class Block(nn.Module):
-    """Pre-norm attention and MLP: [batch, time, width] -> the same."""
+    """Pre-norm transformer block: [batch, time, width] -> the same shape."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -65,7 +66,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes [batch, time] (int64) -> logits [batch, time, vocabulary]."""
+    """Causal transformer: bytes [batch, time] (int64) -> logits [batch, time, vocabulary]."""
 
     def __init__(self, vocabulary: int, width: int, depth: int, heads: int, seq_len: int, dropout: float) -> None:
         super().__init__()
@@ -75,7 +76,7 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
         for name, parameter in self.named_parameters():
-            if parameter.ndim == 2:  # residual branches start smaller, so that depth does not raise the variance
+            if parameter.ndim == 2:  # residual branches get smaller values, so that depth does not raise the variance
                 scale = (2 * depth) ** -0.5 if name.endswith(("out.weight", "down.weight")) else 1.0
                 nn.init.normal_(parameter, std=0.02 * scale)
 

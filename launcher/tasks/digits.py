@@ -1,6 +1,6 @@
-"""Handwritten digits, 8 x 8 pixels, from scikit-learn's own package: a small convolutional net with BatchNorm.
+"""Small convolutional net with BatchNorm on the handwritten digits (8 x 8 pixels) in scikit-learn's package.
 
-No torch at module level, so that a plan can be made from ``facts`` in a tenth of a second.
+The module does not import torch at module level, so that a plan can be made from ``facts`` in a tenth of a second.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ if TYPE_CHECKING:
     from torch.utils.data import TensorDataset
 
 
-IMAGES, SIDE, CLASSES = 1797, 8, 10  # of sklearn.datasets.load_digits (UCI, Alpaydin & Kaynak 1998)
-HELD_OUT_EVERY = 5  # image 4, 9, 14, ...
+IMAGES, SIDE, CLASSES = 1797, 8, 10  # as in sklearn.datasets.load_digits (UCI, Alpaydin & Kaynak 1998)
+HELD_OUT_EVERY = 5  # images 4, 9, 14, ... are held out
 
 
 class Digits:
-    """Which digit is it? An item is an image. Two layers of BatchNorm, so that ``batch.norm`` shows.
+    """Task of digit classification. An item is an image. The model has two BatchNorm layers, on which ``batch.norm``
+    has an effect.
 
     Args:
         width: channels of the first convolution; the second has twice as many.
-        momentum: of BatchNorm's running statistics.
+        momentum: momentum of BatchNorm's running statistics.
     """
 
     def __init__(self, width: int = 16, momentum: float = 0.1) -> None:
@@ -39,7 +40,8 @@ class Digits:
         self.width, self.momentum = width, momentum
 
     def facts(self) -> dict[str, int]:
-        """Samples and parameters by arithmetic; a test holds them to what ``model`` and ``train_data`` really are."""
+        """Return numbers of samples and parameters by arithmetic; a test compares them to ``model`` and
+        ``train_data``."""
         w = self.width
         convolutions = 9 * w + 9 * w * 2 * w
         norms = 2 * w + 4 * w
@@ -54,7 +56,8 @@ class Digits:
         }
 
     def flops_per_sample(self) -> float:
-        """Return 6 per product of a weight and a pixel, 4 in the first convolution: the images need no gradient."""
+        """Return 6 FLOPs per product of a weight and a pixel; 4 in the first convolution, whose input needs no
+        gradient."""
         w = self.width
         first, second, head = SIDE**2 * 9 * w, SIDE**2 * 9 * w * 2 * w, 2 * w * (SIDE // 2) ** 2 * CLASSES
         return 4.0 * first + 6.0 * (second + head)
@@ -77,7 +80,7 @@ class Digits:
         return self._images(held_out=True)
 
     def _images(self, *, held_out: bool) -> TensorDataset:
-        """Pixels from 0 to 1, float [1, 8, 8], and the digit."""
+        """Return the images, float [samples, 1, 8, 8] from 0 to 1, and the digits."""
         import torch
         from sklearn.datasets import load_digits
         from torch.utils.data import TensorDataset
@@ -88,7 +91,7 @@ class Digits:
         return TensorDataset(pixels[chosen], torch.as_tensor(found.target)[chosen])
 
     def loss(self, model: Any, batch: tuple[Tensor, Tensor]) -> Loss:
-        """The total is in nats."""
+        """Return the cross-entropy in nats. ``batch``: images and digits."""
         from torch.nn import functional
 
         pixels, digits = batch

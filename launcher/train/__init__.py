@@ -1,1 +1,1 @@
-"""What the workers run. They read plan.json and nothing else of the control side."""
+"""Code of the workers. plan.json is all that they read from the control side."""

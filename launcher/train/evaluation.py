@@ -1,4 +1,4 @@
-"""Held-out data: every sample once, shared by the ranks, and as many micro-batches for each of them."""
+"""Evaluation on held-out data: each sample is used once, and all ranks run the same number of micro-batches."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def evaluation(engine: Engine) -> Iterator[nn.Module]:
     """
     module = engine.parallel.module
     kept = Kept(module, engine.device)
-    training = [part for part in module.modules() if part.training]  # a task may keep some of them in eval mode
+    training = [part for part in module.modules() if part.training]  # a task may keep some modules in eval mode
     seed_everything(seed_for(engine.plan.train.seed, f"evaluation on rank {engine.world.rank}"))
     engine.share_buffers(watch=False)
     module.eval()
@@ -46,12 +46,12 @@ def evaluation(engine: Engine) -> Iterator[nn.Module]:
 
 @contextmanager
 def named_as_held_out(number: int, rank: int) -> Iterator[None]:
-    """Add to an error that it arose in micro-batch ``number`` of the evaluation."""
+    """Add to an error of the body that it occurred in micro-batch ``number`` of the evaluation."""
     try:
         yield
     except Exception as error:
         where = f"While micro-batch {number} of eval_data() was evaluated on rank {rank}."
-        if isinstance(error, LauncherError):  # shown without its traceback, which has the notes
+        if isinstance(error, LauncherError):  # shown without traceback, hence without notes
             error.args = (f"{error}\n  {where}",)
         else:
             error.add_note(where)
@@ -66,12 +66,13 @@ def eval_batches(
     collate: Collate | None = None,
     most: int | None = None,
 ) -> Iterator[MicroBatch]:
-    """Return this rank's share of ``dataset``, once, in micro-batches; the shares of all ranks are the whole.
+    """Return this rank's share of ``dataset`` in micro-batches; each sample is in the share of exactly one rank.
 
-    Every rank gets as many: a sharded model needs all ranks in each forward pass. A stand-in counts 0 samples.
+    Every rank gets the same number of micro-batches, because a sharded model needs all ranks in each forward pass.
+    Ranks without samples get stand-ins, which count 0 samples.
 
     Args:
-        most: micro-batches to end after; None: all.
+        most: maximum number of micro-batches; None: all.
     """
     collate = collate or default_collate
     size = plan.batch.micro_size
@@ -86,7 +87,7 @@ def eval_batches(
 
 
 def _in_step(batches: Iterator[MicroBatch], world: World) -> Iterator[MicroBatch]:
-    """``batches``, and stand-ins after them until the last rank's have ended."""
+    """Yield ``batches``, and then stand-ins until the batches of all ranks have ended."""
     last: MicroBatch | None = None
     while True:
         batch = next(batches, None)
@@ -104,7 +105,7 @@ def _in_step(batches: Iterator[MicroBatch], world: World) -> Iterator[MicroBatch
 
 
 class _InOrder(Dataset[tuple[Any, int]]):
-    """Collates the samples of a range."""
+    """Dataset that collates the samples of a range of indices."""
 
     def __init__(self, dataset: Any, collate: Collate, seed: int) -> None:
         self._dataset, self._collate = dataset, collate
@@ -114,6 +115,6 @@ class _InOrder(Dataset[tuple[Any, int]]):
         samples: list[Any] = []
         with self._random.own():
             for index in indices or (0,):
-                self._random.seed(0, index)  # a sample draws the same numbers in every evaluation and every world
+                self._random.seed(0, index)  # the same numbers in every evaluation and for every world size
                 samples.append(self._dataset[index])
             return self._collate(samples), len(indices)

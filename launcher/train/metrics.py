@@ -1,6 +1,6 @@
-"""The record: metrics.jsonl, one JSON object a logged step, floats only. W&B and the terminal read it, nothing else.
+"""The record, metrics.jsonl: one JSON object of floats per logged step. W&B and the terminal show what it contains.
 
-Names and units are the interface's; a metric is made where it arises and only named here.
+Names and units of metrics are part of the public interface; other modules compute the values, this one names them.
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ Metrics = dict[str, float]
 
 
 class Sink(Protocol):
+    """Destination of metrics records."""
+
     def write(self, step: int, metrics: Metrics) -> None: ...
     def sync(self) -> None: ...
     def close(self) -> None: ...
 
 
 class NoRecord:
-    """On every rank but 0."""
+    """Null sink, for every rank but 0."""
 
     def write(self, step: int, metrics: Metrics) -> None: ...
     def sync(self) -> None: ...
@@ -41,10 +43,10 @@ class NoRecord:
 
 
 class Record:
-    """Appends to metrics.jsonl. Each line reaches the operating system before the next step starts.
+    """Writer that appends to metrics.jsonl. Each line reaches the operating system before the next step starts.
 
     Args:
-        waits: whether lines that a full disk refuses are kept until there is room; else the first one ends the run.
+        waits: if the disk is full, keep lines in memory until there is room; otherwise raise an error.
     """
 
     def __init__(self, path: Path, *, waits: bool) -> None:
@@ -54,7 +56,11 @@ class Record:
         self._left: list[bytes] = []
 
     def write(self, step: int, metrics: Metrics) -> None:
-        """Raises RecordFailed; so does ``close``."""
+        """Append one line.
+
+        Raises:
+            RecordFailed: it cannot be written, and ``waits`` is false.
+        """
         self._left.append(json.dumps(as_record(step, metrics)).encode() + b"\n")
         self._hand_over()
 
@@ -64,7 +70,7 @@ class Record:
                 if self._file.write(self._left[0]) < len(self._left[0]):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             except OSError as error:
-                os.truncate(self._path, self._size)  # no part of a line
+                os.truncate(self._path, self._size)  # remove an incomplete line
                 if not self._waits:
                     raise self._failed(error) from None
                 if len(self._left) == 1:
@@ -76,8 +82,8 @@ class Record:
         return RecordFailed(f"{self._path} cannot be written: {error.strerror}.\n  Make room on that disk.")
 
     def sync(self) -> None:
-        """Have what was written on the disk."""
-        with suppress(OSError):  # whoever saves now hears of it from the checkpoint's own files
+        """Sync the written lines to disk."""
+        with suppress(OSError):  # the checkpoint that is saved next will report an error of the disk
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -91,13 +97,19 @@ class Record:
 
 
 def as_record(step: int, metrics: Metrics) -> dict[str, Any]:
-    """One line of the record. JSON has no nan and no inf; a reader must not stumble over the one step that has them."""
+    """Return one line of the record as a dict. nan and inf become None: they are not valid JSON, and would make the
+    line unreadable."""
     return {"step": step, **{name: value if math.isfinite(value) else None for name, value in metrics.items()}}
 
 
 def step_metrics(result: StepResult, plan: RunPlan, seen: tuple[int, int], total_s: float, peak_memory: int) -> Metrics:
-    """``seen``: samples and items of the run so far. ``total_s``: wall seconds of training so far, over all starts.
-    ``peak_memory``: bytes."""
+    """Return the metrics of one step.
+
+    Args:
+        seen: (samples, items) of the run so far.
+        total_s: wall-clock seconds of training so far, over all attempts.
+        peak_memory: bytes.
+    """
     samples, items = seen
     metrics: Metrics = {
         "train/loss": result.loss,
@@ -157,7 +169,7 @@ def calibration_metrics(calibrated: Calibrated, step_s: float, data_s: float, *,
 
 
 def noise_metrics(noise: Noise) -> Metrics:
-    """Return its metrics; one that is not known (``noise/scale``) or has no bound (``noise/scale_high``) is missing."""
+    """Return the metrics of ``noise``, without ``noise/scale`` if unknown and ``noise/scale_high`` if infinite."""
     metrics = {"noise/grad_sq": noise.grad_sq, "noise/variance": noise.variance, "noise/scale_low": noise.low}
     if math.isfinite(noise.high):
         metrics["noise/scale_high"] = noise.high
@@ -165,7 +177,7 @@ def noise_metrics(noise: Noise) -> Metrics:
 
 
 def _flags_bytes(plan: RunPlan) -> int:
-    """What the window's small collectives hand over: the flags, and where gradients lie in shards, their norm."""
+    """Return the payload bytes of a window's small collectives: the totals, and the norm of sharded gradients."""
     if plan.batch.world_size == 1:
         return 0
     flags = flags_bytes(plan.batch.world_size, torch.device(plan.cluster.device.value))
@@ -173,7 +185,7 @@ def _flags_bytes(plan: RunPlan) -> int:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory this rank has held: allocated on its GPU, or resident on a CPU."""
+    """Return the peak memory of this rank in bytes: allocated on its GPU, or resident in host memory on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

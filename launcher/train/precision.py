@@ -1,7 +1,7 @@
-"""Number formats: autocast, loss scaling, and precision=auto decided where the workers run.
+"""Precision: autocast, loss scaling, fp32 parameters, and the choice for precision=auto on the workers' devices.
 
-Also a process of its own (`launcher.launch.planner` asks it before the start): reads a JSON request from standard
-input, writes its answer to the file named on the command line.
+`launcher.launch.planner` also runs the module as a separate process before the start: it reads a JSON request from
+standard input, and writes its answer to the file named on the command line.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from launcher.process import die_with_parent
 from launcher.rundir.files import write_json
 from launcher.train.world import World
 
-# of what is computed and sent narrower than it is kept
+# dtypes in which autocast computes, and in which FSDP gathers
 DTYPES = {PrecisionKind.bf16: torch.bfloat16, PrecisionKind.fp16: torch.float16}
 
 
-# formats in which parameters do not add up small updates
+# dtypes in which small updates of a parameter are lost to rounding
 NARROW_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def parameters_to_fp32(model: nn.Module, *, frozen: bool, optimizer: Optimizer | None = None) -> int:
-    """Turn trained parameters in bf16 or fp16 into fp32, in place, and return how many numbers that were.
+    """Convert trained parameters in bf16 or fp16 to fp32, in place, and return the number of their elements.
 
-    Accumulated gradients and the optimizer's state have the format of their parameter. Frozen parameters have neither,
-    and keep their memory. Buffers become fp32 too, except in modules whose own parameters stay narrow.
+    Accumulated gradients and the optimizer's state have the dtype of their parameter. Frozen parameters have neither,
+    and stay narrow to save memory. Buffers become fp32 too, except in modules whose own parameters stay narrow.
 
     Args:
-        frozen: also frozen parameters: without autocast, all operands must be of one format.
-        optimizer: over the model's parameters; its state becomes fp32 with them.
+        frozen: also convert frozen parameters: without autocast, all operands must have one dtype.
+        optimizer: optimizer of the model's parameters, whose state is converted with them.
     """
     wide = {id(p): p for p in model.parameters() if p.dtype in NARROW_DTYPES and (p.requires_grad or frozen)}
     if not wide:
@@ -67,10 +67,10 @@ def parameters_to_fp32(model: nn.Module, *, frozen: bool, optimizer: Optimizer |
 
 
 def set_tf32(allowed: bool) -> None:
-    """Let fp32 matrix products and convolutions on a GPU use TF32, or forbid it to both.
+    """Allow or forbid TF32 in fp32 matrix products and convolutions on a GPU.
 
-    torch's default forbids it to products and allows it to convolutions. Both of torch's interfaces are set: it refuses
-    to read the older one, as torch.compile does, where only the newer one was.
+    torch's default forbids it in products and allows it in convolutions. Both of torch's interfaces are set: if only
+    the newer one was, reading the older one, as torch.compile does, raises an error.
     """
     precision = "tf32" if allowed else "ieee"
     with warnings.catch_warnings():
@@ -82,16 +82,16 @@ def set_tf32(allowed: bool) -> None:
 
 
 class Precision:
-    """The arithmetic of forward and backward passes: autocast, loss scaling, and TF32 on or off for the process."""
+    """Arithmetic of forward and backward passes: autocast, loss scaling, and TF32 on or off for the process."""
 
     def __init__(self, plan: PrecisionPlan, device: torch.device, gradients_on: torch.device | None = None) -> None:
-        """Make the formats of ``plan`` available on ``device``.
+        """Set up the precision of ``plan`` on ``device``.
 
         Args:
             gradients_on: the device that holds the gradients; default: ``device``.
 
         Raises:
-            ConfigError: ``device`` cannot compute in the format.
+            ConfigError: ``device`` does not support the precision.
         """
         set_tf32(plan.tf32)
         self._device = device.type
@@ -103,16 +103,16 @@ class Precision:
             self._device, init_scale=plan.init_scale, growth_interval=plan.growth_interval, enabled=fp16
         )
         if gradients_on is not None:
-            # The scaler keeps its scale on the device of the first tensor that it scales. From a GPU it would copy the
-            # scale and the overflow flag to gradients on the host without waiting for the copy to end.
+            # The scaler keeps its scale on the device of the first tensor that it scales. If that is a GPU and the
+            # gradients are on the host, it copies scale and overflow flag without waiting for the copy to complete.
             self.scaler.scale(torch.ones((), device=gradients_on))
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Around the forward pass and the loss."""
+        """Return the context for the forward pass and the loss."""
         return nullcontext() if self._dtype is None else torch.autocast(self._device, self._dtype)
 
     def no_autocast(self) -> AbstractContextManager[object]:
-        """Around the backward pass, which runs in the formats that the forward pass chose."""
+        """Return the context for the backward pass, which uses the dtypes that the forward pass has chosen."""
         return nullcontext() if self._dtype is None else torch.autocast(self._device, enabled=False)
 
     @property
@@ -124,7 +124,7 @@ class Precision:
             self.scaled(loss).backward()
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """As it goes into the backward pass."""
+        """Return ``loss`` multiplied by the loss scale, for the backward pass."""
         return self.scaler.scale(loss) if self.scales else loss
 
     def unscale(self, optimizer: Optimizer) -> None:
@@ -136,18 +136,23 @@ class Precision:
         self.scaler.step(optimizer) if self.scales else optimizer.step()
 
     def update(self) -> None:
-        """Let the loss scale grow or fall. Also called when a step was skipped: that is when it falls."""
+        """Update the loss scale. Also called after a skipped step, which makes it smaller."""
         if self.scales:
             self.scaler.update()
 
     def stay(self) -> None:
-        """Close a window that says nothing of the loss scale: it stays, and its growth is no nearer."""
+        """Keep the loss scale after a window that does not count, and do not advance its growth interval."""
         if self.scales:
             self.scaler.update(self.scaler.get_scale())
 
 
 def _require(kind: PrecisionKind, dtype: torch.dtype, device: torch.device) -> None:
-    """Tried, not looked up: what a device can do depends on its generation and on how torch was built."""
+    """Check that ``device`` supports ``dtype``, by trying: support depends on the device's generation and on torch's
+    build.
+
+    Raises:
+        ConfigError: it does not.
+    """
     try:
         with torch.autocast(device.type, dtype):
             functional.linear(torch.ones(1, 1, device=device), torch.ones(1, 1, device=device))
@@ -158,8 +163,8 @@ def _require(kind: PrecisionKind, dtype: torch.dtype, device: torch.device) -> N
         ) from None  # fmt: skip
 
 
-_SIZE = {"cpu": 384, "cuda": 2048}  # of the square matrices that are multiplied
-_MEASURED_S = 0.4  # for each of the two formats
+_SIZE = {"cpu": 384, "cuda": 2048}  # rows of the square matrices that are multiplied
+_MEASURED_S = 0.4  # seconds of measuring for each of the two dtypes
 
 _checked: set[PrecisionKind] = set()
 
@@ -172,13 +177,13 @@ def is_native(kind: PrecisionKind, device: torch.device) -> bool:
         return kind is PrecisionKind.fp16 or torch.cuda.is_bf16_supported(including_emulation=False)
     onednn = torch.ops.mkldnn
     supports = onednn._is_mkldnn_bf16_supported if kind is PrecisionKind.bf16 else onednn._is_mkldnn_fp16_supported
-    # oneDNN supports bf16 on every AVX-512 CPU, also on those without units for it, where it takes longer than fp32
+    # oneDNN supports bf16 on every AVX-512 CPU, even without hardware units, where it is slower than fp32
     has_units = platform.machine() != "x86_64" or host.has_units(kind)
     return bool(supports()) and has_units
 
 
 def slowdown(kind: PrecisionKind, device: torch.device) -> float:
-    """Return how many times as long as in fp32 a matrix product takes in ``kind``: the best of several."""
+    """Return the duration of a matrix product in ``kind`` divided by that in fp32, each the best of several."""
     return _seconds(DTYPES[kind], device) / _seconds(torch.float32, device)
 
 
@@ -196,15 +201,15 @@ def _seconds(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def decided(plan: RunPlan, world: World, device: torch.device, record: Path | None = None) -> RunPlan:
-    """Return ``plan`` with a precision that is not auto, the same on all ranks, which call it together.
+    """Return ``plan`` with a precision other than auto, the same on all ranks. All ranks call it.
 
-    auto becomes bf16 if every rank's device computes it natively, else fp32. A format that some device emulates is
-    kept if the user or an earlier start of the run chose it, with a warning that states the measured cost.
+    auto becomes bf16 if every rank's device computes it natively, otherwise fp32. A precision that some device emulates
+    is kept if the user or an earlier attempt of the run chose it, with a warning that states the measured cost.
 
     Args:
-        record: where the decision is stored, for later starts of the same run. ``RunPlan.load`` reads it.
+        record: file that stores the decision for later attempts of the run. ``RunPlan.load`` reads it.
     """
-    # a host that joined a run on its way, with a directory of its own, has no record of the decision
+    # a host that joined the run later, and has a run directory of its own, lacks the record of the decision
     plans = world.of_all((plan.precision.kind, plan.precision.reason))
     if any(kind is PrecisionKind.auto for kind, _ in plans):
         earlier = [(kind, reason) for kind, reason in plans if kind is not PrecisionKind.auto]

@@ -1,4 +1,4 @@
-"""What surrounds the steps of a training run: build, evaluate, record, save, stop, sum up."""
+"""Trainer: builds the engine, and runs a plan's steps with evaluation, record, checkpoints, stop and summary."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ from launcher.train.world import World, device_of, join
 
 
 def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
-    """Run the plan on this rank, to its end or until ``stop``, from the newest checkpoint in the run's directory on.
+    """Run the plan on this rank, from the newest checkpoint in the run's directory to the plan's end or until ``stop``.
 
     Rank 0 writes metrics.jsonl and summary.json.
 
     Raises:
-        CheckpointFailed: one could not be written, or there is no room for one before the first step.
-        NoGoodCheckpoint: all that there are are damaged.
-        WrongCheckpoint: the newest one is not of this plan.
-        Superseded: a newer incarnation of the run has begun.
+        CheckpointFailed: a checkpoint could not be written, or before the first step there is no room for one.
+        NoGoodCheckpoint: the run has checkpoints, and all of them are damaged.
+        WrongCheckpoint: the newest checkpoint does not fit this plan.
+        Superseded: a newer attempt of the run has started.
     """
     world, fence = World.here(), Fence.here(plan.paths)
     device = device_of(world, plan.cluster.device)
@@ -60,7 +60,7 @@ def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
     if world.rank == 0:
         resume.begin(plan.paths, fence)
     task = load_task(plan.task.target, plan.task.params, plan.cluster.import_from, plan.train.seed)
-    # of what was just imported: it may be edited while the run goes on
+    # now, for the code that was just imported: its files may be edited during the run
     commit = code_snapshot.commit_of(file, plan.cluster.copies) if world.rank == 0 and (file := file_of(task)) else None
     seed_everything(plan.train.seed)  # the same initial parameters on every rank
     torch.use_deterministic_algorithms(plan.train.deterministic)
@@ -79,7 +79,7 @@ def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
     samples, held_out = train_data(task, plan.train.seed), eval_data(task, plan.train.seed)
     require_same_data({"train_data()": samples, "eval_data()": held_out}, plan, world, engine.device)
     PULSE.beat(Phase.starting, 4)
-    seed_everything(plan.train.seed + 1 + world.rank)  # from here on each rank draws its own: dropout
+    seed_everything(plan.train.seed + 1 + world.rank)  # from here on each rank draws other numbers, for dropout
     resumed = resume.go_on(engine, plan.paths, fence, commit) if plan.checkpoint.enabled else None
     account, last = Account(plan, engine, commit=commit), None
     if resumed is not None:
@@ -115,13 +115,14 @@ def build_optimizer(parameters: Iterable[nn.Parameter], plan: OptimizerPlan, dev
 
 
 def loss_and_items(task: Task, engine: Engine, model: Callable[..., Any], batch: Any) -> tuple[Tensor, int | Tensor]:
-    """Of the micro-batch under way: its sum, and what it is a sum over."""
+    """Return (loss_sum, num_items) of the current micro-batch."""
     loss = as_loss(task.loss(model, batch), engine.samples_in_batch, engine.plan.task.target)
     return loss.total, loss.items
 
 
 def as_loss(value: Loss | Tensor, samples: int, target: str) -> Loss:
-    """A task's answer as a sum and a count. A bare tensor is taken for a mean over samples, with a warning.
+    """Convert the result of a task's loss to a ``Loss``. A scalar tensor is taken as a mean over samples, with a
+    warning.
 
     Raises:
         TaskError: it is neither.
@@ -162,10 +163,10 @@ class _Run:
             self.peak_flops = peak_flops(name, self.plan.precision.kind, tf32=tf32 == "tf32")
 
     def steps(self, samples: Any) -> str:
-        """To the end of the plan's steps, or to a stop; the verdict."""
+        """Run the remaining steps of the plan, and return the verdict: done or stopped."""
         engine = self.engine
         self.cadence.start_clock()
-        collate, compare = getattr(self.task, "collate", None), not is_mapped(samples)  # the others were compared
+        collate, compare = getattr(self.task, "collate", None), not is_mapped(samples)  # mapped data was compared
         for window in engine.windows(samples, collate, self.loss, compare_data=compare):
             try:
                 for batch in window:
@@ -182,7 +183,7 @@ class _Run:
             if engine.pace.news is not None and engine.world.rank == 0:
                 print(f"step {engine.steps}: {engine.pace.news}", flush=True)
             metrics, saves, evaluates = self.metrics(result), self.save_due(result), self.eval_due(result)
-            try:  # before the evaluation: a mistake in that must not cost the steps so far
+            try:  # save before the evaluation: an error in the evaluation must not lose the steps so far
                 if saves:
                     metrics |= self.save(result, metrics)
                 if evaluates:
@@ -190,7 +191,7 @@ class _Run:
                         metrics |= self.evaluate()
             except Exception:
                 if not (result.skipped and result.step == self.recorded):
-                    with suppress(RecordFailed):  # the disk is full: it has been said
+                    with suppress(RecordFailed):  # the disk is full; the error that is raised matters more
                         self.record.write(result.step, metrics)
                 raise
             if self.log_due(result, extra=evaluates or saves):
@@ -202,7 +203,7 @@ class _Run:
         return "done"
 
     def require_room(self, error: Exception) -> None:
-        """Return where the window that raised is run again, with smaller micro-batches."""
+        """Return if the window that raised is to be run again with smaller micro-batches; otherwise raise the error."""
         engine, batch = self.engine, self.engine.plan.batch
         if engine.shrinks(error):
             if engine.world.rank == 0:
@@ -217,7 +218,8 @@ class _Run:
 
     @contextmanager
     def out_of_memory(self, when: str) -> Iterator[None]:
-        """Around what smaller micro-batches may not help: said in plain words, and nothing is learned from it."""
+        """Explain an out-of-memory error in the body. Smaller micro-batches may not help there, so none are stored for
+        later attempts."""
         try:
             yield
         except Exception as error:
@@ -237,11 +239,11 @@ class _Run:
         return bool(every) and not result.skipped and result.step % every == 0
 
     def owed(self, last: dict[str, Any] | None) -> Metrics:
-        """Return the evaluation that is due at the step that the run resumes from, if its record lacks it: a stop in a
-        hurry left it out, or it failed.
+        """Return the metrics of the evaluation due at the step that the run resumes from, if its record lacks them
+        because the run stopped before it, or it failed; otherwise nothing.
 
         Args:
-            last: the record of that step, as the checkpoint has it.
+            last: the record of that step in the checkpoint.
         """
         if last is None or self.held_out is None:
             return {}
@@ -256,7 +258,7 @@ class _Run:
         return {}
 
     def save_due(self, result: StepResult) -> bool:
-        if not self.plan.checkpoint.enabled or not self.engine.steps:  # of no step there is nothing to save
+        if not self.plan.checkpoint.enabled or not self.engine.steps:  # before the first step there is nothing to save
             return False
         return result.last or (not result.skipped and self.cadence.due(result))
 
@@ -279,13 +281,14 @@ class _Run:
         return metrics
 
     def log_due(self, result: StepResult, *, extra: bool) -> bool:
-        # a skipped window is no step, so there is no record of one: the counters of the next record have it
+        # a skipped window is not a step and has no record; it is counted in the next one
         if result.skipped and (not result.last or result.step == self.recorded):
             return False
         return bool(extra or result.last or result.step % self.plan.train.log_every == 0)
 
     def save(self, result: StepResult, metrics: Metrics) -> Metrics:
-        """``metrics``: of this very step. They are recorded after the checkpoint, and would be lost in between."""
+        """Save a checkpoint, and return its metrics. ``metrics``: those of this step, which the checkpoint includes,
+        because the process may end before they are recorded."""
         began = time.perf_counter()
         PULSE.beat(Phase.saving)
         self.engine.share_buffers()
@@ -296,8 +299,8 @@ class _Run:
         return {"time/checkpoint_s": time.perf_counter() - began}
 
     def try_evaluation(self) -> None:
-        """Evaluate the first micro-batch of each rank, so that a mistake in the evaluation shows before training."""
-        if self.held_out is not None and not isinstance(self.held_out, Iterator):  # which would lose what is read
+        """Evaluate the first micro-batch of each rank, so that an error in the evaluation shows before training."""
+        if self.held_out is not None and not isinstance(self.held_out, Iterator):  # an iterator would lose the samples
             kept = KeptAttributes(self.engine.parallel.module, self.task)
             with self.out_of_memory("while the first held-out data was evaluated"):
                 self.evaluated(most=1)
@@ -305,7 +308,7 @@ class _Run:
                 print(f"The evaluation that was tried before the first step has changed {changed}.", flush=True)
 
     def evaluate(self) -> Metrics:
-        """Return the mean loss over the items of the held-out data; nothing where the task has none."""
+        """Return the held-out loss, the mean over items; nothing if the task has no held-out data."""
         if self.held_out is None:
             return {}
         loss_sum, items = self.evaluated()
@@ -319,7 +322,8 @@ class _Run:
         return {"eval/loss": loss}
 
     def evaluated(self, most: int | None = None) -> tuple[float, float]:
-        """Return the sum of the loss over the held-out data of all ranks, and the items. ``most``: micro-batches."""
+        """Return (loss_sum, num_items) over the held-out data of all ranks. ``most``: limit of micro-batches per rank;
+        None: all."""
         engine, collate = self.engine, getattr(self.task, "collate", None)
         PULSE.beat(Phase.evaluating)
         totals = torch.zeros(2, dtype=torch.float64, device=engine.device)

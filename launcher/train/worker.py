@@ -1,4 +1,4 @@
-"""torchrun's entry: what one rank runs. Reads plan.json, and nothing else of the control side."""
+"""Entry point of one rank, started by torchrun. plan.json is all that it reads from the control side."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from launcher.process import (
 
 
 class StopRequest:
-    """A signal sets a flag; the ranks agree on it in the window's collective and stop together."""
+    """Flag that is set by a signal. The ranks share it in the window's collective, and stop after the same window."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -47,7 +47,7 @@ def main(plan_path: str) -> None:
     show_stacks_when_asked()
     PULSE.open()
     PULSE.beat(Phase.starting, 1)
-    stop = StopRequest()  # before torch is imported: until then a signal would kill, and importing takes a second
+    stop = StopRequest()  # before torch is imported, which takes a second: until here a signal kills the process
 
     from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -58,7 +58,7 @@ def main(plan_path: str) -> None:
 def _run(plan_path: str, stop: StopRequest) -> None:
     plan = RunPlan.load(Path(plan_path))
     if plan.train.deterministic:
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read by cuBLAS when its handle is made
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS reads it when its handle is created
 
     from launcher.train.trainer import train
     from launcher.train.world import disband

@@ -1,4 +1,5 @@
-"""The ranks of this job: the only reader of RANK, WORLD_SIZE and the other names that torchrun sets."""
+"""World of a rank: its number, device and process group. The only reader of RANK, WORLD_SIZE and the other environment
+variables that torchrun sets."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class World:
-    """This process's place: ``rank`` of ``size`` in the job, ``local_rank`` of ``local_size`` on its host."""
+    """Numbering of this process: ``rank`` of ``size`` in the job, ``local_rank`` of ``local_size`` on its host."""
 
     rank: int
     size: int
@@ -31,7 +32,11 @@ class World:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> World:
-        """Raises SiteError when a variable is missing or out of range, with its name and value."""
+        """Read the world from torchrun's environment variables.
+
+        Raises:
+            SiteError: a variable is missing or out of range.
+        """
         size, local_size = _number(env, "WORLD_SIZE", low=1), _number(env, "LOCAL_WORLD_SIZE", low=1)
         return cls(
             rank=_number(env, "RANK", high=size - 1),
@@ -45,7 +50,11 @@ class World:
         return cls.from_env(os.environ)
 
     def of_all(self, value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-        """Every rank's ``value``, which is pickled, by rank; all ranks call it. ``group``: another one of all ranks."""
+        """Return the ``value`` of every rank, by rank. All ranks call it; values are pickled.
+
+        Args:
+            group: process group of all ranks to use instead of the default one.
+        """
         everyone = [value] * self.size
         if self.size > 1:
             import torch.distributed as dist
@@ -54,7 +63,7 @@ class World:
         return everyone
 
     def of_rank_0(self, value: T, group: dist.ProcessGroup | None = None) -> T:
-        """Rank 0's ``value``, which is pickled; all ranks call it. ``group``: another one of all ranks."""
+        """Return rank 0's ``value``. All ranks call it; the value is pickled. ``group``: as in ``of_all``."""
         values = [value]
         if self.size > 1:
             import torch.distributed as dist
@@ -81,7 +90,7 @@ def device_of(world: World, device: Device) -> torch.device:
     """Return the torch device of this rank.
 
     Raises:
-        SiteError: torch sees no such device.
+        SiteError: torch has no such device.
     """
     import torch
 
@@ -96,17 +105,18 @@ def device_of(world: World, device: Device) -> torch.device:
             f"{world.local_rank} needs one of its own.\n  Use cluster.device=cpu, or a CUDA build of torch."
         )
     torch.cuda.set_device(index)
-    torch.cuda.init()  # before that, a device mesh would choose the device again, by LOCAL_RANK
+    torch.cuda.init()  # otherwise a device mesh would set the device again, by LOCAL_RANK
     return torch.device("cuda", index)
 
 
 def join(world: World, device: torch.device, hang_timeout_s: float | None) -> None:
-    """Start the default process group, unless the user's script has started it: gloo, and NCCL beside it on CUDA.
+    """Initialise the default process group, unless the user's script has: gloo, and on CUDA also NCCL.
 
-    Ranks that share a GPU use gloo for both: NCCL refuses two ranks on one device.
+    Ranks that share a GPU use gloo for both devices, because NCCL refuses two ranks on one device.
 
     Args:
-        hang_timeout_s: a rank that waits for one that hangs waits longer than this, or it would be taken for the cause.
+        hang_timeout_s: seconds after which a hang is detected. Collectives wait longer, so that a rank that waits for a
+            hanging one does not fail first and appear to be the cause.
     """
     import torch.distributed as dist
 
@@ -122,16 +132,16 @@ def join(world: World, device: torch.device, hang_timeout_s: float | None) -> No
 
 
 def patience(hang_timeout_s: float | None) -> timedelta | None:
-    """How long a collective may wait; None: as long as torch lets it by default."""
+    """Return the timeout of collectives for this hang timeout in seconds; None: torch's default."""
     return None if hang_timeout_s is None else timedelta(seconds=max(_TORCH_WAITS_S, hang_timeout_s + _MARGIN_S))
 
 
-# torch's own time limit of a collective (gloo's; NCCL's is 600); and what it takes to find a hang
+# torch's default timeout of a collective (gloo's; NCCL's is 600), and a margin to detect a hang, in seconds
 _TORCH_WAITS_S, _MARGIN_S = 1800.0, 120.0
 
 
 def disband() -> None:
-    """End the process group, all ranks together: none may find its peers gone while it is still at work."""
+    """Destroy the process group after a barrier, so that no rank loses its peers while it is still working."""
     import torch.distributed as dist
 
     dist.barrier()
