@@ -108,6 +108,7 @@ def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], plan: OptimizerPlan, device: Device) -> Optimizer:
+    """Return the plan's optimizer of ``parameters``; AdamW is fused on GPUs."""
     if plan.kind is OptimizerKind.sgd:
         return SGD(parameters, plan.lr, momentum=plan.momentum, nesterov=plan.nesterov, weight_decay=plan.weight_decay)
     fused = device is Device.cuda

@@ -50,7 +50,7 @@ class Saver:
 
     @property
     def under_way(self) -> bool:
-        """Whether a checkpoint is being written in the background."""
+        """True while a checkpoint is written in the background."""
         return self._thread is not None and self._thread.is_alive()
 
     def save(self, record: dict[str, Any], *, again: str | None) -> None:

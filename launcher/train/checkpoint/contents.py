@@ -73,10 +73,12 @@ def origin(plan: RunPlan) -> dict[str, Any]:
 
 
 def strategy_key(engine: Engine) -> str:
+    """Return the key of this rank's strategy state."""
     return f"strategy_rank{engine.world.rank}"
 
 
 def random_key(engine: Engine) -> str:
+    """Return the key of this rank's random state."""
     return f"random_rank{engine.world.rank}"
 
 

@@ -38,10 +38,12 @@ Files = dict[str, tuple[int, int]]  # (size in bytes, CRC-32) by name
 
 
 def checksums(files: Iterable[Path]) -> Files:
+    """Return size and CRC-32 of each file, by name."""
     return {file.name: _checksum(file) for file in files}
 
 
 def write_manifest(directory: Path, files: Mapping[str, tuple[int, int]]) -> None:
+    """Write the manifest of ``files`` into ``directory``."""
     listed = {name: {"bytes": size, "crc32": crc} for name, (size, crc) in sorted(files.items())}
     write_json(directory / MANIFEST, {"format": FORMAT, "files": listed})
 

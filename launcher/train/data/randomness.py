@@ -37,6 +37,7 @@ def live_random_state(device: torch.device) -> dict[str, Any]:
 
 
 def restore_live_random_state(state: dict[str, Any], device: torch.device) -> None:
+    """Restore a state that ``live_random_state`` has returned in this process."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     if "cuda" in state:
@@ -63,6 +64,7 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def restore_random_state(state: dict[str, Tensor], device: torch.device) -> None:
+    """Restore a state that ``random_state`` has returned, in this or an earlier process."""
     gauss: list[float] = state["python_gauss"].tolist()
     live: dict[str, Any] = {
         "torch": state["torch"].cpu(),

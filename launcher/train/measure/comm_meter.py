@@ -177,7 +177,7 @@ class Meter:
 
     @property
     def silent(self) -> bool:
-        """Whether nothing ran since the window was opened."""
+        """True if no collective has run since the window was opened."""
         return not any(self._collectives.values())
 
     def close_window(self, micro_batches: int, sync: Sync) -> CommStats:

@@ -134,7 +134,7 @@ class NoiseScale:
 
     @property
     def waits(self) -> bool:
-        """Whether a measured window is not settled yet."""
+        """True while a measured window is not settled."""
         return self._waiting is not None
 
     def state_dict(self) -> dict[str, Any]:

@@ -110,6 +110,7 @@ class Normalise(torch.autograd.Function):
 
 
 def normalise(layer: _BatchNorm, x: Tensor, statistics: Statistics, means: Callable[[Tensor], Tensor] | None) -> Tensor:
+    """Return ``x`` normalised by ``statistics``, without scale and shift; see ``Normalise``."""
     return Normalise.apply(widened(x), statistics, layer.eps, means)  # pyright: ignore[reportReturnType]
 
 

@@ -202,4 +202,5 @@ def _bits(buffer: Tensor) -> Tensor:
 
 
 def differs(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors of one shape and dtype differ in any bit."""
     return not torch.equal(_bits(one), _bits(other))
