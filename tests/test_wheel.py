@@ -33,6 +33,8 @@ def test_what_is_in_it(wheel: Path) -> None:
     assert [name for name in names if name.endswith(".dist-info/licenses/LICENSE")]
     assert {f"launcher/report/page.{kind}" for kind in ("html.j2", "css", "js")} <= {*names}
     assert not [name for name in names if name.startswith(("tests/", "jobs/"))]
+    modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "launcher").rglob("*.py")}
+    assert modules <= {*names}, "hatchling leaves out what .gitignore names"
 
 
 def test_it_works_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:

@@ -2,43 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
-from launcher.config.hydra import amended
-from launcher.config.hydra import recompose
-from launcher.config.schema import Config
-from launcher.config.schema import PrecisionKind
-from launcher.config.schema import ScheduleKind
-from launcher.errors import ConfigError
-from launcher.errors import UserError
-from launcher.launch.planner import emulation_notes
-from launcher.launch.planner import require_mirror
-from launcher.launch.planner import weighed
-from launcher.launch.planner import where
+
+from launcher.config.hydra import amended, recompose
+from launcher.config.schema import Config, PrecisionKind, ScheduleKind
+from launcher.errors import ConfigError, UserError
+from launcher.launch.planner import emulation_notes, require_mirror, weighed, where
 from launcher.plan import windows
 from launcher.plan.batch import Batch
 from launcher.plan.host import Site
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.placement import solve_cluster
-from launcher.plan.resumable import Change
-from launcher.plan.resumable import changes
-from launcher.plan.resumable import forced_by
-from launcher.plan.resumable import refusals
-from launcher.plan.resumable import shown
+from launcher.plan.resumable import Change, changes, forced_by, refusals, shown
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.solve import solve
 from launcher.plan.sync_policy import SHARDED
 from launcher.plan.task_inspection import describe_task
 from launcher.quantities import count
 from launcher.rundir import records
-from launcher.rundir.files import read_json
-from launcher.rundir.files import write_text
-from launcher.rundir.paths import RunPaths
-from launcher.rundir.paths import STATE
-import dataclasses
+from launcher.rundir.files import read_json, write_text
+from launcher.rundir.paths import STATE, RunPaths
 
 
 @dataclass(frozen=True)

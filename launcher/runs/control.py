@@ -2,29 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence
-from datetime import UTC
-from datetime import datetime
-from launcher.config.schema import ClusterKind
-from launcher.errors import EXIT_DONE
-from launcher.errors import EXIT_FAILED
-from launcher.errors import EXIT_RESUMABLE
-from launcher.errors import SiteError
-from launcher.errors import UserError
-from launcher.launch import local
-from launcher.launch.agent import load_plan
-from launcher.launch.slurm import client
-from launcher.launch.slurm import submit
-from launcher.plan.launch_plan import LaunchPlan
-from launcher.rundir import records
-from launcher.rundir.paths import RunPaths
-from launcher.rundir.records import Submission
-from launcher.runs.status import ACTIVE
-from launcher.runs.status import Run
-from launcher.runs.status import State
-from launcher.runs.status import look
-from pathlib import Path
 import dataclasses
 import os
 import re
@@ -32,7 +9,20 @@ import secrets
 import shutil
 import signal
 import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
 
+from launcher.config.schema import ClusterKind
+from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, SiteError, UserError
+from launcher.launch import local
+from launcher.launch.agent import load_plan
+from launcher.launch.slurm import client, submit
+from launcher.plan.launch_plan import LaunchPlan
+from launcher.rundir import records
+from launcher.rundir.paths import RunPaths
+from launcher.rundir.records import Submission
+from launcher.runs.status import ACTIVE, Run, State, look
 
 _LOOK_EVERY_S = 0.5
 _ASK_SLURM_EVERY_S = 2.0

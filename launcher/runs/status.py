@@ -5,25 +5,21 @@ No other state exists that could be stale: a run that was moved, or that another
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from collections.abc import Sequence
-from dataclasses import asdict
-from dataclasses import dataclass
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from enum import StrEnum
-from launcher.config.schema import ClusterKind
-from launcher.config.schema import PrecisionKind
+from pathlib import Path
+from typing import Any, cast
+
+from launcher.config.schema import ClusterKind, PrecisionKind
 from launcher.launch.slurm import client
-from launcher.launch.slurm.client import Listed
-from launcher.launch.slurm.client import SlurmSilent
+from launcher.launch.slurm.client import Listed, SlurmSilent
 from launcher.rundir import records
 from launcher.rundir.files import read_json
 from launcher.rundir.paths import RunPaths
 from launcher.rundir.records import Submission
-from pathlib import Path
-from typing import Any
-from typing import cast
-import json
-import os
 
 
 class State(StrEnum):

@@ -12,13 +12,11 @@ import pytest
 
 from launcher import cli
 from launcher.cli import start
-from launcher.config.hydra import compose_with_yaml
-from launcher.config.hydra import known_keys
+from launcher.config.hydra import compose_with_yaml, known_keys
 from launcher.launch import local
 from launcher.launch.planner import plan_job
 from launcher.launch.slurm import client
-from launcher.plan.resumable import May
-from launcher.plan.resumable import rule
+from launcher.plan.resumable import May, rule
 from launcher.plan.run_plan import RunPlan
 from launcher.rundir import records
 from launcher.rundir.paths import RunPaths

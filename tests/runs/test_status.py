@@ -11,10 +11,8 @@ import pytest
 from launcher.cli import names
 from launcher.errors import UserError
 from launcher.launch.slurm import client
-from launcher.launch.slurm.client import Listed
-from launcher.launch.slurm.client import SlurmSilent
-from launcher.rundir import paths
-from launcher.rundir import records
+from launcher.launch.slurm.client import Listed, SlurmSilent
+from launcher.rundir import paths, records
 from launcher.rundir.files import write_json
 from launcher.rundir.paths import RunPaths
 from launcher.rundir.records import Submission

@@ -1,0 +1,1 @@
+"""Runs after their submission: state, control, changes of a plan."""
