@@ -46,17 +46,13 @@ def run_node(run_dir: str, submission: int) -> NoReturn:
         _write_to(paths, task.node)
         fence = Fence(paths, Incarnation(submission, task.restart))
         task = dataclasses.replace(task, can_ask=_can_ask(load_plan(paths.plan), task))
+        status = EXIT_FAILED
         try:
-            status = _run(task, fence, shield)
+            status = _run_or_report(task, fence, shield)
         except Superseded as error:
             print(error, flush=True)
-            status = EXIT_FAILED
-        except Exception as error:
-            traceback.print_exc()
-            text = str(error) if isinstance(error, LauncherError) else f"{type(error).__name__}: {error}"
-            told = failure(text, paths.node_log(task.node), kind=type(error).__name__, at=datetime.now(UTC))
-            status = failed(load_plan(paths.plan), task, fence, told)
-        _stay_if_replaced(task, status)
+        finally:
+            _stay_if_replaced(task, status)
     sys.exit(status)
 
 
@@ -117,6 +113,19 @@ def _run(task: Task, fence: Fence, shield: StopShield) -> int:
     ended = serve(plan, plan_file, fence.own, shield)
     fence.check()
     return conclude(plan, task, fence, ended)
+
+
+def _run_or_report(task: Task, fence: Fence, shield: StopShield) -> int:
+    """Run the task, and report an error that ends it. Raises Superseded if Slurm has restarted the job meanwhile."""
+    try:
+        return _run(task, fence, shield)
+    except Superseded:
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        text = str(error) if isinstance(error, LauncherError) else f"{type(error).__name__}: {error}"
+        told = failure(text, fence.paths.node_log(task.node), kind=type(error).__name__, at=datetime.now(UTC))
+        return failed(load_plan(fence.paths.plan), task, fence, told)
 
 
 def _plan_for(task: Task, fence: Fence) -> tuple[LaunchPlan, Path]:

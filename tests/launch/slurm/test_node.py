@@ -267,3 +267,23 @@ def test_a_replaced_start_does_not_return(now: Situation, monkeypatch: pytest.Mo
     node._stay_if_replaced(now.task(), EXIT_FAILED)
     assert answers == [], "it stayed while Slurm was silent, and while the job ran elsewhere"
     node._stay_if_replaced(now.task(restart=1), EXIT_FAILED)
+
+
+def test_a_start_that_is_replaced_while_it_reports_an_error_does_not_return(
+    now: Situation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now.plan.save()
+    stayed: list[int] = []
+
+    def replaced(*_: object) -> int:
+        now.begin(restart=1)
+        raise SiteError("the connection to the other nodes is lost")
+
+    for name, does in (("die_with_parent", lambda *_: None), ("_write_to", lambda *_: None), ("_run", replaced)):
+        monkeypatch.setattr(node, name, does)
+    monkeypatch.setattr(Task, "here", now.task)
+    monkeypatch.setattr(node, "_stay_if_replaced", lambda _, status: stayed.append(status))
+    with pytest.raises(SystemExit) as ended:
+        node.run_node(str(now.paths.root), 0)
+    assert (stayed, ended.value.code) == ([EXIT_FAILED], EXIT_FAILED)
+    assert not now.paths.summary.exists()
