@@ -58,9 +58,9 @@ def predicted_bytes(engine: Engine) -> int:
 
 def free_bytes(place: Path) -> int | None:
     """Return the free bytes on the disk of ``place``, or of its nearest existing parent; None if not known."""
-    while not place.exists() and place != place.parent:
-        place = place.parent
     try:
+        while not place.exists() and place != place.parent:
+            place = place.parent
         usage = shutil.disk_usage(place)
     except OSError:
         return None
@@ -247,7 +247,6 @@ class _Writing:
             what = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
             own = _Trouble(self._world.rank, what, free_bytes(self._paths.checkpoints))
         troubles = [trouble for trouble in self._world.of_all(own, self._group) if trouble is not None]
-        newest = next((path.name for path in self._paths.committed_checkpoints()), None)
         if self._world.rank == 0:
             shutil.rmtree(self._partial, ignore_errors=True)  # no rank writes to it any more
         said = "; ".join(f"rank {trouble.rank}: {trouble.what}" for trouble in troubles)
@@ -256,8 +255,16 @@ class _Writing:
             f"The checkpoint of step {self._of.step} could not be written to {self._paths.checkpoints}: {said}.\n"
             f"  It needs about {in_words(self._of.predicted_bytes)}, "
             f"and {'an unknown number of bytes' if free is None else in_words(free)} were free. "
-            f"{'There is no whole checkpoint yet.' if newest is None else f'The newest whole one is {newest}.'}"
+            f"{self._newest()}"
         ) from None
+
+    def _newest(self) -> str:
+        """Return a sentence that names the newest complete checkpoint."""
+        try:
+            newest = next((path.name for path in self._paths.committed_checkpoints()), None)
+        except OSError:
+            return "The checkpoints that exist cannot be listed."
+        return "There is no whole checkpoint yet." if newest is None else f"The newest whole one is {newest}."
 
 
 def give_up(paths: RunPaths, fence: Fence, keep: int | None) -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from launcher.errors import CheckpointFailed
 from launcher.rundir.fencing import Fence, Incarnation
 from launcher.rundir.paths import RunPaths
 from launcher.train.checkpoint import resume
-from launcher.train.checkpoint.save import give_up
+from launcher.train.checkpoint.save import Snapshot, give_up, write
+from launcher.train.world import World
 from tests.helpers import torchrun
 
 WORKER = Path(__file__).parent / "checkpoint_worker.py"
@@ -54,3 +59,21 @@ def test_no_run_fails_for_what_cannot_be_deleted(tmp_path: Path, monkeypatch: py
     held = False
     give_up(paths, fence, None)
     assert {path.name for path in paths.checkpoints.iterdir()} == {"step_000003", "step_000004"}
+
+
+def test_dead_mount_is_a_failed_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An OSError in place of CheckpointFailed would leave the other ranks waiting for this rank's error."""
+    fence = Fence(RunPaths(tmp_path), Incarnation(0, 1))
+    snapshot = Snapshot(
+        step=1, tensors={}, state="", world=World(0, 1, 0), fence=fence, keep=None, predicted_bytes=1 << 20
+    )
+    stat = Path.stat
+
+    def dead(path: Path, **how: Any) -> os.stat_result:
+        if path.is_relative_to(tmp_path):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return stat(path, **how)
+
+    monkeypatch.setattr(Path, "stat", dead)
+    with pytest.raises(CheckpointFailed, match=r"Stale file handle.*\n.*unknown number of bytes.*cannot be listed"):
+        write(snapshot)
