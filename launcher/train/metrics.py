@@ -52,7 +52,7 @@ class Record:
     def __init__(self, path: Path, *, waits: bool) -> None:
         self._path, self._waits = path, waits
         self._file = path.open("ab", buffering=0)
-        self._size = path.stat().st_size
+        self._size = self._file.seek(0, os.SEEK_END)
         self._left: list[bytes] = []
 
     def write(self, step: int, metrics: Metrics) -> None:
@@ -70,7 +70,8 @@ class Record:
                 if self._file.write(self._left[0]) < len(self._left[0]):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             except OSError as error:
-                os.truncate(self._path, self._size)  # remove an incomplete line
+                # remove an incomplete line; not by path, which names another file once a newer attempt has started
+                self._file.truncate(self._size)
                 if not self._waits:
                     raise self._failed(error) from None
                 if len(self._left) == 1:
