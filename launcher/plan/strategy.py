@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 
 from launcher.config.schema import (
@@ -264,17 +265,20 @@ def _forecast(kind: StrategyKind, sync: Sync, batch: Batch, layout: Layout, clus
 
 
 def _link_bytes(payload: dict[Collective, int], layout: Layout, cluster: ClusterPlan) -> int:
-    """Return the bytes that one host sends to others.
+    """Return the bytes that the busiest host sends to others.
 
     A ring crosses each host's link once. There is one ring between replicas for each part of the model that the host
-    holds. Shard groups that span hosts have one too, except on CPUs, which send each part directly to the ranks lacking
-    it.
+    holds. Each shard group that spans hosts has one too, except on CPUs, which send each part directly to the ranks
+    lacking it.
     """
+    if cluster.nodes == 1:
+        return 0
     workers, size = cluster.workers_per_node, layout.shard_size
     between = {Collective.all_reduce: payload[Collective.all_reduce]}
-    total = min(workers, size) * layout.wire(between)
-    if workers % size:
-        within = {kind: count for kind, count in payload.items() if kind not in between}
-        direct = workers * (size - workers) / size  # of the payload; in a ring (size - 1) / size
-        total += round(direct * sum(within.values())) if cluster.device is Device.cpu else layout.wire(within)
-    return total
+    within = {kind: count for kind, count in payload.items() if kind not in between}
+    crossing = 0.0  # of the payload within shard groups
+    for first in range(0, workers * cluster.nodes, workers):
+        members = Counter(rank // size for rank in range(first, first + workers)).values()
+        parts = (n * (size - n) if cluster.device is Device.cpu else size - 1 for n in members if n < size)
+        crossing = max(crossing, sum(parts) / size)
+    return round(min(workers, size) * layout.wire(between) + crossing * sum(within.values()))
