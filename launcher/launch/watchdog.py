@@ -46,7 +46,7 @@ _STDLIB = re.compile(r"/python3[^/]*/(?!site-packages|dist-packages)|^<frozen")
 # launcher's own code, which there only waits for a GPU whose kernels wait for other ranks. Modules that read and write
 # files are excluded: a rank blocked on a disk does not wait for another rank
 _WAITS = re.compile(
-    r"/torch/(distributed/(?!checkpoint/)|autograd/|futures/)|/launcher/train/(?!(data/(loader|window_feed)|evaluation|metrics|"
+    r"/torch/(distributed/(?!checkpoint/)|autograd/|futures/)|/launcher/train/(?!data/|(evaluation|metrics|"
     r"checkpoint/(file_format|load|resume|save))\.py)"
 )
 _SAVER = "/launcher/train/checkpoint/async_save.py"

@@ -79,7 +79,14 @@ def test_the_launchers_own_code_waits_for_the_gpu_and_so_for_others(innermost: t
         (f"{SITE}/torch/distributed/checkpoint/filesystem.py", "read_data"),
         *(
             (f"{HERE}/{name}.py", "f")
-            for name in ("data/loader", "data/window_feed", "checkpoint/file_format", "checkpoint/load", "metrics")
+            for name in (
+                "data/loader",
+                "data/window_feed",
+                "data/fingerprint",
+                "checkpoint/file_format",
+                "checkpoint/load",
+                "metrics",
+            )
         ),
     ],
 )
