@@ -19,7 +19,7 @@ from launcher.task import Loss, seed_everything
 from launcher.train.parallel.batchnorm import batch_norms
 from launcher.verify.certificate import FP32, Effect, Hazard
 from launcher.verify.comparison import Gradient, distance, dropout_modules, without_dropout
-from launcher.verify.reference import Plain
+from launcher.verify.reference import Plain, Whole
 
 # relative tolerance within which the same arithmetic is reproducible on any device
 SAME = 1e-5
@@ -183,7 +183,10 @@ def _sum(plain: Plain, window: Sequence[Any], micro_size: int, same: float) -> l
     # both results are means over their own items
     factor = apart.items / (together.items or 1.0)
     added = {name: None if part is None else part * factor for name, part in apart.gradient.items()}
-    off = max(distance(together.gradient, added), abs(apart.loss * factor / (together.loss or 1.0) - 1))
+    off = max(
+        distance(together.gradient, added),
+        abs(apart.loss * factor - together.loss) / (_loss_scale(plain, together) or 1.0),
+    )
     if off > same:
         found.append(
             Hazard(
@@ -209,6 +212,15 @@ def _sum(plain: Plain, window: Sequence[Any], micro_size: int, same: float) -> l
             )
         )
     return found
+
+
+def _loss_scale(plain: Plain, whole: Whole) -> float:
+    """Return the magnitude to which the loss's rounding error is relative: |loss| or, if larger, sum |gradient *
+    parameter|, since terms of both signs may cancel in the loss (such as centred advantages), but not in its condition
+    number."""
+    parameters = dict(plain.model.named_parameters())
+    parts = ((parameters[name].detach().cpu(), part) for name, part in whole.gradient.items() if part is not None)
+    return max(abs(whole.loss), sum((value * part).abs().sum(dtype=torch.float64).item() for value, part in parts))
 
 
 def _randomness(plain: Plain, samples: Sequence[Any]) -> list[Hazard]:
