@@ -68,7 +68,7 @@ def plan_job(config: Config, once: Once | None = None) -> RunPlan:
         site = dataclasses.replace(site, bf16=once(_look_at_format, PrecisionKind.bf16, cluster.device)[0])
     task = once(describe_task, config.task, site.cwd, shards=config.strategy.kind in SHARDED, seed=config.train.seed)
     plan = weighed(solve(config, site, task, run), config)
-    return dataclasses.replace(plan, notes=(*plan.notes, *emulation_notes(plan, once)))
+    return plan.with_notes(emulation_notes(plan, once))
 
 
 def emulation_notes(plan: RunPlan, once: Once | None = None) -> list[str]:

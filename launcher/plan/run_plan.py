@@ -306,6 +306,12 @@ class RunPlan(LaunchPlan):
         )
         return dataclasses.replace(self, fewer=tuple(fewer))
 
+    def with_notes(self, notes: Iterable[str]) -> Self:
+        """Return this plan with ``notes`` added, for every number of hosts."""
+        more = tuple(notes)
+        fewer = tuple(dataclasses.replace(world, notes=world.notes + more) for world in self.fewer)
+        return dataclasses.replace(self, notes=self.notes + more, fewer=fewer)
+
     def with_precision(self, kind: PrecisionKind, reason: str) -> Self:
         """Return this plan with ``precision=auto`` resolved to ``kind``."""
         return dataclasses.replace(self, precision=dataclasses.replace(self.precision, kind=kind, reason=reason))

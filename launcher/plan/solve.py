@@ -132,8 +132,7 @@ def solve(
         except ConfigError as error:
             raise worlds.on_hosts(hosts, config.cluster.nodes, error) from None
     batches = {each.cluster.nodes: each.batch for each in (plan, *fewer)}
-    notes = worlds.notes(config.batch, batches, task.batch_norms)
-    return dataclasses.replace(plan, notes=(*plan.notes, *notes)).with_fewer(fewer)
+    return plan.with_fewer(fewer).with_notes(worlds.notes(config.batch, batches, task.batch_norms))
 
 
 def _on_cluster(

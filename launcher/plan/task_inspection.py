@@ -113,7 +113,7 @@ def weigh_memory(plan: RunPlan, *, choose: bool) -> RunPlan:
     elif choose and memory is None:
         note = "No GPU is seen here: whether a policy fits one is not known."
     if note:
-        plan = dataclasses.replace(plan, notes=(*plan.notes, note))
+        plan = plan.with_notes([note])
     if not forecasts:
         return plan
     if choose and not problem and memory is not None:

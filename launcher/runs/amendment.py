@@ -96,12 +96,10 @@ def replan(paths: RunPaths, old: RunPlan, overrides: Sequence[str], *, force: bo
     if keeps_precision:
         plan = plan.with_precision(old.precision.kind, old.precision.reason)
     _require_something_to_do(plan, old, at, done=done)
-    notes = (*_notes(plan, old, at, touched), *emulation_notes(plan))
     plan = dataclasses.replace(
-        plan,
+        plan.with_notes([*_notes(plan, old, at, touched), *emulation_notes(plan)]),
         # the run keeps its original code and working directory
         cluster=dataclasses.replace(plan.cluster, cwd=old.cluster.cwd, import_from=old.cluster.import_from),
-        notes=(*plan.notes, *notes),
         forced=tuple(dict.fromkeys([*old.forced, *forced])),
     )
     solved = {name: getattr(config.batch, name) for name in ("global_size", "micro_size", "accumulation", "uneven")}

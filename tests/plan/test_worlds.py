@@ -120,6 +120,7 @@ def test_what_the_user_is_told() -> None:
     assert "On 3 hosts the ranks take unequal shares of a window, with the same gradient" in told
     assert "batch.accumulation=4 is that of 4 hosts; on fewer it is higher." in told
     assert "What a BatchNorm normalises by depends on the number of hosts" in told
+    assert all(set(plan.notes[-3:]) <= set(world.notes) for world in plan.worlds())
     rows = [list(column.cells) for column in tables.plan_table(plan).columns]
     assert "2 to 4 hosts × 1 worker, cpu" in rows[1]
     for words in (

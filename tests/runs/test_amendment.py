@@ -212,8 +212,9 @@ def test_every_key_has_a_rule() -> None:
 def test_a_fixed_number_of_nodes_becomes_a_range(sent: list[RunPlan], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "available", lambda: False)
     begun("cluster=slurm", "cluster.nodes=2", "cluster.workers_per_node=2")
-    assert cli.run(["resume", "own", "cluster.nodes=1:3"]) == 0
+    assert cli.run(["resume", "own", "cluster.nodes=1:3", "train.steps=40"]) == 0
     (plan,) = sent
+    assert all("stretched from 20 to 40 steps" in " ".join(world.notes) for world in plan.worlds())
     assert [world.batch.world_size for world in plan.worlds()] == [6, 4, 2]
     assert {(world.batch.global_size, world.batch.micro_size) for world in plan.worlds()} == {(24, 3)}
     assert plan.cluster.slurm is not None
