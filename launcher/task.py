@@ -10,6 +10,7 @@ import hashlib
 import importlib
 import inspect
 import itertools
+import os
 import random
 import sys
 import traceback
@@ -297,9 +298,9 @@ def _check_params(target: str, cls: Callable[..., Any], params: dict[str, Any]) 
 
 def users_frames(error: Exception) -> str:
     """Return the frames of the traceback that are in the user's code; all frames if there are none."""
-    ours = str(Path(__file__).resolve().parent)
+    ours = f"{Path(__file__).resolve().parent}{os.sep}"
     torch = sys.modules.get("torch")
-    others = (ours, "<frozen", *(() if torch is None else (str(Path(str(torch.__file__)).parent),)))
+    others = (ours, "<frozen", *(() if torch is None else (f"{Path(str(torch.__file__)).parent}{os.sep}",)))
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [frame for frame in frames if not frame.filename.startswith(others) and "importlib" not in frame.filename]
     return "".join(traceback.format_list(theirs or frames)).rstrip()

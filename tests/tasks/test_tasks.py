@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
+import launcher
 from launcher.errors import TaskError
+from launcher.task import users_frames
 from launcher.tasks.bytes_gpt import BytesGPT
 from launcher.tasks.digits import Digits
 from launcher.train.parallel.batchnorm import batch_norms
@@ -93,3 +97,20 @@ def test_digits_without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("launcher.tasks.digits.find_spec", lambda _: None)
     with pytest.raises(TaskError, match="pip install scikit-learn"):
         Digits()
+
+
+@pytest.mark.parametrize("package", [launcher, torch])
+def test_frames_beside_a_package_are_the_users(package: ModuleType) -> None:
+    folder = Path(str(package.__file__)).resolve().parent
+
+    def run(file: str, name: str, code: str) -> None:
+        exec(compile(f"def {name}():\n    {code}\n", file, "exec"), functions)
+
+    functions: dict[str, Any] = {}
+    run(f"{folder}_tasks/mine.py", "mine", "1 / 0")
+    run(f"{folder}/module.py", "theirs", "mine()")
+    with pytest.raises(ZeroDivisionError) as raised:
+        functions["theirs"]()
+    frames = users_frames(raised.value)
+    assert f"{folder}_tasks/mine.py" in frames
+    assert f"{folder}/module.py" not in frames
