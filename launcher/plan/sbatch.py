@@ -139,7 +139,7 @@ def _require_time(config: ClusterConfig, partition: Partition | None) -> None:
             "cluster.time", config.time, "is no time limit.", 'Write "HH:MM:SS", "D-HH:MM:SS" or minutes.'
         ) from None
     most_s = None if partition is None else partition.limit_s
-    if limit_s is not None and most_s is not None and limit_s > most_s:
+    if config.time is not None and most_s is not None and (limit_s is None or limit_s > most_s):
         raise ConfigError(
             "cluster.time", config.time, f"partition {partition and partition.name} allows {clock(most_s)} at most.",
             f'Use cluster.time="{clock(most_s)}": a longer run goes on in the job\'s next turn.',
@@ -180,7 +180,7 @@ def seconds(limit: str) -> int | None:
     """Return a Slurm time limit in seconds; None for unlimited.
 
     Args:
-        limit: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS.
+        limit: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS. Like for sbatch, 0 is unlimited.
 
     Raises:
         ValueError: ``limit`` has none of these forms.
@@ -190,6 +190,8 @@ def seconds(limit: str) -> int | None:
     found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", limit)
     if not found:
         raise ValueError(limit)
+    if not limit.strip("0:-"):
+        return None
     days, *parts = found.groups()
     first, second, third = (int(part) if part is not None else None for part in parts)
     assert first is not None

@@ -175,6 +175,8 @@ def test_every_slurm_option_has_one_way_to_say_it() -> None:
         ("cluster.nodes=5:6", r"partition gpu gives a job 4 at most.\n  Use cluster.nodes=4 or less"),
         ("cluster.workers_per_node=9", "a node of partition gpu shows 8 GPUs"),
         ("cluster.time=2-00:00:00", "allows 1-00:00:00 at most"),
+        ("cluster.time=infinite", "cluster.time=infinite: partition gpu allows 1-00:00:00 at most"),
+        ("cluster.time='0'", "cluster.time=0: partition gpu allows 1-00:00:00 at most"),
         ("cluster.time=00:01:00", "too short for one checkpoint"),
         ("cluster.time=soon", "is no time limit"),
         ("cluster.cpus_per_worker=9", "a node of partition gpu has 64"),
@@ -190,7 +192,10 @@ def test_a_default_limit_that_is_too_short_is_refused_too() -> None:
     short = Partition(name="p", nodes=1, max_nodes=None, shapes=((4, 0),), gres=(), limit_s=None, default_s=60)
     with pytest.raises(ConfigError, match=r"by default that of partition p\)=00:01:00: is too short"):
         solve(partition=short, gpus=0)
-    solve("cluster.time=01:00:00", partition=short, gpus=0)
+    for time in ("01:00:00", "infinite", "0"):
+        slurm = solve(f"cluster.time={time}", partition=short, gpus=0).slurm
+        assert slurm is not None
+        assert slurm.options["time"] == time
 
 
 @pytest.mark.parametrize("key", ["partition=x", "time=01:00:00", "setup=[a]", "sbatch.qos=x", "cpus_per_worker=1"])
@@ -209,7 +214,16 @@ def test_slurm_jobs_save_now_and_then() -> None:
 
 @pytest.mark.parametrize(
     ("text", "limit"),
-    [("90", 5400), ("5:30", 330), ("04:00:00", 14400), ("1-02", 93600), ("1-00:30", 88200), ("infinite", None)],
+    [
+        ("90", 5400),
+        ("5:30", 330),
+        ("04:00:00", 14400),
+        ("1-02", 93600),
+        ("1-00:30", 88200),
+        ("infinite", None),
+        ("0", None),
+        ("00:00:00", None),
+    ],
 )
 def test_slurms_forms_of_a_time_limit(text: str, limit: int | None) -> None:
     assert seconds(text) == limit
