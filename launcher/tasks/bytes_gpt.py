@@ -34,7 +34,7 @@ class BytesGPT:
         heads: number of attention heads.
         seq_len: bytes per sample.
         dropout: probability, after attention and after each MLP.
-        eval_samples: number of samples of an evaluation, spread evenly over the held-out text.
+        eval_samples: number of samples of an evaluation, spread evenly over the held-out text; None: all.
         corpus: directory whose ``*.py`` files are the text; default: the standard library of this Python.
     """
 
@@ -45,11 +45,12 @@ class BytesGPT:
         heads: int = 2,
         seq_len: int = 128,
         dropout: float = 0.0,
-        eval_samples: int = 512,
+        eval_samples: int | None = 512,
         corpus: str | None = None,
     ) -> None:
-        for name, value in (("width", width), ("depth", depth), ("heads", heads), ("seq_len", seq_len)):
-            if value < 1:
+        sizes = {"width": width, "depth": depth, "heads": heads, "seq_len": seq_len, "eval_samples": eval_samples}
+        for name, value in sizes.items():
+            if value is not None and value < 1:
                 raise TaskError(f"task.{name}={value}: must be at least 1.")
         if width % heads:
             raise TaskError(f"task.width={width}: must be a multiple of task.heads={heads}.")
@@ -75,6 +76,12 @@ class BytesGPT:
                     chosen.append((Path(path), size))
         if not train or not held_out:
             raise TaskError(f"task.corpus={self.corpus}: too few *.py files to train and hold out on.")
+        least = min(sum(size for _, size in files) for files in (train, held_out))
+        if least <= self.seq_len:
+            raise TaskError(
+                f"task.seq_len={self.seq_len}: a sample is longer than the training or the held-out text of "
+                f"task.corpus={self.corpus}.\n  Use at most {least - 1}, or a corpus with more text."
+            )
         return train, held_out
 
     def facts(self) -> dict[str, int]:

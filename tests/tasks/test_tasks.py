@@ -63,6 +63,17 @@ def test_an_empty_corpus(tmp_path: Path) -> None:
         BytesGPT(corpus=str(tmp_path)).facts()
 
 
+def test_no_sample_for_an_evaluation(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match=r"task.eval_samples=0: must be at least 1"):
+        BytesGPT(eval_samples=0)
+    for number in range(60):
+        (tmp_path / f"f{number:02}.py").write_text(f"file = {number:02}\n")
+    longest = min(sum(size for _, size in files) for files in BytesGPT(seq_len=1, corpus=str(tmp_path))._files) - 1  # pyright: ignore
+    assert len(BytesGPT(seq_len=longest, corpus=str(tmp_path)).eval_data()) == 1
+    with pytest.raises(TaskError, match=rf"task.seq_len={longest + 1}: [^\n]*\n  Use at most {longest}, or"):
+        BytesGPT(seq_len=longest + 1, corpus=str(tmp_path)).eval_data()
+
+
 @pytest.mark.parametrize("size", [{}, {"width": 5}])
 def test_facts_of_digits_are_true(size: dict[str, int]) -> None:
     task = Digits(**size)
