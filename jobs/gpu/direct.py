@@ -50,7 +50,7 @@ def collectives(place: Place) -> str:
     from launcher.plan.sync_policy import Layout
     from launcher.train.engine.window_totals import WindowTotals
     from launcher.train.measure.comm_meter import Meter, _union_s
-    from launcher.train.measure.noise_scale import OwnGradient
+    from launcher.train.measure.noise_scale import NoiseScale, OwnGradient
     from launcher.train.parallel.collectives import Gather, Scatter
     from launcher.train.world import World
 
@@ -76,9 +76,12 @@ def collectives(place: Place) -> str:
     if len(meter._flights) != 3 or not 0 < under_way <= took:
         raise AssertionError(f"{len(meter._flights)} collectives took {under_way} s of {took} s")
 
-    totals = WindowTotals(World(0, 2, 0), device)  # as if of two ranks, so that the flags are sent
+    noise = NoiseScale(2, device, OwnGradient())
+    noise.own = torch.tensor(0.25, device=device)
+    totals = WindowTotals(World(0, 2, 0), device, [noise])  # as if of two ranks, so that the flags are sent
     totals.add(torch.tensor(3.5, device=device), torch.tensor(7, device=device), 4)
-    totals.send(True, False, True, 0.25, [0.0] * (6 if place.device == "cpu" else 0))
+    totals.send(more=True, stop=False, save_due=True)
+    sent = totals.sum_of(noise)
     agreed = totals.receive(torch.tensor(2.0, device=device))
     seen = (
         agreed.items,
@@ -87,7 +90,7 @@ def collectives(place: Place) -> str:
         agreed.more,
         agreed.stop,
         agreed.save_due,
-        agreed.own_squares,
+        *sent,
     )
     if seen != (7, 3.5, 4, True, False, True, 0.25) or agreed.grad_norm != 2.0:
         raise AssertionError(f"the window's flags came back as {agreed}")

@@ -20,7 +20,7 @@ from launcher.errors import RecordFailed
 from launcher.plan.run_plan import RunPlan
 from launcher.quantities import Interval, count
 from launcher.train.engine.calibration import Calibrated
-from launcher.train.engine.window_totals import StepResult, flags_bytes
+from launcher.train.engine.window_totals import StepResult
 from launcher.train.measure.noise_scale import Noise
 
 Metrics = dict[str, float]
@@ -132,7 +132,7 @@ def step_metrics(result: StepResult, plan: RunPlan, seen: tuple[int, int], total
         "comm/wire_bytes_saved": result.comm.wire_bytes_every - result.comm.wire_bytes,
         "comm/saved_fraction": result.comm.saved_fraction,
         "comm/time_s": result.comm.time_s,
-        "comm/flags_bytes": _flags_bytes(plan),
+        "comm/flags_bytes": result.flags_bytes,
         "time/step_s": result.step_s,
         "time/data_s": result.data_s,
         "time/total_s": total_s,
@@ -175,14 +175,6 @@ def noise_metrics(noise: Noise) -> Metrics:
     if math.isfinite(noise.high):
         metrics["noise/scale_high"] = noise.high
     return metrics if noise.scale is None else metrics | {"noise/scale": noise.scale}
-
-
-def _flags_bytes(plan: RunPlan) -> int:
-    """Return the payload bytes of a window's small collectives: the totals, and the norm of sharded gradients."""
-    if plan.batch.world_size == 1:
-        return 0
-    flags = flags_bytes(plan.batch.world_size, torch.device(plan.cluster.device.value))
-    return flags + (8 if plan.strategy.shard_size > 1 else 0)
 
 
 def peak_memory_bytes(device: torch.device) -> int:

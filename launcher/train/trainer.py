@@ -181,8 +181,8 @@ class _Run:
             if result.skipped and engine.world.rank == 0:
                 why = f"fp16 overflowed at loss scale {result.scale}" if result.items else "the window holds no item"
                 print(f"step {engine.steps + 1}: skipped, {why}", flush=True)
-            if engine.pace.news is not None and engine.world.rank == 0:
-                print(f"step {engine.steps}: {engine.pace.news}", flush=True)
+            if engine.stragglers.news is not None and engine.world.rank == 0:
+                print(f"step {engine.steps}: {engine.stragglers.news}", flush=True)
             metrics, saves, evaluates = self.metrics(result), self.save_due(result), self.eval_due(result)
             try:  # save before the evaluation: an error in the evaluation must not lose the steps so far
                 if saves:

@@ -188,11 +188,11 @@ class Account:
                     summary[f"comm/{kind.value}/wire_bytes"] = traffic.wire_bytes
             summary["time/step_s"] = statistics.median(step_s for step_s, _ in self.seconds or self.first_seconds)
             summary["throughput/samples_per_s"] = summary["batch/global_size"] / summary["time/step_s"]
-        if (named := engine.pace.named) is not None:
-            over = engine.pace.straggler is None
+        if (named := engine.stragglers.named) is not None:
+            over = engine.stragglers.straggler is None
             summary["straggler"] = {
                 "rank": named.rank, "host": named.host, "share": named.share, "of": named.of, "over": over,
-                "steps": engine.pace.slow[named.rank], "measured": engine.pace.measured,
+                "steps": engine.stragglers.slow[named.rank], "measured": engine.stragglers.measured,
             }  # fmt: skip
         summary |= self.calibration()
         if (calibrated := engine.calibrated) is not None and calibrated.not_measured:

@@ -1,4 +1,4 @@
-"""Engine: the batch contract for any training loop. `launch train` runs on it, and so can the user's own loop.
+"""Engine: keeps the batch contract for any training loop, that of `launch train` or the user's own.
 
     engine = Engine(model, optimizer, plan)
     for window in engine.windows(dataset):          # one optimizer step each
@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -35,11 +35,12 @@ from launcher.train.engine.build import ModelFrom, OptimizerFrom, TrainedParamet
 from launcher.train.engine.calibration import Calibrated, Calibration, measured_as
 from launcher.train.engine.oom import WindowAbandoned, is_out_of_memory
 from launcher.train.engine.optimizer_step import Update
-from launcher.train.engine.window import Forward, UnderWay
+from launcher.train.engine.window import Calibrate, Forward, UnderWay
 from launcher.train.engine.window_batchnorm import norms_of
 from launcher.train.engine.window_totals import StepResult, WindowTotals
 from launcher.train.measure.noise_scale import Noise, NoiseScale
-from launcher.train.measure.straggler import Pace
+from launcher.train.measure.observer import EndedWindow, Observer
+from launcher.train.measure.straggler import StragglerDetector
 from launcher.train.parallel.base import ShardUnits
 from launcher.train.parallel.batchnorm import AsTheyAre
 from launcher.train.parallel.replicas import Buffers
@@ -48,24 +49,24 @@ from launcher.train.world import World, device_of, join
 
 
 class Engine:
-    """Wraps a model as the plan says, and turns windows of micro-batches into optimizer steps.
+    """A model wrapped as the plan says, whose windows of micro-batches become optimizer steps.
 
     Args:
-        model: the user's, moved to this rank's device in place; or a function that makes it: then no rank ever holds a
-            whole model that is to be sharded.
-        optimizer: over its parameters, with the peak learning rate: the plan's schedule multiplies it; or a function
-            of the parameters that makes it. One that is given is handed the parameters that sharding makes.
-        plan: for a world of as many ranks as this process group has.
-        stop: asked once a window; when it is true on any rank, all stop together after that window.
-        save_due: asked once a window, on rank 0; its answer reaches all ranks as StepResult.save_due.
-        shard_units: the modules that FSDP gathers as one and recompute works on; default: the model's repeated blocks.
-        owner: the object that the forward pass belongs to, such as the task: calibration restores its attributes.
+        model: moved to this rank's device in place; or a function that makes it: then no rank ever holds a whole model
+            that is to be sharded.
+        optimizer: over the model's parameters, with the peak learning rate, which the plan's schedule multiplies; or a
+            function of the parameters that makes it. A given optimizer receives the sharded parameters.
+        plan: for as many ranks as the process group has.
+        stop: called once a window; if it returns true on any rank, all ranks stop after that window.
+        save_due: called once a window on rank 0; StepResult.save_due has the result on all ranks.
+        shard_units: modules that FSDP gathers as one and that recompute wraps. Default: the model's repeated blocks.
+        owner: object that the forward pass belongs to, such as the task; calibration restores its attributes.
 
     Raises:
         ConfigError: the plan is for another number of ranks.
-        EngineMisuse: the optimizer lacks some of the model's parameters, or has taken steps before it was sharded.
+        EngineMisuse: the optimizer lacks some of the model's parameters, or took steps before it was sharded.
         SiteError: not started by torchrun, or no device for this rank.
-        TaskError: the model cannot be sharded as ``shard_units`` says.
+        TaskError: the model cannot be sharded by ``shard_units``.
     """
 
     def __init__(
@@ -100,14 +101,17 @@ class Engine:
         self._calibration = Calibration(self.world, self.device, self.parallel, self.precision, self._norms, owner)
         self._stop = stop
         self._save_due = save_due if self.world.rank == 0 else lambda: False
-        self._totals = WindowTotals(self.world, self.device)
-        self.pace = Pace(self.world, self.device, plan.train.straggler_share)
-        self._noise = NoiseScale(self.world.size, self.device)
+        self.stragglers = StragglerDetector(self.world, self.device, plan.train.straggler_share)
+        self._noise = NoiseScale(self.world.size, self.device, self.parallel.own)
+        self._observers: list[Observer] = [self._noise, self._buffers, self.stragglers]
+        self._totals = WindowTotals(self.world, self.device, self._observers)
+        # a sharded gradient's norm is summed too
+        self._flags_bytes = self._totals.payload_bytes + (8 if plan.strategy.shard_size > 1 else 0)
         self._place = BEGINNING
 
     @property
     def model(self) -> Callable[..., Any]:
-        """What the forward pass must go through."""
+        """Wrapped model: the forward pass must call it."""
         return self.parallel.forward
 
     def windows(
@@ -116,15 +120,15 @@ class Engine:
         """Yield one iterator of this rank's batches for each optimizer step, until the plan's steps or epochs are done.
 
         Args:
-            forward: the loop's own forward pass, (model, batch) -> (loss_sum, items), which gets copies of batches: of
-                the first window's for the calibration, and with ``batch.norm=window`` of all. Default: no
+            forward: the loop's own forward pass, (model, batch) -> (loss_sum, items). It receives copies of batches:
+                of the first window for the calibration, of all windows with ``batch.norm=window``. Default: no
                 calibration, and ``batch.norm=window`` is refused.
-            compare_data: whether the ranks make sure that they hold the same data before the first window.
+            compare_data: whether the ranks compare their data before the first window.
 
         Raises:
             ConfigError: ``batch.norm=window`` without ``forward``.
             DataError: the data is not that of the plan, or differs between ranks.
-            EngineMisuse: the loop has left a window before ``step``.
+            EngineMisuse: the loop left a window before ``step``.
         """
         self._now.take_forward(forward)
         self._now.require_closed()
@@ -153,8 +157,8 @@ class Engine:
     def _open(self, window: Window) -> Iterator[Any]:
         self._totals.clear()
         self._trained.require_same()
-        # in place only where all ranks can meet in the window's own small collective, with none before it
-        self._may_abandon = (
+        # ranks can give up a window together only if its small all-reduce is its first collective
+        may_abandon = (
             self.plan.batch.on_oom is OnOom.shrink
             and self.parallel.silent_until_boundary(self._now.sync)
             and isinstance(self._norms, AsTheyAre)
@@ -162,17 +166,29 @@ class Engine:
         PULSE.begin_window(window.index + 1, self.steps + 1)
         forward, due = self._now.forward, self.calibrated is None and self._calibration.wanted(self.plan)
         calibrate = functools.partial(self._calibrate, forward) if forward is not None and due else None
-        return self._now.open(window, calibrate, may_abandon=self._may_abandon)
+        return self._now.open(window, self._micro_batches(window, calibrate), may_abandon=may_abandon)
+
+    def _micro_batches(self, window: Window, calibrate: Calibrate | None) -> Generator[Any, None, None]:
+        """Yield the window's batches; the loop runs forward and ``backward`` of each before it asks for the next."""
+        now, micro_batches = self._now, self._now.prepare(window, calibrate)
+        for number in range(window.count):
+            micro = now.fetch(micro_batches, window.count)
+            with self.parallel.micro_batch(now.sync, first=number == 0, last=now.last):
+                # the loop's forward and backward run in this context: DDP decides in forward whether to synchronise
+                self._norms.micro_batch(counts=micro.samples > 0)
+                with self.precision.autocast():
+                    yield micro.data
+                now.require_backward()
 
     def calibrate(self, forward: Forward, batches: Iterable[Any]) -> Calibrated | None:
-        """Measure what the sync policy gains and what communication costs. Between two windows; all ranks call it.
+        """Measure what the sync policy saves and what communication costs. All ranks call it, between two windows.
 
         Args:
-            forward: (model, batch) -> (loss_sum, items); it gets copies of the batches.
-            batches: of this rank, each of micro-batch size; repeated where a window has more.
+            forward: (model, batch) -> (loss_sum, items); it receives copies of the batches.
+            batches: of this rank, each of micro-batch size; repeated if a window has more.
 
         Returns:
-            The result; None for one rank, and with ``run.calibrate_s=0``.
+            The result; None with one rank, and with ``run.calibrate_s=0``.
         """
         if self._now.window is not None:
             raise EngineMisuse("engine.calibrate() belongs between two windows.")
@@ -192,26 +208,25 @@ class Engine:
         return steps is not None and self.steps >= steps
 
     def share_buffers(self, *, watch: bool = True) -> None:
-        """Give every rank rank 0's changing buffers, as each window does. ``watch``: look for further ones first."""
+        """Copy rank 0's changing buffers to all ranks, as each window does. ``watch``: look for more of them first."""
         self._buffers.share(self.parallel.meter, watch=watch)
 
     @property
     def samples_in_batch(self) -> int:
-        """Samples of the micro-batch under way; 0 in a stand-in, which counts for nothing and keeps step with the other
-        ranks."""
+        """Samples of the current micro-batch; 0 in a placeholder that only keeps step with the other ranks."""
         if self._now.micro is None:
             raise EngineMisuse("No micro-batch is under way.")
         return self._now.micro.samples
 
     def backward(self, loss_sum: Tensor, items: int | Tensor) -> None:
-        """Accumulate the gradient of one micro-batch; synchronises where the sync policy says so.
+        """Accumulate the gradient of one micro-batch, and synchronise it if the sync policy says so.
 
         Args:
             loss_sum: scalar, the loss summed over the micro-batch's items.
-            items: how many items that is.
+            items: number of these items.
 
         Raises:
-            TaskError: these are no sum and no count.
+            TaskError: ``loss_sum`` is no scalar, or ``items`` no count.
         """
         samples = self._now.take().samples
         window_totals.require_sum(loss_sum, items)
@@ -226,9 +241,8 @@ class Engine:
             self._noise.begin(*self._totals.here)
         if self._now.last:
             self._trained.require_same()
-            flags = (self._feed.has_next(), self._stop(), self._save_due())
-            self._totals.send(*flags, self._noise.own, self.pace.numbers(), self._buffers.changed())
-            if self._may_abandon and self._totals.out_of_memory():
+            self._totals.send(more=self._feed.has_next(), stop=self._stop(), save_due=self._save_due())
+            if self._now.may_abandon and self._totals.out_of_memory():
                 raise WindowAbandoned(
                     "Another rank ran out of memory, and batch.on_oom=shrink runs this window again. The loop must "
                     "pass this exception to engine.shrinks(error)."
@@ -239,8 +253,9 @@ class Engine:
         self.parallel.meter.backward_is_over()
 
     def shrinks(self, error: BaseException) -> bool:
-        """Whether the window whose body has raised ``error`` is run again, in micro-batches of half the size:
-        ``batch.on_oom=shrink``. Every rank's body raises then, and all call this:
+        """Return whether the window whose body raised ``error`` runs again, in micro-batches of half the size.
+
+        That is ``batch.on_oom=shrink``. The body raises on every rank then, and every rank calls this:
 
             for window in engine.windows(dataset):
                 try:
@@ -250,23 +265,16 @@ class Engine:
                         continue                    # the next window is the same one
                     raise
 
-        It is not where a collective was under way: no rank can leave that, and ``error`` is to end the process.
+        It returns False if a collective was in progress: no rank can leave it, and ``error`` must end the process.
         """
         smaller = self.plan.batch.shrunk()
         if isinstance(error, WindowAbandoned):
             assert smaller is not None
-        elif (
-            not is_out_of_memory(error)
-            or smaller is None
-            or self._now.window is None
-            or self._now.calibrating
-            or self._totals.sent
-            or not self._may_abandon
-        ):
+        elif smaller is None or self._totals.sent or not (self._now.may_abandon and is_out_of_memory(error)):
             return False
         else:
             self._update.weight(0, 0)  # where the others wait for this rank's first micro-batch
-            self._totals.send(True, False, False, 0.0, self.pace.numbers(), out_of_memory=True)
+            self._totals.send_out_of_memory()
             self._totals.out_of_memory()
         self._now.abandon()
         self.plan = dataclasses.replace(self.plan, batch=smaller)
@@ -276,13 +284,13 @@ class Engine:
         return True
 
     def step(self) -> StepResult:
-        """The window's optimizer step: agree, check, average exactly, clip, apply, schedule.
+        """Take the window's optimizer step: sum over ranks, check, average exactly, clip, apply, schedule.
 
         Raises:
             DataError: no window of an epoch held an item.
-            NotFinite: a loss, or a gradient that no loss scale helps; on all ranks, before anything is applied.
-            PolicyNotObserved: the collectives that ran are not those of the sync policy.
-            UnusedParameters: a parameter got no gradient.
+            NotFinite: a loss, or a gradient that no smaller loss scale helps; on all ranks, before anything is applied.
+            PolicyNotObserved: other collectives ran than those of the sync policy.
+            UnusedParameters: a parameter has no gradient.
         """
         now, window = self._now, self._now.window
         if window is None or not self._totals.sent:
@@ -295,23 +303,22 @@ class Engine:
         if not math.isfinite(agreed.loss_sum):
             raise window_totals.explain_bad_loss(self._totals, self.world, self.steps + 1)
         comm = self.parallel.meter.close_window(window.count, now.sync)
-        self._noise.settle(agreed.own_squares)
-        self.pace.take_in(agreed.spent)
 
-        scale = self._update.scale
-        unit = self._update.divisor / (scale or 1.0)
+        scale, divisor = self._update.scale, self._update.divisor
         PULSE.beat(Phase.updating, window.count)
         norm = self._update.apply(gradients, agreed)
         skipped = not math.isfinite(norm)
-        if agreed.buffers_changed:
-            self._buffers.watch()
 
         step_s = now.close()
-        self.pace.measure(step_s, now.data_s, self.parallel.meter.waited_s + self._totals.waited_s)
-        # a short window is faster for another reason, and its ranks' parts are not of one size
-        full = agreed.samples == self.plan.batch.global_size_at(window.index)
-        if full and not skipped and self.plan.batch.even_at(window.index):
-            self._noise.measure(self.parallel.own, norm, agreed.items, agreed.samples, unit)
+        whole = agreed.samples == self.plan.batch.global_size_at(window.index)
+        ended = EndedWindow(
+            samples=agreed.samples, items=agreed.items, grad_norm=norm,
+            comparable=whole and not skipped and self.plan.batch.even_at(window.index),
+            gradient_unit=divisor / (scale or 1.0),
+            step_s=step_s, data_s=now.data_s, wait_s=self.parallel.meter.waited_s + self._totals.waited_s,
+        )  # fmt: skip
+        for observer in self._observers:
+            observer.window_ended(ended)
         self._place = self._feed.settle(agreed.more)
         self._update.count(agreed, window.epoch, epoch_over=self._place.epoch > window.epoch)
         stopped = agreed.stop and not self.over
@@ -321,9 +328,9 @@ class Engine:
             samples=agreed.samples, items=agreed.items, grad_norm=norm, lr=self._update.lr,
             loss=agreed.loss_sum / agreed.items if agreed.items else math.nan,
             skipped=skipped, scale=scale, sync=now.sync, comm=comm,
-            noise=self._noise.now, spent=self.pace.spent, straggler=self.pace.straggler,
+            noise=self._noise.now, spent=self.stragglers.spent, straggler=self.stragglers.straggler,
             step_s=step_s, data_s=now.data_s, last=self._finished, stopped=stopped,
-            save_due=agreed.save_due,
+            save_due=agreed.save_due, flags_bytes=self._flags_bytes,
         )  # fmt: skip
 
     @property
@@ -338,56 +345,57 @@ class Engine:
 
     @property
     def skipped_steps(self) -> int:
-        """Windows that were not applied because fp16 overflowed."""
+        """Windows not applied because fp16 overflowed."""
         return self._update.skipped_steps
 
     @property
     def empty_windows(self) -> int:
-        """Windows that were not applied because they held no item."""
+        """Windows not applied because they held no item."""
         return self._update.empty_windows
 
     @property
     def samples(self) -> int:
-        """Seen so far, on all ranks; so are ``items``."""
+        """Samples seen so far, on all ranks."""
         return self._update.samples
 
     @property
     def items(self) -> int:
+        """Items seen so far, on all ranks."""
         return self._update.items
 
     @property
     def window_index(self) -> int:
-        """Of the next window, counted over the whole run."""
+        """Index of the next window in the run, from 0."""
         return self._place.index
 
     @property
     def place(self) -> Place:
-        """Of the next window."""
+        """Place of the next window in the data."""
         return self._place
 
     def go_to(self, place: Place) -> None:
-        """Let the next window be the one that lies there. Between two windows, on all ranks."""
+        """Continue with the window at ``place``. All ranks call it, between two windows."""
         self._place = place
 
     @property
     def calibrated(self) -> Calibrated | None:
-        """The calibration's result; None where there was none."""
+        """Result of the calibration; None without one."""
         return self._calibration.result
 
     @property
     def noise(self) -> Noise | None:
-        """The gradient's noise scale; None before enough windows."""
+        """Gradient noise scale; None before enough windows."""
         return self._noise.now
 
     @property
     def changing_buffers(self) -> list[str]:
-        """Names of the model's buffers that training was seen to change."""
+        """Names of the model's buffers that training has changed."""
         return self._buffers.changing
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must hold beside tensors, as JSON has it. All ranks call it, between two windows."""
+        """Return the checkpoint's part that JSON can hold. All ranks call it, between two windows."""
         if self._noise.waits:
-            self._noise.settle(window_totals.share_own_square(self._noise.own, self.world, self.device))
+            self._noise.receive(self._totals.sum_of(self._noise))
         return {
             **self._update.state_dict(),
             "place": dataclasses.asdict(self._place),
@@ -400,11 +408,11 @@ class Engine:
         }
 
     def load_state_dict(self, state: dict[str, Any], *, alike: bool = True, same_order: bool = True) -> None:
-        """All ranks call it, of a fresh engine that has its parameters and optimizer state already.
+        """Restore ``state`` into a new engine that already has its parameters and optimizer state. All ranks call it.
 
         Args:
-            alike: whether a step takes and sends what it did then; else what was measured so far is left behind.
-            same_order: whether gradients travel between as many ranks as then, in whose order their sums are rounded.
+            alike: whether a step's time and traffic are those of the saved run; if not, measurements are dropped.
+            same_order: whether gradients are summed over as many ranks, so that the order of the sums can be kept.
         """
         self._update.load_state_dict(state)
         self._place = Place(**state["place"])

@@ -60,22 +60,19 @@ class UnderWay:
         self.last = self.calibrating = False
         self.number, self.sync = 0, sync
         self._batches: Generator[Any, None, None] | None = None
+        self._kept: Kept | None = None
         self.forward: Forward | None = None
         self._arrived = self._queueing_s = 0.0
 
-    def open(self, window: Window, calibrate: Calibrate | None, *, may_abandon: bool) -> Iterator[Any]:
-        """Return an iterator over the data of a window's micro-batches, each to be followed by ``take``.
-
-        Args:
-            calibrate: called with all micro-batches before the first is yielded.
-        """
+    def open(self, window: Window, batches: Generator[Any, None, None], *, may_abandon: bool) -> Iterator[Any]:
+        """Begin a window. Returns ``batches``, which yields the data of its micro-batches; ``leave`` closes it."""
         self.window = window
         self.data_s = 0.0
         self.number, self.calibrating = 0, False
         self._kept = Kept(self._parallel.module, self._device) if may_abandon else None
-        self._batches = self._hand_out_all(window, calibrate)
+        self._batches = batches
         self._start()
-        return self._batches
+        return batches
 
     def _start(self) -> None:
         self.started = time.perf_counter()
@@ -143,34 +140,46 @@ class UnderWay:
         self._kept.put_back()
         self.window = None
 
-    def _hand_out_all(self, window: Window, calibrate: Calibrate | None) -> Generator[Any, None, None]:
-        micro_batches = window.micro_batches
-        if calibrate is not None or isinstance(self._norms, OverWindow):
-            asked, ahead = time.perf_counter(), list(micro_batches)
-            self.data_s += time.perf_counter() - asked
-            micro_batches = iter(ahead)
-            if calibrate is not None:
-                self.calibrating = True  # stays so where it raises: no rank can leave its collectives
-                calibrate(ahead)
-                self.calibrating = False
-                self._start()
-                self.started -= self.data_s
-            if isinstance(self._norms, OverWindow):
-                self._norms.look_ahead(ahead, self._replayed)
-        for number in range(window.count):
-            asked = time.perf_counter()
-            PULSE.beat(Phase.data, number + 1)
-            self.number, self.micro = number + 1, next(micro_batches)
-            self.data_s += time.perf_counter() - asked
-            self.last = number == window.count - 1
-            with self._parallel.micro_batch(self.sync, first=number == 0, last=self.last):
-                # the user's forward and backward run inside this: DDP decides in forward whether to synchronise
-                self._norms.micro_batch(counts=self.micro.samples > 0)
-                PULSE.beat(Phase.computing, number + 1)
-                with self._precision.autocast():
-                    yield self.micro.data
-                if self.micro is not None:
-                    raise EngineMisuse("engine.backward(loss_sum, items) was not called for a micro-batch.")
+    @property
+    def may_abandon(self) -> bool:
+        """Whether a window is open that can be run again."""
+        return self.window is not None and self._kept is not None and not self.calibrating
+
+    def prepare(self, window: Window, calibrate: Calibrate | None) -> Iterator[MicroBatch]:
+        """Return the window's micro-batches, after what must see all of them before the first one is run.
+
+        Args:
+            calibrate: called with all micro-batches.
+        """
+        if calibrate is None and not isinstance(self._norms, OverWindow):
+            return window.micro_batches
+        asked, ahead = time.perf_counter(), list(window.micro_batches)
+        self.data_s += time.perf_counter() - asked
+        if calibrate is not None:
+            self.calibrating = True  # stays so where it raises: no rank can leave its collectives
+            calibrate(ahead)
+            self.calibrating = False
+            self._start()
+            self.started -= self.data_s
+        if isinstance(self._norms, OverWindow):
+            self._norms.look_ahead(ahead, self._replayed)
+        return iter(ahead)
+
+    def fetch(self, micro_batches: Iterator[MicroBatch], count: int) -> MicroBatch:
+        """Wait for the next of ``count`` micro-batches, and return it."""
+        asked = time.perf_counter()
+        PULSE.beat(Phase.data, self.number + 1)
+        self.micro = micro = next(micro_batches)
+        self.number += 1
+        self.data_s += time.perf_counter() - asked
+        self.last = self.number == count
+        PULSE.beat(Phase.computing, self.number)
+        return micro
+
+    def require_backward(self) -> None:
+        """Raise EngineMisuse where the loop has not called ``engine.backward`` for the micro-batch."""
+        if self.micro is not None:
+            raise EngineMisuse("engine.backward(loss_sum, items) was not called for a micro-batch.")
 
     def run(self, forward: Forward, model: Callable[..., Any], micro: MicroBatch) -> tuple[Tensor, int | Tensor]:
         """Return (loss_sum, items) of a micro-batch that training has yet to see: ``forward`` gets a copy of it."""

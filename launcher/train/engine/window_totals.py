@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import numbers
 import time
@@ -16,7 +17,8 @@ from launcher.config.schema import Sync
 from launcher.errors import NotFinite, TaskError
 from launcher.train.measure.comm_meter import CommStats
 from launcher.train.measure.noise_scale import Noise
-from launcher.train.measure.straggler import Spent, Straggler, places
+from launcher.train.measure.observer import Observer
+from launcher.train.measure.straggler import Spent, Straggler
 from launcher.train.world import World
 
 
@@ -40,6 +42,7 @@ class StepResult:
         step_s, data_s: wall seconds of the window, and of those, waiting for data.
         last: no window follows; stopped: because a rank was asked to stop.
         save_due: a checkpoint is due by rank 0's clock.
+        flags_bytes: what each rank handed to the small all-reduce of the window's totals and flags.
     """
 
     step: int
@@ -63,13 +66,12 @@ class StepResult:
     last: bool
     stopped: bool
     save_due: bool
+    flags_bytes: int
 
 
 @dataclass(frozen=True)
 class Agreed:
-    """What all ranks know after the window's small collective. ``own_squares``: of the window before, what the ranks'
-    own gradients come to (noise_scale.py); ``spent``: of that window too, what the ranks' time went into
-    (straggler.py). ``grad_norm`` is of the gradients as they stand."""
+    """What all ranks know after the window's small all-reduce. ``grad_norm`` is that of the gradients as they are."""
 
     items: int
     loss_sum: float
@@ -77,14 +79,11 @@ class Agreed:
     more: bool
     stop: bool
     save_due: bool
-    own_squares: float
-    buffers_changed: bool
-    spent: list[float]
     grad_norm: float
 
 
-_FLAGS = 9
-_ITEMS, _LOSS, _OWN_SQUARE, _OUT_OF_MEMORY, _BUFFERS = 0, 1, 6, 7, 8  # their places among the flags
+# places of the step's own numbers in the all-reduce; those of the observers follow
+_ITEMS, _LOSS, _SAMPLES, _MORE, _STOP, _SAVE_DUE, _OUT_OF_MEMORY, _FLAGS = range(8)
 
 
 class WindowTotals:
@@ -94,12 +93,19 @@ class WindowTotals:
     reads the device once a window, here.
 
     Args:
+        observers: whose numbers it sums as well.
         waited_s: seconds that the host was held up by it; on a GPU it says little.
     """
 
-    def __init__(self, world: World, device: torch.device) -> None:
-        self._world, self._device = world, device
+    def __init__(self, world: World, device: torch.device, observers: Sequence[Observer] = ()) -> None:
+        self._world, self._device, self._observers = world, device, observers
+        self._ends = [*itertools.accumulate((observer.width for observer in observers), initial=_FLAGS)]
         self.clear()
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes that a rank hands to the all-reduce."""
+        return 8 * self._ends[-1] if self._world.size > 1 else 0
 
     def clear(self) -> None:
         self.losses: list[Tensor] = []
@@ -124,37 +130,35 @@ class WindowTotals:
         counted = float(self._counted_items)
         return (counted + _stack(self._items).sum() if self._items else counted), self._samples
 
-    def send(
-        self,
-        has_next: bool,
-        stop: bool,
-        save_due: bool,
-        own_square: Tensor | float,
-        spent: Sequence[float],
-        buffers_changed: Tensor | float = 0.0,
-        *,
-        out_of_memory: bool = False,
-    ) -> None:
-        known = [self._counted_items, 0, self._samples, has_next, stop, save_due, 0, out_of_memory, 0, *spent]
-        from_device: dict[int, Tensor | float] = {
-            _LOSS: _stack(self.losses).sum() if self.losses else 0.0,
-            _OWN_SQUARE: own_square,
-            _BUFFERS: buffers_changed,
-        }
+    def send(self, *, more: bool, stop: bool, save_due: bool) -> None:
+        """Start the all-reduce. ``more``: this rank has samples for another window."""
+        shares = [number for observer in self._observers for number in observer.contribution()]
+        known = [self._counted_items, 0.0, self._samples, more, stop, save_due, False, *(0.0 for _ in shares)]
+        later: dict[int, Tensor | float] = {_LOSS: _stack(self.losses).sum() if self.losses else 0.0}
+        later |= enumerate(shares, _FLAGS)
         if self._items:
             counts = _stack(self._items)
             # what is no count spoils the sum, on every rank: that needs neither a flag of its own nor the host
             counted = counts.where((counts >= 0) & (counts == counts.round()), torch.nan).sum()
-            from_device[_ITEMS] = self._counted_items + counted
+            later[_ITEMS] = self._counted_items + counted
         if self._device.type == "cpu":
-            for place, value in from_device.items():
+            for place, value in later.items():
                 known[place] = float(value)
             flags = torch.tensor(known, dtype=torch.float64)
         else:
             # from pinned memory: an ordinary copy would hold the host until the GPU is through with the forward pass
             flags = torch.tensor(known, dtype=torch.float64, pin_memory=True).to(self._device, non_blocking=True)
-            for place, value in from_device.items():
+            for place, value in later.items():
                 flags[place] = value
+        self._all_reduce(flags)
+
+    def send_out_of_memory(self) -> None:
+        """Start the all-reduce of a rank that cannot finish its window; without observers, which may need memory."""
+        flags = torch.zeros(self._ends[-1], dtype=torch.float64, device=self._device)
+        flags[_OUT_OF_MEMORY] = 1
+        self._all_reduce(flags)
+
+    def _all_reduce(self, flags: Tensor) -> None:
         if self._world.size > 1:
             self._work = dist.all_reduce(flags, async_op=True)
         self._shared = flags
@@ -181,14 +185,34 @@ class WindowTotals:
         return self._shared
 
     def receive(self, grad_norm: Tensor) -> Agreed:
-        """Raises TaskError, on all ranks, where one has counted items that are no number of items."""
+        """Wait for the all-reduce, and hand the observers their sums.
+
+        Raises:
+            TaskError: on all ranks, where one has counted items that are no number of items.
+        """
         # of offloaded gradients the norm is on the host
         both = torch.cat((self._arrived(), grad_norm.detach().to(self._device, torch.float64).reshape(1)))
-        items, loss_sum, samples, more, stop, save_due, own_squares, _, buffers, *spent, norm = both.tolist()
-        if not math.isfinite(items):
+        *sums, norm = both.tolist()
+        if not math.isfinite(sums[_ITEMS]):
             raise self._explain_bad_items()
-        flags = (more > 0, stop > 0, save_due > 0)
-        return Agreed(round(items), loss_sum, round(samples), *flags, own_squares, buffers > 0, spent, norm)
+        for observer, (start, end) in zip(self._observers, itertools.pairwise(self._ends), strict=True):
+            observer.receive(sums[start:end])
+        flags = (sums[_MORE] > 0, sums[_STOP] > 0, sums[_SAVE_DUE] > 0)
+        return Agreed(round(sums[_ITEMS]), sums[_LOSS], round(sums[_SAMPLES]), *flags, norm)
+
+    def sum_of(self, observer: Observer) -> list[float]:
+        """Return the sums that ``observer`` would receive with the next window. All ranks call it.
+
+        Its numbers have their usual place among zeros: the order in which a ring adds up the ranks' numbers depends on
+        it, and so does the last bit of the sum.
+        """
+        start = self._ends[self._observers.index(observer)]
+        flags = torch.zeros(self._ends[-1], dtype=torch.float64, device=self._device)
+        for place, value in enumerate(observer.contribution(), start):
+            flags[place] = value
+        if self._world.size > 1:
+            dist.all_reduce(flags)
+        return flags[start : start + observer.width].tolist()
 
     def _explain_bad_items(self) -> TaskError:
         counts = [float(count.item()) for count in self._items]
@@ -199,21 +223,6 @@ class WindowTotals:
             for number, count in found
         )
         return TaskError(_NO_COUNT.format(where))
-
-
-def flags_bytes(world_size: int, device: torch.device) -> int:
-    """What a rank hands to the window's all-reduce."""
-    return 8 * (_FLAGS + places(world_size, device))
-
-
-def share_own_square(own_square: Tensor | float, world: World, device: torch.device) -> float:
-    """The sum over ranks that the next window's flags would bring, to the last bit: in which order the ranks' numbers
-    are added up depends on their place among others, so it is the same place among as many."""
-    flags = torch.zeros(flags_bytes(world.size, device) // 8, dtype=torch.float64, device=device)
-    flags[_OWN_SQUARE] = own_square
-    if world.size > 1:
-        dist.all_reduce(flags)
-    return flags[_OWN_SQUARE].item()
 
 
 _NO_COUNT = (

@@ -25,6 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from launcher.train.measure.observer import EndedWindow
+
 # decay of the averages per window: they cover about a hundred windows, over which the scale changes little
 SMOOTHING = 0.99
 MOST_WEIGHT = 10
@@ -91,8 +93,10 @@ class OwnGradient:
 class NoiseScale:
     """Averages over the windows of a run, the same on all ranks, and this rank's contribution of the last window."""
 
-    def __init__(self, ranks: int, device: torch.device) -> None:
-        self._ranks, self._device = ranks, device
+    width = 1
+
+    def __init__(self, ranks: int, device: torch.device, gradient: OwnGradient) -> None:
+        self._ranks, self._device, self._gradient = ranks, device, gradient
         self._part: tuple[Tensor | float, int] | None = None
         self._waiting: _Measured | None = None
         self.own: Tensor | float = 0.0  # |g_r|^2 / n_r of the last window, to be summed over the ranks
@@ -102,30 +106,29 @@ class NoiseScale:
         """Set the number of items and samples in this rank's part of the window."""
         self._part = items, samples
 
-    def measure(self, gradient: OwnGradient, grad_norm: float, items: int, samples: int, unit: float) -> None:
-        """Measure a full window that was applied; all ranks' parts of it have the same number of samples.
+    def contribution(self) -> Sequence[Tensor | float]:
+        return [self.own]
 
-        Args:
-            gradient: this rank's own.
-            grad_norm: norm of the window's mean gradient.
-            items, samples: numbers in the window, on all ranks.
-            unit: C / s, the factor from the gradients as they are held to those of the summed loss.
-        """
-        square = gradient.square(self._device)
-        if square is None or self._part is None or self._part[1] == samples:  # both batch sizes would be the same
+    def receive(self, sums: Sequence[float]) -> None:
+        window, self._waiting, self.own = self._waiting, None, 0.0
+        if window is not None and math.isfinite(sums[0]):
+            self._averages.take_in(window.large_sq, *window.estimates(sums[0]))
+
+    def window_ended(self, window: EndedWindow) -> None:
+        if not window.comparable:
+            return
+        square = self._gradient.square(self._device)
+        if (
+            square is None or self._part is None or self._part[1] == window.samples
+        ):  # both batch sizes would be the same
             return
         own_items, own_samples = self._part
         # all of the window's items if the parts make up the window; otherwise estimated by their share of samples
-        items_of_parts = items * own_samples * self._ranks / samples
-        self._waiting = _Measured(grad_norm**2, samples, own_samples, unit**2 / items_of_parts)
-        # 0 / 0 = nan on a rank without items, which has no mean gradient: `settle` then drops the window
+        items_of_parts = window.items * own_samples * self._ranks / window.samples
+        factor = window.gradient_unit**2 / items_of_parts
+        self._waiting = _Measured(window.grad_norm**2, window.samples, own_samples, factor)
+        # 0 / 0 = nan on a rank without items, which has no mean gradient: `receive` then drops the window
         self.own = square / own_items
-
-    def settle(self, shared: float) -> None:
-        """Add the measured window to the averages. ``shared``: the sum of ``own`` over all ranks."""
-        window, self._waiting, self.own = self._waiting, None, 0.0
-        if window is not None and math.isfinite(shared):
-            self._averages.take_in(window.large_sq, *window.estimates(shared))
 
     @property
     def now(self) -> Noise | None:

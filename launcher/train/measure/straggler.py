@@ -17,6 +17,7 @@ from statistics import fmean, median_low
 
 import torch
 
+from launcher.train.measure.observer import EndedWindow
 from launcher.train.world import World
 
 # windows over which medians are taken, and windows between two searches for a straggler
@@ -74,13 +75,8 @@ class Straggler:
         )
 
 
-def places(world_size: int, device: torch.device) -> int:
-    """Return how many numbers the ranks share in a window's all-reduce; 0 on GPUs and for one rank."""
-    return _KINDS * world_size if world_size > 1 and device.type == "cpu" else 0
-
-
-class Pace:
-    """Straggler detector: the same state on all ranks, except for the rank's own measurement.
+class StragglerDetector:
+    """Detector of the rank that slows the others down: the same state on all ranks, except for the own measurement.
 
     Args:
         share: value of ``Straggler.share`` from which on a rank is reported; None: never.
@@ -94,8 +90,8 @@ class Pace:
 
     def __init__(self, world: World, device: torch.device, share: float | None) -> None:
         self._rank, self._ranks, self._share = world.rank, world.size, share
-        self._places = places(world.size, device)
-        self._hosts = world.of_all(socket.gethostname()) if self._places else []
+        self.width = _KINDS * world.size if world.size > 1 and device.type == "cpu" else 0
+        self._hosts = world.of_all(socket.gethostname()) if self.width else []
         self._own = [0.0] * _KINDS
         self._windows = 0
         self._tables: deque[Sequence[float]] = deque(maxlen=WINDOWS)
@@ -106,29 +102,29 @@ class Pace:
         self._verdict: int | None = None  # result of the last search
         self.news: str | None = None
 
-    def measure(self, step_s: float, data_s: float, wait_s: float) -> None:
-        """Set this rank's seconds of a window: in total, waiting for data, and waiting for other ranks."""
-        self._own = [max(0.0, step_s - data_s - wait_s), data_s, wait_s]
-
-    def numbers(self) -> list[float]:
-        """Return the numbers to be sent with the next window's totals: a table of zeros with this rank's row filled."""
-        table = [0.0] * self._places
-        if self._places:
+    def contribution(self) -> Sequence[float]:
+        """Return a table of zeros with this rank's row filled."""
+        table = [0.0] * self.width
+        if self.width:
             table[self._rank * _KINDS : (self._rank + 1) * _KINDS] = self._own
         return table
 
-    def take_in(self, table: Sequence[float]) -> None:
-        """Evaluate a window. ``table``: the sum of all ranks' ``numbers``."""
+    def window_ended(self, window: EndedWindow) -> None:
+        """Keep this rank's seconds of computing, waiting for data and waiting for other ranks."""
+        self._own = [max(0.0, window.step_s - window.data_s - window.wait_s), window.data_s, window.wait_s]
+
+    def receive(self, sums: Sequence[float]) -> None:
+        """Evaluate the window before. ``sums``: the table of all ranks."""
         self.news, self._windows = None, self._windows + 1
-        if not self._places or self._windows <= _LEFT_OUT:
+        if not self.width or self._windows <= _LEFT_OUT:
             return
-        self._tables.append(table)
-        compute, data, wait = (table[kind::_KINDS] for kind in range(_KINDS))
+        self._tables.append(sums)
+        compute, data, wait = (sums[kind::_KINDS] for kind in range(_KINDS))
         self.spent = Spent(fmean(compute), max(compute), fmean(wait), max(data))
         if self._share is None:
             return
         self.measured += 1
-        if (alone := slowest([table], self._hosts)).above(self._share):
+        if (alone := slowest([sums], self._hosts)).above(self._share):
             self.slow[alone.rank] += 1
         if self.measured % LOOK_EVERY == 0:
             self._look(self._share)

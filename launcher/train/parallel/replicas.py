@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from launcher.errors import TaskError
 from launcher.plan.sync_policy import Collective
 from launcher.train.measure.comm_meter import Meter
+from launcher.train.measure.observer import EndedWindow
 from launcher.train.world import World
 
 
@@ -107,12 +108,16 @@ Form = tuple[tuple[int, ...], torch.dtype]
 
 class Buffers:
     """Watcher of the buffers of ``module``, which is wrapped already: finds those that training changes, and makes them
-    equal on all ranks. It refers to them by name, since a forward pass may replace the tensors."""
+    equal on all ranks. It refers to them by name, since a forward pass may replace the tensors. An observer of the step.
+    """
+
+    width = 1
 
     def __init__(self, module: nn.Module, world: World, device: torch.device) -> None:
         self._module, self._world, self._device = module, world, device
         self._still = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
         self._changing: dict[str, Form] = {}
+        self._due = False  # a rank has seen a change in the window under way
         self._own = set[str]()  # buffers whose shapes differ between ranks: each rank keeps its own
 
     @torch.no_grad()
@@ -126,6 +131,16 @@ class Buffers:
             return float(any(differs(now[name], before) for name, before in self._still.items()))
         differ = [(_bits(now[name]) != _bits(before)).any() for name, before in self._still.items()]
         return torch.stack(differ).any().double() if differ else 0.0
+
+    def contribution(self) -> Sequence[Tensor | float]:
+        return [self.changed()]
+
+    def receive(self, sums: Sequence[float]) -> None:
+        self._due = sums[0] > 0
+
+    def window_ended(self, window: EndedWindow) -> None:  # noqa: ARG002
+        if self._due:
+            self.watch()
 
     def watch(self) -> None:
         """Find the buffers that have changed on any rank. All ranks call it: after a window in which ``changed`` was

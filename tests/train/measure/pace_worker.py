@@ -52,15 +52,15 @@ def train(name: str, overrides: list[str]) -> dict[str, Any]:
                 time.sleep(2 * SLEEP_S)
             engine.backward(engine.model(data).square().sum(), len(data))
         result = engine.step()
-        if engine.pace.news is not None:
-            said.append(engine.pace.news)
+        if engine.stragglers.news is not None:
+            said.append(engine.stragglers.news)
             first = first or result.step
         metrics = step_metrics(result, plan, (engine.samples, engine.items), 1.0, 0)
-    named = engine.pace.named
+    named = engine.stragglers.named
     return {
         "named": None if named is None else [named.rank, named.of],
         "said": said,
-        "slow": engine.pace.slow,
+        "slow": engine.stragglers.slow,
         "first": first,
         "metrics": sorted(metrics),
     }

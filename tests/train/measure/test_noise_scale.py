@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from launcher.train.measure.noise_scale import FEWEST_WINDOWS, SMOOTHING, Noise, NoiseScale, OwnGradient
+from launcher.train.measure.observer import EndedWindow
 from tests.helpers import torchrun
 from tests.train.measure.noise_worker import GLOBAL, SCALE, WIDTH, WINDOWS
 
@@ -69,16 +70,22 @@ def deviations(small: float, ranks: int, scale: float) -> tuple[float, float]:
     return variance / math.sqrt(windows), grad_sq / math.sqrt(windows)
 
 
+def ended(norm: float, samples: int, unit: float) -> EndedWindow:
+    """A window in which items are samples."""
+    return EndedWindow(samples, samples, True, norm, unit, step_s=1.0, data_s=0.0, wait_s=0.0)
+
+
 def scale_of(windows: list[tuple[float, float]]) -> float:
     """What is said after windows with such a |G|^2 and tr(Sigma), without any noise of their own."""
-    scale, own, large, small = NoiseScale(2, torch.device("cpu")), OwnGradient(), 64, 32
+    own, large, small = OwnGradient(), 64, 32
+    scale = NoiseScale(2, torch.device("cpu"), own)
     for grad_sq, variance in windows:
         own.await_part(due=True)
         scale.begin(small, small)
         own.take([torch.tensor([math.sqrt(grad_sq + variance / small)], dtype=torch.float64)])
-        scale.measure(own, math.sqrt(grad_sq + variance / large), large, large, unit=small)
+        scale.window_ended(ended(math.sqrt(grad_sq + variance / large), large, unit=small))
         # the gradient lies there as a mean over `small` items; both ranks have the same
-        scale.settle(2 * float(scale.own))
+        scale.receive([2 * float(scale.own)])
     assert scale.now is not None
     assert scale.now.scale is not None
     return scale.now.scale
@@ -105,14 +112,15 @@ def simulated(scale: float, eigenvalues: Tensor, windows: int, ranks: int, seed:
     parts = len(eigenvalues) ** -0.5 + draws * deviations
     shares = parts.square().sum((1, 2)).tolist()
     norms = parts.mean(1).norm(dim=1).tolist()
-    noise, own = NoiseScale(ranks, torch.device("cpu")), OwnGradient()
+    own = OwnGradient()
+    noise = NoiseScale(ranks, torch.device("cpu"), own)
     for share, norm in zip(shares, norms, strict=True):
         own.await_part(due=True)
         noise.begin(small, small)
         own.take([torch.zeros(1)])
         # a rank's gradient lies there as a mean over its samples, and items are samples
-        noise.measure(own, norm, large, large, unit=small)
-        noise.settle(share / small)
+        noise.window_ended(ended(norm, large, unit=small))
+        noise.receive([share / small])
     return noise
 
 
@@ -145,7 +153,7 @@ def test_the_interval_has_the_true_scale_in_it(scale: float, windows: int, eigen
 
 def test_the_interval_is_the_same_after_a_resume() -> None:
     whole, first = simulated(50.0, NARROW, 60, 2, 0), simulated(50.0, NARROW, 60, 2, 0)
-    second = NoiseScale(2, torch.device("cpu"))
+    second = NoiseScale(2, torch.device("cpu"), OwnGradient())
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert second.now == whole.now
     old = {name: first.state_dict()[name] for name in ("windows", "before_sq", "weight", "grad_sq", "variance")}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from launcher.train.measure.straggler import LOOK_EVERY, Pace, slowest
+from launcher.train.measure.straggler import LOOK_EVERY, StragglerDetector, slowest
 from launcher.train.world import World
 from tests.helpers import torchrun
 
@@ -16,9 +16,9 @@ HOSTS = ["a", "a", "b", "b"]
 ALONE = World(rank=0, size=1, local_rank=0)
 
 
-def of_two(share: float | None) -> Pace:
-    pace = Pace(ALONE, torch.device("cpu"), share)
-    pace._ranks, pace._places, pace._hosts, pace.slow = 2, 6, ["a", "b"], [0, 0]
+def of_two(share: float | None) -> StragglerDetector:
+    pace = StragglerDetector(ALONE, torch.device("cpu"), share)
+    pace._ranks, pace.width, pace._hosts, pace.slow = 2, 6, ["a", "b"], [0, 0]
     return pace
 
 
@@ -46,7 +46,7 @@ def test_it_is_said_once_when_it_begins_and_when_it_is_over() -> None:
     equal, slow = [1.0, 0.0, 0.0] * 2, [1.0, 0.0, 1.0, 2.0, 0.0, 0.0]
     said: list[tuple[int, str]] = []
     for window in range(80):
-        pace.take_in(slow if 20 <= window < 50 else equal)
+        pace.receive(slow if 20 <= window < 50 else equal)
         if pace.news is not None:
             said.append((window, pace.news))
     (begun, first), (over, last) = said
@@ -68,7 +68,7 @@ def test_equal_ranks_and_those_slow_by_less_than_the_share_are_left_alone(share:
     noise = torch.Generator().manual_seed(3)
     for _ in range(100):
         low, high = (1 + 0.04 * torch.rand(2, generator=noise)).tolist()
-        pace.take_in([low, 0.1, 0.2, high, 0.1, 0.2] if share else [1.0, 0.0, 1.0, 2.0, 0.0, 0.0])
+        pace.receive([low, 0.1, 0.2, high, 0.1, 0.2] if share else [1.0, 0.0, 1.0, 2.0, 0.0, 0.0])
         assert pace.news is None
         assert pace.straggler is None
     assert pace.named is None
@@ -79,7 +79,7 @@ def test_a_delay_of_milliseconds_is_not_worth_a_line() -> None:
     for scale, named in ((0.01, False), (1.0, True)):
         pace = of_two(0.1)
         for _ in range(30):
-            pace.take_in([1.0 * scale, 0.0, 0.3 * scale, 1.3 * scale, 0.0, 0.0])
+            pace.receive([1.0 * scale, 0.0, 0.3 * scale, 1.3 * scale, 0.0, 0.0])
             assert pace.news is None or named
         assert (pace.straggler is not None) is named
 
@@ -92,7 +92,7 @@ def test_a_delay_near_the_limit_is_not_named_and_withdrawn_again_and_again(betwe
     for window in range(600):
         delay = 0.01 + 0.004 * torch.randn(1, generator=noise).item()
         slow = [0.04, 0.0, max(0.0, delay), 0.04 + max(0.0, delay), 0.0, 0.0]
-        pace.take_in(slow if window // 12 % between == 0 else slow[3:] + slow[:3])
+        pace.receive(slow if window // 12 % between == 0 else slow[3:] + slow[:3])
         if pace.news is not None:
             said.append(pace.news)
     assert len(said) <= 2, said
@@ -119,7 +119,7 @@ def test_a_rank_is_named_once_two_looks_blame_the_same_one() -> None:
     slow = [1.0, 0.0, 1.0, 2.0, 0.0, 0.0]
     news: dict[int, str] = {}
     for window in range(40):  # looks come after windows 11, 21 and 31
-        pace.take_in(slow if window >= 8 else slow[3:] + slow[:3])
+        pace.receive(slow if window >= 8 else slow[3:] + slow[:3])
         if pace.news is not None:
             news[window] = pace.news
     assert [*news] == [31], "the first look blamed the other rank"

@@ -1,0 +1,62 @@
+"""Observers of the training step: what is measured beside it, without a branch or a collective of its own in it.
+
+In each window an observer contributes numbers to the one small all-reduce that the step needs anyway, receives their
+sums over the ranks, and is told how the window ended. The sums are those of the window before for whatever is known
+only once a window is over, such as its time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class EndedWindow:
+    """A window after its optimizer step.
+
+    Args:
+        samples: in the window, on all ranks; items: what the loss was averaged over.
+        comparable: whether it was applied, held a whole global batch, and gave every rank as many samples: windows
+            that are not differ from the others for reasons of their own.
+        grad_norm: norm of its mean gradient before the clip.
+        gradient_unit: factor between a rank's gradient of a sum over items and the gradient that its backward passes
+            have left: the constant C that losses are divided by, divided by the loss scale of fp16.
+        step_s: seconds of the window on this rank; data_s: of those, waiting for data; wait_s: waiting for other ranks.
+    """
+
+    samples: int
+    items: int
+    comparable: bool
+    grad_norm: float
+    gradient_unit: float
+    step_s: float
+    data_s: float
+    wait_s: float
+
+
+class Observer(Protocol):
+    """Something measured in each window.
+
+    Args:
+        width: how many numbers it contributes.
+    """
+
+    @property
+    def width(self) -> int: ...
+
+    def contribution(self) -> Sequence[Tensor | float]:
+        """Return this rank's numbers, to be summed over the ranks. Tensors are scalars; the host does not wait for
+        them."""
+        ...
+
+    def receive(self, sums: Sequence[float]) -> None:
+        """Take the sums over all ranks, before the optimizer step."""
+        ...
+
+    def window_ended(self, window: EndedWindow) -> None:
+        """Look at the window, after its optimizer step."""
+        ...
