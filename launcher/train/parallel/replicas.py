@@ -107,8 +107,8 @@ Form = tuple[tuple[int, ...], torch.dtype]
 
 
 class Buffers:
-    """Watcher of the buffers of ``module``, which is wrapped already: finds those that training changes, and makes them
-    equal on all ranks. It refers to them by name, since a forward pass may replace the tensors. An observer of the step.
+    """Observer of the buffers of ``module``, which is wrapped already: finds those that training changes, and makes
+    them equal on all ranks. It refers to them by name, since a forward pass may replace the tensors.
     """
 
     width = 1
