@@ -258,7 +258,7 @@ class _Reading:
         self.damaged = 0
         self.estimated = False
         self.since = 0
-        self._global_size = 0
+        self._global_size = 0.0
 
     def take(self, record: dict[str, Any]) -> None:
         """Add a record. Fields are looked up before the columns change, so that an invalid line adds nothing."""
@@ -276,14 +276,15 @@ class _Reading:
             record["time/data_s"],
         )
         value = float("nan") if loss is None else float(loss)
+        global_size, samples = float(record["batch/global_size"]), float(record["batch/samples"])
         if (since := record.get("progress/measured_since", 0)) != self.since:
-            self.since, self._global_size = since, 0
+            self.since, self._global_size = since, 0.0
             self.full.clear()
             self.calibrated.clear()
-        if record["batch/global_size"] > self._global_size:  # the ramp has reached its next stage
-            self._global_size = record["batch/global_size"]
+        if global_size > self._global_size:  # the ramp has reached its next stage
+            self._global_size = global_size
             self.full.clear()
-        if record["batch/samples"] == self._global_size:
+        if samples == self._global_size:
             self.full.append(window)
         for column, number in zip((self.steps, self.samples, self.seconds), point, strict=True):
             column.append(number)

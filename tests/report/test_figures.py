@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,21 @@ def test_a_run_resumed_with_another_strategy_has_the_figures_of_the_later_one(
     assert report([str(paths.root), "--json"]) == 0
     (note,) = [note for note in json.loads(capsys.readouterr().out)["notes"] if "resumed" in note]
     assert note.startswith("one was resumed after step 30 under settings that change what a step takes or sends")
+
+
+@pytest.mark.parametrize("name", ["batch/global_size", "batch/samples"])
+@pytest.mark.parametrize("value", [None, "?"])
+def test_a_damaged_line_changes_nothing(name: str, value: str | None, tmp_path: Path) -> None:
+    paths = make_run(tmp_path, "one", "cluster.workers_per_node=2", steps=40, step_s=0.2)
+    lines = read_records(paths)
+    without = read(paths).measured
+    assert without is not None
+    damaged = {**lines[-1], "progress/measured_since": 30, "batch/global_size": 10**6, name: value}
+    write_records(paths, [*lines, damaged])
+    measured = read(paths).measured
+    assert measured is not None
+    assert dataclasses.replace(measured, damaged=0) == without
+    assert measured.damaged == 1
 
 
 def test_lines_over_accumulation(tmp_path: Path) -> None:
