@@ -18,6 +18,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -265,14 +266,27 @@ def memory_bytes(plan: RunPlan) -> int | None:
     return free_host_bytes() // plan.cluster.workers_per_node
 
 
-def free_host_bytes() -> int:
-    """Return the memory available to this process in bytes: the host's available memory, at most the cgroup's limit."""
-    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    available = int(lines["MemAvailable"].split()[0]) * 1024
-    limit = Path("/sys/fs/cgroup/memory.max")
-    if limit.exists() and (text := limit.read_text().strip()).isdecimal():
-        available = min(available, int(text))
+def free_host_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the memory available to this process in bytes: the host's, or less if its cgroup (version 2) or a parent
+    of it has less left.
+
+    Inactive file cache counts as available: the kernel reclaims it at the limit.
+    """
+    available = 1024 * _numbers(proc / "meminfo")["MemAvailable:"]
+    lines = (proc / "self" / "cgroup").read_text().splitlines()
+    own = cgroups / next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
+    for group in (own, *own.parents):
+        if group.is_relative_to(cgroups):
+            with suppress(OSError, ValueError):  # no memory controller; no limit: "max"
+                limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
+                cached = _numbers(group / "memory.stat").get("inactive_file", 0)
+                available = min(available, max(0, limit - used + cached))
     return available
+
+
+def _numbers(file: Path) -> dict[str, int]:
+    """Return the first number of each line by the line's first word."""
+    return {words[0]: int(words[1]) for words in map(str.split, file.read_text().splitlines())}
 
 
 def _in_words(error: Exception) -> str:

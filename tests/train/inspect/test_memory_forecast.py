@@ -13,6 +13,7 @@ import pytest
 from launcher.config.schema import Sync
 from launcher.plan.run_plan import Forecast, RunPlan
 from launcher.plan.strategy import with_memory
+from launcher.train.inspect.memory_forecast import free_host_bytes
 from tests.conftest import Launch
 from tests.helpers import ROOT, make_plan, patience, torchrun
 from tests.train.inspect.forecast_tasks import MODELS
@@ -48,6 +49,33 @@ def test_the_fewest_bytes_of_those_that_fit(memory: int, chosen: str, why: str) 
     assert (decided.sync.value, decided.sync_reason) == (chosen, why)
     assert decided.memory_bytes == memory
     assert decided.wire_bytes_every == 300
+
+
+@pytest.mark.parametrize(
+    ("own", "groups", "free"),
+    [
+        ("/job/step", {"job": ("800", 500, 100), "job/step": ("max", 300, 0)}, 400),
+        ("/job/step", {"job": ("800", 500, 100), "job/step": ("600", 450, 50)}, 200),
+        ("/job/step", {"job": ("max", 500, 100), "job/step": ("max", 300, 0)}, 1024),
+        ("/", {"": ("600", 100, 0)}, 500),  # in a container
+        ("/job/step", {"": ("600", 100, 0)}, 500),  # in a container that sees the host's name of its cgroup
+        ("/job", {"job": ("600", 700, 0)}, 0),  # lowered below what is in use
+        ("/job", {}, 1024),
+    ],
+)
+def test_free_memory_is_the_least_of_host_and_cgroups(
+    own: str, groups: dict[str, tuple[str, int, int]], free: int, tmp_path: Path
+) -> None:
+    proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text("MemTotal:  9 kB\nMemAvailable:  1 kB\nHugePages_Total:  0\n")
+    (proc / "self" / "cgroup").write_text(f"4:memory:/other\n0::{own}\n")
+    for name, (limit, used, cached) in groups.items():
+        (cgroups / name).mkdir(parents=True, exist_ok=True)
+        (cgroups / name / "memory.max").write_text(f"{limit}\n")
+        (cgroups / name / "memory.current").write_text(f"{used}\n")
+        (cgroups / name / "memory.stat").write_text(f"anon 7\ninactive_file {cached}\n")
+    assert free_host_bytes(proc, cgroups) == free
 
 
 @pytest.mark.slow
