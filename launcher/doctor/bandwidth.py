@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -57,17 +59,20 @@ def measure(workers: Sequence[Worker], env: dict[str, str]) -> dict[str, Any]:
     """Run the workers of this host. Return the result of the first; if any failed, one with ``error``, the reason."""
     started: list[subprocess.Popen[str]] = []
     end = time.monotonic() + _WITHIN_S
-    try:
-        for worker in workers:
-            told = json.dumps(dataclasses.asdict(worker))
-            command = [sys.executable, "-P", "-m", "launcher.doctor.bandwidth", told]
-            pipe = subprocess.PIPE
-            started.append(subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True))
-        said = [_said(process, end) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
+    # read at the same time: a worker whose pipe is full blocks, and the others wait for it
+    with ThreadPoolExecutor(len(workers)) as readers:
+        try:
+            for worker in workers:
+                told = json.dumps(dataclasses.asdict(worker))
+                command = [sys.executable, "-P", "-m", "launcher.doctor.bandwidth", told]
+                pipe = subprocess.PIPE
+                started.append(subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True))
+            answers = [readers.submit(_said, process, end) for process in started]
+            said = [answer.result() for answer in answers]
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
     return next((one for one in said if one.get("error")), said[0])
 
 
@@ -85,13 +90,16 @@ def _said(process: subprocess.Popen[str], end: float) -> dict[str, Any]:
 def main(told: str) -> None:
     worker = Worker(**json.loads(told))
     die_with_parent(worker.parent)
+    # libraries log to standard output (NCCL_DEBUG=INFO), also after the result, which has the pipe for itself
+    result = os.dup(1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
     import torch
 
     found: dict[str, Any] = {"cuda": torch.version.cuda, "gpus": torch.cuda.device_count(), "times": []}
     if worker.world > 1:
         found["times"] = _times(worker)
-    print(json.dumps(found), flush=True)
+    os.write(result, json.dumps(found).encode())
     leave(0)
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from launcher.doctor import host_facts, probe
+from launcher.doctor import bandwidth, host_facts, probe
+from launcher.doctor.bandwidth import Worker
 from launcher.doctor.host_facts import Desk
+from tests.helpers import patience
 
 
 def test_a_clock_is_compared_over_the_way_there_and_back() -> None:
@@ -46,3 +50,36 @@ def test_hosts_wait_for_each_other_but_not_for_one_that_is_done(tmp_path: Path) 
     second.tell(host="b", done=True)
     assert first.wait("port", {0, 1}, 1_000_000).keys() == {0}, "and not at the end of the limit"
     assert host_facts.answers(tmp_path, 2)[1] == {"host": "b", "done": True}
+
+
+LOGGING_WORKER = """#!{python}
+import os, sys, time
+from pathlib import Path
+from launcher.doctor import bandwidth
+
+def times(worker):
+    rank, done = worker.rank, Path({done!r})
+    for output in (1, 2):
+        os.write(output, b"NCCL INFO\\n" * 20_000)
+    (done / str(rank)).touch()
+    while not all((done / str(other)).exists() for other in range(worker.world)):
+        time.sleep(0.01)
+    return [[4, 0.5 + rank]]
+
+def leave(status):
+    os.write(1, b"NCCL INFO destroyed\\n")
+    os._exit(status)
+
+bandwidth._times, bandwidth.leave = times, leave
+bandwidth.main(sys.argv[-1])
+"""
+
+
+def test_workers_that_log_more_than_a_pipe_holds_have_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "python"
+    script.write_text(LOGGING_WORKER.format(python=sys.executable, done=str(tmp_path)))
+    script.chmod(0o755)
+    monkeypatch.setattr(bandwidth, "_WITHIN_S", patience(10))
+    monkeypatch.setattr(bandwidth.sys, "executable", str(script))
+    workers = [Worker(rank, 2, rank, "", "cpu", os.getpid()) for rank in range(2)]
+    assert bandwidth.measure(workers, dict(os.environ)).get("times") == [[4, 0.5]]
