@@ -200,7 +200,8 @@ def changed(plan: LaunchPlan, config_yaml: str) -> Generator[None, None, None]:
     """
     paths = plan.paths
     records.require_nobody_runs(paths)
-    number = max(0, len(records.submissions(paths)) - 1)
+    before = len(records.submissions(paths))
+    number = max(0, before - 1)
     old, yaml = (file.read_text(encoding="utf-8") for file in (paths.plan, paths.config))
     try:
         write_text(paths.plan_until(number), old)
@@ -209,7 +210,7 @@ def changed(plan: LaunchPlan, config_yaml: str) -> Generator[None, None, None]:
         write_text(paths.config, config_yaml)
         yield
     except BaseException:
-        if all(submission.refused for submission in records.submissions(paths)[number + 1 :]):
+        if all(submission.refused for submission in records.submissions(paths)[before:]):
             # restore by rename, which works on a full disk too
             for kept, place in ((paths.config_until(number), paths.config), (paths.plan_until(number), paths.plan)):
                 if kept.exists():

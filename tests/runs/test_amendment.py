@@ -193,6 +193,23 @@ def test_a_start_that_does_not_come_about_changes_nothing(monkeypatch: pytest.Mo
     assert {Path(name).name for name in changed} <= {"job.json", ".submission.1", "events.jsonl"}
 
 
+@pytest.mark.parametrize("earlier", [0, 1])
+def test_a_plan_with_which_the_run_has_started_stays(earlier: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = begun()
+    if not earlier:
+        paths.job.unlink()
+        paths.submission(0).unlink()
+
+    def breaks_later(plan: RunPlan, *_: Any, **__: Any) -> int:
+        records.add_submission(plan.paths, dataclasses.replace(Submission.now(), ended=True))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(start, "go_on", breaks_later)
+    assert cli.run(["resume", "own", "train.steps=33", "--quiet"]) == 130
+    assert RunPlan.load(paths.plan).train.steps == 33
+    assert "steps: 33" in paths.config.read_text()
+
+
 def test_of_a_sweep_nothing_changes(capsys: pytest.CaptureFixture[str]) -> None:
     paths = begun("run.dir=runs/study")
     (paths.root.parent / "sweep.json").write_text(json.dumps({"format": 1, "fixed": [], "at_once": None, "cells": []}))
