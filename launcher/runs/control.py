@@ -9,7 +9,7 @@ import secrets
 import shutil
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -52,13 +52,15 @@ def cancel(runs: Sequence[Run], say: Callable[[str], None]) -> list[Run]:
         if run.state not in ACTIVE:
             raise UserError(f"{run.name}: is {run.state.value}: there is nothing to cancel.")
     places = [RunPaths(Path(run.dir)) for run in runs]
-    for paths in places:
-        records.amend_submission(paths, cancelled=True)  # first, because it prevents a requeue of the job
+    left = list(runs)
     try:
-        _end(runs)
-    except BaseException:
         for paths in places:
-            records.amend_submission(paths, cancelled=False)
+            records.amend_submission(paths, cancelled=True)  # first, because it prevents a requeue of the job
+        for run in _end(runs):
+            left.remove(run)
+    except BaseException:
+        for run in left:
+            records.amend_submission(RunPaths(Path(run.dir)), cancelled=False)
         raise
     for paths in places:
         records.note_event(paths, "cancelled", by=Submission.now().user)
@@ -79,13 +81,16 @@ def cancel(runs: Sequence[Run], say: Callable[[str], None]) -> list[Run]:
     return look(places)
 
 
-def _end(runs: Sequence[Run]) -> None:
-    jobs = [run.job for run in runs if run.kind == ClusterKind.slurm and run.job is not None]
-    if jobs:
+def _end(runs: Sequence[Run]) -> Iterator[Run]:
+    """Ask the runs to end, and yield each one that was asked."""
+    on_slurm = [run for run in runs if run.kind == ClusterKind.slurm]
+    if jobs := [run.job for run in on_slurm if run.job is not None]:
         client.cancel(*jobs)
+    yield from on_slurm
     for run in runs:
         if run.kind != ClusterKind.slurm:
             _end_here(run, records.submissions(RunPaths(Path(run.dir)))[-1])
+            yield run
 
 
 def _end_here(run: Run, submission: Submission) -> None:

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from launcher.cli import names
-from launcher.errors import UserError
+from launcher.errors import SiteError, UserError
 from launcher.launch.slurm import client
 from launcher.launch.slurm.client import Listed, SlurmSilent
 from launcher.rundir import paths, records
 from launcher.rundir.files import write_json
 from launcher.rundir.paths import RunPaths
 from launcher.rundir.records import Submission
-from launcher.runs import status
+from launcher.runs import control, status
 from launcher.runs.status import State
 from tests.helpers import make_plan
 
@@ -122,6 +122,27 @@ def test_local_runs(tmp_path: Path) -> None:
     write_json(paths.summary, {"verdict": "failed", "failure": {"rank": 1, "error": "KeyError: 3\nmore"}})
     (run,) = status.look([paths])
     assert (run.state, run.detail) == (State.failed, "rank 1: KeyError: 3")
+
+
+def test_what_was_asked_to_end_before_an_error_stays_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    places = [make_run(tmp_path, name, job=None, submissions=0) for name in ("own", "foreign", "later")]
+    for place in places:
+        records.add_submission(place, Submission.now().by_this_process())
+    places.append(make_run(tmp_path, "a", "cluster=slurm"))
+    slurm_says(monkeypatch, "PENDING")
+    asked: list[object] = []
+
+    def kill(*_: int) -> None:
+        asked.append("process")
+        if len(asked) == 3:
+            raise PermissionError
+
+    monkeypatch.setattr(client, "cancel", asked.append)
+    monkeypatch.setattr(control.os, "kill", kill)
+    with pytest.raises(SiteError, match=r"foreign: is .* can cancel it"):
+        control.cancel(status.look(places), print)
+    assert asked == ["7", "process", "process"]
+    assert [records.submissions(place)[-1].cancelled for place in places] == [True, False, False, True]
 
 
 def test_a_run_is_found_by_name_directory_or_beginning(tmp_path: Path) -> None:
