@@ -1,4 +1,4 @@
-"""Hydra Launcher plugin of this project: passes the cells of any Hydra sweeper to launcher/sweep/.
+"""Hydra Launcher plugin of this project: passes the cells of any Hydra sweeper to launcher/sweeps/.
 
 Hydra finds plugins only in packages of this name.
 """

@@ -33,8 +33,8 @@ from launcher.rundir.files import read_json, write_text
 from launcher.rundir.paths import RunPaths, SweepPaths
 from launcher.runs import control
 from launcher.runs.status import Run, look
-from launcher.sweep.conductor import Conductor
-from launcher.sweep.reuse import look_at_sweeps
+from launcher.sweeps.conductor import Conductor
+from launcher.sweeps.reuse import look_at_sweeps
 
 
 def make_plan(overrides: Sequence[str] | Config = (), *, samples: int | None) -> RunPlan:

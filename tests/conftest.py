@@ -91,7 +91,7 @@ LONG = (
 # A file's tests run in one process, where they may share something long in the making. These are long, and do not.
 DEALT_OUT = (
     "system/test_drill", "system/test_hangs", "system/test_resume", "system/test_saving", "system/test_sharding",
-    "system/test_trouble", "system/test_wandb", "equivalence/test_grid", "train/inspect/test_memory_forecast",
+    "system/test_trouble", "system/test_wandb", "equivalence/test_grid", "train/inspection/test_memory_forecast",
     "train/measure/test_noise_scale", "train/checkpoint/test_resume",
 )  # fmt: skip
 

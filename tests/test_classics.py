@@ -21,7 +21,7 @@ def test_the_classic_examples_show_their_point(tmp_path: Path) -> None:
     done = launch("run", "cluster.workers_per_node=1", "--", str(JOB), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     classifier, dot_product, short = done.stdout.strip().split("\n\n")
-    documented = (ROOT / "docs" / "classics.md").read_text().replace("\n    ", "\n")
+    documented = (ROOT / "docs" / "explanations" / "classics.md").read_text().replace("\n    ", "\n")
     assert dot_product in documented
     assert short in documented
 

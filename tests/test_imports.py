@@ -31,10 +31,10 @@ LAYERS = (
     ("plan",),
     (
         "launch", "train.world", "train.precision", "train.measure", "train.data", "train.parallel", "train.engine",
-        "train.metrics", "train.checkpoint", "train.evaluation", "train.trainer", "train.inspect", "train.worker",
+        "train.metrics", "train.checkpoint", "train.evaluation", "train.trainer", "train.inspection", "train.worker",
     ),
     ("runs",),
-    ("verify", "sweep", "drill", "doctor"),
+    ("verify", "sweeps", "drill", "doctor"),
     ("report",),
     ("api",),
     ("cli",),
@@ -50,7 +50,7 @@ TRAIN = (
     ("train.checkpoint",),
     ("train.evaluation",),
     ("train.trainer",),
-    ("train.inspect", "train.worker"),
+    ("train.inspection", "train.worker"),
 )
 # (importing module, imported module): what breaks the order. Keep it empty. The root's own __init__, which names the
 # public API and imports each name when it is first used, is in no layer.
@@ -194,7 +194,7 @@ def test_only_the_report_needs_what_the_report_is_made_of(tmp_path: Path) -> Non
 def test_a_look_at_a_task_needs_no_compiler(tmp_path: Path) -> None:
     """Every `launch train` and `launch plan` waits for it, and torch's compiler takes as long to import as torch."""
     look = "probe('launcher.tasks.bytes_gpt.BytesGPT', {}, ['.'], shards=True, seed=0)"
-    code = f"import sys; from launcher.train.inspect.task_probe import probe; print({look})"
+    code = f"import sys; from launcher.train.inspection.task_probe import probe; print({look})"
     check = f"{code}; print(sorted({{'torch._dynamo', 'torch.distributed.tensor'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", check], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -10,7 +10,7 @@ from typing import NoReturn, TypeVar
 from launcher.errors import UserError, did_you_mean
 from launcher.report.tables import near
 from launcher.rundir.paths import RunPaths, SweepPaths, find, find_sweeps, is_run, is_sweep
-from launcher.sweep import manifest
+from launcher.sweeps import manifest
 
 
 class Parser(argparse.ArgumentParser):

@@ -16,7 +16,7 @@ from launcher.rundir import records
 from launcher.rundir.paths import RunPaths, SweepPaths, find, find_sweeps, is_sweep
 from launcher.runs import control
 from launcher.runs.status import ACTIVE, Run, State, look
-from launcher.sweep.reuse import look_at_sweeps
+from launcher.sweeps.reuse import look_at_sweeps
 
 
 def _parser(verb: str, does: str, *, run: bool = True) -> Parser:

@@ -21,8 +21,8 @@ from launcher.report import run_list as shown
 from launcher.rundir.paths import SweepPaths
 from launcher.runs import control
 from launcher.runs.status import Run
-from launcher.sweep.conductor import Conductor
-from launcher.sweep.reuse import begin_again, look_at_sweeps
+from launcher.sweeps.conductor import Conductor
+from launcher.sweeps.reuse import begin_again, look_at_sweeps
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -68,7 +68,7 @@ def again(
     *,
     wait: bool,
 ) -> int:
-    """Restart runs of a sweep and show the result; see ``launcher.sweep.reuse.begin_again``."""
+    """Restart runs of a sweep and show the result; see ``launcher.sweeps.reuse.begin_again``."""
     begun = begin_again(paths, choose, planned, _here(console))
     for problem in begun.refused:
         print(f"launch: {problem}", file=sys.stderr)

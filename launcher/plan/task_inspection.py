@@ -59,7 +59,7 @@ def describe_task(config: dict[str, Any], cwd: str, *, shards: bool, seed: int) 
             unit_matmul_parameters=facts["unit_matmul_parameters"],
         )
     request = {"target": target, "params": params, "search_path": [cwd], "shards": shards, "seed": seed}
-    result = ask("launcher.train.inspect.task_probe", json.dumps(request))
+    result = ask("launcher.train.inspection.task_probe", json.dumps(request))
     if result is None:
         raise TaskError(f"task._target_={target}: looking at the task ended the process that looked.")
     if "error" in result:
@@ -100,7 +100,7 @@ def weigh_memory(plan: RunPlan, *, choose: bool) -> RunPlan:
     Raises:
         TaskError: the job would fail at its first step.
     """
-    answer: dict[str, Any] = ask("launcher.train.inspect.memory_forecast", plan.to_json()) or {
+    answer: dict[str, Any] = ask("launcher.train.inspection.memory_forecast", plan.to_json()) or {
         "problem": "the process that looked ended early"
     }
     if "error" in answer:

@@ -18,7 +18,7 @@ from launcher.plan.run_plan import RunPlan
 from launcher.task import Loss, build_model, load_task, seed_everything, train_data
 from launcher.train.data.loader import to_device
 from launcher.train.engine.preserved_state import Kept
-from launcher.train.inspect.memory_forecast import free_host_bytes
+from launcher.train.inspection.memory_forecast import free_host_bytes
 from launcher.train.parallel.batchnorm import freeze
 from launcher.train.precision import Precision
 from launcher.train.trainer import as_loss

@@ -18,7 +18,7 @@ from launcher.plan.run_plan import RunPlan, TaskPlan
 from launcher.plan.solve import solve
 from launcher.rundir.files import write_json
 from launcher.rundir.paths import RunPaths
-from launcher.sweep.manifest import Cell, Sweep
+from launcher.sweeps.manifest import Cell, Sweep
 
 
 def make_run(

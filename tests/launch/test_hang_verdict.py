@@ -116,9 +116,9 @@ def hung_disk(*arguments):
     time.sleep(1000)
 def waits_for_a_save():
     from types import SimpleNamespace
-    from launcher.train import checkpoint, saver
-    checkpoint.write = hung_disk
-    class Unmade(saver.Saver):
+    from launcher.train.checkpoint import async_save, save
+    save.write = hung_disk
+    class Unmade(async_save.Saver):
         def __init__(self):
             self._group = self._error = None
             self._account = SimpleNamespace()

@@ -29,11 +29,11 @@ BY_SIGTERM = ("forecast", "verify")
 # two runs whose records never end, read by as many processes
 REPORT = """
 from pathlib import Path
-from launcher.report import reading
+from launcher.report import figures
 
 if __name__ == "__main__":
-    reading._ALONE_BYTES = -1
-    reading.read_all([Path("first"), Path("second")])
+    figures._ALONE_BYTES = -1
+    figures.read_all([Path("first"), Path("second")])
 """
 
 
@@ -52,14 +52,14 @@ def cases(directory: Path) -> dict[str, Case]:
     (directory / "report.py").write_text(REPORT)
     train = ["train.loader_workers=1", "task.waits=sample"]
     return {
-        "task": Case(launch_command("plan", *JOB, "task.waits=construction"), "train.probe", place="construction"),
+        "task": Case(launch_command("plan", *JOB, "task.waits=construction"), "inspection.task_probe", place="construction"),
         "forecast": Case(
-            launch_command("plan", *JOB, "strategy=fsdp", "task.waits=forecast"), "train.forecast", place="forecast"
+            launch_command("plan", *JOB, "strategy=fsdp", "task.waits=forecast"), "inspection.memory_forecast", place="forecast"
         ),
         "train": Case(
-            launch_command("train", *JOB, *train, "wandb.mode=offline"), "report.mirror", place="sample"
+            launch_command("train", *JOB, *train, "wandb.mode=offline"), "report.trackers", place="sample"
         ),
-        "verify": Case(launch_command("verify", *JOB, "task.waits=loss"), "verify.worker", 2, place="loss"),
+        "verify": Case(launch_command("verify", *JOB, "task.waits=loss"), "verify.verify_worker", 2, place="loss"),
         "drill": Case(launch_command("drill", *JOB, *train), "train.worker", 2, place="sample"),
         "doctor": Case(launch_command("doctor", f"cluster.env=[{MARK}]"), "doctor.bandwidth", 2),
         "report": Case([sys.executable, "report.py"], "spawn_main", 2),

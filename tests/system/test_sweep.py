@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from launcher.rundir.paths import SweepPaths
-from launcher.sweep import manifest
+from launcher.sweeps import manifest
 from tests.helpers import ROOT, launch, launch_command, patience
 from tests.infra.runs import OWN, records, wait_for
 from tests.infra.slurm import Cluster, cluster, needs_slurm

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from launcher.errors import RunError
 from launcher.rundir.paths import RunPaths
-from launcher.train.checkpoint import contents, save
+from launcher.train.checkpoint import async_save, save
 from launcher.train.checkpoint.contents import Staging
 from launcher.train.checkpoint.save import Snapshot
 from launcher.train.trainer import train
@@ -110,7 +110,7 @@ class Watched(Staging):
 
 
 def main() -> None:
-    contents.Staging = Watched
+    async_save.Staging = Watched
     for line in Path(sys.argv[1]).read_text().splitlines():
         job = json.loads(line)
         Path(job["run"]).mkdir(exist_ok=True)

@@ -18,7 +18,7 @@ from launcher.config.schema import PrecisionKind
 from launcher.tasks.bytes_gpt import BytesGPT
 from launcher.tasks.digits import Digits
 from launcher.train import trainer
-from launcher.train.inspect.task_probe import probe
+from launcher.train.inspection.task_probe import probe
 from launcher.train.measure.flops import flops_per_sample, peak_flops
 from tests.helpers import make_plan
 

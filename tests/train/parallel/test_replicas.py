@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from launcher.plan.run_plan import TaskPlan
 from launcher.plan.solve import _mode_notes
 from launcher.train.engine.build import build
-from launcher.train.inspect.task_probe import in_eval_mode
+from launcher.train.inspection.task_probe import in_eval_mode
 from launcher.train.parallel import replicas
 from launcher.train.world import World
 from tests.helpers import make_plan, torchrun

@@ -17,7 +17,7 @@ from launcher.rundir import records
 from launcher.rundir.files import write_json
 from launcher.rundir.paths import RunPaths
 from launcher.rundir.records import Submission
-from launcher.sweep.conductor import Conductor
+from launcher.sweeps.conductor import Conductor
 
 TASK = ("task._target_=made.Task", "batch.global_size=8", "batch.micro_size=2", "train.steps=4")
 

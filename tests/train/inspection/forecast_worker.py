@@ -23,8 +23,8 @@ from launcher.plan.solve import solve
 from launcher.plan.sync_policy import POLICIES, SHARDED, Collective
 from launcher.task import load_task
 from launcher.train.engine.engine import Engine
-from launcher.train.inspect.memory_forecast import forecasts
-from launcher.train.inspect.task_probe import probe
+from launcher.train.inspection.memory_forecast import forecasts
+from launcher.train.inspection.task_probe import probe
 from launcher.train.trainer import as_loss, build_optimizer
 
 RUN = RunInfo(name="run", id="abcd1234", dir="/nowhere/run", created="2024-01-01T00:00:00+00:00", version="0")
@@ -34,7 +34,7 @@ def predict(file: Path, cases: list[str]) -> None:
     lines: list[str] = []
     for case in cases:
         overrides, params = json.loads(case)
-        task = TaskPlan(**probe("tests.train.inspect.forecast_tasks.Task", params, [], shards=True, seed=0))
+        task = TaskPlan(**probe("tests.train.inspection.forecast_tasks.Task", params, [], shards=True, seed=0))
         plan = solve(compose(overrides), Site(gpus=0, cores=2, cwd="/nowhere"), task, RUN)
         problem = None
         if plan.strategy.kind in SHARDED:
@@ -82,7 +82,7 @@ def count(file: Path) -> None:
 if __name__ == "__main__":
     place = Path(sys.argv[2])
     if sys.argv[1] == "predict":
-        warnings.simplefilter("ignore")  # as launcher.train.inspect.memory_forecast does when it runs by itself
+        warnings.simplefilter("ignore")  # as launcher.train.inspection.memory_forecast does when it runs by itself
         predict(place, sys.argv[3:])
     else:
         count(place)

@@ -16,11 +16,11 @@ from launcher.plan.run_plan import RunPlan
 from launcher.rundir import records
 from launcher.rundir.paths import SweepPaths
 from launcher.runs.status import Run, State
-from launcher.sweep import manifest, reuse
-from launcher.sweep.reuse import look_at_sweeps
+from launcher.sweeps import manifest, reuse
+from launcher.sweeps.reuse import look_at_sweeps
 from tests.helpers import make_plan
 from tests.infra.made_runs import make_sweep
-from tests.sweep.test_reuse import cell
+from tests.sweeps.test_reuse import cell
 
 
 def plans(root: Path, number: int) -> list[RunPlan]:

@@ -13,10 +13,10 @@ import pytest
 from launcher.config.schema import Sync
 from launcher.plan.run_plan import Forecast, RunPlan
 from launcher.plan.strategy import with_memory
-from launcher.train.inspect.memory_forecast import free_host_bytes
+from launcher.train.inspection.memory_forecast import free_host_bytes
 from tests.conftest import Launch
 from tests.helpers import ROOT, make_plan, patience, torchrun
-from tests.train.inspect.forecast_tasks import MODELS
+from tests.train.inspection.forecast_tasks import MODELS
 
 WORKER = Path(__file__).parent / "memory_worker.py"
 BYTES_WORKER = Path(__file__).parent / "forecast_worker.py"
@@ -121,7 +121,7 @@ def test_bytes_are_what_the_ranks_then_send(ranks: int, tmp_path: Path) -> None:
     """Of each policy, to the byte, whatever is frozen, loaded, converted or shared."""
     plans, cases = tmp_path / "plans", bytes_cases(ranks)
     arguments = [json.dumps([overrides, {"model": model}]) for overrides, model in cases]
-    command = [sys.executable, "-m", "tests.train.inspect.forecast_worker", "predict", str(plans), *arguments]
+    command = [sys.executable, "-m", "tests.train.inspection.forecast_worker", "predict", str(plans), *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patience(240), check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found = [json.loads(line) for line in plans.read_text().splitlines()]
@@ -139,7 +139,7 @@ def test_bytes_are_what_the_ranks_then_send(ranks: int, tmp_path: Path) -> None:
                 assert payload == pytest.approx(sent[sync], rel=0.25), (case, sync)
 
 
-TASKS = "task._target_=tests.train.inspect.forecast_tasks.Task"
+TASKS = "task._target_=tests.train.inspection.forecast_tasks.Task"
 SMALL = (TASKS, "batch.global_size=16", "batch.micro_size=2", "cluster.workers_per_node=2", "precision=fp32")
 
 

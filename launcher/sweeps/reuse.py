@@ -14,8 +14,8 @@ from launcher.launch.slurm import submit
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.rundir.paths import RunPaths, SweepPaths, find_sweeps, is_run
 from launcher.runs.status import ACTIVE, Run, State, look
-from launcher.sweep import manifest
-from launcher.sweep.manifest import Cell
+from launcher.sweeps import manifest
+from launcher.sweeps.manifest import Cell
 
 
 def look_at_sweeps(several: Sequence[SweepPaths]) -> dict[str, list[Run]]:

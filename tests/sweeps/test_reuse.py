@@ -16,9 +16,9 @@ from launcher.rundir.files import write_json
 from launcher.rundir.paths import RunPaths, SweepPaths
 from launcher.rundir.records import Submission
 from launcher.runs.status import State, look
-from launcher.sweep import manifest
-from launcher.sweep.manifest import Cell, Sweep, content_of
-from launcher.sweep.reuse import look_at_sweeps, recognise, run_name
+from launcher.sweeps import manifest
+from launcher.sweeps.manifest import Cell, Sweep, content_of
+from launcher.sweeps.reuse import look_at_sweeps, recognise, run_name
 from tests.helpers import make_plan
 
 

@@ -20,9 +20,9 @@ from launcher.rundir.files import read_json
 from launcher.rundir.paths import RunPaths, SweepPaths, is_run
 from launcher.runs import control
 from launcher.runs.status import ACTIVE, Run, look
-from launcher.sweep import manifest
-from launcher.sweep.manifest import Cell, Sweep, content_of, digest
-from launcher.sweep.reuse import recognise, run_name
+from launcher.sweeps import manifest
+from launcher.sweeps.manifest import Cell, Sweep, content_of, digest
+from launcher.sweeps.reuse import recognise, run_name
 
 _SHOWN_REFUSALS = 4
 
