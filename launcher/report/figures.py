@@ -1,7 +1,4 @@
-"""Figures of runs, computed from the files in their directories, mainly metrics.jsonl.
-
-summary.json is not used, so that running and killed runs are treated like finished ones.
-"""
+"""Figures of runs, from the files in their directories, and not from summary.json, which only finished runs have."""
 
 from __future__ import annotations
 

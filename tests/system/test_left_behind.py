@@ -52,9 +52,9 @@ def cases(directory: Path) -> dict[str, Case]:
     (directory / "report.py").write_text(REPORT)
     train = ["train.loader_workers=1", "task.waits=sample"]
     return {
-        "task": Case(launch_command("plan", *JOB, "task.waits=construction"), "inspection.task_probe", place="construction"),
+        "task": Case(launch_command("plan", *JOB, "task.waits=construction"), "task_probe", place="construction"),
         "forecast": Case(
-            launch_command("plan", *JOB, "strategy=fsdp", "task.waits=forecast"), "inspection.memory_forecast", place="forecast"
+            launch_command("plan", *JOB, "strategy=fsdp", "task.waits=forecast"), "memory_forecast", place="forecast"
         ),
         "train": Case(
             launch_command("train", *JOB, *train, "wandb.mode=offline"), "report.trackers", place="sample"
