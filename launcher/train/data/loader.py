@@ -66,7 +66,8 @@ def prefetch(
     workers = plan.train.loader_workers if order is not None else min(1, plan.train.loader_workers)
     packs, pins = workers > 0 and device.type == "cpu", device.type == "cuda"  # batches for a GPU use pinned memory
     if not workers and not pins:  # DataLoader would only add overhead
-        for data, samples in source if order is None else map(source.__getitem__, order):
+        # a generator expression: StopIteration from a dataset is an error in it, and would end a `map` silently
+        for data, samples in source if order is None else (source[spec] for spec in order):
             yield MicroBatch(to_device(data, device), samples)
         return
     if workers:

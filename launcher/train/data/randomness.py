@@ -139,19 +139,50 @@ class _NumpyGenerator:
         return self._words.raw
 
 
+def _cuda_state() -> Tensor | None:
+    """Return the GPU generator's state, which torch.manual_seed() in a dataset sets too; None without a GPU in use."""
+    return torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+
+
+def _restore_cuda(state: Tensor | None) -> None:
+    if state is not None:
+        torch.cuda.set_rng_state(state)
+
+
 class _Watch:
-    """Proxy for torch's default generator, for the functions of torch.random such as initial_seed(), that records
-    whether it was used while samples were read.
+    """Notice of a look at a seed or a state while samples are read: torch.random's functions, such as initial_seed(),
+    find this object in place of the default generator, and two functions are wrapped.
 
     ``torch.default_generator`` itself is not replaced: a dataset may keep a reference, which must be a real generator.
     """
 
-    def __init__(self, generator: torch.Generator) -> None:
-        self.generator, self.used = generator, False
+    def __init__(self) -> None:
+        self.generator, self.used = torch.default_generator, False
+        numpy = sys.modules.get("numpy")
+        self._functions: list[tuple[Any, str, Any]] = [(random, "getstate", random.getstate)]
+        if numpy is not None:
+            self._functions.append((numpy.random, "get_state", numpy.random.get_state))
 
     def __getattr__(self, name: str) -> Any:
         self.used = True
         return getattr(self.generator, name)
+
+    def begin(self) -> None:
+        torch.random.default_generator = self  # pyright: ignore[reportAttributeAccessIssue]
+        for place, name, function in self._functions:
+            setattr(place, name, self._wrapped(function))
+
+    def _wrapped(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def noticed(*args: Any, **kwargs: Any) -> Any:
+            self.used = True
+            return function(*args, **kwargs)
+
+        return noticed
+
+    def end(self) -> None:
+        torch.random.default_generator = self.generator
+        for place, name, function in self._functions:
+            setattr(place, name, function)
 
 
 # odd, so that no two samples of an epoch have the same seed, even in the lower 32 bits, which is all that torch and
@@ -172,15 +203,17 @@ class SampleRandom:
         self._drawn = False
         self._python = _PythonGenerator()
         self._numpy: _NumpyGenerator | None = None
-        self._left: tuple[Tensor, Any] | None = None
+        self._left: tuple[Tensor, Any, Any] | None = None
 
     @contextmanager
     def own(self) -> Iterator[None]:
         """Return a context for reads, each preceded by ``seed``. The generators' state is restored at its end."""
         torch_state, python_state, numpy = torch.get_rng_state(), random.getstate(), self._put_in_numpy()
+        cuda_state = _cuda_state()
         try:
             yield
         finally:
+            _restore_cuda(cuda_state)
             torch.set_rng_state(torch_state)
             random.setstate(python_state)
             if numpy is not None:
@@ -217,11 +250,11 @@ class SampleRandom:
     def _watched(self) -> Iterator[Callable[[], bool]]:
         """Return a context for a read without seeds. It yields a function that returns whether the read has used no
         generator."""
-        watch, python, numpy = _Watch(torch.default_generator), self._python, self._put_in_numpy()
-        torch_state = torch.get_rng_state()
+        python, numpy = self._python, self._put_in_numpy()
+        torch_state, cuda_state, watch = torch.get_rng_state(), _cuda_state(), _Watch()
         # the read itself may import NumPy and draw from it
         before = python.state, numpy.state if numpy is not None else "numpy" in sys.modules
-        torch.random.default_generator = watch  # pyright: ignore[reportAttributeAccessIssue]
+        watch.begin()
         used = True
 
         def unused() -> bool:
@@ -233,10 +266,11 @@ class SampleRandom:
         try:
             yield unused
         finally:
-            torch.random.default_generator = watch.generator
+            watch.end()
             if numpy is not None:
                 numpy.take_out()
             if used:
+                _restore_cuda(cuda_state)
                 torch.set_rng_state(torch_state)
                 python.state = before[0]
 
@@ -260,10 +294,15 @@ class SampleRandom:
             else:
                 torch.set_rng_state(self._left[0])
                 random.setstate(self._left[1])
+                if self._left[2] is not None:
+                    sys.modules["numpy"].random.set_state(self._left[2])
             try:
                 yield
             finally:
-                self._left = torch.get_rng_state(), random.getstate()
+                # NumPy's too: to change its generator drops the second of two normal numbers
+                numpy = sys.modules.get("numpy")
+                numpy_state = numpy and numpy.random.get_state(legacy=False)
+                self._left = torch.get_rng_state(), random.getstate(), numpy_state
 
 
 _ROUNDS = 4

@@ -329,6 +329,12 @@ def test_a_run_that_is_resumed_within_a_ramp_goes_on_with_the_next_window() -> N
         assert read(plan, data, Place(at)) == whole[at:]
 
 
+def state_drawn(state: Any) -> float:
+    generator = random.Random()
+    generator.setstate(state)
+    return generator.random()
+
+
 @pytest.mark.parametrize(
     "draw",
     [
@@ -337,6 +343,8 @@ def test_a_run_that_is_resumed_within_a_ramp_goes_on_with_the_next_window() -> N
         pytest.param(random.random, id="Python"),
         pytest.param(lambda: random.gauss(0, 1), id="a number that Python's gauss has left over"),
         pytest.param(lambda: np.random.rand(), id="NumPy"),
+        pytest.param(lambda: state_drawn(random.getstate()), id="Python's state"),
+        pytest.param(lambda: float(np.random.RandomState(np.random.get_state()[1][0]).rand()), id="NumPy's state"),
         pytest.param(lambda: np.random.default_rng(torch.initial_seed()).random(), id="a generator of its own"),
     ],
 )
@@ -357,3 +365,28 @@ def test_the_first_number_drawn_is_noticed_and_comes_from_the_samples_place(draw
         assert before[1:] == after[1:]
         assert torch.default_generator is torch.random.default_generator
     assert values[0] == values[1], "it does not depend on what was drawn elsewhere"
+
+
+@pytest.mark.parametrize("draw", [np.random.normal, random.gauss, lambda: torch.randn(1).item()])
+def test_a_streams_numbers_do_not_depend_on_the_sizes_of_its_reads(draw: Callable[[], float]) -> None:
+    def values(*sizes: int) -> list[float]:
+        stream, drawn = SampleRandom(7), list[float]()
+        for size in sizes:
+            with stream.going_on(0):
+                drawn += [draw() for _ in range(size)]
+        return drawn
+
+    assert values(1, 1, 1, 1, 1, 1) == values(2, 2, 2) == values(3, 3) == values(1, 5) == values(6)
+
+
+def test_a_dataset_that_raises_stop_iteration_does_not_end_the_data() -> None:
+    class Ends:
+        def __len__(self) -> int:
+            return 103
+
+        def __getitem__(self, index: int) -> int:
+            raise StopIteration
+
+    feed = open_feed(Ends(), plan_for(2, 1, "train.loader_workers=0"), World(0, 1, 0), CPU, collate=list)
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        next(next(iter(feed.windows())).micro_batches)
