@@ -150,27 +150,57 @@ def _restore_cuda(state: Tensor | None) -> None:
 
 
 class _Watch:
-    """Notice of a look at a seed or a state while samples are read: torch.random's functions, such as initial_seed(),
-    find this object in place of the default generator, and two functions are wrapped.
+    """Context that detects whether the code in it uses a random number generator, and restores all generators if so.
 
-    ``torch.default_generator`` itself is not replaced: a dataset may keep a reference, which must be a real generator.
+    Looking at a seed or a state counts as use: torch.random's functions, such as initial_seed(), find this object in
+    place of the default generator, and two functions are wrapped. ``torch.default_generator`` itself is not replaced: a
+    dataset may keep a reference, which must be a real generator.
+
+    Args:
+        put_in_numpy: replaces NumPy's generator, and returns the replacement; None if NumPy has not been imported.
+        used: result of the latest use of the context. If true, an exception of the code in it is suppressed.
     """
 
-    def __init__(self) -> None:
-        self.generator, self.used = torch.default_generator, False
+    def __init__(self, put_in_numpy: Callable[[], _NumpyGenerator | None]) -> None:
+        self._generator, self._python, self._put_in_numpy = torch.default_generator, _PythonGenerator(), put_in_numpy
+        self.used = False
+
+    def __getattr__(self, name: str) -> Any:
+        self.used = True
+        return getattr(self._generator, name)
+
+    def __enter__(self) -> None:
+        self._numpy, self._cuda_state = self._put_in_numpy(), _cuda_state()
+        self._before = self._states()
         numpy = sys.modules.get("numpy")
         self._functions: list[tuple[Any, str, Any]] = [(random, "getstate", random.getstate)]
         if numpy is not None:
             self._functions.append((numpy.random, "get_state", numpy.random.get_state))
-
-    def __getattr__(self, name: str) -> Any:
-        self.used = True
-        return getattr(self.generator, name)
-
-    def begin(self) -> None:
+        for module, name, function in self._functions:
+            setattr(module, name, self._wrapped(function))
         torch.random.default_generator = self  # pyright: ignore[reportAttributeAccessIssue]
-        for place, name, function in self._functions:
-            setattr(place, name, self._wrapped(function))
+        self.used = False
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        torch.random.default_generator = self._generator
+        for module, name, function in self._functions:
+            setattr(module, name, function)
+        interrupted = kind is not None and not issubclass(kind, Exception)
+        self.used = self.used or interrupted or self._states() != self._before
+        if self._numpy is not None:
+            self._numpy.take_out()
+        if self.used:
+            _restore_cuda(self._cuda_state)
+            torch_state, self._python.state, _ = self._before
+            self._generator.set_state(torch.frombuffer(bytearray(torch_state), dtype=torch.uint8))
+        return self.used and not interrupted
+
+    def _states(self) -> tuple[Any, ...]:
+        state = self._generator.get_state()
+        # the code in the context may be the first to import NumPy, and draw from it
+        numpy_state = "numpy" in sys.modules if self._numpy is None else self._numpy.state
+        # bytes, because torch.equal takes longer than reading a small sample
+        return ctypes.string_at(state.data_ptr(), state.nbytes), self._python.state, numpy_state
 
     def _wrapped(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def noticed(*args: Any, **kwargs: Any) -> Any:
@@ -178,11 +208,6 @@ class _Watch:
             return function(*args, **kwargs)
 
         return noticed
-
-    def end(self) -> None:
-        torch.random.default_generator = self.generator
-        for place, name, function in self._functions:
-            setattr(place, name, function)
 
 
 # odd, so that no two samples of an epoch have the same seed, even in the lower 32 bits, which is all that torch and
@@ -201,7 +226,7 @@ class SampleRandom:
         self._seed = seed
         self._epoch, self._base = 0, seed_for(seed, "samples/0")
         self._drawn = False
-        self._python = _PythonGenerator()
+        self._watch = _Watch(self._put_in_numpy)
         self._numpy: _NumpyGenerator | None = None
         self._left: tuple[Tensor, Any, Any] | None = None
 
@@ -233,46 +258,14 @@ class SampleRandom:
         ``seed`` is None until a read has drawn random numbers; that read is repeated with seeds.
         """
         if not self._drawn:
-            with self._watched() as unused:
-                try:
-                    value = read(None)
-                except Exception:
-                    if unused():
-                        raise
-                else:
-                    if unused():
-                        return value
+            value: Any = None
+            with self._watch:
+                value = read(None)
+            if not self._watch.used:
+                return value
             self._drawn = True
         with self.own():
             return read(self.seed)
-
-    @contextmanager
-    def _watched(self) -> Iterator[Callable[[], bool]]:
-        """Return a context for a read without seeds. It yields a function that returns whether the read has used no
-        generator."""
-        python, numpy = self._python, self._put_in_numpy()
-        torch_state, cuda_state, watch = torch.get_rng_state(), _cuda_state(), _Watch()
-        # the read itself may import NumPy and draw from it
-        before = python.state, numpy.state if numpy is not None else "numpy" in sys.modules
-        watch.begin()
-        used = True
-
-        def unused() -> bool:
-            nonlocal used
-            now = python.state, numpy.state if numpy is not None else "numpy" in sys.modules
-            used = watch.used or now != before or not torch.equal(torch_state, watch.generator.get_state())
-            return not used
-
-        try:
-            yield unused
-        finally:
-            watch.end()
-            if numpy is not None:
-                numpy.take_out()
-            if used:
-                _restore_cuda(cuda_state)
-                torch.set_rng_state(torch_state)
-                python.state = before[0]
 
     def seed(self, epoch: int, place: int) -> None:
         """Seed the generators for the sample at position ``place`` of the epoch. Call it within ``own``."""
