@@ -10,13 +10,16 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
 # Environment variable with the path of that memory, for the workers.
 PROGRESS = "LAUNCHER_PROGRESS"
-_RECORD = struct.Struct("=5q")
+_RECORD = struct.Struct("=7q")
 
 
 class Phase(IntEnum):
@@ -32,6 +35,13 @@ class Phase(IntEnum):
     ending = 7
 
 
+class Role(IntEnum):
+    """Reason why the launcher's own code blocks, if it does, as the worker declares it."""
+
+    io = 0  # reads or writes files
+    collective = 1  # waits for other ranks, or for a GPU whose kernels wait for them
+
+
 # parts of a start, by `Stand.number` in Phase.starting
 STARTS = (
     "Python and its imports",
@@ -41,6 +51,8 @@ STARTS = (
     "loading a checkpoint",
 )
 IMPORTS = 1  # last index of STARTS that is still imports
+_BUILDING = 2
+_IO_PHASES = (Phase.data, Phase.saving)
 
 
 @dataclass(frozen=True)
@@ -53,6 +65,8 @@ class Stand:
         number: micro-batch, or batch of an evaluation, from 1; in Phase.starting an index of STARTS.
         window: windows started by the run, this one included; 0 before the first.
         step: optimizer step of the window, from 1; 0 before the first.
+        role: what the main thread does.
+        thread: identifier of the thread for which the main thread waits (``threading.get_ident``); 0: none.
     """
 
     beats: int
@@ -60,6 +74,8 @@ class Stand:
     number: int
     window: int
     step: int
+    role: Role = Role.io
+    thread: int = 0
 
     @property
     def position(self) -> tuple[int, int, int, int]:
@@ -102,8 +118,8 @@ def size_of(ranks: int) -> int:
 
 def read(memory: mmap.mmap, local_rank: int) -> Stand:
     """Return the last progress that a worker published."""
-    beats, phase, number, window, step = _RECORD.unpack_from(memory, local_rank * _RECORD.size)
-    return Stand(beats, Phase(phase), number, window, step)
+    beats, phase, number, window, step, role, thread = _RECORD.unpack_from(memory, local_rank * _RECORD.size)
+    return Stand(beats, Phase(phase), number, window, step, Role(role), thread)
 
 
 class Pulse:
@@ -111,7 +127,8 @@ class Pulse:
 
     def __init__(self) -> None:
         self._memory: mmap.mmap | bytearray = bytearray(_RECORD.size)
-        self._offset = self._beats = self._window = self._step = 0
+        self._offset = self._beats = self._number = self._window = self._step = 0
+        self._phase, self._role = Phase.starting, Role.io
 
     def open(self) -> None:
         path, _, local_rank = os.environ.get(PROGRESS, "").rpartition(":")
@@ -123,9 +140,36 @@ class Pulse:
         self._window, self._step = window, step
 
     def beat(self, phase: Phase, number: int = 0) -> None:
-        """Publish the progress. ``number``: micro-batch, or whatever else the phase counts."""
-        self._beats += 1
-        _RECORD.pack_into(self._memory, self._offset, self._beats, phase, number, self._window, self._step)
+        """Publish the progress. ``number``: micro-batch, or whatever else the phase counts.
+
+        The phase implies the role: reading data, saving, and the start except for building the model are I/O.
+        """
+        self._beats, self._phase, self._number = self._beats + 1, phase, number
+        reads = phase in _IO_PHASES or (phase is Phase.starting and number != _BUILDING)
+        self._publish(Role.io if reads else Role.collective)
+
+    @contextmanager
+    def doing(self, role: Role, thread: int = 0) -> Generator[None]:
+        """Declare the role of the body, or of the decorated function; has no effect outside the main thread.
+
+        Args:
+            thread: identifier of the thread for which the main thread waits; that thread's stack shows what blocks.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = self._role
+        self._publish(role, thread)
+        try:
+            yield
+        finally:
+            self._publish(before)
+
+    def _publish(self, role: Role, thread: int = 0) -> None:
+        self._role = role
+        _RECORD.pack_into(
+            self._memory, self._offset, self._beats, self._phase, self._number, self._window, self._step, role, thread
+        )
 
 
 PULSE = Pulse()

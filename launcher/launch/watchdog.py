@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Self
 
 from launcher import heartbeat
+from launcher.heartbeat import Role
 from launcher.launch import hang_verdict
 from launcher.launch.hang_verdict import Answer, Hang, Seen
 from launcher.launch.rendezvous import Board, Gone, OwnBoard, StoreBoard
@@ -42,37 +43,34 @@ _MOST_BYTES = 32_000
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 # standard library frames: they wait on behalf of their caller
 _STDLIB = re.compile(r"/python3[^/]*/(?!site-packages|dist-packages)|^<frozen")
-# files in which a rank waits for others: collectives, the backward pass (which ends with DDP's collectives), and the
-# launcher's own code, which there only waits for a GPU whose kernels wait for other ranks. Modules that read and write
-# files are excluded: a rank blocked on a disk does not wait for another rank
-_WAITS = re.compile(
-    r"/torch/(distributed/(?!checkpoint/)|autograd/|futures/)|/launcher/train/(?!data/|(evaluation|metrics|"
-    r"checkpoint/(file_format|load|resume|save))\.py)"
-)
-_SAVER = "/launcher/train/checkpoint/async_save.py"
+# packages of torch in which a rank waits for others: collectives, and the backward pass, which ends with DDP's
+_TORCH_WAITS = re.compile(r"/torch/(distributed/(?!checkpoint/)|autograd/|futures/)")
 
 
 @dataclass(frozen=True)
 class Stacks:
-    """Stacks of a process and its loaders. ``text``: empty without an answer; ``why`` then gives the reason."""
+    """Stacks of a process and its loaders.
+
+    Args:
+        text: the stacks; empty without an answer.
+        why: reason for a missing answer.
+        role, thread: of the rank's heartbeat.
+    """
 
     text: str
     why: str = ""
+    role: Role = Role.io
+    thread: int = 0
 
     @property
     def telling(self) -> str:
         """Stack of the thread that shows what the process is doing, innermost frame first.
 
-        This is the main thread, which is the oldest and so the last in the dump. If it waits for a checkpoint save,
-        it is the thread that writes the checkpoint.
+        This is the main thread, which is the oldest and so the last in the dump, or the thread for which it waits.
         """
-        *others, main = re.split(r"\n(?=(?:Current thread|Thread) 0x)", self.text.partition("\n---")[0])
-        innermost = next(iter(_frames(main)), None)
-        if innermost is not None and innermost[0].endswith(_SAVER):
-            for thread in others:
-                if any(file.endswith(_SAVER) and name.startswith("_write") for file, _, name in _frames(thread)):
-                    return thread.strip()
-        return main.strip()
+        threads = re.split(r"\n(?=(?:Current thread|Thread) 0x)", self.text.partition("\n---")[0])
+        awaited = (thread for thread in threads if self.thread and f"hread 0x{self.thread:016x} " in thread)
+        return next(awaited, threads[-1]).strip()
 
     @property
     def place(self) -> str:
@@ -85,9 +83,13 @@ class Stacks:
 
     @property
     def waits(self) -> bool:
-        """True if the Python frames show that the process waits for other ranks."""
+        """True if the process waits for other ranks: in torch, or in the launcher's code as its heartbeat declares."""
+        if self.thread and f"0x{self.thread:016x} " not in self.text:
+            return bool(self.text)  # the thread has just ended, so the rank moves
         for file, _, name in _frames(self.telling):
-            return bool(_WAITS.search(file)) or ("/torch/" in file and name == "synchronize")
+            if "/torch/" in file:
+                return bool(_TORCH_WAITS.search(file)) or name == "synchronize"
+            return self.role is Role.collective and "/launcher/train/" in file
         return False
 
 
@@ -352,8 +354,10 @@ class HangWatch(threading.Thread):
         told = ask_all_stacks({rank: (pids[rank], log) for rank, (_, log) in here.items()})
         answers: list[Answer] = []
         for rank, said in told.items():
-            moved = heartbeat.read(self._memory, here[rank][0]).beats != asked[rank]
-            answers.append(Answer(rank, said.text, said.place, said.waits, said.why, moved))
+            stand = heartbeat.read(self._memory, here[rank][0])
+            stacks = dataclasses.replace(said, role=stand.role, thread=stand.thread)
+            moved = stand.beats != asked[rank]
+            answers.append(Answer(rank, stacks.text, stacks.place, stacks.waits, stacks.why, moved))
         return answers
 
     def _conclude(self, attempt: _Attempt, verdict: Hang, pids: Mapping[int, int]) -> None:

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from launcher.errors import RecordFailed
+from launcher.heartbeat import PULSE, Role
 from launcher.plan.run_plan import RunPlan
 from launcher.quantities import Interval, count
 from launcher.train.engine.calibration import Calibrated
@@ -64,6 +65,7 @@ class Record:
         self._left.append(json.dumps(as_record(step, metrics)).encode() + b"\n")
         self._hand_over()
 
+    @PULSE.doing(Role.io)
     def _hand_over(self) -> None:
         while self._left:
             try:
@@ -82,6 +84,7 @@ class Record:
     def _failed(self, error: OSError) -> RecordFailed:
         return RecordFailed(f"{self._path} cannot be written: {error.strerror}.\n  Make room on that disk.")
 
+    @PULSE.doing(Role.io)
     def sync(self) -> None:
         """Sync the written lines to disk."""
         with suppress(OSError):  # the checkpoint that is saved next will report an error of the disk

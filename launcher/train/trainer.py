@@ -19,7 +19,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from launcher.config.schema import Device, OnOom, OptimizerKind
 from launcher.errors import DataError, RecordFailed, TaskError
-from launcher.heartbeat import PULSE, Phase
+from launcher.heartbeat import PULSE, Phase, Role
 from launcher.plan.run_plan import OptimizerPlan, RunPlan
 from launcher.rundir import code_snapshot
 from launcher.rundir.fencing import Fence
@@ -292,7 +292,8 @@ class _Run:
         because the process may end before they are recorded."""
         began = time.perf_counter()
         PULSE.beat(Phase.saving)
-        self.engine.share_buffers()
+        with PULSE.doing(Role.collective):
+            self.engine.share_buffers()
         self.record.sync()
         again = None if result.last else self.cadence.next(result.step)
         self.saver.save(as_record(result.step, metrics), again=again)
@@ -332,7 +333,9 @@ class _Run:
             batches = eval_batches(self.held_out, engine.plan, engine.world, engine.device, collate, most)
             for number in itertools.count(1):
                 with named_as_held_out(number, engine.world.rank):
-                    if (batch := next(batches, None)) is None:
+                    with PULSE.doing(Role.io):
+                        batch = next(batches, None)
+                    if batch is None:
                         break
                     PULSE.beat(Phase.evaluating, number)
                     with engine.precision.autocast():

@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from launcher import heartbeat
 from launcher.heartbeat import Phase, Stand
+from launcher.launch import rendezvous
 from launcher.launch.hang_verdict import Answer, Hang, Seen, from_json, judge, silent_host, suspects, to_json
-from launcher.launch.watchdog import ask_stacks
+from launcher.launch.watchdog import HangWatch, ask_stacks
+from tests.helpers import make_plan
 from tests.infra.runs import wait_for
 
 T = 10.0
@@ -96,7 +99,9 @@ def test_one_that_waits_where_nobody_else_is_as_far_behind_is_named() -> None:
 
 STUCK = """
 import ctypes, signal, socket, sys, threading, time
+from launcher import heartbeat
 from launcher.process import show_stacks_when_asked
+heartbeat.PULSE.open()
 def sleeps():
     time.sleep(1000)
 def waits_for_a_socket():
@@ -114,6 +119,17 @@ def loops():
         pass
 def hung_disk(*arguments):
     time.sleep(1000)
+def resumes_on_a_dead_disk():
+    import os
+    from pathlib import Path
+    from types import SimpleNamespace
+    from launcher.train.checkpoint import resume
+    record = Path(sys.argv[0]).with_name("metrics.jsonl")
+    os.mkfifo(record)  # to open it blocks until another process writes
+    plan = SimpleNamespace(paths=SimpleNamespace(metrics=record))
+    heartbeat.PULSE.beat(heartbeat.Phase.evaluating)  # the evaluation that is tried before the first step
+    print("here", flush=True)
+    resume.open_record(plan, SimpleNamespace(check=lambda: None), 0, None)
 def waits_for_a_save():
     from types import SimpleNamespace
     from launcher.train.checkpoint import async_save, save
@@ -129,7 +145,7 @@ def waits_for_a_save():
     waiting.wait()
 threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
 show_stacks_when_asked()
-if sys.argv[1] != "waits_for_a_save":
+if sys.argv[1] not in ("waits_for_a_save", "resumes_on_a_dead_disk"):
     print("here", flush=True)
 globals()[sys.argv[1]]()
 """
@@ -167,13 +183,24 @@ def test_a_process_that_is_stuck_shows_where(how: str, log: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_process_that_waits_for_its_save_shows_where_that_is(log: Path) -> None:
-    process = stuck("waits_for_a_save", log)
+@pytest.mark.parametrize(
+    ("how", "function"), [("waits_for_a_save", "hung_disk"), ("resumes_on_a_dead_disk", "cut_back")]
+)
+def test_a_rank_whose_disk_is_dead_hangs_and_does_not_wait_for_others(
+    how: str, function: str, log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a checkpoint is written in the background, and while a resumed run truncates its record."""
+    watch = HangWatch(make_plan(run_dir=str(log.parent)), rendezvous.ALONE, T, lambda: None)
+    monkeypatch.setenv(heartbeat.PROGRESS, watch.begin({0: (0, log)})[0])
+    process = stuck(how, log)
     try:
-        wait_for(lambda: "in wait" in ask_stacks(process.pid, log).text, "the main thread to wait for the other one")
-        said = ask_stacks(process.pid, log)
-        assert said.place.endswith(" in hung_disk")
-        assert not said.waits
+        wait_for(lambda: f"in {function}" in ask_stacks(process.pid, log).text, "the disk to hang")
+        attempt = watch._attempt
+        assert attempt is not None
+        (answer,) = watch._answers(attempt, [(0, heartbeat.read(watch._memory, 0).beats)], {0: process.pid})
+        assert answer.place.endswith(f" in {function}")
+        assert not answer.waits
+        assert judge([seen(0, 3, 8), seen(1, 3, 8)], [answer, waits(1)], T).rank == 0
     finally:
         process.kill()
         process.wait()

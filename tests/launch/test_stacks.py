@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from launcher.heartbeat import Role
 from launcher.launch import watchdog
 from launcher.launch.watchdog import Stacks
 
@@ -21,14 +22,15 @@ WRITER = [
 ]
 
 
-def dump(*threads: list[tuple[str, str]]) -> Stacks:
-    """As faulthandler has it: the main thread last, each from its innermost frame on."""
+def dump(*threads: list[tuple[str, str]], role: Role = Role.collective, waits_for: int = 0) -> Stacks:
+    """Stacks as faulthandler writes them: the main thread last, each thread from its innermost frame on."""
     shown = [
         f"Thread 0x{number:016x} (most recent call first):\n"
         + "\n".join(f'  File "{file}", line 7 in {name}' for file, name in thread)
-        for number, thread in enumerate(threads)
+        for number, thread in enumerate(threads, 1)
     ]
-    return Stacks("\n\n".join(shown) + "\n--- its process 12 ---\nThread 0x1 (most recent call first):")
+    text = "\n\n".join(shown) + "\n--- its process 12 ---\nThread 0x1 (most recent call first):"
+    return Stacks(text, "", role, waits_for)
 
 
 def test_where_the_main_thread_waits_for_a_save_its_writer_tells() -> None:
@@ -38,18 +40,21 @@ def test_where_the_main_thread_waits_for_a_save_its_writer_tells() -> None:
         (f"{HERE}/checkpoint/file_format.py", "flush"),
         (f"{SITE}/torch/distributed/checkpoint/filesystem.py", "write_data"),
     ]
-    stuck = dump(other, [*disk, (f"{HERE}/checkpoint/save.py", "write"), *WRITER], main)
+    stuck = dump(other, [*disk, (f"{HERE}/checkpoint/save.py", "write"), *WRITER], main, role=Role.io, waits_for=2)
     assert not stuck.waits
     assert stuck.place == f"{HERE}/checkpoint/file_format.py:7 in flush"
-    begin = dump([(f"{PYTHON}/pathlib.py", "mkdir"), (f"{HERE}/checkpoint/save.py", "_begin"), *WRITER], other, main)
+    creating = [(f"{PYTHON}/pathlib.py", "mkdir"), (f"{HERE}/checkpoint/save.py", "_begin"), *WRITER]
+    begin = dump(creating, other, main, role=Role.io, waits_for=1)
     assert not begin.waits
     assert begin.place == f"{HERE}/checkpoint/save.py:7 in _begin"
     patient = dump(
         [COLLECTIVE, (f"{HERE}/world.py", "of_all"), *WRITER],
         main,
+        role=Role.io,
+        waits_for=1,
     )
     assert patient.waits
-    over = dump(other, main)
+    over = dump(other, main, role=Role.io, waits_for=7)
     assert over.waits, "the writer has just ended: nothing is known of this rank"
     assert over.place == f"{HERE}/checkpoint/async_save.py:7 in wait"
 
@@ -77,21 +82,17 @@ def test_the_launchers_own_code_waits_for_the_gpu_and_so_for_others(innermost: t
         ("/home/me/tasks.py", "loss"),
         (f"{SITE}/torch/nn/modules/module.py", "_call_impl"),
         (f"{SITE}/torch/distributed/checkpoint/filesystem.py", "read_data"),
-        *(
-            (f"{HERE}/{name}.py", "f")
-            for name in (
-                "data/loader",
-                "data/window_feed",
-                "data/fingerprint",
-                "checkpoint/file_format",
-                "checkpoint/load",
-                "metrics",
-            )
-        ),
     ],
 )
-def test_what_computes_or_reads_waits_for_no_one(innermost: tuple[str, str]) -> None:
+def test_a_rank_that_runs_other_code_than_collectives_does_not_wait(innermost: tuple[str, str]) -> None:
     assert not dump([(f"{PYTHON}/socket.py", "recv"), innermost, *LOOP]).waits
+
+
+@pytest.mark.parametrize("module", ["data/loader", "checkpoint/resume", "metrics", "trainer"])
+def test_a_rank_that_declares_io_does_not_wait_whatever_the_file(module: str) -> None:
+    frame = (f"{HERE}/{module}.py", "f")
+    assert not dump([(f"{PYTHON}/pathlib.py", "rename"), frame, *LOOP], role=Role.io).waits
+    assert dump([COLLECTIVE, frame, *LOOP], role=Role.io).waits, "a collective between two files"
 
 
 def test_a_process_that_says_nothing_waits_for_no_one() -> None:

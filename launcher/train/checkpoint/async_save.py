@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from launcher.config.schema import OnError
 from launcher.errors import CheckpointFailed
+from launcher.heartbeat import PULSE, Role
 from launcher.rundir.fencing import Fence
 from launcher.train.checkpoint import save
 from launcher.train.checkpoint.contents import Staging
@@ -80,14 +81,16 @@ class Saver:
     def wait(self) -> None:
         """Wait for the save in progress. Raises the same errors as ``save``."""
         if self._thread is not None:
-            self._thread.join()
+            with PULSE.doing(Role.io, self._thread.ident or 0):
+                self._thread.join()
             self._thread = None
             self._settle()
 
     def finish(self) -> None:
         """Wait for the save in progress while another error is being raised; print its failure, if any."""
         if self._thread is not None:
-            self._thread.join()
+            with PULSE.doing(Role.io, self._thread.ident or 0):
+                self._thread.join()
             if self._error is not None:
                 print(f"The checkpoint that was being written is not there: {self._error}", flush=True)
 

@@ -14,6 +14,7 @@ from typing import IO, Any, TypeVar, cast
 
 from launcher.config.schema import OnError
 from launcher.errors import NoGoodCheckpoint, RecordFailed, WrongCheckpoint
+from launcher.heartbeat import PULSE, Role
 from launcher.plan.run_plan import RunPlan
 from launcher.quantities import count
 from launcher.rundir.fencing import Fence
@@ -156,6 +157,7 @@ def _move_aside(paths: RunPaths, fence: Fence, refused: list[Path]) -> None:
         directory.rename(paths.refused_checkpoint(directory))
 
 
+@PULSE.doing(Role.io)
 def open_record(
     plan: RunPlan, fence: Fence, step: int, last: dict[str, Any] | None, *, amended: bool = False
 ) -> Record:
@@ -217,6 +219,7 @@ def cut_back(path: Path, step: int, last: dict[str, Any] | None) -> None:
         raise
 
 
+@PULSE.doing(Role.io)
 def record_of(path: Path, step: int) -> dict[str, Any] | None:
     """Return the record of ``step``; None if it has no line."""
     if not path.exists():
