@@ -5,15 +5,20 @@ from __future__ import annotations
 import atexit
 import ctypes
 import faulthandler
+import math
 import os
 import re
 import signal
 import sys
 import threading
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, NoReturn, Self, TextIO, cast
+from typing import Any, NoReturn, Self, TextIO, TypeVar, cast
+
+T = TypeVar("T")
 
 # Ask a worker to stop after its window; sent by the agent, a scheduler, or a person.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
@@ -144,6 +149,18 @@ def leave(status: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def wait_until(condition: Callable[[], T], within_s: float = math.inf, every_s: float = 0.1) -> T:
+    """Call ``condition`` every ``every_s`` seconds until its result is true, for at most ``within_s`` seconds.
+
+    Returns:
+        The last result, which is false only if the time is over.
+    """
+    end = time.monotonic() + within_s
+    while not (result := condition()) and time.monotonic() < end:
+        time.sleep(every_s)
+    return result
 
 
 def children(pid: int) -> list[int]:

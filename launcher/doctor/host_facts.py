@@ -13,13 +13,13 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from launcher.config.hydra import CONF
 from launcher.plan.host import file_system, visible_gpus
+from launcher.process import wait_until
 from launcher.rundir.files import read_json, write_json
 
 PACKAGES = ("launcher", "torch", "hydra-core", "wandb", "submitit", "rich", "numpy")
@@ -131,11 +131,11 @@ class Desk:
         Returns:
             The answers that contain ``key``, by node.
         """
-        end = time.monotonic() + within_s
-        while True:
-            found = {node: answer for node, answer in answers(self.folder, self.nodes).items() if node in of}
-            known = {node: answer for node, answer in found.items() if key in answer}
-            over = {node for node, answer in found.items() if answer.get("done")}
-            if known.keys() | over >= of or time.monotonic() > end:
-                return known
-            time.sleep(_LOOK_EVERY_S)
+
+        def complete() -> bool:
+            published = answers(self.folder, self.nodes)
+            return of <= {node for node, answer in published.items() if key in answer or answer.get("done")}
+
+        wait_until(complete, within_s, _LOOK_EVERY_S)
+        published = answers(self.folder, self.nodes)
+        return {node: answer for node, answer in published.items() if node in of and key in answer}

@@ -19,6 +19,7 @@ from launcher.plan.host import Partition, torch_has_cuda
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.sbatch import clock, least_s
 from launcher.plan.worlds import node_range
+from launcher.process import wait_until
 
 
 def partition(found: Partition, state: str) -> Check:
@@ -193,23 +194,19 @@ def _follow(job_id: str, folder: Path, nodes: int, say: Callable[[str], None]) -
 
 def _end(job_id: str) -> None:
     """Cancel the job and wait for its end, because its processes write to the directory that is removed next."""
-    end = time.monotonic() + _ENDS_WITHIN_S
     job = client.job(job_id)
     if job is not None and job.state not in ENDED | {"COMPLETING"}:
         client.cancel(job_id)
-    while job is not None and job.state not in ENDED and time.monotonic() < end:
-        time.sleep(_LOOK_EVERY_S)
-        job = client.job(job_id)
+    wait_until(lambda: (job := client.job(job_id)) is None or job.state in ENDED, _ENDS_WITHIN_S, _LOOK_EVERY_S)
 
 
 def _all(folder: Path, nodes: int, *, patient: bool) -> dict[int, Answer]:
-    end = time.monotonic() + (_SHOWN_WITHIN_S if patient else 0)
-    while True:
+    def complete() -> bool:
         found = host_facts.answers(folder, nodes)
-        complete = len(found) == nodes and all(answer.get("done") for answer in found.values())
-        if complete or time.monotonic() >= end:
-            return found
-        time.sleep(_LOOK_EVERY_S)
+        return len(found) == nodes and all(answer.get("done") for answer in found.values())
+
+    wait_until(complete, _SHOWN_WITHIN_S if patient else 0, _LOOK_EVERY_S)
+    return host_facts.answers(folder, nodes)
 
 
 def _last_words(folder: Path) -> dict[int, str]:

@@ -17,7 +17,7 @@ from launcher.errors import EXIT_DONE, EXIT_RESUMABLE, SiteError, UserError
 from launcher.launch import local
 from launcher.launch.slurm import client, submit
 from launcher.plan.run_plan import RunPlan
-from launcher.process import die_with_parent
+from launcher.process import die_with_parent, wait_until
 from launcher.rundir.fencing import Fence, Incarnation
 from launcher.rundir.files import last_lines, read_json
 from launcher.runs import control
@@ -133,9 +133,9 @@ class Here:
         return 120 + 10 * cold
 
     def leftovers(self) -> list[str]:
-        end = time.monotonic() + _LEAVES_WITHIN_S + self.plan.cluster.grace_s
-        while (left := processes_of(self.plan.run.dir, self.plan.run.id)) and time.monotonic() < end:
-            time.sleep(local.POLL_S)
+        run = self.plan.run
+        wait_until(lambda: not processes_of(run.dir, run.id), _LEAVES_WITHIN_S + self.plan.cluster.grace_s)
+        left = processes_of(run.dir, run.id)
         return [f"process {process.pid} ({process.command[:100]})" for process in left]
 
     def abandon(self) -> None:
@@ -198,11 +198,8 @@ class Queued:
             )  # fmt: skip
         except SiteError as error:
             # if everything is killed, the job may end before this step reports its success
-            end = time.monotonic() + (_LEAVES_QUEUE_WITHIN_S if whom == "all" else 0)
-            while not self.over():
-                if time.monotonic() > end:
-                    raise SiteError(f"launch drill: nothing can be killed from within the job: {error}") from None
-                time.sleep(_ASK_EVERY_S)
+            if not wait_until(self.over, _LEAVES_QUEUE_WITHIN_S if whom == "all" else 0, _ASK_EVERY_S):
+                raise SiteError(f"launch drill: nothing can be killed from within the job: {error}") from None
             return whom == "all"
         return True
 
@@ -228,12 +225,14 @@ class Queued:
 
     def leftovers(self) -> list[str]:
         """Wait until Slurm reports that the processes of the job are gone; return the job if it does not."""
-        end = time.monotonic() + _LEAVES_QUEUE_WITHIN_S
-        while (listed := client.jobs([self._job]).get(self._job)) and listed.state not in client.ENDED:
-            if time.monotonic() > end:
-                return [f"Slurm job {self._job} is {listed.state}"]
-            time.sleep(_ASK_EVERY_S)
-        return []
+
+        def ended() -> bool:
+            job = client.jobs([self._job]).get(self._job)
+            return job is None or job.state in client.ENDED
+
+        if wait_until(ended, _LEAVES_QUEUE_WITHIN_S, _ASK_EVERY_S):
+            return []
+        return [f"Slurm still lists job {self._job} {_LEAVES_QUEUE_WITHIN_S} s after its end"]
 
     def abandon(self) -> None:
         run = control.one(self._plan.paths)

@@ -10,11 +10,12 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from launcher.process import wait_until
 
 OWN = b"launcher.drill.processes"
 # modules that only read a run's directory
@@ -122,14 +123,18 @@ def kill_all(run_dir: str, run_id: str, within_s: float = _DIES_WITHIN_S) -> tup
         The number of processes killed, and those that are still alive after ``within_s`` seconds.
     """
     killed: set[int] = set()
-    end = time.monotonic() + within_s
-    while (left := processes_of(run_dir, run_id)) and time.monotonic() < end:
+
+    def none_left() -> bool:
+        left = processes_of(run_dir, run_id)
         for process in left:
             with suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
                 killed.add(process.pid)
-        time.sleep(_LOOK_EVERY_S)
-    return len(killed), left
+        return not left
+
+    if wait_until(none_left, within_s, _LOOK_EVERY_S):
+        return len(killed), []
+    return len(killed), processes_of(run_dir, run_id)
 
 
 def in_words(left: Sequence[Process]) -> str:

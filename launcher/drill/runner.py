@@ -18,6 +18,7 @@ from launcher.drill.backends import Stage
 from launcher.drill.verdict import Difference, Drilled, Interrupted, Kind, Record, first_difference, judge, wrong_steps
 from launcher.errors import RunError
 from launcher.plan.run_plan import RunPlan
+from launcher.process import wait_until
 from launcher.quantities import count
 from launcher.rundir.paths import RunPaths
 
@@ -215,18 +216,17 @@ class Drill:
     def _interrupt(self, kind: Kind, paths: RunPaths, length: Length, cold_s: float) -> Interrupted:
         """Interrupt a run that has just started, resume it if necessary, and follow it to its end."""
         stage = self._stage
-        while (record := Record.of(paths.metrics)).step < length.until:
-            if stage.over():
-                raise_if_failed(stage)
-            time.sleep(LOOK_EVERY_S)
+        wait_until(lambda: stage.over() or Record.of(paths.metrics).step >= length.until, every_s=LOOK_EVERY_S)
+        record = Record.of(paths.metrics)
+        if record.step < length.until:
+            raise_if_failed(stage)
         died = time.monotonic()
         what = stage.interrupt(kind)
         if not what:
             raise TooLate
         found, saving_s, patience = Interrupted(kind=kind, what=what), None, stage.patience_s(cold_s)
         if stage.resumes(kind):
-            while not stage.over():
-                time.sleep(LOOK_EVERY_S)
+            wait_until(stage.over, every_s=LOOK_EVERY_S)
             if kind is Kind.preempt:
                 saving_s, died = time.monotonic() - died, time.monotonic()
             record = Record.of(paths.metrics)
@@ -244,8 +244,7 @@ class Drill:
             ended = stage.complaint(None) if stage.over() else ""
             problem = ended or f"it has not come to a further step within {patience} s"
             return dataclasses.replace(found, at_step=before.step, problem=problem)
-        while not stage.over():
-            time.sleep(LOOK_EVERY_S)
+        wait_until(stage.over, every_s=LOOK_EVERY_S)
         return dataclasses.replace(
             found, at_step=before.step, from_step=after, saving_s=saving_s, recovery_s=recovered,
             problem=stage.complaint(None),

@@ -31,6 +31,7 @@ from launcher.launch.network import (
 from launcher.launch.peers import FirstHost, OtherHost, Peers
 from launcher.plan.launch_plan import LaunchPlan, Place, RunInfo
 from launcher.plan.run_plan import RunPlan
+from launcher.process import wait_until
 from launcher.rundir.files import read_json, write_text
 
 # seconds that node 0 waits for the others, and every other host for node 0
@@ -227,12 +228,8 @@ def _make_directory(plan: P, config_yaml: str) -> tuple[P, bool]:
 
 
 def _is_of_this_run(plan: LaunchPlan) -> bool:
-    for _ in range(20):
-        try:
-            fields = read_json(plan.paths.plan)
-        except OSError:  # run.dir is a file, or cannot be read
-            return False
-        if fields is not None:
-            return fields.get("run", {}).get("id") == plan.run.id
-        time.sleep(0.1)  # another host that shares the disk may be about to write it
-    return False
+    try:  # another host that shares the disk may be about to write it
+        fields = wait_until(lambda: read_json(plan.paths.plan), within_s=2)
+    except OSError:  # run.dir is a file, or cannot be read
+        return False
+    return fields is not None and fields.get("run", {}).get("id") == plan.run.id

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import signal
 import socket
-import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
 from launcher.plan.launch_plan import LaunchPlan, Place
+from launcher.process import wait_until
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 BACKEND = "launcher"
 _JOIN_WITHIN_S = 600
-_LOOK_EVERY_S = 0.1
 # reason of a closed round if another host reports the failure
 GIVEN_UP = "another host has given up"
 
@@ -87,31 +86,32 @@ def _handler(plan: LaunchPlan, place: Place, asked: Callable[[], signal.Signals 
 
         def _wait_for_store(self, host: str, port: int) -> None:
             """Wait until the store accepts connections; the store's own waiting cannot be interrupted by a signal."""
-            end = time.monotonic() + _JOIN_WITHIN_S
-            while True:
+
+            def answers() -> bool:
                 self._stop_if_asked()
-                if place.node == 0:
-                    return None
                 try:
-                    return socket.create_connection((host, port), timeout=1).close()
-                except OSError as error:
-                    if time.monotonic() > end:
-                        raise RendezvousClosedError(f"{place.store} does not answer: {error}") from error
-                time.sleep(_LOOK_EVERY_S)
+                    socket.create_connection((host, port), timeout=1).close()
+                except OSError:
+                    return False
+                return True
+
+            if place.node and not wait_until(answers, _JOIN_WITHIN_S):
+                raise RendezvousClosedError(f"{place.store} does not answer")
 
         def _wait_for_all(self) -> None:
             """Wait for all hosts by polling, so that a signal or a host that has given up ends the wait."""
-            key, end = f"here{self._round}", time.monotonic() + _JOIN_WITHIN_S
+            key = f"here{self._round}"
+
+            def complete() -> bool:
+                self._stop_if_asked()
+                if self._store.check(["over"]):
+                    raise RendezvousClosedError(GIVEN_UP)
+                return self._store.add(key, 0) >= plan.cluster.nodes
+
             try:
-                here = self._store.add(key, 1)
-                while here < plan.cluster.nodes:
-                    self._stop_if_asked()
-                    if self._store.check(["over"]):
-                        raise RendezvousClosedError(GIVEN_UP)
-                    if time.monotonic() > end:
-                        raise RendezvousClosedError(f"{here} of {plan.cluster.nodes} hosts are here")
-                    time.sleep(_LOOK_EVERY_S)
-                    here = self._store.add(key, 0)
+                arrived = self._store.add(key, 1)
+                if arrived < plan.cluster.nodes and not wait_until(complete, _JOIN_WITHIN_S):
+                    raise RendezvousClosedError(f"{self._store.add(key, 0)} of {plan.cluster.nodes} hosts have arrived")
             except RuntimeError as error:  # node 0 is gone, and the store with it
                 raise RendezvousClosedError(str(error)) from error
 

@@ -34,7 +34,7 @@ from launcher.launch.hang_verdict import Answer, Hang, Seen
 from launcher.launch.rendezvous import Board, Gone, OwnBoard, StoreBoard
 from launcher.plan.launch_plan import Place
 from launcher.plan.run_plan import RunPlan
-from launcher.process import STACK_SIGNAL, children, handles, has_variable, state_of
+from launcher.process import STACK_SIGNAL, children, handles, has_variable, state_of, wait_until
 from launcher.rundir import records
 
 _ANSWERS_WITHIN_S, _QUIET_S, _LOOK_EVERY_S = 3.0, 0.3, 0.05
@@ -324,10 +324,9 @@ class HangWatch(threading.Thread):
         self._board.post(attempt.key("who"), json.dumps([attempt.asked, beats]))
         answers = self._answers(attempt, beats, pids)
         wanted = {attempt.key(f"stacks {attempt.asked}", one.node) for one in behind if one.node}
-        end = time.monotonic() + _STACKS_WITHIN_S + self._every_s
-        while len(found := self._board.read(wanted)) < len(wanted) and time.monotonic() < end:
-            time.sleep(0.1)
-        return answers + [Answer(**fields) for text in found.values() for fields in json.loads(text)]
+        wait_until(lambda: len(self._board.read(wanted)) == len(wanted), _STACKS_WITHIN_S + self._every_s)
+        texts = self._board.read(wanted).values()
+        return answers + [Answer(**fields) for text in texts for fields in json.loads(text)]
 
     def _follow(self, attempt: _Attempt, pids: Mapping[int, int]) -> Hang | None:
         """Answer a request for stacks and return node 0's verdict, if any; runs on nodes other than 0."""

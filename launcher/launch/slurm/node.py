@@ -13,7 +13,6 @@ import os
 import signal
 import socket
 import sys
-import time
 import traceback
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,7 +25,7 @@ from launcher.launch.slurm import client
 from launcher.launch.slurm.client import Task
 from launcher.launch.slurm.outcome import cancelled, conclude, failed, wanted_back
 from launcher.plan.launch_plan import LaunchPlan, Place
-from launcher.process import StopShield, die_with_parent
+from launcher.process import StopShield, die_with_parent, wait_until
 from launcher.rundir import records
 from launcher.rundir.fencing import Fence, Incarnation
 from launcher.rundir.files import write_text
@@ -82,15 +81,15 @@ def _stay_if_replaced(task: Task, status: int) -> None:
     """
     if not task.can_ask or (status == EXIT_DONE and task.node):  # status 0 of another node has no consequences
         return
-    while True:
+
+    def not_restarted() -> bool:
         try:
             job = client.job(task.job)
         except SiteError:
-            job = None
-        else:
-            if job is None or job.state != "RUNNING" or job.restarts == task.restart:
-                return
-        time.sleep(_ASK_AGAIN_S)
+            return False
+        return job is None or job.state != "RUNNING" or job.restarts == task.restart
+
+    wait_until(not_restarted, every_s=_ASK_AGAIN_S)
 
 
 def _write_to(paths: RunPaths, node: int) -> None:
@@ -193,12 +192,14 @@ def _open(plan: LaunchPlan, task: Task, fence: Fence) -> None:
 
 
 def _wait_for_first(fence: Fence) -> dict[str, Any]:
-    end = time.monotonic() + _MEET_WITHIN_S
-    while (newest := fence.newest()).get("incarnation") != str(fence.own) or not newest.get("store"):
+    def started() -> dict[str, Any] | None:
         fence.check()
-        if time.monotonic() > end:
-            raise SiteError(f"node 0 has not begun incarnation {fence.own} within {_MEET_WITHIN_S} s.")
-        time.sleep(_LOOK_EVERY_S)
+        newest = fence.newest()
+        return newest if newest.get("incarnation") == str(fence.own) and newest.get("store") else None
+
+    newest = wait_until(started, _MEET_WITHIN_S, _LOOK_EVERY_S)
+    if newest is None:
+        raise SiteError(f"node 0 has not started incarnation {fence.own} within {_MEET_WITHIN_S} s.")
     return newest
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from launcher import process
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, SiteError, Superseded, UserError
 from launcher.launch.agent import Ended
 from launcher.launch.slurm import client, node, outcome
@@ -262,7 +263,7 @@ def test_a_replaced_start_does_not_return(now: Situation, monkeypatch: pytest.Mo
     def next_answer(_: float) -> None:
         now.job = answers.pop(0)
 
-    monkeypatch.setattr(node.time, "sleep", next_answer)
+    monkeypatch.setattr(process.time, "sleep", next_answer)
     now.job = None  # cut off from Slurm
     node._stay_if_replaced(now.task(), EXIT_FAILED)
     assert answers == [], "it stayed while Slurm was silent, and while the job ran elsewhere"
