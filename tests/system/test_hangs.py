@@ -86,7 +86,7 @@ def test_a_rank_of_another_host_that_hangs_at_the_start(project: Path) -> None:
             "train",
             *OWN,
             *SOON,
-            f"cluster.grace_s={10 * slowness():g}",
+            f"cluster.grace_s={10 * slowness():.0f}",
             "cluster=hosts",
             *where,
             "task.trouble=hang at the start",
