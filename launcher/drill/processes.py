@@ -15,6 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from launcher.process import wait_until
 
 OWN = b"launcher.drill.processes"
@@ -61,20 +63,17 @@ def processes_of(run_dir: str, run_id: str) -> list[Process]:
 def _everything(run_dir: str, run_id: str) -> list[tuple[Process, bool]]:
     """Return this user's processes, each with True if it is the launcher's and has ``run_dir`` as an argument."""
     found: list[tuple[Process, bool]] = []
-    for place in Path("/proc").glob("[0-9]*"):
+    for process in psutil.process_iter():
         try:
-            words = (place / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            environment = (place / "environ").read_bytes().split(b"\0")
-            status, parent, *_ = (place / "stat").read_text().rpartition(")")[2].split()
-        except OSError:  # the process has ended, or belongs to another user
+            if process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            words, environment, parent = process.cmdline(), process.environ(), process.ppid()
+        except psutil.Error:  # the process has ended, or belongs to another user
             continue
-        if status == "Z":
-            continue
-        of_run = b"TORCHELASTIC_RUN_ID=" + run_id.encode() in environment
-        ranks = [word.partition(b"=")[2] for word in environment if word.startswith(b"RANK=")]
-        rank = int(ranks[0]) if of_run and ranks else None
-        process = Process(int(place.name), int(parent), " ".join(words).strip(), rank, of_run)
-        found.append((process, runs_jobs(words) and any(_within(word, run_dir) for word in words)))
+        of_run = environment.get("TORCHELASTIC_RUN_ID") == run_id
+        rank = int(environment["RANK"]) if of_run and "RANK" in environment else None
+        executes = bool(words) and runs_jobs(words) and any(_within(word, run_dir) for word in words)
+        found.append((Process(process.pid, parent, " ".join(words), rank, of_run), executes))
     return found
 
 

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import array
 import errno
-import fcntl
 import json
 import os
 import select
 import socket
-import struct
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import psutil
+
 from launcher.errors import SiteError
 from launcher.plan.placement import endpoint
 
-_SIOCGIFCONF = 0x8912
-_RECORD = 40  # struct ifreq on 64-bit Linux: 16 bytes of name, then a sockaddr
-_ROOM = 1024 * _RECORD
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
@@ -55,14 +51,13 @@ class Route:
 
 def interfaces() -> list[Interface]:
     """Return every interface of this host with an IPv4 address, one entry per address."""
-    room = array.array("B", bytes(_ROOM))
-    start, _ = room.buffer_info()
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
-        answer = fcntl.ioctl(asker.fileno(), _SIOCGIFCONF, struct.pack("iP", _ROOM, start))
-    size = struct.unpack("iP", answer)[0]
-    records = [room[at : at + _RECORD].tobytes() for at in range(0, size, _RECORD)]
     # an alias such as eth0:1 is an address of eth0
-    return [Interface(r[:16].split(b"\0")[0].decode().split(":")[0], socket.inet_ntoa(r[20:24])) for r in records]
+    return [
+        Interface(name.partition(":")[0], entry.address)
+        for name, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if entry.family == socket.AF_INET
+    ]
 
 
 def find_route(rendezvous: str, wanted: str | None) -> Route:
