@@ -13,6 +13,7 @@ from launcher.plan.host import Site
 from launcher.plan.launch_plan import RunInfo
 from launcher.plan.run_plan import RunPlan, TaskPlan
 from launcher.plan.solve import solve
+from tests.infra import warm
 
 ROOT = Path(__file__).resolve().parent.parent
 # how many times longer this machine takes than the one that the limits were chosen on; measured once by conftest.py
@@ -64,28 +65,18 @@ def launch_command(*arguments: str) -> list[str]:
 
 def launch(*arguments: str, cwd: Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """`launch ...` typed in ``cwd``."""
-    return subprocess.run(
+    return warm.run(
         launch_command(*arguments),
         cwd=cwd,
         env={**os.environ, **(env or {})},
         stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
         timeout=patience(240),
-        check=False,
     )
 
 
 def torchrun(script: Path, arguments: Sequence[str], ranks: int, cwd: Path, timeout: float = 240) -> str:
     """Run ``script`` on ``ranks`` real processes with gloo; its output. Fails the test when it fails."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    done = subprocess.run(
-        [*command, "-m", "launcher.launch.script", str(script), *arguments],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=patience(timeout),
-        check=False,
-    )
+    done = warm.run([*command, "-m", "launcher.launch.script", str(script), *arguments], patience(timeout), cwd=cwd)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

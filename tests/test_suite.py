@@ -1,15 +1,19 @@
-"""The suite itself: its lists name files that are there, and a test that is ended leaves no process."""
+"""The suite itself: its lists name files that are there; a test that is ended leaves no process; warm starts."""
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.conftest import DEALT_OUT, LONG, WAITING
-from tests.helpers import ROOT
+from tests.helpers import ROOT, launch_command, patience, torchrun
+from tests.infra import warm
 from tests.infra.runs import processes_of
 
 TESTS = Path(__file__).parent
@@ -47,3 +51,50 @@ def test_a_test_that_is_ended_by_its_limit_takes_its_processes_with_it(tmp_path:
     assert done.returncode == 1, done.stdout + done.stderr
     assert "Timeout" in done.stdout
     assert processes_of(Path(seconds)) == []
+
+
+# printed by a script under torchrun, whose ranks are started by a warm process
+SHOW = """
+import json, os, random, signal, sys
+from pathlib import Path
+print(json.dumps({
+    "rank": os.environ["RANK"], "argv": sys.argv, "cwd": os.getcwd(), "beside": sys.path[0],
+    "cmdline": Path("/proc/self/cmdline").read_text(), "environ": Path("/proc/self/environ").read_text(),
+    "parent": Path(f"/proc/{os.getppid()}/cmdline").read_text(), "session": os.getsid(0) == os.getpid(),
+    "files": sorted(os.listdir("/proc/self/fd")), "numbers": random.random(),
+    "blocked": list(signal.pthread_sigmask(signal.SIG_BLOCK, [])), "name": __name__,
+}), flush=True)
+"""
+
+
+def shown(output: str) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    return sorted(found, key=lambda one: one["rank"])
+
+
+@pytest.mark.slow
+def test_a_warm_process_is_as_one_that_was_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "show.py"
+    script.write_text(SHOW)
+    warm_ranks = shown(torchrun(script, ["one", "two words"], 2, tmp_path))
+    monkeypatch.setenv(warm.COLD, "1")
+    cold_ranks = shown(torchrun(script, ["one", "two words"], 2, tmp_path))
+    assert len(warm_ranks) == len(cold_ranks) == 2
+    assert warm_ranks[0]["numbers"] != warm_ranks[1]["numbers"]
+    varying = re.compile(r"(COLUMNS|LINES|MASTER_PORT|TORCHELASTIC_\w+|LAUNCHER_TEST_COLD)=[^\0]*\0")
+    for ours, executed in zip(warm_ranks, cold_ranks, strict=True):
+        for one in (ours, executed):
+            del one["numbers"]
+            one["environ"] = sorted(varying.sub("", one["environ"]).rstrip("\0").split("\0"))
+            one["cmdline"], one["parent"] = one["cmdline"].rstrip("\0"), one["parent"].rstrip("\0")
+        assert ours == executed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("arguments", "status"), [(["--version"], 0), (["nonsense"], 2)])
+def test_a_warm_process_has_the_status_and_output_of_its_program(arguments: list[str], status: int) -> None:
+    command = launch_command(*arguments)
+    ours = warm.run(command, patience(60))
+    executed = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ours.returncode == executed.returncode == status
+    assert (ours.stdout, ours.stderr) == (executed.stdout, executed.stderr)

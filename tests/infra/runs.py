@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers import launch_command, patience
+from tests.infra import warm
 
 PROJECT = Path(__file__).parent.parent / "user_project"
 OWN = (
@@ -48,7 +49,7 @@ def wait_for(condition: Any, what: str, seconds: float = 60) -> None:
 
 
 def start(project: Path, *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+    return warm.Popen(
         launch_command("train", *OWN, *arguments),
         cwd=project,
         stdout=subprocess.PIPE,

@@ -1,0 +1,305 @@
+"""Warm start of Python programs: forked from a process that has imported torch and the launcher, instead of executed.
+
+What costs a test of real processes most is `import torch`, in each of them. ``run`` and ``Popen`` here are those of
+``subprocess``, but a Python program that they recognise (``python -m launcher...``, torchrun, the command line) is
+forked from a server, and so are the programs that it starts in its turn. Such a process is as real as any other: it
+has a parent, a session, signals, files and memory of its own, and /proc shows the command line and the environment
+that it was given. It differs in what is imported already, and its hashes have the seed 0. Everything else is executed
+as usual, and so is every program if ``COLD`` is set in its environment.
+
+The server clones with CLONE_PARENT, so that the new process is a child of the one that asked for it; for this each
+process has a server of its own, forked from it before it does anything else and starts threads.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import fcntl
+import gc
+import importlib
+import inspect
+import json
+import os
+import platform
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+COLD = "LAUNCHER_TEST_COLD"
+PRELOADED = (
+    "torch", "torch._dynamo", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp",
+    "torch.distributed.launcher.api", "torch.distributed.run", "torch.utils.data", "launcher.api",
+    "launcher.cli.start", "launcher.launch.agent", "launcher.launch.planner", "launcher.train.trainer",
+)  # fmt: skip
+COMMAND_LINE = "from launcher.cli import main; main()"
+# they start no Python programs, and so need no server
+LEAVES = ("launcher.train.worker", "launcher.launch.script")
+# variables that are read when Python or torch start, which is over in a fork
+READ_AT_START = ("PYTHONWARNINGS", "PYTHONNOUSERSITE", "TORCH_LOGS", COLD)
+SPACE = 100_000  # bytes for a command line, and as many for an environment
+CLONE_PARENT, CLONE = 0x8000, {"x86_64": 56, "aarch64": 220}.get(platform.machine(), 0)
+FAR = 512  # file descriptors from here on are in nobody's way
+
+
+@dataclass(frozen=True)
+class Program:
+    """A Python program to be started, and what it inherits from the process that asks for it."""
+
+    argv: list[str]
+    cwd: str
+    env: dict[str, str]
+    descriptors: list[int]  # the numbers that the files sent along have in the new process
+    new_session: bool
+    blocked: list[int]  # signals
+    ignored: list[int]
+
+    @property
+    def command(self) -> tuple[list[str], bool]:
+        """The command without the interpreter and its options; whether it is kept from importing its directory."""
+        words, safe = self.argv[1:], "PYTHONSAFEPATH" in self.env
+        while words and words[0] in ("-P", "-u"):
+            safe |= words.pop(0) == "-P"
+        return words, safe
+
+    @property
+    def library(self) -> list[str]:
+        return [place for place in self.env.get("PYTHONPATH", "").split(os.pathsep) if place]
+
+    @property
+    def is_known(self) -> bool:
+        words, _ = self.command
+        if self.argv[0] != sys.executable or len(words) < 2 or any(name in self.env for name in READ_AT_START):
+            return False
+        if self.env.get("PYTHONHASHSEED", "0") != "0" or any((Path(p) / "launcher").exists() for p in self.library):
+            return False
+        return words[:2] == ["-c", COMMAND_LINE] or (
+            words[0] == "-m" and words[1].startswith(("launcher", "torch.distributed.run"))
+        )
+
+
+class Popen(subprocess.Popen[Any]):
+    """``subprocess.Popen`` with warm starts."""
+
+    def _execute_child(self, *arguments: Any) -> None:
+        _start(self, *arguments)
+
+
+def run(command: list[str], timeout: float, **options: Any) -> subprocess.CompletedProcess[str]:
+    """``subprocess.run`` with a warm start, and the output captured as text."""
+    with Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options) as process:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+_execute = subprocess.Popen._execute_child  # pyright: ignore
+_signature = inspect.signature(_execute)
+_lock = threading.Lock()
+_server: socket.socket | None = None  # of this process
+
+
+def _start(process: subprocess.Popen[Any], *arguments: Any) -> None:
+    """Fork the program if it is a known one; does the work of ``Popen._execute_child``."""
+    given = _signature.bind(process, *arguments).arguments
+    program = _program(given)
+    if program is None or not CLONE:
+        _execute(process, *arguments)
+        return
+    streams = [given[name] for name in ("p2cread", "c2pwrite", "errwrite")]
+    files = [number if file == -1 else file for number, file in enumerate(streams)]
+    message = json.dumps(asdict(program)).encode()
+    with _lock:
+        channel = _server or _first_server()
+        socket.send_fds(channel, [len(message).to_bytes(8, "big")], [*files, *given["pass_fds"]])
+        channel.sendall(message)
+        process.pid = int.from_bytes(channel.recv(8), "big")
+    process._child_created = True  # pyright: ignore
+    ends = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+    process._close_pipe_fds(*(given[name] for name in ends))  # pyright: ignore
+
+
+def _program(given: Mapping[str, Any]) -> Program | None:
+    argv = given["args"]
+    if given["shell"] or given["executable"] or given["preexec_fn"] or not isinstance(argv, list | tuple):
+        return None
+    program = Program(
+        argv=[os.fsdecode(word) for word in argv],
+        cwd=os.path.abspath(os.fsdecode(given["cwd"] or ".")),  # noqa: PTH100
+        env=dict(os.environ if given["env"] is None else given["env"]),
+        descriptors=[0, 1, 2, *given["pass_fds"]],
+        new_session=given["start_new_session"],
+        blocked=[int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
+        ignored=[number for number in range(1, 32) if signal.getsignal(number) == signal.SIG_IGN],
+    )
+    return program if program.is_known and Path(program.cwd).is_dir() else None
+
+
+def _first_server() -> socket.socket:
+    """Execute the server of this process, which is not a warm one itself."""
+    global _server
+    _server, theirs = socket.socketpair()
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "TORCH", "LAUNCHER"))}
+    code = "import sys; from tests.infra.warm import main; main(int(sys.argv[1]))"
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-c", code, str(theirs.fileno()), " " * SPACE],
+        env={**env, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "SPACE": " " * SPACE},
+        cwd="/",
+        pass_fds=(theirs.fileno(),),
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    theirs.close()
+
+    def end(channel: socket.socket) -> None:
+        channel.close()
+        process.wait()
+
+    atexit.register(end, _server)
+    return _server
+
+
+def main(descriptor: int) -> None:
+    """Import what the programs need, and serve until the client ends. In a new process: run its program."""
+    before = dict(os.environ)
+    for module in PRELOADED:
+        importlib.import_module(module)
+    by_imports = {name: value for name, value in os.environ.items() if name not in before}
+    gc.freeze()  # a collection would copy every page of theirs
+    program = _serve(socket.socket(fileno=descriptor))
+    _show(program)
+    os.environ |= by_imports | program.env
+    _leave(_run(program))
+
+
+def _serve(channel: socket.socket) -> Program:
+    """Fork a process for each request; return in the new process, which has a server of its own by then."""
+    global _server
+    while True:
+        _silence(channel)
+        header, files, _, _ = socket.recv_fds(channel, 8, 16)
+        if not header:  # the client has ended
+            os._exit(0)
+        with channel.makefile("rb") as stream:
+            program = Program(**json.loads(stream.read(int.from_bytes(header, "big"))))
+        if pid := _clone():
+            for file in files:
+                os.close(file)
+            channel.sendall(pid.to_bytes(8, "big"))
+            continue
+        channel.detach()  # the next line closes it, and its number may be taken again
+        _inherit(program, files)
+        if program.command[0][1] in LEAVES:
+            _server = None
+            return program
+        _server, channel = socket.socketpair()
+        if os.fork():
+            channel.close()
+            return program
+        _server.close()
+
+
+def _silence(channel: socket.socket) -> None:
+    """Let go of the client's files, and stay while the client may get a signal that its group is sent."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for number in (0, 1, 2):
+        os.dup2(null, number)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    os.closerange(3, channel.fileno())
+    os.closerange(channel.fileno() + 1, FAR)
+
+
+def _clone() -> int:
+    """Fork a sibling of this process. Returns its id, and 0 in it."""
+    ctypes.pythonapi.PyOS_BeforeFork()
+    pid = ctypes.PyDLL(None).syscall(CLONE, CLONE_PARENT | signal.SIGCHLD, 0, 0, 0, 0)
+    (ctypes.pythonapi.PyOS_AfterFork_Parent if pid else ctypes.pythonapi.PyOS_AfterFork_Child)()
+    return pid
+
+
+def _inherit(program: Program, files: list[int]) -> None:
+    """Take the session, signals, files and directory that an executed program would have."""
+    if program.new_session:
+        os.setsid()
+    for number in set(range(1, 32)) - {signal.SIGKILL, signal.SIGSTOP}:
+        signal.signal(number, signal.SIG_IGN if number in program.ignored else signal.SIG_DFL)
+    for number, action in ((signal.SIGPIPE, signal.SIG_IGN), (signal.SIGINT, signal.default_int_handler)):
+        if number not in program.ignored:
+            signal.signal(number, action)
+    signal.pthread_sigmask(signal.SIG_SETMASK, program.blocked)
+    out_of_the_way = [fcntl.fcntl(file, fcntl.F_DUPFD, FAR) for file in files]
+    os.closerange(0, FAR)
+    for file, number in zip(out_of_the_way, program.descriptors, strict=True):
+        os.dup2(file, number)
+        os.close(file)
+    os.chdir(program.cwd)
+
+
+def _show(program: Program) -> None:
+    """Set the environment and have /proc show it, and the command line, in the place of the server's."""
+    os.environ.clear()
+    os.environ |= program.env
+    arg_start, arg_end, env_start, env_end = map(
+        int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:49]
+    )
+    variables = [f"{name}={value}" for name, value in program.env.items()]
+    for start, end, words in ((arg_start, arg_end, program.argv), (env_start, env_end, variables)):
+        text = b"".join(os.fsencode(word) + b"\0" for word in words)
+        assert len(text) < end - start, f"{len(text)} bytes are more than there is space for"
+        ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
+
+
+def _run(program: Program) -> int:
+    """Run the program as the interpreter would; return its exit status."""
+    words, safe = program.command
+    unbuffered = "-u" in program.argv[: -len(words)] or "PYTHONUNBUFFERED" in program.env
+    sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stdout.reconfigure(write_through=unbuffered)
+    sys.stderr = sys.__stderr__ = open(2, "w", 1, "utf-8", "backslashreplace", closefd=False)  # noqa: SIM115
+    subprocess.Popen._execute_child = _start  # pyright: ignore
+    sys.path[:0] = [*([] if safe else [program.cwd]), *program.library]
+    importlib.invalidate_caches()
+    torch, numpy = sys.modules["torch"], sys.modules["numpy"]
+    torch.set_num_threads(int(program.env.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
+    numpy.random.seed()
+    sys.argv, sys.modules["__main__"] = [words[0], *words[2:]], ModuleType("__main__")
+    try:
+        if words[0] == "-c":
+            exec(words[1], vars(sys.modules["__main__"]))
+        else:
+            sys.modules.pop(words[1], None)  # what is imported runs once more as the program
+            runpy._run_module_as_main(words[1])  # pyright: ignore
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        if isinstance(error, KeyboardInterrupt):
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+        return 1
+    return 0
+
+
+def _leave(status: int) -> None:
+    """End as the interpreter would, but for the teardown of its modules."""
+    threading._shutdown()  # pyright: ignore
+    atexit._run_exitfuncs()  # pyright: ignore
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status & 0xFF)
