@@ -172,14 +172,11 @@ def _first_server() -> socket.socket:
 
 def main(descriptor: int) -> None:
     """Import what the programs need, and serve until the client ends. In a new process: run its program."""
-    before = dict(os.environ)
     for module in PRELOADED:
         importlib.import_module(module)
-    by_imports = {name: value for name, value in os.environ.items() if name not in before}
     gc.freeze()  # a collection would copy every page of theirs
     program = _serve(socket.socket(fileno=descriptor))
     _show(program)
-    os.environ |= by_imports | program.env
     _leave(_run(program))
 
 
