@@ -27,8 +27,8 @@ from launcher.plan.run_plan import RunPlan, TaskPlan
 from launcher.plan.solve import solve
 from launcher.report.compare import Comparison, Entry
 from launcher.report.compare import compare as side_by_side
-from launcher.report.figures import read_all
 from launcher.report.live import Silence
+from launcher.report.measurements import read_all
 from launcher.rundir.files import read_json, write_text
 from launcher.rundir.paths import RunPaths, SweepPaths
 from launcher.runs import control

@@ -3,9 +3,19 @@ const OPTIONS = {
   modeBarButtons: [["toImage", "resetScale2d"]],
 };
 
+// What the layouts of all plots share; the legend is below the axes and covers no data.
+const AXIS = { gridcolor: "#e5e7eb", zerolinecolor: "#cbd5e1", linecolor: "#cbd5e1", automargin: true };
+const FONT = { family: "system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, sans-serif", size: 13, color: "#1f2937" };
+const TEMPLATE = { layout: {
+  margin: { l: 64, r: 20, t: 30, b: 56 }, paper_bgcolor: "#ffffff", plot_bgcolor: "#ffffff", font: FONT,
+  hoverlabel: { align: "left", bgcolor: "#ffffff", font: { size: 13, color: FONT.color } },
+  legend: { traceorder: "normal", orientation: "h", yref: "container", y: 0, yanchor: "bottom", x: 0, xanchor: "left" },
+  xaxis: { ...AXIS, title: { standoff: 10 } }, yaxis: { ...AXIS, title: { standoff: 8 } },
+} };
+
 function drawn(plot) { return document.querySelector(`.plot[data-plot="${plot}"]`); }
 
-// Buttons beside a plot's title: one group of them for the x axis, one for which curves show.
+// Buttons beside a plot's title: one group for the kind of curves, one for the x axis.
 function buttons(place, names, chosen, act) {
   const group = document.createElement("span");
   group.className = "group";
@@ -25,7 +35,7 @@ function buttons(place, names, chosen, act) {
 
 FIGURES.forEach((figure, number) => {
   const place = drawn(number);
-  Plotly.newPlot(place, figure.data, figure.layout, OPTIONS);
+  Plotly.newPlot(place, figure.data, { ...figure.layout, template: TEMPLATE }, OPTIONS);
   const choices = document.querySelector(`.choices[data-of="${number}"]`);
   const kinds = [...new Set(figure.data.map((trace) => trace.meta).filter(Boolean))];
   if (kinds.length > 1) {
@@ -43,7 +53,7 @@ FIGURES.forEach((figure, number) => {
   }
 });
 
-// A run is a body of its own: its figures, and under them, over the whole width, why it has no more.
+// Each run is a <tbody>: a row of figures and, below it, a row with remarks.
 const runs = document.querySelector("#runs");
 document.querySelectorAll("#runs thead th").forEach((head, column) => {
   head.addEventListener("click", () => {
@@ -53,7 +63,7 @@ document.querySelectorAll("#runs thead th").forEach((head, column) => {
     const value = (body) => body.rows[0].children[column].dataset.value;
     const compare = (a, b) => {
       const [x, y] = [value(a), value(b)];
-      if (x === "" || y === "") return (x === "") - (y === ""); // what is not known stays last
+      if (x === "" || y === "") return (x === "") - (y === ""); // unknown values stay last
       const order = column < 2 ? x.localeCompare(y, undefined, { numeric: true }) : x - y;
       return down ? -order : order;
     };

@@ -9,105 +9,17 @@ from datetime import datetime
 from importlib import metadata
 from typing import Any
 
-from launcher.quantities import NO_INTERVAL
-from launcher.report import compare
-from launcher.report.compare import Comparison, Row, TaskGroup
-from launcher.report.export import DEFINITIONS, shown_speedup
-from launcher.report.plot_parts import Plot
-from launcher.report.plots import plots
+from launcher.quantities import NO_INTERVAL, count
+from launcher.report.compare import Comparison, Row, TaskGroup, natural
+from launcher.report.comparison_tables import DEFINITIONS, page_headings, page_line
+from launcher.report.plots import Plot, plots
 
-
-@dataclass(frozen=True)
-class Headline:
-    """Headline of the page: a large ``figure`` and ``words`` that explain it."""
-
-    figure: str
-    words: str
-
-
-def headlines(group: TaskGroup) -> list[Headline]:
-    """Return at most four headlines; none if no run has finished."""
-    done = [row for row in group.rows if row.done]
-    found = [_fastest(done, group), _scaling(done, group), _saved(done, group), _cheapest(done, group)]
-    return [each for each in found if each is not None]
-
-
-def _fastest(rows: Sequence[Row], group: TaskGroup) -> Headline | None:
-    fast = [row for row in rows if row.samples_per_s]
-    if not fast:
-        return None
-    best = max(fast, key=lambda row: row.samples_per_s or 0.0)
-    assert best.facts is not None
-    who = _count(best.facts.world_size, "GPU" if group.hours == "GPU-hours" else "worker")
-    which = f"the fastest of {len(fast)} finished runs: {group.said(best)}" if len(fast) > 1 else group.said(best)
-    return Headline(f"{best.samples_per_s:,.4g} samples/s", f"on {who}: {which}.")
-
-
-def _scaling(rows: Sequence[Row], group: TaskGroup) -> Headline | None:
-    """Return the headline on scaling from the fewest workers to the most that were compared with them."""
-    compared = [row for row in rows if row.efficiency and row.facts and row.facts.world_size > row.efficiency.baseline]
-    if not compared:
-        return None
-    most = max(row.facts.world_size for row in compared if row.facts)
-    there = [(row.efficiency, row) for row in compared if row.efficiency and row.facts and row.facts.world_size == most]
-    baseline = min(efficiency.baseline for efficiency, _ in there)
-    values = [efficiency.value for efficiency, _ in there if efficiency.baseline == baseline]
-    gains = [value * most / baseline for value in values]
-    gained = _span(f"{min(gains):.2f}×", f"{max(gains):.2f}×")
-    span = _span(f"{min(values):.0%}", f"{max(values):.0%}")
-    over = "" if len(gains) == 1 else f", over {len(gains)} settings"
-    who = "GPUs" if group.hours == "GPU-hours" else "workers"
-    return Headline(f"{gained} the speed", f"from {baseline} to {most} {who}: {span} scaling efficiency{over}.")
-
-
-def _saved(rows: Sequence[Row], group: TaskGroup) -> Headline | None:
-    saving = [(saved, row.measured, row) for row in rows if (saved := row.saved_fraction) and row.measured]
-    if not saving:
-        return None
-    saved, measured, best = max(saving, key=lambda found: (found[0], found[1].claimed_speedup or 0.0))
-    assert best.facts is not None
-    speedup = measured.claimed_speedup
-    if speedup is not None:
-        gain = f", and a step ran {speedup:.2f}× as fast"
-    elif measured.speedup_95 is not None:
-        gain = "; no difference in speed was measured"
-    elif measured.speedup is not None:
-        gain = f"; the speed-up was {NO_INTERVAL}"
-    else:
-        gain = "; what this gained was not measured"
-    return Headline(
-        f"{saved:.1%} fewer bytes",
-        f"on the wire with accumulation {best.facts.accumulation} than if every micro-batch were synchronised{gain} "
-        f"({group.said(best)}).",
-    )
-
-
-def _cheapest(rows: Sequence[Row], group: TaskGroup) -> Headline | None:
-    there = [(row.hours, row) for row in rows if row.hours]
-    if group.loss is None or len(there) < 2:
-        return None
-    (least, best), (most, worst) = min(there, key=lambda pair: pair[0]), max(there, key=lambda pair: pair[0])
-    unit, times = group.time_unit
-    return Headline(
-        f"{least * times:.3g} {unit}",
-        f"to a training loss of {group.loss:.4g} is the least: {group.said(best)}. The most was "
-        f"{most / least:.2f} times that: {group.said(worst)}.",
-    )
-
-
-def _span(lowest: str, highest: str) -> str:
-    return lowest if lowest == highest else f"{lowest} to {highest}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
+# settings that are shown if all runs share them
 _CONSTANT = {
     "cluster.device": "device", "strategy.kind": "strategy", "precision.kind": "precision",
     "optimizer.kind": "optimizer", "optimizer.lr": "learning rate", "train.steps": "steps",
 }  # fmt: skip
-_SHOWN_VALUES = 8
+_VALUES_SHOWN = 8
 
 
 def page(comparison: Comparison, now: datetime) -> str:
@@ -124,12 +36,10 @@ def page(comparison: Comparison, now: datetime) -> str:
     drawn: list[Plot] = []
     sections: list[dict[str, Any]] = []
     for group in comparison.groups:
-        mine = plots(group)
-        numbered = [(len(drawn) + number, plot) for number, plot in enumerate(mine)]
-        drawn += mine
-        sections.append(
-            {"target": group.target, "headlines": headlines(group), "plots": numbered, "unsaid": _unsaid(group)}
-        )
+        numbered = list(enumerate(plots(group), len(drawn)))
+        drawn += [plot for _, plot in numbered]
+        section = {"target": group.target, "headlines": headlines(group), "plots": numbered, "hints": _hints(group)}
+        sections.append(section)
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("launcher", "report"),
         autoescape=True,
@@ -141,12 +51,12 @@ def page(comparison: Comparison, now: datetime) -> str:
         title=comparison.title,
         now=now.strftime("%Y-%m-%d %H:%M %Z"),
         version=metadata.version("launcher"),
-        states=_states(comparison),
+        states=Counter(row.entry.state for row in comparison.rows).most_common(),
         varied=_varied(comparison),
         constant=_constant(comparison),
         sections=sections,
-        columns=_columns(comparison),
-        table=[_line(comparison, row) for row in comparison.rows],
+        columns=page_headings(comparison),
+        table=[page_line(row) for row in comparison.rows],
         notes=comparison.notes,
         definitions=DEFINITIONS,
         plotly=Markup(get_plotlyjs()),
@@ -155,99 +65,137 @@ def page(comparison: Comparison, now: datetime) -> str:
     )
 
 
-def _states(comparison: Comparison) -> list[tuple[str, int]]:
-    return Counter(row.entry.state for row in comparison.rows).most_common()
-
-
 def _varied(comparison: Comparison) -> list[tuple[str, str]]:
-    facts = [row.facts for row in comparison.rows if row.facts]
-    found: list[tuple[str, str]] = []
+    """Return the settings that vary, with their values."""
+    settings = [row.data.settings for row in comparison.rows if row.data.settings]
+    varied: list[tuple[str, str]] = []
     for key in comparison.varying:
-        values = sorted({each.settings.get(key, "null") for each in facts}, key=compare.natural)
-        more = f" and {len(values) - _SHOWN_VALUES} more" if len(values) > _SHOWN_VALUES else ""
-        found.append((key, ", ".join(_open(value) for value in values[:_SHOWN_VALUES]) + more))
-    return found
+        values = sorted({each.get(key, "null") for each in settings}, key=natural)
+        more = f" and {len(values) - _VALUES_SHOWN} more" if len(values) > _VALUES_SHOWN else ""
+        varied.append((key, ", ".join(_or_not_set(value) for value in values[:_VALUES_SHOWN]) + more))
+    return varied
 
 
 def _constant(comparison: Comparison) -> list[tuple[str, str]]:
     """Return the settings that all runs share."""
-    facts = [row.facts for row in comparison.rows if row.facts]
-    if not facts:
+    rows = [row for row in comparison.rows if row.data.settings]
+    if not rows:
         return []
-    same = facts[0]
-    known = {
-        "task": {each.target for each in facts},
-        "workers": {str(each.world_size) for each in facts},
-        "global batch": {f"{each.global_size:,} samples" for each in facts},
-        "accumulation": {str(each.accumulation) for each in facts},
-        "sync policy": {each.sync for each in facts},
-    }
-    found = [(name, values.pop()) for name, values in known.items() if len(values) == 1]
-    for key, name in _CONSTANT.items():
-        if key not in comparison.varying and key in same.settings:
-            found.append((name, _open(same.settings[key])))
-    return found
+    figures = {
+        "task": "task", "workers": "batch/world_size", "global batch": "batch/global_size",
+        "accumulation": "batch/accumulation", "sync policy": "sync",
+    }  # fmt: skip
+    unit = {"global batch": " samples"}
+    constant = [
+        (name, f"{rows[0][figure]:{'' if isinstance(rows[0][figure], str) else ','}}{unit.get(name, '')}")
+        for name, figure in figures.items()
+        if len({row[figure] for row in rows}) == 1
+    ]
+    same = rows[0].data.settings
+    return constant + [
+        (name, _or_not_set(same[key]))
+        for key, name in _CONSTANT.items()
+        if key not in comparison.varying and key in same
+    ]
 
 
-def _open(value: str) -> str:
-    return "left open" if value == "null" else value
+def _or_not_set(value: str) -> str:
+    return "not set" if value == "null" else value
 
 
-def _unsaid(group: TaskGroup) -> list[str]:
+def _hints(group: TaskGroup) -> list[str]:
     """Return which plots are missing, and why."""
-    facts = [row.facts for row in group.rows if row.facts]
-    words: list[str] = []
-    worlds, counts = {each.world_size for each in facts}, {each.accumulation for each in facts if each.world_size > 1}
+    hints: list[str] = []
+    worlds = {row["batch/world_size"] for row in group.rows}
+    accumulations = {row["batch/accumulation"] for row in group.rows if row["batch/world_size"] > 1}
     if len(worlds) == 1:
-        words.append(f"Workers: {worlds.pop()} in all runs, so there is no scaling to show.")
-    if len(counts) == 1:
-        words.append(
-            f"All runs on several workers have accumulation {counts.pop()}: bytes and speed-up are in the table."
+        hints.append(f"All runs have {count(worlds.pop(), group.worker)}, so there is no scaling to show.")
+    if len(accumulations) == 1:
+        hints.append(
+            f"All runs on several workers have accumulation {accumulations.pop()}, so there is no plot over it; the "
+            "table has bytes and speed-up."
         )
     if group.loss is None:
-        words.append(f"No run has finished: there is no loss to count {group.hours} to. `--loss X` names one.")
-    return words
+        hints.append(
+            f"No run has finished, so no loss is set up to which {group.worker}-hours count; `--loss X` sets one."
+        )
+    return hints
 
 
-def _columns(comparison: Comparison) -> list[tuple[str, str]]:
-    """Return (name, unit) of each column of the table."""
-    hours = "/".join(sorted({group.hours for group in comparison.groups})) or "worker-hours"
-    return [
-        ("run", ""), ("state", ""), ("workers", ""), ("global batch", "samples"), ("accumulation", ""), ("step", ""),
-        ("step time", "ms"), ("compute", "ms"), ("exposed comm.", "ms"), ("data", "ms"), ("speed", "samples/s"),
-        ("efficiency", "%"), ("wire", "MB/step"), ("saved", "%"), ("speed-up", "×"), ("loss, smoothed", ""),
-        ("held-out loss", ""), (f"{hours} to loss", ""),
-    ]  # fmt: skip
+@dataclass(frozen=True)
+class Headline:
+    """Headline of the page: a large ``figure`` and the ``text`` that explains it."""
+
+    figure: str
+    text: str
 
 
-def _line(comparison: Comparison, row: Row) -> dict[str, Any]:
-    """Return a row of the table: each cell's text and sort key."""
-    facts, m, entry = row.facts, row.measured, row.entry
-    group = next((each for each in comparison.groups if facts and each.target == facts.target), None)
-    said = [entry.detail, f"in {entry.elsewhere}" if entry.elsewhere else "", row.figures.problem]
-    said.append("the same run as an earlier row" if row.same_as else "")
-    cells = [
-        _cell(facts and facts.world_size, 1, ",d"),
-        _cell(facts and facts.global_size, 1, ",d"),
-        _cell(facts and facts.accumulation, 1, ",d"),
-        _cell(m and m.step, 1, ",d"),
-        _cell(m and m.step_s, 1e3, ",.1f"),
-        _cell(row.rest_s if row.exposed_s is not None else None, 1e3, ",.1f"),
-        _cell(row.exposed_s, 1e3, ",.1f"),
-        _cell(m and m.data_s, 1e3, ",.2f"),
-        _cell(row.samples_per_s, 1, ",.1f"),
-        _cell(row.efficiency and row.efficiency.value, 100, ".1f"),
-        _cell(m and m.wire_bytes, 1e-6, ",.2f"),
-        _cell(row.saved_fraction, 100, ".1f"),
-        (shown_speedup(m), repr(m.speedup)) if m and m.speedup_95 is not None else _cell(None, 1, ""),
-        _cell(m and m.smoothed, 1, ".4f"),
-        _cell(m and m.eval_loss, 1, ".4f"),
-        _cell(row.hours, 1, ".4g"),
+def headlines(group: TaskGroup) -> list[Headline]:
+    """Return at most four headlines; none if no run has finished."""
+    done = [row for row in group.rows if row.done]
+    made = [_fastest(done, group), _scaling(done, group), _saved(done, group), _cheapest(done, group)]
+    return [headline for headline in made if headline is not None]
+
+
+def _fastest(rows: Sequence[Row], group: TaskGroup) -> Headline | None:
+    timed = [row for row in rows if row["throughput/samples_per_s"]]
+    if not timed:
+        return None
+    best = max(timed, key=lambda row: row["throughput/samples_per_s"])
+    which = f"the fastest of {len(timed)} finished runs: " if len(timed) > 1 else ""
+    return Headline(
+        f"{best['throughput/samples_per_s']:,.4g} samples/s",
+        f"on {count(best['batch/world_size'], group.worker)}: {which}{group.describe(best)}.",
+    )
+
+
+def _scaling(rows: Sequence[Row], group: TaskGroup) -> Headline | None:
+    """Return the headline on scaling from the fewest workers to the most that were compared with them."""
+    compared = [
+        row for row in rows if row["batch/world_size"] > (row["scaling/baseline_world_size"] or row["batch/world_size"])
     ]
-    if row.hours is None and group is not None and group.loss is not None and m is not None:
-        cells[-1] = ("not reached", "")
-    return {"label": entry.label, "state": entry.state, "said": "; ".join(filter(None, said)), "cells": cells}
+    if not compared:
+        return None
+    most = max(row["batch/world_size"] for row in compared)
+    compared = [row for row in compared if row["batch/world_size"] == most]
+    baseline = min(row["scaling/baseline_world_size"] for row in compared)
+    values = [row["scaling/efficiency"] for row in compared if row["scaling/baseline_world_size"] == baseline]
+    gained = " to ".join(dict.fromkeys(f"{value * most / baseline:.2f}×" for value in (min(values), max(values))))
+    span = " to ".join(dict.fromkeys(f"{value:.0%}" for value in (min(values), max(values))))
+    over = "" if len(values) == 1 else f", across {len(values)} settings"
+    return Headline(
+        f"{gained} the speed", f"from {baseline} to {most} {group.worker}s: {span} scaling efficiency{over}."
+    )
 
 
-def _cell(value: float | None, times: float, form: str) -> tuple[str, str]:
-    return ("–", "") if value is None else (format(value * times, form), repr(value))
+def _saved(rows: Sequence[Row], group: TaskGroup) -> Headline | None:
+    saving = [row for row in rows if row["comm/saved_fraction"]]
+    if not saving:
+        return None
+    best = max(saving, key=lambda row: (row["comm/saved_fraction"], row.claimed_speedup or 0.0))
+    if best.claimed_speedup is not None:
+        gain = f", and a step ran {best.claimed_speedup:.2f}× as fast"
+    elif best.speedup is not None:
+        gain = "; no difference in speed was measured"
+    elif best["comm/speedup"] is not None:
+        gain = f"; the speed-up was {NO_INTERVAL}"
+    else:
+        gain = "; the effect on speed was not measured"
+    return Headline(
+        f"{best['comm/saved_fraction']:.1%} fewer bytes",
+        f"on the wire with accumulation {best['batch/accumulation']} than if every micro-batch were synchronised{gain} "
+        f"({group.describe(best)}).",
+    )
+
+
+def _cheapest(rows: Sequence[Row], group: TaskGroup) -> Headline | None:
+    reached = sorted((row for row in rows if row["loss/hours"]), key=lambda row: row["loss/hours"])
+    if group.loss is None or len(reached) < 2:
+        return None
+    best, worst = reached[0], reached[-1]
+    unit, factor = group.time_unit
+    return Headline(
+        f"{best['loss/hours'] * factor:.3g} {unit}",
+        f"is the lowest cost of a training loss of {group.loss:.4g}: {group.describe(best)}. The highest is "
+        f"{worst['loss/hours'] / best['loss/hours']:.2f} times as much: {group.describe(worst)}.",
+    )

@@ -1,344 +1,393 @@
-"""All plots of one task's runs: loss, step time, cost, saving, scaling. Nothing is averaged over runs."""
+"""Plots of one task's runs in plotly's format. Nothing is averaged over runs."""
 
 from __future__ import annotations
 
+import html
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from launcher.quantities import count
 from launcher.report import compare
-from launcher.report.compare import Row, TaskGroup
-from launcher.report.figures import SMOOTHED_OVER, Curve, Measured
-from launcher.report.plot_parts import (
-    MANY,
-    MANY_BARS,
-    QUIET,
-    Lines,
-    Plot,
-    Style,
-    hover_names,
-    layout,
-    level,
-    mb,
-    ms,
-    names,
-    said_at,
-    short,
-)
+from launcher.report.compare import Key, Row, TaskGroup
+from launcher.report.measurements import SMOOTHED_OVER
 
-_PARTS = {
-    "compute": "#44576f", "not told apart": "#a9b8cc", "communication that shows": "#e8710a",
-    "waiting for data": "#f2c14e",
+_COLOURS = (
+    "#2563eb", "#e8710a", "#16935a", "#c62f4b", "#7c4dcc", "#0e8fa8", "#b8860b", "#d1529b", "#6b4f3a", "#556070",
+)  # fmt: skip
+# plotly's name of a dash, and its description in a caption
+_DASHES = {
+    "solid": "solid", "dash": "dashed", "dot": "dotted", "dashdot": "dash-dotted", "longdash": "long dashes",
+    "longdashdot": "long dash-dots",
 }  # fmt: skip
+# above these numbers of curves, lines and bars, they are identified by hovering instead of a legend or label
+_MAX_CURVES, _MAX_LINES, _MAX_BARS = 14, 9, 32
+_EVERY = "if every micro-batch were synchronised"
 
 
-def step_split(group: TaskGroup) -> Plot | None:
-    rows = [row for row in group.rows if row.measured and row.measured.step_s is not None]
+@dataclass(frozen=True, kw_only=True)
+class Plot:
+    """Plot in plotly's format with title and caption.
+
+    Attributes:
+        choices: buttons; each has other x columns for the traces and the axis title.
+    """
+
+    title: str
+    caption: str
+    data: list[dict[str, Any]]
+    layout: dict[str, Any]
+    wide: bool = False
+    choices: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+
+
+def plots(group: TaskGroup) -> list[Plot]:
+    style = _Style(group.rows)
+    lines = [*_over_workers(group, style), *_over_accumulation(group, style)]
+    return [*_step_split(group), *lines, _loss(group, style), *_cost(group, style)]
+
+
+class _Style:
+    """Colours and dashes of one task's runs. If runs differ only in the workers, colours stand for the workers."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        lines = compare.lines_over_workers(rows)
+        self._worlds = sorted({row["batch/world_size"] for row in rows})
+        self._by_world = len(lines) == 1
+        if self._by_world:
+            lines = {world: [row for row in rows if row["batch/world_size"] == world] for world in self._worlds}
+        colours = _COLOURS
+        if len(lines) > len(colours):
+            hues = [(223 - 331 * number / len(lines)) % 360 for number in range(len(lines))]
+            colours = [f"hsl({hue:.0f}, 62%, 42%)" for hue in hues]
+        self._colours = {row: colour for line, colour in zip(lines.values(), colours, strict=False) for row in line}
+
+    def colour(self, row: Row) -> str:
+        return self._colours[row]
+
+    def dash(self, row: Row) -> str:
+        return "solid" if self._by_world else _dash(self._worlds.index(row["batch/world_size"]))
+
+    @property
+    def caption(self) -> str:
+        """Return the explanation of colours and dashes."""
+        if len(self._colours) == 1:
+            return ""
+        if self._by_world:
+            return "One colour per number of workers, the same in all plots."
+        if len(self._worlds) == 1:
+            return "One colour per configuration, the same in all plots."
+        dashes = zip(_DASHES.values(), self._worlds, strict=False)
+        lines = ", ".join(f"{dash}: {count(world, 'worker')}" for dash, world in dashes)
+        return f"One colour per setting, the same in all plots; {lines}."
+
+
+def _dash(number: int) -> str:
+    return list(_DASHES)[number % len(_DASHES)]
+
+
+def _escape(text: str) -> str:
+    """Escape text for use inside a plot, where plotly would interpret some markup."""
+    return html.escape(text).replace("%{", "%&#123;")
+
+
+def _round(value: float | None) -> float | None:
+    """Round to six digits: more are invisible, and would enlarge the page."""
+    return None if value is None else float(f"{value:.6g}")
+
+
+def _layout(x: str, y: str, *, height: int = 380, legend: bool = True) -> dict[str, Any]:
+    """Return a layout with the axes' names and units; page.js has what all layouts share."""
+    return {
+        "height": height, "showlegend": legend, "xaxis": {"title": {"text": x}}, "yaxis": {"title": {"text": y}},
+    }  # fmt: skip
+
+
+def _level(value: float) -> dict[str, Any]:
+    """Return a horizontal dashed line."""
+    line = {"color": "#64748b", "width": 1, "dash": "dash"}
+    return {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": value, "y1": value, "line": line, "layer": "below"}
+
+
+def _bar_layout(rows: Sequence[Row], axis: str, *, legend: bool) -> dict[str, Any]:
+    """Return the layout of horizontal bars, the first on top, labelled with the runs' names if there is room."""
+    labelled = len(rows) <= _MAX_BARS
+    height = 96 + 34 * legend + (26 * len(rows) if labelled else 600)
+    side = "" if labelled else "runs in the order of the table; hover for names"
+    layout = _layout(axis, side, height=height, legend=legend)
+    layout |= {"barmode": "stack", "bargap": 0.28 if labelled else 0.1}
+    layout["yaxis"] |= {
+        "autorange": "reversed", "showgrid": False, "zeroline": False, "showticklabels": labelled,
+        "tickvals": list(range(len(rows))), "ticktext": [f"{_escape(row.name)}  " for row in rows],
+    }  # fmt: skip
+    return layout
+
+
+def _step_split(group: TaskGroup) -> list[Plot]:
+    rows = [row for row in group.rows if row["time/step_s"] is not None]
     if not rows:
-        return None
-    split = [row for row in rows if row.exposed_s is not None]
-    whole = [row for row in rows if row.exposed_s is None]
-    called, hovers, flat = names(group), hover_names(group), len(rows) <= MANY_BARS
-    parts: list[tuple[str, list[Row], Callable[[Row], float | None], dict[str, Any]]] = [
-        ("compute", split, lambda row: row.rest_s, {"color": _PARTS["compute"]}),
-        (
-            "compute and communication, not told apart", whole, lambda row: row.rest_s,
-            {"color": _PARTS["not told apart"]},
-        ),
-        (
-            "communication that shows", split, lambda row: row.exposed_s,
-            {"color": _PARTS["communication that shows"]},
-        ),
-        (
-            "waiting for data", rows, lambda row: row.measured.data_s if row.measured else None,
-            {"color": _PARTS["waiting for data"]},
-        ),
-    ]  # fmt: skip
-    place = {id(row): number for number, row in enumerate(rows)}
-    data: list[dict[str, Any]] = []
-    for name, which, part, marker in parts:
-        if not which:
-            continue
-        along, values = [place[id(row)] for row in which], [ms(part(row)) for row in which]
-        data.append(
-            {
-                "type": "bar", "name": name, "orientation": "h" if flat else "v",
-                "marker": {**marker, "line": {"width": 0}},
-                "x": values if flat else along, "y": along if flat else values,
-                "text": [hovers[id(row)] for row in which], "textposition": "none",
-                "hovertemplate": f"%{{text}}<br>{name}: %{{{'x' if flat else 'y'}:.4g}} ms<extra></extra>",
-            }
-        )  # fmt: skip
-    form = layout("ms a step (median)", "", height=130 + 26 * len(rows) if flat else 420)
-    form |= {"barmode": "stack", "bargap": 0.28 if flat else 0.1}
-    form["legend"] = form["legend"] | {"traceorder": "normal"}
-    if flat:
-        _named(form, [called[id(row)] for row in rows])
-    else:
-        _upright(form)
-    caption = "Communication shows where a step takes longer than the same micro-batches without any collective."
-    if whole:
-        caption += " Pale: this was not measured, so computation and communication are one bar."
-    return Plot(title="Where the time of a step goes", caption=caption, data=data, layout=form, wide=True)
-
-
-def hours(group: TaskGroup, style: Style) -> Plot | None:
-    if group.loss is None or not group.rows:
-        return None
-    rows, called, hovers = list(group.rows), names(group), hover_names(group)
-    flat = len(rows) <= MANY_BARS
-    values = [0.0 if row.hours is None else row.hours for row in rows]
-    heading, times = group.time_unit
-    sizes = [value * times for value in values]
-    said = ["  not reached" if row.hours is None else f"  {size:.3g}" for row, size in zip(rows, sizes, strict=True)]
-    hover = [
-        f"{hovers[id(row)]}<br>"
-        + ("not reached" if row.hours is None else f"{size:.4g} {heading}, at step {row.reached_step:,}")
-        for row, size in zip(rows, sizes, strict=True)
-    ]
-    place = list(range(len(rows)))
-    data: list[dict[str, Any]] = [
-        {
-            "type": "bar", "orientation": "h" if flat else "v",
-            "x": sizes if flat else place, "y": place if flat else sizes,
-            "marker": {"color": [style.colour(row) for row in rows], "line": {"width": 0}},
-            "text": said, "textposition": "outside" if flat else "none", "cliponaxis": False,
-            "hovertext": hover, "hovertemplate": "%{hovertext}<extra></extra>", "showlegend": False,
-        }
-    ]  # fmt: skip
-    form = layout(
-        f"{heading} to a training loss of {group.loss:.4g}",
-        "",
-        height=96 + 26 * len(rows) if flat else 380,
-        legend=False,
-    )
-    form["bargap"] = 0.28 if flat else 0.1
-    if flat:
-        _named(form, [called[id(row)] for row in rows])
-        form["xaxis"]["range"] = [0, 1.15 * max(sizes) or 1]
-    else:
-        _upright(form)
-    which = (
-        "the loss that was asked for" if group.given else "the lowest that every finished run of this task has reached"
-    )
-    caption = f"Workers × wall time until the smoothed training loss was {group.loss:.4g} or lower: {which}."
-    title = f"{heading[0].upper()}{heading[1:]} to a loss"
-    return Plot(title=title, caption=caption, data=data, layout=form, wide=True)
-
-
-def _named(form: dict[str, Any], said: Sequence[str]) -> None:
-    """Label the axis of horizontal bars with the runs' names, the first on top."""
-    ticks = {"tickvals": list(range(len(said))), "ticktext": [f"{name}  " for name in said]}
-    form["yaxis"] |= {"autorange": "reversed", "showgrid": False, "zeroline": False, "title": {"text": ""}, **ticks}
-
-
-def _upright(form: dict[str, Any]) -> None:
-    """Configure vertical bars for so many runs that there is no room for names."""
-    form["xaxis"], form["yaxis"] = form["yaxis"], form["xaxis"]
-    form["xaxis"] |= {
-        "showticklabels": False,
-        "zeroline": False,
-        "title": {"text": "runs, in the order of the table: hover for names"},
-    }
-
-
-_EVERY = "had every micro-batch been synchronised"
-
-
-def over_accumulation(group: TaskGroup, style: Style) -> list[Plot]:
-    """Return the plots over accumulation for runs on several workers; none if all accumulate equally."""
-    rows = [row for row in group.rows if row.facts and row.facts.world_size > 1 and row.measured]
-    rows = [row for row in rows if row.measured and row.measured.windows]
-    if len({_accumulation(row) for row in rows}) < 2:
         return []
-    keys = compare.over_accumulation([row.facts for row in rows if row.facts])
-    axis = "accumulation (micro-batches a worker and step)"
-    lines = Lines.of(group, style, rows, keys, _accumulation, axis, neutral=True)
-    found = [_wire(lines)]
-    if any(row.measured and row.measured.speedup_95 for row in rows):
-        found.append(_speedup(lines))
-    return found
+    split = [row for row in rows if row["comm/exposed_s"] is not None]
+    whole = [row for row in rows if row["comm/exposed_s"] is None]
+    parts = [
+        ("compute", "#44576f", {row: row["time/compute_s"] for row in split}),
+        (
+            "compute and communication, not separated", "#a9b8cc",
+            {row: row["time/step_s"] - row["time/data_s"] for row in whole},
+        ),
+        ("exposed communication", "#e8710a", {row: max(0.0, row["comm/exposed_s"]) for row in split}),
+        ("waiting for data", "#f2c14e", {row: row["time/data_s"] for row in rows}),
+    ]  # fmt: skip
+    data = [
+        {
+            "type": "bar", "name": name, "orientation": "h", "marker": {"color": colour, "line": {"width": 0}},
+            "x": [None if seconds is None else _round(1e3 * seconds) for seconds in values.values()],
+            "y": [rows.index(row) for row in values],
+            "text": [_escape(group.describe(row)) for row in values], "textposition": "none",
+            "hovertemplate": f"%{{text}}<br>{name}: %{{x:.4g}} ms<extra></extra>",
+        }
+        for name, colour, values in parts
+        if values
+    ]  # fmt: skip
+    caption = "Exposed communication: how much longer a step takes than the same micro-batches without any collective."
+    if whole:
+        caption += " Pale bars: it was not measured, so compute and communication are one bar."
+    layout = _bar_layout(rows, "ms per step (median)", legend=True)
+    return [Plot(title="Where the time of a step goes", caption=caption, data=data, layout=layout, wide=True)]
 
 
-def _wire(lines: Lines) -> Plot:
-    sent = lines.traces(lambda row: mb(row.measured.wire_bytes if row.measured else None), "%{y:,.2f} MB, as run")
-    every = lines.traces(
-        lambda row: mb(row.measured.wire_bytes_every if row.measured else None), f"%{{y:,.2f}} MB, {_EVERY}"
-    )
+def _cost(group: TaskGroup, style: _Style) -> list[Plot]:
+    if group.loss is None:
+        return []
+    unit, factor = group.time_unit
+    costs = {row: None if row["loss/hours"] is None else row["loss/hours"] * factor for row in group.rows}
+    hover = [
+        f"{_escape(group.describe(row))}<br>"
+        + ("not reached" if cost is None else f"{cost:.4g} {unit}, at step {row['loss/step']:,}")
+        for row, cost in costs.items()
+    ]
+    layout = _bar_layout(group.rows, f"{unit} to a training loss of {group.loss:.4g}", legend=False)
+    layout["xaxis"]["range"] = [0, 1.15 * max(cost or 0 for cost in costs.values()) or 1]
+    which = "the loss given by --loss" if group.given else "the lowest loss that every finished run of the task reached"
+    bars = {
+        "type": "bar", "orientation": "h", "showlegend": False, "cliponaxis": False,
+        "x": [cost or 0.0 for cost in costs.values()], "y": list(range(len(costs))),
+        "marker": {"color": [style.colour(row) for row in costs], "line": {"width": 0}},
+        "text": ["  not reached" if cost is None else f"  {cost:.3g}" for cost in costs.values()],
+        "textposition": "outside" if len(costs) <= _MAX_BARS else "none",
+        "hovertext": hover, "hovertemplate": "%{hovertext}<extra></extra>",
+    }  # fmt: skip
+    title = f"{unit[0].upper()}{unit[1:]} to a loss"
+    caption = f"Workers × wall time until the smoothed training loss was first {group.loss:.4g} or lower ({which})."
+    return [Plot(title=title, caption=caption, data=[bars], layout=layout, wide=True)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Lines:
+    """Runs over the figure ``x``, one line for each key.
+
+    Attributes:
+        neutral: lines differ only in dashes; points have the colours of the settings, which change along a line.
+    """
+
+    group: TaskGroup
+    style: _Style
+    lines: dict[Key, list[Row]]
+    x: str
+    axis: str
+    neutral: bool = False
+
+    @property
+    def hint(self) -> str:
+        return "" if len(self.lines) <= _MAX_LINES else " Hover for the names."
+
+    def traces(self, y: str, hover: str, factor: float = 1, needs: str = "") -> list[dict[str, Any]]:
+        """Return one trace per line of the runs that have the figures ``y`` and ``needs``; hollow: unfinished."""
+        data: list[dict[str, Any]] = []
+        for number, (key, line) in enumerate(self.lines.items()):
+            rows = [row for row in line if row[y] is not None and row[needs or y] is not None]
+            rows.sort(key=lambda row: (row[self.x], row[y]))
+            if not rows:
+                continue
+            colours = [self.style.colour(row) for row in rows]
+            stroke = {"color": "#475569", "dash": _dash(number)} if self.neutral else {"color": colours[0]}
+            data.append(
+                {
+                    "type": "scatter", "mode": "lines+markers",
+                    "name": _escape(compare.settings_text(key)) or "all runs",
+                    "x": [row[self.x] for row in rows], "y": [row[y] * factor for row in rows],
+                    "line": {**stroke, "width": 2},
+                    "marker": {
+                        "size": 9, "color": colours if self.neutral else colours[0],
+                        "symbol": ["circle" if row.done else "circle-open" for row in rows],
+                    },
+                    "text": [_escape(self.group.describe(row)) for row in rows],
+                    "hovertemplate": f"%{{text}}<br>{hover}<extra></extra>",
+                }
+            )  # fmt: skip
+        return data
+
+    def layout(self, y_axis: str, level: float | None = None) -> dict[str, Any]:
+        """Return the layout: logarithmic x axis with ticks only at values that were run, y axis from zero."""
+        layout = _layout(self.axis, y_axis, legend=len(self.lines) <= _MAX_LINES)
+        ticks = sorted({row[self.x] for line in self.lines.values() for row in line})
+        layout["xaxis"] |= {"type": "log", "tickvals": ticks, "ticktext": [str(tick) for tick in ticks]}
+        layout["yaxis"]["rangemode"] = "tozero"
+        return layout | ({} if level is None else {"shapes": [_level(level)]})
+
+    def same(self, value: Callable[[Row], float]) -> bool:
+        """Return whether ``value`` is the same for all runs of each line."""
+        return all(len({value(row) for row in line}) == 1 for line in self.lines.values())
+
+
+def _over_accumulation(group: TaskGroup, style: _Style) -> list[Plot]:
+    """Return the plots over accumulation for runs on several workers; none if all accumulate equally."""
+    rows = [row for row in group.rows if row["batch/world_size"] > 1 and row["own_windows"]]
+    if len({row["batch/accumulation"] for row in rows}) < 2:
+        return []
+    lines = _Lines(
+        group=group, style=style, lines=compare.lines_over_accumulation(rows), x="batch/accumulation",
+        axis="accumulation (micro-batches per worker and step)", neutral=True,
+    )  # fmt: skip
+    return [_wire(lines), *([_speedup(lines)] if any(row.speedup for row in rows) else [])]
+
+
+def _wire(lines: _Lines) -> Plot:
+    sent = lines.traces("comm/wire_bytes", "%{y:,.2f} MB, as run", 1e-6)
+    every = lines.traces("comm/wire_bytes_every", f"%{{y:,.2f}} MB, {_EVERY}", 1e-6)
     if len(lines.lines) == 1:
         sent[0]["name"] = "as run"
     for number, trace in enumerate(every):  # all share one legend entry
         trace |= {"name": _EVERY, "legendgroup": "every", "showlegend": number == 0}
-        trace |= {"line": {"color": QUIET, "width": 1.6, "dash": "dot"}, "marker": {"color": QUIET, "size": 6}}
+        trace |= {"line": {"color": "#94a3b8", "width": 1.6, "dash": "dot"}, "marker": {"color": "#94a3b8", "size": 6}}
+    if lines.same(lambda row: row["batch/global_size"]):
+        constant = "The global batch is constant along each line."
+    elif lines.same(lambda row: row["batch/micro_size"]):
+        constant = "The micro-batch is constant: the global batch grows with accumulation."
+    else:
+        constant = "Neither the global batch nor the micro-batch is constant along the lines."
     return Plot(
         title="Bytes on the wire over accumulation",
-        caption=f"Counted where the collectives ran. Dotted: {_EVERY}. "
-        f"{_constant_of_saving(list(lines.lines.values()))} "
-        f"Runs on one worker send nothing, and are left out.{lines.hint}",
+        caption=f"Counted as the collectives ran. Dotted: {_EVERY}. {constant} "
+        f"Runs on one worker send nothing and are left out.{lines.hint}",
         data=every + sent,
-        layout=lines.form("MB on the wire a step, one rank"),
+        layout=lines.layout("MB on the wire per step, one rank"),
     )
 
 
-def _speedup(lines: Lines) -> Plot:
-    def speedup(row: Row) -> float | None:
-        return row.measured.speedup_95.value if row.measured and row.measured.speedup_95 else None
-
-    data = lines.traces(speedup, "%{y:.3f}× as fast")
+def _speedup(lines: _Lines) -> Plot:
+    data = lines.traces("comm/speedup", "%{y:.3f}× as fast", needs="comm/speedup_low")
     if len(data) == 1:
         data[0]["name"] = "measured speed-up"
-    form = lines.form("times as fast as sync=every")
-    form["shapes"] = [level(1)]
     return Plot(
         title="Measured speed-up over accumulation",
-        caption="Median step, with what its passes take longer when every micro-batch is synchronised, by the median "
-        f"step: measured on the run itself, before training. Accumulation 1 has nothing to skip.{lines.hint}",
+        caption="Step time with sync=every divided by the run's own; the calibration before training measured the "
+        f"difference. With accumulation 1 there is no communication to skip.{lines.hint}",
         data=data,
-        layout=form,
+        layout=lines.layout("times as fast as sync=every", level=1),
     )
 
 
-def _accumulation(row: Row) -> int:
-    return row.facts.accumulation if row.facts else 0
-
-
-def _constant_of_saving(lines: Sequence[Sequence[Row]]) -> str:
-    """Return a sentence on which batch size is constant along each line."""
-    facts = [[row.facts for row in line if row.facts] for line in lines]
-    sizes = {each.global_size for line in facts for each in line}
-    if all(len({each.global_size for each in line}) == 1 for line in facts):
-        return (
-            f"The global batch is constant{f' ({sizes.pop():,} samples)' if len(sizes) == 1 else ' along each line'}."
-        )
-    if all(len({each.micro_size for each in line}) == 1 for line in facts):
-        return "The micro-batch is constant: the global batch grows with accumulation."
-    return "Neither the global batch nor the micro-batch is constant along the lines."
-
-
-def over_workers(group: TaskGroup, style: Style) -> list[Plot]:
+def _over_workers(group: TaskGroup, style: _Style) -> list[Plot]:
     """Return the plots over the number of workers; none if all runs have equally many."""
-    rows = [row for row in group.rows if row.samples_per_s is not None and row.facts]
-    if len({_world(row) for row in rows}) < 2:
+    rows = [row for row in group.rows if row["throughput/samples_per_s"] is not None]
+    if len({row["batch/world_size"] for row in rows}) < 2:
         return []
-    who = "workers" if group.hours == "worker-hours" else "GPUs"
-    keys = compare.over_workers([row.facts for row in rows if row.facts])
-    lines = Lines.of(group, style, rows, keys, _world, f"{who} (world size)")
+    who = f"{group.worker}s"
+    lines = _Lines(
+        group=group, style=style, lines=compare.lines_over_workers(rows), x="batch/world_size",
+        axis=f"{who} (world size)",
+    )  # fmt: skip
+    if lines.same(lambda row: row["batch/global_size"]):
+        constant = "The global batch is constant along each line: strong scaling."
+    elif lines.same(lambda row: row["batch/global_size"] / row["batch/world_size"]):
+        constant = "The batch per worker is constant: weak scaling."
+    else:
+        constant = "Neither the global batch nor the batch per worker is constant along the lines."
     speed = Plot(
         title=f"Speed over {who}",
-        caption=f"Global batch / median step. Dotted: in proportion to the fewest {who}. "
-        f"{_constant_of_scaling(list(lines.lines.values()))}{lines.hint}",
-        data=lines.traces(lambda row: row.samples_per_s, "%{y:,.1f} samples/s") + _ideal(lines),
-        layout=lines.form("samples/s, whole job"),
+        caption=f"Global batch / median step. Dotted: perfect scaling from the fewest {who}. {constant}{lines.hint}",
+        data=lines.traces("throughput/samples_per_s", "%{y:,.1f} samples/s") + _ideal(lines),
+        layout=lines.layout("samples/s, whole job"),
     )
-    compared = [row.efficiency.value for row in rows if row.efficiency]
+    compared = [row["scaling/efficiency"] for row in rows if row["scaling/efficiency"] is not None]
     if not compared:
         return [speed]
-    form = lines.form("scaling efficiency, %")
-    form["shapes"] = [level(100)]
-    form["yaxis"]["range"] = [0, max(110, 108 * max(compared))]
+    layout = lines.layout("scaling efficiency, %", level=100)
+    layout["yaxis"]["range"] = [0, max(110, 108 * max(compared))]
     efficiency = Plot(
         title=f"Scaling efficiency over {who}",
-        caption=f"samples/s on W {who}, by W/W0 × samples/s on W0, the fewest of the same line. 100%: nothing lost."
-        f"{lines.hint}",
-        data=lines.traces(lambda row: 100 * row.efficiency.value if row.efficiency else None, "%{y:.1f}%"),
-        layout=form,
+        caption=f"(samples/s on W {who}) / (W/W0 × samples/s on W0 {who}), with the fewest {who} of the line as W0. "
+        f"100% is perfect scaling.{lines.hint}",
+        data=lines.traces("scaling/efficiency", "%{y:.1f}%", 100),
+        layout=layout,
     )
     return [speed, efficiency]
 
 
-def _ideal(lines: Lines) -> list[dict[str, Any]]:
+def _ideal(lines: _Lines) -> list[dict[str, Any]]:
     """Return the lines of proportional scaling from each line's baseline."""
     data: list[dict[str, Any]] = []
     for line in lines.lines.values():
-        base = [row for row in line if row.efficiency and row.efficiency.baseline == _world(row)]
-        if base:
-            best = max(base, key=lambda row: row.samples_per_s or 0.0)
-            worlds = sorted({_world(row) for row in line})
+        compared = sorted((row for row in line if row["scaling/efficiency"]), key=lambda row: row["batch/world_size"])
+        if compared:
+            ideal = {row[lines.x]: row["throughput/samples_per_s"] / row["scaling/efficiency"] for row in compared}
             data.append(
                 {
                     "type": "scatter", "mode": "lines", "showlegend": False, "hoverinfo": "skip", "opacity": 0.55,
-                    "x": worlds, "y": [(best.samples_per_s or 0.0) * world / worlds[0] for world in worlds],
-                    "line": {"color": lines.style.colour(best), "width": 1.2, "dash": "dot"},
+                    "x": list(ideal), "y": list(ideal.values()),
+                    "line": {"color": lines.style.colour(compared[0]), "width": 1.2, "dash": "dot"},
                 }
             )  # fmt: skip
     return data
 
 
-def _world(row: Row) -> int:
-    return row.facts.world_size if row.facts else 0
-
-
-def _constant_of_scaling(lines: Sequence[Sequence[Row]]) -> str:
-    """Return a sentence on which batch size is constant along each line."""
-    facts = [[row.facts for row in line if row.facts] for line in lines]
-    sizes = {each.global_size for line in facts for each in line}
-    if all(len({each.global_size for each in line}) == 1 for line in facts):
-        how = f" ({sizes.pop():,} samples)" if len(sizes) == 1 else " along each line"
-        return f"The global batch is constant{how}: strong scaling."
-    if all(len({each.global_size // each.world_size for each in line}) == 1 for line in facts):
-        return "The batch of a worker is constant, and the global batch grows with them: weak scaling."
-    return "Neither the global batch nor a worker's share of it is constant along the lines."
-
-
-_KINDS: dict[str, Callable[[Measured], Curve]] = {
-    "training loss": lambda measured: measured.curve,
-    "smoothed": lambda measured: measured.smooth,
-    "held-out loss": lambda measured: measured.held_out,
-}
-
-
-def plots(group: TaskGroup) -> list[Plot]:
-    style = Style(group.rows)
-    made = [
-        step_split(group), *over_workers(group, style), *over_accumulation(group, style), loss(group, style),
-        hours(group, style),
+def _loss(group: TaskGroup, style: _Style) -> Plot:
+    few = len(group.rows) <= _MAX_CURVES
+    kinds = ("training loss", "smoothed", "held-out loss")
+    curves = [(kind, row, points) for kind in kinds for row in group.rows if (points := row.data.curves[kind])]
+    data = [
+        {
+            "type": "scatter", "mode": "lines+markers" if kind == "held-out loss" else "lines",
+            "name": _escape(row.name), "meta": kind, "visible": kind == "training loss",
+            "x": [_round(point.step) for point in points],
+            "y": [_round(point.loss) for point in points],
+            "line": {"color": style.colour(row), "dash": style.dash(row), "width": 1.8 if few else 1},
+            "opacity": 0.95 if few else 0.6, "connectgaps": False,
+            "text": _escape(group.describe(row)),
+            "hovertemplate": f"%{{text}}<br>{kind} %{{y:.4f}} at %{{x:,.6g}}<extra></extra>",
+        }
+        for kind, row, points in curves
     ]  # fmt: skip
-    return [plot for plot in made if plot is not None]
-
-
-def loss(group: TaskGroup, style: Style) -> Plot | None:
-    called, hovers, few = names(group), hover_names(group), len(group.rows) <= MANY
-    data: list[dict[str, Any]] = []
-    columns: dict[str, list[list[float]]] = {"steps": [], "samples": [], "wall time": []}
-    for kind in _KINDS:
-        for row in group.rows:
-            if row.measured is None or not (curve := _KINDS[kind](row.measured)).steps:
-                continue
-            for column, values in zip(columns.values(), (curve.steps, curve.samples, curve.seconds), strict=True):
-                column.append([short(value) for value in values])
-            data.append(
-                {
-                    "type": "scatter", "mode": "lines+markers" if kind == "held-out loss" else "lines",
-                    "name": called[id(row)], "meta": kind, "visible": kind == "training loss",
-                    "x": columns["steps"][-1],
-                    "y": [None if value != value else short(value) for value in curve.losses],
-                    "line": {"color": style.colour(row), "dash": style.dash(row), "width": 1.8 if few else 1},
-                    "opacity": 0.95 if few else 0.6, "connectgaps": False,
-                    "text": hovers[id(row)],
-                    "hovertemplate": f"%{{text}}<br>{kind} %{{y:.4f}} at %{{x:,.6g}}<extra></extra>",
-                }
-            )  # fmt: skip
-    if not data:
-        return None
-    form = layout("optimizer steps", "training loss (mean over the step's items)", height=500, legend=few)
+    layout = _layout("optimizer steps", "training loss (mean over the step's items)", height=500, legend=few)
     if group.loss is not None:
-        form["shapes"] = [level(group.loss)]
-        form["annotations"] = [said_at(group.loss, f"{group.loss:.4g}: hours are counted to it")]
-    titles = {"steps": "optimizer steps", "samples": "samples seen", "wall time": "wall seconds of training"}
+        layout["shapes"] = [_level(group.loss)]
+        layout["annotations"] = [
+            {
+                "xref": "paper", "x": 0, "xanchor": "left", "y": group.loss, "yanchor": "top", "showarrow": False,
+                "text": f"{group.loss:.4g}: hours are counted up to here", "font": {"size": 12, "color": "#64748b"},
+            }
+        ]  # fmt: skip
+    last = [row["train/loss_smoothed"] for row in group.rows if row.done and row["train/loss_smoothed"] is not None]
+    caption = [
+        style.caption,
+        "Long curves show the lowest and the highest loss of each interval, so that no spike is hidden.",
+        f"Smoothed: mean of the latest {SMOOTHED_OVER} logged losses.",
+        # said in words, because overlapping curves hide each other
+        f"The {len(last)} finished runs end between {min(last):.4f} and {max(last):.4f} (smoothed)."
+        if last[1:]
+        else "",
+        "" if few else "Hover for the names.",
+    ]
+    axes = {"steps": "optimizer steps", "samples": "samples seen", "wall time": "wall seconds of training"}
     return Plot(
         title="Loss",
-        caption=f"{style.said} Long records are drawn with the lowest and the highest loss of each stretch, so that no "
-        f"spike is hidden; smoothed: the mean of the newest {SMOOTHED_OVER} logged. {_spread(group)}"
-        f"{'' if few else 'Hover for the names.'}".strip(),
+        caption=" ".join(filter(None, caption)),
         data=data,
-        layout=form,
+        layout=layout,
         wide=True,
-        choices={name: {"x": values, "title": titles[name]} for name, values in columns.items()},
+        choices={
+            name: {"x": [[_round(point[column]) for point in points] for *_, points in curves], "title": title}
+            for column, (name, title) in enumerate(axes.items())
+        },
     )
-
-
-def _spread(group: TaskGroup) -> str:
-    """Return a sentence on the range of final losses, because overlapping curves hide each other."""
-    last = [row.measured.smoothed for row in group.rows if row.done and row.measured and row.measured.smoothed]
-    if len(last) < 2:
-        return ""
-    return f"The {len(last)} finished runs end between {min(last):.4f} and {max(last):.4f} (smoothed). "

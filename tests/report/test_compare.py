@@ -18,7 +18,7 @@ from launcher.cli import run as launch
 from launcher.cli.report import report
 from launcher.errors import UserError
 from launcher.quantities import NO_INTERVAL
-from launcher.report.compare import said
+from launcher.report.compare import settings_text
 from launcher.rundir.paths import RunPaths
 from tests.infra.made_runs import cell, make_run, make_sweep, read_records, write_records
 
@@ -107,7 +107,7 @@ def test_cells_are_shown_as_what_they_are(grid: Path) -> None:
     assert again["same_as"] == "accumulation=4 workers_per_node=2"
     notes = " ".join(as_json(grid)["notes"])
     assert "1 failed, 1 impossible" in notes
-    assert "is the same run as accumulation=4 workers_per_node=2, and counts once" in notes
+    assert "is the same run as accumulation=4 workers_per_node=2, and is counted once" in notes
     assert "accumulation=8 workers_per_node=2: exposed communication was not measured" in notes
 
 
@@ -157,7 +157,7 @@ def test_tasks_are_not_compared_with_each_other(tmp_path: Path) -> None:
     make_run(tmp_path, "four", "cluster.workers_per_node=4", loss=1.0, target="b.Task")
     given = as_json(tmp_path)
     runs = {run["run"]: run for run in given["runs"]}
-    assert "2 tasks: losses and speeds are compared within each only." in given["notes"]
+    assert "2 tasks: losses and speeds are compared only within each." in given["notes"]
     assert runs["two"]["scaling/baseline_world_size"] == 1
     assert runs["four"]["scaling/efficiency"] is None
     assert runs["four"]["loss/target"] < runs["one"]["loss/target"]
@@ -173,7 +173,7 @@ def test_other_versions(tmp_path: Path) -> None:
     make_run(tmp_path, "lean").plan.write_text('{"format": 1, "batch": {}}')
     given = as_json(tmp_path)
     runs = {run["run"]: run for run in given["runs"]}
-    assert "The runs are of different versions of launcher: 0.0.9, 0.1.0." in given["notes"]
+    assert "The runs used different versions of launcher: 0.0.9, 0.1.0." in given["notes"]
     assert "older: its plan was written by another version of launcher." in given["notes"]
     assert runs["torn"]["problem"].startswith("unreadable: JSONDecodeError")
     assert runs["lean"]["problem"].startswith("unreadable: KeyError")
@@ -186,7 +186,7 @@ def test_records_without_a_clock(tmp_path: Path) -> None:
     write_records(paths, [{key: value for key, value in line.items() if key != "time/total_s"} for line in lines])
     given = as_json(paths.root)
     assert given["runs"][0]["time/total_s"] == pytest.approx(5 * sum(line["time/step_s"] for line in lines))
-    assert "wall time is time/step_s added up" in " ".join(given["notes"])
+    assert "wall time is the sum of time/step_s" in " ".join(given["notes"])
 
 
 def test_a_speedup_without_an_interval_was_not_measured_under_equal_conditions(tmp_path: Path) -> None:
@@ -330,7 +330,7 @@ def test_names_are_text_everywhere(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_labels_titles_and_reasons_of_the_page(tmp_path: Path) -> None:
-    assert said((("strategy.kind", "fsdp"), ("optimizer.lr", "0.1"))) == "strategy=fsdp lr=0.1"
+    assert settings_text((("strategy.kind", "fsdp"), ("optimizer.lr", "0.1"))) == "strategy=fsdp lr=0.1"
     make_run(tmp_path, "a", steps=10)
     make_run(tmp_path, "b", verdict="failed", steps=2)
     page = tmp_path / "page.html"

@@ -29,11 +29,11 @@ BY_SIGTERM = ("forecast", "verify")
 # two runs whose records never end, read by as many processes
 REPORT = """
 from pathlib import Path
-from launcher.report import figures
+from launcher.report import measurements
 
 if __name__ == "__main__":
-    figures._ALONE_BYTES = -1
-    figures.read_all([Path("first"), Path("second")])
+    measurements._ALONE_BYTES = -1
+    measurements.read_all([Path("first"), Path("second")])
 """
 
 

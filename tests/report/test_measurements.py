@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from launcher.cli.report import report
-from launcher.report.compare import efficiencies, over_accumulation
-from launcher.report.figures import POINTS, facts_of, read, thinned
+from launcher.report.compare import Entry, Row, lines_over_accumulation, set_efficiencies
+from launcher.report.measurements import POINTS, Point, read, thinned
 from launcher.rundir.paths import RunPaths
 from tests.infra.made_runs import make_run, read_records, write_records
 
@@ -26,14 +25,15 @@ def test_a_run_resumed_with_another_strategy_has_the_figures_of_the_later_one(
     for line in lines[30:]:
         line |= {"progress/measured_since": 30, "time/step_s": 0.5, "comm/wire_bytes": 9000, **half}
     write_records(paths, lines)
-    measured = read(paths).measured
-    assert measured is not None
-    assert (measured.since, measured.windows, measured.step_s, measured.wire_bytes) == (30, 10, 0.5, 9000)
-    assert (measured.speedup, measured.exposed_s) == (None, None), "calibrated for the earlier one"
-    assert len(measured.curve.steps) == 40
+    data = read(paths.root)
+    assert data.resumed_after == 30
+    names = ("own_windows", "time/step_s", "comm/wire_bytes")
+    assert [data.figures[name] for name in names] == [10, 0.5, 9000]
+    assert data.figures["comm/speedup"] is data.figures["comm/exposed_s"] is None, "calibrated for the earlier one"
+    assert len(data.curves["training loss"]) == 40
     assert report([str(paths.root), "--json"]) == 0
     (note,) = [note for note in json.loads(capsys.readouterr().out)["notes"] if "resumed" in note]
-    assert note.startswith("one was resumed after step 30 under settings that change what a step takes or sends")
+    assert note.startswith("one was resumed after step 30 with settings that change a step's time or traffic")
 
 
 @pytest.mark.parametrize("name", ["batch/global_size", "batch/samples"])
@@ -41,46 +41,47 @@ def test_a_run_resumed_with_another_strategy_has_the_figures_of_the_later_one(
 def test_a_damaged_line_changes_nothing(name: str, value: str | None, tmp_path: Path) -> None:
     paths = make_run(tmp_path, "one", "cluster.workers_per_node=2", steps=40, step_s=0.2)
     lines = read_records(paths)
-    without = read(paths).measured
-    assert without is not None
+    without = read(paths.root)
     damaged = {**lines[-1], "progress/measured_since": 30, "batch/global_size": 10**6, name: value}
     write_records(paths, [*lines, damaged])
-    measured = read(paths).measured
-    assert measured is not None
-    assert dataclasses.replace(measured, damaged=0) == without
-    assert measured.damaged == 1
+    data = read(paths.root)
+    assert dataclasses.replace(data, damaged_lines=0) == without
+    assert data.damaged_lines == 1
+
+
+def row(paths: RunPaths, samples_per_s: float | None = None, state: str = "done") -> Row:
+    data = read(paths.root)
+    entry = Entry(label=paths.root.name, state=state, detail="", dir=paths.root)
+    return Row(entry=entry, data=data, figures=data.figures | {"throughput/samples_per_s": samples_per_s})
 
 
 def test_lines_over_accumulation(tmp_path: Path) -> None:
     """A study of the micro-batch has its global batch follow; two global batches at one accumulation are two lines."""
 
     def lines(*sizes: tuple[int, int]) -> int:
-        facts = []
+        rows = []
         for number, (accumulation, total) in enumerate(sizes):
             words = (f"batch.accumulation={accumulation}", f"batch.global_size={total}")
-            facts.append(read(make_run(tmp_path, f"{sizes}{number}", *words, steps=1)).facts)
-        return len(set(over_accumulation([each for each in facts if each])))
+            rows.append(row(make_run(tmp_path, f"{sizes}{number}", *words, steps=1)))
+        return len(lines_over_accumulation(rows))
 
     assert lines((1, 8), (2, 16), (4, 32)) == 1
     assert lines((1, 32), (2, 32), (1, 64), (2, 64)) == 2
 
 
 def test_the_baseline_is_the_fastest_on_the_fewest(tmp_path: Path) -> None:
-    two = facts_of(*_plan(make_run(tmp_path, "two", "cluster.workers_per_node=2")))
-    eight = facts_of(*_plan(make_run(tmp_path, "eight", "cluster.workers_per_node=8")))
-    found = efficiencies([(two, 90.0, True), (two, 100.0, True), (two, 300.0, False), (eight, 200.0, False)])
-    assert [each.value for each in found if each] == [0.9, 1.0, 3.0, 0.5]
-
-
-def _plan(paths: RunPaths) -> tuple[dict[str, Any], RunPaths]:
-    return json.loads(paths.plan.read_text()), paths
+    two = make_run(tmp_path, "two", "cluster.workers_per_node=2")
+    eight = make_run(tmp_path, "eight", "cluster.workers_per_node=8")
+    rows = [row(two, 90), row(two, 100), row(two, 300, "failed"), row(eight, 200, "failed")]
+    set_efficiencies(rows)
+    assert [each["scaling/efficiency"] for each in rows] == [0.9, 1.0, 3.0, 0.5]
 
 
 def test_a_thinned_curve_keeps_its_spikes() -> None:
-    losses = [1.0] * 10_000
-    losses[5000], losses[7003], losses[8000] = 99.0, -5.0, float("nan")
-    steps = range(10_000)
-    curve = thinned(steps, steps, steps, losses)
-    assert len(curve.steps) <= POINTS + 2
-    assert {5000, 7003, 8000, 0, 9999} <= set(curve.steps)
-    assert list(curve.steps) == sorted(curve.steps)
+    points = [Point(step, step, step, 1.0) for step in range(10_000)]
+    for step, loss in ((5000, 99.0), (7003, -5.0), (8000, None)):
+        points[step] = Point(step, step, step, loss)
+    steps = [point.step for point in thinned(points)]
+    assert len(steps) <= POINTS + 2
+    assert {5000, 7003, 8000, 0, 9999} <= set(steps)
+    assert steps == sorted(steps)

@@ -1,0 +1,175 @@
+"""Comparison as tables of the terminal and of the page, as CSV and as JSON."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from launcher.report.compare import Comparison, Row
+from launcher.report.measurements import SMOOTHED_OVER
+from launcher.report.run_list import COLOURS
+
+# figure -> how it is computed from metrics.jsonl
+DEFINITIONS = {
+    "own_windows": "full windows: records with batch/samples = batch/global_size, of the largest global batch",
+    "time/step_s": "median of time/step_s over full windows; seconds",
+    "time/data_s": "median of time/data_s over full windows: the part of a step that waited for data; seconds",
+    "comm/exposed_s": "time of a window's passes minus that of the same passes without any collective, measured by the "
+    "calibration before training; seconds. 0 on one worker; below zero: within the noise; absent: not measured",
+    "time/compute_s": "time/step_s - time/data_s - comm/exposed_s (at least 0); absent if the latter was not "
+    "measured or is longer than the step",
+    "throughput/samples_per_s": "batch/global_size / time/step_s, for the whole job",
+    "scaling/efficiency": "(samples/s on W workers) / (W / W0 × samples/s on W0 workers), where W0 is the fewest "
+    "workers of a finished run with the same other settings (except length, evaluation, logging and checkpoints); if "
+    "there are several such runs, the fastest",
+    "comm/wire_bytes": "median over full windows of the bytes that one rank sends in a step, as counted",
+    "comm/wire_bytes_every": "the same if every micro-batch were synchronised",
+    "comm/saved_fraction": "1 - comm/wire_bytes / comm/wire_bytes_every",
+    "comm/speedup": "(median step + extra time of its passes with sync=every) / median step; the calibration before "
+    "training measures the extra time",
+    "comm/speedup_low": "lower end of its 95% interval; comm/speedup_high: the upper end. If 1 is between them, no "
+    "difference was measured",
+    "train/loss_smoothed": f"mean of the latest {SMOOTHED_OVER} logged values of train/loss (fewer at the start)",
+    "time/total_s": "wall seconds of training up to the last record, summed over all starts of the run",
+    "loss/hours": "batch/world_size × time/total_s / 3600 at the first record whose smoothed loss is loss/target or "
+    "lower; GPU-hours on GPUs, worker-hours on CPUs",
+    "loss/target": "given by --loss; without it, the lowest smoothed loss that every finished run of the task reached",
+}
+
+
+@dataclass(frozen=True)
+class Column:
+    """Column of a table.
+
+    Attributes:
+        short: heading in the terminal; "": only on the page.
+        factor: from the figure's unit to the column's.
+    """
+
+    figure: str
+    heading: str
+    unit: str
+    short: str
+    factor: float
+    form: str
+
+    def text(self, row: Row) -> str:
+        """Return the row's value as text; "" if it is unknown."""
+        value = row[self.figure]
+        if self.figure == "comm/speedup":
+            return speedup_text(row)
+        if value is None:
+            reachable = self.figure == "loss/hours" and row["loss/target"] is not None and row["step"] is not None
+            return "not reached" if reachable else ""
+        if self.figure == "comm/exposed_s":
+            value = max(0.0, value)
+        return format(value * self.factor, self.form)
+
+    def sort_key(self, row: Row) -> str:
+        value = row[self.figure]
+        return "" if value is None or not self.text(row) else repr(value)
+
+
+COLUMNS = (
+    Column("batch/world_size", "workers", "", "workers", 1, ",d"),
+    Column("batch/global_size", "global batch", "samples", "batch", 1, ",d"),
+    Column("batch/accumulation", "accumulation", "", "acc.", 1, ",d"),
+    Column("step", "step", "", "step", 1, ",d"),
+    Column("time/step_s", "step time", "ms", "ms/step", 1e3, ",.1f"),
+    Column("time/compute_s", "compute", "ms", "", 1e3, ",.1f"),
+    Column("comm/exposed_s", "exposed comm.", "ms", "exposed", 1e3, ",.1f"),
+    Column("time/data_s", "data", "ms", "", 1e3, ",.2f"),
+    Column("throughput/samples_per_s", "speed", "samples/s", "samples/s", 1, ",.1f"),
+    Column("scaling/efficiency", "efficiency", "", "efficiency", 1, ".1%"),
+    Column("comm/wire_bytes", "wire", "MB/step", "MB/step", 1e-6, ",.2f"),
+    Column("comm/saved_fraction", "saved", "", "saved", 1, ".1%"),
+    Column("comm/speedup", "speed-up", "×", "speed-up", 1, ".2f"),
+    Column("train/loss_smoothed", "loss, smoothed", "", "loss", 1, ".4f"),
+    Column("eval/loss", "held-out loss", "", "", 1, ".4f"),
+    Column("loss/hours", "{hours} to loss", "", "{hours} to loss", 1, ".4g"),
+)
+
+
+def speedup_text(row: Row) -> str:
+    """Return the speed-up if it may be claimed, its interval if not, and nothing if it was not measured."""
+    if row.speedup is None:
+        return ""
+    if row.claimed_speedup is not None:
+        return f"{row.claimed_speedup:.2f}"
+    return f"{row.speedup.low:.2f}–{row.speedup.high:.2f}"
+
+
+def terminal_table(comparison: Comparison) -> Table:
+    """Return a table with one line per run; a value that was not measured is empty."""
+    columns = [column for column in COLUMNS if column.short]
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("run", overflow="fold")
+    table.add_column("state", no_wrap=True)
+    for column in columns:
+        table.add_column(column.short.format(hours=comparison.hours_unit), justify="right", overflow="fold")
+    for row in comparison.rows:
+        state = f"[{COLOURS.get(row.entry.state, 'magenta')}]{row.entry.state}[/]"
+        table.add_row(escape(row.entry.label), state, *(column.text(row) for column in columns))
+    return table
+
+
+def page_headings(comparison: Comparison) -> list[tuple[str, str]]:
+    """Return (heading, unit) of each column of the page's table."""
+    figures = [(column.heading.format(hours=comparison.hours_unit), column.unit) for column in COLUMNS]
+    return [("run", ""), ("state", ""), *figures]
+
+
+def page_line(row: Row) -> dict[str, Any]:
+    """Return a row of the page's table: each cell's text and sort key, and remarks on the run."""
+    entry = row.entry
+    remarks = [
+        entry.detail,
+        f"in {entry.elsewhere}" if entry.elsewhere else "",
+        row.data.problem,
+        "the same run as an earlier row" if row.same_as else "",
+    ]
+    cells = [(column.text(row) or "–", column.sort_key(row)) for column in COLUMNS]
+    return {"label": entry.label, "state": entry.state, "remarks": "; ".join(filter(None, remarks)), "cells": cells}
+
+
+def _records(comparison: Comparison) -> list[dict[str, Any]]:
+    """Return each row as a JSON object; None: unknown or not measured."""
+    return [
+        {
+            "run": row.entry.label,
+            "state": row.entry.state,
+            "detail": row.entry.detail,
+            "dir": str(row.entry.dir) if row.entry.dir else None,
+            "elsewhere": row.entry.elsewhere or None,
+            "same_as": row.same_as or None,
+            "problem": row.data.problem or None,
+            **row.figures,
+        }
+        for row in comparison.rows
+    ]
+
+
+def as_json(comparison: Comparison) -> str:
+    varying, settings = comparison.varying, [row.data.settings for row in comparison.rows]
+    runs = [
+        record | {"settings": {key: its.get(key) for key in varying} if its else {}}
+        for record, its in zip(_records(comparison), settings, strict=True)
+    ]
+    content = {"title": comparison.title, "runs": runs, "notes": comparison.notes, "definitions": DEFINITIONS}
+    return json.dumps(content, indent=2, allow_nan=False)
+
+
+def as_csv(comparison: Comparison) -> str:
+    """Return CSV with a header and one line per run; an unknown value is an empty cell."""
+    records = _records(comparison)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(records[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(records)
+    return text.getvalue()

@@ -1,0 +1,319 @@
+"""Settings and figures of runs, finished or not, read from plan.json, config.yaml and metrics.jsonl."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from launcher.config.schema import PrecisionKind
+from launcher.plan.launch_plan import FORMAT
+from launcher.process import die_with_parent
+from launcher.quantities import Interval
+from launcher.rundir.files import read_json
+from launcher.rundir.paths import RunPaths
+
+# Names of a run's figures, in the order of `--csv` and `--json`. scaling/* and loss/* need other runs
+# (launcher/report/compare.py); the first line's are decided before the start; the others are measured.
+FIGURES = (
+    "version", "task", "device", "strategy", "sync", "batch/world_size", "batch/global_size", "batch/micro_size",
+    "batch/accumulation", "step", "steps",
+
+    "progress/samples", "own_windows", "time/total_s", "time/step_s", "time/data_s", "time/compute_s",
+    "comm/exposed_s", "throughput/samples_per_s",
+    "scaling/efficiency", "scaling/baseline_world_size",
+    "comm/wire_bytes", "comm/wire_bytes_every", "comm/saved_fraction",
+    "comm/speedup", "comm/speedup_low", "comm/speedup_high",
+    "train/loss", "train/loss_smoothed", "train/loss_smoothed_min", "eval/loss",
+
+    "loss/target", "loss/hours", "loss/hours_unit", "loss/step",
+)  # fmt: skip
+# number of latest logged losses to average, so that one lucky window does not count as reaching a loss
+SMOOTHED_OVER = 10
+# points per drawn curve; more could not be distinguished on a screen
+POINTS = 300
+SMOOTH_POINTS = 150
+# keys that name a run or configure its mirror; they do not affect measurements
+_NO_SETTINGS = ("run.", "wandb.", "sweep.", "hydra.")
+# below this many bytes of records, starting processes takes longer than reading
+_ALONE_BYTES = 30_000_000
+
+
+class Point(NamedTuple):
+    """Loss after an optimizer step. ``seconds``: wall time of training; ``loss``: None if it is not finite."""
+
+    step: float
+    samples: float
+    seconds: float
+    loss: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunData:
+    """Data of one run.
+
+    Attributes:
+        figures: by the names in ``FIGURES``; None: unknown or not measured. Medians are over full windows.
+        settings: flattened config.yaml, with solved values in place of those left open.
+        curves: training loss, smoothed and held-out loss.
+        minima: points at which the smoothed loss was lower than ever before.
+        problem: why there are no settings or no measurements.
+        resumed_after: step after which the run was resumed with settings that change a step's time or traffic; 0:
+            never. Figures of steps cover the steps after it.
+        damaged_lines: lines of the record that could not be parsed.
+        without_clock: whether records lack a clock, so that wall time is the sum of their steps.
+    """
+
+    figures: dict[str, Any] = field(default_factory=lambda: dict.fromkeys(FIGURES))
+    settings: dict[str, str] = field(default_factory=dict[str, str])
+    curves: dict[str, list[Point]] = field(default_factory=dict[str, list[Point]])
+    minima: list[Point] = field(default_factory=list[Point])
+    problem: str = ""
+    resumed_after: int = 0
+    damaged_lines: int = 0
+    without_clock: bool = False
+
+
+def read_all(runs: Sequence[Path]) -> dict[Path, RunData]:
+    """Return the data of each directory in ``runs``."""
+    sizes = {run: _size(run) for run in runs}
+    cores = min(len(os.sched_getaffinity(0)), len(sizes))
+    if cores < 2 or sum(sizes.values()) < _ALONE_BYTES:
+        return {run: read(run) for run in sizes}
+    largest_first = sorted(sizes, key=lambda run: -sizes[run])
+    # spawn: a forked process would inherit locks that another thread of this one may hold
+    # initializer: without it a worker would outlive this process, because it holds both ends of its own queue
+    context, end = multiprocessing.get_context("spawn"), partial(die_with_parent, os.getpid())
+    with ProcessPoolExecutor(cores, mp_context=context, initializer=end) as pool:
+        return dict(zip(largest_first, pool.map(read, largest_first), strict=True))
+
+
+def _size(run: Path) -> int:
+    try:
+        return RunPaths(run).metrics.stat().st_size
+    except OSError:
+        return 0
+
+
+def read(run: Path) -> RunData:
+    """Return the data in the directory ``run``. Never raises: errors are described in ``problem``."""
+    paths = RunPaths(run)
+    try:
+        plan = json.loads(paths.plan.read_text(encoding="utf-8"))
+        if not isinstance(plan, dict) or plan.get("format") != FORMAT:  # pyright: ignore[reportUnknownMemberType]
+            return RunData(problem="its plan was written by another version of launcher")
+        if "batch" not in plan:
+            return RunData(problem="started by `launch run`, so it has no record")
+        figures, settings = _planned(plan), _settings(plan, paths)  # pyright: ignore[reportUnknownArgumentType]
+    except FileNotFoundError as error:
+        return RunData(problem=f"its {Path(error.filename).name} is missing")
+    except Exception as error:  # any content is possible: another version, a damaged disk
+        return RunData(problem=f"unreadable: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+    try:
+        return _measured(paths.metrics, figures, settings)
+    except FileNotFoundError:
+        problem = "nothing was recorded"
+    except OSError as error:
+        problem = f"unreadable: {error.strerror}: metrics.jsonl"
+    return RunData(figures=figures, settings=settings, problem=problem)
+
+
+def _planned(plan: dict[str, Any]) -> dict[str, Any]:
+    """Return the figures in ``plan``, the object in plan.json."""
+    return dict.fromkeys(FIGURES) | {
+        "version": plan["run"]["version"],
+        "task": plan["task"]["target"],
+        "device": plan["cluster"]["device"],
+        "strategy": plan["strategy"]["kind"],
+        "sync": plan["strategy"]["sync"],
+        "steps": plan["train"]["steps"],
+        **{f"batch/{key}": plan["batch"][key] for key in ("world_size", "global_size", "micro_size", "accumulation")},
+    }
+
+
+def _settings(plan: dict[str, Any], paths: RunPaths) -> dict[str, str]:
+    """Return config.yaml flattened, with the values that the plan has solved."""
+    import yaml
+
+    # the C loader is ten times as fast, but not in every build
+    loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    config = yaml.load(paths.config.read_text(encoding="utf-8"), loader)
+    cluster, precision = plan["cluster"], plan["precision"]["kind"]
+    solved = {f"cluster.{name}": cluster[name] for name in ("workers_per_node", "device")}
+    if cluster.get("min_nodes") is None:  # a range is shown as configured
+        solved["cluster.nodes"] = cluster["nodes"]
+    if precision == PrecisionKind.auto and (decided := read_json(paths.precision)) is not None:
+        precision = decided["kind"]
+    solved |= {"optimizer.lr": plan["optimizer"]["lr"], "precision.kind": precision}
+    settings = _flat(config, "") | {name: _text(value) for name, value in solved.items()}
+    return {key: value for key, value in settings.items() if not key.startswith(_NO_SETTINGS)}
+
+
+def _flat(value: Any, prefix: str) -> dict[str, str]:
+    if isinstance(value, dict) and value:
+        flat: dict[str, str] = {}
+        for key, inner in value.items():  # pyright: ignore[reportUnknownVariableType]
+            flat |= _flat(inner, f"{prefix}.{key}" if prefix else str(key))  # pyright: ignore[reportUnknownArgumentType]
+        return flat
+    return {prefix: _text(value)}
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+class _Record:
+    """Content of metrics.jsonl.
+
+    Attributes:
+        full_windows: step seconds, data seconds, wire bytes, and wire bytes of sync=every of each full window of the
+            largest global batch.
+        calibration: latest record with results of the calibration.
+    """
+
+    def __init__(self) -> None:
+        self.points: list[Point] = []
+        self.held_out: list[Point] = []
+        self.full_windows: list[tuple[float, ...]] = []
+        self.last: dict[str, Any] = {}
+        self.calibration: dict[str, Any] = {}
+        self.damaged_lines = self.resumed_after = 0
+        self.without_clock = False
+        self._global_size = 0.0
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Add a line. Its fields are looked up before anything changes, so that an invalid line adds nothing."""
+        step, elapsed, without_clock = record["step"], record.get("time/total_s"), False
+        if elapsed is None:  # older version: assume that the steps since the previous record took as long as this one
+            previous = self.points[-1] if self.points else Point(0, 0, 0, None)
+            elapsed = previous.seconds + record["time/step_s"] * (step - previous.step)
+            without_clock = True
+        loss, held_out = record.get("train/loss"), record.get("eval/loss")
+        samples = float(record["progress/samples"])
+        point = Point(float(step), samples, float(elapsed), None if loss is None else float(loss))
+        window = (
+            record["time/step_s"], record["time/data_s"], record["comm/wire_bytes"], record["comm/wire_bytes_every"]
+        )  # fmt: skip
+        global_size, window_samples = float(record["batch/global_size"]), float(record["batch/samples"])
+        if (resumed_after := int(record.get("progress/measured_since", 0))) != self.resumed_after:
+            self.resumed_after, self._global_size = resumed_after, 0.0
+            self.full_windows.clear()
+            self.calibration = {}
+        if global_size > self._global_size:  # the ramp has reached its next stage
+            self._global_size = global_size
+            self.full_windows.clear()
+        if window_samples == self._global_size:
+            self.full_windows.append(window)
+        self.points.append(point)
+        if held_out is not None:
+            self.held_out.append(point._replace(loss=held_out))
+        if "comm/step_s" in record or "comm/exposed_s" in record:
+            self.calibration |= record
+        self.last = record
+        self.without_clock |= without_clock
+
+
+def _measured(metrics: Path, planned: dict[str, Any], settings: dict[str, str]) -> RunData:
+    import orjson  # not at module level: `launch runs` works without it
+
+    record = _Record()
+    with metrics.open("rb") as file:
+        for line in file:
+            try:
+                record.add(orjson.loads(line))
+            except (ValueError, KeyError, TypeError, AttributeError):
+                # an incomplete last line of an active run is not damage
+                record.damaged_lines += line.endswith(b"\n")
+    if not record.points:
+        return RunData(figures=planned, settings=settings, problem="nothing was recorded")
+    smoothed = _smoothed(record.points)
+    minima: list[Point] = []
+    for point in smoothed:
+        if point.loss is not None and (not minima or point.loss < (minima[-1].loss or 0.0)):
+            minima.append(point)
+    return RunData(
+        figures=planned | _figures(record, planned["batch/global_size"], smoothed, minima),
+        settings=settings,
+        curves={
+            "training loss": thinned(record.points),
+            "smoothed": thinned(smoothed, SMOOTH_POINTS),
+            "held-out loss": thinned(record.held_out),
+        },
+        minima=minima,
+        resumed_after=record.resumed_after,
+        damaged_lines=record.damaged_lines,
+        without_clock=record.without_clock,
+    )
+
+
+def _figures(record: _Record, global_size: int, smoothed: list[Point], minima: list[Point]) -> dict[str, Any]:
+    last = record.last
+    # one value per column; without a full window all are None
+    columns = zip(*record.full_windows, strict=True) if record.full_windows else ()
+    step_s, data_s, wire_bytes, wire_bytes_every = [statistics.median(column) for column in columns] or [None] * 4
+    exposed_s = 0.0 if last.get("batch/world_size") == 1 else record.calibration.get("comm/exposed_s")
+    compute_s = None
+    if step_s is not None and data_s is not None and exposed_s is not None:
+        compute_s = step_s - data_s - max(0.0, exposed_s)
+    speedup = Interval.of_record(record.calibration, "comm/speedup")
+    return {
+        "step": int(last["step"]),
+        "progress/samples": int(record.points[-1].samples),
+        "own_windows": len(record.full_windows),
+        "time/total_s": record.points[-1].seconds,
+        "time/step_s": step_s,
+        "time/data_s": data_s,
+        "time/compute_s": compute_s if compute_s is not None and compute_s >= 0 else None,
+        "comm/exposed_s": exposed_s,
+        "throughput/samples_per_s": global_size / step_s if step_s else None,
+        "comm/wire_bytes": wire_bytes,
+        "comm/wire_bytes_every": wire_bytes_every,
+        "comm/saved_fraction": 1 - wire_bytes / wire_bytes_every
+        if wire_bytes is not None and wire_bytes_every
+        else None,
+        "comm/speedup": record.calibration.get("comm/speedup"),
+        "comm/speedup_low": speedup and speedup.low,
+        "comm/speedup_high": speedup and speedup.high,
+        "train/loss": last.get("train/loss"),
+        "train/loss_smoothed": smoothed[-1].loss,
+        "train/loss_smoothed_min": minima[-1].loss if minima else None,
+        "eval/loss": record.held_out[-1].loss if record.held_out else None,
+    }
+
+
+def _smoothed(points: Sequence[Point]) -> list[Point]:
+    """Return each point with the mean of the latest SMOOTHED_OVER finite losses; None before the first."""
+    latest: deque[float] = deque(maxlen=SMOOTHED_OVER)
+    smoothed: list[Point] = []
+    for step, samples, seconds, loss in points:
+        if loss is not None:
+            latest.append(loss)
+        smoothed.append(Point(step, samples, seconds, sum(latest) / len(latest) if latest else None))
+    return smoothed
+
+
+def thinned(points: list[Point], limit: int = POINTS) -> list[Point]:
+    """Return about ``limit`` points: first, last, and the lowest and highest loss of each of equally long stretches.
+
+    No spike is lost. A loss that is not finite interrupts the curve.
+    """
+    count, stretches = len(points), limit // 2 - 1
+    if count <= limit:
+        return points
+    kept = {0, count - 1}
+    for number in range(stretches):
+        stretch = range(number * count // stretches, (number + 1) * count // stretches)
+        finite = [(loss, index) for index in stretch if (loss := points[index].loss) is not None]
+        if finite:
+            kept |= {min(finite)[1], max(finite)[1]}
+        if len(finite) < len(stretch):
+            kept.add(next(index for index in stretch if points[index].loss is None))
+    return [points[index] for index in sorted(kept)]
