@@ -32,8 +32,9 @@ def plain_losses(place: Place) -> list[float]:
     task: Any = load_task(plan.task.target, plan.task.params, [str(ROOT)])
     model = task.model().to(place.device)
     data, optimizer = task.train_data(), plan.optimizer
+    betas = (optimizer.betas[0], optimizer.betas[1])
     adamw = torch.optim.AdamW(
-        model.parameters(), optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, weight_decay=optimizer.weight_decay
+        model.parameters(), optimizer.lr, betas=betas, eps=optimizer.eps, weight_decay=optimizer.weight_decay
     )
     order, losses = Permutation(len(data), plan.train.seed, 0), list[float]()
     for step in range(STEPS):

@@ -248,18 +248,18 @@ def _to_config(composed: Any) -> tuple[Config, str]:
     """Return the typed config and its YAML. A null is replaced by the default, unless None is a value of that field."""
     from omegaconf import OmegaConf
 
-    config = Config()
     values: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True, enum_to_str=False)
+    config = Config()
     for group, kind in typing.get_type_hints(Config).items():
         if not dataclasses.is_dataclass(kind):
             setattr(config, group, values[group])
             continue
-        hints = typing.get_type_hints(kind)
+        default, hints = getattr(config, group), typing.get_type_hints(kind)
         for name, value in values[group].items():
-            if value is not None or type(None) in typing.get_args(hints[name]):
-                setattr(getattr(config, group), name, value)
-            else:
-                OmegaConf.update(composed, f"{group}.{name}", getattr(getattr(config, group), name))
+            if value is None and type(None) not in typing.get_args(hints[name]):
+                values[group][name] = getattr(default, name)
+                OmegaConf.update(composed, f"{group}.{name}", values[group][name])
+        setattr(config, group, dataclasses.replace(default, **values[group]))
     return config, OmegaConf.to_yaml(composed)
 
 

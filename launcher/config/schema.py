@@ -2,7 +2,8 @@
 
 Types and defaults are here, values in ``conf/``; Hydra composes them. A default of None is decided by the plan, or
 belongs to another option of the group. Null for any other key means its default, or is refused where that would be
-ambiguous. docs/reference/configuration.md is generated from this file.
+ambiguous. The plan's parts extend the groups (launcher/plan/run_plan.py). docs/reference/configuration.md is generated
+from this file.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class WandbMode(StrEnum):
     disabled = "disabled"
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
     """Where the job runs."""
 
@@ -157,7 +158,7 @@ class ClusterConfig:
     """slurm: any other option of sbatch by its long name; true for an option without a value."""
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class StrategyConfig:
     """How the model is distributed over the ranks, and when gradients are synchronised."""
 
@@ -188,7 +189,7 @@ class StrategyConfig:
     """fsdp, hsdp on GPUs: keep parameters, gradients and optimizer state in host memory between uses."""
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
     """Number formats of the parameters and of the forward and backward passes."""
 
@@ -208,7 +209,7 @@ class PrecisionConfig:
     """GPUs: use TF32 for fp32 matrix products and convolutions; it rounds their inputs to 10 mantissa bits."""
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class BatchConfig:
     """The batch contract. Any two of the first three keys fix the third; with global_size alone micro_size follows."""
 
@@ -236,7 +237,7 @@ class BatchConfig:
     cost of two more passes for each BatchNorm."""
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """The update rule."""
 
@@ -261,7 +262,7 @@ class OptimizerConfig:
     """Samples: the global batch that lr was tuned for."""
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
     """The learning rate over optimizer steps, as a factor of lr."""
 
@@ -273,7 +274,7 @@ class ScheduleConfig:
     """cosine, linear: the factor after the last step."""
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """Length of the run, reproducibility, evaluation, hang and straggler detection."""
 
@@ -302,7 +303,7 @@ class TrainConfig:
     """Report the slowest rank once it lengthens a step by this share of it; null: never."""
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """Checkpoints. The last step is always saved, unless enabled is false."""
 
@@ -321,7 +322,7 @@ class CheckpointConfig:
     checkpoint is tried."""
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class WandbConfig:
     """Weights & Biases, a mirror of metrics.jsonl."""
 
@@ -341,7 +342,7 @@ class WandbConfig:
     """W&B job type, such as train, to filter runs by. Default: WANDB_JOB_TYPE."""
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Name and directory of the run, calibration."""
 
@@ -355,7 +356,7 @@ class RunConfig:
     0: never. Default: 15, and no more than a tenth of the predicted run time."""
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class SweepConfig:
     """Many runs from one command (-m)."""
 
@@ -371,7 +372,7 @@ class SweepConfig:
 
 @dataclass(kw_only=True)
 class Config:
-    """Everything a user can set."""
+    """Everything a user can set. A group is frozen: replace it to change one of its keys."""
 
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     strategy: StrategyConfig = field(default_factory=StrategyConfig)

@@ -1,6 +1,7 @@
 """RunPlan: every decision made before the start, frozen and saved as plan.json. A worker reads nothing else.
 
-``launcher.plan.solve`` creates it. It is complete: nothing downstream derives any part of it again.
+``launcher.plan.solve`` creates it. It is complete: nothing downstream derives any part of it again. A part that extends
+a config group has the group's keys, with no default left open, and what follows from them.
 """
 
 from __future__ import annotations
@@ -8,27 +9,41 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from launcher.config.schema import (
-    Compress,
-    LrScaling,
-    OnError,
-    OptimizerKind,
-    Parameters,
+    CheckpointConfig,
+    OptimizerConfig,
+    PrecisionConfig,
     PrecisionKind,
-    Recompute,
+    ScheduleConfig,
     ScheduleKind,
     ShortWindow,
-    StrategyKind,
+    StrategyConfig,
     Sync,
-    WandbMode,
+    TrainConfig,
+    WandbConfig,
 )
 from launcher.plan.batch import Batch
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.rundir.files import read_json
+
+Part = TypeVar("Part")
+
+
+def extended(part: type[Part], config: object, **solved: Any) -> Part:
+    """Return a part of the plan that extends a config group.
+
+    It has the group's values, except that None becomes the default of ``part`` if that declares the key again.
+
+    Args:
+        solved: values that replace those of the group, or that the group does not have.
+    """
+    own = part.__annotations__
+    values = {name: value for name, value in vars(config).items() if value is not None or name not in own}
+    return part(**(values | solved))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,63 +119,49 @@ class Forecast:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StrategyPlan:
+class StrategyPlan(StrategyConfig):
     """Parallel strategy with its sync policy. Predicted bytes are those of one rank in a full window.
 
     Attributes:
         sync: the chosen policy, never auto.
         sync_reason: why it was chosen.
-        shard_size: ranks that share one copy of the model.
+        shard_size: ranks that share one copy of the model; 1 for single and ddp.
+        rehearses: whether calibration may hold the whole model, which a window without communication needs.
         forecasts: one for each policy of the strategy.
         memory_bytes: memory of a rank's device; None if it was not queried.
-        rehearses: whether calibration may hold the whole model, which a window without communication needs.
         payload_bytes_every, wire_bytes_every: bytes under sync=every, for comparison.
     """
 
-    kind: StrategyKind
-    sync: Sync
+    shard_size: int = 1
+    bucket_mb: float = 25.0
+    powersgd_rank: int = 1
+    powersgd_start: int = 10
     sync_reason: str
-    shard_size: int
-    bucket_mb: float
-    static_graph: bool
-    find_unused_parameters: bool
-    compress: Compress
-    powersgd_rank: int
-    powersgd_start: int
-    recompute: Recompute
-    cpu_offload: bool
-    forecasts: tuple[Forecast, ...]
-    memory_bytes: int | None
     rehearses: bool
-    payload_bytes: int | None
-    payload_bytes_every: int | None
-    wire_bytes: int | None
-    wire_bytes_every: int | None
+    forecasts: tuple[Forecast, ...] = ()
+    memory_bytes: int | None = None
+    payload_bytes: int | None = None
+    payload_bytes_every: int | None = None
+    wire_bytes: int | None = None
+    wire_bytes_every: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrecisionPlan:
-    """Number formats.
+class PrecisionPlan(PrecisionConfig):
+    """Number formats. ``kind`` is auto until the workers decide at the run's first start.
 
     Attributes:
-        kind: auto until the workers decide at the run's first start.
-        reduce_dtype: format in which gradients are reduced between ranks; sharded strategies only.
         reason: why this kind; empty if the user chose it.
-        parameters: treatment of trained parameters in bf16 or fp16.
-        tf32: whether fp32 matrix products and convolutions on a GPU use TF32.
     """
 
-    kind: PrecisionKind
-    reduce_dtype: PrecisionKind
-    init_scale: float
-    growth_interval: int
+    reduce_dtype: PrecisionKind = PrecisionKind.fp32
+    init_scale: float = 65536.0
+    growth_interval: int = 2000
     reason: str = ""
-    parameters: Parameters = Parameters.fp32
-    tf32: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerPlan:
+class OptimizerPlan(OptimizerConfig):
     """Optimizer settings.
 
     Attributes:
@@ -168,30 +169,24 @@ class OptimizerPlan:
         base_lr, base_betas, base_eps: values as configured; None in plans of earlier versions, which scaled lr only.
     """
 
-    kind: OptimizerKind
-    lr: float
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    eps: float = 1e-8
+    momentum: float = 0.0
+    nesterov: bool = False
     base_lr: float
-    lr_scaling: LrScaling
-    weight_decay: float
-    betas: tuple[float, float]
-    eps: float
-    momentum: float
-    nesterov: bool
-    base_betas: tuple[float, float] | None = None
+    base_betas: list[float] | None = None
     base_eps: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class SchedulePlan:
+class SchedulePlan(ScheduleConfig):
     """Learning rate schedule.
 
     Attributes:
         steps: length of the schedule if it differs from the run's: a drill runs the first windows of a longer job.
     """
 
-    kind: ScheduleKind
-    warmup_steps: int
-    min_ratio: float
+    min_ratio: float = 0.0
     steps: int | None = None
 
     def factor(self, step: int, steps: int | None) -> float:
@@ -209,51 +204,15 @@ class SchedulePlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainPlan:
-    """Training settings.
+class TrainPlan(TrainConfig):
+    """Training settings. ``steps`` is None only for epochs over a stream.
 
     Attributes:
-        steps: optimizer steps; None only for epochs over a stream.
-        epochs: None if steps were given.
-        hang_timeout: seconds; None: no hang detection.
-        straggler_share: fraction of a step; None: no straggler detection.
         calibrate_s: limit in seconds; None: a share of the run's time; 0 in plans of versions that calibrated during
             training.
     """
 
-    steps: int | None
-    epochs: int | None
-    clip_norm: float | None
-    seed: int
-    deterministic: bool
-    compile: bool
-    log_every: int
-    eval_every: int
-    loader_workers: int
-    hang_timeout: float | None = None
-    straggler_share: float | None = None
     calibrate_s: float | None = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointPlan:
-    enabled: bool
-    every: int | None
-    every_minutes: float | None
-    keep: int | None
-    async_save: bool = False
-    on_error: OnError = OnError.stop
-
-
-@dataclass(frozen=True, kw_only=True)
-class WandbPlan:
-    mode: WandbMode
-    project: str
-    entity: str | None
-    group: str | None
-    tags: tuple[str, ...]
-    notes: str | None = None
-    job_type: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,8 +243,8 @@ class RunPlan(LaunchPlan):
     optimizer: OptimizerPlan
     schedule: SchedulePlan
     train: TrainPlan
-    checkpoint: CheckpointPlan
-    wandb: WandbPlan
+    checkpoint: CheckpointConfig
+    wandb: WandbConfig
     notes: tuple[str, ...]
     forced: tuple[str, ...] = ()
     fewer: tuple[Fewer, ...] = ()

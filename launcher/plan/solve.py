@@ -31,7 +31,6 @@ from launcher.plan.host import Site
 from launcher.plan.launch_plan import FORMAT, ClusterPlan, RunInfo
 from launcher.plan.placement import solve_cluster, solve_env
 from launcher.plan.run_plan import (
-    CheckpointPlan,
     EpochPlan,
     OptimizerPlan,
     PrecisionPlan,
@@ -40,7 +39,7 @@ from launcher.plan.run_plan import (
     StrategyPlan,
     TaskPlan,
     TrainPlan,
-    WandbPlan,
+    extended,
 )
 from launcher.plan.strategy import solve_precision, solve_strategy
 from launcher.plan.sync_policy import SHARDED
@@ -163,30 +162,9 @@ def _on_cluster(
         precision=precision,
         optimizer=optimizer,
         schedule=schedule,
-        train=TrainPlan(
-            steps=steps,
-            epochs=config.train.epochs,
-            clip_norm=config.train.clip_norm,
-            seed=config.train.seed,
-            deterministic=config.train.deterministic,
-            compile=config.train.compile,
-            log_every=config.train.log_every,
-            eval_every=config.train.eval_every,
-            loader_workers=config.train.loader_workers,
-            calibrate_s=config.run.calibrate_s,
-            hang_timeout=config.train.hang_timeout,
-            straggler_share=config.train.straggler_share,
-        ),
+        train=extended(TrainPlan, config.train, steps=steps, calibrate_s=config.run.calibrate_s),
         checkpoint=_checkpoint(config.checkpoint, config.cluster.kind),
-        wandb=WandbPlan(
-            mode=config.wandb.mode,
-            project=config.wandb.project,
-            entity=config.wandb.entity,
-            group=config.wandb.group,
-            tags=tuple(config.wandb.tags),
-            notes=config.wandb.notes,
-            job_type=config.wandb.job_type,
-        ),
+        wandb=config.wandb,
         notes=(
             *_notes(schedule, steps, epoch, batch, optimizer),
             *_unit_notes(strategy, task),
@@ -199,12 +177,11 @@ def _on_cluster(
     )
 
 
-def _checkpoint(config: CheckpointConfig, kind: ClusterKind) -> CheckpointPlan:
+def _checkpoint(config: CheckpointConfig, kind: ClusterKind) -> CheckpointConfig:
     """Return the checkpoint plan; a Slurm job, which can lose its nodes at any time, saves periodically by default."""
-    plan = CheckpointPlan(**dataclasses.asdict(config))
-    if kind is not ClusterKind.slurm or plan.every is not None or plan.every_minutes is not None:
-        return plan
-    return dataclasses.replace(plan, every_minutes=SLURM_SAVES_EVERY_MIN, keep=plan.keep or SLURM_KEEPS)
+    if kind is not ClusterKind.slurm or config.every is not None or config.every_minutes is not None:
+        return config
+    return dataclasses.replace(config, every_minutes=SLURM_SAVES_EVERY_MIN, keep=config.keep or SLURM_KEEPS)
 
 
 def _epoch(config: BatchConfig, batch: Batch, task: TaskPlan) -> EpochPlan:
@@ -254,18 +231,7 @@ def _optimizer(config: OptimizerConfig, global_size: int) -> OptimizerPlan:
             "optimizer.reference_batch", config.reference_batch, "has no effect with optimizer.lr_scaling=none.",
             "Use optimizer.lr_scaling=linear or sqrt.",
         )  # fmt: skip
-    betas = config.betas or [0.9, 0.999]
-    plan = OptimizerPlan(
-        kind=config.kind,
-        lr=config.lr,
-        base_lr=config.lr,
-        lr_scaling=config.lr_scaling,
-        weight_decay=config.weight_decay,
-        betas=(betas[0], betas[1]),
-        eps=1e-8 if config.eps is None else config.eps,
-        momentum=config.momentum or 0.0,
-        nesterov=bool(config.nesterov),
-    )
+    plan = extended(OptimizerPlan, config, base_lr=config.lr)
     plan = dataclasses.replace(plan, base_betas=plan.betas, base_eps=plan.eps)
     kappa = global_size / (config.reference_batch or global_size)
     if config.lr_scaling is LrScaling.linear:
@@ -287,7 +253,7 @@ def _scale_adam(plan: OptimizerPlan, kappa: float) -> OptimizerPlan:
             "optimizer.lr_scaling", "sqrt", f"is a rule for Adam, not for optimizer={plan.kind.value}.",
             "Use optimizer.lr_scaling=linear, the rule for SGD.",
         )  # fmt: skip
-    betas = tuple(1 - kappa * (1 - beta) for beta in plan.betas)
+    betas = [1 - kappa * (1 - beta) for beta in plan.betas]
     if min(betas) < 1e-9:  # 0 up to rounding
         most = 1 / (1 - min(plan.betas))
         raise ConfigError(
@@ -298,7 +264,7 @@ def _scale_adam(plan: OptimizerPlan, kappa: float) -> OptimizerPlan:
             "set the optimizer's values for this batch with optimizer.lr_scaling=none.",
         )  # fmt: skip
     root = math.sqrt(kappa)
-    return dataclasses.replace(plan, lr=plan.lr * root, betas=(betas[0], betas[1]), eps=plan.eps / root)
+    return dataclasses.replace(plan, lr=plan.lr * root, betas=betas, eps=plan.eps / root)
 
 
 def _schedule(config: ScheduleConfig, steps: int | None) -> SchedulePlan:
@@ -309,7 +275,7 @@ def _schedule(config: ScheduleConfig, steps: int | None) -> SchedulePlan:
             "schedule", config.kind, "must know the last step, and the epochs of a stream have no known length.",
             "Set train.steps instead of train.epochs, or use schedule=constant.",
         )  # fmt: skip
-    return SchedulePlan(kind=config.kind, warmup_steps=config.warmup_steps, min_ratio=config.min_ratio or 0.0)
+    return extended(SchedulePlan, config)
 
 
 def _unit_notes(strategy: StrategyPlan, task: TaskPlan) -> list[str]:

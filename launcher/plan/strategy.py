@@ -20,11 +20,9 @@ from launcher.errors import ConfigError
 from launcher.plan import host
 from launcher.plan.batch import Batch
 from launcher.plan.launch_plan import ClusterPlan
-from launcher.plan.run_plan import Forecast, PrecisionPlan, StrategyPlan, TaskPlan
+from launcher.plan.run_plan import Forecast, PrecisionPlan, StrategyPlan, TaskPlan, extended
 from launcher.plan.sync_policy import POLICIES, SHARDED, Collective, Layout, passes
 
-BUCKET_MB = 25.0
-POWERSGD_RANK, POWERSGD_START = 1, 10
 # fraction of a rank's memory; the allocator's rounding and the communication library's buffers need the rest
 USABLE_MEMORY = 0.92
 ITEM_BYTES = {PrecisionKind.auto: 4, PrecisionKind.fp32: 4, PrecisionKind.bf16: 2, PrecisionKind.fp16: 2}
@@ -70,27 +68,14 @@ def solve_strategy(
         sync, reason = Sync.every, f"strategy.{special} is not safe with skipped synchronisation"
     else:
         sync, reason = fewest_bytes(forecasts).sync, "fewest wire bytes"
-    plan = StrategyPlan(
-        kind=config.kind,
+    plan = extended(
+        StrategyPlan,
+        config,
         sync=sync,
         sync_reason=reason,
         shard_size=shard_size,
-        bucket_mb=config.bucket_mb or BUCKET_MB,
-        static_graph=config.static_graph,
-        find_unused_parameters=config.find_unused_parameters,
-        compress=config.compress,
-        powersgd_rank=config.powersgd_rank or POWERSGD_RANK,
-        powersgd_start=config.powersgd_start or POWERSGD_START,
-        recompute=config.recompute,
-        cpu_offload=config.cpu_offload,
-        forecasts=(),
-        memory_bytes=None,
         # gather_once holds the whole model in any case; for other sharded policies memory is not yet known
         rehearses=config.kind not in SHARDED or sync is Sync.gather_once,
-        payload_bytes=None,
-        payload_bytes_every=None,
-        wire_bytes=None,
-        wire_bytes_every=None,
     )
     # savings of low-rank factors depend on every parameter's shape: measured by the meter, not predicted
     known = task.parameters is not None and config.compress is not Compress.powersgd
@@ -166,15 +151,7 @@ def solve_precision(
         )  # fmt: skip
     if config.tf32 and device is not Device.cuda:
         raise ConfigError("precision.tf32", "true", "has no effect where no GPU is used.", "Leave it out.")
-    return PrecisionPlan(
-        kind=kind,
-        reason=reason,
-        reduce_dtype=config.reduce_dtype or PrecisionKind.fp32,
-        init_scale=config.init_scale or 65536.0,
-        growth_interval=config.growth_interval or 2000,
-        parameters=config.parameters,
-        tf32=config.tf32,
-    )
+    return extended(PrecisionPlan, config, kind=kind, reason=reason)
 
 
 def _require_own_options(config: StrategyConfig, cluster: ClusterPlan) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib import metadata
 
 from launcher.config.hydra import amended, recompose
-from launcher.config.schema import Config, PrecisionKind, ScheduleKind
+from launcher.config.schema import BatchConfig, Config, PrecisionKind, ScheduleKind
 from launcher.errors import ConfigError, UserError
 from launcher.launch.planner import emulation_notes, require_mirror, weighed, where
 from launcher.plan import windows
@@ -75,7 +75,7 @@ def replan(paths: RunPaths, old: RunPlan, overrides: Sequence[str], *, force: bo
     name, kept = old.run.name, paths.config.read_text(encoding="utf-8")
     before, (config, yaml) = recompose(kept, ())[0], recompose(kept, overrides)
     for each in (before, config):  # solved at the first start, and the contract since then
-        each.batch.global_size = each.batch.global_size or old.batch.global_size
+        each.batch = dataclasses.replace(each.batch, global_size=each.batch.global_size or old.batch.global_size)
     changed = changes(dataclasses.asdict(before), dataclasses.asdict(config))
     forced = forced_by(changed)
     if wrong := refusals(changed, forced if force else ()):
@@ -88,10 +88,10 @@ def replan(paths: RunPaths, old: RunPlan, overrides: Sequence[str], *, force: bo
     require_mirror(config)
     keeps_precision = config.precision.kind is PrecisionKind.auto
     if keeps_precision:  # also on another kind of machine
-        config.precision.kind = old.precision.kind
+        config.precision = dataclasses.replace(config.precision, kind=old.precision.kind)
     site = dataclasses.replace(where(config.cluster), cwd=old.cluster.cwd)
     touched = {change.key for change in changed}
-    _fit_world(config, old, site, touched)
+    config.batch = _fitted_batch(config, old, site, touched)
     plan = _solved(config, old, site, touched, at)
     if keeps_precision:
         plan = plan.with_precision(old.precision.kind, old.precision.reason)
@@ -106,24 +106,26 @@ def replan(paths: RunPaths, old: RunPlan, overrides: Sequence[str], *, force: bo
     return Replanned(plan, amended(yaml, "batch", solved), tuple(changed))
 
 
-def _fit_world(config: Config, old: RunPlan, site: Site, touched: set[str]) -> None:
-    """Adapt accumulation and, if necessary, the micro-batch to the new world size; the global batch stays."""
+def _fitted_batch(config: Config, old: RunPlan, site: Site, touched: set[str]) -> BatchConfig:
+    """Return the batch with accumulation and, if necessary, the micro-batch that fit the new world size.
+
+    The global batch stays.
+    """
     cluster = solve_cluster(config.cluster, site, old.run.name, config.strategy.kind)
     world, batch = cluster.nodes * cluster.workers_per_node, config.batch
     same_world = world == old.batch.world_size
     if "batch.accumulation" not in touched and (not same_world or touched & {"batch.global_size", "batch.micro_size"}):
-        batch.accumulation = None
+        batch = dataclasses.replace(batch, accumulation=None)
     if same_world or touched & {"batch.micro_size", "batch.uneven"} or batch.global_size is None:
-        return
+        return batch
     if batch.accumulation is not None:
-        batch.micro_size = None
-        return
+        return dataclasses.replace(batch, micro_size=None)
     sizes = [batch.global_size, *(stage[1] for stage in batch.ramp if len(stage) == 2)]
     fixed = batch.micro_size if isinstance(batch.micro_size, int) else None
-    if any(size % (world * (fixed or 1)) for size in sizes):
-        batch.uneven = True
-        if batch.micro_size is None:
-            batch.micro_size = min(old.batch.micro_size, -(-batch.global_size // world))
+    if not any(size % (world * (fixed or 1)) for size in sizes):
+        return batch
+    largest = min(old.batch.micro_size, -(-batch.global_size // world))
+    return dataclasses.replace(batch, uneven=True, micro_size=largest if batch.micro_size is None else batch.micro_size)
 
 
 def _solved(config: Config, old: RunPlan, site: Site, touched: set[str], at: Standing | None) -> RunPlan:

@@ -181,6 +181,8 @@ def content_of(plan: RunPlan, code: str) -> str:
         known["options"] = {name: value for name, value in options.items() if name not in _QUEUEING}
         known["slurm"] = [slurm["container"], slurm["setup"]]
     known["precision"] = {name: value for name, value in fields["precision"].items() if name != "reason"}
+    # the optimizer's values, which follow from it, are there
+    known["optimizer"] = {name: value for name, value in fields["optimizer"].items() if name != "reference_batch"}
     known["task"] = {name: value for name, value in fields["task"].items() if name != "flops_per_sample"}
     known["strategy"] = {name: value for name, value in strategy.items() if name not in _PREDICTED}
     return digest([known, plan.run.version, importlib.metadata.version("torch"), code])

@@ -112,7 +112,8 @@ def build_optimizer(parameters: Iterable[nn.Parameter], plan: OptimizerPlan, dev
     if plan.kind is OptimizerKind.sgd:
         return SGD(parameters, plan.lr, momentum=plan.momentum, nesterov=plan.nesterov, weight_decay=plan.weight_decay)
     fused = device is Device.cuda
-    return AdamW(parameters, plan.lr, betas=plan.betas, eps=plan.eps, weight_decay=plan.weight_decay, fused=fused)
+    betas = (plan.betas[0], plan.betas[1])
+    return AdamW(parameters, plan.lr, betas=betas, eps=plan.eps, weight_decay=plan.weight_decay, fused=fused)
 
 
 def loss_and_items(task: Task, engine: Engine, model: Callable[..., Any], batch: Any) -> tuple[Tensor, int | Tensor]:

@@ -5,7 +5,6 @@ argv: a selection of grid.py, then mistakes of mistakes.py, or "none". Prints on
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import json
@@ -103,11 +102,12 @@ def composed() -> Config:
 
 
 def plan_of(cell: Cell) -> RunPlan:
-    config = copy.deepcopy(composed())
-    config.strategy.kind, config.strategy.sync = StrategyKind(cell.strategy), Sync(cell.sync)
-    config.strategy.shard_size = 2 if cell.strategy == "hsdp" else None
-    config.batch.accumulation, config.train.clip_norm = cell.accumulation, cell.problem.clip
-    return make_plan(config, samples=SAMPLES)
+    config, kind = composed(), StrategyKind(cell.strategy)
+    shard_size = 2 if kind is StrategyKind.hsdp else None
+    strategy = dataclasses.replace(config.strategy, kind=kind, sync=Sync(cell.sync), shard_size=shard_size)
+    batch = dataclasses.replace(config.batch, accumulation=cell.accumulation)
+    train = dataclasses.replace(config.train, clip_norm=cell.problem.clip)
+    return make_plan(dataclasses.replace(config, strategy=strategy, batch=batch, train=train), samples=SAMPLES)
 
 
 def compare(cell: Cell, mistake: str) -> Outcome:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
 import math
@@ -17,7 +16,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler
 
 from launcher.config.hydra import compose, compose_with_yaml, known_keys, recompose
-from launcher.config.schema import BatchConfig, Config, Device, ScheduleKind, Sync
+from launcher.config.schema import BatchConfig, ClusterConfig, Config, Device, ScheduleKind, Sync
 from launcher.errors import ConfigError, UserError
 from launcher.plan.host import Site
 from launcher.plan.launch_plan import RunInfo
@@ -46,8 +45,8 @@ def test_the_default_job() -> None:
 def test_the_file_holds_the_whole_plan(
     micro: int, accumulation: int, workers: int, samples: int | None, gradient_bytes: int
 ) -> None:
-    config = Config(batch=BatchConfig(micro_size=micro, accumulation=accumulation))
-    config.cluster.workers_per_node = workers
+    batch = BatchConfig(micro_size=micro, accumulation=accumulation)
+    config = Config(batch=batch, cluster=ClusterConfig(workers_per_node=workers))
     task = dataclasses.replace(BASE.task, samples=samples, gradient_bytes=gradient_bytes)
     solved = solve(config, Site(gpus=0, cores=2, cwd="/"), task, BASE.run)
     assert RunPlan.from_json(solved.to_json()) == solved
@@ -99,15 +98,17 @@ def test_the_square_root_rule_scales_all_that_it_is_about(
     assert plan.optimizer.weight_decay == make_plan().optimizer.weight_decay
     assert RunPlan.from_json(plan.to_json()) == plan
     built = build_optimizer([nn.Parameter(torch.zeros(1))], plan.optimizer, Device.cpu).param_groups[0]
-    assert (built["lr"], built["betas"], built["eps"]) == (plan.optimizer.lr, plan.optimizer.betas, plan.optimizer.eps)
+    assert (built["lr"], list(built["betas"])) == (plan.optimizer.lr, plan.optimizer.betas)
+    assert built["eps"] == plan.optimizer.eps
 
 
 def test_a_plan_of_an_earlier_version_keeps_what_it_scaled() -> None:
     fields = json.loads(make_plan("optimizer.lr_scaling=sqrt", "optimizer.reference_batch=16").to_json())
-    del fields["optimizer"]["base_betas"], fields["optimizer"]["base_eps"]
+    for name in ("base_betas", "base_eps", "reference_batch"):
+        del fields["optimizer"][name]
     fields["optimizer"]["betas"] = [0.9, 0.95]
     old = RunPlan.from_json(json.dumps(fields))
-    assert (old.optimizer.betas, old.optimizer.base_betas, old.optimizer.base_eps) == ((0.9, 0.95), None, None)
+    assert (old.optimizer.betas, old.optimizer.base_betas, old.optimizer.base_eps) == ([0.9, 0.95], None, None)
 
 
 @pytest.mark.parametrize("micro_size", [4, 32])
@@ -310,8 +311,8 @@ def test_null_is_the_default_or_off_for_every_key() -> None:
     composed = compose()
     for key in accepted:  # alone, beside the values of the default job
         group, _, name = key.partition(".")
-        changed = copy.deepcopy(composed)
-        setattr(getattr(changed, group), name, getattr(getattr(config, group), name))
+        one = dataclasses.replace(getattr(composed, group), **{name: getattr(getattr(config, group), name)})
+        changed = dataclasses.replace(composed, **{group: one})
         solve(changed, Site(gpus=0, cores=2, cwd="/nowhere"), BASE.task, BASE.run)
     for key in {*refused, *known_keys()} - set(accepted):
         with pytest.raises(ConfigError) as caught:

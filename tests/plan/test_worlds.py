@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 
 import pytest
@@ -66,9 +65,8 @@ def test_what_no_range_can_be(overrides: list[str], message: str) -> None:
 def test_only_the_sharing_out_differs(total: int, micro: int | None, workers: int, least: int, more: int) -> None:
     """In every world a window's samples are each some rank's, in micro-batches that are no larger than in the others;
     all else is the same, the learning rate, the schedule and the run among it."""
-    config = copy.deepcopy(SCALED)
-    config.batch = BatchConfig(global_size=total, micro_size=micro)
-    config.cluster.nodes, config.cluster.workers_per_node = f"{least}:{least + more}", workers
+    cluster = dataclasses.replace(SCALED.cluster, nodes=f"{least}:{least + more}", workers_per_node=workers)
+    config = dataclasses.replace(SCALED, batch=BatchConfig(global_size=total, micro_size=micro), cluster=cluster)
     plan = solve(config, Site(gpus=0, cores=2, cwd="/"), BASE.task, BASE.run)
     worlds = plan.worlds()
     assert [world.cluster.nodes for world in worlds] == list(range(least + more, least - 1, -1))

@@ -22,9 +22,8 @@ from typing import Any, NoReturn, TypeVar
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from launcher.config.schema import Compress, OnError, OptimizerKind
+from launcher.config.schema import CheckpointConfig, Compress, OnError, OptimizerKind
 from launcher.errors import CheckpointFailed, Superseded
-from launcher.plan.run_plan import CheckpointPlan
 from launcher.quantities import in_words
 from launcher.rundir import paths
 from launcher.rundir.fencing import Fence, Incarnation
@@ -288,7 +287,7 @@ class Cadence:
     """Schedule of checkpoints: by steps, or by minutes on rank 0's clock, which reach the others with the window's
     totals."""
 
-    def __init__(self, plan: CheckpointPlan) -> None:
+    def __init__(self, plan: CheckpointConfig) -> None:
         self._plan = plan
         self.start_clock()
 
