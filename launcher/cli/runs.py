@@ -73,7 +73,7 @@ def status(arguments: list[str]) -> int:
     if run.failure is not None:
         print(f"\n{run_list.failure_of(run)}")
     elif run.state.value in ("failed", "lost"):
-        print("\n".join(live.last_words(paths, run)))
+        print("\n".join(live.end_of_log(paths, run)))
     return EXIT_DONE
 
 
@@ -84,11 +84,11 @@ def logs(arguments: list[str]) -> int:
     parser.add_argument("--follow", action="store_true", help="until the run is over")
     given = parser.parse_args(arguments)
     paths = resolve(given.run, given.dir)
-    source = live.of_rank(paths, given.rank) if given.node is None else live.of_node(paths, given.node)
+    source = live.rank_logs(paths, given.rank) if given.node is None else live.node_log(paths, given.node)
     if given.follow:
-        control.follow(paths, live.Following(source))
+        control.follow(paths, live.LogFollower(source))
         return EXIT_DONE
-    lines = source.lines(over=True)
+    lines = source.lines(ended=True)
     if not lines and not source.exists():
         raise UserError(f"{given.run}: {source.missing()}")
     print("\n".join(lines))

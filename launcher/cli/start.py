@@ -36,10 +36,8 @@ def prepare(plan: P, yaml: str, config: Config, console: Console) -> tuple[P, Pe
 def _run_and_show(plan: LaunchPlan, peers: Peers, console: Console) -> Verdict:
     from launcher.launch import local
     from launcher.report import live, tables
-    from launcher.report.live import JoinedDisplay
 
-    shown = live.LiveDisplay if plan.node == 0 else JoinedDisplay
-    verdict = local.run(plan, live.Silence() if console.quiet else shown(plan, console), peers)
+    verdict = local.run(plan, live.run_display(plan, console), peers)
     if "failure" in verdict.summary:
         print(tables.failure_text(verdict.summary, verdict.plan.node), file=sys.stderr)
     elif plan.node != 0:
@@ -86,7 +84,7 @@ def submitted(plan: LaunchPlan, job: str, console: Console, *, wait: bool) -> in
     if not wait:
         return EXIT_DONE
     try:
-        run = control.follow(plan.paths, live.Silence() if console.quiet else live.LiveDisplay(plan, console))
+        run = control.follow(plan.paths, live.run_display(plan, console))
     except KeyboardInterrupt:
         console.print(
             f"No longer watching; the job goes on: launch status {run_list.called(plan.paths.root)}", markup=False

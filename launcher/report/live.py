@@ -6,7 +6,7 @@ import json
 import re
 import sys
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -21,13 +21,32 @@ from launcher.runs.status import Run
 
 PLAIN_LINE_EVERY_S = 10.0
 TIMED_STEPS = 5  # timed steps before the run's length is predicted
+_SHOWN_LINES = 15  # of the log of a failed run
 
 
-class LiveDisplay:
+class Silence:
+    """Display for --quiet: shows nothing. The other displays inherit from it."""
+
+    def refresh(self) -> None: ...
+    def say(self, text: str) -> None: ...
+    def close(self) -> None: ...
+
+
+class MessageDisplay(Silence):
+    """Display that shows only messages, for a host that joined another host's job."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def say(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+class LiveDisplay(MessageDisplay):
     """Rank 0's output with one progress line below it; without a terminal, occasional plain lines."""
 
     def __init__(self, plan: LaunchPlan, console: Console) -> None:
-        self._console = console
+        super().__init__(console)
         self._paths = plan.paths
         self._log = Tail(plan.paths.newest_rank_log(0))
         self._metrics = Tail(plan.paths.metrics)
@@ -69,7 +88,7 @@ class LiveDisplay:
         replaced = self._metrics.replaced
         records = [json.loads(line) for line in self._metrics.lines()]
         if self._metrics.replaced > replaced:  # the run was restarted, and its record truncated to the resume point
-            self._go_on_from(records[-1] if records else None)
+            self._restart_from(records[-1] if records else None)
         elif records:
             self._last = records[-1]
             self._first = self._first or records[0]
@@ -79,13 +98,13 @@ class LiveDisplay:
             self._warned = True
             self.say(f"W&B: {problem}")
 
-    def _go_on_from(self, record: dict[str, Any] | None) -> None:
+    def _restart_from(self, record: dict[str, Any] | None) -> None:
         """Reset the progress to ``record``, the last record kept, which has been displayed before."""
         step = 0 if record is None else record["step"]
         self._last, self._first = record, None
         if self._progress is not None:
             self._progress.update(self._bar, completed=step)
-        self.say(f"--- goes on after step {step} ---")
+        self.say(f"--- resumed after step {step} ---")
 
     def _show(self, record: dict[str, Any]) -> None:
         if self._progress is not None:
@@ -105,7 +124,7 @@ class LiveDisplay:
             return
         self._announced = True
         whole = _duration(record["time/total_s"] + left)
-        self.say(f"The {self._steps} steps take about {whole}, {_duration(left)} from now.")
+        self.say(f"The {self._steps} steps take about {whole}; {_duration(left)} left.")
 
     def _seconds_left(self, record: dict[str, Any]) -> float | None:
         """Return the time to the last step at the mean rate since the display started; None if unknown."""
@@ -115,9 +134,6 @@ class LiveDisplay:
         per_step = (record["time/total_s"] - first["time/total_s"]) / (record["step"] - first["step"])
         return per_step * (self._steps - record["step"])
 
-    def say(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-
     def close(self) -> None:
         if self._progress is not None:
             self._progress.stop()
@@ -125,7 +141,19 @@ class LiveDisplay:
                 self.say(f"{_step_text(self._last, self._steps)}  {_rate(self._last)}")
 
 
-class LogDisplay:
+def run_display(plan: LaunchPlan, console: Console) -> Silence:
+    """Return the display of a run on this host: live on the first one, messages only on the others."""
+    if console.quiet:
+        return Silence()
+    if plan.node == 0:
+        return LiveDisplay(plan, console)
+    assert plan.cluster.place is not None
+    first, display = plan.cluster.place.store.rpartition(":")[0], MessageDisplay(console)
+    display.say(f"This is node {plan.node} of run {plan.run.name}: {plan.run.dir}; the live view is on {first}.")
+    return display
+
+
+class LogDisplay(Silence):
     """Rank 0's output only, for use beside a result that a script may read."""
 
     def __init__(self, plan: LaunchPlan, file: TextIO) -> None:
@@ -139,16 +167,6 @@ class LogDisplay:
 
     def say(self, text: str) -> None:
         print(text, file=self._file, flush=True)
-
-    def close(self) -> None: ...
-
-
-class Silence:
-    """Display for --quiet."""
-
-    def refresh(self) -> None: ...
-    def say(self, text: str) -> None: ...
-    def close(self) -> None: ...
 
 
 def _step_text(record: dict[str, Any], steps: int | None) -> str:
@@ -187,106 +205,82 @@ def console(*, quiet: bool = False) -> Console:
     return Console(file=cast("TextIO", _Trimmed(sys.stdout)), quiet=quiet, width=200)
 
 
-class JoinedDisplay:
-    """Display of a host that joined another one's job: its place in the run, and errors."""
+class LogSource:
+    """Log files of one rank or node in the order of their creation, and the lines added to them.
 
-    def __init__(self, plan: LaunchPlan, console: Console) -> None:
-        self._console = console
-        assert plan.cluster.place is not None
-        first = plan.cluster.place.store.rpartition(":")[0]
-        self.say(f"This is node {plan.node} of run {plan.run.name}: {plan.run.dir}; the live view is on {first}.")
-
-    def refresh(self) -> None: ...
-
-    def say(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    def close(self) -> None: ...
-
-
-_LAST = 15
-
-
-@dataclass
-class Source:
-    """Log files of one rank or node in the order of their creation, and their new lines.
-
-    Attributes:
-        what: name of the rank or node.
+    Args:
+        name: of the rank or node.
+        candidates: returns the paths of its files, whether they exist or not.
     """
 
-    what: str
-    paths: RunPaths
-    rank: int | None
-    node: int
-    _read: dict[Path, Tail] = field(default_factory=dict[Path, Tail])
+    def __init__(self, name: str, paths: RunPaths, candidates: Callable[[], Iterable[Path]]) -> None:
+        self._name, self._paths, self._candidates = name, paths, candidates
+        self._tails: dict[Path, Tail] = {}
 
     def _files(self) -> list[Path]:
-        if self.rank is None:
-            files = [self.paths.node_log(self.node)]
-        else:
-            files = [self.paths.rank_log(self.rank, attempt) for attempt in range(self.paths.next_attempt())]
-        return [file for file in files if file.exists()]
+        return [file for file in self._candidates() if file.exists()]
 
     def exists(self) -> bool:
         return bool(self._files())
 
-    def lines(self, *, over: bool = False) -> list[str]:
-        """Return the lines added since the last call; each further file is announced by its name.
+    def lines(self, *, ended: bool = False) -> list[str]:
+        """Return the lines added since the last call; each further file is preceded by a line with its name.
 
         Args:
-            over: no call follows, so an unterminated last line is returned too. For all files but the newest it always
-                is,
-                because their writers have exited.
+            ended: no call follows, so an unterminated last line is returned too. For all files but the newest it always
+                is, because their writers have exited.
         """
-        found: list[str] = []
+        lines: list[str] = []
         files = self._files()
         for file in files:
-            if file not in self._read:
-                if self._read:
-                    found.append(f"--- {file.name} ---")
-                self._read[file] = Tail(file)
-            found += self._read[file].lines(over=over or file != files[-1])
-        return found
+            if file not in self._tails:
+                if self._tails:
+                    lines.append(f"--- {file.name} ---")
+                self._tails[file] = Tail(file)
+            lines += self._tails[file].lines(over=ended or file != files[-1])
+        return lines
 
     def missing(self) -> str:
-        there = sorted(path.name for path in self.paths.logs.glob("*.log"))
-        return f"{self.what} has no log yet.\n  There are: {', '.join(there) or 'none, the run has not begun'}."
+        names = sorted(path.name for path in self._paths.logs.glob("*.log"))
+        return f"{self._name} has no log yet.\n  Existing logs: {', '.join(names) or 'none, the run has not started'}."
 
 
-def of_rank(paths: RunPaths, rank: int) -> Source:
-    return Source(f"rank {rank}", paths, rank, 0)
+def rank_logs(paths: RunPaths, rank: int) -> LogSource:
+    attempts = lambda: (paths.rank_log(rank, attempt) for attempt in range(paths.next_attempt()))  # noqa: E731
+    return LogSource(f"rank {rank}", paths, attempts)
 
 
-def of_node(paths: RunPaths, node: int) -> Source:
-    return Source(f"node {node}", paths, None, node)
+def node_log(paths: RunPaths, node: int) -> LogSource:
+    return LogSource(f"node {node}", paths, lambda: [paths.node_log(node)])
 
 
-class Following:
+class LogFollower(Silence):
     """Display that prints a source's lines as they arrive."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: LogSource) -> None:
         self._source = source
 
-    def refresh(self, *, over: bool = False) -> None:
-        for line in self._source.lines(over=over):
-            print(line, flush=True)
+    def refresh(self, *, ended: bool = False) -> None:
+        for line in self._source.lines(ended=ended):
+            self.say(line)
 
     def say(self, text: str) -> None:
         print(text, flush=True)
 
     def close(self) -> None:
-        self.refresh(over=True)
+        self.refresh(ended=True)
 
 
-def last_words(paths: RunPaths, run: Run) -> list[str]:
+def end_of_log(paths: RunPaths, run: Run) -> list[str]:
     """Return the end of the log of Slurm's script or of the first node, for a run that writes nothing more."""
-    of_array = SweepPaths(paths.root.parent).slurm
-    files = [folder / f"{run.job}_0_log.out" for folder in (paths.slurm, of_array)]
-    files.append(paths.node_log(0))
-    for file in files:
-        if lines := last_lines(file, _LAST):
+    slurm_folders = (paths.slurm, SweepPaths(paths.root.parent).slurm)  # the second: of a job array
+    for file in [*(folder / f"{run.job}_0_log.out" for folder in slurm_folders), paths.node_log(0)]:
+        if lines := last_lines(file, _SHOWN_LINES):
             return ["", *lines, f"  From: {file}"]
     if run.job is None:
         return []
-    return ["", f"Nothing was written to {paths.root}: do the nodes see that directory?", "  `launch doctor` looks."]
+    return [
+        "",
+        f"Nothing was written to {paths.root}: can the nodes see that directory?",
+        "  `launch doctor` checks it.",
+    ]

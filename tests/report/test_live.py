@@ -220,7 +220,7 @@ def test_the_live_display_of_a_run_that_begins_again(tmp_path: Path) -> None:
     display.close()
     assert out.getvalue().splitlines() == [
         "step 3/3  loss 3.0000  1 samples/s",
-        "--- goes on after step 1 ---",
+        "--- resumed after step 1 ---",
         "step 3/3  loss 3.0000  1 samples/s",
     ]
 
@@ -287,7 +287,7 @@ def test_plain_lines_say_how_long_it_takes(tmp_path: Path, monkeypatch: pytest.M
     assert out.getvalue().splitlines() == [
         "step 1/300  loss 1.0000  1 samples/s",
         "step 2/300  loss 1.0000  1 samples/s  9 min 56 s left",
-        "The 300 steps take about 10 min 8 s, 9 min 48 s from now.",
+        "The 300 steps take about 10 min 8 s; 9 min 48 s left.",
         "step 6/300  loss 1.0000  1 samples/s  9 min 48 s left",
         "step 7/300  loss 1.0000  1 samples/s  9 min 46 s left",
         "step 300/300  loss 1.0000  1 samples/s",

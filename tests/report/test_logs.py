@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from launcher.cli import runs
-from launcher.report.live import Following, of_rank
+from launcher.report.live import LogFollower, rank_logs
 from launcher.rundir.paths import RunPaths
 from tests.helpers import make_plan
 
@@ -16,8 +16,8 @@ def test_last_words_without_an_end_of_line(tmp_path: Path, capsys: pytest.Captur
     paths = RunPaths(tmp_path / "run")
     paths.logs.mkdir(parents=True)
     make_plan(run_dir=str(paths.root)).save()
-    source = of_rank(paths, 0)
-    following = Following(source)
+    source = rank_logs(paths, 0)
+    following = LogFollower(source)
     first, second = paths.rank_log(0), paths.rank_log(0, 1)
     first.write_text("step 1\nSegmentation fau")
     following.refresh()

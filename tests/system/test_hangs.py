@@ -49,7 +49,7 @@ def test_a_rank_that_hangs_costs_nothing_but_time(launch: Launch, project: Path)
     assert (hang["rank"], hang["host"], hang["step"], hang["phase"]) == (1, HERE, 3, "computing")
     said = f"rank 1 hangs on {HERE} in step 3, micro-batch 3, forward and backward pass"
     assert said in done.stdout
-    assert "--- goes on after step 2 ---" in done.stdout
+    assert "--- resumed after step 2 ---" in done.stdout
     stack = [line for line in (run / "logs/rank1.log").read_text().splitlines() if "in hold_the_interpreter" in line]
     assert stack, "the log of the rank has the stack"
     assert stack[0] in hang["stack"]

@@ -45,7 +45,7 @@ def test_a_killed_rank_costs_nothing_but_time(launch: Launch, project: Path) -> 
     out, _ = job.communicate(timeout=patience(120))
     assert job.returncode == 0, out
     assert "Going on from" in out
-    assert "--- goes on after step" in out
+    assert "--- resumed after step" in out
 
     whole = project / "runs" / "whole"
     mine, wanted = (tensors(place / "checkpoints" / "step_000040") for place in (run, whole))
