@@ -42,7 +42,7 @@ CASES = ["bytes_gpt", "mlp", "fsdp", "meter", "noise"]
 
 
 class Case:
-    """A model, its data, and the loss of a micro-batch: (sum, items)."""
+    """Model, data, and loss of one benchmark."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -61,6 +61,7 @@ class Case:
             self.options = ["precision=fp32"]
 
     def loss(self, model: Callable[..., Tensor], batch: Any) -> tuple[Tensor, int]:
+        """Return (loss sum, items) of a micro-batch."""
         if self.gpt:
             tokens = batch.long()
             targets = tokens[:, 1:].flatten()
@@ -71,7 +72,7 @@ class Case:
         return functional.cross_entropy(logits, targets, reduction="sum"), targets.numel()
 
 
-def fresh(case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:
+def new_model(case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = case.make_model()
     return model, torch.optim.AdamW(model.parameters(), 1e-3)
@@ -79,7 +80,7 @@ def fresh(case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def by_hand(case: Case, plan: RunPlan) -> Iterator[float]:
     """Run a minimal hand-written loop; yield after each optimizer step."""
-    raw, optimizer = fresh(case)
+    raw, optimizer = new_model(case)
     sharded = case.name == "fsdp"
     model: Any = raw
     if sharded:
@@ -99,7 +100,7 @@ def by_hand(case: Case, plan: RunPlan) -> Iterator[float]:
     bf16 = "precision=bf16" in case.options
     batches = (batch for _ in itertools.count() for batch in loader)
     while True:
-        seen = torch.zeros(())
+        loss_sum = torch.zeros(())
         for micro in range(accumulation):
             batch = next(batches)
             last = micro == accumulation - 1
@@ -111,31 +112,32 @@ def by_hand(case: Case, plan: RunPlan) -> Iterator[float]:
                     total, items = case.loss(model, batch)
                     loss = total / items / accumulation
                 loss.backward()
-            seen += loss.detach()
+            loss_sum += loss.detach()
         nn.utils.clip_grad_norm_(raw.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        dist.all_reduce(seen)  # the logged loss is the mean over the ranks
-        yield seen.item() / dist.get_world_size()
+        dist.all_reduce(loss_sum)  # the logged loss is the mean over the ranks
+        yield loss_sum.item() / dist.get_world_size()
 
 
-def by_engine(case: Case, plan: RunPlan, place: Path, *, without: str | None = None) -> Iterator[float]:
-    model, optimizer = fresh(case)
+def by_engine(case: Case, plan: RunPlan, directory: Path, *, without: str | None = None) -> Iterator[float]:
+    """Train with the engine; yield after each optimizer step. ``without``: the part to disable, meter or noise."""
+    model, optimizer = new_model(case)
     engine = Engine(model, optimizer, plan)
     if without == "meter":
         engine.parallel.meter = cast("Any", Unmetered())
     if without == "noise":
         engine.parallel.own = Unmeasured()
-    began = time.perf_counter()
-    record = Record(place / "metrics.jsonl", waits=False) if engine.world.rank == 0 else None
+    start = time.perf_counter()
+    record = Record(directory / "metrics.jsonl", waits=False) if engine.world.rank == 0 else None
     for window in engine.windows(case.data):
         for batch in window:
             engine.backward(*case.loss(engine.model, batch))
         result = engine.step()
         if record:
-            seen, total_s = (engine.samples, engine.items), time.perf_counter() - began
-            record.write(result.step, step_metrics(result, plan, seen, total_s, peak_memory_bytes(engine.device)))
+            counts, total_s = (engine.samples, engine.items), time.perf_counter() - start
+            record.write(result.step, step_metrics(result, plan, counts, total_s, peak_memory_bytes(engine.device)))
         yield result.loss
 
 
@@ -167,38 +169,35 @@ class Unmeasured(OwnGradient):
 
 
 def compare(case: Case, steps: int, loader_workers: int) -> str:
-    sizes = ["batch.global_size=64", "batch.micro_size=4"]
+    """Return a line with the medians of ``steps`` measured steps of both loops."""
     without = case.name if case.name in ("meter", "noise") else None
-    if without or case.name == "mlp":  # short steps, in which small costs are visible
-        sizes = ["batch.global_size=512", "batch.micro_size=32"] if case.name == "mlp" else [
-            "batch.global_size=16", "batch.micro_size=1"]  # fmt: skip
+    # short steps, in which small costs are visible, for the MLP, the meter and the noise scale
+    sizes = {"mlp": (512, 32), "meter": (16, 1), "noise": (16, 1)}
+    global_size, micro_size = sizes.get(case.name, (64, 4))
     options = [
-        *case.options,
-        *sizes,
-        "cluster.device=cpu",
-        f"train.loader_workers={loader_workers}",
-        f"train.steps={10**9}",
-        "run.calibrate_s=0",
-    ]
+        *case.options, f"batch.global_size={global_size}", f"batch.micro_size={micro_size}", "cluster.device=cpu",
+        f"train.loader_workers={loader_workers}", f"train.steps={10**9}", "run.calibrate_s=0",
+    ]  # fmt: skip
     plan = make_plan(options, samples=len(case.data))
-    with tempfile.TemporaryDirectory() as place:
-        other = by_engine(case, plan, Path(place), without=without) if without else by_hand(case, plan)
-        loops = {"engine": by_engine(case, plan, Path(place)), "other": other}
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        other = by_engine(case, plan, directory, without=without) if without else by_hand(case, plan)
+        loops = {"engine": by_engine(case, plan, directory), "other": other}
         times: dict[str, list[float]] = {name: [] for name in loops}
         for step in range(WARM_UP + steps):
             for name in sorted(loops, reverse=bool(step % 2)):  # alternate, so that neither always has warm caches
                 dist.barrier()
-                began = time.perf_counter()
+                start = time.perf_counter()
                 next(loops[name])
                 if step >= WARM_UP:
-                    times[name].append(time.perf_counter() - began)
+                    times[name].append(time.perf_counter() - start)
         for loop in loops.values():
             loop.close()
     other_ms, engine_ms = (statistics.median(times[name]) * 1e3 for name in ("other", "engine"))
-    paired = statistics.median(mine / others for mine, others in zip(times["engine"], times["other"], strict=True))
-    name = f"{without} off" if without else "hand-written"
+    paired = statistics.median(a / b for a, b in zip(times["engine"], times["other"], strict=True))
+    other_name = f"{without} off" if without else "hand-written"
     return (
-        f"{case.name:<10} {name:<12} {other_ms:9.3f} ms   engine {engine_ms:9.3f} ms   "
+        f"{case.name:<10} {other_name:<12} {other_ms:9.3f} ms   engine {engine_ms:9.3f} ms   "
         f"ratio {engine_ms / other_ms:.3f}   paired {paired:.3f}"
     )
 

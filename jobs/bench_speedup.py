@@ -58,8 +58,8 @@ def run(task: BytesGPT, data: Any, options: list[str]) -> Iterator[tuple[float, 
     account = Account(plan, engine)
 
     def loss(model: Any, batch: Tensor) -> tuple[Tensor, int | Tensor]:
-        found = task.loss(model, batch)
-        return found.total, found.items
+        summed = task.loss(model, batch)
+        return summed.total, summed.items
 
     for window in engine.windows(data, forward=loss):
         for batch in window:
@@ -93,24 +93,25 @@ def cell(strategy: str, read_s: float, arguments: argparse.Namespace) -> str:
                 if name == "calibrated":
                     account = totals
     assert account is not None
-    # windows from the middle of a piece only, for the calibrated run as well
-    kept = [seconds for place, seconds in enumerate(account.seconds, 2) if place % steps >= skipped]
+    # of the calibrated run, too, only windows from the middle of a piece
+    middle = [seconds for number, seconds in enumerate(account.seconds, 2) if number % steps >= skipped]
     account.seconds.clear()
-    account.seconds.extend(kept)
-    found = account.calibration()
+    account.seconds.extend(middle)
+    figures = account.calibration()
     for windows in runs.values():
         windows.close()
     own_s, every_s = statistics.median(times["own"]), statistics.median(times["every"])
-    said = account.engine.calibrated
-    if "comm/speedup" not in found:
-        return f"| {strategy} | {read_s * 1e3:g} | not measured: {said and said.not_measured} |"
-    printed, low, high = (found[f"comm/speedup{end}"] for end in ("", "_low", "_high"))
+    calibrated = account.engine.calibrated
+    if "comm/speedup" not in figures:
+        return f"| {strategy} | {read_s * 1e3:g} | not measured: {calibrated and calibrated.not_measured} |"
+    assert calibrated is not None
+    assert calibrated.gain is not None
+    gain = f"{calibrated.gain.value * 1e3:,.0f} ({calibrated.rounds} rounds)"
+    printed, low, high = (figures[f"comm/speedup{end}"] for end in ("", "_low", "_high"))
     whole = every_s / own_s
-    assert said is not None
-    assert said.gain is not None
     cells = [
         arguments.rate, strategy, f"{read_s * 1e3:g}", f"{own_s * 1e3:,.0f}", f"{every_s * 1e3:,.0f}",
-        f"{(every_s - own_s) * 1e3:,.0f}", f"{said.gain.value * 1e3:,.0f} ({said.rounds} rounds)", f"{whole:.2f}",
+        f"{(every_s - own_s) * 1e3:,.0f}", gain, f"{whole:.2f}",
         f"{printed:.2f} ({low:.2f} to {high:.2f})", f"{printed / whole - 1:+.1%}",
     ]  # fmt: skip
     return f"| {' | '.join(cells)} |"
@@ -118,12 +119,12 @@ def cell(strategy: str, read_s: float, arguments: argparse.Namespace) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate", required=True, help="a name for these links")
-    parser.add_argument("--steps", type=int, default=8, help="windows of a piece")
-    parser.add_argument("--pieces", type=int, default=4, help="of each run")
+    parser.add_argument("--rate", required=True, help="name of these links in the table")
+    parser.add_argument("--steps", type=int, default=8, help="windows per piece")
+    parser.add_argument("--pieces", type=int, default=4, help="pieces per run")
     parser.add_argument("--calibrate-s", type=float, default=20.0)
     parser.add_argument("--strategy", nargs="*", default=["ddp", "fsdp"])
-    parser.add_argument("--read-ms", type=float, nargs="*", default=[0.0, 40.0], help="to read a sample")
+    parser.add_argument("--read-ms", type=float, nargs="*", default=[0.0, 40.0], help="milliseconds to read a sample")
     arguments = parser.parse_args()
     dist.init_process_group("gloo")
     if dist.get_rank() == 0:

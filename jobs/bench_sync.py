@@ -32,6 +32,7 @@ from launcher import Engine, Loss, make_plan
 from launcher.tasks.bytes_gpt import BytesGPT
 from launcher.train.engine import calibration
 from launcher.train.engine.calibration import WARM_UP_WINDOWS, Calibrated, Kind
+from launcher.train.measure.comm_meter import CommStats
 
 ACCUMULATIONS = (1, 2, 4, 8, 16)
 MICRO_SIZE = 4
@@ -57,14 +58,14 @@ def line_rate() -> float:
     if peer in (0, local):
         stream = server.accept()[0] if server is not None else socket.create_connection(address[0])
         for _ in range(5):  # best of five: TCP's window grows, and the peer may start late
-            began = time.perf_counter()
+            start = time.perf_counter()
             sender = threading.Thread(target=stream.sendall, args=(bytes(STREAM_BYTES),))
             sender.start()
             left = STREAM_BYTES
             while left:
                 left -= len(stream.recv(min(left, 2**16)))
             sender.join()
-            rate[0] = max(rate.item(), STREAM_BYTES / (time.perf_counter() - began))
+            rate[0] = max(rate.item(), STREAM_BYTES / (time.perf_counter() - start))
         stream.close()
     if server is not None:
         server.close()
@@ -79,13 +80,15 @@ def backward_s(task: BytesGPT, batch: Tensor) -> float:
     for _ in range(6):
         loss = task.loss(model, batch).total
         dist.barrier()
-        began = time.perf_counter()
+        start = time.perf_counter()
         loss.backward()
-        times.append(time.perf_counter() - began)
+        times.append(time.perf_counter() - start)
     return statistics.median(times[1:])
 
 
-def cell(task: BytesGPT, data: Any, strategy: str, sync: str, compress: str, accumulation: int, windows: int) -> Any:
+def cell(
+    task: BytesGPT, data: Any, strategy: str, sync: str, compress: str, accumulation: int, windows: int
+) -> tuple[Calibrated, float, CommStats]:
     """Run one policy for a few windows; return its calibration, the median step in seconds, and a window's traffic."""
     local = int(os.environ["LOCAL_WORLD_SIZE"])
     options = [
@@ -107,8 +110,8 @@ def cell(task: BytesGPT, data: Any, strategy: str, sync: str, compress: str, acc
     engine._calibration._kinds = lambda: [Kind.silent, Kind.own]  # sync=every is measured in cells of its own
 
     def loss(model: Any, batch: Tensor) -> tuple[Tensor, int | Tensor]:
-        found: Loss = task.loss(model, batch)
-        return found.total, found.items
+        summed: Loss = task.loss(model, batch)
+        return summed.total, summed.items
 
     times: list[float] = []
     for number, window in enumerate(engine.windows(data, forward=loss), 1):
@@ -118,6 +121,7 @@ def cell(task: BytesGPT, data: Any, strategy: str, sync: str, compress: str, acc
         if number > WARM_UP_WINDOWS:
             times.append(result.step_s)
         if len(times) == windows:
+            assert engine.calibrated is not None
             return engine.calibrated, statistics.median(times), result.comm
     raise AssertionError("the data ended before the measurement")
 
@@ -131,8 +135,7 @@ def measure(rate: str, out: Path, windows: int, accumulations: list[int]) -> Non
     bytes_a_second, one_backward_s = line_rate(), backward_s(task, batch)
     for strategy, sync, compress in ACROSS if local == 1 else GROUPED:
         for accumulation in accumulations:
-            found: tuple[Calibrated, float, Any] = cell(task, data, strategy, sync, compress, accumulation, windows)
-            calibrated, step_s, comm = found
+            calibrated, step_s, comm = cell(task, data, strategy, sync, compress, accumulation, windows)
             if strategy == "hsdp":  # a shard group is a host: only traffic between replicas crosses the link
                 link_bytes = local * sum(t.wire_bytes for kind, t in comm.kinds.items() if kind.value == "all_reduce")
             else:
@@ -186,23 +189,24 @@ def report(results: Path, to: Path) -> None:
     rates = list(dict.fromkeys(record["rate"] for record in records))
     lines = ["# Sync policies between two hosts", "", "Made by `make bench-sync`: see `jobs/bench_sync.py`.", ""]
     for rate in rates:
-        reached = statistics.median(record["line_rate"] for record in records if record["rate"] == rate)
-        lines.append(f"- {rate}: a plain TCP stream reached {reached * 8 / 1e6:,.0f} Mbit/s, both ways at once.")
+        bytes_a_second = statistics.median(record["line_rate"] for record in records if record["rate"] == rate)
+        lines.append(f"- {rate}: a plain TCP stream reached {bytes_a_second * 8 / 1e6:,.0f} Mbit/s, both ways at once.")
     lines += ["", "![milliseconds a micro-batch](sync.png)", "", head, *map(_row, records)]
-    place = to / "sync.md"
-    _, heading, after = place.read_text().partition(SPEEDUP) if place.exists() else ("", "", "")
-    place.write_text("\n".join(lines) + "\n" + (f"\n{heading}{after}" if heading else ""))
+    page = to / "sync.md"
+    _, heading, after = page.read_text().partition(SPEEDUP) if page.exists() else ("", "", "")
+    page.write_text("\n".join(lines) + "\n" + (f"\n{heading}{after}" if heading else ""))
     figure, panels = pyplot.subplots(1, len(rates), figsize=(6.5 * len(rates), 5), squeeze=False, layout="constrained")
     names = list(dict.fromkeys(map(_name, records)))
     colours = {name: pyplot.get_cmap("tab20")(number) for number, name in enumerate(names)}
     for rate, panel in zip(rates, panels[0], strict=True):
-        here = [record for record in records if record["rate"] == rate]
-        for name in dict.fromkeys(map(_name, here)):
-            mine = sorted((r for r in here if _name(r) == name), key=lambda r: r["accumulation"])
-            xs = [r["accumulation"] for r in mine]
-            times = ([r[key] * 1e3 / r["accumulation"] for r in mine] for key in ("step_s", "limit_s"))
-            panel.plot(xs, next(times), marker="o", color=colours[name], label=name)
-            panel.plot(xs, next(times), ":", color=colours[name])
+        for name in names:
+            cells = [record for record in records if record["rate"] == rate and _name(record) == name]
+            cells.sort(key=lambda record: record["accumulation"])
+            counts = [record["accumulation"] for record in cells]
+            for key, line in (
+                (("step_s", {"marker": "o", "label": name}), ("limit_s", {"linestyle": ":"})) if cells else ()
+            ):
+                panel.plot(counts, [r[key] * 1e3 / r["accumulation"] for r in cells], color=colours[name], **line)
         panel.set(title=f"{rate}, two hosts; dotted: the limit", xscale="log", yscale="log")
         panel.set(xlabel="accumulation", ylabel="ms a micro-batch", xticks=ACCUMULATIONS)
         panel.set_xticklabels(map(str, ACCUMULATIONS))
@@ -214,12 +218,12 @@ def report(results: Path, to: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(dest="verb", required=True)
-    measuring = verbs.add_parser("measure", help="on hosts that `launch run` has started it on")
-    measuring.add_argument("--rate", required=True, help="a name for these links")
-    measuring.add_argument("--out", type=Path, required=True, help="JSON lines are added to it by rank 0")
-    measuring.add_argument("--windows", type=int, default=3, help="and rounds of the calibration; at least 3")
+    measuring = verbs.add_parser("measure", help="run by `launch run` on the hosts to measure")
+    measuring.add_argument("--rate", required=True, help="name of these links in the table")
+    measuring.add_argument("--out", type=Path, required=True, help="file to which rank 0 appends JSON lines")
+    measuring.add_argument("--windows", type=int, default=3, help="also the rounds of the calibration; at least 3")
     measuring.add_argument("--accumulation", type=int, nargs="*", default=list(ACCUMULATIONS))
-    reporting = verbs.add_parser("report", help="a table and a plot")
+    reporting = verbs.add_parser("report", help="write a table and a plot")
     reporting.add_argument("--results", type=Path, required=True)
     reporting.add_argument("--to", type=Path, required=True)
     arguments = parser.parse_args()
