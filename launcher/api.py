@@ -17,7 +17,7 @@ from launcher.config.multirun import AskedCell
 from launcher.config.schema import ClusterKind, Config, Device, PrecisionKind
 from launcher.errors import EXIT_INTERRUPTED, EXIT_RESUMABLE, SiteError, UserError
 from launcher.launch import local
-from launcher.launch.peers import Alone
+from launcher.launch.peers import Peers
 from launcher.launch.planner import new_run, plan_job
 from launcher.launch.slurm import submit as slurm
 from launcher.plan import host
@@ -227,4 +227,4 @@ def typed(value: object) -> str:
 
 
 def _run_here(plan: LaunchPlan | RunPlan) -> int:
-    return local.run(plan, Silence(), Alone()).status
+    return local.run(plan, Silence(), Peers()).status

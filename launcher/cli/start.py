@@ -25,12 +25,12 @@ P = TypeVar("P", bound="LaunchPlan")
 def prepare(plan: P, yaml: str, config: Config, console: Console) -> tuple[P, Peers]:
     """Meet the other hosts, if any, then create the run's directory."""
     from launcher.launch import local, multihost
-    from launcher.launch.peers import Alone
+    from launcher.launch.peers import Peers
 
     if plan.cluster.kind is ClusterKind.hosts:
         return multihost.gather(plan, yaml, config.run.name, partial(console.print, markup=False, highlight=False))
     local.create(plan, yaml)
-    return plan, Alone()
+    return plan, Peers()
 
 
 def _run_and_show(plan: LaunchPlan, peers: Peers, console: Console) -> Verdict:
@@ -64,15 +64,15 @@ def run_script_here(plan: LaunchPlan, peers: Peers, console: Console) -> int:
 
 def go_on(plan: LaunchPlan, console: Console, *, wait: bool) -> int:
     """Run or resubmit a job in its existing directory."""
-    from launcher.launch.peers import Alone
+    from launcher.launch.peers import Peers
     from launcher.plan.run_plan import RunPlan
     from launcher.runs import control
 
     if plan.cluster.slurm is not None:
         return submitted(plan, control.send(plan), console, wait=wait)
     if isinstance(plan, RunPlan):
-        return run_here(plan, Alone(), console)
-    return run_script_here(plan, Alone(), console)
+        return run_here(plan, Peers(), console)
+    return run_script_here(plan, Peers(), console)
 
 
 def submitted(plan: LaunchPlan, job: str, console: Console, *, wait: bool) -> int:

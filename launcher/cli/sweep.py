@@ -13,7 +13,7 @@ from launcher.cli.overrides import with_config
 from launcher.cli.start import require_no_wait, run_here
 from launcher.config.multirun import AskedCell, Result
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESUMABLE, RunError
-from launcher.launch.peers import Alone
+from launcher.launch.peers import Peers
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan
 from launcher.report import live
@@ -82,7 +82,7 @@ def again(
 def _here(console: Console) -> Callable[[LaunchPlan], int]:
     def run(plan: LaunchPlan) -> int:
         assert isinstance(plan, RunPlan)
-        return run_here(plan, Alone(), console)
+        return run_here(plan, Peers(), console)
 
     return run
 

@@ -79,13 +79,13 @@ def _plan(config: Config, place: Path) -> RunPlan:
 def _run(plan: RunPlan, yaml: str, *, as_json: bool) -> tuple[int, bool]:
     """Return the exit status, and whether to keep the directory, which has the logs of failed workers."""
     from launcher.launch import local
-    from launcher.launch.peers import Alone
+    from launcher.launch.peers import Peers
     from launcher.report import live, tables, verdicts
     from launcher.rundir.files import build, read_json
     from launcher.verify.certificate import Certificate
 
     local.create(plan, yaml)
-    verdict = local.run(plan, live.LogDisplay(plan, sys.stderr), Alone())
+    verdict = local.run(plan, live.LogDisplay(plan, sys.stderr), Peers())
     if "failure" in verdict.summary:
         print(tables.failure_text(verdict.summary), file=sys.stderr)
         return verdict.status, True

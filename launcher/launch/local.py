@@ -16,11 +16,12 @@ from typing import Any, Protocol, TypeVar
 
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESUMABLE, RecordFailed, SiteError
 from launcher.launch.agent import begin
-from launcher.launch.peers import Again, Peers
+from launcher.launch.peers import Peers, Regrouping
 from launcher.plan.host import WANDB_ENV, allowed_env
 from launcher.plan.launch_plan import LaunchPlan, RunInfo
 from launcher.plan.run_plan import RunPlan
 from launcher.process import STOP_SIGNALS
+from launcher.quantities import count
 from launcher.rundir import records
 from launcher.rundir.fencing import Fence, Incarnation
 from launcher.rundir.files import read_json, write_json, write_text
@@ -116,10 +117,10 @@ def run(plan: LaunchPlan, display: Display, peers: Peers) -> Verdict:
         if _writes(plan):
             begin(fence, ranks=plan.cluster.world_size)
         _run_once(plan, plan.paths.plan_of(plan.node), fence, display, peers, asked)
-        while len(asked) < 2 and (again := peers.again(plan.paths.newest_step())) is not None:
-            plan, plan_file, fence = regroup(plan, again, fence)
-            display.say(regroup_words(plan, again))
-            peers.go()
+        while len(asked) < 2 and (regrouping := peers.regroup(plan.paths.newest_step())) is not None:
+            plan, plan_file, fence = regroup(plan, regrouping, fence)
+            display.say(describe_regrouping(plan, regrouping))
+            peers.start_regrouped()
             _run_once(plan, plan_file, fence, display, peers, asked)
     finally:
         display.close()
@@ -168,11 +169,11 @@ def _run_once(
 ) -> None:
     """Run one incarnation until it is over on all hosts. ``asked``: stop signals that this process has received."""
     agent = _start_agent(plan, plan_file, fence.own)
-    care = _Care(agent, display, peers, plan.cluster.grace_s)
+    forwarder = _StopForwarder(agent, display, peers, plan.cluster.grace_s)
     over = False
     while not (over and (peers.complete() or len(asked) > 1)):
         display.refresh()
-        care.act(len(asked))
+        forwarder.forward(len(asked))
         peers.listen(POLL_S)
         if not over and agent.poll() is not None:
             over = True
@@ -182,44 +183,44 @@ def _run_once(
     display.refresh()
 
 
-class _Care:
+class _StopForwarder:
     """Forwards stop requests of a person or of another host to the agent."""
 
     def __init__(self, agent: subprocess.Popen[bytes], display: Display, peers: Peers, grace_s: float) -> None:
         self._agent, self._display, self._peers, self._grace_s = agent, display, peers, grace_s
-        self._passed_on = 0
+        self._forwarded = 0
         self._noticed: float | None = None
-        self._urged = False
+        self._asked_to_stop = False
 
-    def act(self, asked: int) -> None:
+    def forward(self, asked: int) -> None:
         """Send the agent the signals that are due. ``asked``: number of stop signals that this process received."""
-        if asked > self._passed_on:
-            if not self._passed_on:
+        if asked > self._forwarded:
+            if not self._forwarded:
                 self._peers.stop()
-                if not self._urged:
+                if not self._asked_to_stop:
                     self._display.say("Stopping at the end of this window. Ctrl-C again kills the workers at once.")
-            self._passed_on = asked
+            self._forwarded = asked
             # the workers and the mirror notice a killed agent by themselves
-            self._signal(signal.SIGTERM if asked == 1 and not self._urged else signal.SIGKILL)
-        elif not self._passed_on and self._peers.stopped_by is not None and not self._urged:
+            self._signal(signal.SIGTERM if asked == 1 and not self._asked_to_stop else signal.SIGKILL)
+        elif not self._forwarded and self._peers.stopped_by is not None and not self._asked_to_stop:
             self._display.say(f"Stopped on {self._peers.stopped_by}: stopping at the end of this window.")
-            self._urge()
+            self._ask_to_stop()
         elif self._peers.trouble is not None:
-            self._see_to_the_end(self._peers.trouble)
+            self._end_after_trouble(self._peers.trouble)
 
-    def _see_to_the_end(self, trouble: str) -> None:
+    def _end_after_trouble(self, trouble: str) -> None:
         if self._noticed is None:
             self._noticed = time.monotonic()
             if self._agent.poll() is None:
                 self._display.say(f"{trouble[0].upper()}{trouble[1:]}; the workers here end too.")
         waited = time.monotonic() - self._noticed
-        if not self._urged and (self._peers.lost or waited > self._grace_s):
-            self._urge()
+        if not self._asked_to_stop and (self._peers.lost or waited > self._grace_s):
+            self._ask_to_stop()
         if waited > 2 * self._grace_s + AGENT_LEAVES_WITHIN_S:  # the agent hangs in a call to a host that is gone
             self._signal(signal.SIGKILL)
 
-    def _urge(self) -> None:
-        self._urged = True
+    def _ask_to_stop(self) -> None:
+        self._asked_to_stop = True
         self._signal(signal.SIGTERM)
 
     def _signal(self, number: int) -> None:
@@ -242,7 +243,7 @@ def _start_agent(plan: LaunchPlan, plan_file: Path, own: Incarnation) -> subproc
 
 def _summary(plan: LaunchPlan, status: int) -> dict[str, Any]:
     """Return this host's summary; one derived from the exit status if the workers were killed before writing it."""
-    return read_json(plan.paths.summary_of(plan.node)) or _verdict_without_words(plan, status)
+    return read_json(plan.paths.summary_of(plan.node)) or _summary_of_status(plan, status)
 
 
 def _write_summary(plan: LaunchPlan, fence: Fence, summary: dict[str, Any]) -> None:
@@ -262,19 +263,19 @@ def _writes(plan: LaunchPlan) -> bool:
     return place is None or place.node == 0 or not place.shared
 
 
-def _verdict_without_words(plan: LaunchPlan, status: int) -> dict[str, Any]:
+def _summary_of_status(plan: LaunchPlan, status: int) -> dict[str, Any]:
     if status == EXIT_INTERRUPTED:
         return {"verdict": "killed"}
     if status == 0:  # a `launch run` script writes no summary, nor do workers on nodes other than 0
         return {"verdict": "done"}
-    told = failure(f"the node agent ended with status {status}", plan.paths.node_log(plan.node), exit_code=status)
-    return {"verdict": "killed" if status < 0 else "failed", "failure": told}
+    record = failure(f"the node agent ended with status {status}", plan.paths.node_log(plan.node), exit_code=status)
+    return {"verdict": "killed" if status < 0 else "failed", "failure": record}
 
 
 P = TypeVar("P", bound=LaunchPlan)
 
 
-def regroup(plan: P, again: Again, fence: Fence) -> tuple[P, Path, Fence]:
+def regroup(plan: P, regrouping: Regrouping, fence: Fence) -> tuple[P, Path, Fence]:
     """Return this host's plan, its file and its fence in the incarnation that follows that of ``fence``.
 
     The workers of the old incarnation have ended on all hosts that are left. Node 0 opens the new one before any other
@@ -284,26 +285,26 @@ def regroup(plan: P, again: Again, fence: Fence) -> tuple[P, Path, Fence]:
         Superseded: The run was restarted elsewhere.
     """
     assert plan.cluster.place is not None
-    place = dataclasses.replace(plan.cluster.place, node=again.node, store=again.store)
-    plan = plan.on(again.nodes)
+    place = dataclasses.replace(plan.cluster.place, node=regrouping.node, store=regrouping.store)
+    plan = plan.on(regrouping.nodes)
     plan = dataclasses.replace(plan, cluster=dataclasses.replace(plan.cluster, place=place))
     own = dataclasses.replace(fence.own, restart=fence.own.restart + 1)
     fence = Fence(fence.paths, own)
     ranks = plan.cluster.world_size
-    if again.node == 0:
-        begin(fence, ranks=ranks, from_step=again.step)
+    if regrouping.node == 0:
+        begin(fence, ranks=ranks, from_step=regrouping.step)
         records.note_event(
-            fence.paths, "lost", host=again.lost, incarnation=str(own), ranks=ranks, from_step=again.step
+            fence.paths, "lost", host=regrouping.lost, incarnation=str(own), ranks=ranks, from_step=regrouping.step
         )
-    file = fence.paths.plan_for(again.nodes, again.node)
+    file = fence.paths.plan_for(regrouping.nodes, regrouping.node)
     write_text(file, plan.to_json() + "\n")
     return plan, file, fence
 
 
-def regroup_words(plan: LaunchPlan, again: Again) -> str:
+def describe_regrouping(plan: LaunchPlan, regrouping: Regrouping) -> str:
     """Return the line for the display. ``plan``: the new plan of this host."""
-    nodes, ranks = again.nodes, plan.cluster.world_size
+    lost, hosts, ranks = regrouping.lost, count(regrouping.nodes, "host"), count(plan.cluster.world_size, "rank")
     return (
-        f"{again.lost[0].upper()}{again.lost[1:]} is gone: going on with {nodes} host{'' if nodes == 1 else 's'}, "
-        f"{ranks} rank{'' if ranks == 1 else 's'}, from step {again.step}. This is node {again.node} now."
+        f"{lost[0].upper()}{lost[1:]} is gone: going on with {hosts}, {ranks}, from step {regrouping.step}. "
+        f"This is node {regrouping.node} now."
     )

@@ -11,35 +11,33 @@ import re
 import shutil
 import socket
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from launcher.errors import SiteError, UserError
 from launcher.launch import local
-from launcher.launch.gathering import Say, facts, wait_for_hosts
-from launcher.launch.network import (
-    PROTOCOL,
-    Channel,
-    Door,
-    Message,
-    Route,
-    find_route,
-    free_port,
-    require_reach,
-    socket_names,
-)
+from launcher.launch.channel import PROTOCOL, Channel, Listener, Message, wait
+from launcher.launch.job_facts import differences, job_facts
+from launcher.launch.network import Route, find_route, free_port, require_reach, socket_names
 from launcher.launch.peers import FirstHost, OtherHost, Peers
 from launcher.plan.launch_plan import LaunchPlan, Place, RunInfo
 from launcher.plan.run_plan import RunPlan
+from launcher.plan.worlds import NodeRange
 from launcher.process import wait_until
+from launcher.quantities import count
 from launcher.rundir.files import read_json, write_text
 
 # seconds that node 0 waits for the others, and every other host for node 0
 MEET_WITHIN_S = 600
+# seconds that node 0 waits for one more host once enough have arrived
+SETTLE_S = 30
 _ANSWER_WITHIN_S = 60
-_RETRY_S = 0.5
+_CONNECT_WITHIN_S, _RETRY_S = 2.0, 0.5
 
 P = TypeVar("P", bound=LaunchPlan)
+Say = Callable[[str], None]
 
 
 def gather(plan: P, config_yaml: str, run_name: str | None, say: Say) -> tuple[P, Peers]:
@@ -61,45 +59,110 @@ def gather(plan: P, config_yaml: str, run_name: str | None, say: Say) -> tuple[P
     route = find_route(plan.cluster.rendezvous, plan.cluster.interface)
     names = socket_names(route, plan.cluster.interface)
     plan = dataclasses.replace(plan, env=dataclasses.replace(plan.env, default=names | plan.env.default))
-    return (lead if route.here else join)(plan, config_yaml, route, facts(plan, run_name), say)
+    return (lead if route.here else join)(plan, config_yaml, route, job_facts(plan, run_name), say)
 
 
-def lead(plan: P, config_yaml: str, route: Route, known: Message, say: Say) -> tuple[P, Peers]:
+@dataclass
+class _Gathering:
+    """Node 0's wait for the other hosts. ``channels``: connections to those that are there, in order of arrival."""
+
+    listener: Listener
+    allowed: NodeRange
+    facts: Message
+    route: Route
+    say: Say
+    channels: list[Channel] = field(default_factory=list[Channel])
+
+    def wait(self) -> None:
+        """Wait until all allowed hosts are there, or enough of them and no other one arrives for SETTLE_S.
+
+        Raises:
+            UserError: A host was not given the same job.
+            SiteError: Too few hosts came within MEET_WITHIN_S.
+        """
+        allowed, shown = self.allowed, self.route.shown
+        self.say(f"This is node 0 of {allowed.words}, waiting at {shown} for the others.")
+        start = last_change = time.monotonic()
+        announced = 0
+        while (hosts := len(self.channels) + 1) < allowed.most:
+            if hosts >= allowed.least:
+                if announced != hosts:
+                    announced = hosts
+                    be = "is" if hosts == 1 else "are"
+                    self.say(f"{count(hosts, 'host')} {be} enough: waiting {SETTLE_S} s for one more.")
+                if time.monotonic() - last_change >= SETTLE_S:
+                    return
+            elif time.monotonic() - start > MEET_WITHIN_S:
+                typed = allowed.most if allowed.fixed else f"{allowed.least}:{allowed.most}"
+                raise SiteError(
+                    f"cluster.nodes={typed}: {hosts} of {allowed.words} hosts came to {shown} within "
+                    f"{MEET_WITHIN_S // 60} minutes.\n  Type the same command on each of them."
+                )
+            wait([*self.listener.sources(), *self.channels], 1.0)
+            if self._update():
+                last_change, announced = time.monotonic(), 0
+
+    def _update(self) -> bool:
+        """Add hosts that arrived and remove hosts that left. Return True if any did."""
+        before = list(self.channels)
+        for channel, hello in self.listener.arrivals():
+            if len(self.channels) == self.allowed.most - 1:
+                full = f"all {self.allowed.most} hosts have arrived already."
+                channel.send(refused=f"cluster.rendezvous={self.route.shown}: {full}")
+                channel.close()
+                continue
+            self.channels.append(channel)
+            differing = differences(self.facts, hello.get("facts"), self.route.rendezvous[0], channel.peer)
+            if differing:
+                raise UserError(differing)
+            self.say(f"{channel.peer} is here: {len(self.channels) + 1} of {self.allowed.words} hosts.")
+        for channel in self.channels.copy():
+            if channel.receive() or not channel.open:
+                channel.close()
+                self.channels.remove(channel)
+                self.say(f"{channel.peer} has left again.")
+        return self.channels != before
+
+
+def lead(plan: P, config_yaml: str, route: Route, facts: Message, say: Say) -> tuple[P, Peers]:
     """Gather the other hosts as node 0."""
     try:
-        door = Door(route.rendezvous)
+        listener = Listener(route.rendezvous)
     except OSError as error:
         raise SiteError(
             f"cluster.rendezvous={route.shown}: cannot listen there: {error.strerror}.\n"
             "  Another job or program has the port: choose another one."
         ) from None
-    guests: list[Channel] = []
-    made = False
+    gathering = _Gathering(listener, plan.cluster.range, facts, route, say)
+    channels, address, made = gathering.channels, route.interface.address, False
     try:
-        wait_for_hosts(door, guests, plan.cluster.range, known, route, say, MEET_WITHIN_S)
-        plan = plan.on(len(guests) + 1)
-        address = route.interface.address
+        gathering.wait()
         store = f"{address}:{free_port(address)}"
         own = Place(node=0, address=address, interface=route.interface.name, store=store, shared=True)
-        plan = _placed(plan, plan.run, own)
+        plan = _placed(plan.on(len(channels) + 1), plan.run, own)
         local.create(plan, config_yaml)
         made = True
         run = {"name": plan.run.name, "id": plan.run.id, "created": plan.run.created}
-        for node, guest in enumerate(guests, 1):
-            guest.send(welcome=run, node=node, nodes=plan.cluster.nodes, store=store)
-        _require_ready(guests, plan, route.rendezvous[1])
-        for guest in guests:
-            guest.send(go=True)
+        for node, channel in enumerate(channels, 1):
+            channel.send(welcome=run, node=node, nodes=plan.cluster.nodes, store=store)
+        _require_ready(channels, plan, route.rendezvous[1])
+        for channel in channels:
+            channel.send(go=True)
     except BaseException as error:
-        for guest in guests:
-            if isinstance(error, UserError):
-                guest.send(refused=str(error))
-            guest.close()
-        door.close()
-        if made:
-            shutil.rmtree(plan.paths.root, ignore_errors=True)
+        if isinstance(error, UserError):
+            for channel in channels:
+                channel.send(refused=str(error))
+        _undo(plan, made, listener, *channels)
         raise
-    return plan, FirstHost(door, guests, address, _refusal(plan, route), _least(plan))
+    return plan, FirstHost(listener, channels, address, _refusal(plan, route), _least(plan))
+
+
+def _undo(plan: LaunchPlan, made: bool, *connections: Listener | Channel) -> None:
+    """Close the connections, and remove the run's directory if this host made it."""
+    for connection in connections:
+        connection.close()
+    if made:
+        shutil.rmtree(plan.paths.root, ignore_errors=True)
 
 
 def _refusal(plan: LaunchPlan, route: Route) -> str:
@@ -117,37 +180,36 @@ def _least(plan: LaunchPlan) -> int | None:
     return plan.cluster.min_nodes if isinstance(plan, RunPlan) and plan.checkpoint.enabled else None
 
 
-def _require_ready(guests: list[Channel], plan: LaunchPlan, port: int) -> None:
+def _require_ready(channels: list[Channel], plan: LaunchPlan, port: int) -> None:
     """Check that every host has made its directory and can be reached at its workers' address. Raises SiteError."""
-    for node, guest in enumerate(guests, 1):
-        who = f"node {node} ({guest.peer})"
-        answer = guest.next(_ANSWER_WITHIN_S)
+    for node, channel in enumerate(channels, 1):
+        host = f"node {node} ({channel.peer})"
+        answer = channel.next(_ANSWER_WITHIN_S)
         if answer is None:
-            raise SiteError(f"{who} left before the job began. Nothing was started.")
+            raise SiteError(f"{host} left before the job began. Nothing was started.")
         if "refused" in answer:
-            raise SiteError(f"on {who}: {answer['refused']}")
-        require_reach(str(answer.get("address", guest.peer)), port, who)
+            raise SiteError(f"on {host}: {answer['refused']}")
+        require_reach(str(answer.get("address", channel.peer)), port, host)
         if isinstance(plan, RunPlan) and plan.checkpoint.enabled and not answer.get("shared"):
             raise SiteError(
-                f"checkpoint.enabled=true: {who} does not see {plan.run.dir} of node 0, and the parts of a checkpoint "
+                f"checkpoint.enabled=true: {host} does not see {plan.run.dir} of node 0, and the parts of a checkpoint "
                 "would lie on different hosts.\n  Use a run.dir on a disk that all of them share, or "
                 "checkpoint.enabled=false."
             )
 
 
-def join(plan: P, config_yaml: str, route: Route, known: Message, say: Say) -> tuple[P, Peers]:
+def join(plan: P, config_yaml: str, route: Route, facts: Message, say: Say) -> tuple[P, Peers]:
     """Join node 0 as one of the other hosts."""
-    channel = _connect(route, say)
-    made = False
+    channel, made = _connect(route, say), False
     try:
-        channel.send(launch=PROTOCOL, facts=known)
+        channel.send(launch=PROTOCOL, facts=facts)
         greeting = channel.next(_ANSWER_WITHIN_S)
         if greeting is None or greeting.get("launch") != PROTOCOL:
             raise SiteError(
                 f"cluster.rendezvous={route.shown}: what answers there is no `launch` of this version that waits for "
                 "hosts.\n  Start it on the first host, or choose a port that nothing else uses."
             )
-        welcome = _answer(channel, "welcome", MEET_WITHIN_S)
+        welcome = _expect(channel, "welcome", MEET_WITHIN_S)
         place = Place(
             node=int(welcome["node"]), address=route.interface.address, interface=route.interface.name,
             store=str(welcome["store"]), shared=False,
@@ -160,38 +222,45 @@ def join(plan: P, config_yaml: str, route: Route, known: Message, say: Say) -> t
             channel.send(refused=str(error))
             raise
         channel.send(ready=True, shared=not made, address=place.address)
-        _answer(channel, "go", _ANSWER_WITHIN_S + MEET_WITHIN_S)
+        _expect(channel, "go", _ANSWER_WITHIN_S + MEET_WITHIN_S)
     except BaseException:
-        channel.close()
-        if made:
-            shutil.rmtree(plan.paths.root, ignore_errors=True)
+        _undo(plan, made, channel)
         raise
     return plan, OtherHost(channel)
 
 
 def _connect(route: Route, say: Say) -> Channel:
-    end = time.monotonic() + MEET_WITHIN_S
-    said = False
-    while True:
+    """Connect to node 0, which may start later. Raises SiteError if it does not answer within MEET_WITHIN_S."""
+
+    problem: OSError | None = None
+
+    def attempt() -> socket.socket | None:
+        nonlocal problem
         try:
-            return Channel(socket.create_connection(route.rendezvous, timeout=_RETRY_S * 4))
+            return socket.create_connection(route.rendezvous, timeout=_CONNECT_WITHIN_S)
         except OSError as error:
-            if time.monotonic() > end:
-                raise SiteError(
-                    f"cluster.rendezvous={route.shown}: nobody has answered there for {MEET_WITHIN_S // 60} minutes "
-                    f"({error.strerror or error}).\n  Type the same command on the host that has this address."
-                ) from None
-        if not said:
-            said = True
-            say(f"waiting for {route.shown}")
-        time.sleep(_RETRY_S)
+            problem = error
+            return None
+
+    connection = attempt()
+    if connection is None:
+        say(f"waiting for {route.shown}")
+        connection = wait_until(attempt, MEET_WITHIN_S, _RETRY_S)
+    if connection is None:
+        raise SiteError(
+            f"cluster.rendezvous={route.shown}: nobody has answered there for {MEET_WITHIN_S // 60} minutes "
+            f"({(problem and problem.strerror) or problem}).\n"
+            "  Type the same command on the host that has this address."
+        )
+    return Channel(connection)
 
 
-def _answer(channel: Channel, word: str, seconds: float) -> Message:
+def _expect(channel: Channel, key: str, seconds: float) -> Message:
+    """Return node 0's next message, which must contain ``key``. Raises SiteError if it does not."""
     message = channel.next(seconds)
     if message is not None and "refused" in message:
         raise SiteError(str(message["refused"]))
-    if message is None or word not in message:
+    if message is None or key not in message:
         raise SiteError(f"The first host ({channel.peer}) left before the job began. Nothing was started.")
     return message
 

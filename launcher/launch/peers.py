@@ -1,6 +1,8 @@
-"""Connections to the other hosts of a running job: who stopped it, who failed first, who is gone, and the verdict.
+"""The other hosts of a running job: who stopped it, who failed first, who is gone, and the verdict.
 
-The hosts form a star: each keeps the connection over which it joined node 0. Training uses torch's own connections.
+The `launch` processes form a star: each keeps the connection over which it joined node 0. Training uses torch's own
+connections, and so do the agents. torch's store cannot replace these: it does not report that a client is gone, and it
+would make `launch` import torch.
 """
 
 from __future__ import annotations
@@ -9,10 +11,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from typing import Any, Protocol
+from typing import Any
 
 from launcher.errors import EXIT_FAILED, EXIT_INTERRUPTED
-from launcher.launch.network import LOST_AFTER_S, Channel, Door, Message, free_port, wait
+from launcher.launch.channel import LOST_AFTER_S, Channel, Listener, Message, wait
+from launcher.launch.network import free_port
+from launcher.quantities import count
 from launcher.rundir.records import failure
 
 # seconds by which a reset connection may be noticed later here than by the workers that were connected to that host
@@ -30,123 +34,9 @@ class Result:
     when: float
 
 
-def first_failure(
-    hosts: Mapping[int, str],
-    results: Mapping[int, Result],
-    gone: Mapping[int, float],
-    guests: Mapping[int, Channel],
-) -> Summary | None:
-    """Return the failure of the host that failed first, or None.
-
-    A host may be gone for a while before that is noticed; it then counts as earlier than hosts that lost it as a peer.
-
-    Args:
-        hosts: addresses by node, as all arguments here.
-        results: results of the hosts whose agents have ended.
-        gone: time at which a host was found to be gone, on node 0's monotonic clock (seconds).
-        guests: connections to the other hosts.
-    """
-    failures: list[tuple[float, Summary]] = []
-    for node, result in results.items():
-        if (told := result.summary.get("failure")) is not None:
-            failures.append((result.when, told | {"node": node, "host": hosts[node]}))
-    for node, when in gone.items():
-        unnoticed = LOST_AFTER_S if guests[node].silent else _RESET_MARGIN_S
-        failures.append((when - unnoticed, lost_host(node, guests[node])))
-    return min(failures, key=lambda entry: entry[0])[1] if failures else None
-
-
-def seconds_since_failure(summary: Summary) -> float:
-    """Return the seconds since the failure in ``summary`` by this host's clock; 0 if its time is unknown."""
-    told: Summary = summary.get("failure") or {}
-    at = told.get("at")
-    return 0.0 if at is None else (datetime.now(UTC) - datetime.fromisoformat(at)).total_seconds()
-
-
-def lost_host(node: int, channel: Channel) -> Summary:
-    """Return the failure record of a host that is gone, which could not report one itself."""
-    why = f"no answer for {LOST_AFTER_S} s" if channel.silent else "its `launch` was killed, or the host was shut down"
-    told = failure(f"node {node} ({channel.peer}) is gone: {why}", None)
-    return told | {"node": node, "host": channel.peer}
-
-
-class Peers(Protocol):
-    """The other hosts, as one host sees them.
-
-    Args:
-        stopped_by: host on which the job was stopped, if another one.
-        trouble: what ended the job on another host.
-        lost: True if a host is gone; then waiting for the workers is useless.
-    """
-
-    stopped_by: str | None
-    trouble: str | None
-    lost: bool
-
-    def listen(self, seconds: float) -> None:
-        """Receive messages for at most ``seconds``."""
-        ...
-
-    def stop(self) -> None:
-        """Report that the job was stopped on this host."""
-        ...
-
-    def ended(self, status: int, summary: Summary) -> None:
-        """Report that this host's agent has ended."""
-        ...
-
-    def complete(self) -> bool:
-        """Return True if the verdict of the whole job is known."""
-        ...
-
-    def again(self, step: int) -> Again | None:
-        """Return how this host continues after the loss of another one; None if the job is over.
-
-        Call it once ``complete`` is true. ``step``: optimizer steps in the newest checkpoint, for the other hosts.
-        """
-        ...
-
-    def go(self) -> None:
-        """Start the regrouped job: node 0 lets the other hosts begin."""
-        ...
-
-    def conclude(self) -> tuple[int, Summary]:
-        """Return exit status and summary of the whole job, as far as known, and close the connections."""
-        ...
-
-
-class Alone:
-    """Peers of a local job: there are none."""
-
-    stopped_by: str | None = None
-    trouble: str | None = None
-    lost = False
-
-    def __init__(self) -> None:
-        self._own: tuple[int, Summary] = (EXIT_FAILED, {})
-
-    def listen(self, seconds: float) -> None:
-        time.sleep(seconds)
-
-    def stop(self) -> None: ...
-
-    def ended(self, status: int, summary: Summary) -> None:
-        self._own = (status, summary)
-
-    def complete(self) -> bool:
-        return True
-
-    def again(self, step: int) -> Again | None: ...
-
-    def go(self) -> None: ...
-
-    def conclude(self) -> tuple[int, Summary]:
-        return self._own
-
-
 @dataclass(frozen=True)
-class Again:
-    """New place of this host in a job that continues without the hosts that are gone.
+class Regrouping:
+    """How a job continues without the hosts that are gone, for one of the hosts that are left.
 
     Args:
         node: new number of this host.
@@ -163,18 +53,103 @@ class Again:
     step: int
 
 
-class OtherHost:
-    """Peers of nodes 1 and up, which talk to node 0 only."""
+def first_failure(
+    addresses: Mapping[int, str],
+    results: Mapping[int, Result],
+    gone: Mapping[int, float],
+    channels: Mapping[int, Channel],
+) -> Summary | None:
+    """Return the failure of the host that failed first, or None.
 
-    def __init__(self, first: Channel) -> None:
-        self._first = first
+    A host may be gone for a while before that is noticed; it then counts as earlier than hosts that lost it as a peer.
+
+    Args:
+        addresses: by node, as all arguments here.
+        results: results of the hosts whose agents have ended.
+        gone: time at which a host was found to be gone, on node 0's monotonic clock (seconds).
+        channels: connections to the other hosts.
+    """
+    failures: list[tuple[float, Summary]] = []
+    for node, result in results.items():
+        if (reported := result.summary.get("failure")) is not None:
+            failures.append((result.when, reported | {"node": node, "host": addresses[node]}))
+    for node, when in gone.items():
+        unnoticed = LOST_AFTER_S if channels[node].silent else _RESET_MARGIN_S
+        failures.append((when - unnoticed, lost_host(node, channels[node])))
+    return min(failures, key=lambda entry: entry[0])[1] if failures else None
+
+
+def seconds_since_failure(summary: Summary) -> float:
+    """Return the seconds since the failure in ``summary`` by this host's clock; 0 if its time is unknown."""
+    reported: Summary = summary.get("failure") or {}
+    at = reported.get("at")
+    return 0.0 if at is None else (datetime.now(UTC) - datetime.fromisoformat(at)).total_seconds()
+
+
+def lost_host(node: int, channel: Channel) -> Summary:
+    """Return the failure record of a host that is gone, which could not report one itself."""
+    why = f"no answer for {LOST_AFTER_S} s" if channel.silent else "its `launch` was killed, or the host was shut down"
+    record = failure(f"node {node} ({channel.peer}) is gone: {why}", None)
+    return record | {"node": node, "host": channel.peer}
+
+
+class Peers:
+    """The other hosts, as one host sees them. This base class is that of a job on one host.
+
+    Attributes:
+        stopped_by: host on which the job was stopped, if another one.
+        trouble: what ended the job on another host.
+        lost: True if a host is gone; then waiting for the workers is useless.
+    """
+
+    def __init__(self) -> None:
         self._own: tuple[int, Summary] = (EXIT_FAILED, {})
-        self._final: tuple[int, Summary] | None = None
-        self._again: Again | None = None
+        self._reset()
+
+    def _reset(self) -> None:
         self._stopped = False
         self.stopped_by: str | None = None
         self.trouble: str | None = None
         self.lost = False
+
+    def listen(self, seconds: float) -> None:
+        """Receive messages for at most ``seconds``."""
+        time.sleep(seconds)
+
+    def stop(self) -> None:
+        """Report that the job was stopped on this host."""
+
+    def ended(self, status: int, summary: Summary) -> None:
+        """Report that this host's agent has ended."""
+        self._own = status, summary
+
+    def complete(self) -> bool:
+        """Return True if the verdict of the whole job is known."""
+        return True
+
+    def regroup(self, step: int) -> Regrouping | None:  # noqa: ARG002
+        """Return how this host continues after the loss of another one; None if the job is over.
+
+        Call it once ``complete`` is true. ``step``: optimizer steps in the newest checkpoint, for the other hosts.
+        """
+        return None
+
+    def start_regrouped(self) -> None:
+        """Start the regrouped job: node 0 lets the other hosts begin."""
+
+    def conclude(self) -> tuple[int, Summary]:
+        """Return exit status and summary of the whole job, as far as known, and close the connections."""
+        return self._own
+
+
+class OtherHost(Peers):
+    """Peers of nodes 1 and up, which are connected to node 0 only."""
+
+    def __init__(self, first: Channel) -> None:
+        super().__init__()
+        self._first = first
+        self._verdict: tuple[int, Summary] | None = None
+        self._regrouping: Regrouping | None = None
 
     def listen(self, seconds: float) -> None:
         if not self._first.open:
@@ -186,12 +161,12 @@ class OtherHost:
                 self._stopped, self.stopped_by = True, message["stop"]
             elif "trouble" in message:
                 self.trouble, self.lost = self.trouble or message["trouble"], self.lost or message["lost"]
-            elif "again" in message:  # later messages belong to the next incarnation
-                self._again = Again(**message["again"])
-                self._stopped, self.stopped_by, self.trouble, self.lost = False, None, None, False
+            elif "regroup" in message:  # later messages belong to the next incarnation
+                self._regrouping = Regrouping(**message["regroup"])
+                self._reset()
             elif "verdict" in message:
-                self._final = message["status"], message["verdict"]
-        if not self._first.open and self._final is None:
+                self._verdict = message["status"], message["verdict"]
+        if not self._first.open and self._verdict is None:
             self.trouble, self.lost = f"node 0 ({self._first.peer}) is gone", True
 
     def stop(self) -> None:
@@ -199,109 +174,104 @@ class OtherHost:
         self._first.send(stop=True)
 
     def ended(self, status: int, summary: Summary) -> None:
-        self._own = status, summary
         self._first.send(ended=True, status=status, summary=summary, ago_s=seconds_since_failure(summary))
 
     def complete(self) -> bool:
-        return self._final is not None or self._again is not None or not self._first.open
+        return self._verdict is not None or self._regrouping is not None or not self._first.open
 
-    def again(self, step: int) -> Again | None:  # noqa: ARG002
-        again, self._again = self._again, None
-        return again
-
-    def go(self) -> None: ...
+    def regroup(self, step: int) -> Regrouping | None:  # noqa: ARG002
+        regrouping, self._regrouping = self._regrouping, None
+        return regrouping
 
     def conclude(self) -> tuple[int, Summary]:
         self._first.close()
-        if self._final is not None:
-            return self._final
+        if self._verdict is not None:
+            return self._verdict
         if self._stopped:
             return EXIT_INTERRUPTED, {"verdict": "killed"}
         return EXIT_FAILED, {"verdict": "failed", "failure": lost_host(0, self._first)}
 
 
-class FirstHost:
+class FirstHost(Peers):
     """Peers of node 0, which receives messages from all other hosts and forwards them."""
 
     def __init__(
-        self, door: Door, guests: Sequence[Channel], address: str, refusal: str, least: int | None = None
+        self, listener: Listener, channels: Sequence[Channel], address: str, refusal: str, least: int | None = None
     ) -> None:
         """Create the peers of node 0.
 
         Args:
-            guests: connections to nodes 1, 2, ...
+            channels: connections to nodes 1, 2, ...
             refusal: message for a host that comes too late.
             least: smallest number of hosts with which the job continues when one is lost; None: the job ends.
         """
-        self._door, self._address, self._refusal, self._least = door, address, refusal, least
-        self._begin_with(guests)
+        super().__init__()
+        self._listener, self._address, self._refusal, self._least = listener, address, refusal, least
+        self._connect(channels)
 
-    def _begin_with(self, guests: Sequence[Channel]) -> None:
-        self._guests = dict(enumerate(guests, 1))
-        self._hosts = {0: self._address} | {node: guest.peer for node, guest in self._guests.items()}
+    def _connect(self, channels: Sequence[Channel]) -> None:
+        """Start an incarnation of the job with these hosts as nodes 1, 2, ..."""
+        self._reset()
+        self._channels = dict(enumerate(channels, 1))
+        self._addresses = {0: self._address} | {node: channel.peer for node, channel in self._channels.items()}
         self._results: dict[int, Result] = {}
         self._gone: dict[int, float] = {}
-        self._again: Again | None = None
-        self._stopped = False
-        self.stopped_by: str | None = None
-        self.trouble: str | None = None
-        self.lost = False
+        self._regrouping: Regrouping | None = None
 
     def listen(self, seconds: float) -> None:
-        wait([*self._door.sources(), *(guest for guest in self._guests.values() if guest.open)], seconds)
-        for channel, _ in self._door.arrivals():
+        wait([*self._listener.sources(), *(channel for channel in self._channels.values() if channel.open)], seconds)
+        for channel, _ in self._listener.arrivals():
             channel.send(refused=self._refusal)
             channel.close()
-        for node, guest in self._guests.items():
-            for message in guest.receive():
-                self._take_in(node, message)
-            if not guest.open and node not in self._results and node not in self._gone:
+        for node, channel in self._channels.items():
+            for message in channel.receive():
+                self._handle(node, message)
+            if not channel.open and node not in self._results and node not in self._gone:
                 self._gone[node] = time.monotonic()
                 self.lost = True
-                self._tell_trouble(f"{self._name(node)} is gone", node)
+                self._report_trouble(f"{self._name(node)} is gone", node)
 
-    def _take_in(self, node: int, message: Message) -> None:
+    def _handle(self, node: int, message: Message) -> None:
         if "stop" in message:
             self._stopped = True
             self.stopped_by = self._name(node)
-            self._tell(node, stop=self.stopped_by)
+            self._send_all_but(node, stop=self.stopped_by)
         elif "ended" in message:
             self._add(node, message["status"], message["summary"], message["ago_s"])
 
     def _add(self, node: int, status: int, summary: Summary, ago_s: float) -> None:
         self._results[node] = Result(status, summary, time.monotonic() - ago_s)
         if "failure" in summary and not self._stopped:
-            self._tell_trouble(f"the job failed on {self._name(node)}", node)
+            self._report_trouble(f"the job failed on {self._name(node)}", node)
 
-    def _tell_trouble(self, text: str, node: int) -> None:
+    def _report_trouble(self, text: str, node: int) -> None:
         if node:
             self.trouble = self.trouble or text
-        self._tell(node, trouble=text, lost=self.lost)
+        self._send_all_but(node, trouble=text, lost=self.lost)
 
-    def _tell(self, but: int, **message: Any) -> None:
-        for node, guest in self._guests.items():
-            if node != but:
-                guest.send(**message)
+    def _send_all_but(self, excluded: int, **message: Any) -> None:
+        for node, channel in self._channels.items():
+            if node != excluded:
+                channel.send(**message)
 
     def _name(self, node: int) -> str:
-        return f"node {node} ({self._hosts[node]})"
+        return f"node {node} ({self._addresses[node]})"
 
     def stop(self) -> None:
         self._stopped = True
-        self._tell(0, stop=self._name(0))
+        self._send_all_but(0, stop=self._name(0))
 
     def ended(self, status: int, summary: Summary) -> None:
         self._add(0, status, summary, seconds_since_failure(summary))
 
     def complete(self) -> bool:
-        return all(node in self._results or node in self._gone for node in self._hosts)
+        return self._results.keys() | self._gone.keys() == self._addresses.keys()
 
     def conclude(self) -> tuple[int, Summary]:
         status, summary = self._verdict()
-        self._tell(0, verdict=summary, status=status)
-        self._door.close()
-        for guest in self._guests.values():
-            guest.close()
+        self._send_all_but(0, verdict=summary, status=status)
+        for connection in (self._listener, *self._channels.values()):
+            connection.close()
         return status, summary
 
     def _verdict(self) -> tuple[int, Summary]:
@@ -314,31 +284,30 @@ class FirstHost:
         own.pop("stopped_by", None)  # this launcher stopped the workers because of ``first``
         if first["node"] in self._gone and self._least is not None:  # with enough hosts the job would have continued
             left = len(self._left())
-            few = f"{left} {'host is' if left == 1 else 'hosts are'} left, and cluster.nodes has {self._least} at least"
-            first = first | {"error": f"{first['error']}; {few}"}
+            few = f"{count(left, 'host')} {'is' if left == 1 else 'are'} left, and cluster.nodes has {self._least}"
+            first = first | {"error": f"{first['error']}; {few} at least"}
         return EXIT_FAILED, own | {"verdict": "failed", "failure": first}
 
     def _first_failure(self) -> Summary | None:
-        return first_failure(self._hosts, self._results, self._gone, self._guests)
+        return first_failure(self._addresses, self._results, self._gone, self._channels)
 
     def _left(self) -> list[int]:
         """Return the hosts that can still be reached; one may have gone after its workers had ended."""
-        return [node for node in self._hosts if not node or self._guests[node].open]
+        return [node for node in self._addresses if not node or self._channels[node].open]
 
-    def again(self, step: int) -> Again | None:
-        first = self._first_failure()
-        left = self._left()
+    def regroup(self, step: int) -> Regrouping | None:
+        first, left = self._first_failure(), self._left()
         if self._least is None or self._stopped or len(left) < self._least:
             return None
         if first is None or first["node"] not in self._gone:  # the job itself failed, and would fail again
             return None
-        lost = " and ".join(self._name(node) for node in self._hosts if node not in left)
-        self._again = Again(0, len(left), f"{self._address}:{free_port(self._address)}", lost, step)
-        return self._again
+        lost = " and ".join(self._name(node) for node in self._addresses if node not in left)
+        self._regrouping = Regrouping(0, len(left), f"{self._address}:{free_port(self._address)}", lost, step)
+        return self._regrouping
 
-    def go(self) -> None:
-        assert self._again is not None
-        guests = [self._guests[node] for node in self._left() if node]
-        for node, guest in enumerate(guests, 1):
-            guest.send(again=asdict(self._again) | {"node": node})
-        self._begin_with(guests)
+    def start_regrouped(self) -> None:
+        assert self._regrouping is not None
+        channels = [self._channels[node] for node in self._left() if node]
+        for node, channel in enumerate(channels, 1):
+            channel.send(regroup=asdict(self._regrouping) | {"node": node})
+        self._connect(channels)

@@ -6,7 +6,8 @@ import socket
 import time
 from typing import Any
 
-from launcher.launch.network import Channel, Door, Interface
+from launcher.launch.channel import Channel, Listener
+from launcher.launch.network import Interface
 from launcher.launch.peers import FirstHost, OtherHost
 from tests.helpers import patience
 
@@ -28,14 +29,14 @@ def wait_until(condition: Any) -> None:
 
 def star(least: int | None = None) -> tuple[FirstHost, list[OtherHost], list[Channel]]:
     """Node 0, and two others, after their meeting."""
-    door = Door(("127.0.0.1", 0))
-    ends = [Channel(socket.create_connection(("127.0.0.1", door.port))) for _ in range(2)]
+    listener = Listener(("127.0.0.1", 0))
+    ends = [Channel(socket.create_connection(("127.0.0.1", listener.port))) for _ in range(2)]
     guests: list[Channel] = []
     for end in ends:
         end.send(launch="launcher 1")
-    wait_until(lambda: guests.extend(channel for channel, _ in door.arrivals()) or len(guests) == 2)
+    wait_until(lambda: guests.extend(channel for channel, _ in listener.arrivals()) or len(guests) == 2)
     for end in ends:
         assert end.next(10) == {"launch": "launcher 1"}
     by_port = {end._socket.getsockname()[1]: end for end in ends}
     ends = [by_port[guest._socket.getpeername()[1]] for guest in guests]
-    return FirstHost(door, guests, "127.0.0.1", "full", least), [OtherHost(end) for end in ends], ends
+    return FirstHost(listener, guests, "127.0.0.1", "full", least), [OtherHost(end) for end in ends], ends

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from launcher.launch.network import Channel, Door
+from launcher.launch.channel import Channel, Listener
 
 
 @pytest.fixture(autouse=True)
 def closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """In a real `launch` the end of the process closes what a test leaves open."""
-    opened: list[Channel | Door] = []
-    for kind in (Channel, Door):
+    opened: list[Channel | Listener] = []
+    for kind in (Channel, Listener):
 
         def remember(self: Any, place: Any, make: Any = kind.__init__) -> None:
             make(self, place)

@@ -13,7 +13,7 @@ import pytest
 
 from launcher.errors import UserError
 from launcher.launch import multihost
-from launcher.launch.gathering import differences, facts
+from launcher.launch.job_facts import differences, job_facts
 from launcher.launch.network import Route
 from launcher.launch.peers import FirstHost, OtherHost
 from launcher.plan.run_plan import RunPlan
@@ -35,7 +35,7 @@ class Member(threading.Thread):
     def run(self) -> None:
         meet = multihost.lead if self._first else multihost.join
         try:
-            known = self._known or facts(self._plan, None)
+            known = self._known or job_facts(self._plan, None)
             self.result = meet(self._plan, "yaml", self._route, known, self.said.append)
         except UserError as error:
             self.result = error
@@ -109,9 +109,9 @@ def test_versions_and_names_count_but_directories_do_not() -> None:
         run=dataclasses.replace(plan.run, id="other", dir="/somewhere"),
         cluster=dataclasses.replace(plan.cluster, cwd="/else", interface="ib0", rendezvous="node-a:29400"),
     )
-    here = facts(plan, None)
-    assert differences(here, facts(elsewhere, None), "a", "b") == ""
-    assert "run.name: null on a, mine on b" in differences(here, facts(plan, "mine"), "a", "b")
+    here = job_facts(plan, None)
+    assert differences(here, job_facts(elsewhere, None), "a", "b") == ""
+    assert "run.name: null on a, mine on b" in differences(here, job_facts(plan, "mine"), "a", "b")
     assert "version of torch" in differences(here, here | {"version of torch": "1.0"}, "a", "b")
     assert "task.width: nothing on a, 3 on b" in differences(here, here | {"task.width": 3}, "a", "b")
     assert "no description" in differences(here, ["x"], "a", "b")
@@ -143,7 +143,7 @@ def test_one_that_leaves_frees_its_place(tmp_path: Path) -> None:
     port = free_port()
     first = Member(plan_in(tmp_path / "a", "cluster.nodes=3", "batch.global_size=96"), port, first=True)
     wait_until(lambda: first.said)
-    known = json.dumps({"launch": "launcher 1", "facts": facts(first._plan, None)}).encode() + b"\n"
+    known = json.dumps({"launch": "launcher 1", "facts": job_facts(first._plan, None)}).encode() + b"\n"
     with socket.create_connection(("127.0.0.1", port)) as guest:
         guest.sendall(known)
         wait_until(lambda: any("is here: 2 of 3" in line for line in first.said))

@@ -67,9 +67,9 @@ def test_a_host_that_is_killed_later_is_not_the_first_to_fail() -> None:
 
 def test_without_node_0_a_host_ends_by_itself() -> None:
     first, (one, two), _ = star()
-    for guest in first._guests.values():
+    for guest in first._channels.values():
         guest.close()
-    first._door.close()
+    first._listener.close()
     wait_until(lambda: one.listen(0.01) or one.complete())
     assert one.lost
     assert one.conclude()[1]["failure"]["node"] == 0

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from launcher.launch import gathering, local
-from launcher.launch.gathering import differences, facts
-from launcher.launch.network import Channel
-from launcher.launch.peers import Again, FirstHost, OtherHost
+from launcher.launch import local, multihost
+from launcher.launch.channel import Channel
+from launcher.launch.job_facts import differences, job_facts
+from launcher.launch.peers import FirstHost, OtherHost, Regrouping
 from launcher.plan.launch_plan import Place
 from launcher.plan.run_plan import RunPlan
 from launcher.rundir import records
@@ -31,7 +31,7 @@ def plan_in(place: Path, *overrides: str) -> RunPlan:
 
 
 def test_those_that_came_begin_when_no_other_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gathering, "SETTLE_S", 0.5)
+    monkeypatch.setattr(multihost, "SETTLE_S", 0.5)
     port = free_port()
     first, other = (Member(plan_in(tmp_path / name), port, first=name == "a") for name in "ab")
     (plan, peers), (there, line) = first.wait(), other.wait()
@@ -48,7 +48,7 @@ def test_those_that_came_begin_when_no_other_comes(tmp_path: Path, monkeypatch: 
 
 
 def test_all_that_may_come_are_not_waited_for_any_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gathering, "SETTLE_S", 3600)
+    monkeypatch.setattr(multihost, "SETTLE_S", 3600)
     port = free_port()
     members = [Member(plan_in(tmp_path / name), port, first=name == "a") for name in "abc"]
     assert [member.wait()[0].cluster.nodes for member in members] == [3, 3, 3]
@@ -56,21 +56,21 @@ def test_all_that_may_come_are_not_waited_for_any_longer(tmp_path: Path, monkeyp
 
 def test_too_few_do_not_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("launcher.launch.multihost.MEET_WITHIN_S", 0)
-    monkeypatch.setattr(gathering, "SETTLE_S", 0)
+    monkeypatch.setattr(multihost, "SETTLE_S", 0)
     text = str(Member(plan_in(tmp_path), free_port(), first=True).wait())
     assert "cluster.nodes=2:3: 1 of 2 to 3 hosts came" in text
 
 
 def test_what_is_planned_for_fewer_must_be_the_same_too() -> None:
     plan = make_plan(*RANGE)
-    here = facts(plan, None)
+    here = job_facts(plan, None)
     assert "cluster.nodes (the fewest): 2 on a, 1 on b" in differences(
-        here, facts(make_plan(*RANGE, "cluster.nodes=1:3"), None), "a", "b"
+        here, job_facts(make_plan(*RANGE, "cluster.nodes=1:3"), None), "a", "b"
     )
     (fewer,) = plan.fewer
     strategy = dataclasses.replace(fewer.strategy, sync=next(s for s in type(fewer.strategy.sync) if s != "boundary"))
     other = dataclasses.replace(plan, fewer=(dataclasses.replace(fewer, strategy=strategy),))
-    assert "strategy.sync on 2 hosts: boundary on a" in differences(here, facts(other, None), "a", "b")
+    assert "strategy.sync on 2 hosts: boundary on a" in differences(here, job_facts(other, None), "a", "b")
 
 
 def lose(first: FirstHost, gone: Channel, left: list[OtherHost]) -> None:
@@ -87,20 +87,20 @@ def lose(first: FirstHost, gone: Channel, left: list[OtherHost]) -> None:
 def test_those_that_are_left_go_on_under_new_numbers_until_they_are_too_few() -> None:
     first, (one, two), ends = star(least=2)
     lose(first, ends[0], [two])
-    here = first.again(6)
+    here = first.regroup(6)
     assert here is not None
     assert (here.node, here.nodes, here.lost, here.step) == (0, 2, "node 1 (127.0.0.1)", 6)
     assert not two.complete(), "node 0 is not ready yet"
-    first.go()
+    first.start_regrouped()
     wait_until(lambda: two.listen(0.01) or two.complete())
-    there = two.again(0)
+    there = two.regroup(0)
     assert there == dataclasses.replace(here, node=1)
     for peers in (first, two):
         assert (peers.lost, peers.trouble, peers.complete()) == (False, None, False)
     assert not one._first.open
 
     lose(first, ends[1], [])
-    assert first.again(8) is None
+    assert first.regroup(8) is None
     status, summary = first.conclude()
     assert (status, summary["failure"]["node"]) == (1, 1)
     assert summary["failure"]["error"].endswith("; 1 host is left, and cluster.nodes has 2 at least")
@@ -109,7 +109,7 @@ def test_those_that_are_left_go_on_under_new_numbers_until_they_are_too_few() ->
 def test_a_job_with_a_fixed_number_of_hosts_ends() -> None:
     first, (_, two), ends = star()
     lose(first, ends[0], [two])
-    assert first.again(6) is None
+    assert first.regroup(6) is None
     assert "at least" not in first.conclude()[1]["failure"]["error"]
 
 
@@ -121,7 +121,7 @@ def test_a_rank_that_raised_is_no_lost_host() -> None:
     ends[0].close()
     two.ended(1, failed(2, ago))
     wait_until(lambda: first.listen(0.01) or first.complete())
-    assert first.again(6) is None
+    assert first.regroup(6) is None
 
 
 def test_a_stop_is_no_lost_host() -> None:
@@ -129,18 +129,18 @@ def test_a_stop_is_no_lost_host() -> None:
     two.stop()
     wait_until(lambda: first.listen(0.01) or first.stopped_by)
     lose(first, ends[0], [two])
-    assert first.again(6) is None
+    assert first.regroup(6) is None
     assert first.conclude()[0] == 130
 
 
 def test_a_stop_that_comes_with_the_news_is_one_of_the_new_start() -> None:
     first, (_, two), ends = star(least=2)
     lose(first, ends[0], [two])
-    assert first.again(6) is not None
-    first.go()
+    assert first.regroup(6) is not None
+    first.start_regrouped()
     first.stop()
     wait_until(lambda: two.listen(0.01) or two.stopped_by)
-    assert two.again(0) is not None
+    assert two.regroup(0) is not None
     assert two.stopped_by == "node 0 (127.0.0.1)"
 
 
@@ -155,7 +155,7 @@ def test_going_on_is_a_new_incarnation_with_a_plan_of_its_own(tmp_path: Path) ->
     fence = Fence(whole.paths, Incarnation())
     fence.claim(ranks=3)
     write_json(whole.paths.summary, {"verdict": "stopped"})
-    again = Again(0, 2, "10.0.0.1:2", "node 1 (10.0.0.2)", 6)
+    again = Regrouping(0, 2, "10.0.0.1:2", "node 1 (10.0.0.2)", 6)
     first, _, new = local.regroup(placed(whole, 0), again, fence)
     plan, file, same = local.regroup(placed(whole, 2), dataclasses.replace(again, node=1), fence)
     assert (plan.node, plan.cluster.nodes, plan.batch) == (1, 2, whole.fewer[0].batch)
@@ -169,7 +169,7 @@ def test_going_on_is_a_new_incarnation_with_a_plan_of_its_own(tmp_path: Path) ->
     (event,) = records.read_events(whole.paths)
     assert (event["event"], event["host"], event["from_step"]) == ("lost", "node 1 (10.0.0.2)", 6)
     assert new.newest()["ranks"] == event["ranks"] == 2
-    assert local.regroup_words(plan, again).startswith(
+    assert local.describe_regrouping(plan, again).startswith(
         "Node 1 (10.0.0.2) is gone: going on with 2 hosts, 2 ranks, from step 6."
     )
 
