@@ -19,6 +19,7 @@ import fcntl
 import gc
 import importlib
 import inspect
+import io
 import json
 import os
 import platform
@@ -208,12 +209,11 @@ def _serve(channel: socket.socket) -> Program:
 
 
 def _silence(channel: socket.socket) -> None:
-    """Let go of the client's files, and stay while the client may get a signal that its group is sent."""
+    """Let go of the client's files, and stay when its process group is sent a signal."""
     null = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1, 2):
         os.dup2(null, number)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 32))  # those for a new process wait until it takes them
     os.closerange(3, channel.fileno())
     os.closerange(channel.fileno() + 1, FAR)
 
@@ -262,9 +262,9 @@ def _run(program: Program) -> int:
     """Run the program as the interpreter would; return its exit status."""
     words, safe = program.command
     unbuffered = "-u" in program.argv[: -len(words)] or "PYTHONUNBUFFERED" in program.env
+    out = open(1, "wb", buffering=0 if unbuffered else -1, closefd=False)  # noqa: SIM115
     sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
-    sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
-    sys.stdout.reconfigure(write_through=unbuffered)
+    sys.stdout = sys.__stdout__ = io.TextIOWrapper(out, "utf-8", line_buffering=os.isatty(1), write_through=unbuffered)
     sys.stderr = sys.__stderr__ = open(2, "w", 1, "utf-8", "backslashreplace", closefd=False)  # noqa: SIM115
     subprocess.Popen._execute_child = _start  # pyright: ignore
     sys.path[:0] = [*([] if safe else [program.cwd]), *program.library]
