@@ -84,7 +84,13 @@ def prefetch(
         # a separate generator: reading data must not draw from the random numbers that dropout uses
         generator=torch.Generator().manual_seed(seed),
     )
-    for item in loader:
+    # a stop request goes to the whole process group, and would kill a loader process that has no handlers yet
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        items = iter(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    for item in items:
         if isinstance(item, _Failed):
             raise DataError(item.text)
         data, samples = pickle.loads(item) if packs else item

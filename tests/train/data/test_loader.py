@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,8 +10,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.utils.data._utils import signal_handling
 
 from launcher.errors import DataError
+from launcher.process import STOP_SIGNALS
 from launcher.train.data import loader
 from launcher.train.data.loader import BY_VALUE_BYTES, prefetch, to_device
 from tests.helpers import make_plan
@@ -69,6 +72,18 @@ def test_a_tensor_that_arrives_may_be_written_to() -> None:
     (batch,) = prefetch(Given(ITEMS), make_plan(), CPU, 0, [0])
     batch.data.add_(1)
     assert batch.data[0, 0] == 1
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_stop_request_does_not_end_a_process_that_is_starting(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = signal_handling._set_worker_signal_handlers
+
+    def start_and_get_a_signal() -> None:
+        start()
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(signal_handling, "_set_worker_signal_handlers", start_and_get_a_signal)
+    assert len(list(prefetch(Given(ITEMS), make_plan("train.loader_workers=1"), CPU, 0, [0, 1]))) == 2
 
 
 def test_a_failing_dataset_says_where() -> None:
