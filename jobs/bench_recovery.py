@@ -16,8 +16,8 @@ import tempfile
 import time
 
 from launcher.config.hydra import compose_with_yaml
-from launcher.drill.backends import Here
-from launcher.drill.runner import LOOK_EVERY_S, next_step
+from launcher.drill.backends import LocalBackend
+from launcher.drill.runner import POLL_S, next_step
 from launcher.drill.verdict import Kind, Record
 from launcher.errors import UserError
 from launcher.launch.planner import plan_job
@@ -26,12 +26,12 @@ MOST = 1.5
 STEPS_BETWEEN = 4
 
 
-def wait_for_step(stage: Here, record: Record, step: int) -> Record:
+def wait_for_step(backend: LocalBackend, record: Record, step: int) -> Record:
     while record.step < step:
-        if stage.over():
-            sys.exit(f"the run was over at step {record.step}: {stage.complaint(None) or 'raise train.steps'}")
-        time.sleep(LOOK_EVERY_S)
-        record = Record.of(stage.plan.paths.metrics)
+        if backend.ended():
+            sys.exit(f"the run was over at step {record.step}: {backend.problem(None) or 'raise train.steps'}")
+        time.sleep(POLL_S)
+        record = Record.of(backend.plan.paths.metrics)
     return record
 
 
@@ -42,25 +42,25 @@ def measure(overrides: list[str], deaths: int) -> tuple[float, list[float]]:
         fixed = [f"run.dir={place}", "wandb.mode=disabled", "run.calibrate_s=0", f"cluster.max_restarts={deaths}"]
         config, yaml = compose_with_yaml([*usual, *overrides, *fixed])
         plan = plan_job(config)
-        stage, recoveries = Here(), list[float]()
+        backend, recoveries = LocalBackend(), list[float]()
         began = time.monotonic()
-        stage.begin(dataclasses.replace(plan, notes=()), yaml)
+        backend.start(dataclasses.replace(plan, notes=()), yaml)
         try:
-            record = wait_for_step(stage, Record(), 1)
+            record = wait_for_step(backend, Record(), 1)
             cold_s = time.monotonic() - began
             for _ in range(deaths):
-                record = wait_for_step(stage, record, record.step + STEPS_BETWEEN)
+                record = wait_for_step(backend, record, record.step + STEPS_BETWEEN)
                 died = time.monotonic()
-                what = stage.interrupt(Kind.worker)
-                _, after, recovery_s = next_step(stage, plan.paths, record, died, None)
+                what = backend.interrupt(Kind.worker)
+                _, after, recovery_s = next_step(backend, plan.paths, record, died, None)
                 if recovery_s is None:
-                    sys.exit(f"{what}: the run did not recover: {stage.complaint(None)}")
+                    sys.exit(f"{what}: the run did not recover: {backend.problem(None)}")
                 print(f"{what}: goes on after step {after}, {recovery_s:.2f} s to the next", flush=True)
                 recoveries.append(recovery_s)
                 record = Record.of(plan.paths.metrics)
             return cold_s, recoveries
         finally:
-            stage.abandon()
+            backend.abandon()
 
 
 def main() -> int:

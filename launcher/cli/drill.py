@@ -13,19 +13,19 @@ from launcher.config.schema import ClusterKind, Config, WandbConfig, WandbMode
 from launcher.errors import ConfigError, RunError, UserError
 
 if TYPE_CHECKING:
-    from launcher.drill.backends import Stage
+    from launcher.drill.backends import Backend
     from launcher.plan.run_plan import RunPlan
 
 
 _LEAST, _USUAL, _MOST = 4, 8, 4096
 
 _HELP = """\
-launch drill [key=value ...] [--windows N] [--json]: does this job survive what will happen to it?
+launch drill [key=value ...] [--windows N] [--json]: does this job survive preemption and kills?
 
-Takes the overrides of `launch train`. Runs the job's first windows undisturbed, then once for each interruption: told
-to stop and resumed, a worker killed, everything killed and resumed; with cluster=slurm requeued, too. Each run is
-compared with the undisturbed one, bit by bit. What was found is in run.dir/NAME/drill.json, beside the runs.
-Exit status: 0 nothing is lost; 1 something is, or the job fails by itself; 2 the input is wrong.
+Takes the overrides of `launch train`. Runs the job's first windows undisturbed, then once for each interruption:
+preempted and resumed, a worker killed, everything killed and resumed; with cluster=slurm requeued, too. Each run is
+compared with the undisturbed one, bit by bit. The result is in run.dir/NAME/drill.json, beside the runs.
+Exit status: 0 nothing is lost; 1 something is lost, or the job fails by itself; 2 the input is wrong.
 """
 
 
@@ -49,18 +49,17 @@ def _windows(text: str | None) -> int:
         return _USUAL
     if not text.isdecimal() or not _LEAST <= int(text) <= _MOST:
         raise UserError(
-            f"--windows {text}: how many windows each run has, a number from {_LEAST} to {_MOST}: two checkpoints, and "
-            f"a step after each.\n  Without it they are {_USUAL}, and more where these are over too soon."
+            f"--windows {text}: must be a number of windows from {_LEAST} to {_MOST}: two checkpoints, and a step "
+            f"after each.\n  The default is {_USUAL}, and more if the job is over too soon."
         )
     return int(text)
 
 
 def _drill(config: Config, yaml: str, windows: int, *, as_json: bool) -> int:
-    from launcher.drill.runner import Drill, Length, conclude, shortened
+    from launcher.drill.runner import Drill, Length, shortened
     from launcher.launch import local
     from launcher.launch.planner import plan_job
-    from launcher.report import live
-    from launcher.report import verdicts as shown
+    from launcher.report import live, verdicts
     from launcher.rundir.files import write_json
     from launcher.rundir.paths import DrillPaths
 
@@ -76,7 +75,7 @@ def _drill(config: Config, yaml: str, windows: int, *, as_json: bool) -> int:
     say(f"Drill {plan.run.name}. Other than with `launch train`: {'; '.join(changed)}; W&B is off.")
     try:
         with leaves_in_order():
-            found = conclude(plan, changed, Drill(plan, yaml, _stage(plan), say).run(Length(windows)))
+            result = Drill(plan, changed, yaml, _backend(plan), say).run(Length(windows))
     except UserError:
         if not any(paths.root.iterdir()):  # nothing was started
             paths.root.rmdir()
@@ -84,15 +83,15 @@ def _drill(config: Config, yaml: str, windows: int, *, as_json: bool) -> int:
     except RunError as error:
         print(f"launch: {error}\n  Its runs are in {paths.root}.", file=sys.stderr)
         return error.exit_status
-    fields = dataclasses.asdict(found) | {"exit_status": found.exit_status, "dir": str(paths.root)}
+    fields = dataclasses.asdict(result) | {"exit_status": result.exit_status, "dir": str(paths.root)}
     write_json(paths.found, fields)
     if as_json:
         print(json.dumps(fields, indent=2))
     else:
         console = live.console()
-        for part in shown.drill_parts(found, paths.root):
+        for part in verdicts.drill_parts(result, paths.root):
             console.print(part)
-    return found.exit_status
+    return result.exit_status
 
 
 def _require_drillable(config: Config) -> None:
@@ -101,7 +100,7 @@ def _require_drillable(config: Config) -> None:
     kind = config.cluster.kind
     if kind is ClusterKind.hosts:
         raise ConfigError(
-            "cluster", kind, "has no scheduler that begins a job again, so there is nothing to drill.",
+            "cluster", kind, "has no scheduler that restarts a job, so there is nothing to drill.",
             "Drill it with cluster=local on one of the hosts, or with cluster=slurm.",
         )  # fmt: skip
     if not config.checkpoint.enabled:
@@ -122,11 +121,7 @@ def _named(plan: RunPlan, config: Config) -> RunPlan:
     return dataclasses.replace(plan, run=dataclasses.replace(plan.run, name=name, dir=str(place.with_name(name))))
 
 
-def _stage(plan: RunPlan) -> Stage:
-    if plan.cluster.slurm is not None:
-        from launcher.drill.backends import Queued
+def _backend(plan: RunPlan) -> Backend:
+    from launcher.drill.backends import LocalBackend, SlurmBackend
 
-        return Queued()
-    from launcher.drill.backends import Here
-
-    return Here()
+    return LocalBackend() if plan.cluster.slurm is None else SlurmBackend()

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from launcher.drill.backends import Stage
+from launcher.drill.backends import Backend
 from launcher.drill.verdict import Difference, Drilled, Interrupted, Kind, Record, first_difference, judge, wrong_steps
 from launcher.errors import RunError
 from launcher.plan.run_plan import RunPlan
@@ -40,9 +40,6 @@ class Length:
     @property
     def until(self) -> int:
         return self.windows // 2 // self.every * self.every + 1
-
-    def more(self, times: int) -> Length:
-        return Length(self.windows * times)
 
 
 def of_length(plan: RunPlan, paths: RunPaths, length: Length) -> RunPlan:
@@ -79,39 +76,29 @@ def shortened(plan: RunPlan) -> tuple[RunPlan, tuple[str, ...]]:
     return plan, tuple(changed)
 
 
-def conclude(
-    plan: RunPlan,
-    changed: tuple[str, ...],
-    found: tuple[Length, float, float, list[Interrupted], Difference | None],
-) -> Drilled:
-    """Return the drill's result. ``plan``: plan that was drilled. ``found``: what ``Drill.run`` returned."""
-    length, cold_s, run_s, interrupted, by_itself = found
-    outcome, reason = judge(interrupted, by_itself)
-    cluster = plan.cluster
-    job = {
+def job_lines(plan: RunPlan) -> dict[str, str]:
+    """Return the description of the drilled job, by subject."""
+    cluster, schedule = plan.cluster, plan.schedule
+    steps = "" if schedule.steps is None else f" over {schedule.steps} steps"
+    return {
         "task": plan.task.target,
         "batch": plan.batch.words,
         "strategy": f"{plan.strategy.kind.value}, sync {plan.strategy.sync.value}",
         "precision": plan.precision.kind.value,
         "cluster": f"{cluster.kind.value}, {cluster.nodes} × {cluster.workers_per_node}, {cluster.device.value}",
-        "schedule": f"that of the whole job: {plan.schedule.kind.value} over {plan.schedule.steps} steps",
-    }  # fmt: skip
-    if plan.schedule.steps is None:
-        job["schedule"] = plan.schedule.kind.value
-    return Drilled(
-        job=job, changed=changed, windows=length.windows, every=length.every, cold_start_s=cold_s, run_s=run_s,
-        interrupted=tuple(interrupted), by_itself=by_itself, outcome=outcome, reason=reason,
-    )  # fmt: skip
+        "schedule": f"{'that of the whole job: ' if steps else ''}{schedule.kind.value}{steps}",
+    }
 
 
-LOOK_EVERY_S = 0.02
+POLL_S = 0.02
 # with more steps than this, a step takes microseconds, and no interruption would hit between two steps
 _MOST_WINDOWS = 4096
-_MORE, _MARGIN = 2, 1.5
+# a drill that was too short is repeated with at least _LONGER times as many windows, and _MARGIN times those needed
+_LONGER, _MARGIN = 2, 1.5
 
 
 class TooLate(Exception):
-    """The run was over before it could be interrupted."""
+    """The run ended before it could be interrupted."""
 
 
 class Drill:
@@ -119,47 +106,51 @@ class Drill:
 
     Args:
         plan: plan of the user's job, from ``shortened``. Its directory is the drill's.
+        changed: description of each setting that differs from the user's, from ``shortened``.
         yaml: text of the config, for each run's config.yaml.
-        stage: backend.
         say: shows one line of progress to the user.
     """
 
-    def __init__(self, plan: RunPlan, yaml: str, stage: Stage, say: Callable[[str], None]) -> None:
-        self.plan, self._yaml, self._stage, self._say = plan, yaml, stage, say
+    def __init__(
+        self, plan: RunPlan, changed: tuple[str, ...], yaml: str, backend: Backend, say: Callable[[str], None]
+    ) -> None:
+        self.plan, self._changed, self._yaml, self._backend, self._say = plan, changed, yaml, backend, say
 
-    def run(self, length: Length) -> tuple[Length, float, float, list[Interrupted], Difference | None]:
+    def run(self, length: Length) -> Drilled:
         """Run the drill, with longer runs if the job ends before it can be interrupted.
-
-        Returns:
-            The final length, seconds to the undisturbed run's first step and to its end, the interrupted runs, and the
-            difference of two undisturbed runs, or None if it was not needed.
 
         Raises:
             RunError: The job fails undisturbed, or is over before it can be interrupted.
         """
-        times: float = _MORE
+        needed_s = self._backend.least_remaining_s
         while length.windows <= _MOST_WINDOWS:
+            longer: float = _LONGER
             try:
-                cold_s, room_s, run_s = self._undisturbed("undisturbed", length)
-                if room_s < self._stage.room_s:
-                    times = _MARGIN * self._stage.room_s / max(room_s, 0.01)
+                cold_start_s, remaining_s, run_s = self._undisturbed("undisturbed", length)
+                if remaining_s < needed_s:
+                    longer = max(longer, _MARGIN * needed_s / max(remaining_s, 0.01))
                     raise TooLate
-                found = [self._disturbed(kind, length, cold_s) for kind in self._stage.kinds]
+                results = tuple(self._disturbed(kind, length, cold_start_s) for kind in self._backend.kinds)
             except TooLate:
                 self._say(f"{length.windows} windows are over too soon to be interrupted: again, with more of them.")
                 self._remove(length)
-                length = length.more(min(64, max(_MORE, math.ceil(times))))
+                length = Length(length.windows * min(64, math.ceil(longer)))
                 continue
             by_itself = None
-            if any(one.difference is not None and not one.difference.identical for one in found):
+            if any(result.difference is not None and not result.difference.identical for result in results):
                 self._undisturbed("undisturbed again", length)
                 by_itself = self._difference("undisturbed again", length)
-            return length, cold_s, run_s, found, by_itself
+            outcome, reason = judge(results, by_itself)
+            return Drilled(
+                job=job_lines(self.plan), changed=self._changed, windows=length.windows, every=length.every,
+                cold_start_s=cold_start_s, run_s=run_s, interrupted=results, by_itself=by_itself, outcome=outcome,
+                reason=reason,
+            )  # fmt: skip
         raise RunError(f"This job takes {_MOST_WINDOWS} steps before it can be interrupted: it is too short to drill.")
 
-    def _begin(self, name: str, length: Length) -> RunPaths:
+    def _start(self, name: str, length: Length) -> RunPaths:
         plan = of_length(self.plan, self._paths(name, length), length)
-        self._stage.begin(plan, self._yaml)
+        self._backend.start(plan, self._yaml)
         return plan.paths
 
     def _paths(self, name: str, length: Length) -> RunPaths:
@@ -167,7 +158,7 @@ class Drill:
 
     def _remove(self, length: Length) -> None:
         """Remove the runs of a length that was too short."""
-        for name in ("undisturbed", *(kind.value for kind in self._stage.kinds)):
+        for name in ("undisturbed", *(kind.value for kind in self._backend.kinds)):
             shutil.rmtree(self._paths(name, length).root, ignore_errors=True)
 
     def _undisturbed(self, name: str, length: Length) -> tuple[float, float, float]:
@@ -177,124 +168,125 @@ class Drill:
             Seconds to its first step, from step ``length.until`` to its end, and in total.
         """
         self._say(f"{name}: {count(length.windows, 'window')} ...")
-        began = time.monotonic()
-        paths = self._begin(name, length)
-        seen: dict[int, float] = {}
+        started = time.monotonic()
+        paths = self._start(name, length)
+        recorded_at: dict[int, float] = {}  # by step
+        ended = False
         try:
-            while not (over := self._stage.over()) or length.windows not in seen:
+            while not ended:
+                ended = self._backend.ended()  # asked first, so that the last reading of the record is complete
                 step = Record.of(paths.metrics).step
-                seen |= {known: time.monotonic() for known in range(max(seen, default=0) + 1, step + 1)}
-                if over:
-                    break
-                time.sleep(LOOK_EVERY_S)
+                recorded_at |= {known: time.monotonic() for known in range(len(recorded_at) + 1, step + 1)}
+                time.sleep(POLL_S)
         except BaseException:
-            self._stage.abandon()
+            self._backend.abandon()
             raise
-        if complaint := self._stage.complaint(None):
-            raise RunError(f"The job does not come to the end by itself, undisturbed.\n  {complaint}")
-        if wrong := wrong_steps(Record.of(paths.metrics), length.windows):
-            raise RunError(f"The job does not come to the end by itself, undisturbed.\n  {wrong}")
-        return seen[1] - began, seen[length.windows] - seen[length.until], time.monotonic() - began
+        if problem := self._backend.problem(None) or wrong_steps(Record.of(paths.metrics), length.windows):
+            raise RunError(f"The job does not come to the end by itself, undisturbed.\n  {problem}")
+        remaining_s = recorded_at[length.windows] - recorded_at[length.until]
+        return recorded_at[1] - started, remaining_s, time.monotonic() - started
 
-    def _disturbed(self, kind: Kind, length: Length, cold_s: float) -> Interrupted:
+    def _disturbed(self, kind: Kind, length: Length, cold_start_s: float) -> Interrupted:
+        """Run the job with an interruption, and compare it with the undisturbed run."""
         self._say(f"{kind.value} ...")
-        paths = self._begin(kind.value, length)
+        paths = self._start(kind.value, length)
         try:
-            found = self._interrupt(kind, paths, length, cold_s)
+            result = self._interrupt(kind, paths, length, cold_start_s)
         except BaseException:
-            self._stage.abandon()
+            self._backend.abandon()
             raise
-        if found.problem:
-            self._stage.abandon()
-            return found
-        left = [*self._stage.leftovers(), *(path.name for _, path in paths.partial_checkpoints())]
+        if result.problem:
+            self._backend.abandon()
+            return result
+        result.left = (*self._backend.leftovers(), *(path.name for _, path in paths.partial_checkpoints()))
         try:
-            return dataclasses.replace(found, left=tuple(left), difference=self._difference(kind.value, length))
+            result.difference = self._difference(kind.value, length)
         except RunError as error:  # its last checkpoint may be missing
-            return dataclasses.replace(found, left=tuple(left), problem=str(error))
+            result.problem = str(error)
+        return result
 
-    def _interrupt(self, kind: Kind, paths: RunPaths, length: Length, cold_s: float) -> Interrupted:
+    def _interrupt(self, kind: Kind, paths: RunPaths, length: Length, cold_start_s: float) -> Interrupted:
         """Interrupt a run that has just started, resume it if necessary, and follow it to its end."""
-        stage = self._stage
-        wait_until(lambda: stage.over() or Record.of(paths.metrics).step >= length.until, every_s=LOOK_EVERY_S)
-        record = Record.of(paths.metrics)
-        if record.step < length.until:
-            raise_if_failed(stage)
+        backend, limit_s = self._backend, self._backend.recovery_limit_s(cold_start_s)
+        while (record := Record.of(paths.metrics)).step < length.until:
+            if backend.ended():
+                if problem := backend.problem(None):
+                    raise RunError(f"The job does not come to the end by itself.\n  {problem}")
+                raise TooLate
+            time.sleep(POLL_S)
         died = time.monotonic()
-        what = stage.interrupt(kind)
-        if not what:
+        result = Interrupted(kind=kind, what=backend.interrupt(kind))
+        if not result.what:
             raise TooLate
-        found, saving_s, patience = Interrupted(kind=kind, what=what), None, stage.patience_s(cold_s)
-        if stage.resumes(kind):
-            wait_until(stage.over, every_s=LOOK_EVERY_S)
+        if backend.needs_resume(kind):
+            self._wait_for_end()
             if kind is Kind.preempt:
-                saving_s, died = time.monotonic() - died, time.monotonic()
+                result.saving_s, died = time.monotonic() - died, time.monotonic()
             record = Record.of(paths.metrics)
+            result.at_step = record.step
             if record.step >= length.windows:
                 raise TooLate
-            if complaint := stage.complaint(kind):
-                return dataclasses.replace(found, at_step=record.step, problem=complaint)
-            if left := stage.leftovers():
-                return dataclasses.replace(found, at_step=record.step, left=tuple(left), problem="it did not end")
-            stage.resume()
-        before, after, recovered = next_step(stage, paths, record, died, patience)
-        if recovered is None:
-            if before.step >= length.windows:
-                raise TooLate
-            ended = stage.complaint(None) if stage.over() else ""
-            problem = ended or f"it has not come to a further step within {patience} s"
-            return dataclasses.replace(found, at_step=before.step, problem=problem)
-        wait_until(stage.over, every_s=LOOK_EVERY_S)
-        return dataclasses.replace(
-            found, at_step=before.step, from_step=after, saving_s=saving_s, recovery_s=recovered,
-            problem=stage.complaint(None),
-        )  # fmt: skip
+            if problem := backend.problem(kind):
+                result.problem = problem
+                return result
+            if left := backend.leftovers():
+                result.left, result.problem = tuple(left), "it did not end"
+                return result
+            backend.resume()
+        record, result.from_step, result.recovery_s = next_step(backend, paths, record, died, limit_s)
+        result.at_step = record.step
+        if result.recovery_s is not None:
+            self._wait_for_end()
+            result.problem = backend.problem(None)
+        elif record.step >= length.windows:
+            raise TooLate
+        else:
+            ended = backend.problem(None) if backend.ended() else ""
+            result.problem = ended or f"no further step within {limit_s:.0f} s of the interruption"
+        return result
+
+    def _wait_for_end(self) -> None:
+        while not self._backend.ended():
+            time.sleep(POLL_S)
 
     def _difference(self, name: str, length: Length) -> Difference:
         """Return the difference of a finished run from the undisturbed one."""
         ours, theirs = self._paths(name, length), self._paths("undisturbed", length)
-        places = [str(paths.checkpoint(length.windows)) for paths in (ours, theirs)]
+        checkpoints = [str(paths.checkpoint(length.windows)) for paths in (ours, theirs)]
         # in another process, because it imports torch
-        command = [sys.executable, "-P", "-m", "launcher.train.checkpoint.diff", *places, str(os.getpid())]
+        command = [sys.executable, "-P", "-m", "launcher.train.checkpoint.diff", *checkpoints, str(os.getpid())]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RunError(f"The checkpoints of {name} cannot be compared.\n  {done.stderr.strip()}")
-        record, wanted = Record.of(ours.metrics), Record.of(theirs.metrics)
+        record = Record.of(ours.metrics)
         return Difference(
             **json.loads(done.stdout),
             steps=wrong_steps(record, length.windows),
-            figure=first_difference(record, wanted),
+            figure=first_difference(record, Record.of(theirs.metrics)),
         )
 
 
-def raise_if_failed(stage: Stage) -> None:
-    """Raise for a run that ended before it was interrupted: RunError if it failed, else TooLate."""
-    if complaint := stage.complaint(None):
-        raise RunError(f"The job does not come to the end by itself.\n  {complaint}")
-    raise TooLate
-
-
 def next_step(
-    stage: Stage, paths: RunPaths, before: Record, died: float, patience_s: float | None
+    backend: Backend, paths: RunPaths, before: Record, died: float, limit_s: float | None
 ) -> tuple[Record, int | None, float | None]:
     """Wait for the first step of a run after an interruption.
 
     Args:
         before: record read before the interruption.
         died: monotonic time of the interruption.
-        patience_s: time limit in seconds, or None.
+        limit_s: longest time in seconds from the interruption; None: no limit.
 
     Returns:
         The record as it was when the run died, the step from which it resumed, and the seconds from the interruption
         to its next step; the last two are None if there was none.
     """
     while True:
-        over = stage.over()
+        ended = backend.ended()
         record = Record.of(paths.metrics)
         if record.file == before.file:
             before = record
         elif len(record.lines) > (kept := record.kept_of(before)):
             return before, kept, time.monotonic() - died
-        if over or (patience_s is not None and time.monotonic() - died > patience_s):
+        if ended or (limit_s is not None and time.monotonic() - died > limit_s):
             return before, None, None
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(POLL_S)

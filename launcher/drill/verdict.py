@@ -74,9 +74,9 @@ class Difference:
         return not self.steps and other.norm > 0 and self.norm <= BY_ITSELF_TIMES * other.norm
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Interrupted:
-    """Result of one interrupted run.
+    """Result of one interrupted run, filled in while it runs.
 
     Args:
         what: description of the interruption and its target.

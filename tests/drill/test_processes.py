@@ -13,14 +13,19 @@ from pathlib import Path
 import pytest
 
 from launcher.drill import processes
-from launcher.drill.processes import in_words, kill_all, main, processes_of
+from launcher.drill.processes import describe_survivors, kill_all, kill_rank, main, processes_of
+from launcher.process import AGENT_PID, state_of
 from tests.infra.runs import wait_for
+
+# an agent with two workers, one of which has a loader, and with a child of its own, such as the mirror
+WORKER = f"{AGENT_PID}=$$ TORCHELASTIC_RUN_ID=mine RANK={{rank}} sh -c '{{command}}' &"
+LOADER = "sleep 1000 & wait"
+AGENT = f"{WORKER.format(rank=0, command=LOADER)} {WORKER.format(rank=1, command='exec sleep 1000')} sleep 1000 & wait"
 
 
 @contextmanager
-def started(*words: str, program: str | None = None, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A process with ``words`` as its command line, whatever it is."""
-    process = subprocess.Popen(words, executable=program, env=os.environ | environment, start_new_session=True)
+def started(*words: str, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(words, env=os.environ | environment, start_new_session=True)
     try:
         yield process
     finally:
@@ -28,82 +33,43 @@ def started(*words: str, program: str | None = None, **environment: str) -> Iter
         process.wait()
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
+def test_a_kill_reaches_the_run_and_nobody_who_reads_its_log(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("step 1\n")
-    # what a shell takes for its script where Python takes the word for a module
-    for name in ("launcher.launch.agent", "launcher", "launcher.train.checkpoint.diff", "launch"):
-        (tmp_path / name).write_text("sleep 1000 &\nwait\n")
-    return tmp_path
-
-
-def test_a_kill_reaches_the_run_and_nobody_who_reads_its_log(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(run)
+    (tmp_path / "agent").write_text(AGENT)
     with (
-        started("tail", "-f", str(run / "log")) as tail,
-        started("python", "-m", "launcher", "logs", str(run), program="/bin/sh") as watching,
-        started("python", "-m", "launcher.train.checkpoint.diff", str(run), program="/bin/sh") as comparing,
-        started("python", "launch", "cancel", str(run), program="/bin/sh") as cancelling,
+        started("tail", "-f", str(tmp_path / "log")) as tail,
+        started("sleep", "1000", TORCHELASTIC_RUN_ID="yours", RANK="0") as foreign,
+        # of a worker whose agent is gone, and whose agent's id another process has got by now
+        started("sleep", "1000", TORCHELASTIC_RUN_ID="mine", RANK="2", **{AGENT_PID: str(foreign.pid)}) as orphan,
     ):
-        bystanders = [tail, watching, comparing, cancelling]
-        assert processes_of(str(run), "mine") == []
-        assert main(str(run), "mine", "all") == 1, "there was nobody"
-        with (
-            started("python", "-m", "launcher.launch.agent", str(run), program="/bin/sh") as agent,
-            started("python", "-m", "launcher", "resume", "--quiet", str(run), program="/bin/sh") as module,
-            started("python", "launch", "resume", str(run), program="/bin/sh") as script,
-            started("python", "-m", "launcher.launch.agent", f"{run}er", program="/bin/sh") as another,
-            started("sleep", "1000", TORCHELASTIC_RUN_ID="mine", RANK="0") as worker,
-            started("sleep", "1000", TORCHELASTIC_RUN_ID="yours", RANK="0") as foreign,
-        ):
-            ours = [agent, module, script, worker]
-            children = [os.getpid()]
-
-            def all_have_children() -> bool:
-                found = processes_of(str(run), "mine")
-                children[:] = [each.pid for each in found if each.parent in {one.pid for one in ours}]
-                return len(children) == 3
-
-            wait_for(all_have_children, "the children of agent and launch")
-            count, left = kill_all(str(run), "mine")
-            assert (count, left) == (7, [])
-            assert [one.wait(10) for one in ours] == [-signal.SIGKILL] * 4
-            assert not [pid for pid in children if Path(f"/proc/{pid}/cwd").exists()], "theirs died with them"
-            assert [one.poll() for one in (*bystanders, another, foreign)] == [None] * 6
+        assert [(one.pid, one.role) for one in processes_of("mine")] == [(orphan.pid, "child")]
+        with started("sh", "-c", f"sh {tmp_path / 'agent'} & wait") as launch:
+            wait_for(lambda: len(processes_of("mine")) == 6, "the agent, its workers and their children")
+            assert len(processes_of("mine", launch.pid)) == 7
+            roles = sorted(one.role for one in processes_of("mine", launch.pid))
+            assert roles == ["agent", "child", "child", "child", "launch", "rank 0", "rank 1"]
+            assert kill_rank("mine", 1)
+            wait_for(lambda: len(processes_of("mine")) == 5, "rank 1 to die")
+            assert not kill_rank("mine", 1), "it is gone"
+            count, left = kill_all("mine", launch.pid)
+            assert (count, left) == (6, [])
+            assert launch.wait(10) == -signal.SIGKILL
+            assert orphan.wait(10) == -signal.SIGKILL
+            assert main("mine", "all") == 1, "there was nobody"
+            assert [one.poll() for one in (tail, foreign)] == [None] * 2
 
 
-def test_what_sigkill_does_not_end_is_said(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(run)
+def test_what_sigkill_does_not_end_is_said(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     with started("sleep", "1000", TORCHELASTIC_RUN_ID="mine", RANK="0") as stuck:
         # nothing ends a process in the kernel's hands: here no signal comes through at all
         monkeypatch.setattr(processes.os, "kill", lambda *_: None)
-        monkeypatch.setattr(processes, "_DIES_WITHIN_S", 0.2)
         began = time.monotonic()
-        count, left = kill_all(str(run), "mine", within_s=0.2)
+        count, left = kill_all("mine", within_s=0.2)
         assert (count, [each.pid for each in left]) == (1, [stuck.pid])
         assert time.monotonic() > began
-        assert in_words(left) == f"still there after SIGKILL: process {stuck.pid} (sleep 1000)"
+        assert describe_survivors(left) == f"still there after SIGKILL: process {stuck.pid} (sleep 1000)"
         monkeypatch.setattr(processes, "kill_all", lambda *_: (count, left))
-        assert main(str(run), "mine", "all") == 1
+        assert main("mine", "all") == 1
         assert str(stuck.pid) in capfd.readouterr().err
+        assert state_of(stuck.pid) == "S"
         monkeypatch.undo()
-
-
-@pytest.mark.parametrize(
-    ("words", "runs"),
-    [
-        ("/usr/bin/srun --unbuffered --output /run/slurm/%j.out --kill-on-bad-exit=1 /bin/sh", True),
-        ("/venv/bin/python -P -u -m submitit.core._submit /run/slurm", True),
-        ("/venv/bin/python -P -m launcher.report.trackers /run 3.0", True),
-        ("/venv/bin/python -P -m launcher.drill.processes /run id all", False),
-        ("/venv/bin/python /venv/bin/launch logs /run -f", False),
-        ("/venv/bin/python -m pytest /run", False),
-        ("python", False),
-        ("vim /run/launch.log", False),
-        ("", False),
-    ],
-)
-def test_what_a_run_consists_of(words: str, runs: bool) -> None:
-    assert processes.runs_jobs(words.split(" ")) is runs

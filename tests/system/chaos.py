@@ -44,7 +44,7 @@ def judge(chaos: Chaos, whole: RunPaths) -> list[str]:
     end = time.monotonic() + patience(60)
     while (left := chaos.processes()) and time.monotonic() < end:
         time.sleep(0.1)
-    wrong += [f"left: {process.pid} {process.command[:100]}" for process in left]
+    wrong += [f"left: {process}" for process in left]
     wrong += [f"left: {path}" for _, path in paths.partial_checkpoints()]
     further = files(paths.root) - files(whole.root)
     wrong += [f"left: {name}" for name in sorted(further) if not any(re.fullmatch(known, name) for known in _FURTHER)]

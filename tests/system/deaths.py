@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launcher.drill.processes import Process, in_words, kill_all, processes_of, worker_of
+from launcher.drill.processes import Process, describe_survivors, kill_all, processes_of
 from launcher.drill.verdict import Record
+from launcher.process import children
 from launcher.rundir.files import read_json
 from launcher.rundir.paths import RunPaths
 from tests.helpers import launch_command, patience
@@ -60,22 +61,26 @@ class Chaos:
         self.job = self.begin("resume", "--quiet", "chaos")
         self.began = time.monotonic()
 
+    def run_id(self) -> str:
+        return (read_json(self.paths.plan) or {}).get("run", {}).get("id", "-")
+
     def processes(self) -> list[Process]:
-        plan = read_json(self.paths.plan) or {}
-        return processes_of(str(self.paths.root), plan.get("run", {}).get("id", "-"))
+        return processes_of(self.run_id(), self.launch())
 
     def agent(self) -> int | None:
-        return next((p.pid for p in self.processes() if "launcher.launch.agent" in p.command and not p.of_run), None)
+        return self.of_role("agent")
 
     def worker(self) -> int | None:
-        found = worker_of(self.processes(), self.chance.randrange(2))
-        return None if found is None else found.pid
+        return self.of_role(f"rank {self.chance.randrange(2)}")
+
+    def of_role(self, role: str) -> int | None:
+        return next((process.pid for process in self.processes() if process.role == role), None)
 
     def loader(self) -> int | None:
         """A child of a worker that has loaded its code: torch's own helpers are none."""
         processes = self.processes()
-        workers = {found.pid for rank in (0, 1) if (found := worker_of(processes, rank))}
-        loaders = [p.pid for p in processes if p.parent in workers and "resource_tracker" not in p.command]
+        below = {pid for process in processes if process.role.startswith("rank") for pid in children(process.pid)}
+        loaders = [p.pid for p in processes if p.pid in below and "resource_tracker" not in p.command]
         return self.chance.choice(loaders) if loaders else None
 
     def mirror(self) -> int | None:
@@ -111,10 +116,8 @@ class Chaos:
         return self.job.pid if self.job.poll() is None else None
 
     def tree(self) -> str:
-        self.job.kill()
-        plan = read_json(self.paths.plan) or {}
-        count, left = kill_all(str(self.paths.root), plan["run"]["id"])
-        self.wrong += [in_words(left)] if left else []
+        count, left = kill_all(self.run_id(), self.launch())
+        self.wrong += [describe_survivors(left)] if left else []
         return f"SIGKILL to all {count}"
 
     def twice(self) -> str:

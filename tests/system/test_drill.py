@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from launcher.config.hydra import compose_with_yaml
-from launcher.drill.backends import Here
-from launcher.drill.runner import Drill, Length, conclude, shortened
+from launcher.drill.backends import LocalBackend
+from launcher.drill.runner import Drill, Length, shortened
 from launcher.drill.verdict import DrillOutcome, Kind
 from launcher.errors import RunError
 from launcher.launch.planner import plan_job
@@ -25,12 +25,12 @@ pytestmark = pytest.mark.slow
 FALLING = (*(word for word in OWN if not word.startswith("schedule")), "schedule=cosine", "schedule.warmup_steps=0")
 
 
-class OnlyTheTree(Here):
+class OnlyTheTree(LocalBackend):
     kinds = (Kind.tree,)
-    room_s = 0.1  # where that is too little, the drill itself takes more windows
+    least_remaining_s = 0.1  # where that is too little, the drill itself takes more windows
 
 
-class Failing(Here):
+class Failing(LocalBackend):
     """As `launch` leaves a job that fails, without the job."""
 
     def resume(self) -> None:
@@ -58,19 +58,19 @@ def test_a_job_that_survives(launch: Launch, project: Path) -> None:
     assert launch("drill", *OWN).returncode == 2, "a drill never writes into another one's directory"
 
 
-def drilled(project: Path, monkeypatch: pytest.MonkeyPatch, trouble: str, stage: Here) -> Drill:
+def drilled(project: Path, monkeypatch: pytest.MonkeyPatch, trouble: str, backend: LocalBackend) -> Drill:
     monkeypatch.chdir(project)
     config, yaml = compose_with_yaml([*OWN, f"task.trouble={trouble}"])
-    plan, _ = shortened(plan_job(config))
+    plan, changed = shortened(plan_job(config))
     Path(plan.run.dir).mkdir(parents=True)
-    return Drill(plan, yaml, stage, lambda _: None)
+    return Drill(plan, changed, yaml, backend, lambda _: None)
 
 
 def test_a_job_that_remembers_what_no_checkpoint_holds_does_not_survive(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drill = drilled(project, monkeypatch, "remembers", OnlyTheTree())
-    found = conclude(drill.plan, (), drill.run(Length(4)))
+    found = drill.run(Length(4))
     assert found.outcome is DrillOutcome.damaged
     (one,) = found.interrupted
     assert one.difference is not None
