@@ -21,13 +21,13 @@ def doctor(arguments: list[str]) -> int:
 
         with leaves_in_order():
             # progress goes to stderr, because a script may read the result
-            found = examine(config, lambda line: print(line, file=sys.stderr, flush=True))
+            checks = examine(config, lambda line: print(line, file=sys.stderr, flush=True))
         if as_json:
-            print(json.dumps([dataclasses.asdict(check) for check in found], indent=2))
+            print(json.dumps([dataclasses.asdict(check) for check in checks], indent=2))
         else:
             console = live.console()
-            console.print(verdicts.checks_table(found))
-            console.print(verdicts.verdict(found), markup=False, highlight=False)
-        return exit_status(found)
+            console.print(verdicts.checks_table(checks))
+            console.print(verdicts.verdict(checks), markup=False, highlight=False)
+        return exit_status(checks)
 
     return with_config("doctor", arguments, act)

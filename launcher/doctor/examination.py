@@ -15,10 +15,9 @@ from importlib import metadata
 from pathlib import Path
 
 from launcher.config.schema import ClusterKind, Config, WandbMode
-from launcher.doctor import host_checks, host_facts, slurm_checks
+from launcher.doctor import host_checks, slurm_checks
 from launcher.doctor.check import Check, failure, merge
-from launcher.doctor.host_facts import Answer
-from launcher.doctor.probe import Question
+from launcher.doctor.probe import Answer, Question, directory_facts, host_facts, question_file, read_answers
 from launcher.errors import ConfigError
 from launcher.launch.planner import partitions, where
 from launcher.launch.slurm import client
@@ -27,54 +26,6 @@ from launcher.plan.launch_plan import FORMAT, LaunchPlan, RunInfo
 from launcher.plan.placement import solve_cluster, solve_env
 from launcher.plan.validation import check
 from launcher.rundir.files import write_json
-
-
-def judge(config: Config, plan: LaunchPlan, login: Answer, answers: dict[int, Answer], unwritten: str) -> list[Check]:
-    """Return the checks of the hosts; results that are equal on all hosts occur once.
-
-    Args:
-        login: facts of the host on which the doctor runs.
-        answers: answers by node, where there is one.
-        unwritten: why ``login`` could not write to the working directory; empty if it could.
-    """
-    cluster, shared = plan.cluster, plan.cluster.kind is ClusterKind.slurm
-    if not answers and not shared:  # with Slurm, the checks of the job give the reason
-        remedy = "Its own words are above this; try `python -c 'import launcher.doctor.probe'`."
-        return [failure("probe", "this machine's probe gave no answer", remedy)]
-    run_dir = plan.paths.root.parent
-    looked = {node: answer for node, answer in answers.items() if "facts" in answer}
-    each = list(looked.values())
-    # in a container all nodes use the image's Python, so compare them with the first node
-    model = each[0]["facts"] if each and config.cluster.container else login
-    several = [
-        [host_checks.python(model, one) for one in each],
-        [host_checks.packages(model, one) for one in each],
-        [torch for one in each if (torch := host_checks.torch(one)) is not None],
-        [host_checks.gpus(one, cluster.device, cluster.workers_per_node) for one in each],
-        [limit for one in each for limit in host_checks.limits(one)],
-        host_checks.run_dir(run_dir, login["host"], looked, shared=shared),
-        host_checks.working_directory(login["host"], unwritten, looked, shared=shared),
-    ]
-    hosts = [one["host"] for one in answers.values()]
-    wandb = host_checks.wandb(config.wandb.mode, login["packages"]["wandb"], answers.get(0, {}))
-    return [
-        *(check for checks in several for check in merge(checks, hosts)),
-        *host_checks.interfaces(looked),
-        *(told for one in answers.values() if (told := _unfinished(one)) is not None),
-        *host_checks.connections(looked),
-        *host_checks.clocks(looked),
-        *host_checks.all_reduce(looked, cluster.device.value, cluster.link_gbit, hosts=cluster.nodes > 1),
-        *([] if wandb is None else [wandb]),
-    ]
-
-
-def _unfinished(answer: Answer) -> Check | None:
-    """Return a failure if a host's probe did not finish, else None."""
-    if "error" not in answer and answer.get("done"):
-        return None
-    problem, _, remedy = answer.get("error", "its probe did not come to its end").partition("\n")
-    return failure("probe", problem, remedy.strip() or "The lines above say how far it came.", answer["host"])
-
 
 _LOCAL_WITHIN_S = 240
 
@@ -91,56 +42,68 @@ def examine(config: Config, say: Callable[[str], None]) -> list[Check]:
     check(config)
     if config.cluster.kind is ClusterKind.hosts:
         raise ConfigError(
-            "cluster", "hosts", "`launch doctor` looks at one machine, or at Slurm's nodes.",
+            "cluster", "hosts", "`launch doctor` checks one machine, or Slurm's nodes.",
             "Type it with cluster=local on each of the hosts.",
         )  # fmt: skip
     if config.cluster.kind is ClusterKind.slurm:
         client.require()
     site = where(config.cluster)
-    checks = [] if site.partition is None else _of_slurm(config, site.partition)
-    return [*checks, *_of_hosts(config, site, say)]
+    checks = [] if site.partition is None else _check_slurm(config, site.partition)
+    return [*checks, *_check_hosts(config, site, say)]
 
 
-def _of_slurm(config: Config, found: Partition) -> list[Check]:
+def _check_slurm(config: Config, joined: Partition) -> list[Check]:
+    """Return the checks of Slurm's settings. ``joined``: the partitions in which the job may run, as one."""
     if config.cluster.time is not None:  # raises if it is wrong
-        solve_cluster(config.cluster, Site.of(found, config.cluster.container), slurm_checks.NAME, config.strategy.kind)
+        solve_cluster(
+            config.cluster, Site.of(joined, config.cluster.container), slurm_checks.NAME, config.strategy.kind
+        )
     settings = client.settings()
     checks: list[Check] = []
-    for one in partitions(config.cluster):
-        told = client.partition_settings(one.name)
+    for partition in partitions(config.cluster):
+        own_settings = client.partition_settings(partition.name)
         checks += [
-            slurm_checks.partition(one, told.get("State", "UP")),
-            slurm_checks.preemption(settings, told, config.cluster.grace_s),
+            slurm_checks.partition(partition, own_settings.get("State", "UP")),
+            slurm_checks.preemption(settings, own_settings, config.cluster.grace_s),
         ]
     return [
         *checks,
-        *slurm_checks.gpus(found, metadata.version("torch")),
-        slurm_checks.time_limits(found, config.cluster),
+        *slurm_checks.gpus(joined, metadata.version("torch")),
+        slurm_checks.time_limits(joined, config.cluster),
         slurm_checks.requeue(settings),
         slurm_checks.accounting(settings, sacct=shutil.which("sacct") is not None),
     ]
 
 
-def _of_hosts(config: Config, site: Site, say: Callable[[str], None]) -> list[Check]:
+def _check_hosts(config: Config, site: Site, say: Callable[[str], None]) -> list[Check]:
+    """Return the checks of this host, or of the nodes of a job."""
     run_dir = (Path(site.cwd) / config.run.dir).resolve()
-    slurm, login = config.cluster.kind is ClusterKind.slurm, host_facts.here()
-    with _written(Path(site.cwd)) as (token, unwritten), _folder_in(run_dir) as (folder, problem):
+    slurm, login = config.cluster.kind is ClusterKind.slurm, host_facts()
+    with _token_in(Path(site.cwd)) as (token, unwritten), _folder_in(run_dir) as (folder, problem):
         unusable = [host_checks.unusable(run_dir, problem)] if problem else []
-        place = host_facts.directory(folder)
-        if slurm and not problem and place["kind"] in OWN_MEMORY:
-            unusable = [host_checks.in_memory(run_dir, place, login["host"], shared=True)]
+        directory = directory_facts(folder)
+        if slurm and not problem and directory["kind"] in OWN_MEMORY:
+            unusable = [host_checks.in_memory(run_dir, directory, login["host"], shared=True)]
         if slurm and unusable:  # the directory is the only way to exchange facts with the nodes
             return unusable
-        plan = _put(config, site, folder, token)
-        asked = slurm_checks.ask_nodes(plan, say) if slurm else None
-        answers = _ask_here(plan) if asked is None else asked.answers
-        of_job = [] if asked is None else slurm_checks.judge(asked, plan.cluster.nodes, folder)
-        found = judge(config, plan, login, answers, unwritten)
+        plan = _plan(config, site, folder)
+        cluster = plan.cluster
+        question = Question(
+            cwd=cluster.cwd, cwd_token=token, nodes=cluster.nodes, workers=cluster.workers_per_node,
+            device=cluster.device.value, interface=cluster.interface, env=plan.env,
+            online=config.wandb.mode is WandbMode.online,
+        )  # fmt: skip
+        write_json(question_file(folder), dataclasses.asdict(question))
+        job = slurm_checks.run_probes(plan, say) if slurm else None
+        answers = _probe_here(plan) if job is None else job.answers
+        of_job = [] if job is None else slurm_checks.judge_job(job, cluster.nodes, folder)
+        checks = judge(config, plan, login, answers, unwritten)
     # drop the checks of the directory that was used instead
-    return [*of_job, *unusable, *(one for one in found if not unusable or one.name != unusable[0].name)]
+    return [*of_job, *unusable, *(one for one in checks if not unusable or one.name != unusable[0].name)]
 
 
 def _plan(config: Config, site: Site, folder: Path) -> LaunchPlan:
+    """Return the plan of the job that runs the probes, with ``folder`` as its directory."""
     cluster = config.cluster
     if cluster.kind is ClusterKind.slurm:
         cluster = slurm_checks.small(cluster, site.partition)
@@ -151,20 +114,7 @@ def _plan(config: Config, site: Site, folder: Path) -> LaunchPlan:
     return LaunchPlan(format=FORMAT, run=run, cluster=solved, env=env, command=())
 
 
-def _put(config: Config, site: Site, folder: Path, token: str) -> LaunchPlan:
-    """Write the question into ``folder``. Return the plan of the job that answers it."""
-    plan = _plan(config, site, folder)
-    cluster = plan.cluster
-    question = Question(
-        cwd=cluster.cwd, cwd_token=token, nodes=cluster.nodes, workers=cluster.workers_per_node,
-        device=cluster.device.value, interface=cluster.interface, env=plan.env,
-        online=config.wandb.mode is WandbMode.online,
-    )  # fmt: skip
-    write_json(host_facts.question_of(folder), dataclasses.asdict(question))
-    return plan
-
-
-def _ask_here(plan: LaunchPlan) -> dict[int, Answer]:
+def _probe_here(plan: LaunchPlan) -> dict[int, Answer]:
     folder = plan.paths.root
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "launcher.doctor.probe", str(folder), str(os.getpid())],
@@ -179,11 +129,11 @@ def _ask_here(plan: LaunchPlan) -> dict[int, Answer]:
     finally:  # the kernel kills its workers with it (die_with_parent)
         process.kill()
         process.wait()
-    return host_facts.answers(folder, 1)
+    return read_answers(folder, 1)
 
 
 @contextmanager
-def _written(cwd: Path) -> Generator[tuple[str, str]]:
+def _token_in(cwd: Path) -> Generator[tuple[str, str]]:
     """Write a file in ``cwd`` for which other hosts look. Yield (name, ""), or ("", reason) if it cannot be written."""
     token, problem = f".launch-doctor-{secrets.token_hex(4)}", ""
     try:
@@ -193,7 +143,7 @@ def _written(cwd: Path) -> Generator[tuple[str, str]]:
     try:
         yield "" if problem else token, problem
     finally:
-        for path in (cwd / token, *host_checks.left_by_nodes(cwd, token)):
+        for path in (cwd / token, *sorted(cwd.glob(f"{token}.node*"))):  # the hosts that see it write beside it
             path.unlink(missing_ok=True)
 
 
@@ -217,3 +167,42 @@ def _folder_in(run_dir: Path) -> Generator[tuple[Path, str]]:
         for path in made:
             with suppress(OSError):
                 path.rmdir()
+
+
+def judge(config: Config, plan: LaunchPlan, login: Answer, answers: dict[int, Answer], unwritten: str) -> list[Check]:
+    """Return the checks of the hosts; results that are equal on all hosts occur once.
+
+    Args:
+        login: facts of the host on which the doctor runs.
+        answers: answers by node, where there is one.
+        unwritten: why ``login`` could not write to the working directory; empty if it could.
+    """
+    cluster, shared = plan.cluster, plan.cluster.kind is ClusterKind.slurm
+    if not answers and not shared:  # with Slurm, the checks of the job give the reason
+        remedy = "Its output is above this; try `python -c 'import launcher.doctor.probe'`."
+        return [failure("probe", "the probe of this machine gave no answer", remedy)]
+    run_dir = plan.paths.root.parent
+    with_facts = {node: answer for node, answer in answers.items() if "facts" in answer}
+    each = list(with_facts.values())
+    # in a container all nodes use the image's Python, so compare them with the first node
+    model = each[0]["facts"] if each and config.cluster.container else login
+    per_host = [
+        [host_checks.python(model, one) for one in each],
+        [host_checks.packages(model, one) for one in each],
+        [torch for one in each if (torch := host_checks.torch(one)) is not None],
+        [host_checks.gpus(one, cluster.device, cluster.workers_per_node) for one in each],
+        [limit for one in each for limit in host_checks.limits(one)],
+        host_checks.run_dir(run_dir, login["host"], with_facts, shared=shared),
+        host_checks.working_directory(login["host"], unwritten, with_facts, shared=shared),
+    ]
+    hosts = [one["host"] for one in answers.values()]
+    wandb = host_checks.wandb(config.wandb.mode, login["packages"]["wandb"], answers.get(0, {}))
+    return [
+        *(check for checks in per_host for check in merge(checks, hosts)),
+        *host_checks.interfaces(with_facts),
+        *(unfinished for one in answers.values() if (unfinished := host_checks.unfinished(one)) is not None),
+        *host_checks.connections(with_facts),
+        *host_checks.clocks(with_facts),
+        *host_checks.all_reduce(with_facts, cluster.device.value, cluster.link_gbit, hosts=cluster.nodes > 1),
+        *([] if wandb is None else [wandb]),
+    ]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from launcher.config.schema import Device, WandbMode
 from launcher.doctor.check import Check, failure, merge, ok, warning
-from launcher.doctor.host_facts import PACKAGES, Answer
+from launcher.doctor.probe import PACKAGES, Answer
 from launcher.launch.network import GLOO
 from launcher.plan.host import OWN_MEMORY
 
@@ -33,14 +33,16 @@ def python(login: Answer, answer: Answer) -> Check:
 def packages(login: Answer, answer: Answer) -> Check:
     """Check that all packages are installed, in the versions of ``login``, and that torch is new enough."""
     facts, host = answer["facts"], answer["host"]
-    there: dict[str, str | None] = facts["packages"]
-    missing = [name for name in PACKAGES if there[name] is None and name not in _OPTIONAL]
+    versions: dict[str, str | None] = facts["packages"]
+    missing = [name for name in PACKAGES if versions[name] is None and name not in _OPTIONAL]
     if missing:
-        return failure("packages", f"not installed: {', '.join(missing)}", "Install launcher with what it needs.", host)
+        return failure(
+            "packages", f"not installed: {', '.join(missing)}", "Install launcher with its dependencies.", host
+        )
     other = [
-        f"{name} {there[name] or 'missing'} ({login['host']}: {login['packages'][name] or 'missing'})"
+        f"{name} {versions[name] or 'missing'} ({login['host']}: {login['packages'][name] or 'missing'})"
         for name in PACKAGES
-        if there[name] != login["packages"][name]
+        if versions[name] != login["packages"][name]
     ]
     if facts["package_dir"] != login["package_dir"]:
         other.append(f"launcher from {facts['package_dir']} ({login['host']}: {login['package_dir']})")
@@ -49,20 +51,20 @@ def packages(login: Answer, answer: Answer) -> Check:
             "packages", f"not those of {login['host']}: {', '.join(other)}",
             "Use one environment on the disk that all hosts share, or install the same versions on each host.", host,
         )  # fmt: skip
-    torch = there["torch"] or ""
+    torch = versions["torch"] or ""
     if tuple(int(part) for part in re.findall(r"\d+", torch)[:2]) < TORCH:
         wanted = ".".join(map(str, TORCH))
         return failure("packages", f"torch {torch} is too old", f"Install it: pip install 'torch>={wanted}'.", host)
-    return ok("packages", ", ".join(f"{name} {there[name]}" for name in PACKAGES if there[name]), host)
+    return ok("packages", ", ".join(f"{name} {versions[name]}" for name in PACKAGES if versions[name]), host)
 
 
 def torch(answer: Answer) -> Check | None:
-    """Return a failure if a worker alone could not start torch; None otherwise, or if it was not tried."""
-    seen: Answer | None = answer.get("bandwidth")
-    if seen is None or "error" not in seen or seen["world"] > 1:
+    """Return a failure if a worker that inspects torch on its own has failed, else None."""
+    measured: Answer | None = answer.get("bandwidth")
+    if measured is None or "error" not in measured or measured["world"] > 1:
         return None
     return failure(
-        "torch", f"a worker got nowhere: {seen['error']}", "Try `python -c 'import torch'` there.", answer["host"]
+        "torch", f"a worker failed: {measured['error']}", "Try `python -c 'import torch'` there.", answer["host"]
     )
 
 
@@ -71,30 +73,31 @@ def gpus(answer: Answer, device: Device, workers: int) -> Check:
     facts, host = answer["facts"], answer["host"]
     devices, use = facts["devices"], facts["gpu_use"]
     build = facts["packages"]["torch"]
-    seen: Answer = answer.get("bandwidth") or {}
-    given = answer.get("slurm_gpus")
-    by_slurm = f", {given} given by Slurm" if given else ""
+    measured: Answer = answer.get("bandwidth") or {}
+    slurm_gpus = answer.get("slurm_gpus")
+    by_slurm = f", {slurm_gpus} given by Slurm" if slurm_gpus else ""
     if device is Device.cpu:
         if not devices:
             return ok("gpu", "no GPU: CPU workers", host)
         if build is not None and build.endswith("+cpu"):
             return warning(
                 "gpu", f"{devices} GPUs, and torch {build} is a build for CPUs{by_slurm}",
-                "Install the CUDA build of torch, or say cluster.device=cpu.", host,
+                "Install the CUDA build of torch, or set cluster.device=cpu.", host,
             )  # fmt: skip
-        return ok("gpu", f"{devices} GPUs that cluster.device=cpu leaves alone", host)
-    if "gpus" not in seen:
-        return warning("gpu", f"{devices} GPUs{by_slurm}; torch was not asked", "See the other lines.", host)
-    if seen["gpus"] < workers:
+        return ok("gpu", f"{devices} GPUs, not used with cluster.device=cpu", host)
+    if "gpus" not in measured:
+        remedy = "See the other lines."
+        return warning("gpu", f"{devices} GPUs{by_slurm}; not known how many torch sees", remedy, host)
+    if measured["gpus"] < workers:
         return failure(
-            "gpu", f"torch {build} (CUDA {seen['cuda']}) sees {seen['gpus']} GPUs of {devices}{by_slurm}, and "
+            "gpu", f"torch {build} (CUDA {measured['cuda']}) sees {measured['gpus']} GPUs of {devices}{by_slurm}, and "
             f"{workers} workers need one each",
             "Compare the driver (`nvidia-smi`) with torch's CUDA, and CUDA_VISIBLE_DEVICES.", host,
         )  # fmt: skip
     if busy := _busy(use or []):
-        return warning("gpu", f"in use: {'; '.join(busy)}", "See `nvidia-smi` for whose process it is.", host)
+        return warning("gpu", f"in use: {'; '.join(busy)}", "See `nvidia-smi` for the processes that use them.", host)
     idle = "idle" if use else "use not known: no nvidia-smi"
-    return ok("gpu", f"{seen['gpus']} GPUs seen by torch (CUDA {seen['cuda']}){by_slurm}, {idle}", host)
+    return ok("gpu", f"{measured['gpus']} GPUs seen by torch (CUDA {measured['cuda']}){by_slurm}, {idle}", host)
 
 
 def _busy(use: list[list[int]]) -> list[str]:
@@ -135,16 +138,16 @@ def run_dir(run_dir: Path, login: str, answers: dict[int, Answer], *, shared: bo
         shared: True if hosts other than ``login`` were asked.
     """
     checks: list[Check] = []
-    for node, answer in answers.items():
-        place: Answer | None = answer.get("run_dir")
-        if place is None:
+    for answer in answers.values():
+        directory: Answer | None = answer.get("run_dir")
+        if directory is None:
             continue
         if unseen := sorted({answers[k]["host"] for k in answer.get("absent", ()) if k in answers}):
             checks.append(_unseen(run_dir, unseen, answer["host"]))
-        elif place["kind"] in OWN_MEMORY:
-            checks.append(in_memory(run_dir, place, answer["host"], shared=shared))
+        elif directory["kind"] in OWN_MEMORY:
+            checks.append(in_memory(run_dir, directory, answer["host"], shared=shared))
         else:
-            checks.append(_space(run_dir, place, answer["host"], shared and node in answers, login))
+            checks.append(_space(run_dir, directory, answer["host"], login if shared else None))
     return checks
 
 
@@ -155,19 +158,21 @@ def _unseen(run_dir: Path, unseen: list[str], host: str) -> Check:
     )  # fmt: skip
 
 
-def in_memory(run_dir: Path, place: Answer, host: str | None, *, shared: bool) -> Check:
-    found = f"{run_dir} lies in this machine's memory ({place['kind']} on {place['mount']})"
+def in_memory(run_dir: Path, directory: Answer, host: str | None, *, shared: bool) -> Check:
+    found = f"{run_dir} is in this machine's memory ({directory['kind']} on {directory['mount']})"
     if shared:
         remedy = "Use a run.dir on a disk that the login node and all nodes share."
         return failure("run directory", f"{found}: others do not see it", remedy, host)
-    return warning("run directory", f"{found}: a reboot takes the runs with it", "Use a run.dir on a disk.", host)
+    return warning("run directory", f"{found}: a reboot deletes the runs", "Use a run.dir on a disk.", host)
 
 
-def _space(run_dir: Path, place: Answer, host: str, shared: bool, login: str) -> Check:
-    seen = f", written on {login} and read here, and the other way round" if shared else ""
-    found = f"{run_dir} ({place['kind']}): writable{seen}; {gigabytes(place['free_bytes'])} free"
-    if place["free_bytes"] < _FREE_BYTES:
-        return warning("run directory", found, "Make room, or lower checkpoint.keep: checkpoints lie there.", host)
+def _space(run_dir: Path, directory: Answer, host: str, login: str | None) -> Check:
+    """Check the free space. ``login``: the other host that reads and writes the directory; None without one."""
+    shared = "" if login is None else f", written on {login} and read here, and the other way round"
+    found = f"{run_dir} ({directory['kind']}): writable{shared}; {gigabytes(directory['free_bytes'])} free"
+    if directory["free_bytes"] < _FREE_BYTES:
+        remedy = "Free some space, or lower checkpoint.keep: checkpoints are stored there."
+        return warning("run directory", found, remedy, host)
     return ok("run directory", found, host)
 
 
@@ -175,31 +180,32 @@ def unusable(run_dir: Path, problem: str) -> Check:
     return failure("run directory", f"{run_dir} cannot be used: {problem}", "Choose a run.dir that you may write to.")
 
 
-def working_directory(login: str, written: str, answers: dict[int, Answer], *, shared: bool) -> list[Check]:
-    """Check the working directory. ``written``: why ``login`` could not write there; empty if it could."""
+def working_directory(login: str, unwritten: str, answers: dict[int, Answer], *, shared: bool) -> list[Check]:
+    """Check the working directory. ``unwritten``: why ``login`` could not write there; empty if it could."""
     checks: list[Check] = []
     for answer in answers.values():
-        place: Answer | None = answer.get("cwd")
-        if place is None:
+        directory: Answer | None = answer.get("cwd")
+        if directory is None:
             continue
-        host, path = answer["host"], place["path"]
-        if shared and not written and not place["same"]:
-            what = f"{path} is another directory there" if place["kind"] else f"there is no {path}"
+        host, path = answer["host"], directory["path"]
+        if shared and not unwritten and not directory["same"]:
+            found = f"{path} is another directory there than on {login}" if directory["kind"] else f"there is no {path}"
             remedy = "Type `launch` in a directory on the disk that the login node and all nodes share."
-            checks.append(
-                failure("working directory", f"{what} than on {login}" if place["kind"] else what, remedy, host)
-            )
-        elif problem := written or place["problem"]:
-            found = f"{path}: nothing can be written there: {problem}"
+            checks.append(failure("working directory", found, remedy, host))
+        elif problem := unwritten or directory["problem"]:
+            found = f"{path} is not writable: {problem}"
             checks.append(warning("working directory", found, "Go to a directory that you may write to.", host))
         else:
             checks.append(ok("working directory", f"{path}: writable{', the same everywhere' if shared else ''}", host))
     return checks
 
 
-def left_by_nodes(cwd: Path, token: str) -> list[Path]:
-    """Return the files that the hosts which see the token have written beside it."""
-    return sorted(cwd.glob(f"{token}.node*"))
+def unfinished(answer: Answer) -> Check | None:
+    """Return a failure if a host's probe did not finish, else None."""
+    if "error" not in answer and answer.get("done"):
+        return None
+    problem, _, remedy = answer.get("error", "its probe ended early").partition("\n")
+    return failure("probe", problem, remedy.strip() or "See the lines above for what it has checked.", answer["host"])
 
 
 _CLOCK_WARNING_S, _CLOCK_FAILURE_S = 0.1, 2.0
@@ -209,27 +215,27 @@ _FAR_BELOW = 0.5
 
 def interfaces(answers: dict[int, Answer]) -> list[Check]:
     """List each host's interface and address, and check that it has the interfaces that its environment names."""
-    looked = [answer for answer in answers.values() if "interfaces" in answer]
+    known = [answer for answer in answers.values() if "interfaces" in answer]
     hosts = [answer["host"] for answer in answers.values()]
-    checks = merge((missing for answer in looked if (missing := _missing(answer)) is not None), hosts)
+    checks = merge((missing for answer in known if (missing := _missing(answer)) is not None), hosts)
     used = [
         f"{answer['host']} {answer['interface']} {answer['address']}{_own_name(answer)}"
-        for answer in looked
+        for answer in known
         if "address" in answer
     ]
     return [*checks, ok("interface", ", ".join(used))] if used else checks
 
 
 def _missing(answer: Answer) -> Check | None:
-    there: list[str] = answer["interfaces"]
-    for name, said in answer["said_interfaces"].items():
+    present: list[str] = answer["interfaces"]
+    for name, value in answer["named_interfaces"].items():
         # NCCL matches prefixes of names, or whole names after "="; "^" excludes names
-        wanted, exact = tuple(said.lstrip("=").split(",")), name == GLOO or said.startswith("=")
-        if said.startswith("^") or any(have in wanted or (not exact and have.startswith(wanted)) for have in there):
+        wanted, exact = tuple(value.lstrip("=").split(",")), name == GLOO or value.startswith("=")
+        if value.startswith("^") or any(own in wanted or (not exact and own.startswith(wanted)) for own in present):
             continue
         return failure(
-            "interface", f"the environment says {name}={said}, which it has not",
-            f"Unset {name}, or name one of these: {', '.join(there)}.", answer["host"],
+            "interface", f"{name}={value} in the environment names an interface that this host does not have",
+            f"Unset {name}, or name one of these: {', '.join(present)}.", answer["host"],
         )  # fmt: skip
     return None
 
@@ -242,23 +248,18 @@ def _own_name(answer: Answer) -> str:
 def connections(answers: dict[int, Answer]) -> list[Check]:
     """Check that every host reaches every other one on an arbitrary free port."""
     checks: list[Check] = []
-    tried, slowest = 0, 0.0
+    count, slowest_s = 0, 0.0
     for answer in answers.values():
         for link in answer.get("reached", ()):
-            tried += 1
-            slowest = max(slowest, link.get("rtt_s", 0.0))
+            count += 1
+            slowest_s = max(slowest_s, link.get("rtt_s", 0.0))
             if link["problem"]:
-                there = answers[link["node"]]["host"] if link["node"] in answers else f"node {link['node']}"
-                checks.append(
-                    failure(
-                        "connections",
-                        f"does not reach {there} at {link['address']}: {link['problem']}",
-                        "Open all ports between the nodes, or name another cluster.interface.",
-                        answer["host"],
-                    )
-                )
-    if tried and not checks:
-        checks.append(ok("connections", f"all {tried} ways on arbitrary ports; {slowest * 1e3:.2f} ms there and back"))
+                other = answers[link["node"]]["host"] if link["node"] in answers else f"node {link['node']}"
+                found = f"does not reach {other} at {link['address']}: {link['problem']}"
+                remedy = "Open all ports between the nodes, or name another cluster.interface."
+                checks.append(failure("connections", found, remedy, answer["host"]))
+    if count and not checks:
+        checks.append(ok("connections", f"all {count} ways on arbitrary ports; {slowest_s * 1e3:.2f} ms round trip"))
     return checks
 
 
@@ -276,9 +277,9 @@ def clocks(answers: dict[int, Answer]) -> list[Check]:
     found = f"{apart:,.3f} s apart at most"
     if apart <= _CLOCK_WARNING_S:
         return [ok("clocks", found)]
-    kind = failure if apart > _CLOCK_FAILURE_S else warning
-    remedy = "Keep them in step (chronyd, ntpd): which failure was first is told by them."
-    return [kind("clocks", found, remedy, f"{one}, {other}")]
+    verdict = failure if apart > _CLOCK_FAILURE_S else warning
+    remedy = "Synchronise them (chronyd, ntpd): they decide which of several failures was the first."
+    return [verdict("clocks", found, remedy, f"{one}, {other}")]
 
 
 def all_reduce(answers: dict[int, Answer], device: str, link_gbit: float | None, *, hosts: bool) -> list[Check]:
@@ -290,13 +291,13 @@ def all_reduce(answers: dict[int, Answer], device: str, link_gbit: float | None,
         hosts: True if there was one worker on each of several hosts.
     """
     name, who = "all-reduce", "nodes" if hosts else "workers"
-    measured = {k: answer["bandwidth"] for k, answer in answers.items() if "bandwidth" in answer}
-    errors = [(answers[k]["host"], one["error"]) for k, one in measured.items() if "error" in one and one["world"] > 1]
-    if errors:
-        host, error = errors[0]
-        remedy = "See the lines above: interface, connections, gpu."
-        return [failure(name, f"none came about: {error}", remedy, host)]
-    first: Answer | None = next((one for one in measured.values() if one.get("times")), None)
+    measured: list[Answer] = [answer["bandwidth"] for answer in answers.values() if "bandwidth" in answer]
+    for answer in answers.values():
+        result: Answer = answer.get("bandwidth", {})
+        if "error" in result and result["world"] > 1:
+            remedy = "See the lines above: interface, connections, gpu."
+            return [failure(name, f"it failed: {result['error']}", remedy, answer["host"])]
+    first = next((one for one in measured if one.get("times")), None)
     if first is None:
         if hosts and measured:
             return [warning(name, "not measured: not all nodes reach each other", "See the lines above.")]
@@ -306,7 +307,7 @@ def all_reduce(answers: dict[int, Answer], device: str, link_gbit: float | None,
     found = f"{gbit:,.3g} Gbit/s of {first['world']} {who} ({library}, {size / 2**20:,.3g} MiB"
     found += f"; {first['times'][0][0] / 1024:.0f} KiB take {latency_s * 1e3:,.2f} ms)"
     if hosts and link_gbit is not None and gbit < _FAR_BELOW * link_gbit:
-        remedy = "Look at cluster.interface, at who else uses the link, and at the link itself (`ethtool`)."
+        remedy = "Check cluster.interface, who else uses the link, and the link itself (`ethtool`)."
         return [warning(name, f"{found}: far below cluster.link_gbit={link_gbit:g}", remedy)]
     return [ok(name, found)]
 
@@ -317,26 +318,21 @@ def bandwidth(times: list[list[float]], world: int) -> tuple[float, float, float
     The rate counts the wire bytes of a ring, 2(W-1)/W of the payload (NCCL's "bus bandwidth"). The largest size counts,
     because no buffer on the way can hold it.
     """
-    size, took = times[-1]
-    return 8e-9 * size * 2 * (world - 1) / world / took, size, times[0][1]
-
-
-_OFFLINE = "use wandb.mode=offline and `wandb sync` later."
+    size, seconds = times[-1]
+    return 8e-9 * size * 2 * (world - 1) / world / seconds, size, times[0][1]
 
 
 def wandb(mode: WandbMode, version: str | None, answer: Answer) -> Check | None:
     """Check W&B; None if the probe did not get to it. ``answer``: answer of the host on which rank 0 will run."""
     if mode is not WandbMode.online:
         return ok("W&B", f"wandb {version}, wandb.mode={mode.value}: no server is needed")
-    said: dict[str, str] | None = answer.get("wandb")
-    if said is None:
+    probed: dict[str, str] | None = answer.get("wandb")
+    if probed is None:
         return None
-    if said["no_key"]:
-        problem, _, remedy = said["no_key"].partition("\n")
+    if probed["no_key"]:
+        problem, _, remedy = probed["no_key"].partition("\n")
         return failure("W&B", problem, remedy.strip(), answer["host"])
-    if said["silent"]:
-        return warning(
-            "W&B", f"wandb.mode=online: {said['silent']}", f"The run would be kept offline. Or {_OFFLINE}",
-            answer["host"],
-        )  # fmt: skip
+    if probed["silent"]:
+        remedy = "The run would be recorded offline. Or use wandb.mode=offline, and `wandb sync` later."
+        return warning("W&B", f"wandb.mode=online: {probed['silent']}", remedy, answer["host"])
     return ok("W&B", f"wandb {version}, key found, the server answers", answer["host"])

@@ -2,54 +2,183 @@
 
     python -m launcher.doctor.probe FOLDER PARENT_PID
 
-Under Slurm each task of the job calls ``of_slurm``.
+Under Slurm each task of the job calls ``run_slurm_task``. Hosts publish their facts as files in ``FOLDER``, which is in
+the directory of the runs: a run needs the same shared directory, so the exchange is itself a test.
+
+The probe uses nothing that has to work before a job can start, neither torch nor a rendezvous: it must report what of
+these does not work.
 """
 
 from __future__ import annotations
 
 import os
+import platform
+import resource
+import shutil
 import signal
 import socket
 import socketserver
 import struct
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError, URLError
+from urllib.error import HTTPError
 from urllib.request import urlopen
 
-from launcher.doctor import bandwidth, host_facts
+from launcher.config.hydra import CONF
+from launcher.doctor import bandwidth
 from launcher.doctor.bandwidth import Worker
-from launcher.doctor.host_facts import Desk
 from launcher.errors import LauncherError, SiteError
-from launcher.launch.network import GLOO, NCCL, Route, interfaces, socket_names
+from launcher.launch.network import GLOO, NCCL, Route, free_port, interfaces, socket_names
 from launcher.launch.planner import require_wandb_key
 from launcher.launch.slurm.client import Task
 from launcher.launch.slurm.node import way_to, way_to_others
-from launcher.plan.host import allowed_env
+from launcher.plan.host import allowed_env, file_system, visible_gpus
 from launcher.plan.launch_plan import EnvPlan
 from launcher.process import die_with_parent
-from launcher.rundir.files import build, read_json
+from launcher.rundir.files import build, read_json, write_json
 
-_WITHIN_S = 5.0
-_ASKED = 8
-_AT_ONCE = 16
+PACKAGES = ("launcher", "torch", "hydra-core", "wandb", "submitit", "rich", "numpy")
+SHM = Path("/dev/shm")
+_SMI = ("nvidia-smi", "--query-gpu=index,memory.used,utilization.gpu", "--format=csv,noheader,nounits")
+_SMI_WITHIN_S = 20
+
+
+def host_facts() -> dict[str, Any]:
+    """Return the facts of this host.
+
+    ``packages``: versions, None for a missing one. ``devices``: number of GPUs, whether or not torch can use them.
+    ``gpu_use``: [index, MiB in use, utilization in %] of each GPU, None without nvidia-smi. ``hostname_address``: what
+    this host's own name resolves to. ``shm_bytes``: size of /dev/shm, None without one.
+    """
+    return {
+        "host": socket.gethostname(),
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "package_dir": str(Path(__file__).resolve().parent.parent),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "devices": visible_gpus(os.environ, torch_version=""),
+        "gpu_use": _gpu_use(),
+        "hostname_address": _hostname_address(),
+        "shm_bytes": shutil.disk_usage(SHM).total if SHM.is_dir() else None,
+        "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+    }
+
+
+def directory_facts(path: Path) -> dict[str, Any]:
+    """Return the facts of a directory.
+
+    ``problem``: why it is not writable, empty if it is. ``kind``, ``mount``: type and mount point of its file system.
+    ``free_bytes``: free space for this user.
+    """
+    facts: dict[str, Any] = {"path": str(path), "problem": "", "kind": "", "mount": "", "free_bytes": None}
+    try:
+        with tempfile.NamedTemporaryFile(dir=path, prefix=".launch-doctor-"):
+            pass
+    except OSError as error:
+        facts["problem"] = error.strerror or str(error)
+    if path.is_dir():
+        mount, kind = file_system(path.resolve())
+        facts |= {"kind": kind, "mount": str(mount), "free_bytes": shutil.disk_usage(path).free}
+    return facts
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        # a checkout on PYTHONPATH is not installed
+        return "a checkout" if package == "launcher" and CONF.is_dir() else None
+
+
+def _hostname_address() -> str | None:
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return None
+
+
+def _gpu_use() -> list[list[int]] | None:
+    try:
+        done = subprocess.run(_SMI, capture_output=True, text=True, timeout=_SMI_WITHIN_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    rows = [[word.strip() for word in line.split(",")] for line in done.stdout.splitlines()]
+    # a slice of a GPU shows "[N/A]" instead of numbers
+    return [[int(word) for word in row] for row in rows if len(row) == 3 and all(word.isdecimal() for word in row)]
+
+
+_POLL_S = 0.1
+
+# facts of one host by subject, as values that JSON can hold
+Answer = dict[str, Any]
+
+
+def question_file(folder: Path) -> Path:
+    return folder / "question.json"
+
+
+class Exchange:
+    """Exchange of facts between this host and the others, through one file per host in ``folder``."""
+
+    def __init__(self, folder: Path, node: int, nodes: int) -> None:
+        self.folder, self.node, self.nodes = folder, node, nodes
+        self._own: Answer = {}
+
+    def publish(self, **facts: Any) -> None:
+        """Publish further facts of this host."""
+        self._own |= facts
+        write_json(_answer_file(self.folder, self.node), self._own)
+
+    def wait(self, key: str, nodes: set[int], within_s: float) -> dict[int, Answer]:
+        """Wait until all ``nodes`` have published ``key`` or are done, for at most ``within_s`` seconds.
+
+        Returns:
+            The answers that contain ``key``, by node.
+        """
+        end = time.monotonic() + within_s
+        while True:
+            answers = {node: answer for node, answer in read_answers(self.folder, self.nodes).items() if node in nodes}
+            done = {node for node, answer in answers.items() if key in answer or answer.get("done")}
+            if done == nodes or time.monotonic() > end:
+                return {node: answer for node, answer in answers.items() if key in answer}
+            time.sleep(_POLL_S)
+
+
+def read_answers(folder: Path, nodes: int) -> dict[int, Answer]:
+    """Return the answers so far, by node."""
+    list(folder.iterdir())  # makes a network file system refresh its cached directory
+    answers = {node: read_json(_answer_file(folder, node)) for node in range(nodes)}
+    return {node: answer for node, answer in answers.items() if answer is not None}
+
+
+def _answer_file(folder: Path, node: int) -> Path:
+    return folder / f"node{node}.json"
+
+
+_CONNECT_WITHIN_S = 5.0
+_ROUND_TRIPS = 8
+_CONNECTIONS_AT_ONCE = 16
 _TIME = struct.Struct("!d")
 
 
-class _Clock(socketserver.BaseRequestHandler):
+class _Clock(socketserver.StreamRequestHandler):
     """Clock server: sends this host's time once for each byte that it receives."""
 
+    timeout = _CONNECT_WITHIN_S
+
     def handle(self) -> None:
-        self.request.settimeout(_WITHIN_S)
-        while self.request.recv(1):
-            self.request.sendall(_TIME.pack(time.time()))
+        while self.rfile.read(1):
+            self.wfile.write(_TIME.pack(time.time()))
 
 
 class _Server(socketserver.ThreadingTCPServer):
@@ -61,7 +190,7 @@ class _Server(socketserver.ThreadingTCPServer):
 
 
 @contextmanager
-def listening(address: str) -> Generator[int]:
+def clock_server(address: str) -> Generator[int]:
     """Run the clock server at ``address`` and yield its port. Raises OSError if no port can be opened."""
     with _Server((address, 0), _Clock) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -71,12 +200,10 @@ def listening(address: str) -> Generator[int]:
             server.shutdown()
 
 
-def reach_all(places: dict[int, tuple[str, int]]) -> list[dict[str, Any]]:
-    """Call ``reach`` for all hosts, several at a time. Return its results, each with the host's ``node``."""
-    if not places:
-        return []
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
-        calls = {node: pool.submit(reach, address, port) for node, (address, port) in places.items()}
+def reach_all(servers: dict[int, tuple[str, int]]) -> list[dict[str, Any]]:
+    """Call ``reach`` for the clock servers of all nodes, several at a time. Return its results, with the ``node``."""
+    with ThreadPoolExecutor(_CONNECTIONS_AT_ONCE) as pool:
+        calls = {node: pool.submit(reach, address, port) for node, (address, port) in servers.items()}
     return [{"node": node} | call.result() for node, call in calls.items()]
 
 
@@ -87,35 +214,29 @@ def reach(address: str, port: int) -> dict[str, Any]:
         ``problem``: why there is no connection, empty if there is. ``rtt_s``: shortest round trip in seconds.
         ``offset_s``: seconds by which the clock there is ahead, from that round trip, assuming equal times each way.
     """
-    best: tuple[float, float] | None = None
+    measured: list[tuple[float, float]] = []
     try:
-        with socket.create_connection((address, port), timeout=_WITHIN_S) as there:
-            for _ in range(_ASKED):
-                before, begun = time.time(), time.monotonic()
-                there.sendall(b"?")
-                said = _TIME.unpack(_receive(there, _TIME.size))[0]
-                took = time.monotonic() - begun
-                if best is None or took < best[0]:
-                    best = (took, said - (before + took / 2))
+        with (
+            socket.create_connection((address, port), timeout=_CONNECT_WITHIN_S) as connection,
+            connection.makefile("rb") as answers,
+        ):
+            for _ in range(_ROUND_TRIPS):
+                before, started = time.time(), time.monotonic()
+                connection.sendall(b"?")
+                answer = answers.read(_TIME.size)
+                if len(answer) < _TIME.size:
+                    raise ConnectionError("closed by the other host")
+                rtt_s = time.monotonic() - started
+                measured.append((rtt_s, _TIME.unpack(answer)[0] - (before + rtt_s / 2)))
     except OSError as error:
         return {"address": address, "problem": error.strerror or str(error) or type(error).__name__}
-    assert best is not None
-    return {"address": address, "problem": "", "rtt_s": best[0], "offset_s": best[1]}
-
-
-def _receive(there: socket.socket, size: int) -> bytes:
-    got = b""
-    while len(got) < size:
-        part = there.recv(size - len(got))
-        if not part:
-            raise ConnectionError("closed by the other host")
-        got += part
-    return got
+    rtt_s, offset_s = min(measured)
+    return {"address": address, "problem": "", "rtt_s": rtt_s, "offset_s": offset_s}
 
 
 # seconds within which every host publishes its first facts; a later one is taken not to see the directory
-_HELLO_WITHIN_S = 45
-_TELL_WITHIN_S = 60
+_FIRST_FACTS_WITHIN_S = 45
+_LINKS_WITHIN_S = 60
 _WANDB_WITHIN_S = 5
 
 
@@ -140,108 +261,101 @@ class Question:
     online: bool
 
 
-def of_slurm(folder: str) -> None:
+def run_slurm_task(folder: str) -> None:
     """Run the probe as a task of a Slurm job."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # submitit ignores it; the probe has nothing to save
-    task = Task.here()
-    answer(Path(folder), task.node, os.environ["SLURMD_NODENAME"])
+    answer(Path(folder), Task.here().node, os.environ["SLURMD_NODENAME"])
 
 
-def answer(folder: Path, node: int, node_name: str | None) -> None:
-    """Collect and publish the facts of this host. ``node_name``: Slurm's name of it, None without Slurm."""
-    question = build(Question, read_json(host_facts.question_of(folder)) or {})
-    told = Desk(folder, node, question.nodes)
+def answer(folder: Path, node: int, host: str) -> None:
+    """Collect and publish the facts of this host. ``host``: its name in the report."""
+    question: Question = build(Question, read_json(question_file(folder)) or {})
+    exchange = Exchange(folder, node, question.nodes)
     try:
-        told.tell(host=node_name or socket.gethostname())
-        _look_around(question, told)
-        wire = _look_at_links(question, told) if question.nodes > 1 else None
-        names = {} if wire is None else wire.names
-        env = {**question.env.default, **names, **os.environ, **question.env.set}
-        told.tell(bandwidth=_measure(question, told, allowed_env(env, question.env.allow), wire))
+        exchange.publish(host=host)
+        _publish_host(question, exchange)
+        _publish_bandwidth(question, exchange, _connect(question, exchange) if question.nodes > 1 else None)
         if node == 0 and question.online:
-            told.tell(wandb=_wandb())
+            exchange.publish(wandb=_wandb())
     except LauncherError as error:
-        told.tell(error=str(error))
+        exchange.publish(error=str(error))
     except Exception as error:  # the doctor reports it with the host's name
-        told.tell(error=f"{type(error).__name__}: {error}")
+        exchange.publish(error=f"{type(error).__name__}: {error}")
     finally:
-        told.tell(done=True)
+        exchange.publish(done=True)
 
 
-def _look_around(question: Question, told: Desk) -> None:
-    cwd, seen = host_facts.directory(Path(question.cwd)), False
+def _publish_host(question: Question, exchange: Exchange) -> None:
+    cwd, same = directory_facts(Path(question.cwd)), False
     if question.cwd_token:
         token = Path(question.cwd) / question.cwd_token
-        seen = token.exists()
-        if seen and not cwd["problem"]:
-            token.with_name(f"{token.name}.node{told.node}").touch()
-    told.tell(
-        facts=host_facts.here(),
+        same = token.exists()
+        if same and not cwd["problem"]:
+            token.with_name(f"{token.name}.node{exchange.node}").touch()
+    exchange.publish(
+        facts=host_facts(),
         slurm_gpus=os.environ.get("SLURM_GPUS_ON_NODE"),
-        run_dir=host_facts.directory(told.folder),
-        cwd=cwd | {"same": seen},
+        run_dir=directory_facts(exchange.folder),
+        cwd=cwd | {"same": same},
         interfaces=[interface.name for interface in interfaces()],
-        said_interfaces={name: os.environ[name] for name in (GLOO, NCCL) if os.environ.get(name)},
+        named_interfaces={name: os.environ[name] for name in (GLOO, NCCL) if os.environ.get(name)},
     )
 
 
 @dataclass(frozen=True)
-class Wire:
-    """Connection to the other hosts.
+class Network:
+    """Network of the hosts.
 
     Args:
         names: environment variables that select the interface for gloo and NCCL.
-        store: HOST:PORT where the workers meet.
-        whole: True if every host has answered and reaches every other one.
+        store: HOST:PORT of the workers' rendezvous; None unless every host has answered and reaches every other one.
     """
 
     names: dict[str, str]
-    store: str
-    whole: bool
+    store: str | None
 
 
-def _look_at_links(question: Question, told: Desk) -> Wire:
-    route = _route(question, told)
+def _connect(question: Question, exchange: Exchange) -> Network:
+    """Publish this host's address, and which of the others it reaches."""
+    route = _route(question, exchange)
     names = socket_names(route, question.interface)
-    address, everyone = route.interface.address, set(range(question.nodes))
-    # a free port for the workers, as in any run
-    with socket.create_server((address, 0)) as free:
-        port = free.getsockname()[1]
-    with listening(address) as clock:
-        told.tell(address=address, interface=route.interface.name, clock_port=clock, store=f"{address}:{port}")
-        present = told.wait("clock_port", everyone, _HELLO_WITHIN_S)
-        others = {k: (one["address"], one["clock_port"]) for k, one in present.items() if k != told.node}
-        told.tell(absent=sorted(everyone - present.keys()), reached=reach_all(others))
-        done = told.wait("reached", set(present), _TELL_WITHIN_S)
+    address, nodes = route.interface.address, set(range(question.nodes))
+    with clock_server(address) as clock:
+        store = f"{address}:{free_port(address)}"
+        exchange.publish(address=address, interface=route.interface.name, clock_port=clock, store=store)
+        present = exchange.wait("clock_port", nodes, _FIRST_FACTS_WITHIN_S)
+        others = {k: (one["address"], one["clock_port"]) for k, one in present.items() if k != exchange.node}
+        exchange.publish(absent=sorted(nodes - present.keys()), reached=reach_all(others))
+        done = exchange.wait("reached", set(present), _LINKS_WITHIN_S)
     linked = all(not one["absent"] and not any(link["problem"] for link in one["reached"]) for one in done.values())
-    whole = linked and done.keys() == everyone
-    return Wire(names, present[0]["store"] if whole else "", whole)
+    return Network(names, present[0]["store"] if linked and done.keys() == nodes else None)
 
 
-def _route(question: Question, told: Desk) -> Route:
+def _route(question: Question, exchange: Exchange) -> Route:
     """Return the route to node 0, found as a run finds it."""
-    if told.node == 0:
+    if exchange.node == 0:
         return way_to_others(question.interface)
-    first = told.wait("address", {0}, _HELLO_WITHIN_S)
+    first = exchange.wait("address", {0}, _FIRST_FACTS_WITHIN_S)
     if not first:
-        raise SiteError("the first node has told no address.\n  What it says of itself is the reason.")
+        raise SiteError("the first node has published no address.\n  See the lines about the first node.")
     return way_to(first[0]["address"], question.interface)
 
 
-def _measure(question: Question, told: Desk, env: dict[str, str], wire: Wire | None) -> dict[str, Any]:
+def _publish_bandwidth(question: Question, exchange: Exchange, network: Network | None) -> None:
     """Measure the bandwidth with one worker per host or, on a single host, with all its workers.
 
     If the hosts do not reach each other, each runs one worker alone, to report what torch sees there.
     """
     pid, device = os.getpid(), question.device
-    if wire is None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            store = f"127.0.0.1:{free.getsockname()[1]}"
-        world = question.workers
+    if network is None:
+        names, world, store = {}, question.workers, f"127.0.0.1:{free_port('127.0.0.1')}"
         workers = [Worker(rank, world, rank, store, device, pid) for rank in range(world)]
     else:
-        workers = [Worker(told.node, question.nodes if wire.whole else 1, 0, wire.store, device, pid)]
-    return {"world": workers[0].world} | bandwidth.measure(workers, env)
+        names, world = network.names, question.nodes if network.store else 1
+        workers = [Worker(exchange.node, world, 0, network.store or "", device, pid)]
+    env = {**question.env.default, **names, **os.environ, **question.env.set}
+    measured = bandwidth.measure(workers, allowed_env(env, question.env.allow))
+    exchange.publish(bandwidth={"world": world} | measured)
 
 
 def _wandb() -> dict[str, str]:
@@ -251,25 +365,25 @@ def _wandb() -> dict[str, str]:
     except SiteError as error:
         return {"no_key": str(error), "silent": ""}
     server = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
-    said: list[str] = []
+    problems: list[str] = []
     # name resolution has no time limit, so it runs in a thread
-    asking = threading.Thread(target=lambda: said.append(_call(server)), daemon=True)
-    asking.start()
-    asking.join(_WANDB_WITHIN_S)
-    silent = said[0] if said else f"{server} does not answer within {_WANDB_WITHIN_S} s"
-    return {"no_key": "", "silent": silent}
+    thread = threading.Thread(target=lambda: problems.append(_request(server)), daemon=True)
+    thread.start()
+    thread.join(_WANDB_WITHIN_S)
+    return {"no_key": "", "silent": problems[0] if problems else f"{server} does not answer within {_WANDB_WITHIN_S} s"}
 
 
-def _call(server: str) -> str:
+def _request(server: str) -> str:
+    """Return why ``server`` does not answer; empty if it does."""
     try:
         urlopen(server, timeout=_WANDB_WITHIN_S).close()
     except HTTPError:
         pass  # any HTTP status is an answer
-    except (URLError, OSError, ValueError) as error:
+    except (OSError, ValueError) as error:
         return f"{server} does not answer: {getattr(error, 'reason', error)}"
     return ""
 
 
 if __name__ == "__main__":
     die_with_parent(int(sys.argv[2]))
-    answer(Path(sys.argv[1]), 0, None)
+    answer(Path(sys.argv[1]), 0, socket.gethostname())

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.config.schema import ClusterConfig
-from launcher.doctor import host_facts, probe
 from launcher.doctor.check import Check, failure, ok, warning
-from launcher.doctor.host_facts import Answer
+from launcher.doctor.probe import Answer, read_answers, run_slurm_task
 from launcher.launch.slurm import client, submit
 from launcher.launch.slurm.client import ENDED, WAITING, Job
 from launcher.plan.host import Partition, torch_has_cuda
@@ -26,36 +25,38 @@ def partition(found: Partition, state: str) -> Check:
     """Check a partition. ``state``: UP, or the reason why no job starts there."""
     cores = str(found.cores) if found.cores == found.most_cores else f"{found.cores} to {found.most_cores}"
     gres = f", {' or '.join([*found.gres, *(['none'] if found.mixed else [])])} a node" if found.gres else ""
-    told = f"{found.name}: {found.nodes} nodes, {cores} cores{gres}"
+    shown = f"{found.name}: {found.nodes} nodes, {cores} cores{gres}"
     if state != "UP":
         remedy = "Choose another cluster.partition (see `sinfo`)."
-        return warning("partition", f"{told}; its state is {state}: no job starts there", remedy)
-    return ok("partition", told)
+        return warning("partition", f"{shown}; its state is {state}: no job starts there", remedy)
+    return ok("partition", shown)
 
 
 def gpus(found: Partition, torch: str) -> list[Check]:
     """Return a warning if the nodes have GPUs and the torch installed here is a CPU build."""
     if not found.gpus or torch_has_cuda(torch):
         return []
-    told = f"a node of {found.name} has {found.gpus}, and torch {torch} is a build for CPUs"
-    return [warning("gpu", told, "Install the CUDA build of torch; CPU workers run until then.")]
+    shown = f"a node of {found.name} has {found.gpus}, and torch {torch} is a build for CPUs"
+    return [warning("gpu", shown, "Install the CUDA build of torch; CPU workers run until then.")]
 
 
 def time_limits(found: Partition, config: ClusterConfig) -> Check:
     """Check that the time limit of a job without cluster.time suffices for one checkpoint."""
-    most = "none" if found.limit_s is None else clock(found.limit_s)
-    told = f"longest {most}, by default {'the longest' if found.default_s is None else clock(found.default_s)}"
+    longest = "none" if found.limit_s is None else clock(found.limit_s)
+    shown = f"longest {longest}, by default {'the longest' if found.default_s is None else clock(found.default_s)}"
     if config.time is not None:
-        return ok("time limit", f"cluster.time={config.time}; the partition's: {told}")
-    given_s = found.limit_s if found.default_s is None else found.default_s
+        return ok("time limit", f"cluster.time={config.time}; the partition's: {shown}")
+    limit_s = found.limit_s if found.default_s is None else found.default_s
     least = least_s(config)
-    if given_s is None:
-        remedy = 'Set cluster.time, such as "04:00:00": Slurm then finds it a place sooner, and it goes on in turns.'
-        return warning("time limit", f"{told}: a job has no end", remedy)
-    if given_s < least:
+    if limit_s is None:
+        remedy = (
+            'Set cluster.time, such as "04:00:00": Slurm starts short jobs sooner, and the run resumes in later ones.'
+        )
+        return warning("time limit", f"{shown}: a job has no end", remedy)
+    if limit_s < least:
         remedy = f'Set cluster.time="{clock(-(-least // 60) * 60)}" or more.'
-        return warning("time limit", f"{told}: too short for one checkpoint, which needs {clock(least)}", remedy)
-    return ok("time limit", told)
+        return warning("time limit", f"{shown}: too short for one checkpoint, which needs {clock(least)}", remedy)
+    return ok("time limit", shown)
 
 
 def requeue(settings: Mapping[str, str]) -> Check:
@@ -81,34 +82,34 @@ def preemption(settings: Mapping[str, str], partition: Mapping[str, str], grace_
         return ok("preemption", f"none ({kind}, PreemptMode={mode})")
     grace = re.match(r"\d+", partition.get("GraceTime", "0"))
     given_s = int(grace[0]) if grace else 0
-    told = f"PreemptMode={mode}, GraceTime={given_s} s"
+    shown = f"PreemptMode={mode}, GraceTime={given_s} s"
     remedy = "Lower checkpoint.every_minutes, or ask the administrators for "
     if "preempt_send_user_signal" not in settings.get("SlurmctldParameters", ""):
         return warning(
-            "preemption", f"{told}, without the signal to save: what came after the last checkpoint is lost",
+            "preemption", f"{shown}, without the signal to save: what came after the last checkpoint is lost",
             f"{remedy}SlurmctldParameters=preempt_send_user_signal.",
         )  # fmt: skip
     if given_s < grace_s:
         return warning(
-            "preemption", f"{told}: shorter than cluster.grace_s={grace_s}, which workers may take to save",
-            f"{remedy}a GraceTime of {grace_s} s; or lower cluster.grace_s where a save is quick.",
+            "preemption", f"{shown}: shorter than cluster.grace_s={grace_s}, which workers may take to save",
+            f"{remedy}a GraceTime of {grace_s} s; or lower cluster.grace_s if a save is quick.",
         )  # fmt: skip
-    return ok("preemption", f"{told}, and the signal to save comes first")
+    return ok("preemption", f"{shown}, and the signal to save comes first")
 
 
 def accounting(settings: Mapping[str, str], *, sacct: bool) -> Check:
     """Describe the accounting, which is optional. ``sacct``: True if the command exists."""
-    kept = settings.get("AccountingStorageType", "?")
+    storage = settings.get("AccountingStorageType", "?")
     age = settings.get("MinJobAge", "?")
-    if sacct and not kept.endswith("/none"):
-        return ok("accounting", f"sacct ({kept}); Slurm itself remembers ended jobs for {age}")
-    why = "no sacct" if not sacct else f"nothing is kept ({kept})"
+    if sacct and not storage.endswith("/none"):
+        return ok("accounting", f"sacct ({storage}); Slurm itself remembers ended jobs for {age}")
+    why = "no sacct" if not sacct else f"nothing is kept ({storage})"
     return ok("accounting", f"{why}: not needed; Slurm itself remembers ended jobs for {age}")
 
 
 NAME = "launch-doctor"
 _LIMIT_S = 300
-_LOOK_EVERY_S = 0.5
+_POLL_S = 0.5
 # seconds; a network file system may show new files late
 _SHOWN_WITHIN_S = 10
 _ENDS_WITHIN_S = 60
@@ -116,25 +117,25 @@ _ENDS_WITHIN_S = 60
 QUEUED_AT_MOST_S = 180
 # a failing task does not end the others, and all output goes through the first node, even from nodes that do not see
 # the directory
-_APART = ("--kill-on-bad-exit=0", "--output=all", "--label")
+_SRUN = ("--kill-on-bad-exit=0", "--output=all", "--label")
 
 
 @dataclass(frozen=True)
-class Asked:
+class ProbeJob:
     """Result of the doctor's job.
 
     Args:
         job: last state of the job; None if Slurm has forgotten it.
         hosts: names of its nodes, in order; empty if it never ran.
         answers: answers by node.
-        words: last output line by task.
+        output: last output line by task.
     """
 
     id: str
     job: Job | None
     hosts: list[str]
     answers: dict[int, Answer]
-    words: dict[int, str]
+    output: dict[int, str]
 
 
 def small(config: ClusterConfig, partition: Partition | None) -> ClusterConfig:
@@ -146,24 +147,32 @@ def small(config: ClusterConfig, partition: Partition | None) -> ClusterConfig:
     return dataclasses.replace(config, nodes=nodes, time=clock(time_s), grace_s=1, dependency=None)
 
 
-def ask_nodes(plan: LaunchPlan, say: Callable[[str], None]) -> Asked:
+def run_probes(plan: LaunchPlan, say: Callable[[str], None]) -> ProbeJob:
     """Submit the doctor's job, wait for its end, and read the answers. The job is cancelled if it does not end.
 
     Raises:
         ConfigError, SiteError: Slurm refuses the job, or does not answer.
     """
     folder, nodes = plan.paths.root, plan.cluster.nodes
-    job_id = submit.hand_over(_once(plan), probe.of_slurm, str(folder), srun=_APART)
+    job_id = submit.hand_over(_without_requeue(plan), run_slurm_task, str(folder), srun=_SRUN)
     try:
         job = _follow(job_id, folder, nodes, say)
     finally:
         _end(job_id)
     hosts = client.host_names(job.nodes) if job is not None and job.nodes else []
-    answers = _all(folder, nodes, patient=job is not None and job.state == "COMPLETED")
-    return Asked(job_id, job, hosts, answers, _last_words(plan.paths.slurm))
+    end = time.monotonic() + (_SHOWN_WITHIN_S if job is not None and job.state == "COMPLETED" else 0)
+    while len(answers := read_answers(folder, nodes)) < nodes or not _all_done(answers):
+        if time.monotonic() >= end:
+            break
+        time.sleep(_POLL_S)
+    return ProbeJob(job_id, job, hosts, answers, _last_lines(plan.paths.slurm))
 
 
-def _once(plan: LaunchPlan) -> LaunchPlan:
+def _all_done(answers: dict[int, Answer]) -> bool:
+    return all(answer.get("done") for answer in answers.values())
+
+
+def _without_requeue(plan: LaunchPlan) -> LaunchPlan:
     """Return the plan without requeueing, which would double the user's wait."""
     assert plan.cluster.slurm is not None
     options = {name: value for name, value in plan.cluster.slurm.options.items() if name != "requeue"}
@@ -173,23 +182,23 @@ def _once(plan: LaunchPlan) -> LaunchPlan:
 
 def _follow(job_id: str, folder: Path, nodes: int, say: Callable[[str], None]) -> Job | None:
     """Wait until the job is over, all nodes that see the directory are done, or the job was pending for too long."""
-    told = ""
+    shown = ""
     end = time.monotonic() + QUEUED_AT_MOST_S
     while True:
         job = client.job(job_id)
         if job is None or job.state in ENDED:
             return job
-        why = "" if job.reason == "None" else f": {job.reason}"
-        news = f"pending{why}" if job.state in WAITING else f"{job.state.lower()} on {job.nodes}"
-        if news != told and job.state != "COMPLETING":
-            say(f"job {job_id} is {news}")
-            told = news
+        reason = "" if job.reason == "None" else f": {job.reason}"
+        state = f"pending{reason}" if job.state in WAITING else f"{job.state.lower()} on {job.nodes}"
+        if state != shown and job.state != "COMPLETING":
+            say(f"job {job_id} is {state}")
+            shown = state
         if job.state in WAITING and time.monotonic() > end:
             return job
-        said = host_facts.answers(folder, nodes)
-        if 0 < len(said) < nodes and all(answer.get("done") for answer in said.values()):
+        answers = read_answers(folder, nodes)
+        if 0 < len(answers) < nodes and _all_done(answers):
             return job
-        time.sleep(_LOOK_EVERY_S)
+        time.sleep(_POLL_S)
 
 
 def _end(job_id: str) -> None:
@@ -197,61 +206,41 @@ def _end(job_id: str) -> None:
     job = client.job(job_id)
     if job is not None and job.state not in ENDED | {"COMPLETING"}:
         client.cancel(job_id)
-    wait_until(lambda: (job := client.job(job_id)) is None or job.state in ENDED, _ENDS_WITHIN_S, _LOOK_EVERY_S)
+    while job is not None and job.state not in ENDED and time.monotonic() < end:
+        time.sleep(_POLL_S)
+        job = client.job(job_id)
 
 
-def _all(folder: Path, nodes: int, *, patient: bool) -> dict[int, Answer]:
-    def complete() -> bool:
-        found = host_facts.answers(folder, nodes)
-        return len(found) == nodes and all(answer.get("done") for answer in found.values())
-
-    wait_until(complete, _SHOWN_WITHIN_S if patient else 0, _LOOK_EVERY_S)
-    return host_facts.answers(folder, nodes)
-
-
-def _last_words(folder: Path) -> dict[int, str]:
+def _last_lines(folder: Path) -> dict[int, str]:
     """Return the last output line of each task; srun prefixes every line with the task's number."""
     lines = [line for log in sorted(folder.glob("*_log.out")) for line in log.read_text(errors="replace").splitlines()]
     labelled = [re.fullmatch(r"\s*(\d+): (.*\S)\s*", line) for line in lines]
-    return {int(found[1]): found[2] for found in labelled if found}
+    return {int(match[1]): match[2] for match in labelled if match}
 
 
-def judge(asked: Asked, nodes: int, folder: Path) -> list[Check]:
-    """Return failures of the job itself; the probes' findings are in their answers."""
-    if asked.job is not None and asked.job.state in WAITING:
-        found = f"Slurm gave none within {QUEUED_AT_MOST_S} s: job {asked.id} was pending ({asked.job.reason})"
+def judge_job(probes: ProbeJob, nodes: int, folder: Path) -> list[Check]:
+    """Return failures of the job itself, and of each node without an answer, with the likely cause."""
+    job, checks = probes.job, list[Check]()
+    if job is not None and job.state in WAITING:
+        found = f"Slurm gave none within {QUEUED_AT_MOST_S} s: job {probes.id} was pending ({job.reason})"
         return [failure("nodes", found, "See `sinfo` and `sinfo -R`; or ask again when the queue is shorter.")]
-    return [*_ended(asked), *_silent(asked, nodes, folder)]
-
-
-def _ended(asked: Asked) -> list[Check]:
-    """Return a failure if Slurm ended the job."""
-    if asked.job is None or asked.job.state not in ENDED - {"COMPLETED", "FAILED"}:
-        return []
-    remedy = "See `sinfo -R` and Slurm's logs of the nodes; a job that trains would have ended the same way."
-    return [failure("job", f"Slurm ended job {asked.id}: {asked.job.state} ({asked.job.reason})", remedy)]
-
-
-def _silent(asked: Asked, nodes: int, folder: Path) -> list[Check]:
-    """Return a failure for each node without an answer, with the likely cause."""
+    if job is not None and job.state in ENDED - {"COMPLETED", "FAILED"}:
+        remedy = "See `sinfo -R` and Slurm's logs of the nodes; a job that trains would have ended the same way."
+        checks.append(failure("job", f"Slurm ended job {probes.id}: {job.state} ({job.reason})", remedy))
     run_dir = folder.parent
     shared = "Use a run.dir on a disk that the login node and all nodes share."
-    job = asked.job
-    if not asked.answers and (job is None or job.state != "COMPLETED"):
+    # if the first node cannot write its output, Slurm reports nothing else
+    if not probes.answers and (job is None or (job.state != "COMPLETED" and not probes.output)):
         state = "forgotten" if job is None else f"{job.state} ({job.reason})"
-        # if the first node cannot write its output, Slurm reports nothing else
-        if job is None or not asked.words:
-            first = asked.hosts[0] if asked.hosts else None
-            found = f"the nodes do not see {run_dir}: job {asked.id} ended without a word, {state}"
-            return [failure("run directory", found, shared, first)]
-    checks: list[Check] = []
-    for node in sorted(set(range(nodes)) - asked.answers.keys()):
-        host = asked.hosts[node] if node < len(asked.hosts) else f"node {node}"
-        words = asked.words.get(node, "")
-        if not words or str(folder) in words:
-            found = f"the node does not see {run_dir}: nothing of it came back"
+        found = f"the nodes do not see {run_dir}: job {probes.id} ended without output, {state}"
+        return [*checks, failure("run directory", found, shared, probes.hosts[0] if probes.hosts else None)]
+    for node in sorted(set(range(nodes)) - probes.answers.keys()):
+        host = probes.hosts[node] if node < len(probes.hosts) else f"node {node}"
+        output = probes.output.get(node, "")
+        if not output or str(folder) in output:
+            found = f"the node does not see {run_dir}: it wrote no answer there"
             checks.append(failure("run directory", found, shared, host))
         else:
-            remedy = "The interpreter, its packages and launcher must be where they are on the login node."
-            checks.append(failure("python", f"no probe ran: {words}", remedy, host))
+            remedy = "The interpreter, its packages and launcher must have the same paths as on the login node."
+            checks.append(failure("python", f"no probe ran: {output}", remedy, host))
     return checks

@@ -11,7 +11,7 @@ from launcher.config.schema import ClusterConfig, Config, Device, WandbMode
 from launcher.doctor import host_checks, slurm_checks
 from launcher.doctor.check import Check, State, exit_status, failure, merge, ok, warning
 from launcher.doctor.examination import judge
-from launcher.doctor.slurm_checks import Asked
+from launcher.doctor.slurm_checks import ProbeJob
 from launcher.launch.slurm.client import Job
 from launcher.plan.host import Partition
 from tests.helpers import make_plan
@@ -38,7 +38,7 @@ def place(**other: Any) -> dict[str, Any]:
 def answer(host: str = "node1", of: dict[str, Any] | None = None, **other: Any) -> dict[str, Any]:
     return {
         "host": host, "facts": facts(**(of or {})), "slurm_gpus": None, "run_dir": place(),
-        "cwd": place(same=True), "interfaces": ["lo", "eth0"], "said_interfaces": {}, "done": True,
+        "cwd": place(same=True), "interfaces": ["lo", "eth0"], "named_interfaces": {}, "done": True,
     } | other  # fmt: skip
 
 
@@ -110,7 +110,7 @@ def test_torch_that_does_not_come_up() -> None:
     ("device", "of", "seen", "state", "words"),
     [
         (Device.cpu, {}, {}, State.ok, ["no GPU: CPU workers"]),
-        (Device.cpu, {"devices": 8}, {}, State.ok, ["8 GPUs", "cluster.device=cpu"]),
+        (Device.cpu, {"devices": 8}, {}, State.ok, ["8 GPUs", "not used with cluster.device=cpu"]),
         (
             Device.cpu, {"devices": 8, "packages": PACKAGES | {"torch": "2.13.0+cpu"}}, {}, State.warning,
             ["build for CPUs", "CUDA build"],
@@ -128,7 +128,7 @@ def test_torch_that_does_not_come_up() -> None:
             Device.cuda, {"devices": 4, "gpu_use": [[0, 70000, 98], [1, 3, 0]]}, {"gpus": 4, "cuda": "13.0"},
             State.warning, ["GPU 0: 70000 MiB, 98%"],
         ),
-        (Device.cuda, {"devices": 4}, {"error": "killed"}, State.warning, ["torch was not asked"]),
+        (Device.cuda, {"devices": 4}, {"error": "killed"}, State.warning, ["not known how many torch sees"]),
     ],
 )  # fmt: skip
 def test_gpus(device: Device, of: dict[str, Any], seen: dict[str, Any], state: State, words: list[str]) -> None:
@@ -187,14 +187,14 @@ def test_interfaces() -> None:
     loopback = {"of": {"hostname_address": "127.0.1.1"}}
     (check,) = host_checks.interfaces(two(on, on | {"address": "10.0.0.2"} | loopback))
     has(check, State.ok, "node1 eth0 10.0.0.1, node2 eth0 10.0.0.2 (its own name means 127.0.1.1 there")
-    wrong = {"said_interfaces": {"GLOO_SOCKET_IFNAME": "eth7"}}
+    wrong = {"named_interfaces": {"GLOO_SOCKET_IFNAME": "eth7"}}
     (check,) = host_checks.interfaces(two(wrong, wrong))
     has(check, State.failure, "GLOO_SOCKET_IFNAME=eth7", "Unset GLOO_SOCKET_IFNAME", "lo, eth0")
     assert check.node is None
     for name, said in (("NCCL_SOCKET_IFNAME", "eth"), ("NCCL_SOCKET_IFNAME", "^lo"), ("GLOO_SOCKET_IFNAME", "eth0")):
-        assert host_checks.interfaces({0: answer(said_interfaces={name: said})}) == []
+        assert host_checks.interfaces({0: answer(named_interfaces={name: said})}) == []
     for name, said in (("NCCL_SOCKET_IFNAME", "=eth"), ("GLOO_SOCKET_IFNAME", "eth")):
-        assert host_checks.interfaces({0: answer(said_interfaces={name: said})})[0].state is State.failure
+        assert host_checks.interfaces({0: answer(named_interfaces={name: said})})[0].state is State.failure
 
 
 def test_connections_and_clocks() -> None:
@@ -226,7 +226,7 @@ def test_all_reduce() -> None:
     has(check, State.warning, "NCCL", "far below cluster.link_gbit=10", "ethtool")
     broken = two({"bandwidth": {"world": 2, "error": "eth7?"}}, one)
     (check,) = host_checks.all_reduce(broken, "cpu", None, hosts=True)
-    has(check, State.failure, "none came about: eth7?")
+    has(check, State.failure, "it failed: eth7?")
     (check,) = host_checks.all_reduce(two(measured(1), measured(1)), "cpu", None, hosts=True)
     has(check, State.warning, "not all nodes reach each other")
     (check,) = host_checks.all_reduce({0: answer(**measured(1))}, "cpu", None, hosts=False)
@@ -314,9 +314,9 @@ def test_requeue_and_accounting() -> None:
     )
 
 
-def asked(state: str, answers: dict[int, dict[str, Any]], words: dict[int, str]) -> Asked:
+def asked(state: str, answers: dict[int, dict[str, Any]], words: dict[int, str]) -> ProbeJob:
     ended = Job(state=state, reason="Why", nodes="node[1-2]", restarts=0, end=None, preempted=False)
-    return Asked("12", ended, ["node1", "node2"], answers, words)
+    return ProbeJob("12", ended, ["node1", "node2"], answers, words)
 
 
 def test_no_answer_is_not_fit() -> None:
@@ -329,22 +329,22 @@ def test_no_answer_is_not_fit() -> None:
 
 def test_a_node_without_an_answer_is_named() -> None:
     folder = RUNS / ".doctor-x"
-    assert slurm_checks.judge(asked("COMPLETED", two({}, {}), {}), 2, folder) == []
-    (check,) = slurm_checks.judge(asked("RUNNING", {0: answer()}, {0: "well"}), 2, folder)
+    assert slurm_checks.judge_job(asked("COMPLETED", two({}, {}), {}), 2, folder) == []
+    (check,) = slurm_checks.judge_job(asked("RUNNING", {0: answer()}, {0: "well"}), 2, folder)
     has(check, State.failure, "the node does not see /shared/runs", "share")
     assert check.node == "node2"
     words = {1: f"FileNotFoundError: [Errno 2] No such file or directory: '{folder}/slurm/12_submitted.pkl'"}
-    (check,) = slurm_checks.judge(asked("COMPLETED", {0: answer()}, words), 2, folder)
+    (check,) = slurm_checks.judge_job(asked("COMPLETED", {0: answer()}, words), 2, folder)
     has(check, State.failure, "the node does not see /shared/runs")
-    (check,) = slurm_checks.judge(asked("FAILED", {0: answer()}, {1: "No module named 'launcher'"}), 2, folder)
+    (check,) = slurm_checks.judge_job(asked("FAILED", {0: answer()}, {1: "No module named 'launcher'"}), 2, folder)
     has(check, State.failure, "no probe ran: No module named 'launcher'", "login node")
-    (check,) = slurm_checks.judge(asked("FAILED", {}, {}), 2, folder)
-    has(check, State.failure, "the nodes do not see /shared/runs: job 12 ended without a word, FAILED (Why)")
+    (check,) = slurm_checks.judge_job(asked("FAILED", {}, {}), 2, folder)
+    has(check, State.failure, "the nodes do not see /shared/runs: job 12 ended without output, FAILED (Why)")
     assert check.node == "node1"
-    (check,) = slurm_checks.judge(asked("NODE_FAIL", two({}, {}), {}), 2, folder)
+    (check,) = slurm_checks.judge_job(asked("NODE_FAIL", two({}, {}), {}), 2, folder)
     has(check, State.failure, "Slurm ended job 12: NODE_FAIL (Why)", "sinfo -R")
 
 
 def test_nodes_that_do_not_come_are_not_waited_for_without_end() -> None:
-    (check,) = slurm_checks.judge(asked("PENDING", {}, {}), 2, Path("/runs/.doctor-1"))
+    (check,) = slurm_checks.judge_job(asked("PENDING", {}, {}), 2, Path("/runs/.doctor-1"))
     has(check, State.failure, "Slurm gave none within 180 s: job 12 was pending (Why)")

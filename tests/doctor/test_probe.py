@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from launcher.doctor import bandwidth, host_facts, probe
+from launcher.doctor import bandwidth, probe
 from launcher.doctor.bandwidth import Worker
-from launcher.doctor.host_facts import Desk
+from launcher.doctor.probe import Exchange
 from tests.helpers import patience
 
 
 def test_a_clock_is_compared_over_the_way_there_and_back() -> None:
-    with probe.listening("127.0.0.1") as port:
+    with probe.clock_server("127.0.0.1") as port:
         (found,) = probe.reach_all({3: ("127.0.0.1", port)})
     assert found["node"] == 3
     assert found["problem"] == ""
@@ -27,7 +27,7 @@ def test_a_clock_is_compared_over_the_way_there_and_back() -> None:
 
 def test_a_clock_that_is_ahead_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     true_time = time.time
-    with probe.listening("127.0.0.1") as port:
+    with probe.clock_server("127.0.0.1") as port:
         asked = iter(range(10**6))
         # here and there are asked in turn, here first
         monkeypatch.setattr(probe.time, "time", lambda: true_time() + (5.0 if next(asked) % 2 else 0.0))
@@ -42,14 +42,14 @@ def test_a_port_that_nobody_has_is_said() -> None:
 
 
 def test_hosts_wait_for_each_other_but_not_for_one_that_is_done(tmp_path: Path) -> None:
-    first, second = Desk(tmp_path, 0, 2), Desk(tmp_path, 1, 2)
-    first.tell(host="a", port=1)
+    first, second = Exchange(tmp_path, 0, 2), Exchange(tmp_path, 1, 2)
+    first.publish(host="a", port=1)
     begun = time.monotonic()
     assert first.wait("port", {0, 1}, 0.3).keys() == {0}
     assert time.monotonic() - begun >= 0.3
-    second.tell(host="b", done=True)
+    second.publish(host="b", done=True)
     assert first.wait("port", {0, 1}, 1_000_000).keys() == {0}, "and not at the end of the limit"
-    assert host_facts.answers(tmp_path, 2)[1] == {"host": "b", "done": True}
+    assert probe.read_answers(tmp_path, 2)[1] == {"host": "b", "done": True}
 
 
 LOGGING_WORKER = """#!{python}
@@ -71,7 +71,7 @@ def leave(status):
     os._exit(status)
 
 bandwidth._times, bandwidth.leave = times, leave
-bandwidth.main(sys.argv[-1])
+bandwidth.main(*sys.argv[-2:])
 """
 
 
