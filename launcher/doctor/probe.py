@@ -44,7 +44,7 @@ from launcher.launch.slurm.client import Task
 from launcher.launch.slurm.node import way_to, way_to_others
 from launcher.plan.host import allowed_env, file_system, visible_gpus
 from launcher.plan.launch_plan import EnvPlan
-from launcher.process import die_with_parent
+from launcher.process import die_with_parent, wait_until
 from launcher.rundir.files import build, read_json, write_json
 
 PACKAGES = ("launcher", "torch", "hydra-core", "wandb", "submitit", "rich", "numpy")
@@ -117,8 +117,6 @@ def _gpu_use() -> list[list[int]] | None:
     return [[int(word) for word in row] for row in rows if len(row) == 3 and all(word.isdecimal() for word in row)]
 
 
-_POLL_S = 0.1
-
 # facts of one host by subject, as values that JSON can hold
 Answer = dict[str, Any]
 
@@ -145,13 +143,14 @@ class Exchange:
         Returns:
             The answers that contain ``key``, by node.
         """
-        end = time.monotonic() + within_s
-        while True:
-            answers = {node: answer for node, answer in read_answers(self.folder, self.nodes).items() if node in nodes}
-            done = {node for node, answer in answers.items() if key in answer or answer.get("done")}
-            if done == nodes or time.monotonic() > end:
-                return {node: answer for node, answer in answers.items() if key in answer}
-            time.sleep(_POLL_S)
+
+        def complete() -> bool:
+            answers = read_answers(self.folder, self.nodes)
+            return nodes <= {node for node, answer in answers.items() if key in answer or answer.get("done")}
+
+        wait_until(complete, within_s)
+        answers = read_answers(self.folder, self.nodes)
+        return {node: answer for node, answer in answers.items() if node in nodes and key in answer}
 
 
 def read_answers(folder: Path, nodes: int) -> dict[int, Answer]:

@@ -160,16 +160,14 @@ def run_probes(plan: LaunchPlan, say: Callable[[str], None]) -> ProbeJob:
     finally:
         _end(job_id)
     hosts = client.host_names(job.nodes) if job is not None and job.nodes else []
-    end = time.monotonic() + (_SHOWN_WITHIN_S if job is not None and job.state == "COMPLETED" else 0)
-    while len(answers := read_answers(folder, nodes)) < nodes or not _all_done(answers):
-        if time.monotonic() >= end:
-            break
-        time.sleep(_POLL_S)
-    return ProbeJob(job_id, job, hosts, answers, _last_lines(plan.paths.slurm))
+    completed = job is not None and job.state == "COMPLETED"
+    wait_until(lambda: len(_done(folder, nodes)) == nodes, _SHOWN_WITHIN_S if completed else 0, _POLL_S)
+    return ProbeJob(job_id, job, hosts, read_answers(folder, nodes), _last_lines(plan.paths.slurm))
 
 
-def _all_done(answers: dict[int, Answer]) -> bool:
-    return all(answer.get("done") for answer in answers.values())
+def _done(folder: Path, nodes: int) -> set[int]:
+    """Return the nodes whose probes have finished."""
+    return {node for node, answer in read_answers(folder, nodes).items() if answer.get("done")}
 
 
 def _without_requeue(plan: LaunchPlan) -> LaunchPlan:
@@ -195,8 +193,7 @@ def _follow(job_id: str, folder: Path, nodes: int, say: Callable[[str], None]) -
             shown = state
         if job.state in WAITING and time.monotonic() > end:
             return job
-        answers = read_answers(folder, nodes)
-        if 0 < len(answers) < nodes and _all_done(answers):
+        if 0 < len(_done(folder, nodes)) == len(read_answers(folder, nodes)) < nodes:
             return job
         time.sleep(_POLL_S)
 
@@ -206,9 +203,7 @@ def _end(job_id: str) -> None:
     job = client.job(job_id)
     if job is not None and job.state not in ENDED | {"COMPLETING"}:
         client.cancel(job_id)
-    while job is not None and job.state not in ENDED and time.monotonic() < end:
-        time.sleep(_POLL_S)
-        job = client.job(job_id)
+    wait_until(lambda: (job := client.job(job_id)) is None or job.state in ENDED, _ENDS_WITHIN_S, _POLL_S)
 
 
 def _last_lines(folder: Path) -> dict[int, str]:

@@ -11,7 +11,7 @@ import time
 from functools import partial
 from typing import Protocol
 
-from launcher.drill.processes import describe_survivors, kill_all, kill_rank, processes_of
+from launcher.drill.processes import describe, describe_survivors, kill_all, kill_rank, processes_of
 from launcher.drill.verdict import Kind
 from launcher.errors import EXIT_DONE, EXIT_RESUMABLE, SiteError, UserError
 from launcher.launch import local
@@ -134,10 +134,8 @@ class LocalBackend:
         return 120 + 10 * cold_start_s
 
     def leftovers(self) -> list[str]:
-        end = time.monotonic() + _LEAVES_WITHIN_S + self.plan.cluster.grace_s
-        while (left := processes_of(self.plan.run.id)) and time.monotonic() < end:
-            time.sleep(local.POLL_S)
-        return list(map(str, left))
+        wait_until(lambda: not processes_of(self.plan.run.id), _LEAVES_WITHIN_S + self.plan.cluster.grace_s)
+        return [describe(process) for process in processes_of(self.plan.run.id)]
 
     def abandon(self) -> None:
         _, left = kill_all(self.plan.run.id, None if self.ended() else self._launch.pid)
@@ -197,11 +195,8 @@ class SlurmBackend:
             )  # fmt: skip
         except SiteError as error:
             # if everything is killed, the job may end before this step reports its success
-            end = time.monotonic() + (_LEAVES_QUEUE_WITHIN_S if target == "all" else 0)
-            while not self.ended():
-                if time.monotonic() > end:
-                    raise SiteError(f"launch drill: nothing can be killed from within the job: {error}") from None
-                time.sleep(_ASK_EVERY_S)
+            if not wait_until(self.ended, _LEAVES_QUEUE_WITHIN_S if target == "all" else 0, _ASK_EVERY_S):
+                raise SiteError(f"launch drill: nothing can be killed from within the job: {error}") from None
             return target == "all"
         return True
 

@@ -7,108 +7,110 @@ sends SIGKILL to one rank, or to the agent and everything below it. A drill runs
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
-import time
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
 
-from launcher.process import AGENT_PID, children, state_of
+import psutil
+
+from launcher.process import AGENT_PID, wait_until
 
 _POLL_S = 0.02
 # seconds; a process that is blocked in the kernel, as on a dead network disk, may never end
 _DIES_WITHIN_S = 20.0
 
 
-@dataclass(frozen=True)
-class Process:
-    """Process of a run. ``role``: "launch", "agent", "rank N", or "child" of one of these."""
-
-    pid: int
-    role: str
-    command: str
-
-    def __str__(self) -> str:
-        return f"process {self.pid} ({self.command[:100]})"
+def workers_of(run_id: str) -> dict[int, psutil.Process]:
+    """Return the workers of a run on this host by rank: the children of the agent that they name in AGENT_PID."""
+    return {
+        int(environment["RANK"]): process
+        for process, environment in _inheriting(run_id)
+        if _parent(process) == int(environment.get(AGENT_PID, "0"))
+    }
 
 
-def processes_of(run_id: str, launch: int | None = None) -> list[Process]:
-    """Return the processes of a run on this host.
+def processes_of(run_id: str, launch: int | None = None) -> list[psutil.Process]:
+    """Return the processes of a run on this host: ``launch``, the agent, all their descendants, and orphans of these.
 
-    Workers and their children inherit torchrun's id of the run, and workers the process id of their agent.
+    Workers and their children inherit torchrun's id of the run, by which they are found when their parent is gone.
 
     Args:
         launch: process id of the `launch` command that runs the job here; None without one.
-
-    Returns:
-        ``launch``, the agent, the workers, and all descendants of these.
     """
-    pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
-    inherited = {pid: env for pid in pids if (env := _environment(pid)).get("TORCHELASTIC_RUN_ID") == run_id}
-    roles = dict.fromkeys(inherited, "child") | ({launch: "launch"} if launch is not None else {})
-    for agent in {int(env[AGENT_PID]) for env in inherited.values() if AGENT_PID in env}:
-        # another process may have got the id of an agent that is gone, but it has not started these workers
-        if workers := inherited.keys() & children(agent):
-            roles |= {agent: "agent"} | {pid: f"rank {inherited[pid]['RANK']}" for pid in workers}
-    found: dict[int, Process] = {}
-    pending = list(roles)
-    while pending:
-        pid = pending.pop()
-        if pid not in found and state_of(pid) not in (None, "Z"):
-            found[pid] = Process(pid, roles.get(pid, "child"), _command(pid))
-            pending += children(pid)
-    return list(found.values())
+    found = {process for process, _ in _inheriting(run_id)}
+    for pid in {launch, *map(_parent, workers_of(run_id).values())} - {None}:
+        with suppress(psutil.NoSuchProcess):
+            root = psutil.Process(pid)
+            found |= {root, *root.children(recursive=True)}
+    return sorted(filter(_is_alive, found), key=lambda process: process.pid)
 
 
-def _environment(pid: int) -> dict[str, str]:
-    """Return the environment that a process was started with; empty if it ended or belongs to another user."""
-    entries = _read(Path(f"/proc/{pid}/environ")).split("\0")
-    return {name: value for name, _, value in (entry.partition("=") for entry in entries)}
+def _inheriting(run_id: str) -> list[tuple[psutil.Process, dict[str, str]]]:
+    found: list[tuple[psutil.Process, dict[str, str]]] = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # it has ended, or belongs to another user
+            environment = process.environ()
+            if environment.get("TORCHELASTIC_RUN_ID") == run_id and _is_alive(process):
+                found.append((process, environment))
+    return found
 
 
-def _command(pid: int) -> str:
-    return _read(Path(f"/proc/{pid}/cmdline")).replace("\0", " ").strip()
-
-
-def _read(path: Path) -> str:
+def _parent(process: psutil.Process) -> int | None:
     try:
-        return path.read_bytes().decode(errors="replace")
-    except OSError:
-        return ""
+        return process.ppid()
+    except psutil.NoSuchProcess:
+        return None
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def kill_rank(run_id: str, rank: int) -> bool:
     """Kill the worker of a rank. Return False if it is not on this host."""
-    for process in processes_of(run_id):
-        if process.role == f"rank {rank}":
-            with suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGKILL)
-                return True
-    return False
+    worker = workers_of(run_id).get(rank)
+    if worker is None:
+        return False
+    with suppress(psutil.NoSuchProcess):
+        worker.kill()
+    return True
 
 
-def kill_all(run_id: str, launch: int | None = None, within_s: float = _DIES_WITHIN_S) -> tuple[int, list[Process]]:
+def kill_all(
+    run_id: str, launch: int | None = None, within_s: float = _DIES_WITHIN_S
+) -> tuple[int, list[psutil.Process]]:
     """Kill all processes of a run on this host; see ``processes_of``.
 
     Returns:
         The number of processes killed, and those that are still alive after ``within_s`` seconds.
     """
-    killed: set[int] = set()
-    end = time.monotonic() + within_s
-    while (left := processes_of(run_id, launch)) and time.monotonic() < end:
+    killed: set[psutil.Process] = set()
+
+    def none_left() -> bool:
+        left = processes_of(run_id, launch)
         for process in left:
-            with suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGKILL)
-                killed.add(process.pid)
-        time.sleep(_POLL_S)
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+                killed.add(process)
+        return not left
+
+    left = [] if wait_until(none_left, within_s, _POLL_S) else processes_of(run_id, launch)
     return len(killed), left
 
 
-def describe_survivors(left: list[Process]) -> str:
+def describe(process: psutil.Process) -> str:
+    try:
+        return f"process {process.pid} ({' '.join(process.cmdline())[:100]})"
+    except psutil.Error:
+        return f"process {process.pid}"
+
+
+def describe_survivors(left: Sequence[psutil.Process]) -> str:
     """Return a description of the processes that SIGKILL did not end; empty if it ended all."""
-    return f"still there after SIGKILL: {', '.join(map(str, left))}" if left else ""
+    return f"still there after SIGKILL: {', '.join(map(describe, left))}" if left else ""
 
 
 def main(run_id: str, target: str) -> int:

@@ -208,18 +208,18 @@ class Drill:
     def _interrupt(self, kind: Kind, paths: RunPaths, length: Length, cold_start_s: float) -> Interrupted:
         """Interrupt a run that has just started, resume it if necessary, and follow it to its end."""
         backend, limit_s = self._backend, self._backend.recovery_limit_s(cold_start_s)
-        while (record := Record.of(paths.metrics)).step < length.until:
-            if backend.ended():
-                if problem := backend.problem(None):
-                    raise RunError(f"The job does not come to the end by itself.\n  {problem}")
-                raise TooLate
-            time.sleep(POLL_S)
+        wait_until(lambda: backend.ended() or Record.of(paths.metrics).step >= length.until, every_s=POLL_S)
+        record = Record.of(paths.metrics)
+        if record.step < length.until:
+            if problem := backend.problem(None):
+                raise RunError(f"The job does not come to the end by itself.\n  {problem}")
+            raise TooLate
         died = time.monotonic()
         result = Interrupted(kind=kind, what=backend.interrupt(kind))
         if not result.what:
             raise TooLate
         if backend.needs_resume(kind):
-            self._wait_for_end()
+            wait_until(backend.ended, every_s=POLL_S)
             if kind is Kind.preempt:
                 result.saving_s, died = time.monotonic() - died, time.monotonic()
             record = Record.of(paths.metrics)
@@ -236,7 +236,7 @@ class Drill:
         record, result.from_step, result.recovery_s = next_step(backend, paths, record, died, limit_s)
         result.at_step = record.step
         if result.recovery_s is not None:
-            self._wait_for_end()
+            wait_until(backend.ended, every_s=POLL_S)
             result.problem = backend.problem(None)
         elif record.step >= length.windows:
             raise TooLate
@@ -244,10 +244,6 @@ class Drill:
             ended = backend.problem(None) if backend.ended() else ""
             result.problem = ended or f"no further step within {limit_s:.0f} s of the interruption"
         return result
-
-    def _wait_for_end(self) -> None:
-        while not self._backend.ended():
-            time.sleep(POLL_S)
 
     def _difference(self, name: str, length: Length) -> Difference:
         """Return the difference of a finished run from the undisturbed one."""

@@ -1,4 +1,4 @@
-"""One run that dies in many ways, and is begun again each time: what tests.system.chaos is made of."""
+"""A run that is killed in many ways and resumed each time, for tests.system.chaos."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ import subprocess
 import sysconfig
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launcher.drill.processes import Process, describe_survivors, kill_all, processes_of
+import psutil
+
+from launcher.drill.processes import describe_survivors, kill_all, processes_of, workers_of
 from launcher.drill.verdict import Record
-from launcher.process import children
 from launcher.rundir.files import read_json
 from launcher.rundir.paths import RunPaths
 from tests.helpers import launch_command, patience
 
 EVERY = 4
-PACE = 12  # steps a death: those that pass until it is noticed included
+STEPS_PER_DEATH = 12  # including those that pass until the death is noticed
 WAIT_S = patience(300)
 JOB = (
     f"task.corpus={sysconfig.get_path('stdlib')}/asyncio", "task.width=32", "task.depth=2", "task.heads=2",
@@ -34,60 +36,71 @@ JOB = (
 
 @dataclass
 class Chaos:
-    """``only``: these kinds of death; all where it is empty. ``book``: a line a death: its kind, the step at which it
-    came, and what was done. ``wrong``: what must not be."""
+    """Run of a small job in ``directory``, with random deaths.
 
-    place: Path
+    Args:
+        deaths: number of deaths.
+        only: kinds of death; empty: all.
+        done: kind, step and description of each death so far.
+        problems: descriptions of what went wrong.
+        damaged: number of checkpoints that were damaged.
+    """
+
+    directory: Path
     deaths: int
-    chance: random.Random
+    rng: random.Random
     only: Collection[str] = ()
-    book: list[tuple[str, int, str]] = field(default_factory=list)
-    wrong: list[str] = field(default_factory=list)
-    refusals: int = 0
+    done: list[tuple[str, int, str]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    damaged: int = 0
 
     def __post_init__(self) -> None:
-        self.paths = RunPaths(self.place / "runs" / "chaos")
-        self.steps = PACE * (self.deaths + 2)
+        self.paths = RunPaths(self.directory / "runs" / "chaos")
+        self.steps = STEPS_PER_DEATH * (self.deaths + 2)
 
     # -- the run and its processes
 
-    def begin(self, *words: str) -> subprocess.Popen[bytes]:
-        with (self.place / "launch.log").open("ab") as log:
+    def start(self, *words: str) -> subprocess.Popen[bytes]:
+        with (self.directory / "launch.log").open("ab") as log:
             return subprocess.Popen(
-                launch_command(*words), cwd=self.place, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                launch_command(*words), cwd=self.directory, stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
 
     def resume(self) -> None:
-        self.job = self.begin("resume", "--quiet", "chaos")
+        self.job = self.start("resume", "--quiet", "chaos")
         self.began = time.monotonic()
 
     def run_id(self) -> str:
         return (read_json(self.paths.plan) or {}).get("run", {}).get("id", "-")
 
-    def processes(self) -> list[Process]:
+    def processes(self) -> list[psutil.Process]:
         return processes_of(self.run_id(), self.launch())
 
     def agent(self) -> int | None:
-        return self.of_role("agent")
+        return self.of_command("launcher.launch.agent")
 
     def worker(self) -> int | None:
-        return self.of_role(f"rank {self.chance.randrange(2)}")
-
-    def of_role(self, role: str) -> int | None:
-        return next((process.pid for process in self.processes() if process.role == role), None)
+        worker = workers_of(self.run_id()).get(self.rng.randrange(2))
+        return None if worker is None else worker.pid
 
     def loader(self) -> int | None:
         """A child of a worker that has loaded its code: torch's own helpers are none."""
-        processes = self.processes()
-        below = {pid for process in processes if process.role.startswith("rank") for pid in children(process.pid)}
-        loaders = [p.pid for p in processes if p.pid in below and "resource_tracker" not in p.command]
-        return self.chance.choice(loaders) if loaders else None
+        loaders: list[int] = []
+        with suppress(psutil.Error):
+            children = [child for worker in workers_of(self.run_id()).values() for child in worker.children()]
+            loaders = [child.pid for child in children if "resource_tracker" not in " ".join(child.cmdline())]
+        return self.rng.choice(loaders) if loaders else None
 
     def mirror(self) -> int | None:
-        return next((p.pid for p in self.processes() if "launcher.report.trackers" in p.command), None)
+        return self.of_command("launcher.report.trackers")
+
+    def of_command(self, module: str) -> int | None:
+        with suppress(psutil.Error):
+            return next((process.pid for process in self.processes() if module in process.cmdline()), None)
+        return None
 
     def wait(self, condition: Callable[[], Any], what: str) -> bool:
-        """Whether ``condition`` came true before the run was over. A run that hangs ends the chaos."""
+        """Return True if ``condition`` became true before the run ended. Raises TimeoutError if the run hangs."""
         end = time.monotonic() + WAIT_S
         while not condition():
             if self.job.poll() is not None:
@@ -101,7 +114,7 @@ class Chaos:
     def step(self) -> int:
         return Record.of(self.paths.metrics).step
 
-    # -- deaths: each returns what it did, in words; empty where its victim was not there
+    # -- deaths: each returns a description of what it did; empty if its victim did not exist
 
     def kill(self, victim: Callable[[], int | None], number: int = signal.SIGKILL) -> str:
         if (pid := victim()) is None:
@@ -117,58 +130,58 @@ class Chaos:
 
     def tree(self) -> str:
         count, left = kill_all(self.run_id(), self.launch())
-        self.wrong += [describe_survivors(left)] if left else []
+        self.problems += [describe_survivors(left)] if left else []
         return f"SIGKILL to all {count}"
 
     def twice(self) -> str:
-        first = self.kill(self.chance.choice([self.worker, self.loader]))
-        pause = self.chance.uniform(0, 2)
+        first = self.kill(self.rng.choice([self.worker, self.loader]))
+        pause = self.rng.uniform(0, 2)
         time.sleep(pause)
-        second = self.chance.choice([self.tree, lambda: self.kill(self.worker), lambda: self.kill(self.agent)])()
-        return f"{first}, {pause:.1f} s later {second or 'nobody'}" if first else second
+        second = self.rng.choice([self.tree, lambda: self.kill(self.worker), lambda: self.kill(self.agent)])()
+        return f"{first}, {pause:.1f} s later {second or 'nothing'}" if first else second
 
     def damage(self) -> str:
-        """All is killed; then the newest checkpoint is not what it was, as long as there is one before it."""
+        """Kill everything, then damage the newest checkpoint if there is an older one."""
         did = self.tree()
         self.job.wait()
         checkpoints = self.paths.committed_checkpoints()
         if len(checkpoints) < 2:
             return did
-        file = self.chance.choice(sorted(path for path in checkpoints[0].iterdir() if path.stat().st_size))
+        file = self.rng.choice(sorted(path for path in checkpoints[0].iterdir() if path.stat().st_size))
         content = bytearray(file.read_bytes())
-        at = self.chance.randrange(max(1, len(content) - 1))  # a text without its last newline says the same
-        self.refusals += 1
-        if self.chance.random() < 0.5:
+        at = self.rng.randrange(max(1, len(content) - 1))  # a text without its last newline is not damaged
+        self.damaged += 1
+        if self.rng.random() < 0.5:
             file.write_bytes(content[:at])
             return f"{did}, {checkpoints[0].name}/{file.name} cut short"
-        content[at] ^= 1 << self.chance.randrange(8)
+        content[at] ^= 1 << self.rng.randrange(8)
         file.write_bytes(content)
         return f"{did}, a bit of {checkpoints[0].name}/{file.name} flipped"
 
     def saving(self) -> bool:
-        writing = re.compile(r"\.step_\d+\.[\d.]+\.partial")  # what is taken away has another name
-        places = self.paths.checkpoints.iterdir() if self.paths.checkpoints.is_dir() else ()
-        return any(writing.fullmatch(path.name) for path in places)
+        writing = re.compile(r"\.step_\d+\.[\d.]+\.partial")  # a checkpoint that is being removed has another name
+        checkpoints = self.paths.checkpoints.iterdir() if self.paths.checkpoints.is_dir() else ()
+        return any(writing.fullmatch(path.name) for path in checkpoints)
 
     def while_saving(self) -> str:
         if not self.wait(self.saving, "a save"):
             return ""
-        time.sleep(self.chance.uniform(0, 0.03))
-        return self.chance.choice([self.tree, lambda: self.kill(self.worker), lambda: self.kill(self.agent)])()
+        time.sleep(self.rng.uniform(0, 0.03))
+        return self.rng.choice([self.tree, lambda: self.kill(self.worker), lambda: self.kill(self.agent)])()
 
     def while_starting(self) -> str:
-        """Everything dies; what comes after it dies before its first step, at whatever it is doing."""
+        """Kill everything, and again at a random time of the start that follows."""
         did = self.tree()
         self.job.wait()
         self.resume()
-        pause = self.chance.uniform(0.1, 4)
+        pause = self.rng.uniform(0.1, 4)
         time.sleep(pause)
         victims = [self.tree, *(lambda v=v: self.kill(v) for v in (self.launch, self.agent, self.worker))]
-        again = self.chance.choice(victims)() or self.tree()
+        again = self.rng.choice(victims)() or self.tree()
         return f"{did}; {pause:.1f} s after the start {again}"
 
     def kinds(self) -> dict[str, tuple[Callable[[], str], bool]]:
-        """Each with whether the run goes on by itself."""
+        """Return the function for each kind of death, and whether the run continues without a resume."""
         return {
             "a worker": (lambda: self.kill(self.worker), True),
             "the agent": (lambda: self.kill(self.agent), False),
@@ -184,38 +197,38 @@ class Chaos:
             "at the start": (self.while_starting, False),
         }
 
-    # -- the whole of it
+    # -- the sequence of deaths
 
     def run(self) -> None:
-        self.job = self.begin("train", *JOB, "run.name=chaos", f"train.steps={self.steps}", "--quiet")
+        self.job = self.start("train", *JOB, "run.name=chaos", f"train.steps={self.steps}", "--quiet")
         self.began = time.monotonic()
         kinds = {kind: act for kind, act in self.kinds().items() if kind in self.only or not self.only}
         order: list[str] = []
-        while len(order) < self.deaths:  # each as often as the others
-            order += self.chance.sample(list(kinds), len(kinds))
+        while len(order) < self.deaths:  # all kinds equally often
+            order += self.rng.sample(list(kinds), len(kinds))
         for number, kind in enumerate(order[: self.deaths]):
             at = self.step
-            left = max(1, (self.steps - PACE - at) // (self.deaths - number))
-            target = at + self.chance.randint(1, min(left, PACE))
+            left = max(1, (self.steps - STEPS_PER_DEATH - at) // (self.deaths - number))
+            target = at + self.rng.randint(1, min(left, STEPS_PER_DEATH))
             if not self.wait(lambda target=target: self.step >= target, f"step {target}"):
-                self.go_on(f"after {self.book[-1][2] if self.book else 'the start'}")
+                self.resume_after_failure(f"after {self.done[-1][2] if self.done else 'the start'}")
                 self.wait(lambda target=target: self.step >= target, f"step {target}")
-            time.sleep(self.chance.uniform(0, 0.1))
+            time.sleep(self.rng.uniform(0, 0.1))
             act, by_itself = kinds[kind]
             at = self.step
             did = act()
             if not did:
-                self.wrong.append(f"{kind} at step {at}: there was nobody to kill")
+                self.problems.append(f"{kind} at step {at}: there was no process to kill")
                 continue
-            self.book.append((kind, at, did))
+            self.done.append((kind, at, did))
             print(f"{number + 1:4d}  step {at:5d}  {kind}: {did}", flush=True)
             if not by_itself:
                 self.settle(kind)
         while self.job.wait(WAIT_S) != 0:
-            self.go_on("towards the end")
+            self.resume_after_failure("towards the end")
 
     def settle(self, kind: str) -> None:
-        """After a death that `launch` need not have survived: where it did not, the run is resumed."""
+        """Resume the run if `launch` did not survive the death."""
         if kind in ("two in a row", "in a save", "at the start"):
             before = Record.of(self.paths.metrics)
             ended = lambda: self.job.poll() is not None or Record.of(self.paths.metrics).file != before.file  # noqa: E731
@@ -224,13 +237,13 @@ class Chaos:
                 return
         self.job.wait(WAIT_S)
         if (read_json(self.paths.summary) or {}).get("verdict") != "done":
-            # a user does not look whether something of it is still about to save
+            # at once, like a user who does not check for processes that are still saving
             self.resume()
 
-    def go_on(self, when: str) -> None:
-        """It ended where it should not have."""
+    def resume_after_failure(self, when: str) -> None:
+        """Record that the run ended when it should not have, and resume it."""
         status = self.job.returncode
         if (read_json(self.paths.summary) or {}).get("verdict") == "done":
-            raise RuntimeError(f"the run was over at step {self.step}, {len(self.book)} deaths after its start")
-        self.wrong.append(f"`launch` ended with status {status} {when}")
+            raise RuntimeError(f"the run was over at step {self.step}, {len(self.done)} deaths after its start")
+        self.problems.append(f"`launch` ended with status {status} {when}")
         self.resume()

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.chaos import wreak
+from tests.system.chaos import run_chaos
 
 pytestmark = pytest.mark.slow
 
 
 def test_deaths_cost_nothing_but_time(tmp_path: Path) -> None:
     kinds = ("in a save", "at the start", "two in a row")  # the others are other tests' too
-    assert wreak(tmp_path, deaths=3, seed=3, kinds=kinds) == []
+    assert run_chaos(tmp_path, deaths=3, seed=3, kinds=kinds) == []
