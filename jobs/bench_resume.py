@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from launcher.train.checkpoint.resume import cut_back
+from launcher.train.metrics import truncate_record
 
 # a record of `launch train` for FSDP on two ranks, with every number at its maximum length
 LINE = {
@@ -47,11 +47,11 @@ def main() -> None:
             for _ in range(given.tries):
                 record.write_text(whole + '{"step": 1')
                 began = time.perf_counter()
-                cut_back(record, step, None)
+                truncate_record(record, step, None)
                 taken.append(time.perf_counter() - began)
                 with record.open("rb") as file:
                     assert sum(1 for _ in file) == step
-            print(f"cut back to step {step:,}: best {min(taken):.3f} s, worst {max(taken):.3f} s")
+            print(f"truncated to step {step:,}: best {min(taken):.3f} s, worst {max(taken):.3f} s")
 
 
 if __name__ == "__main__":

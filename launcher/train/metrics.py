@@ -8,18 +8,23 @@ from __future__ import annotations
 import errno
 import json
 import math
+import mmap
 import os
 import resource
+import secrets
+import shutil
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 import torch
 
+from launcher.config.schema import OnError
 from launcher.errors import RecordFailed
 from launcher.heartbeat import PULSE, Role
 from launcher.plan.run_plan import RunPlan
 from launcher.quantities import Interval, count
+from launcher.rundir.fencing import Fence
 from launcher.train.engine.calibration import Calibrated
 from launcher.train.engine.window_totals import StepResult
 from launcher.train.measure.noise_scale import Noise
@@ -82,7 +87,7 @@ class Record:
             self._size += len(self._left.pop(0))
 
     def _failed(self, error: OSError) -> RecordFailed:
-        return RecordFailed(f"{self._path} cannot be written: {error.strerror}.\n  Make room on that disk.")
+        return RecordFailed(f"{self._path} cannot be written: {error.strerror}.\n  Free space on that disk.")
 
     @PULSE.doing(Role.io)
     def sync(self) -> None:
@@ -104,6 +109,89 @@ def as_record(step: int, metrics: Metrics) -> dict[str, Any]:
     """Return one line of the record as a dict. nan and inf become None: they are not valid JSON, and would make the
     line unreadable."""
     return {"step": step, **{name: value if math.isfinite(value) else None for name, value in metrics.items()}}
+
+
+@PULSE.doing(Role.io)
+def open_record(
+    plan: RunPlan, fence: Fence, step: int, last: dict[str, Any] | None, *, amended: bool = False
+) -> Record:
+    """Truncate metrics.jsonl to ``step``, since later steps will be repeated, and open it.
+
+    Args:
+        last: the record of ``step``, in case the run ended between the checkpoint and its record.
+        amended: ``last`` replaces the record of ``step`` that is in the file.
+
+    Raises:
+        RecordFailed: the truncated file cannot be written.
+        Superseded: a newer attempt has started.
+    """
+    fence.check()
+    path = plan.paths.metrics
+    try:
+        truncate_record(path, step - amended, last)
+    except OSError as error:
+        raise RecordFailed(
+            f"{path} cannot be truncated to step {step}: {error.strerror}.\n  Free space on that disk."
+        ) from None
+    return Record(path, waits=plan.checkpoint.on_error is not OnError.stop)
+
+
+def truncate_record(path: Path, step: int, last: dict[str, Any] | None) -> None:
+    """Replace the record by a file that ends with the last complete line of ``step`` or an earlier step, and sync it to
+    disk.
+
+    Anything after that line is a later step, an incomplete line, or garbage from a machine that crashed: records up to
+    a checkpoint's step are synced before the checkpoint is committed. The file is replaced, not changed, so that a
+    process of an older attempt, which may still have it open, cannot write to the new one.
+
+    Args:
+        last: the record of ``step``, in case its line is missing.
+    """
+    for leftover in path.parent.glob(f".{path.name}.*"):  # of an attempt that was killed in this function
+        leftover.unlink(missing_ok=True)
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        if path.exists():
+            shutil.copyfile(path, partial)
+        with partial.open("a+b") as file:
+            end, newest = _newest_record(file, step)
+            file.truncate(end)
+            if last is not None and (newest is None or newest["step"] < last["step"]):
+                file.write(f"{json.dumps(last)}\n".encode())
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+@PULSE.doing(Role.io)
+def read_record(path: Path, step: int) -> dict[str, Any] | None:
+    """Return the record of ``step``; None if it has no line."""
+    if not path.exists():
+        return None
+    with path.open("rb") as file:
+        _, newest = _newest_record(file, step)
+    return newest if newest is not None and newest["step"] == step else None
+
+
+def _newest_record(file: IO[bytes], step: int) -> tuple[int, dict[str, Any] | None]:
+    """Return the offset at which the last line up to ``step`` ends, and its record; (0, None) if there is none."""
+    if not os.fstat(file.fileno()).st_size:  # mmap refuses an empty file
+        return 0, None
+    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+        end = text.rfind(b"\n") + 1  # what follows is an incomplete line
+        while end:
+            begin = text.rfind(b"\n", 0, end - 1) + 1
+            try:
+                record: Any = json.loads(text[begin:end])
+                if record["step"] <= step:
+                    return end, record
+            except (ValueError, TypeError, LookupError):  # not a record
+                pass
+            end = begin
+    return 0, None
 
 
 def step_metrics(result: StepResult, plan: RunPlan, seen: tuple[int, int], total_s: float, peak_memory: int) -> Metrics:

@@ -37,7 +37,16 @@ from launcher.train.engine.preserved_state import KeptAttributes
 from launcher.train.engine.window_totals import StepResult, require_sum
 from launcher.train.evaluation import eval_batches, evaluation, named_as_held_out
 from launcher.train.measure.flops import peak_flops
-from launcher.train.metrics import Metrics, NoRecord, Sink, as_record, peak_memory_bytes, step_metrics
+from launcher.train.metrics import (
+    Metrics,
+    NoRecord,
+    Sink,
+    as_record,
+    open_record,
+    peak_memory_bytes,
+    read_record,
+    step_metrics,
+)  # fmt: skip
 from launcher.train.world import World, device_of, join
 
 
@@ -96,7 +105,7 @@ def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
         run.try_evaluation()
     owed = run.owed(last)
     if world.rank == 0:
-        run.record = resume.open_record(plan, fence, engine.steps, last and last | owed, amended=bool(owed))
+        run.record = open_record(plan, fence, engine.steps, last and last | owed, amended=bool(owed))
     try:
         verdict = run.steps(samples)
     finally:
@@ -253,7 +262,7 @@ class _Run:
         if not self.engine.over and (not every or last["step"] % every):
             return {}
         paths, world = self.plan.paths, self.engine.world
-        written = world.of_rank_0(resume.record_of(paths.metrics, last["step"]) if world.rank == 0 else None)
+        written = world.of_rank_0(read_record(paths.metrics, last["step"]) if world.rank == 0 else None)
         if written is None or "eval/loss" not in written:
             return self.evaluate()
         self.account.evaluated, self.account.eval_loss = True, written["eval/loss"]

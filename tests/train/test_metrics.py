@@ -1,17 +1,20 @@
-"""The record: the names of its metrics, and what a full disk leaves of it."""
+"""The record: the names of its metrics, what a full disk leaves of it, and its truncation to a checkpoint's step."""
 
 from __future__ import annotations
 
 import errno
 import json
+import os
+import random
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from launcher.errors import RecordFailed
 from launcher.plan.sync_policy import Collective
-from launcher.train.metrics import Record
+from launcher.train.metrics import Record, truncate_record
 from tests.helpers import ROOT
 
 
@@ -60,3 +63,90 @@ def test_full_disk_of_a_superseded_attempt_does_not_change_the_new_record(
         record.write(2, {"train/loss": 0.5})
     assert path.read_bytes() == newer
     assert [json.loads(line)["step"] for line in old.read_text().splitlines()] == [1]
+
+
+def line(step: int) -> str:
+    return json.dumps({"step": step, "train/loss": 1 / step, "note": "x" * (step % 7)}) + "\n"
+
+
+def steps(path: Path) -> list[int]:
+    return [json.loads(text)["step"] for text in path.read_text().splitlines()]
+
+
+TAILS = {
+    "whole": b"",
+    "torn": b'{"step": 13, "trai',
+    "torn within a number": b'{"step": 1',
+    "zeros": bytes(5000),
+    "zeros and a line": bytes(300) + b"\n" + bytes(20),
+    "garbled": b'\xff\xfe{"step": 4}\x00\n{"step":\n[3]\nnull\n"step"\n{"step": "3"}\n',
+    "not JSON": b'{"step": 5, \n',
+    "empty lines": b"\n\n\n",
+}
+
+
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("step", [0, 1, 5, 12, 99])
+def test_what_is_kept_is_whole_and_not_later(tmp_path: Path, tail: str, step: int) -> None:
+    record = tmp_path / "metrics.jsonl"
+    lines = [line(each) for each in range(1, 13)]
+    record.write_bytes("".join(lines).encode() + TAILS[tail])
+    truncate_record(record, step, None)
+    assert record.read_text() == "".join(lines[:step])
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_record_that_is_cut_anywhere(tmp_path: Path, seed: int) -> None:
+    """Logged every few steps, cut in the middle of a line, some bytes of its end turned over."""
+    generator = random.Random(seed)
+    record, every = tmp_path / "metrics.jsonl", generator.randrange(1, 5)
+    lines = [line(each).encode() for each in range(every, 400, every)]
+    text = b"".join(lines)[: generator.randrange(sum(map(len, lines)))]
+    whole = [json.loads(each)["step"] for each in text.split(b"\n")[:-1]]
+    step = generator.randrange(420)
+    wanted = [each for each in whole if each <= step]
+    if wanted:  # what lies behind the lines that are kept may be anything
+        begin = sum(len(each) for each in lines[: len(wanted)])
+        text = text[:begin] + bytes(generator.choice(b'\x00\xff{"x') for _ in text[begin:])
+    record.write_bytes(text)
+    truncate_record(record, step, None)
+    assert steps(record) == wanted
+
+
+def test_the_step_itself_is_added_where_it_is_missing(tmp_path: Path) -> None:
+    record, last = tmp_path / "metrics.jsonl", json.loads(line(4))
+    truncate_record(record, 4, last)
+    assert steps(record) == [4], "of a record that is not there"
+    record.write_text("")
+    truncate_record(record, 4, last)
+    assert steps(record) == [4]
+    record.write_text(line(2) + line(3) + line(5))
+    truncate_record(record, 4, last)
+    assert steps(record) == [2, 3, 4]
+    truncate_record(record, 4, last)
+    assert steps(record) == [2, 3, 4], "once"
+
+
+def test_whoever_has_the_old_one_open_writes_where_nobody_reads(tmp_path: Path) -> None:
+    record = tmp_path / "metrics.jsonl"
+    record.write_text(line(1) + line(2) + line(3))
+    with record.open("a") as older:
+        truncate_record(record, 2, None)
+        older.write(line(4))
+    assert steps(record) == [1, 2]
+
+
+def test_a_file_system_that_refuses_leaves_the_record_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = tmp_path / "metrics.jsonl"
+    record.write_text("".join(map(line, range(1, 2000))))
+
+    def without(*_: Any, **__: Any) -> int:
+        raise OSError("not supported")
+
+    before = record.read_bytes()
+    monkeypatch.setattr(os, "fsync", without)
+    with pytest.raises(OSError, match="not supported"):
+        truncate_record(record, 700, None)
+    assert record.read_bytes() == before
+    assert len([*tmp_path.iterdir()]) == 1, "and nothing is left behind"

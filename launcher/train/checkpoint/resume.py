@@ -1,28 +1,19 @@
-"""Resume of a run from its newest intact checkpoint, with metrics.jsonl truncated to that step."""
+"""Resume of a run from its newest intact checkpoint."""
 
 from __future__ import annotations
 
-import json
-import mmap
-import os
-import re
-import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, TypeVar, cast
+from typing import Any, TypeVar
 
-from launcher.config.schema import OnError
-from launcher.errors import NoGoodCheckpoint, RecordFailed, WrongCheckpoint
-from launcher.heartbeat import PULSE, Role
-from launcher.plan.run_plan import RunPlan
+from launcher.errors import NoGoodCheckpoint, WrongCheckpoint
 from launcher.quantities import count
 from launcher.rundir.fencing import Fence
 from launcher.rundir.paths import RunPaths
 from launcher.train.checkpoint import file_format, load, save
 from launcher.train.checkpoint.load import Restored
 from launcher.train.engine.engine import Engine
-from launcher.train.metrics import Record
 from launcher.train.world import World
 
 T = TypeVar("T")
@@ -155,120 +146,3 @@ def _move_aside(paths: RunPaths, fence: Fence, refused: list[Path]) -> None:
         fence.check()
     for directory in refused:
         directory.rename(paths.refused_checkpoint(directory))
-
-
-@PULSE.doing(Role.io)
-def open_record(
-    plan: RunPlan, fence: Fence, step: int, last: dict[str, Any] | None, *, amended: bool = False
-) -> Record:
-    """Truncate metrics.jsonl to ``step``, since later steps will be repeated, and open it.
-
-    A new file replaces it under the same name, so that a process of an older attempt, which may still have the old file
-    open, cannot write to the new one.
-
-    Args:
-        last: the record of ``step``, in case the run ended between the checkpoint and its record.
-        amended: ``last`` replaces the record of ``step`` that is in the file.
-
-    Raises:
-        RecordFailed: the new file cannot be written.
-        Superseded: a newer attempt has started.
-    """
-    fence.check()
-    try:
-        cut_back(plan.paths.metrics, step - amended, last)
-    except OSError as error:
-        raise RecordFailed(
-            f"{plan.paths.metrics} cannot be cut back to step {step}: {error.strerror}.\n  Make room on that disk."
-        ) from None
-    return Record(plan.paths.metrics, waits=plan.checkpoint.on_error is not OnError.stop)
-
-
-# launcher/train/metrics.py writes the step as a record's first field
-_STEP = re.compile(rb'\{"step": ([0-9]+)[,}]')
-
-
-def cut_back(path: Path, step: int, last: dict[str, Any] | None) -> None:
-    """Replace the record by a file that ends at ``step``, and sync it to disk.
-
-    The new file ends with the last complete line of ``step`` or of an earlier step. Anything after it is a later step,
-    an incomplete line, or garbage from a machine that crashed: records up to a checkpoint's step are synced before the
-    checkpoint is committed.
-
-    Args:
-        last: the record of ``step``, in case its line is missing.
-    """
-    for left in path.parent.glob(f".{path.name}.*"):  # left by an attempt that was killed here
-        left.unlink(missing_ok=True)
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        with partial.open("wb") as kept:
-            newest = None
-            if path.exists():
-                with path.open("rb") as record:
-                    end, newest = _end(record, step)
-                    _copy(record, kept, end)
-                kept.seek(end)
-            if last is not None and (newest is None or newest < last["step"]):
-                kept.write(f"{json.dumps(last)}\n".encode())
-            kept.flush()
-            os.fsync(kept.fileno())
-        partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-
-
-@PULSE.doing(Role.io)
-def record_of(path: Path, step: int) -> dict[str, Any] | None:
-    """Return the record of ``step``; None if it has no line."""
-    if not path.exists():
-        return None
-    with path.open("rb") as record:
-        end, newest = _end(record, step)
-        if newest != step:
-            return None
-        record.seek(0)
-        return json.loads(record.read(end).splitlines()[-1])
-
-
-def _end(record: IO[bytes], step: int) -> tuple[int, int | None]:
-    """Return the offset at which the last line to keep ends, and its step; (0, None) if there is none."""
-    if not os.fstat(record.fileno()).st_size:  # mmap refuses an empty file
-        return 0, None
-    with mmap.mmap(record.fileno(), 0, access=mmap.ACCESS_READ) as text:
-        newline = text.rfind(b"\n")  # what follows is an incomplete line
-        while newline >= 0:
-            begin = text.rfind(b"\n", 0, newline) + 1
-            found = _STEP.match(text, begin, newline)
-            if found is None or int(found[1]) <= step:
-                own = _step_of(text[begin:newline])
-                if own is not None and own <= step:
-                    return newline + 1, own
-            newline = begin - 1
-    return 0, None
-
-
-def _step_of(line: bytes) -> int | None:
-    """Return the step of a record; None if the line is not a record."""
-    try:
-        record: Any = json.loads(line)
-    except ValueError:
-        return None
-    step: Any = cast("dict[str, Any]", record).get("step") if isinstance(record, dict) else None
-    return step if isinstance(step, int) else None
-
-
-def _copy(source: IO[bytes], target: IO[bytes], size: int) -> None:
-    """Copy the first ``size`` bytes inside the kernel; some file systems share the blocks instead of copying."""
-    source.seek(0)
-    at = 0
-    while at < size:
-        try:
-            copied = os.copy_file_range(source.fileno(), target.fileno(), size - at, at, at)
-        except OSError:  # not supported by the file system, or across two
-            os.lseek(target.fileno(), at, os.SEEK_SET)
-            copied = os.sendfile(target.fileno(), source.fileno(), at, size - at)
-        if not copied:
-            raise OSError(f"{source.name} has become shorter while it was copied")
-        at += copied
