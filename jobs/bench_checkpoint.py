@@ -27,7 +27,7 @@ from launcher.rundir.fencing import Fence, Incarnation
 from launcher.rundir.paths import RunPaths
 from launcher.train.checkpoint import save as checkpoint_save
 from launcher.train.checkpoint.async_save import Saver
-from launcher.train.checkpoint.run_totals import Account
+from launcher.train.checkpoint.run_totals import RunTotals
 
 LAYERS, ALONE, WARM_UP = 3, 4, 6
 
@@ -66,7 +66,7 @@ def save(saver: Saver, *, at_once: bool) -> float:
     """Return the seconds that a save stops the steps."""
     dist.barrier()
     began = time.perf_counter()
-    saver.save({}, again=None if at_once else "in the next round")
+    saver.save({}, next_due=None if at_once else "in the next round")
     dist.barrier()
     return time.perf_counter() - began
 
@@ -86,7 +86,7 @@ def measure(strategy: str, rounds: int, width: int, place: Path) -> str:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(LAYERS)))
     engine = Engine(model, torch.optim.AdamW(model.parameters(), 1e-4), plan, shard_units=lambda m: [*m.children()])
-    saver = Saver(engine, Account(plan, engine), Fence(RunPaths(place), Incarnation()), threading.Event())
+    saver = Saver(engine, RunTotals(engine), Fence(RunPaths(place), Incarnation()), threading.Event())
     steps = steps_of(engine, width)
     resident = Resident()
     for _ in range(WARM_UP):
@@ -102,9 +102,9 @@ def measure(strategy: str, rounds: int, width: int, place: Path) -> str:
                 times["at once"].append(save(saver, at_once=True))
                 continue
             times["beside"].append(save(saver, at_once=False))
-            while on_any_rank(saver.under_way):
+            while on_any_rank(saver.in_progress):
                 times["with a write"].append(next(steps))
-            times["write"].append(saver.news()["time/checkpoint_write_s"])
+            times["write"].append(saver.take_metrics()["time/checkpoint_write_s"])
     steps.close()
     whole = checkpoint_save.predicted_bytes(engine)
     local = whole if strategy == "ddp" else whole / engine.world.size

@@ -24,7 +24,7 @@ from torch.utils.data import Dataset
 
 from launcher import Engine, make_plan
 from launcher.tasks.bytes_gpt import BytesGPT
-from launcher.train.checkpoint.run_totals import Account
+from launcher.train.checkpoint.run_totals import RunTotals
 
 ACCUMULATION, MICRO_SIZE = 4, 4
 HEAD = (
@@ -47,7 +47,7 @@ class Slow(Dataset[Any]):
         return self._data[index]
 
 
-def run(task: BytesGPT, data: Any, options: list[str]) -> Iterator[tuple[float, Account]]:
+def run(task: BytesGPT, data: Any, options: list[str]) -> Iterator[tuple[float, RunTotals]]:
     """Train like the worker of `launch train`; yield each window's seconds, and the run's totals."""
     plan = make_plan(
         [*options, f"batch.micro_size={MICRO_SIZE}", f"batch.accumulation={ACCUMULATION}", "precision=fp32",
@@ -55,7 +55,7 @@ def run(task: BytesGPT, data: Any, options: list[str]) -> Iterator[tuple[float, 
     )  # fmt: skip
     torch.manual_seed(0)
     engine = Engine(task.model, lambda p: torch.optim.AdamW(p, 1e-3), plan, shard_units=task.shard_units)
-    account = Account(plan, engine)
+    account = RunTotals(engine)
 
     def loss(model: Any, batch: Tensor) -> tuple[Tensor, int | Tensor]:
         summed = task.loss(model, batch)
@@ -65,7 +65,7 @@ def run(task: BytesGPT, data: Any, options: list[str]) -> Iterator[tuple[float, 
         for batch in window:
             engine.backward(*loss(engine.model, batch))
         result = engine.step()
-        account.take_in(result)
+        account.add(result)
         yield result.step_s, account
 
 
@@ -83,7 +83,7 @@ def cell(strategy: str, read_s: float, arguments: argparse.Namespace) -> str:
     steps, skipped = (3 * arguments.steps, 2 * arguments.steps) if read_s else (arguments.steps, 3)
     runs = {name: run(task, data, each) for name, each in options.items()}
     times: dict[str, list[float]] = {name: [] for name in runs}
-    account: Account | None = None
+    account: RunTotals | None = None
     for _ in range(arguments.pieces):
         for name, windows in runs.items():
             for number in range(steps):

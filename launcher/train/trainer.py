@@ -26,10 +26,10 @@ from launcher.rundir.fencing import Fence
 from launcher.rundir.files import write_json
 from launcher.task import Loss, Task, eval_data, file_of, is_mapped, load_task, seed_everything, train_data
 from launcher.train import precision
-from launcher.train.checkpoint import resume
 from launcher.train.checkpoint import save as checkpoint_save
 from launcher.train.checkpoint.async_save import Saver
-from launcher.train.checkpoint.run_totals import Account
+from launcher.train.checkpoint.load import load_newest, require_same_shards
+from launcher.train.checkpoint.run_totals import RunTotals
 from launcher.train.data.fingerprint import require_same_data
 from launcher.train.engine import oom
 from launcher.train.engine.engine import Engine
@@ -67,7 +67,8 @@ def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
     plan = precision.decided(plan, world, device, plan.paths.precision)
     asked, plan = plan, oom.fitted(plan, world)
     if world.rank == 0:
-        resume.begin(plan.paths, fence)
+        fence.check()
+        checkpoint_save.delete_partial(plan.paths, fence)
     task = load_task(plan.task.target, plan.task.params, plan.cluster.import_from, plan.train.seed)
     # now, for the code that was just imported: its files may be edited during the run
     commit = code_snapshot.commit_of(file, plan.cluster.copies) if world.rank == 0 and (file := file_of(task)) else None
@@ -89,14 +90,14 @@ def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
     require_same_data({"train_data()": samples, "eval_data()": held_out}, plan, world, engine.device)
     PULSE.beat(Phase.starting, 4)
     seed_everything(plan.train.seed + 1 + world.rank)  # from here on each rank draws other numbers, for dropout
-    resumed = resume.go_on(engine, plan.paths, fence, commit) if plan.checkpoint.enabled else None
-    account, last = Account(plan, engine, commit=commit), None
+    resumed = load_newest(engine, plan.paths, fence, commit) if plan.checkpoint.enabled else None
+    account, last = RunTotals(engine, commit), None
     if resumed is not None:
-        resume.require_same_shards(engine, resumed, samples)
-        account.go_on(resumed.restored)
-        account.checkpoint, last = str(resumed.directory), resumed.restored.run["record"]
+        require_same_shards(engine, resumed, samples)
+        account.restore(resumed)
+        last = resumed.run["record"]
     if plan.checkpoint.enabled:
-        checkpoint_save.require(engine, plan.paths.checkpoints, has_one=resumed is not None)
+        checkpoint_save.require_writable(engine, plan.paths.checkpoints, resumed=resumed is not None)
     saver = Saver(engine, account, fence, trouble)
     run = _Run(
         asked, task, held_out, engine, NoRecord(), account, cadence, saver, recorded=engine.steps if last else None
@@ -160,7 +161,7 @@ class _Run:
     held_out: Any
     engine: Engine
     record: Sink
-    account: Account
+    account: RunTotals
     cadence: checkpoint_save.Cadence
     saver: Saver
     recorded: int | None = None
@@ -187,7 +188,7 @@ class _Run:
                 continue
             with self.out_of_memory("while the optimizer took its step, whose state has to fit, too"):
                 result = engine.step()
-            self.account.take_in(result)
+            self.account.add(result)
             if result.skipped and engine.world.rank == 0:
                 why = f"fp16 overflowed at loss scale {result.scale}" if result.items else "the window holds no item"
                 print(f"step {engine.steps + 1}: skipped, {why}", flush=True)
@@ -206,9 +207,9 @@ class _Run:
                         self.record.write(result.step, metrics)
                 raise
             if self.log_due(result, extra=evaluates or saves):
-                self.record.write(result.step, metrics | self.saver.news())
+                self.record.write(result.step, metrics | self.saver.take_metrics())
                 self.recorded = result.step
-                self.account.settles = False
+                self.account.calibration_due = False
             if result.stopped:
                 return "stopped"
         return "done"
@@ -282,7 +283,7 @@ class _Run:
             metrics["progress/measured_since"] = self.account.since
         if engine.precision.scales:
             metrics["amp/skipped_steps"] = engine.skipped_steps
-        if self.account.settles or result.last:
+        if self.account.calibration_due or result.last:
             metrics |= self.account.calibration()
         if self.flops_per_sample is not None:
             flops_per_s = metrics["throughput/samples_per_s"] * self.flops_per_sample
@@ -305,8 +306,8 @@ class _Run:
         with PULSE.doing(Role.collective):
             self.engine.share_buffers()
         self.record.sync()
-        again = None if result.last else self.cadence.next(result.step)
-        self.saver.save(as_record(result.step, metrics), again=again)
+        next_due = None if result.last else self.cadence.next(result.step)
+        self.saver.save(as_record(result.step, metrics), next_due=next_due)
         self.cadence.start_clock()
         return {"time/checkpoint_s": time.perf_counter() - began}
 

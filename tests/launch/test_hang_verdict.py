@@ -137,8 +137,8 @@ def waits_for_a_save():
     class Unmade(async_save.Saver):
         def __init__(self):
             self._group = self._error = None
-            self._account = SimpleNamespace()
-            self._thread = threading.Thread(target=self._write_beside, args=(None, ""), daemon=True)
+            self._totals = SimpleNamespace()
+            self._thread = threading.Thread(target=self._write_in_background, args=(None, ""), daemon=True)
     waiting = Unmade()
     waiting._thread.start()
     print("here", flush=True)

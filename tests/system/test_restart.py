@@ -44,7 +44,7 @@ def test_a_killed_rank_costs_nothing_but_time(launch: Launch, project: Path) -> 
     os.kill(worker_of(run, 1), signal.SIGKILL)
     out, _ = job.communicate(timeout=patience(120))
     assert job.returncode == 0, out
-    assert "Going on from" in out
+    assert "Resuming from" in out
     assert "--- resumed after step" in out
 
     whole = project / "runs" / "whole"

@@ -93,7 +93,7 @@ def test_a_run_that_is_done_goes_on_in_another_world(project: Path, launch: Laun
     assert (run / "plan.0.json").read_text() == before
     said = (run / "logs" / "rank0.attempt1.log").read_text()
     assert "6 steps done, at 1 rank instead of 2" in said
-    assert f"The code is another one: {now}; the checkpoint was saved by {was}." in said
+    assert f"The code has changed: it is {now}; the checkpoint was saved by {was}." in said
     _, history, _, _ = read_back(run)
     assert [row["step"] for row in history] == [*range(1, 11)], "the mirror goes on where it was, as the same run"
 

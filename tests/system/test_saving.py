@@ -146,11 +146,11 @@ def test_a_disk_that_refuses_ends_the_run_or_does_not(tmp_path: Path) -> None:
             place, said = Path(job["run"]), said_of(job, output)
             (reason,) = {line for line in said if REFUSALS[name][2] in line and "rank 1 of" not in line}
             assert "The checkpoint of step 6 could not be written" in reason
-            (room,) = {line for line in said if "The newest whole one is step_000004" in line and "It needs" in line}
+            (room,) = {line for line in said if "The newest complete one is step_000004" in line and "It needs" in line}
             assert "were free" in room
             if policy == "continue":
                 assert any(
-                    "Training goes on (checkpoint.on_error=continue); the next one is due at step 8" in line
+                    "Training continues (checkpoint.on_error=continue); the next checkpoint is due at step 8" in line
                     for line in said
                 )
                 assert committed(job["run"]) == names(2, 4, 8, 10)

@@ -1,21 +1,19 @@
-"""Contents of a checkpoint: its tensors and the description of its plan, the share of each rank, and copies in host
-memory."""
+"""Contents of a checkpoint: its tensors, the share of each rank, and copies in host memory."""
 
 from __future__ import annotations
 
 import copy
 import mmap
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import KeyPath, keystr, tree_leaves_with_path, tree_map_with_path
 
-from launcher.plan.run_plan import RunPlan
-from launcher.train.checkpoint import file_format
 from launcher.train.data.randomness import random_state
 from launcher.train.engine.engine import Engine
 from launcher.train.parallel.base import local
@@ -40,38 +38,6 @@ def tensors(engine: Engine, changing_buffers: list[str]) -> dict[str, Any]:
     }
 
 
-def origin(plan: RunPlan) -> dict[str, Any]:
-    """Return, as JSON, the run of a checkpoint and the part of its plan that another plan must match to resume it.
-
-    In samples: ``global_size``, ``micro_size``, ``samples`` (of an epoch; None: a stream), and ``ramp`` (a list of
-    [windows, samples]). In micro-batches: ``accumulation``. ``steps``: optimizer steps, None for epochs over a stream.
-    ``epochs``: None if steps were given.
-    """
-    return {
-        "format": file_format.FORMAT,
-        "run_id": plan.run.id,  # also the run's id in W&B
-        "launcher_version": plan.run.version,
-        "torch_version": torch.__version__,
-        "world_size": plan.batch.world_size,
-        "strategy": plan.strategy.kind.value,
-        "shard_size": plan.strategy.shard_size,
-        "global_size": plan.batch.global_size,
-        "ramp": [[stage.windows, stage.global_size] for stage in plan.batch.ramp],
-        "micro_size": plan.batch.micro_size,
-        "accumulation": plan.batch.accumulation,
-        "seed": plan.train.seed,
-        "steps": plan.train.steps,
-        "epochs": plan.train.epochs,
-        "task_target": plan.task.target,
-        "task_params": plan.task.params,
-        "samples": plan.task.samples,
-        "short_window": plan.epoch.short_window_policy.value,
-        "optimizer": plan.optimizer.kind.value,
-        "precision": plan.precision.kind.value,
-        "compress": plan.strategy.compress.value,
-    }
-
-
 def strategy_key(engine: Engine) -> str:
     """Return the key of this rank's strategy state."""
     return f"strategy_rank{engine.world.rank}"
@@ -82,9 +48,9 @@ def random_key(engine: Engine) -> str:
     return f"random_rank{engine.world.rank}"
 
 
-Path = tuple[str, ...]
 # parts that are the same on all ranks, except for shards
-_ALIKE = ("model", "optimizer", "buffers")
+_REPLICATED = ("model", "optimizer", "buffers")
+Keys = tuple[str, ...]
 
 
 def own_share(state: dict[str, Any], world: World) -> dict[str, Any]:
@@ -93,21 +59,21 @@ def own_share(state: dict[str, Any], world: World) -> dict[str, Any]:
 
     torch removes duplicates, too, but only after everything was copied.
     """
-    whole = [
-        (-tensor.nbytes, path)
-        for path, tensor in _tensors(state)
-        if path[0] in _ALIKE and not isinstance(tensor, DTensor)
+    replicated = [
+        (-tensor.nbytes, keys)
+        for keys, tensor in _tensors(state)
+        if keys[0] in _REPLICATED and not isinstance(tensor, DTensor)
     ]
-    bytes_of, not_ours = [0] * world.size, set[Path]()
-    for negative, path in sorted(whole):
-        rank = bytes_of.index(min(bytes_of))
-        bytes_of[rank] += max(1, -negative)
+    bytes_of_rank, of_others = [0] * world.size, set[Keys]()
+    for negative, keys in sorted(replicated):
+        rank = bytes_of_rank.index(min(bytes_of_rank))
+        bytes_of_rank[rank] += max(1, -negative)
         if rank != world.rank:
-            not_ours.add(path)
-    return _without(state, not_ours, ())
+            of_others.add(keys)
+    return _without(state, of_others)
 
 
-def _tensors(state: dict[str, Any], above: Path = ()) -> Iterator[tuple[Path, Tensor]]:
+def _tensors(state: dict[str, Any], above: Keys = ()) -> Iterator[tuple[Keys, Tensor]]:
     """Yield the tensors in nested dicts. A tensor in a list is not among them: it is saved as part of the list."""
     for key, value in state.items():
         if isinstance(value, Tensor):
@@ -116,7 +82,7 @@ def _tensors(state: dict[str, Any], above: Path = ()) -> Iterator[tuple[Path, Te
             yield from _tensors(value, (*above, key))  # pyright: ignore[reportUnknownArgumentType]
 
 
-def _without(state: dict[str, Any], left_out: set[Path], above: Path) -> dict[str, Any]:
+def _without(state: dict[str, Any], left_out: set[Keys], above: Keys = ()) -> dict[str, Any]:
     return {
         key: _without(value, left_out, (*above, key)) if isinstance(value, dict) else value  # pyright: ignore
         for key, value in state.items()
@@ -129,8 +95,8 @@ class Staging:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._buffers: dict[Path, Tensor] = {}
-        self._pinned: _Pinned | None = None
+        self._buffers: dict[str, Tensor] = {}  # by the tensor's path in the state
+        self._refused = False
 
     @property
     def nbytes(self) -> int:
@@ -140,87 +106,66 @@ class Staging:
     @torch.no_grad()
     def copy(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return ``state`` with its tensors copied to host memory. No save may still be reading the previous copy."""
-        sources: dict[tuple[Any, ...], tuple[Path, Tensor]] = {}  # tied tensors have two names
-
-        def collect(path: Path, tensor: Tensor) -> Tensor:
-            source = local(tensor).detach()
-            sources.setdefault(_place(path, source), (path, source))
-            return tensor
-
-        _mapped(state, (), collect)
-        self._make_room(dict(sources.values()))
+        sources: dict[Hashable, tuple[str, Tensor]] = {}  # tied tensors have two paths
+        for path, leaf in tree_leaves_with_path(state):
+            if isinstance(leaf, Tensor):
+                source = local(leaf).detach()
+                sources.setdefault(_identity(keystr(path), source), (keystr(path), source))
+        self._reserve(dict(sources.values()))
         for path, source in sources.values():
             self._buffers[path].copy_(source, non_blocking=True)
 
-        def staged(path: Path, tensor: Tensor) -> Tensor:
-            buffer = self._buffers[sources[_place(path, local(tensor).detach())][0]]
-            if isinstance(tensor, DTensor):
+        def copied(path: KeyPath, leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return copy.deepcopy(leaf)
+            buffer = self._buffers[sources[_identity(keystr(path), local(leaf).detach())][0]]
+            if isinstance(leaf, DTensor):
                 # from_local would move the buffer back to the device
-                return DTensor(buffer, tensor._spec, requires_grad=False)  # pyright: ignore
+                return DTensor(buffer, leaf._spec, requires_grad=False)  # pyright: ignore
             return buffer
 
-        copied = _mapped(state, (), staged)
+        copies = tree_map_with_path(copied, state)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        return copied
+        return copies
 
-    def _make_room(self, sources: dict[Path, Tensor]) -> None:
-        """Provide one buffer for each of ``sources``; reuse those of the previous copy whose shape and dtype fit."""
-        before, self._buffers = self._buffers, {}
-        on_device: dict[Path, Tensor] = {}
-        for path, source in sources.items():
-            if _is_on_device(source):
-                on_device[path] = source
-            if (buffer := before.get(path)) is not None and _format(buffer) == _format(source):
-                self._buffers[path] = buffer
-            elif path not in on_device:
-                self._buffers[path] = torch.empty(source.shape, dtype=source.dtype)
-        if any(path not in self._buffers for path in on_device):
-            for path in on_device:
-                self._buffers.pop(path, None)
-            before.clear()
-            self._pinned = None  # released first, so that old and new memory are not held at the same time
-            self._pinned = _Pinned(on_device)
-            self._buffers |= self._pinned.buffers
-
-
-class _Pinned:
-    """One region of page-locked host memory, with a buffer for each of ``sources``.
-
-    ``torch.empty(pin_memory=True)`` rounds each allocation up to a power of two, which may take twice the memory; this
-    takes what the tensors need, and at most a page more. The mapping is shared, because a page-locked page must not be
-    copied on write when loader processes are forked. If the driver refuses, the memory stays pageable: copies are
-    slower.
-    """
-
-    def __init__(self, sources: dict[Path, Tensor]) -> None:
-        offsets: dict[Path, int] = {}
-        size = 0
-        for path, source in sources.items():
-            offsets[path] = size
-            size += -(-source.nbytes // _ALIGNMENT) * _ALIGNMENT
-        memory = mmap.mmap(-1, max(size, 1))
-        self.buffers = {
-            path: torch.frombuffer(memory, dtype=source.dtype, count=source.numel(), offset=offsets[path]).reshape(
-                source.shape
-            )
-            for path, source in sources.items()
+    def _reserve(self, sources: dict[str, Tensor]) -> None:
+        """Provide one buffer for each of ``sources``: that of the previous copy if its shape and dtype fit. Others are
+        released first, so that old and new memory are not held at the same time."""
+        self._buffers = {
+            path: buffer
+            for path, buffer in self._buffers.items()
+            if (source := sources.get(path)) is not None and _format(source) == _format(buffer)
         }
-        address, cudart = torch.frombuffer(memory, dtype=torch.uint8).data_ptr(), cast("Any", torch.cuda.cudart())
-        self.nbytes = len(memory)
-        if int(cudart.cudaHostRegister(address, self.nbytes, _PORTABLE)) == 0:
-            weakref.finalize(self, cudart.cudaHostUnregister, address)
-        else:
-            print("The memory for copies of checkpoints cannot be page-locked: saving holds up the steps for longer.")
+        for path, source in sources.items():
+            if path not in self._buffers:
+                empty = self._page_locked if _is_on_device(source) else torch.empty
+                self._buffers[path] = empty(source.shape, dtype=source.dtype)
+
+    def _page_locked(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Return an uninitialised tensor in page-locked host memory, to which a GPU can copy asynchronously.
+
+        ``torch.empty(pin_memory=True)`` rounds its size up to a power of two, which may take twice the memory; this
+        rounds up to a page. The mapping is shared, because a page-locked page must not be copied on write when loader
+        processes are forked. If the driver refuses, the memory stays pageable: copies are slower.
+        """
+        memory = mmap.mmap(-1, shape.numel() * dtype.itemsize)
+        buffer = torch.frombuffer(memory, dtype=dtype).reshape(shape)
+        address, cudart = buffer.data_ptr(), cast("Any", torch.cuda.cudart())
+        if int(cudart.cudaHostRegister(address, len(memory), _PORTABLE)) == 0:
+            weakref.finalize(memory, cudart.cudaHostUnregister, address)
+        elif not self._refused:
+            self._refused = True
+            print("The memory for copies of checkpoints cannot be page-locked: each save delays the steps for longer.")
+        return buffer
 
 
-_ALIGNMENT = 64
 _PORTABLE = 1  # cudaHostRegisterPortable
 
 
-def _place(path: Path, source: Tensor) -> tuple[Any, ...]:
-    """Return a key that is the same for two names of one tensor."""
-    return (source.data_ptr(), source.dtype, source.shape, source.stride()) if source.numel() else (path,)
+def _identity(path: str, source: Tensor) -> Hashable:
+    """Return a key that is the same for two paths of one tensor."""
+    return (source.data_ptr(), source.dtype, source.shape, source.stride()) if source.numel() else path
 
 
 def _format(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
@@ -228,16 +173,4 @@ def _format(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
 
 
 def _is_on_device(source: Tensor) -> bool:
-    """Return whether a copy crosses the bus; that is asynchronous only into page-locked memory."""
     return source.is_cuda and source.numel() > 0
-
-
-def _mapped(value: Any, path: Path, staged: Callable[[Path, Tensor], Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return staged(path, value)
-    if isinstance(value, dict):
-        return {key: _mapped(entry, (*path, str(key)), staged) for key, entry in value.items()}  # pyright: ignore
-    if isinstance(value, list | tuple):
-        entries = [_mapped(entry, (*path, str(n)), staged) for n, entry in enumerate(value)]  # pyright: ignore
-        return entries if isinstance(value, list) else tuple(entries)
-    return copy.deepcopy(value)

@@ -1,4 +1,5 @@
-"""Loading of a checkpoint into a fresh engine, with the same or another number of ranks, if the plan allows it.
+"""Loading of a run's newest intact checkpoint into a fresh engine, with the same or another number of ranks, if the
+plan allows it.
 
 With the same world size, every rank's state is restored bit by bit. With another one:
 
@@ -12,10 +13,6 @@ With the same world size, every rank's state is restored bit by bit. With anothe
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-import json
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,22 +24,23 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
 
 from launcher.config.schema import Compress, LrScaling
-from launcher.errors import WrongCheckpoint
-from launcher.plan import windows
-from launcher.plan.batch import Batch, Stage
-from launcher.plan.resumable import Change, refusals
+from launcher.errors import NoGoodCheckpoint, WrongCheckpoint
 from launcher.plan.run_plan import RunPlan
-from launcher.rundir import paths
+from launcher.quantities import count
+from launcher.rundir.fencing import Fence
 from launcher.rundir.files import read_json
-from launcher.task import seed_everything
-from launcher.train.checkpoint import contents
+from launcher.rundir.paths import STATE, RunPaths
+from launcher.task import seed_everything, seed_for
+from launcher.train.checkpoint import contents, file_format
 from launcher.train.checkpoint.file_format import Planner, Reader
+from launcher.train.checkpoint.origin import Origin, require_same_model, require_same_run
 from launcher.train.data.randomness import restore_random_state
 from launcher.train.engine.calibration import measured_as
 from launcher.train.engine.engine import Engine
+from launcher.train.world import World
 
 # options that choose an optimizer's implementation, not its results: the present machine's are kept
-_HOW = ("fused", "foreach", "capturable", "differentiable")
+_IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
 
 
 @dataclass(frozen=True)
@@ -50,21 +48,127 @@ class Restored:
     """Result of loading a checkpoint.
 
     Args:
+        directory: the checkpoint.
         run: the caller's data that was passed to ``take_snapshot``.
-        origin: description of the plan under which it was saved, see ``contents.origin``.
+        origin: description of the plan under which it was saved, see ``origin_of``.
         ranks: number of ranks that saved it.
-        alike: measurements taken then (step time, bytes sent) are still valid under this plan.
+        comparable: measurements taken then (step time, bytes sent) are still valid under this plan.
     """
 
+    directory: Path
     run: dict[str, Any]
-    origin: dict[str, Any]
+    origin: Origin
     ranks: int
-    alike: bool
+    comparable: bool
 
     def other_commit(self, commit: str | None) -> str | None:
         """Return the commit whose code saved the checkpoint; None if it is ``commit``, or if one is not known."""
         saved_by = self.run.get("account", {}).get("commit")
         return saved_by if commit and saved_by != commit else None
+
+
+def load_newest(engine: Engine, paths: RunPaths, fence: Fence, commit: str | None = None) -> Restored | None:
+    """Load the newest checkpoint whose files match its manifest, and return it; None if the run has no checkpoint. All
+    ranks call it, with a fresh engine.
+
+    Damaged checkpoints are reported, and moved aside once an older one was loaded instead.
+
+    Args:
+        commit: commit of the task's present code, if known.
+
+    Raises:
+        NoGoodCheckpoint: the run has checkpoints, and all of them are damaged.
+        WrongCheckpoint: the newest intact one does not fit this plan, or has a newer format, or this user may not read
+            it.
+        Superseded: a newer attempt has started.
+    """
+    world = engine.world
+    candidates: list[Path] = world.of_rank_0(paths.committed_checkpoints() if world.rank == 0 else [])
+    damaged: list[Path] = []
+    for directory in candidates:
+        if problems := _problems(world, directory):
+            damaged.append(directory)
+            if world.rank == 0:
+                print(f"Checkpoint {directory} is damaged and not used: {'; '.join(problems)}.", flush=True)
+            continue
+        restored = load(engine, directory)
+        if world.rank == 0:
+            _move_aside(paths, fence, damaged)
+            print(f"Resuming from {directory}: {_describe(engine, restored)}", flush=True)
+            if (saved_by := restored.other_commit(commit)) is not None:
+                print(f"The code has changed: it is {commit}; the checkpoint was saved by {saved_by}.", flush=True)
+        return restored
+    if damaged:
+        raise NoGoodCheckpoint(
+            f"None of the {len(damaged)} checkpoints in {paths.checkpoints} can be used: all are damaged.\n"
+            "  The log of rank 0 says how. Restore one from a copy; or start a new run, from step 0."
+        )
+    if world.rank == 0 and paths.metrics.exists() and paths.metrics.stat().st_size:
+        print(f"{paths.checkpoints} has no checkpoint: the run and its record restart at step 0.", flush=True)
+    return None
+
+
+def _problems(world: World, directory: Path) -> list[str]:
+    """Return what is wrong with a checkpoint's files: the same on all ranks, each of which checks a share of them."""
+    results = world.of_all(_problems_of_share(world, directory))
+    for result in results:
+        if isinstance(result, WrongCheckpoint):
+            raise result
+    problems = list(dict.fromkeys(problem for result in results if isinstance(result, list) for problem in result))
+    return [f"{len(problems)} files are not as they were written", *problems] if len(problems) > 1 else problems
+
+
+def _problems_of_share(world: World, directory: Path) -> list[str] | WrongCheckpoint:
+    """Check this rank's share of the files. A WrongCheckpoint is returned, so that it can be sent to all ranks."""
+    try:
+        files = file_format.read_manifest(directory)
+        if isinstance(files, str):
+            return [files]
+        return file_format.problems(directory, dict(list(files.items())[world.rank :: world.size]))
+    except WrongCheckpoint as error:
+        return error
+
+
+def _move_aside(paths: RunPaths, fence: Fence, damaged: list[Path]) -> None:
+    """Rename damaged checkpoints: the run will reach their steps again, and save under their names."""
+    if damaged:
+        fence.check()
+    for directory in damaged:
+        directory.rename(paths.refused_checkpoint(directory))
+
+
+def _describe(engine: Engine, restored: Restored) -> str:
+    """Return the step that was reached, and what has changed since."""
+    batch, origin = engine.plan.batch, restored.origin
+    text = f"{count(engine.steps, 'step')} done"
+    if restored.ranks != batch.world_size:
+        text += f", at {count(batch.world_size, 'rank')} instead of {restored.ranks}"
+    if (strategy := origin.get("strategy", engine.plan.strategy.kind)) != engine.plan.strategy.kind:
+        text += f", with strategy={engine.plan.strategy.kind.value} instead of {strategy}"
+    before = {name: origin.get(name, getattr(batch, name)) for name in ("accumulation", "micro_size", "global_size")}
+    if (before["accumulation"], before["micro_size"]) != (batch.accumulation, batch.micro_size) or "," in text:
+        text += f": accumulation {batch.accumulation}, micro-batch {batch.micro_size}"
+    if before["global_size"] != batch.global_size:
+        text += f"; global batch {batch.global_size} instead of {before['global_size']}"
+    elif ":" in text:
+        text += f"; global batch {batch.global_size} as before"
+    return f"{text}."
+
+
+def require_same_shards(engine: Engine, restored: Restored, dataset: Any) -> None:
+    """Check that a stream that shards itself has the same number of ranks as before, if an epoch is in progress. With
+    another number, its shares change: some samples would be lost, and others read twice.
+
+    Raises:
+        WrongCheckpoint: the number of ranks differs.
+    """
+    before, ranks = restored.ranks, engine.world.size
+    if ranks != before and engine.place.window and getattr(dataset, "sharded", False):
+        raise WrongCheckpoint(
+            f"{restored.directory} was saved within an epoch of a stream that shards itself for {before} ranks; its "
+            f"shares for {ranks} are different.\n  Resume with {before} ranks; or leave `sharded` out, so that every "
+            "rank reads the stream and takes its part."
+        )
 
 
 def load(engine: Engine, directory: Path) -> Restored:
@@ -74,7 +178,7 @@ def load(engine: Engine, directory: Path) -> Restored:
     Raises:
         WrongCheckpoint: it is of another model, or of a plan whose training result would differ.
     """
-    state = read_json(directory / paths.STATE)
+    state = read_json(directory / STATE)
     assert state is not None
     stored = Reader(directory).read_metadata()
     origin, saved, plan = state.get("origin", {}), state["engine"], engine.plan
@@ -84,54 +188,75 @@ def load(engine: Engine, directory: Path) -> Restored:
     unknown = [name for name in saved["changing_buffers"] if name not in buffers]
     require_same_model(directory, tensors["model"], stored, unknown)
 
-    ranks = ranks_in(stored)
+    ranks = _ranks_in(stored)
     same_ranks = ranks == engine.world.size
-    random, strategy = contents.random_key(engine), contents.strategy_key(engine)
-    tensors[random] = room(stored, random, engine.device)
     compresses = plan.strategy.compress is Compress.powersgd and engine.world.size > 1
-    tensors[strategy] = room(stored, strategy, engine.device) if same_ranks and compresses else {}
+    random_key, strategy_key = contents.random_key(engine), contents.strategy_key(engine)
+    tensors[random_key] = _empty_state(stored, random_key, engine.device)
+    tensors[strategy_key] = _empty_state(stored, strategy_key, engine.device) if same_ranks and compresses else {}
     _leave_out_unknown(tensors["optimizer"]["state"], stored)
-    how = [{name: group.get(name) for name in _HOW} for group in engine.optimizer.param_groups]
+    implementation = [{name: group.get(name) for name in _IMPLEMENTATION} for group in engine.optimizer.param_groups]
     dcp.load(tensors, storage_reader=Reader(directory), planner=Planner())
     set_state_dict(
         engine.parallel.module, engine.optimizer,
         model_state_dict=tensors["model"], optim_state_dict=tensors["optimizer"],
         options=StateDictOptions(strict=False),  # the model's names were compared; a parameter may have no state
     )  # fmt: skip
-    for group, own in zip(engine.optimizer.param_groups, how, strict=True):
+    for group, own in zip(engine.optimizer.param_groups, implementation, strict=True):
         group.update({name: value for name, value in own.items() if name in group})
-    now = measured_as(plan)
-    alike = same_ranks and saved.get("measured_as", now) == now
-    engine.load_state_dict(saved, alike=alike, same_order=same_ranks)
-    _take_hyperparameters(engine, plan, scheduled=saved.get("follows_plan", True))
+    setting = measured_as(plan)
+    comparable = same_ranks and saved.get("measured_as", setting) == setting
+    engine.load_state_dict(saved, alike=comparable, same_order=same_ranks)
+    _set_hyperparameters(engine, plan, scheduled=saved.get("follows_plan", True))
 
-    kept = tensors[strategy]
+    strategy_state = tensors[strategy_key]
     if not same_ranks or not compresses:
-        kept = shared_strategy_state(engine, directory, stored, ranks)
-    if kept and compresses:
-        engine.parallel.load_state_dict(kept)
-    elif kept.get("residue") and engine.world.rank == 0:
-        print(explain_dropped(kept["residue"]), flush=True)
-    own = tensors[random]
-    if not own or (engine.device.type == "cuda" and "cuda" not in own):  # a new rank, or one saved on a CPU
-        seed_new_rank(engine, engine.steps)
-    if own:
-        restore_random_state(own, engine.device)
-    return Restored(state["run"], origin, ranks, alike)
+        strategy_state = _combined_strategy_state(engine, directory, stored, ranks)
+    if strategy_state and compresses:
+        engine.parallel.load_state_dict(strategy_state)
+    elif strategy_state.get("residue") and engine.world.rank == 0:
+        print(_explain_dropped(strategy_state["residue"]), flush=True)
+    random = tensors[random_key]
+    if not random or (engine.device.type == "cuda" and "cuda" not in random):  # a new rank, or one saved on a CPU
+        seed_everything(seed_for(plan.train.seed, f"{engine.world.rank}/{engine.steps}"))
+    if random:
+        restore_random_state(random, engine.device)
+    return Restored(directory, state["run"], origin, ranks, comparable)
+
+
+def _ranks_in(stored: Metadata) -> int:
+    """Return how many ranks saved the checkpoint, which is the number of random states in it."""
+    names = {name.partition(".")[0] for name in stored.state_dict_metadata}
+    return sum(name.startswith("random_rank") for name in names)
+
+
+def _empty_state(stored: Metadata, key: str, device: torch.device) -> dict[str, Any]:
+    """Return empty tensors (and None for other values) for the state of one rank under ``key``, by name or by kind and
+    parameter. Names and shapes come from the checkpoint, since a fresh engine does not know them."""
+    state: dict[str, Any] = {}
+    for name, entry in stored.state_dict_metadata.items():
+        if name.startswith(f"{key}."):
+            kind, _, parameter = name.removeprefix(f"{key}.").partition(".")
+            tensor = isinstance(entry, TensorStorageMetadata)
+            value = torch.empty(entry.size, dtype=entry.properties.dtype, device=device) if tensor else None
+            if parameter:
+                state.setdefault(kind, {})[parameter] = value
+            else:
+                state[kind] = value
+    return state
 
 
 def _leave_out_unknown(state: dict[str, dict[str, Any]], stored: Metadata) -> None:
     """Remove the entries that the checkpoint lacks: a parameter that never had a gradient has no optimizer state."""
-    known = stored.state_dict_metadata
-    for parameter in list(state):
-        entries = state[parameter]
-        for name in [name for name in entries if f"optimizer.state.{parameter}.{name}" not in known]:
-            del entries[name]
+    for parameter, entries in list(state.items()):
+        for name in list(entries):
+            if f"optimizer.state.{parameter}.{name}" not in stored.state_dict_metadata:
+                del entries[name]
         if not entries:
             del state[parameter]
 
 
-def _take_hyperparameters(engine: Engine, plan: RunPlan, *, scheduled: bool) -> None:
+def _set_hyperparameters(engine: Engine, plan: RunPlan, *, scheduled: bool) -> None:
     """Keep the optimizer's arguments from the checkpoint, except for those that the user forced, and set the next
     step's learning rate by the plan's schedule, whose length may have changed.
 
@@ -146,9 +271,9 @@ def _take_hyperparameters(engine: Engine, plan: RunPlan, *, scheduled: bool) -> 
     if "lr" in forced:
         engine.schedule.base_lrs = [optimizer.lr for _ in groups]
     for name in forced - {"lr", "lr_scaling", "reference_batch"}:
-        for parameters in groups:
-            if name in parameters:
-                parameters[name] = getattr(optimizer, name)
+        for group in groups:
+            if name in group:
+                group[name] = getattr(optimizer, name)
     if not scheduled:
         return
     factor = plan.schedule.factor(engine.steps, plan.schedule_steps)
@@ -161,168 +286,31 @@ def _take_hyperparameters(engine: Engine, plan: RunPlan, *, scheduled: bool) -> 
     engine.schedule._last_lr = rates
 
 
-def seed_new_rank(engine: Engine, step: int) -> None:
-    """Seed a rank that the checkpoint has no random state for, by the job's seed, its rank and ``step``."""
-    text = f"{engine.plan.train.seed}/{engine.world.rank}/{step}"
-    digest = hashlib.blake2b(text.encode(), digest_size=7).digest()
-    seed_everything(int.from_bytes(digest, "little"))
-
-
-def room(stored: Metadata, key: str, device: torch.device) -> dict[str, Any]:
-    """Return empty tensors (and None for other values) for the state of one rank under ``key``. Names and shapes come
-    from the checkpoint, since a fresh engine does not know them."""
-    prefix = f"{key}."
-    kept: dict[str, Any] = {}
-    for name, entry in stored.state_dict_metadata.items():
-        if not name.startswith(prefix):
-            continue
-        *parents, last = _path(name.removeprefix(prefix))
-        place = kept
-        for parent in parents:
-            place = place.setdefault(parent, {})
-        tensor = isinstance(entry, TensorStorageMetadata)
-        place[last] = torch.empty(entry.size, dtype=entry.properties.dtype, device=device) if tensor else None
-    return kept
-
-
-def _path(name: str) -> list[str]:
-    """Split the name of an entry in a rank's state: either a plain name, or a kind and a parameter's dotted name."""
-    kind, _, parameter = name.partition(".")
-    return [kind, parameter] if parameter else [kind]
-
-
-def ranks_in(stored: Metadata) -> int:
-    """Return how many ranks saved the checkpoint, which is the number of random states in it."""
-    names = {name.partition(".")[0] for name in stored.state_dict_metadata}
-    return sum(name.startswith("random_rank") for name in names)
-
-
-def shared_strategy_state(engine: Engine, directory: Path, stored: Metadata, ranks: int) -> dict[str, Any]:
+def _combined_strategy_state(engine: Engine, directory: Path, stored: Metadata, ranks: int) -> dict[str, Any]:
     """Return the strategy's state for this rank, combined from that of the ``ranks`` ranks that saved; empty if they
     had none. All ranks call it; each reads the state of all ranks, one at a time."""
-    together: dict[str, Any] = {}
+    combined: dict[str, Any] = {}
     for rank in range(ranks):
         key = f"strategy_rank{rank}"
-        one = {key: room(stored, key, engine.device)}
+        one = {key: _empty_state(stored, key, engine.device)}
         if not one[key]:
             return {}
         dcp.load(one, storage_reader=Reader(directory), planner=Planner())
         if not rank:
-            together = one[key]
+            combined = one[key]
             continue
         for name, residue in one[key].get("residue", {}).items():
-            together["residue"][name] += residue
-    for residue in together.get("residue", {}).values():
+            combined["residue"][name] += residue
+    for residue in combined.get("residue", {}).values():
         residue /= engine.world.size
-    return together
+    return combined
 
 
-def explain_dropped(residue: dict[str, Tensor]) -> str:
+def _explain_dropped(residue: dict[str, Tensor]) -> str:
     """Return the message that PowerSGD's residue is lost. ``residue``: its sum over all ranks, divided by the number of
     ranks."""
     norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(part.float()) for part in residue.values()]))
     return (
-        f"PowerSGD had kept back a part of the gradients so far (norm {norm.item():.3g} a rank, of {len(residue)} "
-        "parameters), and without strategy.compress=powersgd on two or more ranks nothing can take it up: it is lost."
+        f"PowerSGD's residue, the part of earlier gradients that it had not sent yet (norm {norm.item():.3g} per rank, "
+        f"{len(residue)} parameters), is lost: only strategy.compress=powersgd on two or more ranks can use it."
     )
-
-
-_SHOWN = 4
-
-
-def require_same_run(directory: Path, origin: Mapping[str, Any], index: int, plan: RunPlan) -> None:
-    """Check that a run with this plan may resume from the checkpoint.
-
-    Args:
-        origin: the plan under which it was saved, see ``contents.origin``; empty in checkpoints of early versions.
-        index: number of the next window.
-
-    Raises:
-        WrongCheckpoint: the plans differ in what affects the training result, and the user has not forced the change.
-    """
-    if not origin:
-        return
-    changes, lines = _changes(origin, plan), list[str]()
-    old = _batch(origin, plan.batch)
-    if windows.past(old, index) != windows.past(plan.batch, index):
-        lines.append(
-            f"batch.global_size={plan.batch.global_size} (was {old.global_size}): the {index} windows so far had other "
-            "sizes than the plan says, so their samples cannot be counted; give the change to `launch resume`"
-        )
-    elif windows.future(old, index) != windows.future(plan.batch, index):
-        key = "batch.ramp" if old.global_size == plan.batch.global_size else "batch.global_size"
-        given = [_size(batch) if key == "batch.global_size" else _ramp(batch) for batch in (old, plan.batch)]
-        changes.append(Change(key, *given))
-    lines += refusals(changes, plan.forced)
-    if lines:
-        raise WrongCheckpoint(
-            f"{directory} was saved under another plan than this one:\n  "
-            + "\n  ".join(lines)
-            + "\n  `launch resume RUN` goes on with the run's own plan, and `launch resume RUN key=value` changes it."
-        )
-
-
-def _changes(origin: Mapping[str, Any], plan: RunPlan) -> list[Change]:
-    params: dict[str, Any] = json.loads(json.dumps(plan.task.params))
-    old: dict[str, Any] = origin["task_params"]
-    pairs = [
-        Change("task._target_", origin["task_target"], plan.task.target),
-        *(Change(f"task.{name}", old.get(name), params.get(name)) for name in sorted({*params, *old})),
-        Change("task: samples", origin["samples"], plan.task.samples),
-        Change("train.seed", origin["seed"], plan.train.seed),
-        Change("batch.short_window", origin["short_window"], plan.epoch.short_window_policy.value),
-        Change("optimizer.kind", origin["optimizer"], plan.optimizer.kind.value),
-    ]
-    return [change for change in pairs if change.before != change.after]
-
-
-def _batch(origin: Mapping[str, Any], like: Batch) -> Batch:
-    ramp = tuple(Stage(windows=windows, global_size=size) for windows, size in origin["ramp"])
-    return dataclasses.replace(like, global_size=origin["global_size"], ramp=ramp)
-
-
-def _size(batch: Batch) -> int:
-    return batch.global_size
-
-
-def _ramp(batch: Batch) -> list[list[int]]:
-    return [[stage.windows, stage.global_size] for stage in batch.ramp]
-
-
-def require_same_model(
-    directory: Path, model: Mapping[str, Any], stored: Metadata, unknown: Sequence[str] = ()
-) -> None:
-    """Check that the checkpoint is of this model.
-
-    Args:
-        model: this run's model state by name.
-        unknown: names of non-persistent buffers that are in the checkpoint and not in this model.
-
-    Raises:
-        WrongCheckpoint: the names or shapes of parameters and buffers differ.
-    """
-    prefix = "model."
-    shapes = {
-        name.removeprefix(prefix): tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
-        for name, entry in stored.state_dict_metadata.items()
-        if name.startswith(prefix)
-    }
-    wrong: list[str] = []
-    for name, value in model.items():
-        shape = tuple(value.shape) if isinstance(value, Tensor) else None
-        if name not in shapes:
-            wrong.append(f"{name} is not in the checkpoint")
-        elif shapes[name] != shape:
-            wrong.append(f"{name} has the shape {_as_list(shape)} here, and {_as_list(shapes[name])} in the checkpoint")
-    wrong += [f"{name} is in the checkpoint only" for name in [*shapes, *unknown] if name not in model]
-    if wrong:
-        more = f"\n  and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-        raise WrongCheckpoint(
-            f"{directory} is of another model:\n  "
-            + "\n  ".join(wrong[:_SHOWN])
-            + f"{more}\n  Give the run the model that it had, or begin one of its own: launch train."
-        )
-
-
-def _as_list(shape: tuple[int, ...] | None) -> str:
-    return "of no tensor" if shape is None else str(list(shape))

@@ -7,13 +7,11 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
-from launcher.plan.run_plan import RunPlan
 from launcher.plan.sync_policy import Collective
-from launcher.train.checkpoint.contents import origin
 from launcher.train.checkpoint.load import Restored
+from launcher.train.checkpoint.origin import origin_of
 from launcher.train.engine.calibration import WARM_UP_WINDOWS
 from launcher.train.engine.engine import Engine
 from launcher.train.engine.window_totals import StepResult
@@ -26,22 +24,22 @@ SAMPLED_WINDOWS = 1000
 SETTLED_WINDOWS = 10
 
 
-def _seconds() -> deque[tuple[float, float]]:
-    return deque(maxlen=SAMPLED_WINDOWS)
+# totals that a checkpoint stores as they are
+_STORED = ("loss", "eval_loss", "evaluated", "peak_bytes", "size", "since", "resumed", "worlds", "commit", "commits",
+           "failed_saves", "total_s")  # fmt: skip
 
 
-@dataclass
-class Account:
+class RunTotals:
     """Totals of one run, updated by every rank after each window.
 
-    Args:
+    Attributes:
         loss: mean loss of the last window with items; None before there is one.
         eval_loss: held-out loss of the last evaluation; None if it was not finite, or there was none.
         evaluated: an evaluation has taken place.
         typical: communication of the last full window.
         seconds: (step, waiting for data) of full windows, without the warm-up windows of each process.
-        first_seconds: the same, of this process's warm-up windows.
-        settles: the calibration is to be part of the next record: ``seconds`` has reached ``SETTLED_WINDOWS``.
+        warm_up_seconds: the same, of this process's warm-up windows.
+        calibration_due: the calibration is to be part of the next record: ``seconds`` has reached ``SETTLED_WINDOWS``.
         peak_bytes: peak memory of this rank.
         resumed: number of resumes from a checkpoint that led to this attempt.
         seconds_before: duration of training up to the checkpoint that this process resumed from.
@@ -54,47 +52,45 @@ class Account:
         commits: for each resume with another commit: the step, and both commits.
     """
 
-    plan: RunPlan
-    engine: Engine
-    loss: float | None = None
-    eval_loss: float | None = None
-    evaluated: bool = False
-    typical: CommStats | None = None
-    seconds: deque[tuple[float, float]] = field(default_factory=_seconds)
-    first_seconds: deque[tuple[float, float]] = field(default_factory=_seconds)
-    settles: bool = False
-    peak_bytes: int = 0
-    resumed: int = 0
-    seconds_before: float = 0.0
-    checkpoint: str | None = None
-    failed_saves: int = 0
-    size: int | None = None
-    since: int = 0
-    worlds: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
-    commit: str | None = None
-    commits: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
-    started: float = field(default_factory=time.perf_counter)
-    _windows_here: int = 0
+    def __init__(self, engine: Engine, commit: str | None = None) -> None:
+        self.engine, self._batch = engine, engine.plan.batch
+        self.loss: float | None = None
+        self.eval_loss: float | None = None
+        self.evaluated = False
+        self.typical: CommStats | None = None
+        self.seconds = deque[tuple[float, float]](maxlen=SAMPLED_WINDOWS)
+        self.warm_up_seconds = deque[tuple[float, float]](maxlen=SAMPLED_WINDOWS)
+        self.calibration_due = False
+        self.peak_bytes = self.resumed = self.failed_saves = self.since = 0
+        self.seconds_before = 0.0
+        self.checkpoint: str | None = None
+        self.size: int | None = None
+        self.worlds: list[dict[str, Any]] = []
+        self.commit = commit
+        self.commits: list[dict[str, Any]] = []
+        self._started = time.perf_counter()
+        self._windows = 0  # of this process
 
-    def take_in(self, result: StepResult) -> None:
+    def add(self, result: StepResult) -> None:
         if result.items:
             self.loss = result.loss
-        size = self.plan.batch.global_size_at(result.window)
-        self._windows_here += 1
-        if result.samples == size:
-            if size != self.size:  # batch.ramp has entered its next stage
-                self.size = size
-                self.seconds.clear()
-                self.first_seconds.clear()
-            self.typical = result.comm
-            waited_s = result.data_s if result.spent is None else max(result.data_s, result.spent.data_most_s)
-            warm = self._windows_here > WARM_UP_WINDOWS
-            (self.seconds if warm else self.first_seconds).append((result.step_s, waited_s))
-            self.settles |= warm and len(self.seconds) == SETTLED_WINDOWS
+        self._windows += 1
+        size = self._batch.global_size_at(result.window)
+        if result.samples != size:
+            return
+        if size != self.size:  # batch.ramp has entered its next stage
+            self.size = size
+            self.seconds.clear()
+            self.warm_up_seconds.clear()
+        self.typical = result.comm
+        waited_s = result.data_s if result.spent is None else max(result.data_s, result.spent.data_most_s)
+        warm = self._windows > WARM_UP_WINDOWS
+        (self.seconds if warm else self.warm_up_seconds).append((result.step_s, waited_s))
+        self.calibration_due |= warm and len(self.seconds) == SETTLED_WINDOWS
 
     @property
     def total_s(self) -> float:
-        return self.seconds_before + time.perf_counter() - self.started
+        return self.seconds_before + time.perf_counter() - self._started
 
     def memory(self) -> int:
         """Update and return this rank's peak memory in bytes."""
@@ -107,45 +103,36 @@ class Account:
         if calibrated is None or not self.seconds:
             return {}
         step_s, data_s = (statistics.median(column) for column in zip(*self.seconds, strict=True))
-        return calibration_metrics(calibrated, step_s, data_s, reads_ahead=self.plan.train.loader_workers > 0)
+        reads_ahead = self.engine.plan.train.loader_workers > 0
+        return calibration_metrics(calibrated, step_s, data_s, reads_ahead=reads_ahead)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the totals as JSON, for a checkpoint."""
-        return {
-            "loss": self.loss,
-            "eval_loss": self.eval_loss,
-            "evaluated": self.evaluated,
+        self.memory()
+        return {name: getattr(self, name) for name in _STORED} | {
             "typical": None if self.typical is None else dataclasses.asdict(self.typical),
             "step_seconds": [step_s for step_s, _ in self.seconds],
             "data_seconds": [data_s for _, data_s in self.seconds],
-            "peak_bytes": self.memory(),
-            "size": self.size,
-            "since": self.since,
-            "resumed": self.resumed,
-            "worlds": self.worlds,
-            "commit": self.commit,
-            "commits": self.commits,
-            "failed_saves": self.failed_saves,
-            "total_s": self.total_s,
         }
 
-    def go_on(self, restored: Restored) -> None:
+    def restore(self, restored: Restored) -> None:
         """Restore the totals from a checkpoint. Figures of a step's time, communication and memory are dropped if they
         would be different under this plan."""
-        state = restored.run["account"]
+        state, step = restored.run["account"], self.engine.steps
         self.loss, self.eval_loss, self.evaluated = state["loss"], state["eval_loss"], state["evaluated"]
         self.resumed, self.seconds_before = state["resumed"] + 1, state["total_s"]
         self.worlds, self.failed_saves = state.get("worlds", []), state.get("failed_saves", 0)
-        before = _world(restored.origin | {"world_size": restored.ranks})
-        now = _world(origin(self.engine.plan))
-        if restored.origin and before != now:
-            self.worlds.append({"step": self.engine.steps, "from": before, "to": now})
+        before = _setting(restored.origin | {"world_size": restored.ranks})
+        after = _setting(origin_of(self.engine.plan))
+        if restored.origin and before != after:
+            self.worlds.append({"step": step, "from": before, "to": after})
         self.commits = state.get("commits", [])
         if (saved_by := restored.other_commit(self.commit)) is not None:
-            self.commits.append({"step": self.engine.steps, "from": saved_by, "to": self.commit})
+            self.commits.append({"step": step, "from": saved_by, "to": self.commit})
         self.commit = self.commit or state.get("commit")
-        self.since = state.get("since", 0) if restored.alike else self.engine.steps
-        if not restored.alike:
+        self.since = state.get("since", 0) if restored.comparable else step
+        self.checkpoint = str(restored.directory)
+        if not restored.comparable:
             return
         self.peak_bytes, self.size = state["peak_bytes"], state["size"]
         if (typical := state["typical"]) is not None:
@@ -167,7 +154,7 @@ class Account:
             "precision": engine.plan.precision.kind.value,
             **({} if self.loss is None else {"train/loss": self.loss}),
             **({"eval/loss": self.eval_loss} if self.evaluated else {}),
-            "batch/global_size": self.size or self.plan.batch.global_size,
+            "batch/global_size": self.size or self._batch.global_size,
             "batch/micro_size": engine.plan.batch.micro_size,
             "progress/samples": engine.samples,
             "progress/items": engine.items,
@@ -186,7 +173,7 @@ class Account:
             if len(self.typical.kinds) > 1:
                 for kind, traffic in self.typical.kinds.items():
                     summary[f"comm/{kind.value}/wire_bytes"] = traffic.wire_bytes
-            summary["time/step_s"] = statistics.median(step_s for step_s, _ in self.seconds or self.first_seconds)
+            summary["time/step_s"] = statistics.median(step_s for step_s, _ in self.seconds or self.warm_up_seconds)
             summary["throughput/samples_per_s"] = summary["batch/global_size"] / summary["time/step_s"]
         if (named := engine.stragglers.named) is not None:
             over = engine.stragglers.straggler is None
@@ -202,6 +189,6 @@ class Account:
         return summary
 
 
-def _world(origin: Mapping[str, Any]) -> dict[str, Any]:
+def _setting(origin: Mapping[str, Any]) -> dict[str, Any]:
     names = ("world_size", "strategy", "global_size", "micro_size", "accumulation", "precision")
     return {name: origin.get(name) for name in names}

@@ -25,13 +25,13 @@ import torch.distributed.checkpoint as dcp
 from launcher.config.schema import CheckpointConfig, Compress, OnError, OptimizerKind
 from launcher.errors import CheckpointFailed, Superseded
 from launcher.quantities import in_words
-from launcher.rundir import paths
 from launcher.rundir.fencing import Fence, Incarnation
 from launcher.rundir.files import sync_directory, write_text
-from launcher.rundir.paths import RunPaths
+from launcher.rundir.paths import STATE, RunPaths
 from launcher.train.checkpoint import contents, file_format
 from launcher.train.checkpoint.contents import own_share
 from launcher.train.checkpoint.file_format import Writer
+from launcher.train.checkpoint.origin import origin_of
 from launcher.train.engine.engine import Engine
 from launcher.train.engine.window_totals import StepResult
 from launcher.train.world import World
@@ -55,23 +55,23 @@ def predicted_bytes(engine: Engine) -> int:
     return whole + trained * (moments + residues) + _BESIDE_BYTES
 
 
-def free_bytes(place: Path) -> int | None:
-    """Return the free bytes on the disk of ``place``, or of its nearest existing parent; None if not known."""
+def free_bytes(path: Path) -> int | None:
+    """Return the free bytes on the disk of ``path``, or of its nearest existing parent; None if not known."""
     try:
-        while not place.exists() and place != place.parent:
-            place = place.parent
-        usage = shutil.disk_usage(place)
+        while not path.exists() and path != path.parent:
+            path = path.parent
+        usage = shutil.disk_usage(path)
     except OSError:
         return None
     return usage.free if usage.total else None  # some network file systems report zeros
 
 
-def require(engine: Engine, directory: Path, *, has_one: bool) -> None:
+def require_writable(engine: Engine, directory: Path, *, resumed: bool) -> None:
     """Check that checkpoints can be written: write, sync and delete a small file in ``directory``, and compare a
     checkpoint's size with the free space. All ranks call it.
 
     Args:
-        has_one: the run resumes from a checkpoint: checkpoint.on_error=continue then prints the problem instead.
+        resumed: the run has a checkpoint: checkpoint.on_error=continue then prints the problem instead.
 
     Raises:
         CheckpointFailed: on all ranks, if the file cannot be written, or the free space is too small.
@@ -80,16 +80,17 @@ def require(engine: Engine, directory: Path, *, has_one: bool) -> None:
     problem = world.of_rank_0(_problem(directory, predicted_bytes(engine)) if world.rank == 0 else None)
     if problem is None:
         return
-    said = f"Checkpoints cannot be written to {directory}: {problem}\n"
-    if not has_one or engine.plan.checkpoint.on_error is OnError.stop:
+    message = f"Checkpoints cannot be written to {directory}: {problem}\n"
+    if not resumed or engine.plan.checkpoint.on_error is OnError.stop:
         raise CheckpointFailed(
-            f"{said}  No step was taken. Make room, choose another run.dir, or train without: checkpoint.enabled=false."
+            f"{message}  No step was taken. Free space, choose another run.dir, or train without checkpoints: "
+            "checkpoint.enabled=false."
         )
     if world.rank == 0:
-        print(f"{said}  Training goes on from what there is (checkpoint.on_error=continue).", flush=True)
+        print(f"{message}  Training continues without saving (checkpoint.on_error=continue).", flush=True)
 
 
-def _problem(directory: Path, wanted: int) -> str | None:
+def _problem(directory: Path, needed: int) -> str | None:
     probe = directory / f".probe.{secrets.token_hex(4)}.partial"
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -103,8 +104,8 @@ def _problem(directory: Path, wanted: int) -> str | None:
         with suppress(OSError):  # an error of the disk is returned already
             probe.unlink(missing_ok=True)
     free = free_bytes(directory)
-    if free is not None and free < wanted:
-        return f"one needs about {in_words(wanted)}, and {in_words(free)} are free on that disk."
+    if free is not None and free < needed:
+        return f"one needs about {in_words(needed)}, and {in_words(free)} are free on that disk."
     return None
 
 
@@ -141,7 +142,7 @@ def take_snapshot(engine: Engine, fence: Fence, keep: int | None = None, run: di
         keep: number of the newest checkpoints to keep; None: all.
         run: JSON data that ``load`` returns to the caller; rank 0's is stored.
     """
-    state = {"origin": contents.origin(engine.plan), "engine": engine.state_dict(), "run": run or {}}
+    state = {"origin": origin_of(engine.plan), "engine": engine.state_dict(), "run": run or {}}
     return Snapshot(
         step=engine.steps,
         tensors=own_share(contents.tensors(engine, engine.changing_buffers), engine.world),
@@ -163,56 +164,55 @@ def write(snapshot: Snapshot, group: dist.ProcessGroup | None = None) -> Path:
         CheckpointFailed: a rank could not write. Earlier checkpoints are untouched, and the partial one is deleted.
         Superseded: a newer attempt of the run has started.
     """
-    return _Writing(snapshot, group).run()
+    return _CheckpointWrite(snapshot, group).run()
 
 
 @dataclass(frozen=True)
-class _Trouble:
+class _RankError:
     """Error of one rank, and the free bytes on its disk at that time."""
 
     rank: int
-    what: str
+    text: str
     free: int | None
 
 
-class _Writing:
+class _CheckpointWrite:
     def __init__(self, snapshot: Snapshot, group: dist.ProcessGroup | None) -> None:
-        self._of, self._world, self._group = snapshot, snapshot.world, group
+        self._snapshot, self._world, self._group = snapshot, snapshot.world, group
         self._fence, self._paths = snapshot.fence, snapshot.fence.paths
         self._target = self._paths.checkpoint(snapshot.step)
         self._partial = self._paths.partial_checkpoint(snapshot.step, self._fence.own)
 
     def run(self) -> Path:
-        if self._on_rank_0(self._begin):
-            return self._target
-        written = self._write_tensors()
-        self._on_rank_0(lambda: self._commit(written))
+        if self._on_rank_0(self._create):
+            files = self._write_tensors()
+            self._on_rank_0(lambda: self._commit(files))
         return self._target
 
-    def _begin(self) -> bool:
-        """Create the directory. Return True if nothing is to be done: a checkpoint of this step exists, and writing it
-        again would put it at risk."""
+    def _create(self) -> bool:
+        """Create the directory. Return False if a checkpoint of this step exists: writing it again would put it at
+        risk."""
         if self._target.exists():
-            return True
+            return False
         if self._partial.exists():  # left over from a failed save
-            self._partial.rename(self._paths.discarded_checkpoint(self._of.step, self._fence.own))
+            self._partial.rename(self._paths.discarded_checkpoint(self._snapshot.step, self._fence.own))
         self._partial.mkdir(parents=True)
-        return False
+        return True
 
     def _write_tensors(self) -> file_format.Files:
         """Write this rank's share; return the files of all ranks."""
-        writer = Writer(self._partial, staged=self._of.staged)
+        writer = Writer(self._partial, staged=self._snapshot.staged)
         try:
-            dcp.save(self._of.tensors, storage_writer=writer, process_group=self._group)
+            dcp.save(self._snapshot.tensors, storage_writer=writer, process_group=self._group)
         except dcp.CheckpointException as error:  # torch raises it on all ranks, whichever rank failed
             own = error.failures.get(self._world.rank)
             self._fail(writer.error or (own[0] if own else None))
         return {name: file for files in self._world.of_all(writer.written, self._group) for name, file in files.items()}
 
-    def _commit(self, written: file_format.Files) -> None:
-        state = self._partial / paths.STATE
-        write_text(state, self._of.state)
-        file_format.write_manifest(self._partial, written | file_format.checksums([state]))
+    def _commit(self, files: file_format.Files) -> None:
+        state = self._partial / STATE
+        write_text(state, self._snapshot.state)
+        file_format.write_manifest(self._partial, files | file_format.checksums([state]))
         sync_directory(self._partial)
         self._fence.check()
         self._partial.rename(self._target)
@@ -221,38 +221,39 @@ class _Writing:
             write_text(self._paths.latest, f"{self._target.name}\n")
             sync_directory(self._target.parent)
         except OSError as error:  # the checkpoint is committed, and the rest is a convenience
-            print(f"{self._target.name} is whole, but {self._paths.latest} does not name it: {error}", flush=True)
-        give_up(self._paths, self._fence, self._of.keep)
+            print(f"{self._target.name} is complete, but {self._paths.latest} does not name it: {error}", flush=True)
+        delete_old(self._paths, self._fence, self._snapshot.keep)
 
     def _on_rank_0(self, work: Callable[[], T]) -> T:
-        answer: T | OSError | Superseded | None = None
+        """Return the result of ``work`` on rank 0, or raise its error, on all ranks."""
+        result: T | OSError | Superseded | None = None
         if self._world.rank == 0:
             try:
-                answer = work()
+                result = work()
             except (OSError, Superseded) as error:
-                answer = error
-        answer = self._world.of_rank_0(answer, self._group)
-        if isinstance(answer, Superseded):
-            raise answer
-        if isinstance(answer, OSError):
-            self._fail(answer if self._world.rank == 0 else None)
-        return answer  # pyright: ignore[reportReturnType]
+                result = error
+        result = self._world.of_rank_0(result, self._group)
+        if isinstance(result, Superseded):
+            raise result
+        if isinstance(result, OSError):
+            self._fail(result if self._world.rank == 0 else None)
+        return result  # pyright: ignore[reportReturnType]
 
     def _fail(self, error: BaseException | None) -> NoReturn:
         """Raise CheckpointFailed with the errors of all ranks. All ranks call it. ``error``: this rank's; None if it
         had none."""
         own = None
         if error is not None:
-            what = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-            own = _Trouble(self._world.rank, what, free_bytes(self._paths.checkpoints))
-        troubles = [trouble for trouble in self._world.of_all(own, self._group) if trouble is not None]
+            text = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+            own = _RankError(self._world.rank, text, free_bytes(self._paths.checkpoints))
+        errors = [each for each in self._world.of_all(own, self._group) if each is not None]
         if self._world.rank == 0:
             shutil.rmtree(self._partial, ignore_errors=True)  # no rank writes to it any more
-        said = "; ".join(f"rank {trouble.rank}: {trouble.what}" for trouble in troubles)
-        free = min((trouble.free for trouble in troubles if trouble.free is not None), default=None)
+        text = "; ".join(f"rank {each.rank}: {each.text}" for each in errors)
+        free = min((each.free for each in errors if each.free is not None), default=None)
         raise CheckpointFailed(
-            f"The checkpoint of step {self._of.step} could not be written to {self._paths.checkpoints}: {said}.\n"
-            f"  It needs about {in_words(self._of.predicted_bytes)}, "
+            f"The checkpoint of step {self._snapshot.step} could not be written to {self._paths.checkpoints}: {text}.\n"
+            f"  It needs about {in_words(self._snapshot.predicted_bytes)}, "
             f"and {'an unknown number of bytes' if free is None else in_words(free)} were free. "
             f"{self._newest()}"
         ) from None
@@ -263,21 +264,21 @@ class _Writing:
             newest = next((path.name for path in self._paths.committed_checkpoints()), None)
         except OSError:
             return "The checkpoints that exist cannot be listed."
-        return "There is no whole checkpoint yet." if newest is None else f"The newest whole one is {newest}."
+        return "There is no complete checkpoint yet." if newest is None else f"The newest complete one is {newest}."
 
 
-def give_up(paths: RunPaths, fence: Fence, keep: int | None) -> None:
+def delete_old(paths: RunPaths, fence: Fence, keep: int | None) -> None:
     """Delete all but the newest ``keep`` checkpoints. Only rank 0 calls it; failures are ignored."""
     for old in paths.committed_checkpoints()[keep:] if keep else ():
         step = int(old.name.removeprefix("step_"))
         with suppress(OSError):  # renamed first, so that a partly deleted one never has a checkpoint's name
             old.rename(paths.discarded_checkpoint(step, fence.own))
-    clear(paths, fence)
+    delete_partial(paths, fence)
 
 
-def clear(paths: RunPaths, fence: Fence) -> None:
-    """Delete partial and discarded checkpoints of this attempt and older ones. On NFS a file that a process has open
-    remains, and is deleted by a later call."""
+def delete_partial(paths: RunPaths, fence: Fence) -> None:
+    """Delete partial and discarded checkpoints of this attempt and older ones. Only rank 0 calls it. On NFS a file that
+    a process has open remains, and is deleted by a later call."""
     for incarnation, partial in paths.partial_checkpoints():
         if Incarnation.parse(incarnation) <= fence.own:
             shutil.rmtree(partial, ignore_errors=True)

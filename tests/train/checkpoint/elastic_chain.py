@@ -101,7 +101,7 @@ def main() -> None:
         whole = job(place / "whole", "strategy=ddp", "batch.micro_size=2")
         chains = [strategies(worlds, turn) for turn in (0, 1, 2)]
         for text in go(chains, place, {0: lambda: [whole]}):
-            print("\n".join(line for line in text.splitlines() if "Going on" in line))
+            print("\n".join(line for line in text.splitlines() if "Resuming from" in line))
         for chain in chains:
             words = " -> ".join(f"{ranks} {kind[0].partition('=')[2]}" for ranks, kind in chain.pieces)
             same = "as" if seen(place / chain.name) == seen(place / "whole") else "NOT as"

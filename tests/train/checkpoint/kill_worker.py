@@ -29,10 +29,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from launcher.plan.run_plan import RunPlan
 from launcher.rundir.fencing import Fence
 from launcher.rundir.paths import RunPaths
-from launcher.train.checkpoint import file_format, resume
+from launcher.train.checkpoint import file_format, load, save
 from launcher.train.checkpoint.async_save import Saver
 from launcher.train.checkpoint.file_format import Planner, Reader
-from launcher.train.checkpoint.run_totals import Account
+from launcher.train.checkpoint.run_totals import RunTotals
 from launcher.train.engine.engine import Engine
 from tests.helpers import make_plan
 
@@ -49,11 +49,11 @@ def save_for_ever(plan: RunPlan, rank: int, meeting: Path, told: int) -> None:
     engine = Engine(model, torch.optim.AdamW(model.parameters(), 0.01), plan)
     fence = Fence.here(plan.paths)
     if rank == 0:
-        resume.begin(plan.paths, fence)
-    resumed = resume.go_on(engine, plan.paths, fence)
+        save.delete_partial(plan.paths, fence)
+    resumed = load.load_newest(engine, plan.paths, fence)
     assert resumed is None or {p.unique().item() for p in model.parameters()} == {float(engine.steps)}
-    account = Account(plan, engine)
-    saver = Saver(engine, account, fence, threading.Event())
+    totals = RunTotals(engine)
+    saver = Saver(engine, totals, fence, threading.Event())
     model(torch.ones(1, 40)).sum().backward()
     engine.optimizer.step()  # for a state to save
     if rank == 0:
@@ -64,9 +64,9 @@ def save_for_ever(plan: RunPlan, rank: int, meeting: Path, told: int) -> None:
             for tensor in (*model.parameters(), *(t for s in engine.optimizer.state.values() for t in s.values())):
                 tensor.fill_(engine.steps)
         # one in three is written at once
-        saver.save({}, again=None if engine.steps % 3 == 0 else "soon")
-        if rank == 0 and account.checkpoint is not None:
-            os.write(told, f"{int(account.checkpoint[-6:])}\n".encode())
+        saver.save({}, next_due=None if engine.steps % 3 == 0 else "soon")
+        if rank == 0 and totals.checkpoint is not None:
+            os.write(told, f"{int(totals.checkpoint[-6:])}\n".encode())
 
 
 def check(paths: RunPaths, at_least: int) -> int:

@@ -13,8 +13,7 @@ import pytest
 from launcher.errors import CheckpointFailed
 from launcher.rundir.fencing import Fence, Incarnation
 from launcher.rundir.paths import RunPaths
-from launcher.train.checkpoint import resume
-from launcher.train.checkpoint.save import Snapshot, give_up, write
+from launcher.train.checkpoint.save import Snapshot, delete_old, delete_partial, write
 from launcher.train.world import World
 from tests.helpers import torchrun
 
@@ -51,13 +50,13 @@ def test_no_run_fails_for_what_cannot_be_deleted(tmp_path: Path, monkeypatch: py
         for step in (1, 2, 3, 4):
             paths.checkpoint(step).mkdir(parents=True, exist_ok=True)
             (paths.checkpoint(step) / "file").touch()
-        give_up(paths, fence, 2)
+        delete_old(paths, fence, 2)
         assert [path.name for path in paths.committed_checkpoints()] == ["step_000004", "step_000003"]
     assert {incarnation for incarnation, _ in paths.partial_checkpoints()} == {"0.1"}
-    resume.begin(paths, fence)
+    delete_partial(paths, fence)
     assert len(paths.partial_checkpoints()) == 4
     held = False
-    give_up(paths, fence, None)
+    delete_old(paths, fence, None)
     assert {path.name for path in paths.checkpoints.iterdir()} == {"step_000003", "step_000004"}
 
 

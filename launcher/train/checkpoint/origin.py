@@ -1,0 +1,142 @@
+"""Origin of a checkpoint: the plan under which it was saved, and the checks that another plan may resume from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from launcher.errors import WrongCheckpoint
+from launcher.plan import windows
+from launcher.plan.batch import Batch, Stage
+from launcher.plan.resumable import Change, refusals
+from launcher.plan.run_plan import RunPlan
+from launcher.train.checkpoint.file_format import FORMAT
+
+Origin = dict[str, Any]
+_MAX_SHOWN = 4
+
+
+def origin_of(plan: RunPlan) -> Origin:
+    """Return, as JSON, the run of a checkpoint and the part of its plan that another plan must match to resume it.
+
+    In samples: ``global_size``, ``micro_size``, ``samples`` (of an epoch; None: a stream), and ``ramp`` (a list of
+    [windows, samples]). In micro-batches: ``accumulation``. ``steps``: optimizer steps, None for epochs over a stream.
+    ``epochs``: None if steps were given.
+    """
+    return {
+        "format": FORMAT,
+        "run_id": plan.run.id,  # also the run's id in W&B
+        "launcher_version": plan.run.version,
+        "torch_version": torch.__version__,
+        "world_size": plan.batch.world_size,
+        "strategy": plan.strategy.kind.value,
+        "shard_size": plan.strategy.shard_size,
+        "global_size": plan.batch.global_size,
+        "ramp": _ramp(plan.batch),
+        "micro_size": plan.batch.micro_size,
+        "accumulation": plan.batch.accumulation,
+        "seed": plan.train.seed,
+        "steps": plan.train.steps,
+        "epochs": plan.train.epochs,
+        "task_target": plan.task.target,
+        "task_params": plan.task.params,
+        "samples": plan.task.samples,
+        "short_window": plan.epoch.short_window_policy.value,
+        "optimizer": plan.optimizer.kind.value,
+        "precision": plan.precision.kind.value,
+        "compress": plan.strategy.compress.value,
+    }
+
+
+def _ramp(batch: Batch) -> list[list[int]]:
+    return [[stage.windows, stage.global_size] for stage in batch.ramp]
+
+
+def require_same_run(directory: Path, origin: Origin, index: int, plan: RunPlan) -> None:
+    """Check that a run with this plan may resume from the checkpoint.
+
+    Args:
+        origin: origin of the checkpoint; empty in checkpoints of early versions.
+        index: number of the next window.
+
+    Raises:
+        WrongCheckpoint: the plans differ in what affects the training result, and the user has not forced the change.
+    """
+    if not origin:
+        return
+    changes, problems = _changes(origin, plan), list[str]()
+    stages = tuple(Stage(windows=count, global_size=size) for count, size in origin["ramp"])
+    old = dataclasses.replace(plan.batch, global_size=origin["global_size"], ramp=stages)
+    if windows.past(old, index) != windows.past(plan.batch, index):
+        problems.append(
+            f"batch.global_size={plan.batch.global_size} (was {old.global_size}): the {index} windows so far had other "
+            "sizes than the plan says, so their samples cannot be counted; give the change to `launch resume`"
+        )
+    elif windows.future(old, index) != windows.future(plan.batch, index):
+        if old.global_size == plan.batch.global_size:
+            changes.append(Change("batch.ramp", _ramp(old), _ramp(plan.batch)))
+        else:
+            changes.append(Change("batch.global_size", old.global_size, plan.batch.global_size))
+    problems += refusals(changes, plan.forced)
+    if problems:
+        raise WrongCheckpoint(
+            f"{directory} was saved under another plan than this one:\n  "
+            + "\n  ".join(problems)
+            + "\n  `launch resume RUN` resumes with the run's own plan, and `launch resume RUN key=value` changes it."
+        )
+
+
+def _changes(origin: Origin, plan: RunPlan) -> list[Change]:
+    params: dict[str, Any] = json.loads(json.dumps(plan.task.params))
+    old: dict[str, Any] = origin["task_params"]
+    pairs = [
+        Change("task._target_", origin["task_target"], plan.task.target),
+        *(Change(f"task.{name}", old.get(name), params.get(name)) for name in sorted({*params, *old})),
+        Change("task: samples", origin["samples"], plan.task.samples),
+        Change("train.seed", origin["seed"], plan.train.seed),
+        Change("batch.short_window", origin["short_window"], plan.epoch.short_window_policy.value),
+        Change("optimizer.kind", origin["optimizer"], plan.optimizer.kind.value),
+    ]
+    return [change for change in pairs if change.before != change.after]
+
+
+def require_same_model(
+    directory: Path, model: Mapping[str, Any], stored: Metadata, unknown: Sequence[str] = ()
+) -> None:
+    """Check that the checkpoint is of this model.
+
+    Args:
+        model: this run's model state by name.
+        unknown: names of non-persistent buffers that are in the checkpoint and not in this model.
+
+    Raises:
+        WrongCheckpoint: the names or shapes of parameters and buffers differ.
+    """
+    prefix = "model."
+    shapes = {
+        name.removeprefix(prefix): list(entry.size) if isinstance(entry, TensorStorageMetadata) else "of no tensor"
+        for name, entry in stored.state_dict_metadata.items()
+        if name.startswith(prefix)
+    }
+    problems: list[str] = []
+    for name, value in model.items():
+        shape = list(value.shape) if isinstance(value, Tensor) else "of no tensor"
+        if name not in shapes:
+            problems.append(f"{name} is not in the checkpoint")
+        elif shapes[name] != shape:
+            problems.append(f"{name} has the shape {shape} here, and {shapes[name]} in the checkpoint")
+    problems += [f"{name} is in the checkpoint only" for name in [*shapes, *unknown] if name not in model]
+    if problems:
+        more = f"\n  and {len(problems) - _MAX_SHOWN} more" if len(problems) > _MAX_SHOWN else ""
+        raise WrongCheckpoint(
+            f"{directory} is of another model:\n  "
+            + "\n  ".join(problems[:_MAX_SHOWN])
+            + f"{more}\n  Resume with the model that the run had, or start a new run: launch train."
+        )
