@@ -14,6 +14,7 @@ import os
 import random
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,30 @@ class Loss:
 
     total: Tensor
     items: int | Tensor
+
+
+def as_loss(value: Loss | Tensor, samples: int, target: str) -> Loss:
+    """Convert the result of a task's loss to a ``Loss``. A scalar tensor is taken as a mean over samples, with a
+    warning.
+
+    Raises:
+        TaskError: it is neither.
+    """
+    from torch import Tensor
+
+    if isinstance(value, Loss):
+        return value
+    if isinstance(value, Tensor) and value.numel() == 1:
+        warnings.warn(
+            f"{target}.loss returned a bare tensor: taken for the mean over the micro-batch's samples. Where the items "
+            "are tokens, return launcher.Loss(total=sum over tokens, items=number of tokens) for the exact average.",
+            stacklevel=1,
+        )
+        return Loss(total=value.reshape(()) * samples, items=samples)
+    raise TaskError(
+        f"task._target_={target}: loss() returned a {type(value).__name__}.\n"
+        "  Return launcher.Loss(total=sum over items, items=how many), or a scalar tensor: the mean over samples."
+    )
 
 
 class Task(Protocol):

@@ -13,19 +13,81 @@ from torch import nn
 from torch.utils.data import Dataset, default_collate
 
 from launcher.errors import DataError, LauncherError
+from launcher.heartbeat import PULSE, Phase, Role
 from launcher.plan.run_plan import RunPlan
-from launcher.task import is_mapped, seed_everything, seed_for
+from launcher.task import Task, as_loss, is_mapped, seed_everything, seed_for
 from launcher.train.data.loader import Collate, MicroBatch, prefetch
 from launcher.train.data.randomness import SampleRandom
 from launcher.train.data.window_feed import Shard, blocks_in_turn
 from launcher.train.engine.engine import Engine
-from launcher.train.engine.preserved_state import Kept
+from launcher.train.engine.preserved_state import Kept, KeptAttributes
+from launcher.train.engine.window_totals import require_sum
 from launcher.train.world import World
 
 
+class Evaluation:
+    """Evaluation of a run's held-out data. All ranks call its methods together, between two windows.
+
+    Args:
+        held_out: the data; None: there is none.
+    """
+
+    def __init__(self, engine: Engine, task: Task, held_out: Any) -> None:
+        self.held_out = held_out
+        self._engine, self._task = engine, task
+
+    def try_first(self) -> None:
+        """Evaluate the first micro-batch of each rank, so that an error in the evaluation shows before training."""
+        if self.held_out is None or isinstance(self.held_out, Iterator):  # an iterator would lose the samples
+            return
+        kept = KeptAttributes(self._engine.parallel.module, self._task)
+        self._totals(max_batches=1)
+        if changed := kept.put_back():
+            print(f"The evaluation that was tried before the first step has changed {changed}.", flush=True)
+
+    def loss(self) -> float:
+        """Return the held-out loss, the mean over items.
+
+        Raises:
+            DataError: there is no item.
+        """
+        loss_sum, items = self._totals()
+        if not items > 0:
+            raise DataError(
+                "eval_data() has no item: there is nothing to evaluate on.\n  Return None to have no evaluation."
+            )
+        return loss_sum / items
+
+    def _totals(self, max_batches: int | None = None) -> tuple[float, float]:
+        """Return (loss_sum, num_items) over the held-out data of all ranks. ``max_batches``: limit of micro-batches per
+        rank; None: all."""
+        engine, collate = self._engine, getattr(self._task, "collate", None)
+        PULSE.beat(Phase.evaluating)
+        totals = torch.zeros(2, dtype=torch.float64, device=engine.device)
+        with _eval_mode(engine) as module:
+            batches = eval_batches(self.held_out, engine.plan, engine.world, engine.device, collate, max_batches)
+            for number in itertools.count(1):
+                with _note_micro_batch(number, engine.world.rank):
+                    with PULSE.doing(Role.io):
+                        batch = next(batches, None)
+                    if batch is None:
+                        break
+                    PULSE.beat(Phase.evaluating, number)
+                    with engine.precision.autocast():
+                        loss = as_loss(self._task.loss(module, batch.data), batch.samples, engine.plan.task.target)
+                    require_sum(loss.total, loss.items)
+                if batch.samples:
+                    totals[0] += loss.total.double()
+                    totals[1] += loss.items
+        if engine.world.size > 1:
+            dist.all_reduce(totals)
+        loss_sum, items = totals.tolist()
+        return loss_sum, items
+
+
 @contextmanager
-def evaluation(engine: Engine) -> Iterator[nn.Module]:
-    """Yield the model in eval mode with rank 0's buffers, between two windows.
+def _eval_mode(engine: Engine) -> Iterator[nn.Module]:
+    """Yield the model in eval mode with rank 0's buffers.
 
     Random state, buffers and each module's mode are restored at the end.
     """
@@ -45,7 +107,7 @@ def evaluation(engine: Engine) -> Iterator[nn.Module]:
 
 
 @contextmanager
-def named_as_held_out(number: int, rank: int) -> Iterator[None]:
+def _note_micro_batch(number: int, rank: int) -> Iterator[None]:
     """Add to an error of the body that it occurred in micro-batch ``number`` of the evaluation."""
     try:
         yield
@@ -64,7 +126,7 @@ def eval_batches(
     world: World,
     device: torch.device,
     collate: Collate | None = None,
-    most: int | None = None,
+    max_batches: int | None = None,
 ) -> Iterator[MicroBatch]:
     """Return this rank's share of ``dataset`` in micro-batches; each sample is in the share of exactly one rank.
 
@@ -72,17 +134,17 @@ def eval_batches(
     Ranks without samples get stand-ins, which count 0 samples.
 
     Args:
-        most: maximum number of micro-batches; None: all.
+        max_batches: maximum number of micro-batches; None: all.
     """
     collate = collate or default_collate
     size = plan.batch.micro_size
     if not is_mapped(dataset):
         blocks = blocks_in_turn(size, world.size, world.rank)
         shard = Shard(dataset, blocks, collate, plan.train.seed, epoch=0)
-        return itertools.islice(_in_step(prefetch(shard, plan, device, plan.train.seed), world), most)
+        return itertools.islice(_in_step(prefetch(shard, plan, device, plan.train.seed), world), max_batches)
     mine = range(world.rank, len(dataset), world.size)
     rounds = -(-len(dataset) // (size * world.size))
-    shares = [mine[at * size : (at + 1) * size] for at in range(rounds)][:most]
+    shares = [mine[at * size : (at + 1) * size] for at in range(rounds)][:max_batches]
     return prefetch(_InOrder(dataset, collate, plan.train.seed), plan, device, plan.train.seed, order=shares)
 
 

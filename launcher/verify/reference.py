@@ -15,13 +15,12 @@ from torch.utils.data import default_collate
 from launcher.config.schema import Norm
 from launcher.errors import RunError
 from launcher.plan.run_plan import RunPlan
-from launcher.task import Loss, build_model, load_task, seed_everything, train_data
+from launcher.task import Loss, as_loss, build_model, load_task, seed_everything, train_data
 from launcher.train.data.loader import to_device
 from launcher.train.engine.preserved_state import Kept
 from launcher.train.inspection.memory_forecast import free_host_bytes
 from launcher.train.parallel.batchnorm import freeze
 from launcher.train.precision import Precision
-from launcher.train.trainer import as_loss
 from launcher.verify.accumulated import Beginning
 from launcher.verify.comparison import Gradient
 

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
         ("unused", 1, ["does not depend on 1 of the model's parameters: forgotten", "find_unused_parameters=true"]),
         ("bypass", 1, ["strategy.sync=boundary means", "0 bytes were seen in 0 collectives"]),
         ("bad gradient", 1, ["The gradient of step 1 has norm nan", "2.bias"]),
-        ("nothing held out", 1, ["eval_data() holds no item"]),
+        ("nothing held out", 1, ["eval_data() has no item"]),
         ("held-out sample", 1, ["collate", "While micro-batch 1 of eval_data() was evaluated on rank 0."]),
         ("held-out loss", 1, ["ValueError: this loss is for training only", "micro-batch 1 of eval_data()"]),
         ("leave", 1, ["the workers left before the run was over", "sys.exit"]),

@@ -38,12 +38,12 @@ from launcher.errors import LauncherError
 from launcher.plan.run_plan import Forecast, RunPlan
 from launcher.plan.sync_policy import POLICIES, Collective, passes
 from launcher.process import die_with_parent
-from launcher.task import Task, build_model, first_batch, load_task, train_data
+from launcher.task import Task, as_loss, build_model, first_batch, load_task, train_data
 from launcher.train.engine.build import build
 from launcher.train.parallel.base import Parallel
 from launcher.train.parallel.fsdp import mesh_of
 from launcher.train.precision import Precision
-from launcher.train.trainer import as_loss, build_optimizer
+from launcher.train.trainer import build_optimizer
 
 WINDOWS = 2  # the optimizer's state exists from the second window on
 # fraction of the free host memory that a model may take whose construction needs real values

@@ -21,11 +21,11 @@ from launcher.plan.launch_plan import RunInfo
 from launcher.plan.run_plan import RunPlan, TaskPlan
 from launcher.plan.solve import solve
 from launcher.plan.sync_policy import POLICIES, SHARDED, Collective
-from launcher.task import load_task
+from launcher.task import as_loss, load_task
 from launcher.train.engine.engine import Engine
 from launcher.train.inspection.memory_forecast import forecasts
 from launcher.train.inspection.task_probe import probe
-from launcher.train.trainer import as_loss, build_optimizer
+from launcher.train.trainer import build_optimizer
 
 RUN = RunInfo(name="run", id="abcd1234", dir="/nowhere/run", created="2024-01-01T00:00:00+00:00", version="0")
 

@@ -17,9 +17,9 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from launcher.config.schema import Sync
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.sync_policy import POLICIES
-from launcher.task import load_task
+from launcher.task import as_loss, load_task
 from launcher.train.engine.engine import Engine
-from launcher.train.trainer import as_loss, build_optimizer
+from launcher.train.trainer import build_optimizer
 
 WINDOWS = 3
 

@@ -17,7 +17,7 @@ from launcher import Loss
 from launcher.config.schema import PrecisionKind
 from launcher.tasks.bytes_gpt import BytesGPT
 from launcher.tasks.digits import Digits
-from launcher.train import trainer
+from launcher.train import metrics, trainer
 from launcher.train.inspection.task_probe import probe
 from launcher.train.measure.flops import flops_per_sample, peak_flops
 from tests.helpers import make_plan
@@ -169,17 +169,16 @@ def test_what_is_recorded(task: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = make_plan("precision=bf16")
     plan = dataclasses.replace(plan, task=dataclasses.replace(plan.task, flops_per_sample=1e12))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A10G")
-    monkeypatch.setattr(trainer, "peak_memory_bytes", lambda _: 0)
-    monkeypatch.setattr(trainer, "step_metrics", lambda *_: {"throughput/samples_per_s": 10.0})
+    monkeypatch.setattr(metrics, "peak_memory_bytes", lambda _: 0)
+    monkeypatch.setattr(metrics, "step_metrics", lambda *_: {"throughput/samples_per_s": 10.0})
 
     def recorded(device: str) -> dict[str, float]:
         parts: Any = SimpleNamespace(
             device=torch.device(device), world=SimpleNamespace(size=2), plan=plan, samples=0, items=0, empty_windows=0,
-            precision=SimpleNamespace(scales=False), total_s=1.0, settles=False, last=False, since=0,
+            precision=SimpleNamespace(scales=False), total_s=1.0, calibration_due=False, last=False, since=0,
         )  # fmt: skip
-        fields: dict[str, Any] = dict.fromkeys(field.name for field in dataclasses.fields(trainer._Run))
-        run = trainer._Run(**fields | {"plan": plan, "task": task, "engine": parts, "account": parts})
-        return run.metrics(parts)
+        loop = trainer.TrainingLoop(plan, task, parts, parts, parts, parts, parts)
+        return loop.step_metrics(parts)
 
     assert recorded("cuda")["throughput/mfu"] == pytest.approx(10e12 / 140e12)
     on_cpu = recorded("cpu")
