@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-import os
 import secrets
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
@@ -16,18 +12,15 @@ from pathlib import Path
 
 from launcher.config.schema import ClusterKind, Config, WandbMode
 from launcher.doctor import host_checks, slurm_checks
-from launcher.doctor.check import Check, failure, merge
-from launcher.doctor.probe import Answer, Question, directory_facts, host_facts, question_file, read_answers
+from launcher.doctor.check import Check, merge
+from launcher.doctor.probe import Answer, Question, answer, directory_facts, host_facts, read_answers
 from launcher.errors import ConfigError
 from launcher.launch.planner import partitions, where
 from launcher.launch.slurm import client
-from launcher.plan.host import OWN_MEMORY, WANDB_ENV, Partition, Site, allowed_env
+from launcher.plan.host import OWN_MEMORY, Partition, Site
 from launcher.plan.launch_plan import FORMAT, LaunchPlan, RunInfo
 from launcher.plan.placement import solve_cluster, solve_env
 from launcher.plan.validation import check
-from launcher.rundir.files import write_json
-
-_LOCAL_WITHIN_S = 240
 
 
 def examine(config: Config, say: Callable[[str], None]) -> list[Check]:
@@ -93,10 +86,13 @@ def _check_hosts(config: Config, site: Site, say: Callable[[str], None]) -> list
             device=cluster.device.value, interface=cluster.interface, env=plan.env,
             online=config.wandb.mode is WandbMode.online,
         )  # fmt: skip
-        write_json(question_file(folder), dataclasses.asdict(question))
-        job = slurm_checks.run_probes(plan, say) if slurm else None
-        answers = _probe_here(plan) if job is None else job.answers
-        of_job = [] if job is None else slurm_checks.judge_job(job, cluster.nodes, folder)
+        of_job: list[Check] = []
+        if slurm:
+            job = slurm_checks.run_probes(plan, question, say)
+            of_job, answers = slurm_checks.judge_job(job, cluster.nodes, folder), job.answers
+        else:
+            answer(question, folder, 0, login["host"])
+            answers = read_answers(folder, 1)
         checks = judge(config, plan, login, answers, unwritten)
     # drop the checks of the directory that was used instead
     return [*of_job, *unusable, *(one for one in checks if not unusable or one.name != unusable[0].name)]
@@ -112,24 +108,6 @@ def _plan(config: Config, site: Site, folder: Path) -> LaunchPlan:
     run = RunInfo(name=slurm_checks.NAME, id=secrets.token_hex(4), dir=str(folder), created="", version=version)
     env = solve_env(cluster, solved, site)
     return LaunchPlan(format=FORMAT, run=run, cluster=solved, env=env, command=())
-
-
-def _probe_here(plan: LaunchPlan) -> dict[int, Answer]:
-    folder = plan.paths.root
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "launcher.doctor.probe", str(folder), str(os.getpid())],
-        env=allowed_env(os.environ, (*plan.env.allow, *WANDB_ENV)),
-        cwd=plan.cluster.cwd,
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,  # only this process handles a Ctrl-C; it kills the probe, without a traceback
-    )
-    try:
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(_LOCAL_WITHIN_S)
-    finally:  # the kernel kills its workers with it (die_with_parent)
-        process.kill()
-        process.wait()
-    return read_answers(folder, 1)
 
 
 @contextmanager
@@ -178,9 +156,6 @@ def judge(config: Config, plan: LaunchPlan, login: Answer, answers: dict[int, An
         unwritten: why ``login`` could not write to the working directory; empty if it could.
     """
     cluster, shared = plan.cluster, plan.cluster.kind is ClusterKind.slurm
-    if not answers and not shared:  # with Slurm, the checks of the job give the reason
-        remedy = "Its output is above this; try `python -c 'import launcher.doctor.probe'`."
-        return [failure("probe", "the probe of this machine gave no answer", remedy)]
     run_dir = plan.paths.root.parent
     with_facts = {node: answer for node, answer in answers.items() if "facts" in answer}
     each = list(with_facts.values())

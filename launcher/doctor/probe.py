@@ -1,9 +1,7 @@
 """Probe: collects the facts of one host, alone and together with the others, for the doctor to judge.
 
-    python -m launcher.doctor.probe FOLDER PARENT_PID
-
-Under Slurm each task of the job calls ``run_slurm_task``. Hosts publish their facts as files in ``FOLDER``, which is in
-the directory of the runs: a run needs the same shared directory, so the exchange is itself a test.
+Under Slurm each task of the doctor's job runs it. Hosts publish their facts as files in the directory of the runs: a
+run needs the same shared directory, so the exchange is itself a test.
 
 The probe uses nothing that has to work before a job can start, neither torch nor a rendezvous: it must report what of
 these does not work.
@@ -44,8 +42,8 @@ from launcher.launch.slurm.client import Task
 from launcher.launch.slurm.node import way_to, way_to_others
 from launcher.plan.host import allowed_env, file_system, visible_gpus
 from launcher.plan.launch_plan import EnvPlan
-from launcher.process import die_with_parent, wait_until
-from launcher.rundir.files import build, read_json, write_json
+from launcher.process import wait_until
+from launcher.rundir.files import read_json, write_json
 
 PACKAGES = ("launcher", "torch", "hydra-core", "wandb", "submitit", "rich", "numpy")
 SHM = Path("/dev/shm")
@@ -119,10 +117,6 @@ def _gpu_use() -> list[list[int]] | None:
 
 # facts of one host by subject, as values that JSON can hold
 Answer = dict[str, Any]
-
-
-def question_file(folder: Path) -> Path:
-    return folder / "question.json"
 
 
 class Exchange:
@@ -260,15 +254,14 @@ class Question:
     online: bool
 
 
-def run_slurm_task(folder: str) -> None:
+def run_slurm_task(question: Question, folder: str) -> None:
     """Run the probe as a task of a Slurm job."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # submitit ignores it; the probe has nothing to save
-    answer(Path(folder), Task.here().node, os.environ["SLURMD_NODENAME"])
+    answer(question, Path(folder), Task.here().node, os.environ["SLURMD_NODENAME"])
 
 
-def answer(folder: Path, node: int, host: str) -> None:
-    """Collect and publish the facts of this host. ``host``: its name in the report."""
-    question: Question = build(Question, read_json(question_file(folder)) or {})
+def answer(question: Question, folder: Path, node: int, host: str) -> None:
+    """Collect the facts of this host, and publish them in ``folder``. ``host``: its name in the report."""
     exchange = Exchange(folder, node, question.nodes)
     try:
         exchange.publish(host=host)
@@ -381,8 +374,3 @@ def _request(server: str) -> str:
     except (OSError, ValueError) as error:
         return f"{server} does not answer: {getattr(error, 'reason', error)}"
     return ""
-
-
-if __name__ == "__main__":
-    die_with_parent(int(sys.argv[2]))
-    answer(Path(sys.argv[1]), 0, socket.gethostname())

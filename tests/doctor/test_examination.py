@@ -1,4 +1,4 @@
-"""`launch doctor` as a person types it, on this machine."""
+"""`launch doctor` on this machine, as a command."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.helpers import launch_command, patience
 pytestmark = pytest.mark.slow
 
 
-def ask(launch: Launch, tmp_path: Path, *arguments: str, status: int, **env: str) -> dict[str, dict[str, Any]]:
-    """The checks by name. Nothing may be left behind."""
+def run_doctor(launch: Launch, tmp_path: Path, *arguments: str, status: int, **env: str) -> dict[str, dict[str, Any]]:
+    """Run the doctor, and return its checks by name. It must leave nothing behind."""
     before = sorted(tmp_path.rglob("*"))
     done = launch("doctor", "--json", *arguments, env=env)
     assert done.returncode == status, done.stdout + done.stderr
@@ -30,14 +30,14 @@ def ask(launch: Launch, tmp_path: Path, *arguments: str, status: int, **env: str
     return {check["name"]: check for check in checks}
 
 
-def test_this_machine_is_fit(launch: Launch, tmp_path: Path) -> None:
-    checks = ask(launch, tmp_path, "cluster.device=cpu", "cluster.workers_per_node=2", status=0)
+def test_this_machine_passes(launch: Launch, tmp_path: Path) -> None:
+    checks = run_doctor(launch, tmp_path, "cluster.device=cpu", "cluster.workers_per_node=2", status=0)
     assert {"python", "packages", "gpu", "shared memory", "open files", "run directory", "W&B"} <= checks.keys()
     assert "Gbit/s of 2 workers (gloo" in checks["all-reduce"]["found"]
     assert "failure" not in {check["state"] for check in checks.values()}
 
 
-def test_a_person_sees_a_table(launch: Launch) -> None:
+def test_the_output_is_a_table_by_default(launch: Launch) -> None:
     done = launch("doctor", "cluster.device=cpu", "cluster.workers_per_node=1")
     assert done.returncode == 0, done.stderr
     assert "one worker: nothing to sum" in done.stdout
@@ -46,7 +46,7 @@ def test_a_person_sees_a_table(launch: Launch) -> None:
 
 def test_a_run_directory_that_is_a_file(launch: Launch, tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("")
-    checks = ask(launch, tmp_path, "cluster.workers_per_node=1", "cluster.device=cpu", status=1)
+    checks = run_doctor(launch, tmp_path, "cluster.workers_per_node=1", "cluster.device=cpu", status=1)
     assert checks["run directory"]["state"] == "failure"
     assert f"{tmp_path}/runs cannot be used: File exists" in checks["run directory"]["found"]
     assert "Choose a run.dir" in checks["run directory"]["remedy"]
@@ -56,17 +56,17 @@ def test_a_run_directory_that_is_a_file(launch: Launch, tmp_path: Path) -> None:
 def test_wandb_online(launch: Launch, tmp_path: Path) -> None:
     few = ("cluster.workers_per_node=1", "cluster.device=cpu", "wandb.mode=online")
     here = {"HOME": str(tmp_path), "WANDB_BASE_URL": "http://127.0.0.1:9"}
-    checks = ask(launch, tmp_path, *few, status=1, **here)
+    checks = run_doctor(launch, tmp_path, *few, status=1, **here)
     assert "there is no key for 127.0.0.1" in checks["W&B"]["found"]
     assert "wandb login" in checks["W&B"]["remedy"]
-    checks = ask(launch, tmp_path, *few, status=0, WANDB_API_KEY="0" * 40, **here)
+    checks = run_doctor(launch, tmp_path, *few, status=0, WANDB_API_KEY="0" * 40, **here)
     assert checks["W&B"]["state"] == "warning"
     assert "http://127.0.0.1:9 does not answer" in checks["W&B"]["found"]
     assert "0" * 40 not in json.dumps(checks)
 
 
-def test_an_interface_that_is_not_there(launch: Launch, tmp_path: Path) -> None:
-    checks = ask(launch, tmp_path, "cluster.device=cpu", status=1, GLOO_SOCKET_IFNAME="nosuch0")
+def test_an_interface_that_does_not_exist(launch: Launch, tmp_path: Path) -> None:
+    checks = run_doctor(launch, tmp_path, "cluster.device=cpu", status=1, GLOO_SOCKET_IFNAME="nosuch0")
     assert "GLOO_SOCKET_IFNAME=nosuch0" in checks["interface"]["found"]
     assert checks["all-reduce"]["state"] == "failure"
 
@@ -74,10 +74,10 @@ def test_an_interface_that_is_not_there(launch: Launch, tmp_path: Path) -> None:
 @pytest.mark.skipif(
     not Path("/dev/shm").is_dir() or file_system(Path("/dev/shm"))[1] != "tmpfs", reason="needs a tmpfs at /dev/shm"
 )
-def test_runs_in_memory_are_called_out(launch: Launch, tmp_path: Path) -> None:
+def test_runs_in_memory_cause_a_warning(launch: Launch, tmp_path: Path) -> None:
     place = f"/dev/shm/launch-doctor-test-{os.getpid()}"
     few = ("cluster.workers_per_node=1", "cluster.device=cpu", f"run.dir={place}")
-    checks = ask(launch, tmp_path, *few, status=0)
+    checks = run_doctor(launch, tmp_path, *few, status=0)
     assert "tmpfs on /dev/shm" in checks["run directory"]["found"]
     assert not Path(place).exists()
 

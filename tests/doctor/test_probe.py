@@ -1,4 +1,4 @@
-"""Two hosts that call each other: here both are this one."""
+"""Probes of two hosts, both simulated on this one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from launcher.doctor.probe import Exchange
 from tests.helpers import patience
 
 
-def test_a_clock_is_compared_over_the_way_there_and_back() -> None:
+def test_a_clock_is_compared_by_round_trips() -> None:
     with probe.clock_server("127.0.0.1") as port:
         (found,) = probe.reach_all({3: ("127.0.0.1", port)})
     assert found["node"] == 3
@@ -25,17 +25,17 @@ def test_a_clock_is_compared_over_the_way_there_and_back() -> None:
     assert abs(found["offset_s"]) < found["rtt_s"]
 
 
-def test_a_clock_that_is_ahead_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_that_is_ahead_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     true_time = time.time
     with probe.clock_server("127.0.0.1") as port:
         asked = iter(range(10**6))
-        # here and there are asked in turn, here first
+        # the two hosts read the time in turn, this one first
         monkeypatch.setattr(probe.time, "time", lambda: true_time() + (5.0 if next(asked) % 2 else 0.0))
         found = probe.reach("127.0.0.1", port)
     assert found["offset_s"] == pytest.approx(5.0, abs=0.1)
 
 
-def test_a_port_that_nobody_has_is_said() -> None:
+def test_a_closed_port_is_reported() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     assert probe.reach("127.0.0.1", port)["problem"] == "Connection refused"

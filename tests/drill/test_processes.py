@@ -1,4 +1,4 @@
-"""Which processes are a run's: a drill kills those, all of them, and nobody who only looks at its files."""
+"""The processes of a run: a drill kills all of them, and no process that only reads the run's files."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def started(*words: str, **environment: str) -> Iterator[subprocess.Popen[bytes]
         process.wait()
 
 
-def test_a_kill_reaches_the_run_and_nobody_who_reads_its_log(tmp_path: Path) -> None:
+def test_a_kill_reaches_all_processes_of_the_run_and_no_reader_of_its_log(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("step 1\n")
     (tmp_path / "agent").write_text(AGENT)
     with (
         started("tail", "-f", str(tmp_path / "log")) as tail,
         started("sleep", "1000", TORCHELASTIC_RUN_ID="yours", RANK="0") as foreign,
-        # of a worker whose agent is gone, and whose agent's id another process has got by now
+        # a worker whose agent is gone, and the agent's id now belongs to another process
         started("sleep", "1000", TORCHELASTIC_RUN_ID="mine", RANK="2", **{AGENT_PID: str(foreign.pid)}) as orphan,
     ):
         assert [each.pid for each in processes_of("mine")] == [orphan.pid]
@@ -50,18 +50,20 @@ def test_a_kill_reaches_the_run_and_nobody_who_reads_its_log(tmp_path: Path) -> 
             assert workers_of("mine").keys() == {0, 1}
             assert kill_rank("mine", 1)
             wait_for(lambda: len(processes_of("mine")) == 5, "rank 1 to die")
-            assert not kill_rank("mine", 1), "it is gone"
+            assert not kill_rank("mine", 1), "it has ended"
             count, left = kill_all("mine", launch.pid)
             assert (count, left) == (6, [])
             assert launch.wait(10) == -signal.SIGKILL
             assert orphan.wait(10) == -signal.SIGKILL
-            assert main("mine", "all") == 1, "there was nobody"
+            assert main("mine", "all") == 1, "nothing was left to kill"
             assert [one.poll() for one in (tail, foreign)] == [None] * 2
 
 
-def test_what_sigkill_does_not_end_is_said(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_processes_that_survive_sigkill_are_named(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     with started("sleep", "1000", TORCHELASTIC_RUN_ID="mine", RANK="0") as stuck:
-        # nothing ends a process in the kernel's hands: here no signal comes through at all
+        # nothing ends a process that is blocked in the kernel; simulated by signals that are not sent
         monkeypatch.setattr(psutil.Process, "kill", lambda _: None)
         began = time.monotonic()
         count, left = kill_all("mine", within_s=0.2)

@@ -1,4 +1,4 @@
-"""What a drill makes of what it finds: the verdict, the record, the plan that it runs, and what it refuses."""
+"""Parts of a drill without processes: the verdict, the record, the plan that it runs, and input that it refuses."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def record(path: Path, steps: list[int], **figures: float) -> Record:
     return Record.of(path)
 
 
-def test_a_record_with_a_gap_a_repetition_or_another_figure_is_seen(tmp_path: Path) -> None:
+def test_gaps_repetitions_and_other_figures_in_a_record_are_found(tmp_path: Path) -> None:
     whole = record(tmp_path / "whole", [1, 2, 3], **{"train/loss": 1.5})
     assert (whole.step, wrong_steps(whole, 3)) == (3, "")
     assert "without 3" in wrong_steps(record(tmp_path / "a", [1, 2]), 3)
@@ -73,7 +73,7 @@ def test_a_record_with_a_gap_a_repetition_or_another_figure_is_seen(tmp_path: Pa
     assert Record.of(tmp_path / "none").step == 0
 
 
-def test_what_a_run_goes_on_after_is_what_its_new_record_has_kept(tmp_path: Path) -> None:
+def test_a_run_resumes_after_the_steps_that_its_new_record_shares_with_the_old_one(tmp_path: Path) -> None:
     before = record(tmp_path / "metrics", [1, 2, 3, 4, 5])
     (tmp_path / "new").write_text("".join(f"{line}\n" for line in before.lines[:4]) + '{"step": 5, "time/step_s": 9}\n')
     (tmp_path / "new").rename(tmp_path / "metrics")
@@ -83,7 +83,7 @@ def test_what_a_run_goes_on_after_is_what_its_new_record_has_kept(tmp_path: Path
 
 
 @pytest.mark.parametrize("windows", [4, 5, 8, 9, 31, 64])
-def test_a_death_comes_between_two_checkpoints(windows: int) -> None:
+def test_the_interruption_is_between_two_checkpoints(windows: int) -> None:
     length = Length(windows)
     assert length.every < length.until < windows, "after a checkpoint, and before the end"
     assert length.until % length.every, "the step is in no checkpoint"
@@ -99,11 +99,11 @@ def test_the_schedule_is_that_of_the_whole_job_and_survives_the_plan_file() -> N
     assert again.checkpoint.every_minutes is None
     assert any("max_restarts" in words for words in changed)
     old = json.loads(plan.to_json())
-    del old["schedule"]["steps"]  # of a version that did not know it
+    del old["schedule"]["steps"]  # written by an earlier version
     assert RunPlan.from_json(json.dumps(old)) == plan
 
 
-def test_the_batch_is_told_as_everywhere_else() -> None:
+def test_the_batch_is_described_as_in_the_plan() -> None:
     plan = make_plan("batch.uneven=true", "batch.global_size=10", "batch.micro_size=3", "cluster.workers_per_node=2")
     job = job_lines(plan)
     assert job["batch"] == plan.batch.words
@@ -123,7 +123,7 @@ def test_the_batch_is_told_as_everywhere_else() -> None:
         (["--window", "8"], "--window: there is no such flag"),
     ],
 )
-def test_what_cannot_be_drilled_is_one_message_and_leaves_nothing(
+def test_a_job_that_cannot_be_drilled_is_refused_with_one_message(
     arguments: list[str],
     words: str,
     tmp_path: Path,
@@ -132,7 +132,7 @@ def test_what_cannot_be_drilled_is_one_message_and_leaves_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert run(["drill", *arguments]) == 2
-    said = capsys.readouterr().err
-    assert words in said
-    assert said.count("error:") == 1
+    message = capsys.readouterr().err
+    assert words in message
+    assert message.count("error:") == 1
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""`launch doctor cluster=slurm` on a real cluster: what the nodes say of themselves and of each other."""
+"""`launch doctor cluster=slurm` on a real cluster."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.root, needs_slurm]
 
 
 def doctor(there: Cluster, place: Path, *arguments: str, status: int) -> tuple[list[dict[str, Any]], str]:
-    """The checks, and what it said meanwhile; neither job nor directory is left."""
+    """Return the checks and the progress messages. Neither job nor directory may be left behind."""
     command = launch_command("doctor", "--json", "cluster=slurm", *arguments)
     done = there.login(*command, cwd=place, check=False)
     assert done.returncode == status, done.stdout + done.stderr
@@ -24,10 +24,10 @@ def doctor(there: Cluster, place: Path, *arguments: str, status: int) -> tuple[l
     return json.loads(done.stdout), done.stderr
 
 
-def test_the_nodes_are_looked_at(tmp_path: Path) -> None:
+def test_the_nodes_are_checked(tmp_path: Path) -> None:
     with cluster(nodes=2) as there:
-        found, said = doctor(there, tmp_path, "cluster.nodes=2", "cluster.time=01:00:00", status=0)
-        assert "is running on node" in said
+        found, progress = doctor(there, tmp_path, "cluster.nodes=2", "cluster.time=01:00:00", status=0)
+        assert "is running on node" in progress
         checks = {check["name"]: check["found"] for check in found}
         assert "read here, and the other way round" in checks["run directory"]
         assert "the same everywhere" in checks["working directory"]

@@ -1,4 +1,4 @@
-"""`launch drill` with real processes: a job that survives, and one that remembers what no checkpoint holds."""
+"""`launch drill` with real processes: a job that survives, and one with state that no checkpoint holds."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from tests.infra.runs import OWN, processes_of
 pytestmark = pytest.mark.slow
 
 
-# falling from the first step on: another learning rate than the undisturbed run's does not go unnoticed
+# a learning rate that falls from the first step on, so that a wrong one after a resume is noticed
 FALLING = (*(word for word in OWN if not word.startswith("schedule")), "schedule=cosine", "schedule.warmup_steps=0")
 
 
 class OnlyTheTree(LocalBackend):
     kinds = (Kind.tree,)
-    least_remaining_s = 0.1  # where that is too little, the drill itself takes more windows
+    least_remaining_s = 0.1  # if that is too little, the drill repeats itself with more windows
 
 
 class Failing(LocalBackend):
-    """As `launch` leaves a job that fails, without the job."""
+    """Backend that leaves the files of a failed job, without running one."""
 
     def resume(self) -> None:
         write_json(self.plan.paths.summary, {"failure": {"error": "ValueError: the eleventh utterance is cursed"}})
@@ -51,7 +51,7 @@ def test_a_job_that_survives(launch: Launch, project: Path) -> None:
     for one in found["interrupted"]:
         assert one["difference"]["tensors"] > 10
         assert one["difference"]["differing"] == 0
-        assert one["at_step"] >= 7, "it died where it was meant to"
+        assert one["at_step"] >= 7, "it died after the intended step"
         assert one["recovery_s"] > 0
         assert (one["from_step"] == one["at_step"]) if one["kind"] == "preempt" else (one["from_step"] % 3 == 0)
     assert processes_of(place) == []

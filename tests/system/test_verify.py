@@ -1,4 +1,4 @@
-"""`launch verify` as a person types it; what it finds is tests/verify/test_verify_worker.py's matter."""
+"""`launch verify` as a command; tests/verify/test_verify_worker.py tests the verdicts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def leftovers() -> set[Path]:
 
 
 @pytest.mark.slow
-def test_a_certificate_for_people_and_nothing_left(launch: Launch, project: Path) -> None:
+def test_a_printed_certificate_and_nothing_left(launch: Launch, project: Path) -> None:
     before = leftovers()
     done = launch("verify", *OWN, "strategy=fsdp", "cluster.workers_per_node=2", "precision=bf16")
     assert done.returncode == 0, done.stdout + done.stderr
