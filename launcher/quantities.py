@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 
-def in_words(number: float) -> str:
+def bytes_text(number: float) -> str:
     """Return a number of bytes as text, in B, kB, MB or GB (powers of 1000)."""
     for unit in ("B", "kB", "MB", "GB"):
         if number < 1000 or unit == "GB":

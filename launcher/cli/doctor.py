@@ -27,7 +27,7 @@ def doctor(arguments: list[str]) -> int:
         else:
             console = live.console()
             console.print(verdicts.checks_table(checks))
-            console.print(verdicts.verdict(checks), markup=False, highlight=False)
+            console.print(verdicts.checks_verdict(checks), markup=False, highlight=False)
         return exit_status(checks)
 
     return with_config("doctor", arguments, act)

@@ -103,7 +103,7 @@ def cancel(arguments: list[str]) -> int:
     for run in ended:
         print(f"{run.name}: {run.state.value}.")
     newest = f"the newest checkpoint{'' if len(ended) == 1 else 's'}"
-    print(f"`launch resume {run_list.called(target.root)}` goes on from {newest}.")
+    print(f"`launch resume {run_list.command_name(target.root)}` goes on from {newest}.")
     return EXIT_DONE
 
 

@@ -87,7 +87,8 @@ def submitted(plan: LaunchPlan, job: str, console: Console, *, wait: bool) -> in
         run = control.follow(plan.paths, live.run_display(plan, console))
     except KeyboardInterrupt:
         console.print(
-            f"No longer watching; the job goes on: launch status {run_list.called(plan.paths.root)}", markup=False
+            f"No longer watching; the job continues: launch status {run_list.command_name(plan.paths.root)}",
+            markup=False,
         )
         raise
     if run.failure is None and not console.quiet:

@@ -103,7 +103,7 @@ def _watching(console: Console) -> Callable[[Sequence[Run]], None]:
 def _show(paths: SweepPaths, jobs: Sequence[str], known: int, console: Console) -> None:
     cells = look_at_sweeps([paths])[str(paths.root)]
     console.print(shown.sweep_table(paths, cells))
-    console.print(shown.what_next(paths, jobs, known), markup=False, highlight=False)
+    console.print(shown.sweep_text(paths, jobs, known), markup=False, highlight=False)
     if console.quiet:
         for line in shown.impossible_lines(cells):
             print(line, file=sys.stderr)

@@ -26,70 +26,107 @@ COLOURS: dict[str, str] = {
 
 def runs_table(runs: Sequence[Run], sweeps: Mapping[str, Sequence[Run]]) -> Table:
     """Return one line per run, the newest last; then one per sweep, by name, with the number of cells in each state."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for column in ("run", "state", "step", "loss", "ranks", "job", "user", "begun", ""):
-        table.add_column(column, no_wrap=column != "", overflow="fold")
+    table = _table("run", "state", "step", "loss", "ranks", "job", "user", "created", "", wrapped=("",))
     for run in sorted(runs, key=lambda run: run.created):
+        ranks, created = "" if run.ranks is None else str(run.ranks), _time(run.created)
         table.add_row(
-            escape(run.name),
-            f"[{COLOURS[run.state]}]{run.state.value}[/]",
-            step_text(run),
-            "" if run.loss is None else f"{run.loss:.4f}",
-            "" if run.ranks is None else str(run.ranks),
-            run.job or run.kind,
-            escape(run.user),
-            _when(run.created),
-            escape(run.detail),
+            escape(run.name), *_progress(run), ranks, run.job or run.kind, escape(run.user), created, escape(run.detail)
         )
     for sweep, cells in sorted(sweeps.items()):
         counted = Counter(cell.state for cell in cells)
-        states = ", ".join(f"[{COLOURS[state]}]{counted[state]} {state.value}[/]" for state in State if counted[state])
-        begun = min((cell.created for cell in cells if cell.created), default="")
+        states = ", ".join(_colour(state, f"{counted[state]} {state.value}") for state in State if counted[state])
         users = ",".join(sorted({cell.user for cell in cells if cell.user}))
-        table.add_row(
-            escape(sweep),
-            "sweep",
-            "",
-            "",
-            "",
-            "",
-            escape(users),
-            _when(begun),
-            f"{count(len(cells), 'cell')}: {states}",
-        )
+        created = _time(min((cell.created for cell in cells if cell.created), default=""))
+        summary = f"{count(len(cells), 'cell')}: {states}"
+        table.add_row(escape(sweep), "sweep", "", "", "", "", escape(users), created, summary)
     return table
 
 
-def status_table(run: Run, happened: Sequence[dict[str, Any]] = ()) -> Table:
+def sweep_table(paths: SweepPaths, cells: Sequence[Run]) -> Table:
+    """Return one line per cell, in the order in which the cells were requested."""
+    table = _table("cell", "state", "step", "loss", "job", "run", "", wrapped=("cell", "run", ""))
+    table.title = escape(f"Sweep {paths.root.name}: {states_text(cells)}")
+    for cell in cells:
+        elsewhere = cell.dir and Path(cell.dir).parent != paths.root  # the run belongs to another sweep
+        run = f"{Path(cell.dir).parent.name}/{cell.name}" if elsewhere else cell.name
+        label, job = escape(cell.cell or cell.name), cell.job or cell.kind
+        table.add_row(label, *_progress(cell), job, escape(run), escape(cell.detail))
+    return table
+
+
+def _table(*columns: str, wrapped: tuple[str, ...]) -> Table:
+    table = Table(title_justify="left", box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for column in columns:
+        table.add_column(column, no_wrap=column not in wrapped, overflow="fold")
+    return table
+
+
+def _progress(run: Run) -> tuple[str, str, str]:
+    """Return state, step and loss."""
+    return _colour(run.state, run.state.value), _step(run), "" if run.loss is None else f"{run.loss:.4f}"
+
+
+def _colour(state: State, text: str) -> str:
+    return f"[{COLOURS[state]}]{text}[/]"
+
+
+def _step(run: Run) -> str:
+    if run.step is None:
+        return ""
+    return f"{run.step}/{run.steps}" if run.steps else str(run.step)
+
+
+def _time(iso: str) -> str:
+    return datetime.fromisoformat(iso).astimezone().strftime("%Y-%m-%d %H:%M") if iso else ""
+
+
+def states_text(runs: Sequence[Run]) -> str:
+    """Return ``8 cells: 6 done, 1 failed, 1 impossible``."""
+    counted = Counter(run.state for run in runs)
+    parts = [f"{counted[state]} {state.value}" for state in State if counted[state]]
+    return f"{count(len(runs), 'cell')}: {', '.join(parts)}"
+
+
+def status_table(run: Run, events: Sequence[dict[str, Any]] = ()) -> Table:
     """Return a table on one run and its events."""
     table, add = named_lines(f"Run {run.name}: {run.state.value}")
     if run.detail:
         add("why", run.detail)
     if run.job is not None:
-        add("job", f"{run.job}, submitted {run.submissions} time{'' if run.submissions == 1 else 's'} by {run.user}")
+        add("job", f"{run.job}, submitted {count(run.submissions, 'time')} by {run.user}")
     if run.nodes:
-        ranks = "" if run.ranks is None else f": {run.ranks} rank{'' if run.ranks == 1 else 's'}"
+        ranks = "" if run.ranks is None else f": {count(run.ranks, 'rank')}"
         add("nodes", f"{run.nodes}{ranks}")
     if run.step is not None:
-        add("step", step_text(run) + ("" if run.loss is None else f", loss {run.loss:.4f}"))
+        add("step", _step(run) + ("" if run.loss is None else f", loss {run.loss:.4f}"))
     if run.precision is not None:
         add("precision", run.precision)
     add("files", near(run.dir))
-    for number, event in enumerate(happened):
+    for number, event in enumerate(events):
         add("" if number else "events", _event(event))
     return table
+
+
+def _event(event: dict[str, Any]) -> str:
+    at = datetime.fromisoformat(event["at"]).astimezone()
+    fields = {name: value for name, value in event.items() if name not in ("at", "event") and value is not None}
+    if "nodes" in fields:
+        fields["nodes"] = " ".join(map(str, fields["nodes"]))
+    text = fields.get("what") or ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in fields.items())
+    return f"{at:%Y-%m-%d %H:%M:%S}  {event['event']}{f': {text}' if text else ''}"
 
 
 def failure_of(run: Run) -> str:
     """Return the first failing rank's traceback, from any node: its log is in the run's directory."""
     assert run.failure is not None
-    where = "" if "host" not in run.failure else f" (on {run.failure['host']})"
-    return failure_text({"failure": run.failure}, run.failure.get("node", 0)) + where
+    host = "" if "host" not in run.failure else f" (on {run.failure['host']})"
+    return failure_text({"failure": run.failure}, run.failure.get("node", 0)) + host
 
 
 def submitted_text(plan: LaunchPlan, job: str) -> str:
+    """Return what was submitted, and the commands to use next."""
     assert plan.cluster.slurm is not None
-    name, options = called(plan.paths.root), plan.cluster.slurm.options
+    name, options = command_name(plan.paths.root), plan.cluster.slurm.options
     queue = f", partition {options['partition']}" if "partition" in options else ""
     nodes = f"{plan.cluster.range.words} node{'' if plan.cluster.nodes == 1 else 's'}"
     return (
@@ -98,79 +135,29 @@ def submitted_text(plan: LaunchPlan, job: str) -> str:
     )
 
 
-def called(place: Path) -> str:
-    """Return the name of a run's or sweep's directory ``place`` as commands accept it from here."""
-    return place.name if place.parent == Path.cwd() / "runs" else near(place)
+def sweep_text(paths: SweepPaths, submitted: Sequence[str], reused: int) -> str:
+    """Return what was started, and the commands to use next.
 
-
-def step_text(run: Run) -> str:
-    if run.step is None:
-        return ""
-    return f"{run.step}/{run.steps}" if run.steps else str(run.step)
-
-
-def _when(iso: str) -> str:
-    return datetime.fromisoformat(iso).astimezone().strftime("%Y-%m-%d %H:%M") if iso else ""
-
-
-def _event(event: dict[str, Any]) -> str:
-    at = datetime.fromisoformat(event["at"]).astimezone()
-    known = {name: value for name, value in event.items() if name not in ("at", "event") and value is not None}
-    known = {name: " ".join(map(str, value)) if name == "nodes" else value for name, value in known.items()}
-    rest = known.get("what") or ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in known.items())
-    return f"{at:%Y-%m-%d %H:%M:%S}  {event['event']}{f': {rest}' if rest else ''}"
-
-
-def sweep_table(paths: SweepPaths, cells: Sequence[Run]) -> Table:
-    """Return one line per cell, in the order in which the cells were requested."""
-    table = Table(
-        title=escape(f"Sweep {paths.root.name}: {states_text(cells)}"),
-        title_justify="left", box=None, padding=(0, 2, 0, 0), header_style="bold",
-    )  # fmt: skip
-    for column in ("cell", "state", "step", "loss", "job", "run", ""):
-        table.add_column(column, no_wrap=column not in ("cell", "run", ""), overflow="fold")
-    for cell in cells:
-        table.add_row(
-            escape(cell.cell or cell.name),
-            f"[{COLOURS[cell.state]}]{cell.state.value}[/]",
-            step_text(cell),
-            "" if cell.loss is None else f"{cell.loss:.4f}",
-            cell.job or cell.kind,
-            escape(_named_from(paths, cell)),
-            escape(cell.detail),
-        )
-    return table
-
-
-def states_text(runs: Sequence[Run]) -> str:
-    """Return ``8 cells: 6 done, 1 failed, 1 impossible``."""
-    counted = Counter(run.state for run in runs)
-    parts = [f"{counted[state]} {state.value}" for state in State if counted[state]]
-    return f"{len(runs)} cell{'' if len(runs) == 1 else 's'}: {', '.join(parts)}"
-
-
-def what_next(paths: SweepPaths, submitted: Sequence[str], known: int) -> str:
-    """Return what was started, and the commands to use next."""
-    name = called(paths.root)
+    Args:
+        submitted: Slurm jobs of the cells.
+        reused: number of cells that were not started, because equal ones are done or in progress.
+    """
+    name = command_name(paths.root)
     arrays = dict.fromkeys(job.partition("_")[0] for job in submitted)
     lines: list[str] = []
     if arrays:
         jobs = f"job{'' if len(arrays) == 1 else 's'} {', '.join(arrays)}"
-        lines.append(f"Submitted {len(submitted)} cell{'' if len(submitted) == 1 else 's'} as Slurm {jobs}.")
-    if known:
-        lines.append(f"{known} of this content had been done, or are under way, and did not begin again.")
+        lines.append(f"Submitted {count(len(submitted), 'cell')} as Slurm {jobs}.")
+    if reused:
+        lines.append(f"{count(reused, 'cell')} not started: the same content is done or in progress.")
     lines += [f"  launch runs {name}", f"  launch report {name}"]
-    if arrays:
-        lines.append(f"  launch cancel {name}")
-    return "\n".join(lines)
+    return "\n".join([*lines, f"  launch cancel {name}"] if arrays else lines)
 
 
 def impossible_lines(cells: Sequence[Run]) -> list[str]:
     return [f"launch: {cell.cell}: {cell.detail}" for cell in cells if cell.state is State.impossible]
 
 
-def _named_from(paths: SweepPaths, cell: Run) -> str:
-    """Return the run's name, preceded by its sweep's if that is another one."""
-    if not cell.dir or Path(cell.dir).parent == paths.root:
-        return cell.name
-    return f"{Path(cell.dir).parent.name}/{cell.name}"
+def command_name(directory: Path) -> str:
+    """Return the name by which commands accept a run's or sweep's directory from the working directory."""
+    return directory.name if directory.parent == Path.cwd() / "runs" else near(directory)

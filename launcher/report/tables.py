@@ -21,7 +21,7 @@ from launcher.config.schema import (
     WandbMode,
 )
 from launcher.plan.run_plan import Forecast, OptimizerPlan, PrecisionPlan, RunPlan, StrategyPlan
-from launcher.quantities import count, exposed_text, in_words, speedup_text
+from launcher.quantities import bytes_text, count, exposed_text, speedup_text
 from launcher.rundir.files import last_lines, read_json
 
 # factor between global batch and noise scale from which they count as far apart: a step makes less than a fifth of the
@@ -42,15 +42,12 @@ def plan_table(plan: RunPlan) -> Table:
     table, add = named_lines(f"Plan: {plan.run.name}")
     batch, epoch, cluster, strategy = plan.batch, plan.epoch, plan.cluster, plan.strategy
     hosts = f"{cluster.range.words} host{'' if cluster.nodes == 1 else 's'}"
-    add(
-        "workers",
-        f"{hosts} × {count(cluster.workers_per_node, 'worker')}, {cluster.device.value}",
-    )
+    add("workers", f"{hosts} × {count(cluster.workers_per_node, 'worker')}, {cluster.device.value}")
     for world in plan.worlds():
         where = "" if cluster.range.fixed else f"on {count(world.cluster.nodes, 'host')}: "
         add("global batch" if world.batch is batch else "", f"{where}{world.batch.words}")
     if batch.on_oom is OnOom.shrink:
-        add("", "out of memory: micro-batches are halved, and the window is done again")
+        add("", "out of memory: micro-batches are halved and the window is repeated")
     if batch.ramp:
         stages = ", then ".join(f"{stage.global_size} for {count(stage.windows, 'window')}" for stage in batch.ramp)
         add("", f"at first {stages}")
@@ -67,26 +64,20 @@ def plan_table(plan: RunPlan) -> Table:
         f"{plan.optimizer.kind.value}, lr {_rate(plan.optimizer)}, {plan.schedule.kind.value} with "
         f"{count(plan.schedule.warmup_steps, 'warm-up step')}, {clip}",
     )
-    if (scaled_too := _scaled_adam(plan.optimizer)) is not None:
-        add("", scaled_too)
+    if (scaled := _scaled_adam(plan.optimizer)) is not None:
+        add("", scaled)
     add("strategy", _strategy(strategy))
     if any(forecast.peak_bytes is not None or forecast.wire_s is not None for forecast in strategy.forecasts):
-        for forecast in strategy.forecasts:
-            add("" if forecast is not strategy.forecasts[0] else "policies", _forecast(forecast))
+        for number, forecast in enumerate(strategy.forecasts):
+            add("" if number else "policies", _forecast(forecast))
         if strategy.memory_bytes is not None:
-            add("", f"{in_words(strategy.memory_bytes)} are there for each rank")
+            add("", f"{bytes_text(strategy.memory_bytes)} are available to each rank")
     if strategy.wire_bytes is not None and strategy.wire_bytes_every is not None:
-        add(
-            "wire a step",
-            f"{in_words(strategy.wire_bytes)} a rank predicted; {in_words(strategy.wire_bytes_every)} with sync=every",
-        )
+        every = f"{bytes_text(strategy.wire_bytes_every)} with sync=every"
+        add("wire a step", f"{bytes_text(strategy.wire_bytes)} a rank predicted; {every}")
     add("files", near(plan.run.dir))
-    add(
-        "W&B",
-        f"{plan.wandb.mode.value}, project {plan.wandb.project}, id {plan.run.id}"
-        if plan.wandb.mode is not WandbMode.disabled
-        else "disabled",
-    )
+    wandb = f"{plan.wandb.mode.value}, project {plan.wandb.project}, id {plan.run.id}"
+    add("W&B", "disabled" if plan.wandb.mode is WandbMode.disabled else wandb)
     for note in plan.notes:
         add("note", note)
     return table
@@ -134,8 +125,10 @@ def _strategy(strategy: StrategyPlan) -> str:
 
 def _forecast(forecast: Forecast) -> str:
     time_s = "" if forecast.wire_s is None else f" ({forecast.wire_s:,.3g} s of the link)"
-    memory = "memory not known" if forecast.peak_bytes is None else f"{in_words(forecast.peak_bytes)} of memory at most"
-    return f"{forecast.sync.value}: {in_words(forecast.wire_bytes)} on the wire a step{time_s}, {memory}"
+    memory = (
+        "memory not known" if forecast.peak_bytes is None else f"{bytes_text(forecast.peak_bytes)} of memory at most"
+    )
+    return f"{forecast.sync.value}: {bytes_text(forecast.wire_bytes)} on the wire a step{time_s}, {memory}"
 
 
 def _task(plan: RunPlan) -> str:
@@ -178,14 +171,12 @@ def summary_table(plan: RunPlan, summary: dict[str, Any]) -> Table:
     size = summary.get("batch/global_size", plan.batch.global_size)
     add("global batch", f"{count(size, 'sample')} in every full window{' at the end' if plan.batch.ramp else ''}")
     if summary.get("comm/wire_bytes_every"):
-        add(
-            "wire a step",
-            f"{in_words(summary['comm/wire_bytes'])} a rank counted; {in_words(summary['comm/wire_bytes_every'])} with "
-            f"sync=every: {summary['comm/saved_fraction']:.1%} saved",
-        )
+        sent, every = (bytes_text(summary[f"comm/{name}"]) for name in ("wire_bytes", "wire_bytes_every"))
+        saved = f"{summary['comm/saved_fraction']:.1%} saved"
+        add("wire a step", f"{sent} a rank counted; {every} with sync=every: {saved}")
         for kind in ("all_gather", "reduce_scatter", "all_reduce", "statistics"):
             if f"comm/{kind}/wire_bytes" in summary:
-                add("", f"{kind}: {in_words(summary[f'comm/{kind}/wire_bytes'])}")
+                add("", f"{kind}: {bytes_text(summary[f'comm/{kind}/wire_bytes'])}")
         add("speed-up", speedup_text(summary) or _not_measured(plan, summary))
         if (exposed := exposed_text(summary)) is not None:
             add("exposed", exposed)
@@ -197,23 +188,20 @@ def summary_table(plan: RunPlan, summary: dict[str, Any]) -> Table:
     if summary.get("amp/skipped_steps"):
         add("skipped", f"{count(summary['amp/skipped_steps'], 'window')}, by fp16 overflow")
     if summary.get("batch/empty_windows"):
-        add("empty", f"{count(summary['batch/empty_windows'], 'window')} without an item, left out")
+        add("empty", f"{count(summary['batch/empty_windows'], 'window')} without an item: no step was made")
     add("metrics", near(plan.paths.metrics))
     if summary.get("checkpoint"):
         add("checkpoint", near(summary["checkpoint"]))
     if summary.get("checkpoint/failed"):
-        add(
-            "not saved",
-            f"{count(summary['checkpoint/failed'], 'checkpoint')} not written: the log of rank 0 says why",
-        )
+        add("not saved", f"{count(summary['checkpoint/failed'], 'checkpoint')}: see the log of rank 0")
     mirror = read_json(plan.paths.wandb_status) or {}
     if mirror.get("url"):
         add("W&B", mirror["url"])
     elif mirror.get("dir"):
         add("W&B", near(mirror["dir"]))
-        all_of_them = Path(mirror["dir"]).parent / "offline-run-*"  # one per start of the run
-        several = len([*all_of_them.parent.glob(all_of_them.name)]) > 1
-        add("to send it", f"wandb sync {near(all_of_them if several else mirror['dir'])}")
+        pattern = Path(mirror["dir"]).parent / "offline-run-*"  # one per start of the run
+        several = len([*pattern.parent.glob(pattern.name)]) > 1
+        add("upload", f"wandb sync {near(pattern if several else mirror['dir'])}")
     return table
 
 
@@ -228,12 +216,12 @@ def _not_measured(plan: RunPlan, summary: dict[str, Any]) -> str:
     return "not measured (too few full windows)"
 
 
-def _straggler(found: dict[str, Any]) -> str:
-    doing = "computing" if found["of"] == "compute" else "waiting for data"
-    over = "; it is over" if found["over"] else ""
+def _straggler(straggler: dict[str, Any]) -> str:
+    cause = "computing" if straggler["of"] == "compute" else "waiting for data"
+    over = "; it is over" if straggler["over"] else ""
     return (
-        f"rank {found['rank']} on {found['host']} was the slowest in {found['steps']:,} of {found['measured']:,} "
-        f"measured steps, by {doing}: {found['share']:.0%} of a step when it was last named{over}"
+        f"rank {straggler['rank']} on {straggler['host']} was the slowest in {straggler['steps']:,} of "
+        f"{straggler['measured']:,} measured steps, by {cause}: {straggler['share']:.0%} of a step at last{over}"
     )
 
 
@@ -241,8 +229,7 @@ def _noise_advice(summary: dict[str, Any], global_size: int) -> str:
     """Return the noise scale with its interval, in samples, and advice on the global batch valid in the whole interval.
 
     A step on B samples makes ``1 / (1 + scale / B)`` of the progress of a step on infinitely many samples (McCandlish
-    et
-    al. 2018, section 2.2, equation 2.7: SGD whose learning rate is tuned for its batch).
+    et al. 2018, section 2.2, equation 2.7: SGD whose learning rate is tuned for its batch).
     """
     low, high = summary["noise/scale_low"], summary.get("noise/scale_high", math.inf)
     between = f"between {_samples(low)} and {_samples(high)}" if math.isfinite(high) else f"{_samples(low)} or more"
@@ -273,7 +260,7 @@ def failure_text(summary: dict[str, Any], node: int = 0) -> str:
     """Return the output of the first failing rank, followed by its source.
 
     Args:
-        node: number of the host that shows the text. A failure on another host is summarised; that host shows it in
+        node: number of the host that shows the text. A failure on another host is summarised: that host shows it in
             full.
     """
     failure: dict[str, Any] = summary["failure"]
@@ -284,15 +271,15 @@ def failure_text(summary: dict[str, Any], node: int = 0) -> str:
         where = f"node {failure['node']} ({failure['host']})"
         return f"launch: the job failed on {where}: {rank}{failure['error']}\n  Its log there: {failure['log']}"
     log = Path(failure["log"])
-    if failure["traceback"]:
-        own_words = [failure["traceback"].rstrip()]
-    else:  # the launcher's own errors are complete; for a killed process the end of its log may help
-        own_words = [] if failure["kind"] else last_lines(log, 15)
-    who = "the job" if failure["rank"] is None else f"rank {failure['rank']}"
-    return "\n".join([*own_words, f"launch: {who} failed: {failure['error']}", f"  Its log: {near(log)}"])
+    # the launcher's own errors, which have a kind, are complete; for a killed process the end of its log may help
+    output = [failure["traceback"].rstrip()] if failure["traceback"] else []
+    if not output and not failure["kind"]:
+        output = last_lines(log, 15)
+    rank = "the job" if failure["rank"] is None else f"rank {failure['rank']}"
+    return "\n".join([*output, f"launch: {rank} failed: {failure['error']}", f"  Its log: {near(log)}"])
 
 
 def near(path: str | Path) -> str:
-    """Return ``path`` as one would type it here: relative if it is below the working directory."""
+    """Return ``path``, relative if it is below the working directory."""
     path = Path(path)
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

@@ -25,24 +25,26 @@ _EFFECTS = {
 }  # fmt: skip
 
 
-def certificate_parts(found: Certificate) -> Iterator[RenderableType]:
+def certificate_parts(certificate: Certificate) -> Iterator[RenderableType]:
     """Yield the certificate's parts in printing order, from the job to the verdict."""
     table, add = named_lines("Certificate")
-    for name, text in found.job.items():
+    for name, text in certificate.job.items():
         add(name, text)
     yield table
-    for window in found.windows:
+    for window in certificate.windows:
         yield ""
         yield from _window(window)
-    if found.hazards:
+    if certificate.hazards:
         yield ""
         yield Text("Hazards", style="bold")
-        yield from map(_hazard, found.hazards)
+        yield from map(_hazard, certificate.hazards)
     yield ""
-    for note in found.notes:
+    for note in certificate.notes:
         yield Text(note)
-    verdict = Text(f"Verdict: {found.outcome.value}. ", style=_CERTIFICATE_COLOURS.get(found.outcome, "bold red"))
-    yield verdict.append(found.reason, style="not bold default")
+    verdict = Text(
+        f"Verdict: {certificate.outcome.value}. ", style=_CERTIFICATE_COLOURS.get(certificate.outcome, "bold red")
+    )
+    yield verdict.append(certificate.reason, style="not bold default")
 
 
 def _window(window: WindowCheck) -> Iterator[RenderableType]:
@@ -69,7 +71,7 @@ def _comparison_table(comparison: Comparison) -> Table:
     for group in comparison.groups:
         _row(table, group)
     table.add_section()
-    table.add_row("[dim]those that are off most[/]", "", "", "", "")
+    table.add_row("[dim]largest differences[/]", "", "", "", "")
     for one in comparison.worst:
         _row(table, one)
     return table
@@ -91,40 +93,43 @@ def _hazard(hazard: Hazard) -> RenderableType:
 _DRILL_COLOURS = {DrillOutcome.survives: "bold green", DrillOutcome.varies: "bold yellow"}
 
 
-def drill_parts(found: Drilled, place: Path) -> Iterator[RenderableType]:
+def drill_parts(drilled: Drilled, directory: Path) -> Iterator[RenderableType]:
     """Yield the drill's parts in printing order, from the job to the verdict.
 
     Args:
-        place: the drill's directory.
+        directory: of the drill.
     """
     table, add = named_lines("Drill")
-    for name, text in found.job.items():
+    for name, text in drilled.job.items():
         add(name, text)
-    add("each run", f"{count(found.windows, 'window')}, saved every {found.every}; undisturbed {found.run_s:.1f} s")
-    add("cold start", f"{found.cold_start_s:.1f} s from the start to the first step")
-    add("files", near(place))
+    add(
+        "each run",
+        f"{count(drilled.windows, 'window')}, saved every {drilled.every}; undisturbed {drilled.run_s:.1f} s",
+    )
+    add("cold start", f"{drilled.cold_start_s:.1f} s from the start to the first step")
+    add("files", near(directory))
     yield table
     yield ""
-    yield _interruption_table(found)
-    for one in found.interrupted:
-        yield from _words(one)
-    if found.by_itself is not None and not found.by_itself.identical:
-        yield Text(f"undisturbed twice: {_difference(found.by_itself)}")
-    elif found.by_itself is not None:
-        yield Text("undisturbed twice: bit-identical")
+    yield _interruption_table(drilled)
+    for one in drilled.interrupted:
+        yield from _details(one)
+    if drilled.by_itself is not None and not drilled.by_itself.identical:
+        yield Text(f"undisturbed run repeated: {_difference(drilled.by_itself)}")
+    elif drilled.by_itself is not None:
+        yield Text("undisturbed run repeated: bit-identical")
     yield ""
-    verdict = Text(f"This job {found.outcome.value}. ", style=_DRILL_COLOURS.get(found.outcome, "bold red"))
-    yield verdict.append(found.reason, style="not bold default")
+    verdict = Text(f"This job {drilled.outcome.value}. ", style=_DRILL_COLOURS.get(drilled.outcome, "bold red"))
+    yield verdict.append(drilled.reason, style="not bold default")
 
 
-def _interruption_table(found: Drilled) -> Table:
+def _interruption_table(drilled: Drilled) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for column in ("interruption", "at step", "went on after", "repeated", "recovery", "of a cold start", "result"):
+    for column in ("interruption", "at step", "resumed after", "repeated", "recovery", "of a cold start", "result"):
         table.add_column(column, justify="left" if column in ("interruption", "result") else "right", no_wrap=True)
-    for one in found.interrupted:
-        fault = one.fault(found.by_itself)
+    for one in drilled.interrupted:
+        fault = one.fault(drilled.by_itself)
         recovery = "" if one.recovery_s is None else f"{one.recovery_s:.1f} s"
-        share = "" if one.recovery_s is None else f"{one.recovery_s / found.cold_start_s:.2f}x"
+        share = "" if one.recovery_s is None else f"{one.recovery_s / drilled.cold_start_s:.2f}x"
         table.add_row(
             one.kind.value, _number(one.at_step), _number(one.from_step), _number(one.repeated), recovery, share,
             escape(_result(one)), style="red" if fault else None,
@@ -141,9 +146,9 @@ def _result(one: Interrupted) -> str:
     return "bit-identical" if one.difference.identical else "differs"
 
 
-def _words(one: Interrupted) -> Iterator[Text]:
+def _details(one: Interrupted) -> Iterator[Text]:
     """Yield the details of an interruption that do not fit into the table."""
-    saving = "" if one.saving_s is None else f"; it had saved and ended {one.saving_s:.1f} s later"
+    saving = "" if one.saving_s is None else f"; it saved and ended {one.saving_s:.1f} s later"
     yield Text(f"{one.kind.value}: {one.what}{saving}.", style="dim")
     if one.problem:
         yield Text(f"  {one.problem}", style="red")
@@ -153,14 +158,15 @@ def _words(one: Interrupted) -> Iterator[Text]:
         yield Text(f"  {_difference(one.difference)}", style="red")
 
 
-def _difference(known: Difference) -> str:
-    told = [part for part in (known.steps, known.figure) if part]
-    if known.differing:
-        told.append(
-            f"{known.differing} of {known.tensors} tensors differ, the first is {known.first}: "
-            f"{known.absolute:.1e} at most, {known.relative:.1e} of its tensor; parameters {known.norm:.1e} in norm"
+def _difference(difference: Difference) -> str:
+    parts = [part for part in (difference.steps, difference.figure) if part]
+    if difference.differing:
+        parts.append(
+            f"{difference.differing} of {difference.tensors} tensors differ, the first is {difference.first}: "
+            f"at most by {difference.absolute:.1e}, {difference.relative:.1e} of the tensor; parameters by "
+            f"{difference.norm:.1e} in norm"
         )
-    return "; ".join(told)
+    return "; ".join(parts)
 
 
 def _number(value: int | None) -> str:
@@ -186,12 +192,8 @@ def checks_table(checks: Sequence[Check]) -> Table:
     return table
 
 
-def verdict(checks: Sequence[Check]) -> str:
+def checks_verdict(checks: Sequence[Check]) -> str:
     counted = Counter(check.state for check in checks)
-    said = [
-        f"{counted[state]} {state.value}{'' if counted[state] == 1 else 's'}"
-        for state in (State.failure, State.warning)
-        if counted[state]
-    ]
+    problems = [count(counted[state], state.value) for state in (State.failure, State.warning) if counted[state]]
     fit = "Not fit to run" if counted[State.failure] else "Fit to run"
-    return f"{fit}: {' and '.join(said)}." if said else f"{fit}."
+    return f"{fit}: {' and '.join(problems)}." if problems else f"{fit}."

@@ -148,7 +148,7 @@ def test_the_summary(tmp_path: Path) -> None:
         f"metrics       {tmp_path}/metrics.jsonl\n"
         "checkpoint    /nowhere/run/checkpoints/step_000300\n"
         "W&B           /nowhere/run/wandb/offline-run-x\n"
-        "to send it    wandb sync /nowhere/run/wandb/offline-run-x"
+        "upload        wandb sync /nowhere/run/wandb/offline-run-x"
     )
     summary |= {"comm/speedup": 1.01, "comm/speedup_low": 0.98, "comm/speedup_high": 1.03}
     assert "speed-up      no difference measured (0.98x to 1.03x): 200.0 ms" in shown(summary_table(plan, summary))

@@ -90,7 +90,7 @@ def test_cells_are_arrays_by_shape_and_each_one_stands_for_itself(typed: Typed) 
         assert cell["name"].endswith(".retry1") is again
     # the same content, in another sweep
     said = typed(*sweep, "task.trouble=null", "wandb.tags=[again]", "sweep.name=other", "--wait", status=2)
-    assert "2 of this content had been done" in said
+    assert "2 cells not started: the same content is done" in said
     others = typed.cells("other")
     assert {cell["dir"] for cell in others.values() if cell["state"] == "done"} == {
         cell["dir"] for cell in after.values() if cell["state"] == "done"

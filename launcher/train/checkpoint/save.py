@@ -24,7 +24,7 @@ import torch.distributed.checkpoint as dcp
 
 from launcher.config.schema import CheckpointConfig, Compress, OnError, OptimizerKind
 from launcher.errors import CheckpointFailed, Superseded
-from launcher.quantities import in_words
+from launcher.quantities import bytes_text
 from launcher.rundir.fencing import Fence, Incarnation
 from launcher.rundir.files import sync_directory, write_text
 from launcher.rundir.paths import STATE, RunPaths
@@ -105,7 +105,7 @@ def _problem(directory: Path, needed: int) -> str | None:
             probe.unlink(missing_ok=True)
     free = free_bytes(directory)
     if free is not None and free < needed:
-        return f"one needs about {in_words(needed)}, and {in_words(free)} are free on that disk."
+        return f"one needs about {bytes_text(needed)}, and {bytes_text(free)} are free on that disk."
     return None
 
 
@@ -253,8 +253,8 @@ class _CheckpointWrite:
         free = min((each.free for each in errors if each.free is not None), default=None)
         raise CheckpointFailed(
             f"The checkpoint of step {self._snapshot.step} could not be written to {self._paths.checkpoints}: {text}.\n"
-            f"  It needs about {in_words(self._snapshot.predicted_bytes)}, "
-            f"and {'an unknown number of bytes' if free is None else in_words(free)} were free. "
+            f"  It needs about {bytes_text(self._snapshot.predicted_bytes)}, "
+            f"and {'an unknown number of bytes' if free is None else bytes_text(free)} were free. "
             f"{self._newest()}"
         ) from None
 
