@@ -10,15 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import default_collate
 
 from launcher.errors import DataError, LauncherError
 from launcher.heartbeat import PULSE, Phase, Role
 from launcher.plan.run_plan import RunPlan
 from launcher.task import Task, as_loss, is_mapped, seed_everything, seed_for
 from launcher.train.data.loader import Collate, MicroBatch, prefetch
-from launcher.train.data.randomness import SampleRandom
-from launcher.train.data.window_feed import Shard, blocks_in_turn
+from launcher.train.data.window_feed import Samples, Shard, blocks_in_turn
 from launcher.train.engine.engine import Engine
 from launcher.train.engine.preserved_state import Kept, KeptAttributes
 from launcher.train.engine.window_totals import require_sum
@@ -166,17 +165,10 @@ def _in_step(batches: Iterator[MicroBatch], world: World) -> Iterator[MicroBatch
         yield last
 
 
-class _InOrder(Dataset[tuple[Any, int]]):
-    """Dataset that collates the samples of a range of indices."""
-
-    def __init__(self, dataset: Any, collate: Collate, seed: int) -> None:
-        self._dataset, self._collate = dataset, collate
-        self._random = SampleRandom(seed)
+class _InOrder(Samples):
+    """Dataset whose items are ranges of samples, collated."""
 
     def __getitem__(self, indices: range) -> tuple[Any, int]:
-        samples: list[Any] = []
-        with self._random.own():
-            for index in indices or (0,):
-                self._random.seed(0, index)  # the same numbers in every evaluation and for every world size
-                samples.append(self._dataset[index])
-            return self._collate(samples), len(indices)
+        used = indices or range(1)
+        # the same random numbers in every evaluation and for every world size
+        return self.batch(used, 0, used), len(indices)

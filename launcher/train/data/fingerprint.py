@@ -188,6 +188,14 @@ class _Sketch:
             self.limits.append(absolute + relative * part.abs().mean().item())
 
 
+class _Read(NamedTuple):
+    """Index of a sample of the data set ``name``, to be read ``times`` times in a row."""
+
+    name: str
+    sample: int
+    times: int = 1
+
+
 def require_same_data(datasets: Mapping[str, Any], plan: RunPlan, world: World, device: torch.device) -> None:
     """Compare the data sets of all ranks: the kind, the length, and a few samples of each. All ranks call it.
 
@@ -204,21 +212,35 @@ def require_same_data(datasets: Mapping[str, Any], plan: RunPlan, world: World, 
     """
     kinds = world.of_all([_kind(data) for data in datasets.values()])
     for number, name in enumerate(datasets):
-        _require_alike(name, [by_name[number] for by_name in kinds])
+        for rank, of_rank in enumerate(kinds):
+            if of_rank[number] != kinds[0][number]:
+                raise DataError(
+                    f"{name} differs between ranks: {kinds[0][number]} on rank 0, {of_rank[number]} on rank {rank}.\n"
+                    f"{_REMEDY}"
+                )
     mapped = {name: data for name, data in datasets.items() if is_mapped(data) and len(data)}
     if not mapped or (world.size == 1 and len(mapped) == 1):
         return
-    specs = [(name, index, 1) for name, data in mapped.items() for index in _indices(len(data), plan.train.seed)]
-    own = [outlines[0] for outlines in _read(mapped, specs, plan, device)]
+    reads = [_Read(name, index) for name, data in mapped.items() for index in _indices(len(data), plan.train.seed)]
+    own = [outlines[0] for outlines in _outlines(mapped, reads, plan, device)]
     everyone = world.of_all(own)
-    suspects = [spec for number, spec in enumerate(specs) if not _all_agree([each[number] for each in everyone])]
+    suspects = [
+        read._replace(times=2)
+        for number, read in enumerate(reads)
+        if not _all_agree(of_rank[number] for of_rank in everyone)
+    ]
     if suspects:
-        _explain(suspects, _read(mapped, [(name, index, 2) for name, index, _ in suspects], plan, device), world)
-    outlines: dict[str, list[Outline | None]] = {}
-    for (name, _, _), mine in zip(specs, own, strict=True):
-        outlines.setdefault(name, []).append(mine)
-    if world.rank == 0 and (twins := _same_beginning(outlines)) is not None:
-        print(f"{twins[1]} begins with the samples of {twins[0]}: {_SEEDED_ALIKE}", flush=True)
+        _require_stable_samples_agree(suspects, world.of_all(_outlines(mapped, suspects, plan, device)))
+    first_outlines: dict[str, list[Outline | None]] = {}
+    for read, each in zip(reads, own, strict=True):
+        first_outlines.setdefault(read.name, []).append(each)
+    if world.rank == 0 and (names := _same_beginning(first_outlines)) is not None:
+        print(
+            f"{names[1]} begins with the samples of {names[0]}: is it held out at all?\n  Both are built under one "
+            "seed, so that a random split in both gives two parts of one split; draw synthetic held-out data from a "
+            "generator of its own.",
+            flush=True,
+        )
 
 
 def require_same_stream(name: str, own: list[Outline], world: World) -> None:
@@ -228,31 +250,24 @@ def require_same_stream(name: str, own: list[Outline], world: World) -> None:
         DataError: a rank reads other samples; raised on all ranks.
     """
     everyone = world.of_all(own)
-    for rank, theirs in enumerate(everyone):
-        pairs = enumerate(zip(everyone[0], theirs, strict=False))
-        differs = next((number for number, (a, b) in pairs if not a.agrees(b)), None)
-        if differs is not None:
-            raise DataError(
-                f"{name} differs between ranks: sample {differs} of the stream on rank {rank} is not sample {differs} "
-                "on rank 0.\n  Every rank reads the whole stream and takes its part. Shuffle and augment with torch's, "
-                "Python's or NumPy's\n  global generators, which are seeded alike, and sort file names; or, where each "
-                "rank has samples of its own,\n  set `sharded = True` on the data set."
-            )
-
-
-_SEEDED_ALIKE = (
-    "is it held out at all?\n  Both are built under one seed, so that a random split in both gives two parts of one "
-    "split; draw synthetic held-out data from a generator of its own."
-)
+    for rank, of_rank in enumerate(everyone):
+        for number, (expected, outline) in enumerate(zip(everyone[0], of_rank, strict=False)):
+            if not expected.agrees(outline):
+                raise DataError(
+                    f"{name} differs between ranks: sample {number} of the stream on rank {rank} is not sample "
+                    f"{number} on rank 0.\n  Every rank reads the whole stream and takes its part. Shuffle and augment "
+                    "with torch's, Python's or NumPy's\n  global generators, which are seeded alike, and sort file "
+                    "names; or, where each rank has samples of its own,\n  set `sharded = True` on the data set."
+                )
 
 
 def _same_beginning(outlines: Mapping[str, list[Outline | None]]) -> tuple[str, str] | None:
     """Return the names of two data sets that start with the same two samples, if these differ from each other."""
-    for (one, mine), (two, theirs) in itertools.combinations(outlines.items(), 2):
-        pairs = list(zip(mine[:2], theirs[:2], strict=False))
-        read = [a for a, b in pairs if a is not None and b is not None and a.agrees(b)]
-        if len(read) == 2 and not read[0].agrees(read[1]):
-            return one, two
+    for (name, ours), (other, theirs) in itertools.combinations(outlines.items(), 2):
+        pairs = zip(ours[:2], theirs[:2], strict=False)
+        same = [a for a, b in pairs if a is not None and b is not None and a.agrees(b)]
+        if len(same) == 2 and not same[0].agrees(same[1]):
+            return name, other
     return None
 
 
@@ -262,36 +277,33 @@ def _kind(dataset: Any) -> str:
     return f"{len(dataset)} samples" if is_mapped(dataset) else "a stream"
 
 
-def _require_alike(name: str, kinds: list[str]) -> None:
-    rank = next((rank for rank, kind in enumerate(kinds) if kind != kinds[0]), None)
-    if rank is not None:
-        raise DataError(f"{name} differs between ranks: {kinds[0]} on rank 0, {kinds[rank]} on rank {rank}.\n{_REMEDY}")
-
-
 def _indices(count: int, seed: int) -> list[int]:
     drawn = Permutation(count, seed, 0).take(0, min(count, SAMPLES))
     return list(dict.fromkeys([0, min(1, count - 1), count - 1, *drawn]))[:SAMPLES]
 
 
-def _all_agree(outlines: list[Outline | None]) -> bool:
+def _all_agree(outlines: Iterable[Outline | None]) -> bool:
+    """Return whether all samples that were read agree."""
     read = [each for each in outlines if each is not None]
     return all(each.agrees(read[0]) for each in read)
 
 
-def _explain(suspects: list[tuple[str, int, int]], read: list[list[Outline | None]], world: World) -> None:
-    """Raise DataError for the first sample that is stable on each rank and differs between them."""
-    everyone = world.of_all(read)
-    for number, (name, index, _) in enumerate(suspects):
-        twice = [each[number] for each in everyone]
-        if any(one is None or two is None or not one.agrees(two) for one, two in twice):
+def _require_stable_samples_agree(reads: list[_Read], everyone: list[list[list[Outline | None]]]) -> None:
+    """Raise DataError for the first sample that is the same in both reads on each rank and differs between ranks.
+
+    Args:
+        everyone: by rank, the two outlines of each sample.
+    """
+    for number, (name, index, _) in enumerate(reads):
+        by_rank = [of_rank[number] for of_rank in everyone]
+        if any(None in pair or not _all_agree(pair) for pair in by_rank):
             continue
-        first = [one for one, _ in twice]
-        rank = next((rank for rank, each in enumerate(first) if not _all_agree([first[0], each])), None)
-        if rank is not None:
-            raise DataError(
-                f"{name} differs between ranks: sample {index} on rank {rank} is not sample {index} on rank 0.\n"
-                f"{_REMEDY}"
-            )
+        for rank, (outline, _) in enumerate(by_rank):
+            if not _all_agree([by_rank[0][0], outline]):
+                raise DataError(
+                    f"{name} differs between ranks: sample {index} on rank {rank} is not sample {index} on rank 0.\n"
+                    f"{_REMEDY}"
+                )
 
 
 _REMEDY = (
@@ -300,29 +312,28 @@ _REMEDY = (
 )
 
 
-def _read(
-    datasets: Mapping[str, Any], specs: list[tuple[str, int, int]], plan: RunPlan, device: torch.device
+def _outlines(
+    datasets: Mapping[str, Any], reads: list[_Read], plan: RunPlan, device: torch.device
 ) -> list[list[Outline | None]]:
-    """Return the outlines of the samples, each read as often as its spec (name, index, times) says; None for a read
-    that failed or was skipped for lack of time."""
-    source = _Outlines(datasets, plan.train.seed)
-    batches: Iterable[Any] = prefetch(source, plan, device, plan.train.seed, order=specs)
-    return [[None if one is None else Outline(*one) for one in batch.data] for batch in batches]
+    """Return the outlines of the samples, as many of each as its ``times``; None for a read that failed or was skipped
+    for lack of time."""
+    source = _OutlineReader(datasets, plan.train.seed)
+    batches = prefetch(source, plan, device, plan.train.seed, order=reads)
+    return [[None if each is None else Outline(*each) for each in batch.data] for batch in batches]
 
 
-class _Outlines(Dataset[tuple[Any, int]]):
+class _OutlineReader(Dataset[tuple[Any, int]]):
     def __init__(self, datasets: Mapping[str, Any], seed: int) -> None:
         self._datasets, self._random = datasets, SampleRandom(seed)
         self._spent_s = 0.0
 
-    def __getitem__(self, spec: tuple[str, int, int]) -> tuple[list[Any], int]:
-        name, index, times = spec
-        if self._spent_s > BUDGET_S and times == 1:
+    def __getitem__(self, read: _Read) -> tuple[list[Any], int]:
+        if self._spent_s > BUDGET_S and read.times == 1:
             return [None], 1
-        began = time.perf_counter()
-        found = [self._outline(self._datasets[name], index) for _ in range(times)]
-        self._spent_s += time.perf_counter() - began
-        return found, 1
+        started = time.perf_counter()
+        outlines = [self._outline(self._datasets[read.name], read.sample) for _ in range(read.times)]
+        self._spent_s += time.perf_counter() - started
+        return outlines, 1
 
     def _outline(self, dataset: Any, index: int) -> tuple[Any, ...] | None:
         with self._random.own():

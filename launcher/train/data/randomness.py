@@ -21,7 +21,7 @@ from torch import Tensor
 from launcher.task import seed_for
 
 T = TypeVar("T")
-Seed = Callable[[int, int], None]  # (epoch, place of the sample in it)
+Seed = Callable[[int, int], None]  # (epoch, position of the sample in it)
 
 
 def live_random_state(device: torch.device) -> dict[str, Any]:
@@ -108,8 +108,8 @@ class _NumpyGenerator:
         self._random, self._legacy = numpy.random, numpy.random.MT19937
         self._own, self._outer = self._legacy(0), self._random.get_bit_generator()
         self._words, self._outer_words = self._words_of(self._own), self._words_of(self._outer)
-        self._left = b""
-        self._kept: Any = None
+        self._state_after = b""
+        self._outer_state: Any = None
 
     def _words_of(self, generator: Any) -> Any:
         """Return a view of the memory that holds its 624 words and its position; empty for a user's own generator of
@@ -117,21 +117,21 @@ class _NumpyGenerator:
         size = 625 * 4 if isinstance(generator, self._legacy) else 0
         return (ctypes.c_char * size).from_address(generator.ctypes.state_address)
 
-    def put_in(self) -> None:
+    def install(self) -> None:
         if (outer := self._random.get_bit_generator()) is not self._outer:
-            self._outer, self._outer_words, self._left = outer, self._words_of(outer), b""
+            self._outer, self._outer_words, self._state_after = outer, self._words_of(outer), b""
         # replacing the generator loses the second number of a pair of normal draws, which NumPy caches
-        if isinstance(outer, self._legacy) and self._outer_words.raw != self._left:
-            self._kept = self._random.get_state(legacy=False)
+        if isinstance(outer, self._legacy) and self._outer_words.raw != self._state_after:
+            self._outer_state = self._random.get_state(legacy=False)
         self._random.set_bit_generator(self._own)
 
-    def take_out(self) -> None:
+    def uninstall(self) -> None:
         self._random.set_bit_generator(self._outer)
-        if self._kept is not None and self._kept["has_gauss"]:
-            self._random.set_state(self._kept)
+        if self._outer_state is not None and self._outer_state["has_gauss"]:
+            self._random.set_state(self._outer_state)
         else:
-            self._left = self._outer_words.raw
-        self._kept = None
+            self._state_after = self._outer_words.raw
+        self._outer_state = None
 
     @property
     def state(self) -> bytes:
@@ -157,12 +157,12 @@ class _Watch:
     dataset may keep a reference, which must be a real generator.
 
     Args:
-        put_in_numpy: replaces NumPy's generator, and returns the replacement; None if NumPy has not been imported.
+        install_numpy: replaces NumPy's generator, and returns the replacement; None if NumPy has not been imported.
         used: result of the latest use of the context. If true, an exception of the code in it is suppressed.
     """
 
-    def __init__(self, put_in_numpy: Callable[[], _NumpyGenerator | None]) -> None:
-        self._generator, self._python, self._put_in_numpy = torch.default_generator, _PythonGenerator(), put_in_numpy
+    def __init__(self, install_numpy: Callable[[], _NumpyGenerator | None]) -> None:
+        self._generator, self._python, self._install_numpy = torch.default_generator, _PythonGenerator(), install_numpy
         self.used = False
 
     def __getattr__(self, name: str) -> Any:
@@ -170,7 +170,7 @@ class _Watch:
         return getattr(self._generator, name)
 
     def __enter__(self) -> None:
-        self._numpy, self._cuda_state = self._put_in_numpy(), _cuda_state()
+        self._numpy, self._cuda_state = self._install_numpy(), _cuda_state()
         self._before = self._states()
         numpy = sys.modules.get("numpy")
         self._functions: list[tuple[Any, str, Any]] = [(random, "getstate", random.getstate)]
@@ -188,7 +188,7 @@ class _Watch:
         interrupted = kind is not None and not issubclass(kind, Exception)
         self.used = self.used or interrupted or self._states() != self._before
         if self._numpy is not None:
-            self._numpy.take_out()
+            self._numpy.uninstall()
         if self.used:
             _restore_cuda(self._cuda_state)
             torch_state, self._python.state, _ = self._before
@@ -203,11 +203,11 @@ class _Watch:
         return ctypes.string_at(state.data_ptr(), state.nbytes), self._python.state, numpy_state
 
     def _wrapped(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def noticed(*args: Any, **kwargs: Any) -> Any:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
             self.used = True
             return function(*args, **kwargs)
 
-        return noticed
+        return wrapper
 
 
 # odd, so that no two samples of an epoch have the same seed, even in the lower 32 bits, which is all that torch and
@@ -226,14 +226,14 @@ class SampleRandom:
         self._seed = seed
         self._epoch, self._base = 0, seed_for(seed, "samples/0")
         self._drawn = False
-        self._watch = _Watch(self._put_in_numpy)
+        self._watch = _Watch(self._install_numpy)
         self._numpy: _NumpyGenerator | None = None
-        self._left: tuple[Tensor, Any, Any] | None = None
+        self._stream_state: tuple[Tensor, Any, Any] | None = None
 
     @contextmanager
     def own(self) -> Iterator[None]:
         """Return a context for reads, each preceded by ``seed``. The generators' state is restored at its end."""
-        torch_state, python_state, numpy = torch.get_rng_state(), random.getstate(), self._put_in_numpy()
+        torch_state, python_state, numpy = torch.get_rng_state(), random.getstate(), self._install_numpy()
         cuda_state = _cuda_state()
         try:
             yield
@@ -242,16 +242,16 @@ class SampleRandom:
             torch.set_rng_state(torch_state)
             random.setstate(python_state)
             if numpy is not None:
-                numpy.take_out()
+                numpy.uninstall()
 
-    def _put_in_numpy(self) -> _NumpyGenerator | None:
+    def _install_numpy(self) -> _NumpyGenerator | None:
         if self._numpy is None and (numpy := sys.modules.get("numpy")) is not None:
             self._numpy = _NumpyGenerator(numpy)
         if self._numpy is not None:
-            self._numpy.put_in()
+            self._numpy.install()
         return self._numpy
 
-    def around(self, read: Callable[[Seed | None], T]) -> T:
+    def read(self, read: Callable[[Seed | None], T]) -> T:
         """Return the result of ``read``, which must call the function ``seed`` before each sample, unless it is None.
 
         Seeding the generators takes longer than reading a small sample, and most data sets draw no random numbers. So
@@ -267,35 +267,35 @@ class SampleRandom:
         with self.own():
             return read(self.seed)
 
-    def seed(self, epoch: int, place: int) -> None:
-        """Seed the generators for the sample at position ``place`` of the epoch. Call it within ``own``."""
+    def seed(self, epoch: int, position: int) -> None:
+        """Seed the generators for the sample at ``position`` of the epoch. Call it within ``own``."""
         if epoch != self._epoch:
             self._epoch, self._base = epoch, seed_for(self._seed, f"samples/{epoch}")
-        seed = (self._base + place * _STRIDE) % _LIMIT
+        seed = (self._base + position * _STRIDE) % _LIMIT
         torch.default_generator.manual_seed(seed)
         random.seed(seed)
         if (numpy := sys.modules.get("numpy")) is not None:
             numpy.random.seed(seed % 2**32)
 
     @contextmanager
-    def going_on(self, epoch: int) -> Iterator[None]:
+    def continued(self, epoch: int) -> Iterator[None]:
         """Return a context for a read whose random numbers continue those of the previous one. A stream then draws the
         same numbers, regardless of how it is divided into reads."""
         with self.own():
-            if self._left is None:
+            if self._stream_state is None:
                 self.seed(epoch, -1)
             else:
-                torch.set_rng_state(self._left[0])
-                random.setstate(self._left[1])
-                if self._left[2] is not None:
-                    sys.modules["numpy"].random.set_state(self._left[2])
+                torch.set_rng_state(self._stream_state[0])
+                random.setstate(self._stream_state[1])
+                if self._stream_state[2] is not None:
+                    sys.modules["numpy"].random.set_state(self._stream_state[2])
             try:
                 yield
             finally:
                 # NumPy's too: to change its generator drops the second of two normal numbers
                 numpy = sys.modules.get("numpy")
                 numpy_state = numpy and numpy.random.get_state(legacy=False)
-                self._left = torch.get_rng_state(), random.getstate(), numpy_state
+                self._stream_state = torch.get_rng_state(), random.getstate(), numpy_state
 
 
 _ROUNDS = 4

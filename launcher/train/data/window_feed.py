@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from typing import Any, NamedTuple
 
 import torch
@@ -81,7 +81,7 @@ class MapFeed:
         keep_short = plan.epoch.short_window_policy is ShortWindow.exact
         self._spans = Windows(plan.task.samples, plan.batch, keep_short=keep_short)
         specs = itertools.chain.from_iterable(map(self._specs, self._indices()))
-        shuffled = _Shuffled(dataset, plan.train.seed, collate)
+        shuffled = _Shuffled(dataset, collate, plan.train.seed)
         self._source = prefetch(shuffled, plan, device, plan.train.seed, order=specs)
 
     def _indices(self) -> Iterable[int]:
@@ -123,16 +123,35 @@ class _Spec(NamedTuple):
     stop: int
 
 
-class _Shuffled(Dataset[tuple[Any, int]]):
+class Samples(Dataset[tuple[Any, int]]):
+    """Samples of a dataset, read by index, each with random numbers of its own, and collated."""
+
+    def __init__(self, dataset: Any, collate: Collate, seed: int) -> None:
+        self._dataset, self._collate, self._seed = dataset, collate, seed
+        self._random = SampleRandom(seed)
+
+    def batch(self, indices: Sequence[int], epoch: int, positions: Sequence[int]) -> Any:
+        """Return the batch of the samples ``indices``, whose random numbers depend on their positions in the epoch."""
+
+        def read(seed: Seed | None) -> Any:
+            samples: list[Any] = []
+            for index, position in zip(indices, positions, strict=True):
+                if seed is not None:
+                    seed(epoch, position)
+                samples.append(self._dataset[index])
+            return self._collate(samples)
+
+        return self._random.read(read)
+
+
+class _Shuffled(Samples):
     """Dataset of collated micro-batches. The permutation is computed where the samples are read, in a loader process,
     so that it does not delay the step."""
 
-    def __init__(self, dataset: Any, seed: int, collate: Collate) -> None:
-        self._dataset, self._seed, self._collate = dataset, seed, collate
-        self._random = SampleRandom(seed)
-        self._epoch, self._first, self._indices = -1, 0, list[int]()
+    _epoch, _first = -1, 0
+    _indices: Sequence[int] = ()
 
-    def _window(self, spec: _Spec) -> list[int]:
+    def _window(self, spec: _Spec) -> Sequence[int]:
         """Return the indices of the window's samples. The indices of the windows that follow are computed with them and
         kept, because computing many costs little more than computing one."""
         start = spec.first - self._first
@@ -147,16 +166,8 @@ class _Shuffled(Dataset[tuple[Any, int]]):
         indices = self._window(spec)
         # a rank without samples in this micro-batch uses the window's first one, with weight zero
         mine = indices[spec.start : spec.stop] or indices[:1]
-
-        def read(seed: Seed | None) -> Any:
-            samples: list[Any] = []
-            for position, index in enumerate(mine, spec.first + spec.start):
-                if seed is not None:
-                    seed(spec.epoch, position)
-                samples.append(self._dataset[index])
-            return self._collate(samples)
-
-        return self._random.around(read), spec.stop - spec.start
+        first = spec.first + spec.start
+        return self.batch(mine, spec.epoch, range(first, first + len(mine))), spec.stop - spec.start
 
 
 class StreamFeed:
@@ -293,14 +304,14 @@ class Shard(IterableDataset[tuple[Any, int]]):
         whole = bool(getattr(self._dataset, "sharded", False))
         info = get_worker_info()
         assert info is None or info.num_workers == 1
-        with self._reading.going_on(self._epoch):
+        with self._reading.continued(self._epoch):
             samples = iter(self._dataset)
         blocks = (Block(size, True) for size, mine in self._blocks if mine) if whole else self._blocks
         newest: list[Any] = []  # this rank's last block; before it has one, any rank's
         left_out, skip, place = False, self._skip, 0
         outlined = self._outlined
         for size, mine in blocks:
-            with self._reading.going_on(self._epoch):
+            with self._reading.continued(self._epoch):
                 block = list(itertools.islice(samples, size))
             if outlined:
                 outlined = False

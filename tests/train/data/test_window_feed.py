@@ -359,7 +359,7 @@ def test_the_first_number_drawn_is_noticed_and_comes_from_the_samples_place(draw
         seed_everything(outer)
         _ = random.gauss(0, 1), np.random.normal()  # each leaves a second number
         before = torch.get_rng_state(), random.getstate(), repr(np.random.get_state())
-        values.append(SampleRandom(7).around(read))
+        values.append(SampleRandom(7).read(read))
         after = torch.get_rng_state(), random.getstate(), repr(np.random.get_state())
         assert torch.equal(before[0], after[0])
         assert before[1:] == after[1:]
@@ -372,7 +372,7 @@ def test_a_streams_numbers_do_not_depend_on_the_sizes_of_its_reads(draw: Callabl
     def values(*sizes: int) -> list[float]:
         stream, drawn = SampleRandom(7), list[float]()
         for size in sizes:
-            with stream.going_on(0):
+            with stream.continued(0):
                 drawn += [draw() for _ in range(size)]
         return drawn
 
