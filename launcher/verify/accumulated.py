@@ -1,11 +1,11 @@
-"""Engine side of verification: the gradients of the verified windows, as the optimizer would receive them."""
+"""Accumulated gradients: the windows to verify, and their gradients as the optimizer would receive them."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import itertools
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -21,9 +21,9 @@ from launcher.errors import DataError, NotFinite, PolicyNotObserved, TaskError, 
 from launcher.plan.batch import Batch
 from launcher.plan.run_plan import EpochPlan, RunPlan
 from launcher.task import Task, load_task, seed_everything, train_data
-from launcher.train.data.loader import BEGINNING, Place
+from launcher.train.data.loader import Place
 from launcher.train.data.randomness import Permutation, SampleRandom
-from launcher.train.data.window_feed import Shard, blocks_in_turn, blocks_of_windows
+from launcher.train.data.window_feed import Block, Shard, blocks_in_turn, blocks_of_windows
 from launcher.train.engine.engine import Engine
 from launcher.train.engine.preserved_state import Kept
 from launcher.train.engine.window_totals import StepResult
@@ -37,16 +37,19 @@ FULL_WINDOWS = 2
 
 @dataclass(frozen=True)
 class Trial:
-    """Window to verify: ``size`` samples at ``place``.
+    """Window to verify.
 
     Attributes:
-        cut: truncate the data to this many samples, so that its last window is short; None: use the data as it is.
+        place: place of the window in ``dataset``.
+        length: number of samples of a ``dataset`` that was cut to have a short window; None for the task's own data.
+        samples: the window's samples in order, on rank 0; on other ranks at most those that the rank itself reads.
     """
 
     name: str
     place: Place
-    size: int
-    cut: int | None = None
+    dataset: Any
+    length: int | None
+    samples: list[Any]
 
 
 def short_size(batch: Batch) -> int:
@@ -57,109 +60,94 @@ def short_size(batch: Batch) -> int:
     return batch.global_size // 2 + 1 if batch.global_size > 2 else batch.global_size - 1
 
 
-class MapTrials:
-    """Windows of data with a length, whose samples are computed from the window number."""
-
-    def __init__(self, dataset: Any, plan: RunPlan) -> None:
-        assert plan.task.samples is not None
-        assert plan.epoch.windows is not None
-        self._dataset, self._plan, self._count = dataset, plan, plan.task.samples
-        self._random = SampleRandom(plan.train.seed)
-        short, windows = plan.epoch.short_window, plan.epoch.windows
-        full = min(FULL_WINDOWS, windows - bool(short))
-        self.trials = [
-            Trial(f"window {n + 1}", Place(n, 0, n), plan.batch.global_size) for n in range(full)
-        ]  # fmt: skip
-        made_up = short_size(plan.batch)
-        if short:
-            last = windows - 1
-            self.trials.append(Trial(f"window {windows}, short", Place(last, 0, last), short))
-        elif plan.epoch.short_window_policy is ShortWindow.exact and made_up:
-            self.trials.append(Trial("short window, made up", BEGINNING, made_up, cut=made_up))
-
-    def feed(self, trial: Trial, plan: RunPlan) -> tuple[Any, RunPlan]:
-        """Return data in which the trial's window is at its place, and ``plan`` adapted to that data."""
-        if trial.cut is None:
-            return self._dataset, plan
-        task = dataclasses.replace(plan.task, samples=trial.cut)
-        epoch = EpochPlan(windows=1, short_window=trial.cut, short_window_policy=plan.epoch.short_window_policy)
-        return Subset(self._dataset, range(trial.cut)), dataclasses.replace(plan, task=task, epoch=epoch)
-
-    def samples(self) -> list[list[Any]]:
-        """Return each trial's samples in window order, read with each sample's own random numbers."""
-        return [list(self._read(trial)) for trial in self.trials]
-
-    def _read(self, trial: Trial) -> Iterator[Any]:
-        first = trial.place.window * self._plan.batch.global_size
-        order = Permutation(trial.cut or self._count, self._plan.train.seed, 0).take(first, trial.size)
-        for position, index in enumerate(order, first):
-            with self._random.own():
-                self._random.seed(0, position)
-                sample = self._dataset[index]
-            yield sample
+def choose_windows(dataset: Any, plan: RunPlan, world: World) -> list[Trial]:
+    """Return the windows to verify: the first ones, and a short one. All ranks must call it (collective)."""
+    choose = _windows_of_stream if plan.task.samples is None else _windows_of_mapped
+    return choose(dataset, plan, world)
 
 
-class StreamTrials:
-    """Windows of a stream, in which each rank reads its own share. All ranks must construct it together."""
+def _windows_of_mapped(dataset: Any, plan: RunPlan, world: World) -> list[Trial]:
+    assert plan.task.samples is not None
+    assert plan.epoch.windows is not None
+    count, seed, full_size = plan.task.samples, plan.train.seed, plan.batch.global_size
 
-    def __init__(self, dataset: Any, plan: RunPlan, world: World) -> None:
-        self._dataset, self._plan = dataset, plan
-        self._sharded = bool(getattr(dataset, "sharded", False))
-        batch, size = plan.batch, plan.batch.global_size
-        self._sources = world.size if self._sharded else 1
-        made_up = short_size(batch)
+    def trial(name: str, number: int, size: int, length: int | None = None) -> Trial:
+        data = dataset if length is None else Subset(dataset, range(length))
+        first = number * full_size
+        indices = Permutation(length or count, seed, 0).take(first, size)
+        samples = [*read_mapped(dataset, indices, seed, first)] if world.rank == 0 else []
+        return Trial(name, Place(number, 0, number), data, length, samples)
+
+    short, windows, artificial = plan.epoch.short_window, plan.epoch.windows, short_size(plan.batch)
+    trials = [trial(f"window {n + 1}", n, full_size) for n in range(min(FULL_WINDOWS, windows - bool(short)))]
+    if short:
+        trials.append(trial(f"window {windows}, short", windows - 1, short))
+    elif plan.epoch.short_window_policy is ShortWindow.exact and artificial:
+        trials.append(trial("artificial short window", 0, artificial, length=artificial))
+    return trials
+
+
+def read_mapped(dataset: Any, indices: Iterable[int], seed: int, first: int) -> Iterator[Any]:
+    """Yield samples of epoch 0, each read with its own random numbers. ``first``: position of the first one."""
+    random = SampleRandom(seed)
+    for position, index in enumerate(indices, first):
+        with random.own():
+            random.seed(0, position)
+            sample = dataset[index]
+        yield sample
+
+
+def _windows_of_stream(dataset: Any, plan: RunPlan, world: World) -> list[Trial]:
+    size, artificial = plan.batch.global_size, short_size(plan.batch)
+    candidates: list[tuple[str, int, Any]] = [(f"window {n + 1}", n, dataset) for n in range(FULL_WINDOWS)]
+    if artificial:
         # placed after a full window, so that a rank whose share has ended still has data to run with weight zero
-        self._cut_at = size + made_up if made_up else None
-        parts = [self._gathered(dataset, n, world) for n in range(FULL_WINDOWS)]
-        if self._cut_at is not None:
-            parts.append(self._gathered(self._cut(self._cut_at, world), 1, world))
-        counts = world.of_rank_0([len(samples) for samples in parts])
-        self.trials = [
-            Trial(f"window {n + 1}{'' if count == size else ', short'}", Place(n, 0, n), count)
-            for n, count in enumerate(counts[:FULL_WINDOWS])
-            if count
-        ]
-        if self._cut_at is not None and counts[-1]:
-            self.trials.append(Trial("short window, made up", Place(1, 0, 1), counts[-1], self._cut_at))
-        self._samples = [samples for samples, count in zip(parts, counts, strict=True) if count]
-        self._world = world
-
-    def _gathered(self, dataset: Any, window: int, world: World) -> list[Any]:
-        """Return the window's samples on rank 0; on other ranks at most those that the rank itself reads."""
-        batch = self._plan.batch
-        if self._sharded:
-            blocks, count = blocks_of_windows(batch, 0, world.rank), batch.accumulation
-        else:  # all ranks have the same stream; rank 0 reads it
-            blocks, count = blocks_in_turn(batch.global_size, 1, 0), 1
-        found: list[Any] = []
-        if self._sharded or world.rank == 0:
-            if callable(getattr(dataset, "set_epoch", None)):
-                dataset.set_epoch(0)
-            shard = Shard(dataset, blocks, list, self._plan.train.seed, 0)
-            mine = itertools.islice(shard, window * count, (window + 1) * count)
-            found = [sample for block, size in mine for sample in block[: max(0, size)]]
-        if not self._sharded or world.size == 1:
-            return found
-        everyone: list[Any] = [[]] * world.size
-        dist.gather_object(found, everyone if world.rank == 0 else None, 0)
-        return [sample for samples in everyone for sample in samples]
-
-    def _cut(self, samples: int, world: World) -> _Cut:
-        own = samples // world.size + (world.rank < samples % world.size) if self._sharded else samples
-        return _Cut(self._dataset, own, self._sharded)
-
-    def feed(self, trial: Trial, plan: RunPlan) -> tuple[Any, RunPlan]:
-        return self._dataset if trial.cut is None else self._cut(trial.cut, self._world), plan
-
-    def samples(self) -> list[list[Any]]:
-        return self._samples
+        candidates.append(("artificial short window", 1, _Beginning(dataset, size + artificial, world)))
+    trials: list[Trial] = []
+    for name, number, data in candidates:
+        samples = _read_window(data, number, plan, world)
+        if count := world.of_rank_0(len(samples)):
+            short = ", short" if data is dataset and count < size else ""
+            trials.append(Trial(name + short, Place(number, 0, number), data, None, samples))
+    return trials
 
 
-class _Cut(IterableDataset[Any]):
-    """First samples of a stream."""
+def _read_window(dataset: Any, window: int, plan: RunPlan, world: World) -> list[Any]:
+    """Return the window's samples on rank 0; on other ranks at most those that the rank itself reads."""
+    sharded = _is_sharded(dataset)
+    if sharded:
+        blocks, count = blocks_of_windows(plan.batch, 0, world.rank), plan.batch.accumulation
+    elif world.rank == 0:  # all ranks have the same stream
+        blocks, count = blocks_in_turn(plan.batch.global_size, 1, 0), 1
+    else:
+        return []
+    own = itertools.islice(read_stream(dataset, blocks, plan.train.seed), window * count, (window + 1) * count)
+    samples = [*itertools.chain.from_iterable(own)]
+    if not sharded or world.size == 1:
+        return samples
+    all_ranks: list[Any] = [[]] * world.size
+    dist.gather_object(samples, all_ranks if world.rank == 0 else None, 0)
+    return [*itertools.chain.from_iterable(all_ranks)]
 
-    def __init__(self, dataset: Any, samples: int, sharded: bool) -> None:
-        self._dataset, self._count, self.sharded = dataset, samples, sharded
+
+def read_stream(dataset: Any, blocks: Iterator[Block], seed: int) -> Iterator[list[Any]]:
+    """Yield the samples of each of this rank's ``blocks`` in epoch 0 of a stream."""
+    if callable(getattr(dataset, "set_epoch", None)):
+        dataset.set_epoch(0)
+    for samples, size in Shard(dataset, blocks, list, seed, 0):
+        yield samples[: max(0, size)]
+
+
+def _is_sharded(dataset: Any) -> bool:
+    return bool(getattr(dataset, "sharded", False))
+
+
+class _Beginning(IterableDataset[Any]):
+    """First ``count`` samples of a stream, over all ranks."""
+
+    def __init__(self, dataset: Any, count: int, world: World) -> None:
+        self._dataset, self.sharded = dataset, _is_sharded(dataset)
+        self._count = count // world.size + (world.rank < count % world.size) if self.sharded else count
 
     def set_epoch(self, epoch: int) -> None:
         if callable(getattr(self._dataset, "set_epoch", None)):
@@ -169,13 +157,8 @@ class _Cut(IterableDataset[Any]):
         return itertools.islice(self._dataset, self._count)
 
 
-def choose(dataset: Any, plan: RunPlan, world: World) -> MapTrials | StreamTrials:
-    """Return the windows to verify. All ranks must call it (collective)."""
-    return MapTrials(dataset, plan) if plan.task.samples is not None else StreamTrials(dataset, plan, world)
-
-
 @dataclass(frozen=True)
-class Accumulated:
+class EngineWindow:
     """One window as run by the engine.
 
     Attributes:
@@ -183,21 +166,18 @@ class Accumulated:
     """
 
     trial: Trial
-    samples: int
-    items: int
-    micro_batches: int
-    loss: float
+    result: StepResult
     gradient: Gradient
 
 
 @dataclass(frozen=True)
-class Beginning:
+class InitialState:
     """Model state at the start of training.
 
     Attributes:
         values: unsharded parameters and buffers, on rank 0's host.
         training: whether each module is in training mode.
-        with_data: see ``accumulate``.
+        with_data: see ``run_windows``.
     """
 
     values: dict[str, Tensor]
@@ -206,35 +186,35 @@ class Beginning:
 
 
 @dataclass(frozen=True)
-class Taken:
-    """Results of ``accumulate``.
+class EngineRun:
+    """Result of ``run_windows``.
 
     Attributes:
         windows: windows run before an error, if any.
         refused: error that would end training in the following window; None if there was none.
     """
 
-    beginning: Beginning
-    windows: list[Accumulated]
+    initial: InitialState
+    windows: list[EngineWindow]
     refused: str | None
 
 
-class Witness(Optimizer):
+class _GradientRecorder(Optimizer):
     """Optimizer that records gradients and updates nothing: every window is compared at the initial parameters."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], device: torch.device, keeps: bool) -> None:
         super().__init__(parameters, {"lr": 1.0})
         self._device, self._keeps = device, keeps
-        self.taken: list[Tensor | None] = []
+        self.gradients: list[Tensor | None] = []
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # noqa: ARG002  # pyright: ignore[reportIncompatibleMethodOverride]
         parameters: list[nn.Parameter] = self.param_groups[0]["params"]
-        self.taken = [whole(p.grad, self._device, keep=self._keeps) for p in parameters]
+        self.gradients = [_gathered(p.grad, self._device, keep=self._keeps) for p in parameters]
 
 
-def whole(tensor: Tensor | None, device: torch.device, *, keep: bool) -> Tensor | None:
-    """Return a copy on the host of all shards, or None unless ``keep``. All ranks must call it (collective)."""
+def _gathered(tensor: Tensor | None, device: torch.device, *, keep: bool) -> Tensor | None:
+    """Return an unsharded copy on the host, or None unless ``keep``. All ranks must call it (collective)."""
     if isinstance(tensor, DTensor):
         sharded = cast("DTensor", tensor.to(device))
         tensor = sharded.full_tensor()  # offloaded shards are in host memory, which NCCL cannot access
@@ -257,7 +237,7 @@ def in_fp32(plan: RunPlan) -> RunPlan:
     )
 
 
-def accumulate(plan: RunPlan, world: World, windows: MapTrials | StreamTrials, *, with_data: bool) -> Taken:
+def run_windows(plan: RunPlan, world: World, trials: Sequence[Trial], *, with_data: bool) -> EngineRun:
     """Run the windows in order on a new engine of ``plan``, each at the initial parameters. All ranks must call it.
 
     Buffers keep the changes that a window makes, as in training.
@@ -272,59 +252,65 @@ def accumulate(plan: RunPlan, world: World, windows: MapTrials | StreamTrials, *
     keeps = world.rank == 0
     task = load_task(plan.task.target, plan.task.params, plan.cluster.import_from, plan.train.seed)
     seed_everything(plan.train.seed)
-    witnesses: list[Witness] = []
+    recorders: list[_GradientRecorder] = []
 
-    def witness(parameters: Iterable[nn.Parameter]) -> Witness:
-        witnesses.append(Witness(parameters, device, keeps=keeps))
-        return witnesses[0]
+    def recorder(parameters: Iterable[nn.Parameter]) -> _GradientRecorder:
+        recorders.append(_GradientRecorder(parameters, device, keeps=keeps))
+        return recorders[0]
 
-    engine = Engine(task.model, witness, plan, shard_units=getattr(task, "shard_units", None))
+    engine = Engine(task.model, recorder, plan, shard_units=getattr(task, "shard_units", None))
     if with_data:
         train_data(task, plan.train.seed)
     seed_everything(plan.train.seed + 1 + world.rank)
     module = engine.parallel.module
-    taken = Taken(_beginning(module, device, with_data, keep=keeps), [], None)
-    for trial in windows.trials:
-        dataset, engine.plan = windows.feed(trial, plan)
+    run = EngineRun(_initial_state(module, device, with_data, keep=keeps), [], None)
+    for trial in trials:
+        engine.plan = _plan_of(trial, plan)
         with without_dropout(module, functions=not plan.train.compile):
-            result = _run(engine, task, trial, dataset)
+            result = _run_window(engine, task, trial)
         if isinstance(result, str):
-            return dataclasses.replace(taken, refused=result)
+            return dataclasses.replace(run, refused=result)
         names = [name for name, p in module.named_parameters() if p.requires_grad]
-        # training skips a window without items: it has no gradient and no loss
-        grads = witnesses[0].taken if result.items else [None] * len(names)
-        gradient = dict(zip(names, grads, strict=True)) if keeps else {}
-        loss = result.loss if result.items else 0.0
-        taken.windows.append(Accumulated(trial, result.samples, result.items, result.micro_batches, loss, gradient))
-    return taken
+        # training skips a window without items: it has no gradient
+        gradients = recorders[0].gradients if result.items else [None] * len(names)
+        gradient = dict(zip(names, gradients, strict=True)) if keeps else {}
+        run.windows.append(EngineWindow(trial, result, gradient))
+    return run
 
 
-def _run(engine: Engine, task: Task, trial: Trial, dataset: Any) -> StepResult | str:
+def _run_window(engine: Engine, task: Task, trial: Trial) -> StepResult | str:
     """Run one window, with fp16 until its loss scale has settled; return the error that would end training, if any."""
     loss_of = functools.partial(loss_and_items, task, engine)
     kept = Kept(engine.parallel.module, engine.device)
-    of_a_step = (UnusedParameters, NotFinite, PolicyNotObserved, DataError, TaskError)  # raised on all ranks alike
+    raised_on_all_ranks = (UnusedParameters, NotFinite, PolicyNotObserved, DataError, TaskError)
     while True:
         engine.go_to(trial.place)
-        opened = cast(
-            "Generator[Any]",
-            engine.windows(dataset, getattr(task, "collate", None), forward=loss_of, compare_data=False),
-        )
-        for batch in next(opened):
+        collate = getattr(task, "collate", None)
+        stream = cast("Generator[Any]", engine.windows(trial.dataset, collate, forward=loss_of, compare_data=False))
+        for batch in next(stream):
             engine.backward(*loss_of(engine.model, batch))
         try:
             result = engine.step()
-        except of_a_step as error:
+        except raised_on_all_ranks as error:
             return f"{type(error).__name__}: {error}"
-        opened.close()
+        stream.close()
         if not result.skipped or not result.items:
             return result
         kept.put_back()
 
 
-def _beginning(module: nn.Module, device: torch.device, with_data: bool, *, keep: bool) -> Beginning:
+def _plan_of(trial: Trial, plan: RunPlan) -> RunPlan:
+    """Return ``plan`` for the trial's data."""
+    if trial.length is None:
+        return plan
+    task = dataclasses.replace(plan.task, samples=trial.length)
+    epoch = EpochPlan(windows=1, short_window=trial.length, short_window_policy=plan.epoch.short_window_policy)
+    return dataclasses.replace(plan, task=task, epoch=epoch)
+
+
+def _initial_state(module: nn.Module, device: torch.device, with_data: bool, *, keep: bool) -> InitialState:
     values: dict[str, Tensor] = {}
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if (value := whole(tensor, device, keep=keep)) is not None:
+        if (value := _gathered(tensor, device, keep=keep)) is not None:
             values[name] = value
-    return Beginning(values, {name: part.training for name, part in module.named_modules()}, with_data)
+    return InitialState(values, {name: part.training for name, part in module.named_modules()}, with_data)

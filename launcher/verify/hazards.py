@@ -1,12 +1,14 @@
-"""Hazards: causes of a difference between accumulation and the big batch, found by running the task on rank 0.
+"""Hazards: causes of a difference between accumulation and the big batch, in the data and in the task.
 
-Every probe runs a few micro-batches and compares the results. Only BatchNorm and dropout are also detected by module
-type, for torch's own modules.
+The probes of the data run on all ranks together, those of the task on rank 0. They read samples and run a few
+micro-batches, and compare the results. Only BatchNorm and dropout are also detected by module type, for torch's own
+modules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence, Sized
 from typing import Any
 
 import torch
@@ -14,102 +16,130 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from launcher.config.schema import Norm
+from launcher.plan.run_plan import RunPlan
 from launcher.plan.solve import what_norms_do
 from launcher.task import Loss, seed_everything
+from launcher.train.data.fingerprint import outline
+from launcher.train.data.randomness import Permutation
+from launcher.train.data.window_feed import blocks_in_turn
 from launcher.train.parallel.batchnorm import batch_norms
+from launcher.train.world import World
+from launcher.verify.accumulated import read_mapped, read_stream
 from launcher.verify.certificate import FP32, Effect, Hazard
 from launcher.verify.comparison import Gradient, distance, dropout_modules, without_dropout
-from launcher.verify.reference import Plain, Whole
+from launcher.verify.reference import Reference, ReferenceWindow
+
+# number of samples that are compared
+COMPARED_SAMPLES = 64
+
+
+def probe_length(dataset: Any, plan: RunPlan, world: World) -> Hazard | None:
+    """Return the hazard if a rank's dataset length differs from the plan, which the engine would refuse.
+
+    All ranks must call it (collective).
+    """
+    if plan.task.samples is None:
+        return None
+    lengths = world.of_all(len(dataset) if isinstance(dataset, Sized) else None)
+    if set(lengths) == {plan.task.samples}:
+        return None
+    return _differs(f"lengths by rank: {', '.join(map(str, lengths))}; the plan was made for {plan.task.samples}")
+
+
+def probe_data(dataset: Any, plan: RunPlan, world: World) -> list[Hazard]:
+    """Return the hazards in the data, the same on every rank. All ranks must call it (collective)."""
+    return _probe_stream(dataset, plan, world) if plan.task.samples is None else _probe_mapped(dataset, plan, world)
+
+
+def _probe_mapped(dataset: Any, plan: RunPlan, world: World) -> list[Hazard]:
+    assert plan.task.samples is not None
+    seed, count = plan.train.seed, min(COMPARED_SAMPLES, plan.task.samples)
+    indices = [*Permutation(plan.task.samples, seed, 0).take(0, count)]
+    first, again, other = (_digests(read_mapped(dataset, indices, each, 0)) for each in (seed, seed, seed + 1))
+    all_ranks = world.of_all((first, _different(first, again), _different(first, other)))
+    # data that changes between readings cannot be compared further
+    if unstable := sorted({place for _, places, _ in all_ranks for place in places}):
+        return [_unstable(f"{len(unstable)} of {count} samples, first the one with index {indices[unstable[0]]}")]
+    hazards: list[Hazard] = []
+    if differ := sorted({place for digests, _, _ in all_ranks for place in _different(all_ranks[0][0], digests)}):
+        hazards.append(_differs(f"{len(differ)} of {count} samples, first the one with index {indices[differ[0]]}"))
+    if any(random for _, _, random in all_ranks):
+        hazards.append(
+            Hazard(
+                name="random data",
+                effect=Effect.noted,
+                seen="Samples depend on random numbers: augmentation.",
+                matters="The numbers are fixed by the sample's place in its epoch, so a run is repeatable with any "
+                "number of ranks.",
+                remedy="Nothing. The comparison reads every sample with its own numbers.",
+            )
+        )
+    return hazards
+
+
+def _probe_stream(dataset: Any, plan: RunPlan, world: World) -> list[Hazard]:
+    def read() -> list[str]:
+        blocks = read_stream(dataset, blocks_in_turn(plan.batch.micro_size, 1, 0), plan.train.seed)
+        return _digests(itertools.islice(itertools.chain.from_iterable(blocks), COMPARED_SAMPLES))
+
+    first, again = read(), read()
+    all_ranks = world.of_all((first, first != again))
+    if any(unstable for _, unstable in all_ranks):
+        return [_unstable("the beginning of the stream")]
+    same = [digests == all_ranks[0][0] for digests, _ in all_ranks]
+    sharded = bool(getattr(dataset, "sharded", False))
+    if not sharded and not all(same):
+        return [_differs(f"the beginning of the stream, first on rank {same.index(False)}")]
+    if sharded and world.size > 1 and all(same):
+        return [
+            Hazard(
+                name="a stream that is not sharded",
+                effect=Effect.breaks,
+                seen="The stream has sharded = True, and all ranks read the same samples first.",
+                matters="Each sample counts as many times as there are ranks.",
+                remedy="Give each rank samples of its own, or leave the attribute out.",
+            )
+        ]
+    return []
+
+
+def _differs(what: str) -> Hazard:
+    return Hazard(
+        name="data that differs between ranks",
+        effect=Effect.breaks,
+        seen=f"Not the same on all ranks: {what}.",
+        matters="Ranks select a window's samples by index. If an index means different samples on different ranks, "
+        "some are used twice in an epoch, and others never.",
+        remedy="Build the data in the same way on every rank: seed its shuffling, sort its files.",
+    )
+
+
+def _unstable(what: str) -> Hazard:
+    return Hazard(
+        name="data that differs at each reading",
+        effect=Effect.blinds,
+        seen=f"Read twice with the same random numbers, it differs: {what}.",
+        matters="Neither the big batch nor a resumed run can read what the micro-batches have read.",
+        remedy="Draw from torch's, Python's or NumPy's global generators only: they are seeded for every sample.",
+    )
+
+
+def _digests(samples: Iterable[Any]) -> list[str]:
+    return [outline(sample).exact for sample in samples]
+
+
+def _different(one: list[str], two: list[str]) -> list[int]:
+    return [place for place, (a, b) in enumerate(zip(one, two, strict=True)) if a != b]
+
 
 # relative tolerance within which the same arithmetic is reproducible on any device
-SAME = 1e-5
-
-
-def probe_memory(make: Callable[[], Plain], first: Sequence[Any], other: Sequence[Any]) -> list[Hazard]:
-    """Check that a micro-batch's gradient is reproducible and does not depend on earlier micro-batches."""
-    fresh, again = make(), make()
-    with without_dropout(fresh.model), without_dropout(again.model):
-        fresh.put_back()
-        alone = fresh.backward(first)
-        again.put_back()
-        twin = again.backward(first)
-        if (apart := _apart(alone, twin)) > SAME:
-            return [_not_repeatable(apart)]
-        found: list[Hazard] = []
-        changed = _changed_buffers(again)
-        worst = 0.0
-        for samples in (first, other, first):
-            again.put_back()
-            result = again.backward(samples)
-            if samples is first:
-                worst = max(worst, _apart(alone, result))
-        if worst > SAME:
-            found.append(_hidden_state(worst))
-        elif changed:
-            again.put_back()
-            again.backward(other)
-            carried = _apart(alone, again.backward(first))
-            found.append(_buffers(changed, carried))
-    return found
-
-
-def _apart(one: tuple[float, float, Gradient], two: tuple[float, float, Gradient]) -> float:
-    return max(abs(one[0] - two[0]) / max(abs(one[0]), 1e-30), distance(one[2], two[2]))
-
-
-def _changed_buffers(plain: Plain) -> list[str]:
-    now = dict(plain.model.named_buffers())
-    was = plain.beginning.values
-    if plain.plan.batch.norm is Norm.window:  # the engine's layers count windows; the plain model's count micro-batches
-        for layer, module in batch_norms(plain.model).items():
-            for name, _ in module.named_buffers(layer, recurse=False):
-                now.pop(name, None)
-    return [name for name, buffer in now.items() if not torch.equal(buffer.cpu(), was[name])]
-
-
-def _not_repeatable(apart: float) -> Hazard:
-    return Hazard(
-        name="non-determinism",
-        effect=Effect.blinds,
-        seen=f"Two fresh models with the same parameters and random numbers differ by {apart:.1e} on one micro-batch.",
-        matters="What differs by itself cannot be compared, nor repeated: a clock, a generator of the model's own, or "
-        "state that outlives the model.",
-        remedy="Draw random numbers from torch's default generator only; try train.deterministic=true on a GPU.",
-    )
-
-
-def _hidden_state(apart: float) -> Hazard:
-    return Hazard(
-        name="hidden state",
-        effect=Effect.suspect,
-        seen=f"After other micro-batches the same micro-batch gives another result (by {apart:.1e}), though "
-        "parameters, buffers and random numbers are as they were.",
-        matters="The model, or the task, remembers micro-batches in something that is no declared buffer: the result "
-        "depends on their order and number, each rank has its own, and no checkpoint holds it.",
-        remedy="Remove it, reset it in loss(), or declare it with register_buffer().",
-    )
-
-
-def _buffers(names: list[str], carried: float) -> Hazard:
-    shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-    matters = f"The gradient depends on them: by {carried:.1e} after one other micro-batch." if carried > SAME else (
-        "The gradient does not depend on them. They count micro-batches, not windows, and each window begins with "
-        "those of rank 0."
-    )  # fmt: skip
-    return Hazard(
-        name="changing buffers",
-        effect=Effect.suspect if carried > SAME else Effect.noted,
-        seen=f"The forward pass changes the buffers {shown}.",
-        matters=matters,
-        remedy="Update once a window what the gradient depends on." if carried > SAME else "Nothing, where that is so.",
-    )
-
-
+REPEATABLE = 1e-5
+# number of micro-batches that are compared with one batch
 _PARTS = 4
 
 
-def probe(make: Callable[[], Plain], window: Sequence[Any], micro_size: int, rounding: float) -> list[Hazard]:
-    """Return all hazards found on a window's samples.
+def probe_task(make: Callable[[], Reference], window: Sequence[Any], micro_size: int, rounding: float) -> list[Hazard]:
+    """Return all hazards of the task found on a window's samples.
 
     Later comparisons are skipped if results are not reproducible or depend on earlier micro-batches, since they would
     fail for that reason.
@@ -120,35 +150,33 @@ def probe(make: Callable[[], Plain], window: Sequence[Any], micro_size: int, rou
     """
     first = list(window[:micro_size])
     other = list(window[micro_size : 2 * micro_size]) or list(window[: max(1, micro_size // 2)])
-    plain = make()
-    found = [*_answer(plain, first), *_batch_norm(plain)]
-    memory = probe_memory(make, first, other)
-    found += memory
-    if all(hazard.effect is Effect.noted for hazard in memory):
-        random = _randomness(plain, first)
-        found += random
-        if all(hazard.effect is Effect.noted for hazard in random):
-            with without_dropout(plain.model):
-                found += _sum(plain, window, micro_size, min(FP32.most, max(10 * SAME, FP32.uncapped(rounding))))
-    return found
+    reference = make()
+    hazards = [*_loss_form(reference, first), *_batch_norm(reference)]
+    for probe in (lambda: _memory(make, first, other), lambda: _randomness(reference, first)):
+        hazards += (more := probe())
+        if any(hazard.effect is not Effect.noted for hazard in more):
+            return hazards
+    tolerance = min(FP32.most, max(10 * REPEATABLE, FP32.uncapped(rounding)))
+    with without_dropout(reference.model):
+        return hazards + _additivity(reference, window, micro_size, tolerance)
 
 
-def _answer(plain: Plain, samples: Sequence[Any]) -> list[Hazard]:
+def _loss_form(reference: Reference, samples: Sequence[Any]) -> list[Hazard]:
     """Check the form of the task's loss."""
-    plain.put_back()
-    answer = plain.ask(samples)
-    if not isinstance(answer, Loss):
+    reference.restore()
+    loss = reference.task_loss(samples)
+    if not isinstance(loss, Loss):
         return [
             Hazard(
                 name="bare mean",
                 effect=Effect.noted,
                 seen="loss() returns a bare tensor, which is taken for the mean over the micro-batch's samples.",
-                matters="If it is a mean over something else, tokens say, samples with few of them count too much.",
+                matters="If it is a mean over something else, such as tokens, samples with few of them count too much.",
                 remedy="Return launcher.Loss(total=the sum over items, items=how many).",
             )
         ]
-    items = float(answer.items)
-    problem = "are negative" if items < 0 else "are no whole number" if items != int(items) else ""
+    items = float(loss.items)
+    problem = "are negative" if items < 0 else "are not a whole number" if items != int(items) else ""
     if not problem:
         return []
     return [
@@ -156,128 +184,207 @@ def _answer(plain: Plain, samples: Sequence[Any]) -> list[Hazard]:
             name="items",
             effect=Effect.suspect,
             seen=f"The items {problem}: {items:g} in the first micro-batch.",
-            matters="The window's gradient is divided by the sum of its items, counted as whole ones.",
+            matters="The window's gradient is divided by the sum of its items, which are counted as whole numbers.",
             remedy="Count what the total sums over.",
         )
     ]
 
 
-def _sum(plain: Plain, window: Sequence[Any], micro_size: int, same: float) -> list[Hazard]:
-    """Compare loss and gradient of several micro-batches as one batch with the sum over the micro-batches.
-
-    The gradient matters because all items may have the same loss when training starts. BatchNorm's statistics are a
-    separate hazard, and are excluded here.
-    """
-    many = window[: min(_PARTS * micro_size, plain.most or len(window))]
-    size = micro_size if len(many) > micro_size else -(-len(many) // 2)
-    if len(many) <= size:
+def _batch_norm(reference: Reference) -> list[Hazard]:
+    description = what_norms_do(len(batch_norms(reference.model)), reference.plan.batch)
+    if description is None or reference.plan.batch.norm in (Norm.freeze, Norm.window):
         return []
-    normed = [module for module in plain.model.modules() if _uses_batch(module) and module.track_running_stats]
-    for module in normed:
-        module.training = False
-    together = plain.in_batches([many])
-    apart = plain.in_batches([many[i : i + size] for i in range(0, len(many), size)])
-    for module in normed:
-        module.training = True
-    found: list[Hazard] = []
-    # both results are means over their own items
-    factor = apart.items / (together.items or 1.0)
-    added = {name: None if part is None else part * factor for name, part in apart.gradient.items()}
-    off = max(
-        distance(together.gradient, added),
-        abs(apart.loss * factor - together.loss) / (_loss_scale(plain, together) or 1.0),
+    return [
+        Hazard(
+            name="BatchNorm",
+            effect=Effect.noted,
+            seen=description,
+            matters="Statistics of a part of the window give another gradient than those of the whole window.",
+            remedy="Keep it if the parts are large enough; or change batch.norm; or use GroupNorm or LayerNorm.",
+        )
+    ]
+
+
+def _memory(make: Callable[[], Reference], first: Sequence[Any], other: Sequence[Any]) -> list[Hazard]:
+    """Check that a micro-batch's gradient is reproducible and does not depend on earlier micro-batches."""
+    fresh, second = make(), make()
+    with without_dropout(fresh.model), without_dropout(second.model):
+        fresh.restore()
+        alone = fresh.backward(first)
+        second.restore()
+        apart = _relative_difference(alone, second.backward(first))
+        if apart > REPEATABLE:
+            return [_not_repeatable(apart)]
+        changed = _changed_buffers(second)
+        worst = 0.0
+        for samples in (first, other, first):
+            second.restore()
+            result = second.backward(samples)
+            if samples is first:
+                worst = max(worst, _relative_difference(alone, result))
+        if worst > REPEATABLE:
+            return [_hidden_state(worst)]
+        if not changed:
+            return []
+        second.restore()
+        second.backward(other)
+        return [_buffers(changed, _relative_difference(alone, second.backward(first)))]
+
+
+def _relative_difference(one: tuple[float, float, Gradient], two: tuple[float, float, Gradient]) -> float:
+    return max(abs(one[0] - two[0]) / max(abs(one[0]), 1e-30), distance(one[2], two[2]))
+
+
+def _changed_buffers(reference: Reference) -> list[str]:
+    buffers = dict(reference.model.named_buffers())
+    if reference.plan.batch.norm is Norm.window:  # the engine's layers count windows; these count micro-batches
+        for layer, module in batch_norms(reference.model).items():
+            for name, _ in module.named_buffers(layer, recurse=False):
+                buffers.pop(name, None)
+    before = reference.initial.values
+    return [name for name, buffer in buffers.items() if not torch.equal(buffer.cpu(), before[name])]
+
+
+def _not_repeatable(apart: float) -> Hazard:
+    return Hazard(
+        name="non-determinism",
+        effect=Effect.blinds,
+        seen=f"Two fresh models with the same parameters and random numbers differ by {apart:.1e} on one micro-batch.",
+        matters="A result that differs by itself can be neither compared nor repeated. It may depend on a clock, a "
+        "generator of the model's own, or state that outlives the model.",
+        remedy="Draw random numbers from torch's default generator only; try train.deterministic=true on a GPU.",
     )
-    if off > same:
-        found.append(
-            Hazard(
-                name="a loss that is no sum over items",
-                effect=Effect.suspect,
-                seen=f"{len(many)} samples as one batch have another total, or gradient of it, than as {apart.batches} "
-                f"micro-batches together: by {off:.1e}.",
-                matters="It is a mean, over items of which samples have unequal numbers, or samples see each other "
-                "within a batch (statistics of the batch, contrastive losses): then the split decides what is learned.",
-                remedy="Return launcher.Loss(total=the sum over items, items=how many). A loss that needs the whole "
-                "batch cannot be accumulated: use batch.accumulation=1, and gather what it needs.",
-            )
-        )
-    if together.items != apart.items:
-        found.append(
-            Hazard(
-                name="items that do not add up",
-                effect=Effect.suspect,
-                seen=f"{len(many)} samples as one batch have {together.items:g} items; as {apart.batches} "
-                f"micro-batches together {apart.items:g}.",
-                matters="What a sample counts depends on its neighbours: padding is counted, perhaps.",
-                remedy="Count only what the total sums over, such as (targets != padding).sum().",
-            )
-        )
-    return found
 
 
-def _loss_scale(plain: Plain, whole: Whole) -> float:
-    """Return the magnitude to which the loss's rounding error is relative: |loss| or, if larger, sum |gradient *
-    parameter|, since terms of both signs may cancel in the loss (such as centred advantages), but not in its condition
-    number."""
-    parameters = dict(plain.model.named_parameters())
-    parts = ((parameters[name].detach().cpu(), part) for name, part in whole.gradient.items() if part is not None)
-    return max(abs(whole.loss), sum((value * part).abs().sum(dtype=torch.float64).item() for value, part in parts))
+def _hidden_state(apart: float) -> Hazard:
+    return Hazard(
+        name="hidden state",
+        effect=Effect.suspect,
+        seen=f"After other micro-batches the same micro-batch gives another result (by {apart:.1e}), with the same "
+        "parameters, buffers and random numbers.",
+        matters="The model, or the task, remembers micro-batches outside of its buffers: the result depends on their "
+        "order and number, each rank has its own, and no checkpoint holds it.",
+        remedy="Remove it, reset it in loss(), or declare it with register_buffer().",
+    )
 
 
-def _randomness(plain: Plain, samples: Sequence[Any]) -> list[Hazard]:
+def _buffers(names: list[str], carried: float) -> Hazard:
+    matters = carried > REPEATABLE
+    return Hazard(
+        name="changing buffers",
+        effect=Effect.suspect if matters else Effect.noted,
+        seen=f"The forward pass changes the buffers {_listed(names)}.",
+        matters=f"The gradient depends on them: by {carried:.1e} after one other micro-batch."
+        if matters
+        else "The gradient does not depend on them. They count micro-batches, not windows, and each window starts with "
+        "those of rank 0.",
+        remedy="Update buffers on which the gradient depends once per window." if matters else "Nothing.",
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _randomness(reference: Reference, samples: Sequence[Any]) -> list[Hazard]:
     """Check whether the loss depends on random numbers, with dropout and without."""
 
     def differs() -> bool:
         totals: list[float] = []
         for seed in (1, 2):
-            plain.put_back()
+            reference.restore()
             seed_everything(seed)
-            totals.append(plain.loss(samples).total.item())
-        return abs(totals[0] - totals[1]) > SAME * abs(totals[0])
+            totals.append(reference.loss(samples).total.item())
+        return abs(totals[0] - totals[1]) > REPEATABLE * abs(totals[0])
 
-    modules = dropout_modules(plain.model)
-    random = differs()
-    with without_dropout(plain.model):
-        left = differs()
-    found: list[Hazard] = []
-    if left:
-        found.append(
+    modules, random = dropout_modules(reference.model), differs()
+    with without_dropout(reference.model):
+        random_without_dropout = differs()
+    if random_without_dropout:
+        return [
             Hazard(
                 name="randomness in the forward pass",
                 effect=Effect.blinds,
-                seen="With other random numbers the same micro-batch has another loss, with dropout switched off too.",
+                seen="With other random numbers the same micro-batch has another loss, also with dropout switched off.",
                 matters="One big batch draws other numbers than the micro-batches do, so the two cannot be compared.",
                 remedy="Verify with the noise switched off by a parameter of the task; training is not affected.",
             )
+        ]
+    if not random:
+        return []
+    return [
+        Hazard(
+            name="dropout",
+            effect=Effect.noted,
+            seen=f"The model drops activations at random{f' ({_listed(modules)})' if modules else ''}. Dropout was "
+            "switched off for the comparison.",
+            matters="Masks depend on the micro-batches' shape and on the rank, so the loss curve is repeatable only "
+            "with the same micro_size, accumulation and world size; its expectation is the same in all of them.",
+            remedy="Nothing; leave dropout out to compare curves of different world sizes digit by digit.",
         )
-    elif random:
-        where = f" ({', '.join(modules[:4])}{' and so on' if len(modules) > 4 else ''})" if modules else ""
-        found.append(
+    ]
+
+
+def _additivity(reference: Reference, window: Sequence[Any], micro_size: int, tolerance: float) -> list[Hazard]:
+    """Compare loss and gradient of several micro-batches as one batch with the sum over the micro-batches.
+
+    The gradient matters because all items may have the same loss when training starts. BatchNorm's statistics are a
+    separate hazard, and are excluded here.
+    """
+    samples = window[: min(_PARTS * micro_size, reference.most or len(window))]
+    size = micro_size if len(samples) > micro_size else -(-len(samples) // 2)
+    if len(samples) <= size:
+        return []
+    norms = [module for module in reference.model.modules() if _uses_batch(module) and module.track_running_stats]
+    for module in norms:
+        module.training = False
+    together = reference.in_batches([samples])
+    apart = reference.in_batches([samples[i : i + size] for i in range(0, len(samples), size)])
+    for module in norms:
+        module.training = True
+    hazards: list[Hazard] = []
+    # both results are means over their own items
+    factor = apart.items / (together.items or 1.0)
+    added = {name: None if part is None else part * factor for name, part in apart.gradient.items()}
+    error = max(
+        distance(together.gradient, added),
+        abs(apart.loss * factor - together.loss) / (_loss_scale(reference, together) or 1.0),
+    )
+    if error > tolerance:
+        hazards.append(
             Hazard(
-                name="dropout",
-                effect=Effect.noted,
-                seen=f"The model drops activations at random{where}. It was switched off for the comparison.",
-                matters="Masks depend on the micro-batches' shape and on the rank, so the loss curve is repeated only "
-                "with the same micro_size, accumulation and world; its expectation is the same in all of them.",
-                remedy="Nothing, unless curves of different worlds are to be laid over each other: then no dropout.",
+                name="a loss that is no sum over items",
+                effect=Effect.suspect,
+                seen=f"{len(samples)} samples as one batch have another total, or gradient of it, than as "
+                f"{apart.batches} micro-batches together: by {error:.1e}.",
+                matters="It is a mean, over items of which samples have unequal numbers, or samples affect each other "
+                "within a batch (statistics of the batch, contrastive losses): then the split changes the result.",
+                remedy="Return launcher.Loss(total=the sum over items, items=how many). A loss that needs the whole "
+                "batch cannot be accumulated: use batch.accumulation=1, and gather what it needs.",
             )
         )
-    return found
+    if together.items != apart.items:
+        hazards.append(
+            Hazard(
+                name="items that do not add up",
+                effect=Effect.suspect,
+                seen=f"{len(samples)} samples as one batch have {together.items:g} items; as {apart.batches} "
+                f"micro-batches together {apart.items:g}.",
+                matters="The items of a sample depend on the other samples of its batch: perhaps padding is counted.",
+                remedy="Count only what the total sums over, such as (targets != padding).sum().",
+            )
+        )
+    return hazards
 
 
 def _uses_batch(module: nn.Module) -> bool:
     return isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
 
 
-def _batch_norm(plain: Plain) -> list[Hazard]:
-    said = what_norms_do(len(batch_norms(plain.model)), plain.plan.batch)
-    if said is None or plain.plan.batch.norm in (Norm.freeze, Norm.window):
-        return []
-    return [
-        Hazard(
-            name="BatchNorm",
-            effect=Effect.noted,
-            seen=said,
-            matters="Statistics of a part of the window give another gradient than those of the whole of it.",
-            remedy="Leave it so, if the parts are large enough; or choose as above; or use GroupNorm or LayerNorm.",
-        )
-    ]
+def _loss_scale(reference: Reference, window: ReferenceWindow) -> float:
+    """Return the magnitude to which the loss's rounding error is relative: |loss| or, if larger, sum |gradient *
+    parameter|, since terms of both signs may cancel in the loss (such as centred advantages), but not in its condition
+    number."""
+    parameters = dict(reference.model.named_parameters())
+    parts = ((parameters[name].detach().cpu(), part) for name, part in window.gradient.items() if part is not None)
+    return max(abs(window.loss), sum((value * part).abs().sum(dtype=torch.float64).item() for value, part in parts))

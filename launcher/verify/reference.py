@@ -17,20 +17,20 @@ from launcher.errors import RunError
 from launcher.plan.run_plan import RunPlan
 from launcher.task import Loss, as_loss, build_model, load_task, seed_everything, train_data
 from launcher.train.data.loader import to_device
+from launcher.train.engine.oom import is_out_of_memory
 from launcher.train.engine.preserved_state import Kept
 from launcher.train.inspection.memory_forecast import free_host_bytes
 from launcher.train.parallel.batchnorm import freeze
 from launcher.train.precision import Precision
-from launcher.verify.accumulated import Beginning
+from launcher.verify.accumulated import InitialState
 from launcher.verify.comparison import Gradient
 
 # usable fraction of free memory: a pass needs more than the tensors saved for backward
 _FREE_SHARE = 0.5
-_NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
 
 @dataclass(frozen=True)
-class Whole:
+class ReferenceWindow:
     """Reference of a window.
 
     Attributes:
@@ -45,16 +45,16 @@ class Whole:
 
 
 @dataclass
-class Plain:
+class Reference:
     """The task and its unwrapped model at the start of training, in the arithmetic of ``plan.precision``.
 
     Args:
-        beginning: values and number formats of parameters and buffers, from the engine of the same plan.
+        initial: values and number formats of parameters and buffers, from the engine of the same plan.
         most: samples that fit into one batch, if known.
     """
 
     plan: RunPlan
-    beginning: Beginning
+    initial: InitialState
     device: torch.device
     most: int | None = None
     model: nn.Module = field(init=False)
@@ -63,34 +63,34 @@ class Plain:
         task, seed = self.plan.task, self.plan.train.seed
         self.task = load_task(task.target, task.params, self.plan.cluster.import_from, seed)
         self.model = build_model(self.task, seed).to(self.device)
-        if self.beginning.with_data:
+        if self.initial.with_data:
             train_data(self.task, seed)
         if self.plan.batch.norm is Norm.freeze:
             freeze(self.model)
         with torch.no_grad():
             for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
-                value = self.beginning.values[name]
+                value = self.initial.values[name]
                 if value.dtype != tensor.dtype:
                     tensor.data = tensor.data.to(value.dtype)
                 tensor.copy_(value)
         for name, module in self.model.named_modules():
-            module.training = self.beginning.training[name]
+            module.training = self.initial.training[name]
         self.precision = Precision(self.plan.precision, self.device)
         seed_everything(seed + 1)
         self._collate = getattr(self.task, "collate", None) or default_collate
-        self.keep()
+        self.save()
 
-    def keep(self) -> None:
-        """Save random number state and declared buffers for ``put_back``."""
-        self._kept = Kept(self.model, self.device)
+    def save(self) -> None:
+        """Save random number state and declared buffers for ``restore``."""
+        self._saved = Kept(self.model, self.device)
 
-    def put_back(self) -> None:
-        """Restore random number state and declared buffers from the start or the last ``keep``."""
-        self._kept.put_back()
+    def restore(self) -> None:
+        """Restore random number state and declared buffers from the start or the last ``save``."""
+        self._saved.put_back()
 
     @contextmanager
-    def nudged(self) -> Iterator[None]:
-        """Move half of the trained numbers to the neighbouring number of their format, towards zero."""
+    def perturbed(self) -> Iterator[None]:
+        """Context in which half of the trained numbers are one unit in the last place closer to zero."""
         generator = torch.Generator().manual_seed(0)
         before = [(p, p.detach().clone()) for p in self.model.parameters() if p.requires_grad and not p.is_complex()]
         with torch.no_grad():
@@ -102,14 +102,14 @@ class Plain:
             for p, value in before:
                 p.copy_(value)
 
-    def ask(self, samples: Sequence[Any]) -> Loss | Tensor:
+    def task_loss(self, samples: Sequence[Any]) -> Loss | Tensor:
         """Return the task's own loss of these samples as one batch."""
         batch = to_device(self._collate(list(samples)), self.device)
         with self.precision.autocast():
             return self.task.loss(self.model, batch)
 
     def loss(self, samples: Sequence[Any]) -> Loss:
-        return as_loss(self.ask(samples), len(samples), self.plan.task.target)
+        return as_loss(self.task_loss(samples), len(samples), self.plan.task.target)
 
     def backward(self, samples: Sequence[Any]) -> tuple[float, float, Gradient]:
         """Return (total loss, items, gradient of the total) of the samples as one batch."""
@@ -129,7 +129,7 @@ class Plain:
         self.model.zero_grad(set_to_none=True)
         return loss.total.item(), items, gradient
 
-    def whole(self, samples: Sequence[Any]) -> Whole:
+    def window(self, samples: Sequence[Any]) -> ReferenceWindow:
         """Return the gradient of the window's mean, computed in one batch or in as few as fit into memory.
 
         Raises:
@@ -141,29 +141,29 @@ class Plain:
             try:
                 return self.in_batches([samples[i : i + size] for i in range(0, len(samples), size)])
             except (RuntimeError, MemoryError) as error:
-                if not _is_for_memory(error):
+                if not is_out_of_memory(error):
                     raise
                 if size == 1:
                     raise RunError(
-                        "The reference does not fit: one sample of the whole model is too much for one device.\n"
+                        "The reference does not fit into memory, not even with one sample and the whole model.\n"
                         "  Verify with more memory (cluster.device=cpu), or with a smaller model of the same code."
                     ) from None
             # outside the except block: the exception keeps the pass's tensors alive
             self.model.zero_grad(set_to_none=True)
             self.most = size // 2
 
-    def in_batches(self, batches: Sequence[Sequence[Any]]) -> Whole:
-        """Return the same for given batches: their sums added up, divided by all their items."""
+    def in_batches(self, batches: Sequence[Sequence[Any]]) -> ReferenceWindow:
+        """Return the gradient of the mean over given batches: their sums added up, divided by all their items."""
         total, items, sums = 0.0, 0.0, dict[str, Tensor | None]()
         for batch in batches:
-            self.put_back()
-            more, count, gradient = self.backward(batch)
-            total, items = total + more, items + count
+            self.restore()
+            batch_total, batch_items, gradient = self.backward(batch)
+            total, items = total + batch_total, items + batch_items
             for name, part in gradient.items():
                 before = sums.get(name)
                 sums[name] = part if before is None else before if part is None else before.add_(part)
         mean = {name: None if part is None else part.div_(items or 1.0) for name, part in sums.items()}
-        return Whole(mean, total / (items or 1.0), items, len(batches))
+        return ReferenceWindow(mean, total / (items or 1.0), items, len(batches))
 
     def _estimate(self, samples: Sequence[Any]) -> int:
         """Return how many samples' activations fit into the host's memory.
@@ -174,7 +174,7 @@ class Plain:
         few = samples[: self.plan.batch.micro_size]
         if self.device.type != "cpu" or len(few) == len(samples):
             return len(samples)
-        self.put_back()
+        self.restore()
         with _saved_bytes() as saved:
             self.loss(few)
         fitting = int(_FREE_SHARE * free_host_bytes() * len(few) / max(1, sum(saved.values())))
@@ -189,11 +189,6 @@ def _on_host(gradient: Tensor, factor: float) -> Tensor:
 
 def _is_finite(gradient: Gradient) -> bool:
     return all(part is None or bool(part.isfinite().all()) for part in gradient.values())
-
-
-def _is_for_memory(error: BaseException) -> bool:
-    kinds = (MemoryError, torch.OutOfMemoryError)
-    return isinstance(error, kinds) or any(words in str(error) for words in _NO_MEMORY)
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from launcher.train import precision
 from launcher.train.engine.window_totals import require_sum
 from launcher.train.precision import DTYPES
 from launcher.train.world import World, device_of, disband, join
-from launcher.verify.accumulated import Accumulated, Taken, accumulate, choose, in_fp32
+from launcher.verify.accumulated import EngineRun, EngineWindow, Trial, choose_windows, in_fp32, run_windows
 from launcher.verify.certificate import (
     FP32,
     Certificate,
@@ -42,9 +42,8 @@ from launcher.verify.certificate import (
     narrow_rule,
 )
 from launcher.verify.comparison import Gradient, compare, without_dropout
-from launcher.verify.data_hazards import probe_data, probe_length
-from launcher.verify.hazards import probe
-from launcher.verify.reference import Plain, Whole
+from launcher.verify.hazards import probe_data, probe_length, probe_task
+from launcher.verify.reference import Reference, ReferenceWindow
 
 
 def main(plan_path: str) -> None:
@@ -72,7 +71,7 @@ def verify(plan: RunPlan, world: World) -> Certificate | None:
     device = device_of(world, plan.cluster.device)
     join(world, device, plan.train.hang_timeout)
     plan = precision.decided(plan, world, device, plan.paths.precision)
-    together = _together(dataclasses.replace(plan, batch=dataclasses.replace(plan.batch, ramp=())), world)
+    measured = _measure(dataclasses.replace(plan, batch=dataclasses.replace(plan.batch, ramp=())), world)
     gc.collect()  # free the engines' memory for the reference
     disband()
     if world.rank:
@@ -80,29 +79,29 @@ def verify(plan: RunPlan, world: World) -> Certificate | None:
     # the user's code may query its rank, and a module that normalises over ranks must see a world of one
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        return _certify(plan, device, together)
+        return _certify(plan, device, measured)
     finally:
         dist.destroy_process_group()
 
 
 @dataclasses.dataclass(frozen=True)
-class Together:
-    """Results that all ranks obtained together.
+class Measured:
+    """Results that all ranks measured together.
 
     Args:
-        taken: the windows in fp32; None if the data allows no window to start.
+        fp32: the windows in fp32; None if the data allows no window to start.
         own: the windows in the job's own arithmetic under ``own_plan``; None if that is fp32 too.
-        samples: samples of each window, on rank 0 only.
+        trials: the windows that were to be run.
     """
 
     hazards: list[Hazard]
-    taken: Taken | None
-    own: Taken | None
+    fp32: EngineRun | None
+    own: EngineRun | None
     own_plan: RunPlan
-    samples: list[list[Any]]
+    trials: list[Trial]
 
 
-def _together(plan: RunPlan, world: World) -> Together:
+def _measure(plan: RunPlan, world: World) -> Measured:
     own_plan, seed = plan, plan.train.seed
     if plan.strategy.compress is Compress.powersgd:
         own_plan = dataclasses.replace(plan, strategy=dataclasses.replace(plan.strategy, compress=Compress.none))
@@ -112,23 +111,21 @@ def _together(plan: RunPlan, world: World) -> Together:
     # tokenising and reading may take long: tasks constructed later repeat it only if the loss may need the result
     with_data = any(value is not before.get(name) for name, value in getattr(task, "__dict__", {}).items())
     if (length := probe_length(data, plan, world)) is not None:
-        return Together([length], None, None, own_plan, [])
+        return Measured([length], None, None, own_plan, [])
     hazards = probe_data(data, plan, world)
-    windows = choose(data, plan, world)
-    samples = windows.samples() if world.rank == 0 else []
-    _say(world, f"{count(len(windows.trials), 'window')} on {count(world.size, 'rank')}, in fp32")
-    plain = in_fp32(own_plan)
-    taken = accumulate(plain, world, windows, with_data=with_data)
-    if plain == own_plan or taken.refused is not None:
-        return Together(hazards, taken, None, own_plan, samples)
+    trials = choose_windows(data, plan, world)
+    _say(world, f"{count(len(trials), 'window')} on {count(world.size, 'rank')}, in fp32")
+    fp32 = run_windows(in_fp32(own_plan), world, trials, with_data=with_data)
+    if in_fp32(own_plan) == own_plan or fp32.refused is not None:
+        return Measured(hazards, fp32, None, own_plan, trials)
     _say(world, "the same windows as configured")
-    return Together(hazards, taken, accumulate(own_plan, world, windows, with_data=with_data), own_plan, samples)
+    return Measured(hazards, fp32, run_windows(own_plan, world, trials, with_data=with_data), own_plan, trials)
 
 
-def arithmetic_of(plan: RunPlan, taken: Taken) -> str:
+def arithmetic_of(plan: RunPlan, run: EngineRun) -> str:
     """Return a description of the arithmetic that the job computes in."""
     names = {dtype: kind.value for kind, dtype in DTYPES.items()}
-    kept = {names[value.dtype] for value in taken.beginning.values.values() if value.dtype in names}
+    kept = {names[value.dtype] for value in run.initial.values.values() if value.dtype in names}
     parts = [plan.precision.kind.value, *(f"{name} parameters" for name in sorted(kept))]
     if (sent := _sent_as(plan)) is not None:
         parts.append(f"gradients sent as {names[sent]}")
@@ -142,89 +139,92 @@ def _say(world: World, text: str) -> None:
         print(text, flush=True)
 
 
-def _certify(plan: RunPlan, device: torch.device, found: Together) -> Certificate:
+def _certify(plan: RunPlan, device: torch.device, measured: Measured) -> Certificate:
     """Return the certificate. Runs on rank 0 only."""
-    taken, own = found.taken, found.own
-    if taken is None:
-        return _certificate(plan, [], found.hazards, [], "Its data is not the same on all ranks.")
+    fp32, own, samples = measured.fp32, measured.own, [trial.samples for trial in measured.trials]
+    if fp32 is None:
+        return _certificate(plan, [], measured.hazards, [], "Its data is not the same on all ranks.")
     print("the reference: each window as one batch", flush=True)
-    wholes, in_each, most = _compared_in_fp32(plan, device, taken, found.samples)
+    references, comparisons, most = _compare_in_fp32(plan, device, fp32, samples)
     if own is not None:
         print("the reference in the job's own arithmetic", flush=True)
-        for comparisons, one in zip(in_each, _compared_as_configured(found, own, device, wholes, most), strict=False):
-            comparisons.append(one)
+        for of_window, one in zip(
+            comparisons, _compare_as_configured(measured, own, device, references, most), strict=False
+        ):
+            of_window.append(one)
     print("the hazards", flush=True)
 
-    def make() -> Plain:
-        return Plain(in_fp32(plan), taken.beginning, device, most)
+    def make() -> Reference:
+        return Reference(in_fp32(plan), fp32.initial, device, most)
 
-    with_items = [n for n, whole in enumerate(wholes) if whole.items]
-    if not with_items and taken.refused is None:
-        return _certificate(plan, [], found.hazards, [], "None of its first windows holds an item.")
-    first = found.samples[with_items[0] if with_items else 0]
-    rounding = max((comparisons[0].one_batch or 0.0 for comparisons in in_each), default=0.0)
-    hazards = [*found.hazards, *_unused(wholes), *probe(make, first, plan.batch.micro_size, rounding)]
-    windows = [_check(*one) for one in zip(taken.windows, wholes, in_each, strict=False)]
-    refused = taken.refused or (own.refused if own is not None else None)
+    with_items = [n for n, reference in enumerate(references) if reference.items]
+    if not with_items and fp32.refused is None:
+        return _certificate(plan, [], measured.hazards, [], "None of its first windows holds an item.")
+    first = samples[with_items[0] if with_items else 0]
+    rounding = max((of_window[0].one_batch or 0.0 for of_window in comparisons), default=0.0)
+    of_task = probe_task(make, first, plan.batch.micro_size, rounding)
+    hazards = [*measured.hazards, *_unused(references), *of_task]
+    windows = [_window_check(*one) for one in zip(fp32.windows, references, comparisons, strict=False)]
+    refused = fp32.refused or (own.refused if own is not None else None)
     if refused is None:
-        refused = _evaluation_error(make() if own is None else Plain(found.own_plan, own.beginning, device, most))
-    return _certificate(plan, windows, hazards, _notes(plan, found, most, wholes), refused)
+        refused = _evaluation_error(make() if own is None else Reference(measured.own_plan, own.initial, device, most))
+    return _certificate(plan, windows, hazards, _notes(plan, measured, most, references), refused)
 
 
-def _evaluation_error(plain: Plain) -> str | None:
+def _evaluation_error(reference: Reference) -> str | None:
     """Return the error of evaluating the first held-out micro-batch; None if it succeeds."""
-    plain.model.eval()
+    reference.model.eval()
     try:
-        data: Any = eval_data(plain.task, plain.plan.train.seed)
+        data: Any = eval_data(reference.task, reference.plan.train.seed)
         if data is None:
             return None
         with torch.no_grad():
-            loss = plain.loss(first_samples(data, plain.plan.batch.micro_size))
+            loss = reference.loss(first_samples(data, reference.plan.batch.micro_size))
         require_sum(loss.total, loss.items)
     except Exception as error:  # user code may raise anything
         return f"The evaluation fails: {type(error).__name__}: {error}"
     return None
 
 
-def _compared_in_fp32(
-    plan: RunPlan, device: torch.device, taken: Taken, samples: Sequence[Sequence[Any]]
-) -> tuple[list[Whole], list[list[Comparison]], int | None]:
+def _compare_in_fp32(
+    plan: RunPlan, device: torch.device, run: EngineRun, samples: Sequence[Sequence[Any]]
+) -> tuple[list[ReferenceWindow], list[list[Comparison]], int | None]:
     """Return each window's reference, its comparisons so far, and how many samples fit into one batch."""
-    plain = Plain(in_fp32(plan), taken.beginning, device)
-    wholes = list(_in_turn(plain, samples))
+    reference = Reference(in_fp32(plan), run.initial, device)
+    windows = list(_in_turn(reference, samples))
     # a separate model, so that hidden state, if any, has seen the same number of earlier windows
-    twin = Plain(in_fp32(plan), taken.beginning, device, plain.most)
+    second = Reference(in_fp32(plan), run.initial, device, reference.most)
     backwards = [of_window[::-1] for of_window in samples]
-    with twin.nudged():
-        in_each = [
-            [compare("fp32", window.gradient, whole.gradient, nudged.gradient, FP32)]
-            for window, whole, nudged in zip(taken.windows, wholes, _in_turn(twin, backwards), strict=False)
+    with second.perturbed():
+        comparisons = [
+            [compare("fp32", own.gradient, window.gradient, other.gradient, FP32)]
+            for own, window, other in zip(run.windows, windows, _in_turn(second, backwards), strict=False)
         ]
-    return wholes, in_each, plain.most
+    return windows, comparisons, reference.most
 
 
-def _in_turn(plain: Plain, windows: Sequence[Sequence[Any]]) -> Iterator[Whole]:
+def _in_turn(reference: Reference, windows: Sequence[Sequence[Any]]) -> Iterator[ReferenceWindow]:
     """Yield each window as one batch. As in training, a window starts with the buffers left by the previous one."""
-    with without_dropout(plain.model):
+    with without_dropout(reference.model):
         for samples in windows:
-            whole = plain.whole(samples)
-            plain.keep()
-            yield whole
+            window = reference.window(samples)
+            reference.save()
+            yield window
 
 
-def _compared_as_configured(
-    found: Together, own: Taken, device: torch.device, wholes: Sequence[Whole], most: int | None
+def _compare_as_configured(
+    measured: Measured, own: EngineRun, device: torch.device, wide: Sequence[ReferenceWindow], most: int | None
 ) -> Iterator[Comparison]:
-    """Yield the comparison of each window in the job's own arithmetic."""
-    plan = found.own_plan
+    """Yield the comparison of each window in the job's own arithmetic. ``wide``: references in fp32."""
+    plan = measured.own_plan
     arithmetic, rule = arithmetic_of(plan, own), _rule(plan, own)
-    plain = Plain(plan, own.beginning, device, most)
-    for window, whole, one in zip(own.windows, wholes, _in_turn(plain, found.samples), strict=False):
-        narrow = one.gradient
-        sent = _as_sent(narrow, _sent_as(plan), plan.batch.world_size)
-        comparison = compare(arithmetic, window.gradient, whole.gradient, sent, rule)
+    windows = _in_turn(Reference(plan, own.initial, device, most), [trial.samples for trial in measured.trials])
+    for window, reference, narrow in zip(own.windows, wide, windows, strict=False):
+        sent = _as_sent(narrow.gradient, _sent_as(plan), plan.batch.world_size)
+        comparison = compare(arithmetic, window.gradient, reference.gradient, sent, rule)
         if not comparison.agrees:
-            other = compare(arithmetic, window.gradient, narrow, _moved(narrow, whole.gradient, sent), rule)
+            moved = _moved(narrow.gradient, reference.gradient, sent)
+            other = compare(arithmetic, window.gradient, narrow.gradient, moved, rule)
             comparison = other if other.agrees else comparison
         yield comparison
 
@@ -236,9 +236,9 @@ def _sent_as(plan: RunPlan) -> torch.dtype | None:
     return torch.bfloat16 if plan.strategy.compress is Compress.bf16 else None
 
 
-def _rule(plan: RunPlan, own: Taken) -> Rule:
+def _rule(plan: RunPlan, own: EngineRun) -> Rule:
     """Return the rule for the coarsest format in which the job computes, stores or sends."""
-    formats = {DTYPES.get(plan.precision.kind), _sent_as(plan), *(t.dtype for t in own.beginning.values.values())}
+    formats = {DTYPES.get(plan.precision.kind), _sent_as(plan), *(t.dtype for t in own.initial.values.values())}
     roundoffs = [torch.finfo(each).eps / 2 for each in DTYPES.values() if each in formats]
     return narrow_rule(max(roundoffs)) if roundoffs else FP32
 
@@ -274,22 +274,23 @@ def _certificate(
     )  # fmt: skip
 
 
-def _check(window: Accumulated, whole: Whole, comparisons: Sequence[Comparison]) -> WindowCheck:
+def _window_check(window: EngineWindow, reference: ReferenceWindow, comparisons: Sequence[Comparison]) -> WindowCheck:
+    result = window.result
     return WindowCheck(
         name=window.trial.name,
-        samples=window.samples,
-        items=window.items,
-        reference_items=whole.items,
-        micro_batches=window.micro_batches,
-        reference_batches=whole.batches,
-        loss=window.loss,
-        reference_loss=whole.loss,
+        samples=result.samples,
+        items=result.items,
+        reference_items=reference.items,
+        micro_batches=result.micro_batches,
+        reference_batches=reference.batches,
+        loss=result.loss if result.items else 0.0,
+        reference_loss=reference.loss,
         comparisons=tuple(comparisons),
     )
 
 
-def _unused(wholes: Sequence[Whole]) -> list[Hazard]:
-    names = [name for name in wholes[0].gradient if all(whole.gradient[name] is None for whole in wholes)]
+def _unused(windows: Sequence[ReferenceWindow]) -> list[Hazard]:
+    names = [name for name in windows[0].gradient if all(window.gradient[name] is None for window in windows)]
     if not names:
         return []
     return [
@@ -298,52 +299,53 @@ def _unused(wholes: Sequence[Whole]) -> list[Hazard]:
             effect=Effect.noted,
             seen=f"The loss does not depend on {', '.join(names[:4])}{' and so on' if len(names) > 4 else ''}, in any "
             "of these windows.",
-            matters="Ranks wait for each other's gradients: training refuses it, but for strategy=ddp with "
+            matters="Ranks wait for each other's gradients, so training refuses it, except with strategy=ddp, "
             "find_unused_parameters and sync=every.",
             remedy="Freeze them (requires_grad_(False)), or use them in the loss.",
         )
     ]
 
 
-def _notes(plan: RunPlan, found: Together, most: int | None, wholes: Sequence[Whole]) -> list[str]:
+def _notes(plan: RunPlan, measured: Measured, most: int | None, references: Sequence[ReferenceWindow]) -> list[str]:
     notes = [
-        "Gradients are compared before the clip, at the parameters that training begins with, in training mode with "
-        f"dropout off, and in {_formats(found)}."
+        "Gradients are compared before the clip, at the initial parameters, in training mode with dropout off, and in "
+        f"{_formats(measured)}."
     ]
-    if any(whole.batches > 1 for whole in wholes):
+    if any(reference.batches > 1 for reference in references):
         notes.append(
             f"A window did not fit into memory as one batch: the reference adds up batches of {most} samples at most."
         )
     if plan.strategy.compress is Compress.powersgd:
         notes.append(
-            "PowerSGD was left out: what it keeps back in one window it sends in later ones, so that no single "
-            f"gradient is exact. The first {plan.strategy.powersgd_start} synchronisations are sent whole."
+            "PowerSGD was left out: it sends the error of one window in later ones, so that no single gradient is "
+            f"exact. The first {plan.strategy.powersgd_start} synchronisations are sent uncompressed."
         )
-    if plan.train.compile and found.own is None:
+    if plan.train.compile and measured.own is None:
         notes.append("The model was not compiled.")
-    if empty := [window.trial.name for window in found.taken.windows if not window.items] if found.taken else []:
-        notes.append(f"Without items, and so left out of training: {', '.join(empty)}.")
+    windows = measured.fp32.windows if measured.fp32 is not None else []
+    if empty := [window.trial.name for window in windows if not window.result.items]:
+        notes.append(f"Without items, and therefore skipped by training: {', '.join(empty)}.")
     if plan.batch.ramp:
         notes.append(
-            f"batch.ramp was left out: verified are windows of {plan.batch.global_size} samples. Those before have "
-            "fewer micro-batches of the same size."
+            f"batch.ramp was left out: only windows of {plan.batch.global_size} samples are verified. Earlier ones "
+            "have fewer micro-batches of the same size."
         )
     if plan.epoch.short_window_policy is ShortWindow.drop:
         notes.append("batch.short_window=drop: there is no short window to verify.")
     return notes
 
 
-def _formats(found: Together) -> str:
+def _formats(measured: Measured) -> str:
     """Return the arithmetic of the comparison, and which settings fp32 replaces."""
-    own, plain = found.own_plan, in_fp32(found.own_plan)
-    if own == plain:
+    own, fp32 = measured.own_plan, in_fp32(measured.own_plan)
+    if own == fp32:
         return "fp32, as configured"
-    wide = dataclasses.asdict(plain.precision)
+    wide = dataclasses.asdict(fp32.precision)
     values = {name: value for name, value in dataclasses.asdict(own.precision).items() if value != wide[name]}
     replaced = [f"precision.{name}={str(value).lower()}" for name, value in values.items()]
-    replaced += [f"strategy.compress={own.strategy.compress.value}"] if own.strategy != plain.strategy else []
+    replaced += [f"strategy.compress={own.strategy.compress.value}"] if own.strategy != fp32.strategy else []
     replaced += ["train.compile=true"] if own.train.compile else []
-    then = "" if found.own is None else f", then as configured ({arithmetic_of(own, found.own)})"
+    then = "" if measured.own is None else f", then as configured ({arithmetic_of(own, measured.own)})"
     return f"fp32 in place of {', '.join(replaced)}{then}"
 
 

@@ -24,7 +24,7 @@ from launcher.verify.certificate import (
     narrow_rule,
 )
 from launcher.verify.comparison import Gradient, compare
-from launcher.verify.verify_worker import Together, _notes
+from launcher.verify.verify_worker import Measured, _notes
 from tests.helpers import make_plan, torchrun
 
 WORKER = Path(__file__).parent / "verify_worker.py"
@@ -79,7 +79,7 @@ COARSE = "CoarseAlone precision=bf16"
 BLIND = {
     "Noisy": "randomness in the forward pass",
     "Unrepeatable": "non-determinism",
-    "UnseededData": "data that is another one each time",
+    "UnseededData": "data that differs at each reading",
 }
 # with words of the message
 REFUSED = {
@@ -290,5 +290,5 @@ def test_what_overflows_in_one_batch_is_held_to_the_largest_limit() -> None:
 )
 def test_what_the_comparison_changes_is_stated(overrides: list[str], words: str) -> None:
     plan = make_plan(*overrides)
-    (note, *_) = _notes(plan, Together([], None, None, plan, []), None, [])
+    (note, *_) = _notes(plan, Measured([], None, None, plan, []), None, [])
     assert note.endswith(words)
