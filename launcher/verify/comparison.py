@@ -30,13 +30,13 @@ _ATTENTION_DROPOUT = 4  # position of dropout_p among the arguments
 
 def dropout_modules(model: nn.Module) -> list[str]:
     """Return the names of the modules with active dropout."""
-    found: list[str] = []
+    names: list[str] = []
     for name, module in model.named_modules():
-        plain = isinstance(module, _DropoutNd) and module.p > 0
+        layer = isinstance(module, _DropoutNd) and module.p > 0
         inside = isinstance(module, nn.MultiheadAttention | nn.RNNBase) and module.dropout > 0
-        if (plain or inside) and module.training:
-            found.append(name)
-    return found
+        if (layer or inside) and module.training:
+            names.append(name)
+    return names
 
 
 @contextmanager
@@ -96,17 +96,16 @@ def _norm(gradient: Tensor | None) -> float:
     return _norm_of_difference(gradient, None)
 
 
-def _together(norms: Iterable[float]) -> float:
+def _combined(norms: Iterable[float]) -> float:
+    """Return the norm of a vector whose parts have these norms."""
     return math.sqrt(sum(norm * norm for norm in norms))
 
 
 def distance(one: Gradient, two: Gradient) -> float:
     """Return ||one - two|| / ||one||; infinite if only ``one`` is zero."""
-    apart = _together(_norm_of_difference(one[name], two[name]) for name in one)
-    size = _together(_norm(one[name]) for name in one)
-    if not apart:
-        return 0.0
-    return apart / size if size else math.inf
+    difference = _combined(_norm_of_difference(one[name], two[name]) for name in one)
+    ratio = _ratio(difference, _combined(_norm(one[name]) for name in one))
+    return math.inf if ratio is None else ratio
 
 
 def compare(arithmetic: str, got: Gradient, wanted: Gradient, rounded: Gradient, rule: Rule) -> Comparison:
@@ -116,29 +115,29 @@ def compare(arithmetic: str, got: Gradient, wanted: Gradient, rounded: Gradient,
         rounded: gradient of one big batch in the arithmetic of ``got``; its distance from ``wanted`` is the rounding
             error from which the limits follow.
     """
-    off = {name: _norm_of_difference(got[name], wanted[name]) for name in wanted}
+    errors = {name: _norm_of_difference(got[name], wanted[name]) for name in wanted}
     rounding = {name: _norm_of_difference(rounded[name], wanted[name]) for name in wanted}
     norms = {name: _norm(wanted[name]) for name in wanted}
-    numel = {name: 0 if (one := got[name]) is None else one.numel() for name in wanted}
-    total = _together(norms.values())
-    one_batch = _ratio(_together(rounding.values()), total)
+    sizes = {name: 0 if (part := got[name]) is None else part.numel() for name in wanted}
+    total = _combined(norms.values())
+    one_batch = _ratio(_combined(rounding.values()), total)
     uncapped = None if one_batch is None or not math.isfinite(one_batch) else rule.uncapped(one_batch)
     limit = rule.most if uncapped is None else min(rule.most, uncapped)
 
     def deviation(title: str, names: Iterable[str], *, part: bool) -> Deviation:
         names = list(names)
-        apart, norm = _together(off[name] for name in names), _together(norms[name] for name in names)
+        error, norm = _combined(errors[name] for name in names), _combined(norms[name] for name in names)
         allowed = limit
         if part:  # the part's own rounding error, or its share of the whole gradient's
-            own = rule.times * _together(rounding[name] for name in names)
+            own = rule.times * _combined(rounding[name] for name in names)
             shares = (limit / 10, _ratio(own, total), (uncapped or limit) * norm / (total or 1.0))
             allowed = max(share for share in shares if share is not None and math.isfinite(share))
         return Deviation(
             name=title,
-            parameters=sum(numel[name] for name in names),
+            parameters=sum(sizes[name] for name in names),
             norm=norm,
-            error=_ratio(apart, norm),
-            share=_ratio(apart, total),
+            error=_ratio(error, norm),
+            share=_ratio(error, total),
             limit=allowed,
         )
 
@@ -156,8 +155,9 @@ def compare(arithmetic: str, got: Gradient, wanted: Gradient, rounded: Gradient,
     )
 
 
-def _ratio(off: float, norm: float) -> float | None:
-    return off / norm if norm else (None if off else 0.0)
+def _ratio(error: float, norm: float) -> float | None:
+    """Return ``error`` / ``norm``; None if only ``norm`` is zero."""
+    return error / norm if norm else (None if error else 0.0)
 
 
 def _grouped(names: list[str]) -> dict[str, str]:
