@@ -42,7 +42,7 @@ class Role(IntEnum):
     collective = 1  # waits for other ranks, or for a GPU whose kernels wait for them
 
 
-# parts of a start, by `Stand.number` in Phase.starting
+# parts of a start, by `Progress.number` in Phase.starting
 STARTS = (
     "Python and its imports",
     "importing torch and the task",
@@ -56,7 +56,7 @@ _IO_PHASES = (Phase.data, Phase.saving)
 
 
 @dataclass(frozen=True)
-class Stand:
+class Progress:
     """Progress of a rank.
 
     Args:
@@ -84,7 +84,7 @@ class Stand:
         return self.window, 0 if in_window else self.phase, self.number, self.phase
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """Description of the activity, for messages."""
         match self.phase:
             case Phase.starting:
@@ -116,10 +116,10 @@ def size_of(ranks: int) -> int:
     return ranks * _RECORD.size
 
 
-def read(memory: mmap.mmap, local_rank: int) -> Stand:
+def read(memory: mmap.mmap, local_rank: int) -> Progress:
     """Return the last progress that a worker published."""
     beats, phase, number, window, step, role, thread = _RECORD.unpack_from(memory, local_rank * _RECORD.size)
-    return Stand(beats, Phase(phase), number, window, step, Role(role), thread)
+    return Progress(beats, Phase(phase), number, window, step, Role(role), thread)
 
 
 class Pulse:

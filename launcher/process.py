@@ -174,6 +174,11 @@ def children(pid: int) -> list[int]:
     return found
 
 
+def living_children() -> list[int]:
+    """Return the process ids of this process's children that have not ended."""
+    return [pid for pid in children(os.getpid()) if state_of(pid) not in (None, "Z")]
+
+
 def state_of(pid: int) -> str | None:
     """Return the state letter of proc(5): Z zombie, T stopped, D waiting for a disk; None without such a process."""
     try:

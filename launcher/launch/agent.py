@@ -30,7 +30,7 @@ from launcher.launch.watchdog import HangWatch, NoWatch
 from launcher.plan.host import WANDB_ENV, allowed_env
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan
-from launcher.process import AGENT_PID, StopShield, children, die_with_parent, state_of
+from launcher.process import AGENT_PID, StopShield, die_with_parent, living_children
 from launcher.rundir import records
 from launcher.rundir.fencing import INCARNATION, Fence, Incarnation
 from launcher.rundir.files import clear_torn, read_json, write_json
@@ -205,7 +205,7 @@ def _logs(paths: RunPaths, first: int, watch: HangWatch | NoWatch) -> LogsSpecs:
 def _failed(plan: LaunchPlan, error: ChildFailedError, deaths: DeathWatch, watch: HangWatch | NoWatch) -> Ended:
     """Return the outcome for the earliest failure: later ones lost their peer, or were ended by torch itself."""
     rank, first = min(error.failures.items(), key=lambda item: _when(item[1], deaths))
-    if (hang := watch.of(first.pid)) is not None:
+    if (hang := watch.hang_of(first.pid)) is not None:
         log, at = plan.paths.newest_rank_log(rank), _when(first, deaths)
         told = failure(hang.text, log, rank=hang.rank, kind=HANG, traceback=hang.stack or None, at=at)
         return Ended(EXIT_FAILED, {"verdict": "failed", "failure": told})
@@ -295,7 +295,7 @@ class DeathWatch(threading.Thread):
         looked = time.monotonic()
         while not self._over.wait(POLL_S):
             before, looked = looked, time.monotonic()
-            now = {pid for pid in children(os.getpid()) if state_of(pid) not in (None, "Z")}
+            now = set(living_children())
             for pid in living - now:
                 self._seen.setdefault(pid, before)
             living = now

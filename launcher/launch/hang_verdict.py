@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from launcher.heartbeat import IMPORTS, Phase, Stand
+from launcher.heartbeat import IMPORTS, Phase, Progress
 from launcher.rundir.files import build
 
 
 @dataclass(frozen=True)
-class Seen:
+class RankState:
     """One rank as its agent sees it. ``quiet_s``: seconds without progress."""
 
     rank: int
     node: int
     host: str
-    stand: Stand
+    progress: Progress
     quiet_s: float
 
 
@@ -28,7 +28,7 @@ class Answer:
     """Answer of a rank that was asked for its stack.
 
     Args:
-        place: innermost frame outside the standard library and torch.
+        location: innermost frame outside the standard library and torch.
         waits: True if the rank waits for other ranks.
         silent: reason for a missing stack.
         moved: True if the rank made progress before it was asked.
@@ -36,7 +36,7 @@ class Answer:
 
     rank: int
     stack: str
-    place: str
+    location: str
     waits: bool
     silent: str = ""
     moved: bool = False
@@ -82,91 +82,95 @@ class Hang:
         return {"rank": self.rank, "host": self.host, "step": self.step, "phase": self.phase, "stack": self.stack}
 
 
-def to_json(seen: Sequence[Seen]) -> str:
-    return json.dumps([dataclasses.asdict(one) for one in seen])
+def to_json(states: Sequence[RankState]) -> str:
+    return json.dumps([dataclasses.asdict(state) for state in states])
 
 
-def from_json(text: str) -> list[Seen]:
-    return [build(Seen, fields) for fields in json.loads(text)]
+def from_json(text: str) -> list[RankState]:
+    return [build(RankState, fields) for fields in json.loads(text)]
 
 
-def suspects(seen: Sequence[Seen], timeout_s: float) -> list[Seen]:
+# seconds; imports may come from a busy disk, so a shorter time limit does not apply to them
+_IMPORTS_WITHIN_S = 300.0
+
+
+def suspects(states: Sequence[RankState], timeout_s: float) -> list[RankState]:
     """Return the ranks that are furthest behind if none of them has moved for ``timeout_s``, else an empty list.
 
     A rank that waits for a slow one is ahead of it, and a slow rank still moves, so slowness never counts as a hang.
     """
-    if not seen:
-        return []
-    last = min(one.stand.position for one in seen)
-    behind = [one for one in seen if one.stand.position == last]
-    return behind if all(one.quiet_s >= _patience_s(one.stand, timeout_s) for one in behind) else []
+    last = min((state.progress.position for state in states), default=None)
+    behind = [state for state in states if state.progress.position == last]
+    return behind if all(state.quiet_s >= _limit_s(state.progress, timeout_s) for state in behind) else []
 
 
-def _patience_s(stand: Stand, timeout_s: float) -> float:
-    """Return the time limit of a rank: a short one does not apply to imports, which may come from a busy disk."""
-    imports = stand.phase is Phase.starting and stand.number <= IMPORTS
+def _limit_s(progress: Progress, timeout_s: float) -> float:
+    """Return the seconds without progress after which a rank hangs."""
+    imports = progress.phase is Phase.starting and progress.number <= IMPORTS
     return max(timeout_s, _IMPORTS_WITHIN_S) if imports else timeout_s
 
 
-_IMPORTS_WITHIN_S = 300.0
-
-
-def judge(behind: Sequence[Seen], answers: Sequence[Answer], timeout_s: float) -> Hang:
+def judge(behind: Sequence[RankState], answers: Sequence[Answer], timeout_s: float) -> Hang:
     """Return the verdict on ``behind``.
 
     The hanging rank is one that does not wait for others. If all ranks that answered do, it is one without an answer.
     If all answered and wait, no rank is named, unless there is only one.
     """
-    told = {answer.rank: answer for answer in answers}
-    ranks = sorted(behind, key=lambda one: one.rank)
-    said = [(one, told[one.rank]) for one in ranks if one.rank in told]
-    unheard = [one for one in ranks if one.rank not in told]
-    guilty = [(one, answer) for one, answer in said if not answer.waits]
+    answer_of = {answer.rank: answer for answer in answers}
+    states = sorted(behind, key=lambda state: state.rank)
+    answered = [(state, answer_of[state.rank]) for state in states if state.rank in answer_of]
+    unanswered = [state for state in states if state.rank not in answer_of]
     quiet = f"nothing moved for {timeout_s:g} s (train.hang_timeout)"
-    if guilty:
-        (one, answer), others = guilty[0], [str(other.rank) for other, _ in guilty[1:]]
-        where = answer.silent or f"at {answer.place}"
-        also = f"\n  So does rank {', '.join(others)}." if others else ""
-        text = f"hangs on {one.host} in {one.stand.words}: {quiet}; {where}{also}"
-        return _hang(one, one.rank, text, answer.stack)
-    if unheard:
-        one, others = unheard[0], [str(other.rank) for other in unheard[1:]]
-        others_wait = ", and the ranks that answered wait for others" if said else ""
-        where = f"its agent did not answer where it stands{others_wait}"
-        also = f"\n  Nor is it known of rank {', '.join(others)}, which may be the one as well." if others else ""
-        return _hang(one, one.rank, f"hangs on {one.host} in {one.stand.words}: {quiet}; {where}{also}", "")
-    one, answer = said[0]
-    if len(said) == 1:  # all other ranks are ahead, so this one does not wait for them
-        text = (
-            f"hangs on {one.host} in {one.stand.words}: {quiet}; it waits at {answer.place}. A GPU kernel that does "
-            "not end, or a broken link, looks like that"
-        )
-        return _hang(one, one.rank, text, answer.stack)
+    if not_waiting := [(state, answer) for state, answer in answered if not answer.waits]:
+        (state, answer), *others = not_waiting
+        what = answer.silent or f"at {answer.location}"
+        also = f"\n  So does rank {_ranks(state for state, _ in others)}." if others else ""
+        return _hang_of(state, quiet, what + also, answer.stack)
+    if unanswered:
+        state, *others = unanswered
+        what = "its agent did not answer where it stands"
+        what += ", and the ranks that answered wait for others" if answered else ""
+        also = f"\n  Nor is it known of rank {_ranks(others)}, which may be the one as well." if others else ""
+        return _hang_of(state, quiet, what + also, "")
+    state, answer = answered[0]
+    if len(answered) == 1:  # all other ranks are ahead, so this one does not wait for them
+        what = f"it waits at {answer.location}. A GPU kernel that does not end, or a broken link, looks like that"
+        return _hang_of(state, quiet, what, answer.stack)
     text = (
-        f"{len(said)} ranks wait for each other in {one.stand.words}: {quiet}, and none of them does anything else. A "
-        "collective that not all of them run, a GPU kernel that does not end, or a broken link looks like that:"
+        f"{len(answered)} ranks wait for each other in {state.progress.description}: {quiet}, and none of them does "
+        "anything else. A collective that not all of them run, a GPU kernel that does not end, or a broken link looks "
+        "like that:"
     )
-    shown = [f"rank {one.rank} on {one.host}: at {answer.place}" for one, answer in said]
-    text = "\n  ".join([text, *shown[:_SHOWN], *([f"and {len(shown) - _SHOWN} more"] if len(shown) > _SHOWN else [])])
-    stack = "\n".join(f"--- rank {one.rank} ---\n{answer.stack}" for one, answer in said[:_SHOWN])
-    return _hang(one, None, text, stack)
+    shown = [f"rank {state.rank} on {state.host}: at {answer.location}" for state, answer in answered]
+    more = [f"and {len(shown) - _SHOWN} more"] if len(shown) > _SHOWN else []
+    stack = "\n".join(f"--- rank {state.rank} ---\n{answer.stack}" for state, answer in answered[:_SHOWN])
+    return _hang(state, None, "\n  ".join([text, *shown[:_SHOWN], *more]), stack)
 
 
 _SHOWN = 16
 
 
-def _hang(one: Seen, rank: int | None, text: str, stack: str) -> Hang:
-    stand = one.stand
+def _ranks(states: Iterable[RankState]) -> str:
+    return ", ".join(str(state.rank) for state in states)
+
+
+def _hang_of(state: RankState, quiet: str, what: str, stack: str) -> Hang:
+    """Return the verdict that this rank hangs. ``quiet``: for how long nothing moved. ``what``: what the rank does."""
+    return _hang(state, state.rank, f"hangs on {state.host} in {state.progress.description}: {quiet}; {what}", stack)
+
+
+def _hang(victim: RankState, rank: int | None, text: str, stack: str) -> Hang:
+    progress = victim.progress
     return Hang(
-        rank=rank, victim=one.rank, node=one.node, host=one.host, step=stand.step, phase=stand.phase.name, text=text,
-        stack=stack,
+        rank=rank, victim=victim.rank, node=victim.node, host=victim.host, step=progress.step,
+        phase=progress.phase.name, text=text, stack=stack,
     )  # fmt: skip
 
 
-def silent_host(node: int, host: str, victim: Seen, timeout_s: float) -> Hang:
+def silent_host(node: int, host: str, victim: RankState, timeout_s: float) -> Hang:
     """Return the verdict on a host whose agent has been silent for ``timeout_s`` while ranks elsewhere wait."""
     text = (
-        f"node {node} ({host}) hangs as a whole: its agent has said nothing for {timeout_s:g} s (train.hang_timeout), "
-        f"and rank {victim.rank} does not move in {victim.stand.words}"
+        f"node {node} ({host}) hangs as a whole: its agent has posted nothing for {timeout_s:g} s "
+        f"(train.hang_timeout), and rank {victim.rank} does not move in {victim.progress.description}"
     )
     return dataclasses.replace(_hang(victim, None, text, ""), node=node, host=host)

@@ -1,4 +1,4 @@
-"""Rendezvous of the agents: their ranks, and the board on which they exchange messages.
+"""Rendezvous of the agents: their node numbers, and the store in which they exchange messages.
 
 torch's own backends do not fit: `c10d` numbers hosts by the alphabetical order of their addresses, and `static` cannot
 restart workers, because the store that they share with the agent still holds the previous attempt.
@@ -11,7 +11,7 @@ import socket
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from launcher.plan.launch_plan import LaunchPlan, Place
 from launcher.process import wait_until
@@ -30,7 +30,19 @@ GIVEN_UP = "another host has given up"
 ALONE = Place(node=0, address="localhost", interface="", store="localhost:0", shared=True)
 
 
-def register(plan: LaunchPlan, place: Place, asked: Callable[[], signal.Signals | None]) -> None:
+def _address(place: Place) -> tuple[str, int]:
+    host, _, port = place.store.rpartition(":")
+    return host, int(port)
+
+
+def _connect(place: Place, **options: Any) -> Any:
+    """Return a connection to the store of node 0's agent. ``options``: arguments of TCPStore."""
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+    return TCPStore(*_address(place), wait_for_workers=False, **options)
+
+
+def register(plan: LaunchPlan, place: Place, stop_signal: Callable[[], signal.Signals | None]) -> None:
     """Register ``rdzv_backend=BACKEND`` with torch, for this process.
 
     torch's agent asks the rendezvous several times a second whether more hosts are waiting. There a stop signal is
@@ -38,15 +50,15 @@ def register(plan: LaunchPlan, place: Place, asked: Callable[[], signal.Signals 
     waits for them.
 
     Args:
-        asked: returns the stop signal that was received, or None.
+        stop_signal: returns the stop signal that was received, or None.
     """
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 
-    rendezvous_handler_registry.register(BACKEND, lambda _: _handler(plan, place, asked))
+    rendezvous_handler_registry.register(BACKEND, lambda _: _handler(plan, place, stop_signal))
 
 
-def _handler(plan: LaunchPlan, place: Place, asked: Callable[[], signal.Signals | None]) -> RendezvousHandler:
-    from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+def _handler(plan: LaunchPlan, place: Place, stop_signal: Callable[[], signal.Signals | None]) -> RendezvousHandler:
+    from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.rendezvous import (
         RendezvousClosedError,
@@ -55,7 +67,7 @@ def _handler(plan: LaunchPlan, place: Place, asked: Callable[[], signal.Signals 
         RendezvousStoreInfo,
     )
 
-    class Rounds(RendezvousHandler):
+    class Rendezvous(RendezvousHandler):
         """One round per attempt, each with its own keys and master port."""
 
         def __init__(self) -> None:
@@ -67,12 +79,8 @@ def _handler(plan: LaunchPlan, place: Place, asked: Callable[[], signal.Signals 
 
         def next_rendezvous(self) -> RendezvousInfo:
             if self._store is None:
-                host, _, port = place.store.rpartition(":")
-                self._wait_for_store(host, int(port))
-                within = timedelta(seconds=_JOIN_WITHIN_S)
-                self._store = TCPStore(
-                    host, int(port), is_master=place.node == 0, timeout=within, wait_for_workers=False
-                )
+                self._wait_for_store()
+                self._store = _connect(place, is_master=place.node == 0, timeout=timedelta(seconds=_JOIN_WITHIN_S))
             self._round += 1
             self._store.set("round", str(self._round))  # never decreases: no host is a round ahead of the last one
             self._wait_for_all()
@@ -81,16 +89,16 @@ def _handler(plan: LaunchPlan, place: Place, asked: Callable[[], signal.Signals 
             return RendezvousInfo(store, place.node, plan.cluster.nodes, master)
 
         def _stop_if_asked(self) -> None:
-            if (number := asked()) is not None:
+            if (number := stop_signal()) is not None:
                 raise SignalException("asked to stop", number)
 
-        def _wait_for_store(self, host: str, port: int) -> None:
+        def _wait_for_store(self) -> None:
             """Wait until the store accepts connections; the store's own waiting cannot be interrupted by a signal."""
 
             def answers() -> bool:
                 self._stop_if_asked()
                 try:
-                    socket.create_connection((host, port), timeout=1).close()
+                    socket.create_connection(_address(place), timeout=1).close()
                 except OSError:
                     return False
                 return True
@@ -139,67 +147,42 @@ def _handler(plan: LaunchPlan, place: Place, asked: Callable[[], signal.Signals 
                     self._store.set("over", "1")
             return True
 
-    return Rounds()
+    return Rendezvous()
 
 
-class Gone(Exception):
-    """Node 0 is gone, and the board with it."""
+class StoreLost(Exception):
+    """Node 0 is gone, and its store with it."""
 
 
-class Board(Protocol):
-    """Key-value texts that the agents of a job share."""
+class AgentStore:
+    """Texts by key that the agents of a job exchange, in the store of node 0's agent.
+
+    It uses its own connection, because torch's agent uses the same store and neither must wait for the other. A job on
+    one host keeps the texts in this process.
+    """
+
+    def __init__(self, place: Place, nodes: int) -> None:
+        self._place, self._alone = place, nodes == 1
+        self._connection: Any = None
+
+    def _store(self) -> Any:
+        from torch.distributed import HashStore, PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+
+        if self._connection is None:
+            self._connection = HashStore() if self._alone else PrefixStore("board", _connect(self._place))
+        return self._connection
 
     def post(self, key: str, text: str) -> None:
-        """Set ``key`` to ``text``, replacing an earlier value."""
-        ...
+        """Set ``key`` to ``text``, replacing an earlier value. Raises StoreLost, as ``read`` does."""
+        try:
+            self._store().set(key, text)
+        except RuntimeError as error:
+            raise StoreLost(str(error)) from error
 
     def read(self, keys: Iterable[str]) -> dict[str, str]:
         """Return the texts of those ``keys`` that exist."""
-        ...
-
-
-class OwnBoard:
-    """Board of a job on one host."""
-
-    def __init__(self) -> None:
-        self._texts: dict[str, str] = {}
-
-    def post(self, key: str, text: str) -> None:
-        self._texts[key] = text
-
-    def read(self, keys: Iterable[str]) -> dict[str, str]:
-        return {key: self._texts[key] for key in keys if key in self._texts}
-
-
-class StoreBoard:
-    """Board in the rendezvous store of node 0's agent.
-
-    It uses its own connection, because torch's agent uses the same store and neither must wait for the other.
-    """
-
-    def __init__(self, place: Place) -> None:
-        self._host, _, port = place.store.rpartition(":")
-        self._port = int(port)
-        self._store: Any = None
-
-    def _connected(self) -> Any:
-        from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
-
-        if self._store is None:
-            store = TCPStore(self._host, self._port, is_master=False, wait_for_workers=False)
-            self._store = PrefixStore("board", store)
-        return self._store
-
-    def post(self, key: str, text: str) -> None:
-        """Set ``key`` to ``text``. Raises Gone, as ``read`` does."""
         try:
-            self._connected().set(key, text)
-        except RuntimeError as error:
-            raise Gone(str(error)) from error
-
-    def read(self, keys: Iterable[str]) -> dict[str, str]:
-        try:
-            store = self._connected()
+            store = self._store()
             return {key: store.get(key).decode() for key in keys if store.check([key])}
         except RuntimeError as error:
-            raise Gone(str(error)) from error
+            raise StoreLost(str(error)) from error

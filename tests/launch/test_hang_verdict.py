@@ -10,18 +10,19 @@ from pathlib import Path
 import pytest
 
 from launcher import heartbeat
-from launcher.heartbeat import Phase, Stand
+from launcher.heartbeat import Phase, Progress
 from launcher.launch import rendezvous
-from launcher.launch.hang_verdict import Answer, Hang, Seen, from_json, judge, silent_host, suspects, to_json
-from launcher.launch.watchdog import HangWatch, ask_stacks
+from launcher.launch.hang_verdict import Answer, Hang, RankState, from_json, judge, silent_host, suspects, to_json
+from launcher.launch.stacks import request_stacks
+from launcher.launch.watchdog import HangWatch
 from tests.helpers import make_plan
 from tests.infra.runs import wait_for
 
 T = 10.0
 
 
-def seen(rank: int, window: int, number: int, phase: Phase = Phase.computing, quiet_s: float = T) -> Seen:
-    return Seen(rank, rank // 2, f"host{rank // 2}", Stand(9, phase, number, window, window), quiet_s)
+def seen(rank: int, window: int, number: int, phase: Phase = Phase.computing, quiet_s: float = T) -> RankState:
+    return RankState(rank, rank // 2, f"host{rank // 2}", Progress(9, phase, number, window, window), quiet_s)
 
 
 def waits(rank: int) -> Answer:
@@ -170,9 +171,9 @@ def stuck(how: str, log: Path) -> subprocess.Popen[bytes]:
 def test_a_process_that_is_stuck_shows_where(how: str, log: Path) -> None:
     process = stuck(how, log)
     try:
-        said = ask_stacks(process.pid, log)
-        assert "stuck.py:" in said.place
-        assert said.place.endswith(f" in {how}")
+        said = request_stacks(process.pid, log)
+        assert "stuck.py:" in said.location
+        assert said.location.endswith(f" in {how}")
         assert not said.waits
         assert said.text.count("(most recent call first)") == 2, "the other thread is shown too"
         assert said.text in log.read_text()
@@ -192,11 +193,12 @@ def test_a_rank_whose_disk_is_dead_hangs_and_does_not_wait_for_others(
     monkeypatch.setenv(heartbeat.PROGRESS, watch.begin({0: (0, log)})[0])
     process = stuck(how, log)
     try:
-        wait_for(lambda: "in hung_disk" in ask_stacks(process.pid, log).text, "the disk to hang")
+        wait_for(lambda: "in hung_disk" in request_stacks(process.pid, log).text, "the disk to hang")
         attempt = watch._attempt
         assert attempt is not None
-        (answer,) = watch._answers(attempt, [(0, heartbeat.read(watch._memory, 0).beats)], {0: process.pid})
-        assert answer.place.endswith(" in hung_disk")
+        attempt.pids = {0: process.pid}
+        (answer,) = watch._answers(attempt, [(0, heartbeat.read(watch._memory, 0).beats)])
+        assert answer.location.endswith(" in hung_disk")
         assert not answer.waits
         assert judge([seen(0, 3, 8), seen(1, 3, 8)], [answer, waits(1)], T).rank == 0
     finally:
@@ -208,8 +210,8 @@ def test_a_stopped_process_cannot_say_anything_and_that_is_said(log: Path) -> No
     process = stuck("sleeps", log)
     try:
         process.send_signal(signal.SIGSTOP)
-        wait_for(lambda: "stopped" in ask_stacks(process.pid, log).why, "the process to be stopped")
-        assert not ask_stacks(process.pid, log).text
+        wait_for(lambda: "stopped" in request_stacks(process.pid, log).why, "the process to be stopped")
+        assert not request_stacks(process.pid, log).text
     finally:
         process.kill()
         process.wait()
@@ -218,7 +220,7 @@ def test_a_stopped_process_cannot_say_anything_and_that_is_said(log: Path) -> No
 def test_a_process_without_a_handler_is_not_killed_by_the_question(tmp_path: Path) -> None:
     process = subprocess.Popen(["sleep", "1000"])
     try:
-        assert "not come to where" in ask_stacks(process.pid, tmp_path / "log").why
+        assert "not yet installed" in request_stacks(process.pid, tmp_path / "log").why
         assert process.poll() is None
     finally:
         process.kill()

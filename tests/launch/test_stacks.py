@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from launcher.heartbeat import Role
-from launcher.launch import watchdog
-from launcher.launch.watchdog import Stacks
+from launcher.launch import stacks
+from launcher.launch.stacks import Stacks
 
 PYTHON, SITE, HERE = "/usr/lib/python3.11", "/venv/lib/python3.11/site-packages", "/src/launcher/train"
 JOIN = [(f"{PYTHON}/threading.py", "_wait_for_tstate_lock"), (f"{PYTHON}/threading.py", "join")]
@@ -42,11 +42,11 @@ def test_where_the_main_thread_waits_for_a_save_its_writer_tells() -> None:
     ]
     stuck = dump(other, [*disk, (f"{HERE}/checkpoint/save.py", "write"), *WRITER], main, role=Role.io, waits_for=2)
     assert not stuck.waits
-    assert stuck.place == f"{HERE}/checkpoint/file_format.py:7 in flush"
+    assert stuck.location == f"{HERE}/checkpoint/file_format.py:7 in flush"
     creating = [(f"{PYTHON}/pathlib.py", "mkdir"), (f"{HERE}/checkpoint/save.py", "_begin"), *WRITER]
     begin = dump(creating, other, main, role=Role.io, waits_for=1)
     assert not begin.waits
-    assert begin.place == f"{HERE}/checkpoint/save.py:7 in _begin"
+    assert begin.location == f"{HERE}/checkpoint/save.py:7 in _begin"
     patient = dump(
         [COLLECTIVE, (f"{HERE}/world.py", "of_all"), *WRITER],
         main,
@@ -56,7 +56,7 @@ def test_where_the_main_thread_waits_for_a_save_its_writer_tells() -> None:
     assert patient.waits
     over = dump(other, main, role=Role.io, waits_for=7)
     assert over.waits, "the writer has just ended: nothing is known of this rank"
-    assert over.place == f"{HERE}/checkpoint/async_save.py:7 in wait"
+    assert over.location == f"{HERE}/checkpoint/async_save.py:7 in wait"
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_a_rank_that_declares_io_does_not_wait_whatever_the_file(module: str) ->
 
 def test_a_process_that_says_nothing_waits_for_no_one() -> None:
     assert not Stacks("").waits
-    assert Stacks("").place == ""
+    assert Stacks("").location == ""
 
 
 def test_all_ranks_are_asked_before_any_has_answered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +112,7 @@ def test_all_ranks_are_asked_before_any_has_answered(monkeypatch: pytest.MonkeyP
             time.sleep(0.05)
         return Stacks("", "the others were not asked")
 
-    monkeypatch.setattr(watchdog, "ask_stacks", ask)
-    said = watchdog.ask_all_stacks({rank: (100 + rank, Path(f"log{rank}")) for rank in range(8)})
+    monkeypatch.setattr(stacks, "request_stacks", ask)
+    said = stacks.request_all_stacks({rank: (100 + rank, Path(f"log{rank}")) for rank in range(8)})
     assert said == {rank: Stacks(f"{100 + rank} log{rank}") for rank in range(8)}
-    assert watchdog.ask_all_stacks({}) == {}
+    assert stacks.request_all_stacks({}) == {}

@@ -12,10 +12,11 @@ import pytest
 
 from launcher import heartbeat
 from launcher.heartbeat import Phase, Pulse
-from launcher.launch import rendezvous, watchdog
+from launcher.launch import watchdog
 from launcher.launch.hang_verdict import Answer, Hang
-from launcher.launch.rendezvous import OwnBoard
-from launcher.launch.watchdog import HangWatch, Stacks
+from launcher.launch.rendezvous import ALONE, AgentStore
+from launcher.launch.stacks import Stacks
+from launcher.launch.watchdog import HangWatch
 from launcher.rundir import records
 from tests.helpers import make_plan
 
@@ -29,7 +30,7 @@ class Watched:
     def __init__(self, run: Path, process: subprocess.Popen[bytes]) -> None:
         run.mkdir()
         self.run, self.process = run, process
-        self.watch = HangWatch(make_plan(run_dir=str(run)), rendezvous.ALONE, 10.0, lambda: None)
+        self.watch = HangWatch(make_plan(run_dir=str(run)), ALONE, 10.0, lambda: None)
         self.watch._pids = lambda attempt: {0: 2**22 + 1, 1: process.pid}  # noqa: ARG005
         self.begin()
 
@@ -50,11 +51,11 @@ class Watched:
     def look(self) -> None:
         attempt = self.watch._attempt
         assert attempt is not None
-        self.watch._look(attempt, 10.0)
+        self.watch._check(attempt, 10.0)
 
     @property
     def killed(self) -> bool:
-        if self.watch.of(self.process.pid) is None:
+        if self.watch.hang_of(self.process.pid) is None:
             return False
         return self.process.wait(60) == -9
 
@@ -76,7 +77,7 @@ def answering(monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[], None] = l
         meanwhile()
         return dict.fromkeys(workers, STUCK)
 
-    monkeypatch.setattr(watchdog, "ask_all_stacks", ask_all)
+    monkeypatch.setattr(watchdog, "request_all_stacks", ask_all)
     return asked
 
 
@@ -122,7 +123,7 @@ def test_a_look_that_fails_is_not_the_last_one(
             watched.watch._over.set()
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr(watched.watch, "_look", look)
+    monkeypatch.setattr(watched.watch, "_check", look)
     watched.watch._every_s = 0.01
     with watched.watch as watch:
         watch.join(60)
@@ -147,7 +148,7 @@ def test_one_that_gets_on_while_it_is_asked_is_left_alone(watched: Watched, monk
 def test_no_verdict_on_what_is_no_more(what: str, watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     happens = {
         "new workers": watched.begin,  # their ranks have come to just where the old ones were
-        "asked to stop": lambda: setattr(watched.watch, "_asked", lambda: 15),
+        "asked to stop": lambda: setattr(watched.watch, "_stop_signal", lambda: 15),
         "over": watched.watch._over.set,
     }
     asked = answering(monkeypatch, happens[what])
@@ -162,23 +163,23 @@ def test_no_verdict_on_what_is_no_more(what: str, watched: Watched, monkeypatch:
 def test_another_node_answers_each_question_once(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     """And says of a rank that moved since then that it did."""
     asked = answering(monkeypatch)
-    watched.watch._node, board = 1, OwnBoard()
-    monkeypatch.setattr(watched.watch, "_board", board)
+    watched.watch._node, store = 1, AgentStore(ALONE, 1)
+    monkeypatch.setattr(watched.watch, "_store", store)
 
     def answers(question: int) -> list[Answer]:
-        (text,) = board.read([f"0/stacks {question}/1"]).values()
+        (text,) = store.read([f"0/stacks {question}/1"]).values()
         return [Answer(**fields) for fields in json.loads(text)]
 
-    board.post("0/who", json.dumps([1, [[1, 2], [7, 3]]]))
+    store.post("0/request", json.dumps([1, [[1, 2], [7, 3]]]))
     watched.look()
     watched.look()
     assert len(asked) == 1, "although it has read the question twice"
     assert answers(1) == [Answer(1, STUCK.text, "/me/my.py:7 in loss", waits=False)], "rank 7 is elsewhere"
     watched.beat(1, 8)
-    board.post("0/who", json.dumps([2, [[1, 2]]]))
+    store.post("0/request", json.dumps([2, [[1, 2]]]))
     watched.look()
     assert [answer.moved for answer in answers(2)] == [True]
     verdict = Hang(rank=1, victim=1, node=1, host="b", step=1, phase="computing", text="hangs", stack="")
-    board.post("0/verdict", verdict.to_json())
+    store.post("0/verdict", verdict.to_json())
     watched.look()
     assert watched.killed
