@@ -165,13 +165,13 @@ def wait_until(condition: Callable[[], T], within_s: float = math.inf, every_s: 
 
 def children(pid: int) -> list[int]:
     """Return the process ids of the children of ``pid``. Called fifty times a second; psutil reads all processes."""
-    found: list[int] = []
+    pids: list[int] = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         try:
-            found += map(int, task.read_text().split())
+            pids += map(int, task.read_text().split())
         except OSError:  # that thread has ended
             continue
-    return found
+    return pids
 
 
 def living_children() -> list[int]:

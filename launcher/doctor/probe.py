@@ -39,7 +39,7 @@ from launcher.errors import LauncherError, SiteError
 from launcher.launch.network import GLOO, NCCL, Route, free_port, interfaces, socket_names
 from launcher.launch.planner import require_wandb_key
 from launcher.launch.slurm.client import Task
-from launcher.launch.slurm.node import way_to, way_to_others
+from launcher.launch.slurm.node import route_to, route_to_others
 from launcher.plan.host import allowed_env, file_system, visible_gpus
 from launcher.plan.launch_plan import EnvPlan
 from launcher.process import wait_until
@@ -326,11 +326,11 @@ def _connect(question: Question, exchange: Exchange) -> Network:
 def _route(question: Question, exchange: Exchange) -> Route:
     """Return the route to node 0, found as a run finds it."""
     if exchange.node == 0:
-        return way_to_others(question.interface)
+        return route_to_others(question.interface)
     first = exchange.wait("address", {0}, _FIRST_FACTS_WITHIN_S)
     if not first:
         raise SiteError("the first node has published no address.\n  See the lines about the first node.")
-    return way_to(first[0]["address"], question.interface)
+    return route_to(first[0]["address"], question.interface)
 
 
 def _publish_bandwidth(question: Question, exchange: Exchange, network: Network | None) -> None:

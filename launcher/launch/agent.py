@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -35,7 +35,7 @@ from launcher.rundir import records
 from launcher.rundir.fencing import INCARNATION, Fence, Incarnation
 from launcher.rundir.files import clear_torn, read_json, write_json
 from launcher.rundir.paths import RunPaths
-from launcher.rundir.records import HANG, failure
+from launcher.rundir.records import HANG, Failure, failure
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import LogsSpecs
@@ -43,11 +43,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Ended:
-    """Outcome of this node's workers. ``status``: exit status. ``words``: fields to add to the workers' summary."""
+class Outcome:
+    """Outcome of this node's workers. ``status``: exit status. ``fields``: what to add to the workers' summary."""
 
     status: int
-    words: dict[str, Any]
+    fields: dict[str, Any]
 
 
 def main(run_dir: str, plan_name: str, parent: str, incarnation: str) -> int:
@@ -58,27 +58,27 @@ def main(run_dir: str, plan_name: str, parent: str, incarnation: str) -> int:
     plan, fence = load_plan(plan_file), Fence(paths, Incarnation.parse(incarnation))
     with StopShield() as shield:
         ended = serve(plan, plan_file, fence.own, shield)
-    if ended.words:
+    if ended.fields:
         try:
             fence.check()
         except Superseded as error:  # this host was cut off; the summary now belongs to a newer incarnation
             print(error, flush=True)
             return EXIT_FAILED
         path = paths.summary_of(plan.node)
-        write_json(path, {"verdict": "killed"} | (read_json(path) or {}) | ended.words)
+        write_json(path, {"verdict": "killed"} | (read_json(path) or {}) | ended.fields)
     return ended.status
 
 
-def begin(fence: Fence, **known: Any) -> None:
-    """Open a new incarnation and delete the verdicts of earlier ones. ``known``: fields for the other nodes to read."""
+def open_incarnation(fence: Fence, **fields: Any) -> None:
+    """Open a new incarnation and delete the verdicts of earlier ones. ``fields``: values for the other nodes."""
     paths = fence.paths
-    fence.claim(attempt=paths.next_attempt(), **known)
+    fence.claim(attempt=paths.next_attempt(), **fields)
     clear_torn(paths.root)
-    for said in (paths.summary, *paths.root.glob("summary.node*.json"), *paths.root.glob("failure.node*.json")):
-        said.unlink(missing_ok=True)
+    for file in (paths.summary, *paths.root.glob("summary.node*.json"), *paths.root.glob("failure.node*.json")):
+        file.unlink(missing_ok=True)
 
 
-def serve(plan: LaunchPlan, plan_file: Path, own: Incarnation, shield: StopShield) -> Ended:
+def serve(plan: LaunchPlan, plan_file: Path, own: Incarnation, shield: StopShield) -> Outcome:
     """Run this node's workers, and on node 0 the W&B mirror, until they end.
 
     Replaces ``os.environ`` by the workers' environment during the call. Must be called from the main thread, inside
@@ -94,7 +94,7 @@ def serve(plan: LaunchPlan, plan_file: Path, own: Incarnation, shield: StopShiel
         watch = _watch(plan, shield)
         ended = _run_workers(plan, plan_file, Fence(plan.paths, own).newest().get("attempt", 0), shield, watch)
         if watch.last is not None and plan.node == 0:
-            ended = dataclasses.replace(ended, words=ended.words | {"hang": watch.last.entry})
+            ended = dataclasses.replace(ended, fields=ended.fields | {"hang": watch.last.entry})
         return ended
     finally:
         # a scheduler that reclaims the node does not wait for the W&B server: the next mirror sends what is missing
@@ -119,7 +119,7 @@ def _watch(plan: LaunchPlan, shield: StopShield) -> HangWatch | NoWatch:
 
 def _run_workers(
     plan: LaunchPlan, plan_file: Path, attempt: int, shield: StopShield, watch: HangWatch | NoWatch
-) -> Ended:
+) -> Outcome:
     """Run torchrun's elastic agent until the workers end. ``attempt``: number of this incarnation's first attempt."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -147,26 +147,26 @@ def _run_workers(
         with deaths, watch:
             elastic_launch(config, sys.executable)(*arguments)
     except SignalException as stop:
-        return _stopped(plan, stop.sigval)
+        return _outcome_of_stop(plan, stop.sigval)
     except ChildFailedError as failed:
         # a scheduler may signal every process of a job, which kills a script that has no handler
         if shield.asked is not None and failed.get_first_failure()[1].exitcode == -shield.asked:
-            return _stopped(plan, shield.asked)
-        return _failed(plan, failed, deaths, watch)
+            return _outcome_of_stop(plan, shield.asked)
+        return _outcome_of_failure(plan, failed, deaths, watch)
     except RendezvousClosedError as closed:
-        return _parted(plan, str(closed))
+        return _outcome_without_rendezvous(plan, str(closed))
     if shield.asked is not None:  # the workers stopped before the agent saw the signal
-        return _stopped(plan, shield.asked)
+        return _outcome_of_stop(plan, shield.asked)
     if isinstance(plan, RunPlan) and plan.node == 0 and not plan.paths.summary.exists():
-        return _unfinished(plan.paths)
-    return Ended(EXIT_DONE, {})
+        return _outcome_without_summary(plan.paths)
+    return Outcome(EXIT_DONE, {})
 
 
-def _stopped(plan: LaunchPlan, by: int) -> Ended:
+def _outcome_of_stop(plan: LaunchPlan, by: int) -> Outcome:
     """Return the outcome of a stop request; the run counts as done if it had already finished."""
     if (read_json(plan.paths.summary) or {}).get("verdict") == "done":
-        return Ended(EXIT_DONE, {})
-    return Ended(EXIT_INTERRUPTED, {"stopped_by": signal.Signals(by).name})
+        return Outcome(EXIT_DONE, {})
+    return Outcome(EXIT_INTERRUPTED, {"stopped_by": signal.Signals(by).name})
 
 
 def _logs(paths: RunPaths, first: int, watch: HangWatch | NoWatch) -> LogsSpecs:
@@ -191,8 +191,8 @@ def _logs(paths: RunPaths, first: int, watch: HangWatch | NoWatch) -> LogsSpecs:
                 logs[local_rank] = str(paths.rank_log(rank, first + attempt))
                 errors[local_rank] = env["TORCHELASTIC_ERROR_FILE"] = str(paths.rank_error(rank, first + attempt))
             ranks = {local_rank: (int(env["RANK"]), Path(logs[local_rank])) for local_rank, env in envs.items()}
-            for local_rank, way in watch.begin(ranks).items():
-                envs[local_rank][PROGRESS] = way
+            for local_rank, address in watch.begin(ranks).items():
+                envs[local_rank][PROGRESS] = address
             return LogsDest(stdouts=logs, stderrs=dict.fromkeys(envs, ""), error_files=errors)
 
         @property
@@ -202,46 +202,49 @@ def _logs(paths: RunPaths, first: int, watch: HangWatch | NoWatch) -> LogsSpecs:
     return RankLogs()
 
 
-def _failed(plan: LaunchPlan, error: ChildFailedError, deaths: DeathWatch, watch: HangWatch | NoWatch) -> Ended:
+def _failed(record: Failure) -> Outcome:
+    return Outcome(EXIT_FAILED, {"verdict": "failed", "failure": record})
+
+
+def _outcome_of_failure(
+    plan: LaunchPlan, error: ChildFailedError, deaths: DeathWatch, watch: HangWatch | NoWatch
+) -> Outcome:
     """Return the outcome for the earliest failure: later ones lost their peer, or were ended by torch itself."""
-    rank, first = min(error.failures.items(), key=lambda item: _when(item[1], deaths))
+    rank, first = min(error.failures.items(), key=lambda item: _time_of_failure(item[1], deaths))
     if (hang := watch.hang_of(first.pid)) is not None:
-        log, at = plan.paths.newest_rank_log(rank), _when(first, deaths)
-        told = failure(hang.text, log, rank=hang.rank, kind=HANG, traceback=hang.stack or None, at=at)
-        return Ended(EXIT_FAILED, {"verdict": "failed", "failure": told})
-    message, trace = _own_words(first)
+        log, at = plan.paths.newest_rank_log(rank), _time_of_failure(first, deaths)
+        return _failed(failure(hang.text, log, rank=hang.rank, kind=HANG, traceback=hang.stack or None, at=at))
+    message, trace = _message_and_traceback(first)
     kind, _, text = message.partition(": ")
     # compare the qualified name: a user's class may have the same short name
-    ours = class_named(kind) if trace and f"\n{errors.__name__}.{kind}: " in trace else None
-    told = failure(
-        text if ours else message,
+    own_class = class_named(kind) if trace and f"\n{errors.__name__}.{kind}: " in trace else None
+    record = failure(
+        text if own_class else message,
         plan.paths.newest_rank_log(rank),
         rank=rank,
         exit_code=first.exitcode,
-        kind=kind if ours else None,
-        traceback=None if ours else trace,  # messages of the launcher's own errors need no traceback
-        at=_when(first, deaths),
+        kind=kind if own_class else None,
+        traceback=None if own_class else trace,  # messages of the launcher's own errors need no traceback
+        at=_time_of_failure(first, deaths),
     )
-    return Ended(EXIT_FAILED, {"verdict": "failed", "failure": told})
+    return _failed(record)
 
 
-def _parted(plan: LaunchPlan, why: str) -> Ended:
+def _outcome_without_rendezvous(plan: LaunchPlan, why: str) -> Outcome:
     """Return the outcome of a closed rendezvous: the hosts could not start, or restart, their workers together."""
     if why == rendezvous.GIVEN_UP:
-        return Ended(EXIT_FAILED, {"verdict": "killed"})
+        return Outcome(EXIT_FAILED, {"verdict": "killed"})
     error = f"the hosts' agents did not come together: {why}"
-    told = failure(error, plan.paths.node_log(plan.node), at=datetime.now(UTC))
-    return Ended(EXIT_FAILED, {"verdict": "failed", "failure": told})
+    return _failed(failure(error, plan.paths.node_log(plan.node), at=datetime.now(UTC)))
 
 
-def _unfinished(paths: RunPaths) -> Ended:
+def _outcome_without_summary(paths: RunPaths) -> Outcome:
     """Return the outcome if all workers exited with status 0 but rank 0 wrote no summary."""
     error = "the workers left before the run was over, with status 0: does the task call sys.exit or os._exit?"
-    told = failure(error, paths.newest_rank_log(0), exit_code=0)
-    return Ended(EXIT_FAILED, {"verdict": "failed", "failure": told})
+    return _failed(failure(error, paths.newest_rank_log(0), exit_code=0))
 
 
-def _when(death: ProcessFailure, deaths: DeathWatch) -> datetime:
+def _time_of_failure(death: ProcessFailure, deaths: DeathWatch) -> datetime:
     """Return the time at which a worker failed.
 
     A worker writes its error file before its connections close, so before any peer can notice. A killed worker writes
@@ -253,15 +256,15 @@ def _when(death: ProcessFailure, deaths: DeathWatch) -> datetime:
     return deaths.time(death.pid)
 
 
-def _own_words(death: ProcessFailure) -> tuple[str, str | None]:
+def _message_and_traceback(death: ProcessFailure) -> tuple[str, str | None]:
     """Return the exception's message and traceback, or a description of how the process ended."""
     file = Path(death.error_file)
     if death.error_file and file.exists():
-        words = json.loads(file.read_text(encoding="utf-8"))["message"]
-        return words["message"], words["extraInfo"]["py_callstack"]
+        report = json.loads(file.read_text(encoding="utf-8"))["message"]
+        return report["message"], report["extraInfo"]["py_callstack"]
     if death.exitcode < 0:
         return f"killed by {signal.Signals(-death.exitcode).name}", None
-    return f"left with exit status {death.exitcode}", None
+    return f"exited with status {death.exitcode}", None
 
 
 POLL_S = 0.02
@@ -275,7 +278,7 @@ class DeathWatch(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        self._seen: dict[int, float] = {}
+        self._last_seen: dict[int, float] = {}
         self._over = threading.Event()
 
     def __enter__(self) -> Self:
@@ -287,18 +290,13 @@ class DeathWatch(threading.Thread):
         self.join()
 
     def time(self, pid: int) -> datetime:
-        """Return the wall-clock time at which ``pid`` was last seen alive; now, if its end was not seen."""
-        return datetime.now(UTC) - timedelta(seconds=time.monotonic() - self._seen.get(pid, time.monotonic()))
+        """Return the wall-clock time at which ``pid`` was last seen alive; the present time if it was never seen."""
+        return datetime.fromtimestamp(time.time() - time.monotonic() + self._last_seen.get(pid, time.monotonic()), UTC)
 
     def run(self) -> None:
-        living: set[int] = set()
-        looked = time.monotonic()
         while not self._over.wait(POLL_S):
-            before, looked = looked, time.monotonic()
-            now = set(living_children())
-            for pid in living - now:
-                self._seen.setdefault(pid, before)
-            living = now
+            checked = time.monotonic()
+            self._last_seen |= dict.fromkeys(living_children(), checked)
 
 
 # seconds; the mirror has everything on disk, so `wandb sync` can send later what it does not send in this time

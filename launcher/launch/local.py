@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any, Protocol, TypeVar
 
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESUMABLE, RecordFailed, SiteError
-from launcher.launch.agent import begin
+from launcher.launch.agent import open_incarnation
 from launcher.launch.peers import Peers, Regrouping
 from launcher.plan.host import WANDB_ENV, allowed_env
 from launcher.plan.launch_plan import LaunchPlan, RunInfo
@@ -115,7 +115,7 @@ def run(plan: LaunchPlan, display: Display, peers: Peers) -> Verdict:
     handlers = {number: signal.signal(number, stop) for number in STOP_SIGNALS}
     try:
         if _writes(plan):
-            begin(fence, ranks=plan.cluster.world_size)
+            open_incarnation(fence, ranks=plan.cluster.world_size)
         _run_once(plan, plan.paths.plan_of(plan.node), fence, display, peers, asked)
         while len(asked) < 2 and (regrouping := peers.regroup(plan.paths.newest_step())) is not None:
             plan, plan_file, fence = regroup(plan, regrouping, fence)
@@ -292,7 +292,7 @@ def regroup(plan: P, regrouping: Regrouping, fence: Fence) -> tuple[P, Path, Fen
     fence = Fence(fence.paths, own)
     ranks = plan.cluster.world_size
     if regrouping.node == 0:
-        begin(fence, ranks=ranks, from_step=regrouping.step)
+        open_incarnation(fence, ranks=ranks, from_step=regrouping.step)
         records.note_event(
             fence.paths, "lost", host=regrouping.lost, incarnation=str(own), ranks=ranks, from_step=regrouping.step
         )

@@ -86,10 +86,10 @@ def socket_names(route: Route, wanted: str | None) -> dict[str, str]:
         SiteError: cluster.interface contradicts the environment.
     """
     for name in (GLOO, NCCL):
-        said = os.environ.get(name)
-        if wanted is not None and said is not None and said.lstrip("=") != wanted:
+        value = os.environ.get(name)
+        if wanted is not None and value is not None and value.lstrip("=") != wanted:
             raise SiteError(
-                f"cluster.interface={wanted}: the environment says {name}={said}.\n  Unset {name}, or leave out "
+                f"cluster.interface={wanted}: the environment says {name}={value}.\n  Unset {name}, or leave out "
                 "cluster.interface."
             )
     # NCCL treats a bare name as a prefix: eth0 would match eth0.100 too
@@ -98,14 +98,14 @@ def socket_names(route: Route, wanted: str | None) -> dict[str, str]:
 
 def _resolve(rendezvous: str, host: str, present: list[Interface]) -> list[str]:
     try:
-        found = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
     except (socket.gaierror, UnicodeError) as error:
         raise SiteError(
             f"cluster.rendezvous={rendezvous}: no IPv4 address is known for {host} "
             f"({getattr(error, 'strerror', None) or error}).\n  Use the first host's address, or a name that every "
             "host can look up."
         ) from None
-    addresses = [str(entry[4][0]) for entry in found]
+    addresses = [str(entry[4][0]) for entry in entries]
     reachable = [address for address in addresses if not address.startswith(("127.", "0."))]
     if not reachable:
         is_ = "" if addresses[0] == host else f"{host} is {addresses[0]} here; "
@@ -132,12 +132,12 @@ def _source_address(rendezvous: str, address: str, port: int, present: list[Inte
 def _wanted(name: str | None, present: list[Interface]) -> Interface | None:
     if name is None:
         return None
-    found = next((i for i in present if i.name == name and not i.loopback), None)
-    if found is None:
+    interface = next((i for i in present if i.name == name and not i.loopback), None)
+    if interface is None:
         exists = name in {known for _, known in socket.if_nameindex()}
         problem = "has no IPv4 address that others reach" if exists else "is no interface of this host"
         raise SiteError(f"cluster.interface={name}: {problem}.\n  This host has: {_shown(present)}.")
-    return found
+    return interface
 
 
 def free_port(address: str) -> int:

@@ -34,19 +34,19 @@ class Once:
     """Cache that calls a function once for equal arguments; the jobs of a sweep share most questions."""
 
     def __init__(self) -> None:
-        self._known: dict[str, tuple[Any, UserError | None]] = {}
+        self._answers: dict[str, tuple[Any, UserError | None]] = {}
 
     def __call__(self, function: Callable[..., T], *arguments: object, **named: object) -> T:
         key = repr((function, arguments, named))
-        if key not in self._known:
+        if key not in self._answers:
             try:
-                self._known[key] = function(*arguments, **named), None
+                self._answers[key] = function(*arguments, **named), None
             except UserError as error:  # the same error holds for every later call
-                self._known[key] = None, error
-        found, error = self._known[key]
+                self._answers[key] = None, error
+        result, error = self._answers[key]
         if error is not None:
             raise error
-        return found
+        return result
 
 
 def plan_job(config: Config, once: Once | None = None) -> RunPlan:
@@ -143,15 +143,15 @@ def partitions(config: ClusterConfig) -> list[Partition]:
     """
     from launcher.launch.slurm import client
 
-    known = client.partitions()
-    wanted = known[0].name if config.partition is None else config.partition
-    found = [partition for name in wanted.split(",") for partition in known if partition.name == name]
-    if len(found) < len(wanted.split(",")):
+    existing = client.partitions()
+    wanted = existing[0].name if config.partition is None else config.partition
+    chosen = [partition for name in wanted.split(",") for partition in existing if partition.name == name]
+    if len(chosen) < len(wanted.split(",")):
         raise ConfigError(
             "cluster.partition", wanted, "Slurm has no such partition.",
-            f"There are: {', '.join(partition.name for partition in known)}.",
+            f"There are: {', '.join(partition.name for partition in existing)}.",
         )  # fmt: skip
-    return found
+    return chosen
 
 
 def new_run(config: RunConfig, stem: str, cwd: str) -> RunInfo:
@@ -172,13 +172,13 @@ def require_wandb_key(env: Mapping[str, str]) -> None:
     if env.get("WANDB_API_KEY") or env.get("WANDB_IDENTITY_TOKEN_FILE"):
         return
     host = urlsplit(env.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
-    place = Path(env.get("NETRC") or Path(env.get("HOME", "~")).expanduser() / ".netrc")
+    file = Path(env.get("NETRC") or Path(env.get("HOME", "~")).expanduser() / ".netrc")
     try:
-        known = netrc.netrc(place).authenticators(host)
+        key = netrc.netrc(file).authenticators(host)
     except (OSError, netrc.NetrcParseError):
-        known = None
-    if known is None:
+        key = None
+    if key is None:
         raise SiteError(
-            f"wandb.mode=online: there is no key for {host}, neither in WANDB_API_KEY nor in {place}.\n"
+            f"wandb.mode=online: there is no key for {host}, neither in WANDB_API_KEY nor in {file}.\n"
             "  Run `wandb login`, or use wandb.mode=offline and `wandb sync` later."
         )

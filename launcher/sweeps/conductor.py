@@ -273,7 +273,7 @@ class Conductor:
 
     def _submit(self, paths: SweepPaths, sweep: Sweep, new: Sequence[_Planned]) -> dict[str, str]:
         """Submit the cells; return Slurm's refusals by cell content."""
-        most = submit.most_in_array()
+        most = submit.max_array_size()
         for cell in new:
             if not cell.goes_on:
                 local.create(cell.plan, cell.asked.yaml)

@@ -185,7 +185,7 @@ def begin_again(
 
 
 def _submit(paths: SweepPaths, runs: Sequence[Run], planned: Callable[[Run], LaunchPlan], begun: Again) -> None:
-    most, at_once = submit.most_in_array(), manifest.load(paths).at_once
+    most, at_once = submit.max_array_size(), manifest.load(paths).at_once
     plans: list[LaunchPlan] = []
     sent: list[str | UserError] = []
     try:

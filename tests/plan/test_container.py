@@ -140,7 +140,7 @@ def silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Situation:
 def task_of(situation: Situation) -> Task:
     task = Task(job="7", node=0, nodes=2, node_list="node[1-2]", restart=0, can_ask=False)
     situation.fence = fencing.Fence(situation.paths, fencing.Incarnation())
-    node._open(situation.plan, task, situation.fence)
+    node._open_incarnation(situation.plan, task, situation.fence)
     return task
 
 
@@ -154,7 +154,7 @@ def test_a_node_finds_out_that_slurm_is_silent(silent: Situation, capsys: pytest
 def test_a_job_that_cannot_ask_stops_and_can_be_resumed(silent: Situation, capsys: pytest.CaptureFixture[str]) -> None:
     task = task_of(silent)
     assert records.read_events(silent.paths)[0]["nodes"] == ["node[1-2]"]
-    assert outcome.wanted_back(silent.plan, task) == ""
+    assert outcome.reason_to_requeue(silent.plan, task) == ""
     write_json(silent.paths.summary, {"verdict": "stopped", "steps": 5})
     assert outcome.conclude(silent.plan, task, silent.fence, STOPPED) == EXIT_RESUMABLE
     assert silent.told() == ["started", "stopped", "requeued", "not requeued"]
@@ -175,11 +175,11 @@ def test_nodes_that_lost_each_other_and_cannot_ask_do_not_wait_for_ever(
 def test_the_way_is_by_the_address_that_srun_has_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURMD_NODENAME", "node1")
     ways: list[str] = []
-    monkeypatch.setattr(node, "way_to", lambda address, _: ways.append(address))
+    monkeypatch.setattr(node, "route_to", lambda address, _: ways.append(address))
     with pytest.raises(SiteError, match="scontrol is not on"):
-        node.way_to_others(None)
+        node.route_to_others(None)
     monkeypatch.setenv("SLURM_LAUNCH_NODE_IPADDR", "10.0.0.1")
-    node.way_to_others(None)
+    node.route_to_others(None)
     assert ways == ["10.0.0.1"]
 
 

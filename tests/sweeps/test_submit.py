@@ -93,7 +93,7 @@ def test_a_cell_that_is_refused_again_leaves_the_book_as_it_was(
         return ["8_0", SiteError("no such reservation")]
 
     monkeypatch.setattr(submit, "send_all", send_all)
-    monkeypatch.setattr(submit, "most_in_array", lambda: 1000)
+    monkeypatch.setattr(submit, "max_array_size", lambda: 1000)
     begun = reuse.begin_again(paths, lambda: runs, retry, lambda plan: 0)  # noqa: ARG005
     assert begun.jobs == ["8_0"]
     assert begun.statuses == [2]

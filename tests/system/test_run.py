@@ -52,7 +52,7 @@ def test_a_script_runs_as_under_torchrun(launch: Launch, script: Path, tmp_path:
 
 @pytest.mark.parametrize(
     ("how", "words"),
-    [("--fail", "rank 1 failed: KeyError: 'no such luck'"), ("--leave", "rank 1 failed: left with exit status 3")],
+    [("--fail", "rank 1 failed: KeyError: 'no such luck'"), ("--leave", "rank 1 failed: exited with status 3")],
 )
 def test_a_failing_script(launch: Launch, script: Path, how: str, words: str) -> None:
     done = launch("run", "run.name=r", "--", str(script), how)

@@ -82,10 +82,10 @@ def ask(*command: str, check: bool = True) -> str:
     except subprocess.TimeoutExpired:
         raise SlurmSilent(f"Slurm does not answer: `{command[0]}` waited {_TIMEOUT_S} s.\n  Is slurmctld up?") from None
     if done.returncode and check:
-        words = " ".join(done.stderr.split()) or f"status {done.returncode}"
-        if re.search(r"[Uu]nable to contact slurm|Connection refused|timed out|configuration source", words):
-            raise SlurmSilent(f"Slurm does not answer: {words}")
-        raise SiteError(f"`{' '.join(command)}`: {words}")
+        message = " ".join(done.stderr.split()) or f"status {done.returncode}"
+        if re.search(r"[Uu]nable to contact slurm|Connection refused|timed out|configuration source", message):
+            raise SlurmSilent(f"Slurm does not answer: {message}")
+        raise SiteError(f"`{' '.join(command)}`: {message}")
     return done.stdout
 
 
@@ -104,8 +104,8 @@ def partitions() -> list[Partition]:
         name, *values = line.split("|")
         default = name.rstrip("*") if name.endswith("*") else default
         rows.setdefault(name.rstrip("*"), []).append(values)
-    found = [_partition(name, groups) for name, groups in rows.items()]
-    return sorted(found, key=lambda partition: partition.name != default)
+    every = [_partition(name, groups) for name, groups in rows.items()]
+    return sorted(every, key=lambda partition: partition.name != default)
 
 
 def _partition(name: str, groups: list[list[str]]) -> Partition:
@@ -144,16 +144,16 @@ def job(job_id: str) -> Job | None:
             return None
         raise SlurmSilent(str(error)) from None  # while slurmctld starts, it reports this in many ways
     # the job's name comes second and may contain anything, such as key=value; the real fields come later and win
-    known = dict(re.findall(r"(?:^| )([A-Z][A-Za-z/:]*)=(\S*)", text))
-    if "JobState" not in known:
+    fields = dict(re.findall(r"(?:^| )([A-Z][A-Za-z/:]*)=(\S*)", text))
+    if "JobState" not in fields:
         return None
     return Job(
-        state=known["JobState"],
-        reason=known.get("Reason", "None"),
-        nodes=known.get("NodeList", "").replace("(null)", ""),
-        restarts=int(known.get("Restarts", "0")),
-        end=_moment(known.get("EndTime", "")),
-        preempted=_moment(known.get("PreemptTime", "None")) is not None,
+        state=fields["JobState"],
+        reason=fields.get("Reason", "None"),
+        nodes=fields.get("NodeList", "").replace("(null)", ""),
+        restarts=int(fields.get("Restarts", "0")),
+        end=_moment(fields.get("EndTime", "")),
+        preempted=_moment(fields.get("PreemptTime", "None")) is not None,
     )
 
 
@@ -191,12 +191,12 @@ def jobs(job_ids: Sequence[str]) -> dict[str, Listed]:
         )
     except SiteError as error:
         raise SlurmSilent(str(error)) from None
-    found = {
+    queued = {
         words[0]: Listed(words[1], words[4], words[2], words[3])
         for words in (line.split("|", 4) for line in queue.splitlines() if line.count("|") >= 4)
     }
-    forgotten = [job_id for job_id in job_ids if job_id not in found]
-    return found | _accounted(forgotten)
+    forgotten = [job_id for job_id in job_ids if job_id not in queued]
+    return queued | _accounted(forgotten)
 
 
 def _accounted(job_ids: Sequence[str]) -> dict[str, Listed]:
@@ -221,8 +221,8 @@ def host_names(node_list: str) -> list[str]:
 
 def node_address(node: str) -> str:
     """Return the name or IPv4 address at which Slurm reaches a node."""
-    found = re.search(r"\bNodeAddr=(\S+)", ask("scontrol", "--oneliner", "show", "node", node))
-    return found[1] if found else node
+    match = re.search(r"\bNodeAddr=(\S+)", ask("scontrol", "--oneliner", "show", "node", node))
+    return match[1] if match else node
 
 
 def setting(name: str) -> str | None:
@@ -242,8 +242,8 @@ def partition_settings(name: str) -> dict[str, str]:
 
 def controller_address() -> str | None:
     """Return the address of slurmctld's machine, or None if slurm.conf has none."""
-    found = re.search(r"\((.+)\)", setting("SlurmctldHost[0]") or "")
-    return found[1] if found else None
+    match = re.search(r"\((.+)\)", setting("SlurmctldHost[0]") or "")
+    return match[1] if match else None
 
 
 def requeue(job_id: str) -> None:

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, LauncherError, SiteError, Superseded, UserError
-from launcher.launch.agent import begin, load_plan, serve
+from launcher.launch.agent import load_plan, open_incarnation, serve
 from launcher.launch.network import Route, find_route, free_port, socket_names
 from launcher.launch.slurm import client
 from launcher.launch.slurm.client import Task
-from launcher.launch.slurm.outcome import cancelled, conclude, failed, wanted_back
+from launcher.launch.slurm.outcome import cancelled, conclude, conclude_failure, reason_to_requeue
 from launcher.plan.launch_plan import LaunchPlan, Place
 from launcher.process import StopShield, die_with_parent, wait_until
 from launcher.rundir import records
@@ -105,9 +105,9 @@ def _run(task: Task, fence: Fence, shield: StopShield) -> int:
     if cancelled(paths):
         return EXIT_RESUMABLE
     plan, plan_file = _plan_for(task, fence)
-    plan = _meet(plan, task, fence)
+    plan = _join_nodes(plan, task, fence)
     # a signal that came before there were handlers is lost, but Slurm still knows its cause
-    if task.node == 0 and shield.asked is None and wanted_back(plan, task):
+    if task.node == 0 and shield.asked is None and reason_to_requeue(plan, task):
         shield.asked = signal.SIGUSR2
     ended = serve(plan, plan_file, fence.own, shield)
     fence.check()
@@ -123,8 +123,8 @@ def _run_or_report(task: Task, fence: Fence, shield: StopShield) -> int:
     except Exception as error:
         traceback.print_exc()
         text = str(error) if isinstance(error, LauncherError) else f"{type(error).__name__}: {error}"
-        told = failure(text, fence.paths.node_log(task.node), kind=type(error).__name__, at=datetime.now(UTC))
-        return failed(load_plan(fence.paths.plan), task, fence, told)
+        record = failure(text, fence.paths.node_log(task.node), kind=type(error).__name__, at=datetime.now(UTC))
+        return conclude_failure(load_plan(fence.paths.plan), task, fence, record)
 
 
 def _plan_for(task: Task, fence: Fence) -> tuple[LaunchPlan, Path]:
@@ -145,7 +145,7 @@ def _plan_for(task: Task, fence: Fence) -> tuple[LaunchPlan, Path]:
     return plan, file
 
 
-def _meet(plan: LaunchPlan, task: Task, fence: Fence) -> LaunchPlan:
+def _join_nodes(plan: LaunchPlan, task: Task, fence: Fence) -> LaunchPlan:
     """Return the plan with this node's place; node 0 opens the incarnation and publishes where the nodes meet.
 
     Raises:
@@ -154,15 +154,15 @@ def _meet(plan: LaunchPlan, task: Task, fence: Fence) -> LaunchPlan:
     """
     cluster = plan.cluster
     if task.node == 0:
-        _open(plan, task, fence)
+        _open_incarnation(plan, task, fence)
         route = store = None
         if task.nodes > 1:
-            route = way_to_others(cluster.interface)
+            route = route_to_others(cluster.interface)
             store = f"{route.interface.address}:{free_port(route.interface.address)}"
         fence.add(store=store)
     else:
-        store = _wait_for_first(fence)["store"]
-        route = way_to(store.rpartition(":")[0], cluster.interface)
+        store = _wait_for_node_0(fence)["store"]
+        route = route_to(store.rpartition(":")[0], cluster.interface)
     if route is None or store is None:
         return plan
     place = Place(
@@ -176,14 +176,14 @@ def _meet(plan: LaunchPlan, task: Task, fence: Fence) -> LaunchPlan:
     )
 
 
-def _open(plan: LaunchPlan, task: Task, fence: Fence) -> None:
+def _open_incarnation(plan: LaunchPlan, task: Task, fence: Fence) -> None:
     paths, before = fence.paths, fence.newest()
     steps = paths.newest_step()
     # count within this submission only: whoever resumes a run may have fixed the cause
     restarted = before.get("incarnation", "").partition(".")[0] == str(fence.own.submission)
     fruitless = before.get("fruitless", 0) + 1 if restarted and before.get("from_step") == steps else 0
     ranks = plan.cluster.world_size
-    begin(fence, job=task.job, from_step=steps, fruitless=fruitless, ranks=ranks)
+    open_incarnation(fence, job=task.job, from_step=steps, fruitless=fruitless, ranks=ranks)
     names = client.host_names(task.node_list) if task.can_ask else [task.node_list]
     fence.add(nodes=names)
     records.note_event(
@@ -191,7 +191,7 @@ def _open(plan: LaunchPlan, task: Task, fence: Fence) -> None:
     )
 
 
-def _wait_for_first(fence: Fence) -> dict[str, Any]:
+def _wait_for_node_0(fence: Fence) -> dict[str, Any]:
     def started() -> dict[str, Any] | None:
         fence.check()
         newest = fence.newest()
@@ -203,7 +203,7 @@ def _wait_for_first(fence: Fence) -> dict[str, Any]:
     return newest
 
 
-def way_to_others(interface: str | None) -> Route:
+def route_to_others(interface: str | None) -> Route:
     """Return the route from node 0 to the other nodes.
 
     It goes by the address at which Slurm reaches node 0. If that is a name which this node resolves to loopback, it is
@@ -213,22 +213,22 @@ def way_to_others(interface: str | None) -> Route:
         SiteError: None of them gives a route, or ``interface`` does not exist.
     """
     try:
-        return way_to(client.node_address(os.environ["SLURMD_NODENAME"]), interface)
+        return route_to(client.node_address(os.environ["SLURMD_NODENAME"]), interface)
     except SiteError:
-        address = _of_controller() or os.environ.get("SLURM_LAUNCH_NODE_IPADDR")
+        address = _controller_address() or os.environ.get("SLURM_LAUNCH_NODE_IPADDR")
         if address is None:
             raise
-        return way_to(address, interface)
+        return route_to(address, interface)
 
 
-def _of_controller() -> str | None:
+def _controller_address() -> str | None:
     try:
         return client.controller_address()
     except SiteError:
         return None
 
 
-def way_to(address: str, interface: str | None) -> Route:
+def route_to(address: str, interface: str | None) -> Route:
     """Return the route to ``address``. Raises SiteError as ``find_route``, in terms of Slurm's configuration."""
     try:
         return find_route(f"{address}:1", interface)

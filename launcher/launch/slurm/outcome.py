@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, SiteError
-from launcher.launch.agent import Ended
+from launcher.launch.agent import Outcome
 from launcher.launch.slurm import client
 from launcher.launch.slurm.client import Task
 from launcher.plan.launch_plan import LaunchPlan
@@ -27,39 +27,39 @@ from launcher.rundir.records import HANG, Failure, failure
 # seconds that Slurm may take to end the processes of a job that it requeues
 _REQUEUE_WITHIN_S = 120
 # a job that was restarted so often without a further step is not requeued again
-_FRUITLESS = 3
+_MOST_FRUITLESS_STARTS = 3
 
 
-def conclude(plan: LaunchPlan, task: Task, fence: Fence, ended: Ended) -> int:
+def conclude(plan: LaunchPlan, task: Task, fence: Fence, ended: Outcome) -> int:
     """Write the verdict, requeue the job if it is to continue, and return this task's exit status."""
     paths = fence.paths
-    said = read_json(paths.summary) or {}
-    hang = {"hang": ended.words["hang"]} if "hang" in ended.words else {}
+    summary = read_json(paths.summary) or {}
+    hang = {"hang": ended.fields["hang"]} if "hang" in ended.fields else {}
     if hang:
-        write_json(paths.summary, {"verdict": "killed"} | said | hang)
-    if (told := ended.words.get("failure")) is not None:
-        return failed(plan, task, fence, told)
+        write_json(paths.summary, {"verdict": "killed"} | summary | hang)
+    if (own := ended.fields.get("failure")) is not None:
+        return conclude_failure(plan, task, fence, own)
     others = Reports(fence, task.node, task.nodes)
-    if others.all() and not others.of_connections_only():  # this node was stopped because another one failed
+    if others.all() and not others.only_lost_connections():  # this node was stopped because another one failed
         return EXIT_FAILED
-    stopped_by = ended.words.get("stopped_by") or (said.get("verdict") == "stopped" and "a signal on another node")
+    stopped_by = ended.fields.get("stopped_by") or (summary.get("verdict") == "stopped" and "a signal on another node")
     if not stopped_by:
         if task.node == 0 and ended.status == EXIT_DONE:
             if not isinstance(plan, RunPlan):
                 write_json(paths.summary, {"verdict": "done"})
-            records.note_event(paths, "done", step=said.get("steps"))
+            records.note_event(paths, "done", step=summary.get("steps"))
         return ended.status
     if task.node:
         return EXIT_DONE  # node 0 decides
     # workers that could not save in time leave no summary
-    verdict = "stopped" if said or not isinstance(plan, RunPlan) else "killed"
-    write_json(paths.summary, {"verdict": verdict} | said | hang | {"stopped_by": stopped_by})
-    why = wanted_back(plan, task, stopped_by)
-    records.note_event(paths, verdict, by=stopped_by, why=why or "Slurm ends the job", step=said.get("steps"))
+    verdict = "stopped" if summary or not isinstance(plan, RunPlan) else "killed"
+    write_json(paths.summary, {"verdict": verdict} | summary | hang | {"stopped_by": stopped_by})
+    why = reason_to_requeue(plan, task, stopped_by)
+    records.note_event(paths, verdict, by=stopped_by, why=why or "Slurm ends the job", step=summary.get("steps"))
     return _requeue(plan, task, fence, why) if why else EXIT_RESUMABLE
 
 
-def wanted_back(plan: LaunchPlan, task: Task, signal_name: str = "") -> str:
+def reason_to_requeue(plan: LaunchPlan, task: Task, signal_name: str = "") -> str:
     """Return why the job is to stop now and continue later, as reported by Slurm; empty if it is not to continue."""
     assert plan.cluster.slurm is not None
     try:
@@ -84,10 +84,10 @@ def _requeue(plan: LaunchPlan, task: Task, fence: Fence, why: str) -> int:
         if not plan.checkpoint.enabled:
             print("checkpoint.enabled=false: nothing was saved, and the job is not queued again.", flush=True)
             return EXIT_RESUMABLE
-        if newest.get("fruitless", 0) >= _FRUITLESS and paths.newest_step() == newest.get("from_step"):
+        if newest.get("fruitless", 0) >= _MOST_FRUITLESS_STARTS and paths.newest_step() == newest.get("from_step"):
             error = (
-                f"begun {_FRUITLESS + 1} times without getting one step further ({why}): cluster.time is too short for "
-                "the start, one step and one checkpoint"
+                f"started {_MOST_FRUITLESS_STARTS + 1} times without getting one step further ({why}): cluster.time is "
+                "too short for the start, one step and one checkpoint"
             )
             _report(task, fence, failure(error, paths.node_log(task.node), at=datetime.now(UTC)))
             return EXIT_FAILED
@@ -110,23 +110,23 @@ def cancelled(paths: RunPaths) -> bool:
     return records.submissions(paths)[-1].cancelled
 
 
-def _report(task: Task, fence: Fence, told: Failure) -> Reports:
+def _report(task: Task, fence: Fence, own: Failure) -> Reports:
     reports = Reports(fence, task.node, task.nodes)
-    reports.add(told)
-    event = "disconnected" if reports.of_connections_only() else "failed"
-    records.note_event(fence.paths, event, node=task.node, rank=told["rank"], error=told["error"])
+    reports.add(own)
+    event = "disconnected" if reports.only_lost_connections() else "failed"
+    records.note_event(fence.paths, event, node=task.node, rank=own["rank"], error=own["error"])
     return reports
 
 
-def failed(plan: LaunchPlan, task: Task, fence: Fence, told: Failure) -> int:
+def conclude_failure(plan: LaunchPlan, task: Task, fence: Fence, own: Failure) -> int:
     """Return the exit status after a failure; if only connections were lost, have Slurm replace the lost nodes."""
-    reports = _report(task, fence, told)
-    if not reports.of_connections_only():
+    reports = _report(task, fence, own)
+    if not reports.only_lost_connections():
         return EXIT_FAILED
-    print("The connection to other nodes is lost. Waiting for what they, or Slurm, say of it.", flush=True)
-    again = reports.wait_for_slurm(task.job, can_ask=task.can_ask)
+    print("The connection to other nodes is lost. Waiting for reports of these nodes or of Slurm.", flush=True)
+    requeue = reports.wait_for_slurm(task.job, can_ask=task.can_ask)
     # a `launch run` script reports no progress, so it might be restarted without end
-    if not again or not isinstance(plan, RunPlan):
+    if not requeue or not isinstance(plan, RunPlan):
         return EXIT_FAILED
     return _requeue(plan, task, fence, "the nodes lost each other")
 
@@ -159,22 +159,22 @@ class Reports:
         own = failure | {"node": self._node, "host": socket.gethostname()}
         self._fence.check()
         write_json(paths.failure_of(self._node), {"incarnation": str(self._fence.own), "failure": own})
-        told: dict[int, Failure] = {}
-        while (now := self.all()) != told:  # another node may have added its own while this one wrote
-            told = now
-            first = min(told.values(), key=lambda failure: failure.get("at", "~"))
+        failures: dict[int, Failure] = {}
+        while (newest := self.all()) != failures:  # another node may have added its own while this one wrote
+            failures = newest
+            first = min(failures.values(), key=lambda failure: failure.get("at", "~"))
             write_json(paths.summary, (read_json(paths.summary) or {}) | {"verdict": "failed", "failure": first})
 
     def all(self) -> dict[int, Failure]:
         """Return the failures by node."""
-        found: dict[int, Failure] = {}
+        failures: dict[int, Failure] = {}
         for node in range(self._nodes):
-            said = read_json(self._fence.paths.failure_of(node)) or {}
-            if said.get("incarnation") == str(self._fence.own):
-                found[node] = said["failure"]
-        return found
+            report = read_json(self._fence.paths.failure_of(node)) or {}
+            if report.get("incarnation") == str(self._fence.own):
+                failures[node] = report["failure"]
+        return failures
 
-    def of_connections_only(self) -> bool:
+    def only_lost_connections(self) -> bool:
         """Return True if every node that failed only lost some of its peers; then none of them is the cause."""
         return self._nodes > 1 and all(map(lost_its_peers, self.all().values()))
 
@@ -192,7 +192,7 @@ class Reports:
         end = time.monotonic() + _slurmd_timeout_s() + _SLURM_ACTS_WITHIN_S
         while True:
             self._fence.check()
-            if not self.of_connections_only():
+            if not self.only_lost_connections():
                 return False
             if not can_ask and time.monotonic() > end:
                 return False
@@ -200,20 +200,20 @@ class Reports:
             if state is not None:
                 if state != "RUNNING":  # Slurm has ended the job, or is about to
                     return False
-                told = self.all()
-                if len(told) == self._nodes or time.monotonic() > end:
-                    return self._node == min(told)
+                failures = self.all()
+                if len(failures) == self._nodes or time.monotonic() > end:
+                    return self._node == min(failures)
             time.sleep(_LOOK_EVERY_S)
 
 
 def lost_its_peers(failure: Failure) -> bool:
     """Return True if this is the error of a rank whose peer is gone, not an error of its own."""
-    said = str(failure["error"])
+    text = str(failure["error"])
     if failure["kind"] == HANG:  # the stacks of waiting ranks contain torch's texts
         return False
-    if said == "killed by SIGABRT":  # NCCL's watchdog aborts the process; the cause is in its log
-        said += _tail(failure["log"])
-    return bool(_CONNECTION.search(said) and _OF_TORCH.search(said + str(failure["traceback"] or "")))
+    if text == "killed by SIGABRT":  # NCCL's watchdog aborts the process; the cause is in its log
+        text += _tail(failure["log"])
+    return bool(_CONNECTION.search(text) and _OF_TORCH.search(text + str(failure["traceback"] or "")))
 
 
 def _tail(log: str | None) -> str:
@@ -225,16 +225,16 @@ def _tail(log: str | None) -> str:
 
 def _slurmd_timeout_s() -> int:
     try:
-        said = re.match(r"\d+", client.setting("SlurmdTimeout") or "")
+        digits = re.match(r"\d+", client.setting("SlurmdTimeout") or "")
     except SiteError:
-        said = None
-    return int(said[0]) if said else _SLURMD_TIMEOUT_S
+        digits = None
+    return int(digits[0]) if digits else _SLURMD_TIMEOUT_S
 
 
 def _state(job: str) -> str | None:
     """Return Slurm's state of the job; None if Slurm does not answer, as this node may be the one that is cut off."""
     try:
-        found = client.job(job)
+        answer = client.job(job)
     except SiteError:
         return None
-    return None if found is None else found.state
+    return None if answer is None else answer.state

@@ -72,17 +72,17 @@ def send_all(
     Args:
         stem: stem of the arrays' job names; a unique suffix is added.
         folder: submitit's folder.
-        most: jobs per array, from ``most_in_array``.
+        most: jobs per array, from ``max_array_size``.
         at_once: jobs of an array that may run at the same time; None: no limit.
 
     Returns:
         For each plan its job's id, or the error with which Slurm refused it.
     """
-    alike: dict[str, list[int]] = {}
+    by_shape: dict[str, list[int]] = {}
     for number, plan in enumerate(plans):
-        alike.setdefault(shape(plan), []).append(number)
+        by_shape.setdefault(shape(plan), []).append(number)
     answers: dict[int, str | UserError] = {}
-    for numbers in alike.values():
+    for numbers in by_shape.values():
         for chunk in (numbers[at : at + most] for at in range(0, len(numbers), most)):
             name = f"{stem}.{secrets.token_hex(4)}"
             try:
@@ -129,7 +129,7 @@ def shape(plan: LaunchPlan) -> str:
     return json.dumps([slurm, plan.env.allow, plan.cluster.cwd, str(plan.paths.root.parent)], sort_keys=True)
 
 
-def most_in_array() -> int:
+def max_array_size() -> int:
     """Return the largest number of jobs that Slurm accepts in one array."""
     return max(1, int(client.setting("MaxArraySize") or 1))
 
@@ -274,13 +274,13 @@ _OF_NODES = (
 )  # fmt: skip
 
 
-def refusal(plan: LaunchPlan, said: str) -> UserError:
-    """Return the error for a refused job: sbatch's output ``said``, the config key it concerns, and what is allowed."""
-    lines = [line.strip() for line in said.splitlines() if "error:" in line]
-    words = "; ".join(re.sub(r"^sbatch: error: ", "", line) for line in lines) or " ".join(said.split())
+def refusal(plan: LaunchPlan, output: str) -> UserError:
+    """Return the error for a refused job, with the config key it concerns and what is allowed. ``output``: sbatch's."""
+    lines = [line.strip() for line in output.splitlines() if "error:" in line]
+    message = "; ".join(re.sub(r"^sbatch: error: ", "", line) for line in lines) or " ".join(output.split())
     assert plan.cluster.slurm is not None
     options = plan.cluster.slurm.options
-    for pattern, key, option, there in (
+    for pattern, key, option, allowed in (
         (r"partition name|invalid partition", "cluster.partition", "partition", _partitions),
         (r"account|Account", "cluster.account", "account", _accounts),
         (r"qos|QOS", "cluster.qos", "qos", _qos),
@@ -292,13 +292,13 @@ def refusal(plan: LaunchPlan, said: str) -> UserError:
     ):
         # Slurm calls a wrong --gres an "invalid feature" in its last line: only consider options that were set
         value = options.get(option) or (options.get("gres") if option == "gpus-per-node" else None)
-        if re.search(pattern, words) and value is not None:
+        if re.search(pattern, message) and value is not None:
             if option == "gpus-per-node" and "gres" in options:
                 key = "cluster.sbatch.gres"
-            return ConfigError(key, value, f"Slurm refuses it: {words}.", there() if there is not None else "")
-    asked = ", ".join(f"{name}={value}" for name, value in options.items() if name in _OF_NODES)
+            return ConfigError(key, value, f"Slurm refuses it: {message}.", allowed() if allowed is not None else "")
+    request = ", ".join(f"{name}={value}" for name, value in options.items() if name in _OF_NODES)
     return SiteError(
-        f"Slurm refuses the job: {words}.\n  Asked for: {asked}.\n  {_nodes()}\n"
+        f"Slurm refuses the job: {message}.\n  Requested: {request}.\n  {_nodes()}\n"
         "  `launch plan` with the same overrides shows the batch script."
     )
 
@@ -313,8 +313,8 @@ def _nodes() -> str:
 
 
 def _gres() -> str:
-    there = [f"{p.name}: {', '.join(p.gres) or 'none'}" for p in client.partitions()]
-    return f"A node of each partition has: {'; '.join(there)}."
+    resources = [f"{p.name}: {', '.join(p.gres) or 'none'}" for p in client.partitions()]
+    return f"A node of each partition has: {'; '.join(resources)}."
 
 
 def _features() -> str:
@@ -342,4 +342,4 @@ def _association(field: str) -> str:
 
 def _listed(*command: str) -> str:
     names = {name for name in client.ask(*command, check=False).replace(",", "\n").split() if name != "(null)"}
-    return ", ".join(sorted(names)) or "none that Slurm tells of"
+    return ", ".join(sorted(names)) or "none that Slurm lists"

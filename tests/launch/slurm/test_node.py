@@ -12,7 +12,7 @@ import pytest
 
 from launcher import process
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, SiteError, Superseded, UserError
-from launcher.launch.agent import Ended
+from launcher.launch.agent import Outcome
 from launcher.launch.slurm import client, node, outcome
 from launcher.launch.slurm.client import Job, SlurmSilent, Task
 from launcher.launch.slurm.outcome import Reports, lost_its_peers
@@ -25,7 +25,7 @@ from launcher.rundir.records import Failure, Submission, failure
 from tests.helpers import make_plan
 
 PEER_GONE = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:4711."
-STOPPED = Ended(EXIT_RESUMABLE, {"stopped_by": "SIGUSR2"})
+STOPPED = Outcome(EXIT_RESUMABLE, {"stopped_by": "SIGUSR2"})
 
 
 def slurms_job(state: str = "RUNNING", restarts: int = 0, left_s: float = 9999, preempted: bool = False) -> Job:
@@ -61,12 +61,12 @@ class Situation:
         if step is not None:
             self.paths.checkpoint(step).mkdir(exist_ok=True)
         self.fence = Fence(self.paths, Incarnation(submission, restart))
-        node._open(self.plan, self.task(0, restart), self.fence)
+        node._open_incarnation(self.plan, self.task(0, restart), self.fence)
 
     def task(self, number: int = 0, restart: int = 0) -> Task:
         return Task(job="7", node=number, nodes=2, node_list="node[1-2]", restart=restart)
 
-    def conclude(self, ended: Ended, number: int = 0) -> int:
+    def conclude(self, ended: Outcome, number: int = 0) -> int:
         return outcome.conclude(self.plan, self.task(number), self.fence, ended)
 
     def told(self) -> list[str]:
@@ -80,8 +80,8 @@ def now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Situation:
     return situation
 
 
-def broken(error: str, **known: Any) -> Ended:
-    return Ended(EXIT_FAILED, {"verdict": "failed", "failure": failure(error, None, rank=1, **known)})
+def broken(error: str, **known: Any) -> Outcome:
+    return Outcome(EXIT_FAILED, {"verdict": "failed", "failure": failure(error, None, rank=1, **known)})
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def broken(error: str, **known: Any) -> Ended:
 )
 def test_why_a_job_is_to_go_on_later(now: Situation, job: Job, signal: str, why: str) -> None:
     now.job = job
-    assert outcome.wanted_back(now.plan, now.task(), signal) == why
+    assert outcome.reason_to_requeue(now.plan, now.task(), signal) == why
 
 
 def test_what_was_saved_is_queued_again(now: Situation) -> None:
@@ -119,7 +119,7 @@ def test_what_could_not_be_saved_is_not_called_stopped(now: Situation) -> None:
 
 def test_a_run_that_is_done_is_not_queued_again(now: Situation) -> None:
     write_json(now.paths.summary, {"verdict": "done", "steps": 300})
-    assert now.conclude(Ended(EXIT_DONE, {})) == EXIT_DONE
+    assert now.conclude(Outcome(EXIT_DONE, {})) == EXIT_DONE
     assert now.requeued == []
     assert now.told() == ["started", "done"]
 
@@ -145,7 +145,7 @@ def test_starts_without_a_step_end_and_a_person_begins_to_count_anew(now: Situat
         assert now.conclude(STOPPED) == EXIT_RESUMABLE
     now.begin(restart=3)
     assert now.conclude(STOPPED) == EXIT_FAILED
-    assert "begun 4 times without getting one step further" in str(read_json(now.paths.summary))
+    assert "started 4 times without getting one step further" in str(read_json(now.paths.summary))
     assert len(now.requeued) == 2
     now.begin(submission=1)
     assert now.conclude(STOPPED) == EXIT_RESUMABLE
@@ -206,8 +206,8 @@ def test_a_node_without_a_way_says_so_in_the_runs_verdict(tmp_path: Path, monkey
     monkeypatch.setattr(client, "controller_address", no_way)
     monkeypatch.setenv("SLURMD_NODENAME", "node1")
     with pytest.raises(SiteError):
-        node._meet(now.plan, now.task(), now.fence)
-    outcome.failed(now.plan, now.task(), now.fence, failure("no interface leads there", None))
+        node._join_nodes(now.plan, now.task(), now.fence)
+    outcome.conclude_failure(now.plan, now.task(), now.fence, failure("no interface leads there", None))
     assert now.fence.newest()["incarnation"] == "0.0", "the verdict is of a start that has begun"
     assert (read_json(now.paths.summary) or {})["verdict"] == "failed"
 
@@ -217,9 +217,9 @@ def test_a_start_takes_the_plan_for_as_many_nodes_as_it_has(tmp_path: Path, monk
     now.plan.save()
     served: list[tuple[RunPlan, Path]] = []
 
-    def serve(plan: RunPlan, plan_file: Path, *_: object) -> Ended:
+    def serve(plan: RunPlan, plan_file: Path, *_: object) -> Outcome:
         served.append((plan, plan_file))
-        return Ended(EXIT_DONE, {})
+        return Outcome(EXIT_DONE, {})
 
     monkeypatch.setattr(node, "serve", serve)
     now.fence = Fence(now.paths, Incarnation())
