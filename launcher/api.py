@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.config.hydra import compose, compose_with_yaml
-from launcher.config.multirun import AskedCell
+from launcher.config.multirun import RequestedCell
 from launcher.config.schema import ClusterKind, Config, Device, PrecisionKind
 from launcher.errors import EXIT_INTERRUPTED, EXIT_RESUMABLE, SiteError, UserError
 from launcher.launch import local
@@ -157,10 +157,10 @@ def sweep(
     """
     words_of = {key: [typed(value) for value in values] for key, values in over.items()}
     varying = tuple(f"{key}={','.join(values)}" for key, values in words_of.items())
-    cells: list[AskedCell] = []
+    cells: list[RequestedCell] = []
     for values in itertools.product(*words_of.values()):
         words = tuple(f"{key}={value}" for key, value in zip(words_of, values, strict=True))
-        cells.append(AskedCell(words, *compose_with_yaml([*overrides, *words])))
+        cells.append(RequestedCell(words, *compose_with_yaml([*overrides, *words])))
     conductor = Conductor(["-m", *overrides, *varying], _run_here, watch, lambda _: None, wait=wait)
     conductor.begin(cells, False)
     assert conductor.paths is not None

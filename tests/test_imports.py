@@ -167,10 +167,10 @@ def test_only_world_reads_torchruns_variables() -> None:
         "import launcher.api, launcher.launch.local, launcher.launch.agent, launcher.report.live",
         "import launcher; launcher.Loss, launcher.Config, launcher.compose",
         "from launcher.cli import run; assert run(['--help']) == 0",
-        "import launcher.cli.doctor, launcher.doctor.examination, launcher.doctor.bandwidth, launcher.report.verdicts",
+        "import launcher.cli.diagnose, launcher.doctor.examination, launcher.doctor.bandwidth",
         "from launcher.cli import run; assert run(['runs', '--dir', '.']) == 0",
-        "import launcher.cli.drill, launcher.drill.runner, launcher.drill.backends, launcher.report.verdicts",
-        "import launcher.cli.report, launcher.report.page, launcher.report.plots",
+        "import launcher.cli.diagnose, launcher.drill.runner, launcher.drill.backends, launcher.report.verdicts",
+        "import launcher.cli.runs, launcher.report.page, launcher.report.plots",
         "from launcher.cli import run; assert run(['plan']) == 0",
         "from launcher.cli import run; assert run(['plan', '--json', 'strategy.sync=every']) == 0",
         "from launcher.cli import run; assert run(['plan', 'batch.globl_size=3']) == 2",
@@ -186,7 +186,7 @@ def test_the_control_side_imports_nothing_heavy(code: str, tmp_path: Path) -> No
 def test_only_the_report_needs_what_the_report_is_made_of(tmp_path: Path) -> None:
     """Not even its modules, until there is something to report: `launch runs` answers without them."""
     modules = "{'plotly', 'orjson', 'jinja2'}"
-    code = "from launcher.cli import run; import sys; run(['--help']); run(['runs']); import launcher.cli.report"
+    code = "from launcher.cli import run; import sys; run(['--help']); run(['runs']); import launcher.report.compare"
     check = f"{code}; assert not {modules} & set(sys.modules), 'imported too early'"
     subprocess.run([sys.executable, "-c", check], cwd=tmp_path, capture_output=True, check=True)
 

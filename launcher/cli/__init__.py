@@ -7,57 +7,47 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 
-from launcher.cli.overrides import explain, explain_disk, nobody_reads
+from launcher.cli.overrides import discard_output, print_disk_error, print_error
 from launcher.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_USER, LauncherError, UserError, did_you_mean
 
 HELP = """\
-launch: distributed training where the effective global batch is a contract.
+launch: distributed training with an exact global batch.
 
-  launch train [key=value ...]                run a job, or submit it: the bundled one, or task._target_=my_tasks.MyTask
-  launch plan  [key=value ...]                what would run, solved and predicted; starts nothing
-  launch verify [key=value ...]               is this job's accumulated gradient that of one big batch?
-  launch drill  [key=value ...]               does this job survive preemption and kills? interrupts and compares it
-  launch run   [key=value ...] -- SCRIPT ...  any torchrun script on the same cluster options, without the engine
+  launch train [key=value ...]                run or submit a job: the bundled task, or task._target_=my_tasks.MyTask
+  launch plan  [key=value ...]                show the job's plan, solved and predicted; starts nothing
+  launch verify [key=value ...]               compare the job's accumulated gradient with that of one big batch
+  launch drill  [key=value ...]               interrupt the job in several ways and compare what it has learned
+  launch run   [key=value ...] -- SCRIPT ...  run any torchrun script with the same cluster options, without the engine
 
-  launch runs   [SWEEP]                       what runs exist, and how they stand
-  launch status RUN                           one of them: where it is, what happened, why it failed
-  launch logs   RUN [--rank R] [--follow]     what a rank printed
-  launch cancel RUN                           end it; its workers save first
-  launch resume RUN   [key=value ...]         let it go on from its newest checkpoint, with something changed
-  launch retry  RUN                           start it again, with the plan and the code that it had
+  launch runs   [SWEEP]                       list all runs with their states, or the cells of a sweep
+  launch status RUN                           show one run: its state, its place, its events, and why it failed
+  launch logs   RUN [--rank R] [--follow]     print the output of a rank
+  launch cancel RUN                           stop a run; its workers save a checkpoint first
+  launch resume RUN   [key=value ...]         resume a run from its newest checkpoint, with these keys changed
+  launch retry  RUN                           start a run again from step 0, with the same plan and code
   launch report RUN... | SWEEP                compare runs: a table, CSV, JSON, and one HTML page with plots
-  launch doctor [key=value ...]               is this machine, or the cluster, fit to run?
+  launch doctor [key=value ...]               check that this machine, or the cluster, is fit to run jobs
 
-  train, run   --quiet      print nothing but errors           --wait         with cluster=slurm: until the end
-  train        -m           a sweep: one run for each combination of key=1,2,4     --yes    however many these are
+  train, run   --quiet      print nothing but errors           --wait         with cluster=slurm: wait for the end
+  train        -m           a sweep: one run for each combination of key=1,2,4     --yes    also very many
   plan, verify --json       the plan, or the certificate, as JSON
-  resume       --force      even where key=value changes what is learned
-  drill        --json       what was found                     --windows N    of each of its runs (default: 8)
-  RUN          a run's name, its directory, or the beginning of its name; --dir DIR: where runs lie (default: runs)
-  what reads   --json       for scripts
-  report       --csv        for spreadsheets                   --html FILE    where the page goes; --loss X: hours to X
+  resume       --force      allow changes of keys that affect what is learned
+  drill        --json       the result as JSON                 --windows N    windows of each of its runs (default: 8)
+  RUN          a run's name, its directory, or a prefix of its name; --dir DIR: directory of the runs (default: runs)
+  runs, status, report, doctor   --json    for scripts
+  report       --csv        for spreadsheets                   --html FILE    path of the page; --loss X: hours to X
   overrides    --help       the config's groups and values     --cfg job      the composed config
-               --config-dir DIR   more config files of your own
+               --config-dir DIR   directory with your own config files
   launch --version
 
 Exit status: 0 done; 1 the job failed; 2 the input is wrong; 75 stopped from outside, resumable; 130 stopped by Ctrl-C.
 """
 
-# command -> module:function; only the module of the given command is imported
-_VERBS = {
-    "train": "train:train",
-    "plan": "train:plan",
-    "verify": "verify:verify",
-    "drill": "drill:drill",
-    "run": "train:run_script",
-    "runs": "runs:runs",
-    "status": "runs:status",
-    "logs": "runs:logs",
-    "cancel": "runs:cancel",
-    "resume": "runs:resume",
-    "retry": "runs:retry",
-    "report": "report:report",
-    "doctor": "doctor:doctor",
+# command -> module of launcher.cli with its function launch_COMMAND; only that module is imported
+_MODULES = {
+    **dict.fromkeys(("train", "plan", "run"), "train"),
+    **dict.fromkeys(("verify", "drill", "doctor"), "diagnose"),
+    **dict.fromkeys(("runs", "status", "logs", "cancel", "resume", "retry", "report"), "runs"),
 }
 
 
@@ -66,7 +56,7 @@ def main() -> None:
         status = run(sys.argv[1:])
         sys.stdout.flush()
     except BrokenPipeError:
-        status = nobody_reads()
+        status = discard_output()
     sys.exit(status)
 
 
@@ -75,11 +65,11 @@ def run(arguments: Sequence[str]) -> int:
     try:
         return _dispatch(list(arguments))
     except LauncherError as error:
-        return explain(error)
+        return print_error(error)
     except BrokenPipeError:
         raise
     except OSError as error:
-        return explain_disk(error)
+        return print_disk_error(error)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
 
@@ -92,9 +82,10 @@ def _dispatch(arguments: list[str]) -> int:
     if verb == "--version":
         print(metadata.version("launcher"))
         return EXIT_DONE
-    if verb not in _VERBS:
+    if verb not in _MODULES:
         raise UserError(
-            f"launch {verb}: there is no such verb.\n  {did_you_mean(verb, _VERBS)}Verbs: {', '.join(_VERBS)}."
+            f"launch {verb}: there is no such command.\n"
+            f"  {did_you_mean(verb, _MODULES)}Commands: {', '.join(_MODULES)}."
         )
-    module, _, function = _VERBS[verb].partition(":")
-    return getattr(importlib.import_module(f"launcher.cli.{module}"), function)(rest)
+    module = importlib.import_module(f"launcher.cli.{_MODULES[verb]}")
+    return getattr(module, f"launch_{verb}")(rest)

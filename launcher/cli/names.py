@@ -1,4 +1,4 @@
-"""Arguments that name runs: the parser of commands on existing runs, and resolution of a name to a run or sweep."""
+"""Names of runs on the command line: the parser of commands on runs, and resolution of a name to a run or sweep."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def resolve(word: str, runs: Path) -> RunPaths:
     Raises:
         UserError: there is none, there are several, or it is a sweep.
     """
-    found = resolve_any(word, runs)
-    if isinstance(found, SweepPaths):
+    paths = resolve_any(word, runs)
+    if isinstance(paths, SweepPaths):
         raise UserError(
-            f"{word}: is a sweep, and this takes one run.\n"
-            f"  `launch runs {word}` lists its cells; write {found.root.name}/ and the beginning of one's name."
+            f"{word}: is a sweep, and this command takes one run.\n"
+            f"  `launch runs {word}` lists its cells; write {paths.root.name}/ and a prefix of a cell's name."
         )
-    return found
+    return paths
 
 
 def resolve_any(word: str, runs: Path) -> RunPaths | SweepPaths:
@@ -46,7 +46,7 @@ def resolve_any(word: str, runs: Path) -> RunPaths | SweepPaths:
         UserError: there is none, or several.
     """
     if not word.strip():
-        raise UserError("RUN is empty.\n  Name a run, or a sweep; `launch runs` lists them.")
+        raise UserError("RUN is empty.\n  Name a run or a sweep; `launch runs` lists them.")
     for place in (runs / word, Path(word)):
         if is_run(place):
             return RunPaths(place.resolve())
@@ -96,9 +96,9 @@ def _one(word: str, known: Mapping[str, Place], where: Path) -> Place:
     if found:
         more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
         raise UserError(
-            f"{word}: {len(found)} runs begin like that: {', '.join(names[:_SHOWN])}{more}.\n  Write more of the name."
+            f"{word}: {len(found)} runs match: {', '.join(names[:_SHOWN])}{more}.\n  Write more of the name."
         )
     verb = "runs" if is_sweep(where) else "runs --dir"
-    there = f"`launch {verb} {near(where.absolute())}` lists them." if known else f"{where} holds no run."
+    there = f"`launch {verb} {near(where.absolute())}` lists them." if known else f"{where} contains no run."
     hint = did_you_mean(word, names) or there
-    raise UserError(f"{word}: there is no such run in {where}.\n  {hint} Elsewhere: --dir DIR, or the run's directory.")
+    raise UserError(f"{word}: there is no such run in {where}.\n  {hint} Or name its directory, or use --dir DIR.")

@@ -26,30 +26,30 @@ _HYDRA_FLAGS = {
 _OWN_FLAGS = ("--quiet", "--json", "--wait", "--yes", "--windows")
 
 
-def explain(error: LauncherError) -> int:
+def print_error(error: LauncherError) -> int:
     print(f"launch: error: {error}", file=sys.stderr)
     return error.exit_status
 
 
-def explain_disk(error: OSError) -> int:
+def print_disk_error(error: OSError) -> int:
     """Report a full or read-only disk; raise any other error again, because it is a bug."""
     if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
         raise error
-    where = error.filename or "a disk that is needed"
-    return explain(RecordFailed(f"{where}: {error.strerror}.\n  Make room there, or choose another run.dir."))
+    where = error.filename or "a disk of the run"
+    return print_error(RecordFailed(f"{where}: {error.strerror}.\n  Free some space there, or choose another run.dir."))
 
 
-def nobody_reads() -> int:
+def discard_output() -> int:
     """Discard further output after the reader has closed the pipe."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return EXIT_FAILED
 
 
-def take(flag: str, arguments: list[str]) -> bool:
+def take_flag(flag: str, arguments: list[str]) -> bool:
     """Remove ``flag``, which is this program's and not Hydra's; return whether it was present."""
-    there = flag in arguments
+    present = flag in arguments
     arguments[:] = [argument for argument in arguments if argument != flag]
-    return there
+    return present
 
 
 def take_value(flag: str, arguments: list[str]) -> str | None:
@@ -77,13 +77,11 @@ def require_overrides(arguments: list[str]) -> None:
         if argument.startswith("-"):
             if flag not in _HYDRA_FLAGS:
                 known = [*_OWN_FLAGS, *(name for name in _HYDRA_FLAGS if name.startswith("--"))]
-                raise UserError(
-                    f"{flag}: there is no such flag here.\n  {did_you_mean(flag, known)}See `launch --help`."
-                )
+                raise UserError(f"{flag}: there is no such flag.\n  {did_you_mean(flag, known)}See `launch --help`.")
             if _HYDRA_FLAGS[flag] and flag == argument:
                 next(left, None)
         elif "=" not in argument and not argument.startswith("~"):
-            raise UserError(f"{argument}: is no override.\n  Write key=value, such as train.steps=100.")
+            raise UserError(f"{argument}: is not an override.\n  Write key=value, such as train.steps=100.")
 
 
 def with_config(verb: str, arguments: list[str], act: Callable[[Config, str], int], **sweep: Any) -> int:
@@ -100,11 +98,11 @@ def with_config(verb: str, arguments: list[str], act: Callable[[Config, str], in
         try:
             status = act(config, yaml)
         except LauncherError as error:
-            return explain(error)
+            return print_error(error)
         except BrokenPipeError:  # handled here, because Hydra would report it as an error
-            return nobody_reads()
+            return discard_output()
         except OSError as error:
-            return explain_disk(error)
+            return print_disk_error(error)
         if status == EXIT_INTERRUPTED:
             raise KeyboardInterrupt  # also skips the sweep's remaining cells
         return status
@@ -113,7 +111,7 @@ def with_config(verb: str, arguments: list[str], act: Callable[[Config, str], in
 
 
 @contextmanager
-def leaves_in_order() -> Generator[None]:
+def signals_as_interrupt() -> Generator[None]:
     """Handle SIGTERM and SIGHUP like Ctrl-C, so that everything started is ended and no job is left behind."""
     numbers = (signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}

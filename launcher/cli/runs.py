@@ -1,48 +1,62 @@
-"""Commands on existing runs: `launch runs`, `status`, `logs`, `cancel`, `resume`, `retry`."""
+"""Commands on existing runs: `launch runs`, `status`, `logs`, `cancel`, `resume`, `retry`, `report`."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Container
+import math
+from argparse import Namespace
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+from rich.markup import escape
 
 from launcher.cli.names import Parser, resolve, resolve_any
+from launcher.cli.overrides import require_overrides
 from launcher.errors import EXIT_DONE, UserError
 from launcher.plan.launch_plan import LaunchPlan
+from launcher.plan.run_plan import RunPlan
 from launcher.report import live, run_list
+from launcher.report.tables import near
 from launcher.rundir import records
-from launcher.rundir.paths import RunPaths, SweepPaths, find, find_sweeps, is_sweep
+from launcher.rundir.paths import RunPaths, SweepPaths, find, find_sweeps, is_run, is_sweep
 from launcher.runs import control
 from launcher.runs.status import ACTIVE, Run, State, look
 from launcher.sweeps.reuse import look_at_sweeps
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from launcher.report.compare import Comparison
+
+_DIR = "directory of the runs (default: runs)"
 
 
 def _parser(verb: str, does: str, *, run: bool = True) -> Parser:
     parser = Parser(prog=f"launch {verb}", description=does, allow_abbrev=False)
     if run:
-        parser.add_argument("run", metavar="RUN", help="its name, its directory, or the beginning of its name")
-    parser.add_argument("--dir", type=Path, default=Path("runs"), help="where runs lie (default: runs)")
+        parser.add_argument("run", metavar="RUN", help="its name, its directory, or a prefix of its name")
+    parser.add_argument("--dir", type=Path, default=Path("runs"), help=_DIR)
     return parser
 
 
-def runs(arguments: list[str]) -> int:
-    parser = _parser("runs", "What runs exist, and how they stand; or the cells of a sweep.", run=False)
-    parser.add_argument("sweep", metavar="SWEEP", nargs="?", help="a sweep's name, directory, or the beginning of one")
-    parser.add_argument("--json", action="store_true", help="a list of objects, those of sweeps too")
+def launch_runs(arguments: list[str]) -> int:
+    parser = _parser("runs", "List all runs with their states, or the cells of a sweep.", run=False)
+    parser.add_argument("sweep", metavar="SWEEP", nargs="?", help="a sweep's name, directory, or a prefix of one")
+    parser.add_argument("--json", action="store_true", help="a list of objects, the cells of sweeps included")
     given = parser.parse_args(arguments)
     if given.sweep is not None:
         paths = resolve_any(given.sweep, given.dir)
         if not isinstance(paths, SweepPaths):
-            raise UserError(f"{given.sweep}: is a run, and no sweep.\n  `launch status {given.sweep}` shows it.")
+            raise UserError(f"{given.sweep}: is a run, not a sweep.\n  `launch status {given.sweep}` shows it.")
         return _show_cells(paths, as_json=given.json)
     found, sweeps = look(find(given.dir)), look_at_sweeps(find_sweeps(given.dir))
     if given.json:
         cells = [cell for several in sweeps.values() for cell in several]
         print(json.dumps([run.to_json() for run in [*found, *cells]], indent=2))
     elif not found and not sweeps:
-        print(f"{given.dir} holds no run. Elsewhere: launch runs --dir DIR.")
+        print(f"There is no run in {given.dir}. For another directory: launch runs --dir DIR.")
     else:
         live.console().print(run_list.runs_table(found, {Path(sweep).name: its for sweep, its in sweeps.items()}))
     return EXIT_DONE
@@ -57,19 +71,18 @@ def _show_cells(paths: SweepPaths, *, as_json: bool) -> int:
     return EXIT_DONE
 
 
-def status(arguments: list[str]) -> int:
-    parser = _parser("status", "One run: where it is, what happened to it, and why it failed.")
+def launch_status(arguments: list[str]) -> int:
+    parser = _parser("status", "Show one run: its state, its place, its events, and why it failed.")
     parser.add_argument("--json", action="store_true", help="one object")
     given = parser.parse_args(arguments)
     paths = resolve_any(given.run, given.dir)
     if isinstance(paths, SweepPaths):
         return _show_cells(paths, as_json=given.json)
-    run, happened = control.one(paths), records.read_events(paths)
+    run, events = control.one(paths), records.read_events(paths)
     if given.json:
-        known: dict[str, Any] = run.to_json() | {"events": happened}
-        print(json.dumps(known, indent=2))
+        print(json.dumps(run.to_json() | {"events": events}, indent=2))
         return EXIT_DONE
-    live.console().print(run_list.status_table(run, happened))
+    live.console().print(run_list.status_table(run, events))
     if run.failure is not None:
         print(f"\n{run_list.failure_of(run)}")
     elif run.state.value in ("failed", "lost"):
@@ -77,11 +90,11 @@ def status(arguments: list[str]) -> int:
     return EXIT_DONE
 
 
-def logs(arguments: list[str]) -> int:
-    parser = _parser("logs", "What a rank printed, in all its attempts.")
+def launch_logs(arguments: list[str]) -> int:
+    parser = _parser("logs", "Print the output of a rank, of all its attempts.")
     parser.add_argument("--rank", type=int, default=0, help="default: 0")
-    parser.add_argument("--node", type=int, help="instead of a rank's, the log of a node's agent")
-    parser.add_argument("--follow", action="store_true", help="until the run is over")
+    parser.add_argument("--node", type=int, help="print the log of this node's agent instead")
+    parser.add_argument("--follow", action="store_true", help="print new lines until the run ends")
     given = parser.parse_args(arguments)
     paths = resolve(given.run, given.dir)
     source = live.rank_logs(paths, given.rank) if given.node is None else live.node_log(paths, given.node)
@@ -95,15 +108,17 @@ def logs(arguments: list[str]) -> int:
     return EXIT_DONE
 
 
-def cancel(arguments: list[str]) -> int:
-    given = _parser("cancel", "End a run, or all of a sweep's; their workers save first.").parse_args(arguments)
+def launch_cancel(arguments: list[str]) -> int:
+    given = _parser("cancel", "Stop a run, or all runs of a sweep; their workers save a checkpoint first.").parse_args(
+        arguments
+    )
     target = resolve_any(given.run, given.dir)
     runs = _chosen(target, ACTIVE, "there is nothing to cancel")
     ended = control.cancel(runs, partial(print, flush=True))
     for run in ended:
         print(f"{run.name}: {run.state.value}.")
     newest = f"the newest checkpoint{'' if len(ended) == 1 else 's'}"
-    print(f"`launch resume {run_list.command_name(target.root)}` goes on from {newest}.")
+    print(f"`launch resume {run_list.command_name(target.root)}` continues from {newest}.")
     return EXIT_DONE
 
 
@@ -123,47 +138,144 @@ def _chosen(paths: RunPaths | SweepPaths, states: Container[State], otherwise: s
     return chosen
 
 
-def _again(
-    verb: str, does: str, arguments: list[str], states: Container[State], again: Callable[[Run], LaunchPlan]
-) -> int:
-    """Restart a run, or runs of a sweep. ``verb``: resume also takes overrides."""
-    parser = _parser(verb, does)
-    parser.add_argument("--wait", action="store_true", help="of Slurm: follow it to its end")
-    parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
-    if verb == "resume":
-        parser.add_argument("overrides", metavar="key=value", nargs="*", help="what is to change from here on")
-        parser.add_argument("--force", action="store_true", help="even where it changes what is learned")
+def launch_resume(arguments: list[str]) -> int:
+    parser = _restart_parser("resume", "Resume a run from its newest checkpoint, or all unfinished runs of a sweep.")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="keys to change; not for runs of a sweep")
+    parser.add_argument("--force", action="store_true", help="allow changes of keys that affect what is learned")
     given = parser.parse_intermixed_args(arguments)
-    from launcher.cli import start, sweep
-
+    if not given.overrides and not given.force:
+        states = frozenset(State) - ACTIVE - {State.done, State.unknown, State.impossible}
+        return _restart("resume", given, states, control.to_resume)
     target = resolve_any(given.run, given.dir)
-    console = live.console(quiet=given.quiet)
-    # also for a single run of a sweep: the sweep's manifest must record the cell's new run
-    its_sweep = target if isinstance(target, SweepPaths) else SweepPaths(target.root.parent)
-    if verb == "resume" and (given.overrides or given.force):
-        from launcher.cli.change import resume_changed
+    if isinstance(target, SweepPaths) or is_sweep(target.root.parent):
+        raise UserError(
+            f"{given.run}: is {'a' if isinstance(target, SweepPaths) else 'a run of a'} sweep, whose runs cannot "
+            "change: their overrides identify them.\n  Resume it without key=value, or start a run of its own: "
+            "launch train."
+        )
+    return _resume_changed(target, given.overrides, live.console(quiet=given.quiet), given.force, given.wait)
 
-        if isinstance(target, SweepPaths) or is_sweep(its_sweep.root):
-            raise UserError(
-                f"{given.run}: is {'a' if target is its_sweep else 'of a'} sweep, whose cells are what their overrides "
-                "say: none of them can change.\n  Resume it as it is; or begin a run of its own: launch train."
-            )
-        return resume_changed(target, given.overrides, console, force=given.force, wait=given.wait)
+
+def launch_retry(arguments: list[str]) -> int:
+    does = "Start a run again from step 0 under another name, with its plan and code; of a sweep, the failed runs."
+    given = _restart_parser("retry", does).parse_args(arguments)
+    return _restart("retry", given, {State.failed, State.lost}, control.to_retry)
+
+
+def _restart_parser(verb: str, does: str) -> Parser:
+    parser = _parser(verb, does)
+    parser.add_argument("--wait", action="store_true", help="cluster=slurm: wait for the end")
+    parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    return parser
+
+
+def _restart(verb: str, given: Namespace, states: Container[State], planned: Callable[[Run], LaunchPlan]) -> int:
+    """Restart a run, or runs of a sweep.
+
+    Args:
+        planned: returns the plan of a run's next start.
+    """
+    from launcher.cli.train import restart, restart_cells
+
+    target, console = resolve_any(given.run, given.dir), live.console(quiet=given.quiet)
     choose = partial(_chosen, target, states, f"there is nothing to {verb}")
-    if is_sweep(its_sweep.root):
-        return sweep.again(its_sweep, choose, again, console, wait=given.wait)
-    return start.go_on(again(*choose()), console, wait=given.wait)
+    # also for a single run of a sweep: the sweep's manifest must record the cell's new run
+    sweep = target if isinstance(target, SweepPaths) else SweepPaths(target.root.parent)
+    if is_sweep(sweep.root):
+        return restart_cells(sweep, choose, planned, console, wait=given.wait)
+    return restart(planned(*choose()), console, wait=given.wait)
 
 
-def resume(arguments: list[str]) -> int:
-    over = frozenset(State) - ACTIVE - {State.done, State.unknown, State.impossible}
-    does = (
-        "Let a run go on from its newest checkpoint, in its own directory, with key=value for what is to change; or "
-        "all of a sweep's that are not done."
-    )
-    return _again("resume", does, arguments, over, control.to_resume)
+def _resume_changed(paths: RunPaths, overrides: list[str], console: Console, force: bool, wait: bool) -> int:
+    """Resume a run with changes. All checks precede the first write; a plan that cannot be submitted is withdrawn."""
+    from launcher.cli.train import restart
+    from launcher.runs.amendment import changed, replan
+
+    require_overrides(overrides)
+    if odd := [word for word in overrides if word[0] in "+~"]:
+        raise UserError(f"{odd[0]}: launch resume only changes existing keys: key=value.\n  Leave the {odd[0][0]} out.")
+    run = control.one(paths)
+    old = control.to_change(run)
+    if not isinstance(old, RunPlan):
+        raise UserError(f"{run.name}: is a script of `launch run`, which takes no overrides.\n  Resume it without.")
+    new = replan(paths, old, overrides, force=force, done=run.state is State.done)
+    with changed(new.plan, new.yaml):
+        if new.changed:
+            console.print(f"{run.name} continues with {new.words}.", markup=False, highlight=False)
+            records.note_event(paths, "changed", **{each.key: f"{each.before} -> {each.after}" for each in new.changed})
+        return restart(new.plan, console, wait=wait)
 
 
-def retry(arguments: list[str]) -> int:
-    does = "Begin a run anew, with the plan and the code that it had, under another name; of a sweep those that failed."
-    return _again("retry", does, arguments, {State.failed, State.lost}, control.to_retry)
+def launch_report(arguments: list[str]) -> int:
+    from launcher.api import compare, write_page
+    from launcher.report import comparison_tables
+
+    parser = _parser("report", "Compare runs: tables, plots, one HTML page.", run=False)
+    parser.add_argument("what", nargs="+", metavar="RUN", help="runs, sweeps, or directories of runs")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="path of the page")
+    parser.add_argument("--loss", type=float, metavar="X", help="training loss up to which hours are counted")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--csv", action="store_true", help="one line per run; no page without --html")
+    form.add_argument("--json", action="store_true", help="one object; no page without --html")
+    given = parser.parse_args(arguments)
+    if given.loss is not None and not math.isfinite(given.loss):
+        raise UserError(f"--loss {given.loss}: must be a number, in the unit of train/loss.")
+    if given.html is not None and not given.html.absolute().parent.is_dir():
+        raise UserError(
+            f"--html {given.html}: there is no directory {given.html.parent}.\n  Create it, or choose another path."
+        )
+    chosen = [paths for word in given.what for paths in _runs_of(word, given.dir)]
+    names = [Path(word).name or str(word) for word in given.what]
+    title = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    compared = compare(chosen, title=title, loss=given.loss)
+    if given.csv or given.json:
+        as_text = comparison_tables.as_csv if given.csv else comparison_tables.as_json
+        print(as_text(compared), end="" if given.csv else "\n")
+        if given.html is not None:
+            write_page(compared, given.html)
+        return EXIT_DONE
+    _show_comparison(compared)
+    page = given.html or _page_of(given.what, chosen, given.dir)
+    write_page(compared, page)
+    print(f"\nThe page: {near(page.absolute())} (one file, opens without network)")
+    return EXIT_DONE
+
+
+def _runs_of(word: str, runs: Path) -> list[RunPaths | SweepPaths]:
+    """Return a run, a sweep, or all runs and sweeps in a directory.
+
+    Raises:
+        UserError: ``word`` is none of them.
+    """
+    for place in (runs / word, Path(word)) if word else ():
+        if place.is_dir() and not is_run(place) and not is_sweep(place):
+            if runs_there := [*find(place), *find_sweeps(place)]:
+                return runs_there
+            raise UserError(
+                f"{word}: {near(place.absolute())} contains no run and no sweep.\n"
+                "  Name a run, a sweep, or a directory that contains runs; `launch runs` lists them."
+            )
+    return [resolve_any(word, runs)]
+
+
+def _page_of(words: Sequence[str], chosen: Sequence[RunPaths | SweepPaths], runs: Path) -> Path:
+    """Return the page's path: beside the runs, or in the directory of all runs if they come from several places."""
+    if len(words) > 1:
+        return (runs if runs.is_dir() else Path()) / "report.html"
+    first = chosen[0]
+    return first.report if isinstance(first, SweepPaths) and len(chosen) == 1 else first.root.parent / "report.html"
+
+
+def _show_comparison(compared: Comparison) -> None:
+    from launcher.report import comparison_tables
+
+    console = live.console()
+    console.print(comparison_tables.terminal_table(compared))
+    lines = [f"{row.entry.label}: {row.entry.state}: {row.entry.detail}" for row in compared.rows if row.entry.detail]
+    for group in compared.groups:
+        if group.loss is not None:
+            which = "given by --loss" if group.given else "the lowest that every finished run reached"
+            of = f" of {group.target}" if len(compared.groups) > 1 else ""
+            lines.append(f"Hours to a smoothed training loss{of} of {group.loss:.4g} ({which}).")
+    for line in [*lines, *compared.notes]:
+        console.print(escape(line), soft_wrap=True, highlight=False)

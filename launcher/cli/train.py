@@ -1,63 +1,65 @@
-"""`launch train`, `plan` and `run`: from a config to a job, or to its plan."""
+"""`launch train`, `plan` and `run`: from a config to a job, to a sweep of jobs, or to a plan."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher.cli.overrides import explain, take, with_config
-from launcher.cli.start import prepare, require_no_wait, run_here, run_script_here, submitted
-from launcher.config.schema import ClusterKind
-from launcher.errors import EXIT_DONE, ConfigError, UserError
+from launcher.cli.overrides import print_error, take_flag, with_config
+from launcher.config.multirun import RequestedCell, Result
+from launcher.config.schema import ClusterKind, Config
+from launcher.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_RESUMABLE,
+    ConfigError,
+    RunError,
+    UserError,
+)
+from launcher.launch import local, multihost
+from launcher.launch.peers import Peers
+from launcher.launch.planner import Once, new_run, plan_job, where
+from launcher.launch.slurm import client, submit
+from launcher.plan.launch_plan import LaunchPlan
+from launcher.plan.placement import solve_script
+from launcher.plan.run_plan import RunPlan
+from launcher.plan.validation import check
+from launcher.report import live, run_list, tables
+from launcher.rundir.paths import SweepPaths
+from launcher.runs import control
+from launcher.runs.status import Run
+from launcher.sweeps.conductor import Conductor
+from launcher.sweeps.reuse import begin_again, look_at_sweeps
 
 if TYPE_CHECKING:
-    from launcher.config.multirun import AskedCell, Result
-    from launcher.config.schema import Config
+    from rich.console import Console
 
 
-def _require_no_sweep(config: Config) -> None:
-    for name, value in dataclasses.asdict(config.sweep).items():
-        if value is not None:
-            raise ConfigError(f"sweep.{name}", value, "has no effect on a single run.", "Add -m for a sweep.")
-
-
-def train(arguments: list[str]) -> int:
-    quiet, wait, yes = (take(flag, arguments) for flag in ("--quiet", "--wait", "--yes"))
+def launch_train(arguments: list[str]) -> int:
+    quiet, wait, yes = (take_flag(flag, arguments) for flag in ("--quiet", "--wait", "--yes"))
     if {"-m", "--multirun"} & set(arguments) and not {"--help", "-h", "--cfg", "-c"} & set(arguments):
-        from launcher.cli.sweep import train_sweep
-
-        return train_sweep(arguments, quiet=quiet, wait=wait, confirmed=yes)
+        return _train_sweep(arguments, live.console(quiet=quiet), wait=wait, confirmed=yes)
     if yes:
-        raise UserError("--yes: has no effect on a single run.\n  It begins a sweep (-m) of very many cells.")
+        raise UserError("--yes: has no effect on a single run.\n  It confirms a sweep (-m) of very many cells.")
 
     def act(config: Config, yaml: str) -> int:
-        from launcher.launch.planner import plan_job
-        from launcher.launch.slurm import client
-        from launcher.report import live, tables
-
-        require_no_wait(config, wait=wait)
-        _require_no_sweep(config)
-        if config.cluster.kind is ClusterKind.slurm:
-            client.require()
-        plan = plan_job(config)
-        console = live.console(quiet=quiet)
-        if plan.cluster.slurm is not None:
-            from launcher.launch.slurm import submit
-
-            plan, job = submit.submit(plan, yaml)
-            console.print(tables.plan_table(plan), "")
-            return submitted(plan, job, console, wait=wait)
-        return run_here(*prepare(plan, yaml, config, console), console)
+        _require_startable(config, wait=wait)
+        for name, value in dataclasses.asdict(config.sweep).items():
+            if value is not None:
+                raise ConfigError(f"sweep.{name}", value, "has no effect on a single run.", "Add -m for a sweep.")
+        return _start(plan_job(config), yaml, config, live.console(quiet=quiet), wait=wait)
 
     return with_config("train", arguments, act)
 
 
-def plan(arguments: list[str]) -> int:
-    from launcher.launch.planner import Once, plan_job
-
-    as_json = take("--json", arguments)
+def launch_plan(arguments: list[str]) -> int:
+    as_json = take_flag("--json", arguments)
     once = Once()
     statuses = [EXIT_DONE]
 
@@ -66,45 +68,36 @@ def plan(arguments: list[str]) -> int:
         if as_json:
             print(solved.to_json())
         else:
-            from launcher.report import live, tables
-
             live.console().print(tables.plan_table(solved))
             if solved.cluster.slurm is not None:
-                from launcher.launch.slurm import submit
-
                 print(f"\nThe batch script:\n\n{submit.script(solved)}", end="")
         return EXIT_DONE
 
-    def cells(asked: Sequence[AskedCell], with_results: bool) -> Sequence[Result]:
+    def cells(requested: Sequence[RequestedCell], with_results: bool) -> Sequence[Result]:
         """Print each cell's plan, or its error, below its overrides."""
         if with_results:
             raise UserError(
-                "hydra/sweeper: it learns from results, and a plan has none.\n  Leave it out, or use train."
+                "hydra/sweeper: it learns from results, and a plan has none.\n  Leave it out, or use launch train."
             )
-        for cell in asked:
+        for cell in requested:
             if not as_json:
                 print(f"\n{' '.join(cell.overrides)}")
             try:
                 act(cell.config, cell.yaml)
             except UserError as error:
-                statuses.append(explain(error))
-        return [None] * len(asked)
+                statuses.append(print_error(error))
+        return [None] * len(requested)
 
     return max(with_config("plan", arguments, act, cells=cells, confirmed=True), *statuses)
 
 
-def run_script(arguments: list[str]) -> int:
-    from launcher.launch.planner import new_run, where
-    from launcher.launch.slurm import client
-    from launcher.plan.placement import solve_script
-    from launcher.plan.validation import check
-    from launcher.report import live
-
+def launch_run(arguments: list[str]) -> int:
+    """Run a user's own torchrun script, without the engine."""
     if "--" not in arguments and not {"--help", "-h", "--cfg"} & set(arguments):
         raise UserError("launch run: no script.\n  Use: launch run [key=value ...] -- SCRIPT [arguments ...].")
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     ours, script = arguments[:cut], arguments[cut + 1 :]
-    quiet, wait = take("--quiet", ours), take("--wait", ours)
+    quiet, wait = take_flag("--quiet", ours), take_flag("--wait", ours)
     for argument in ours:
         group = argument.lstrip("+").partition("=")[0].partition(".")[0]
         if "=" in argument and group not in ("cluster", "run", "hydra"):
@@ -112,19 +105,160 @@ def run_script(arguments: list[str]) -> int:
 
     def act(config: Config, yaml: str) -> int:
         check(config)
-        require_no_wait(config, wait=wait)
-        if config.cluster.kind is ClusterKind.slurm:
-            client.require()
+        _require_startable(config, wait=wait)
         if not script or not Path(script[0]).is_file():
             raise UserError(f"launch run: {script[0] if script else 'nothing after --'}: there is no such script.")
         site = where(config.cluster)
-        solved = solve_script(config.cluster, site, new_run(config.run, Path(script[0]).stem, site.cwd), script)
-        console = live.console(quiet=quiet)
-        if solved.cluster.slurm is not None:
-            from launcher.launch.slurm import submit
-
-            solved, job = submit.submit(solved, yaml)
-            return submitted(solved, job, console, wait=wait)
-        return run_script_here(*prepare(solved, yaml, config, console), console)
+        run = new_run(config.run, Path(script[0]).stem, site.cwd)
+        plan = solve_script(config.cluster, site, run, script)
+        return _start(plan, yaml, config, live.console(quiet=quiet), wait=wait)
 
     return with_config("run", ours, act)
+
+
+def _require_startable(config: Config, *, wait: bool) -> None:
+    _require_no_wait(config, wait=wait)
+    if config.cluster.kind is ClusterKind.slurm:
+        client.require()
+
+
+def _require_no_wait(config: Config, *, wait: bool) -> None:
+    if wait and config.cluster.kind is not ClusterKind.slurm:
+        raise UserError(
+            f"--wait: has no effect with cluster={config.cluster.kind.value}, where the command always waits for the "
+            "end.\n  Leave it out."
+        )
+
+
+def _start(plan: LaunchPlan, yaml: str, config: Config, console: Console, *, wait: bool) -> int:
+    """Submit the job, or create its directory and run it here."""
+    if plan.cluster.slurm is not None:
+        plan, job = submit.submit(plan, yaml)
+        if isinstance(plan, RunPlan):
+            console.print(tables.plan_table(plan), "")
+        return _show_submitted(plan, job, console, wait=wait)
+    if plan.cluster.kind is ClusterKind.hosts:
+        return _run_here(*multihost.gather(plan, yaml, config.run.name, _plain(console)), console)
+    local.create(plan, yaml)
+    return _run_here(plan, Peers(), console)
+
+
+def restart(plan: LaunchPlan, console: Console, *, wait: bool) -> int:
+    """Run or resubmit a job in its existing directory."""
+    if plan.cluster.slurm is not None:
+        return _show_submitted(plan, control.send(plan), console, wait=wait)
+    return _run_here(plan, Peers(), console)
+
+
+def _run_here(plan: LaunchPlan, peers: Peers, console: Console) -> int:
+    """Run a job on this host in its existing directory, and show its plan and its results."""
+    first = plan.node == 0
+    if first and isinstance(plan, RunPlan):
+        console.print(tables.plan_table(plan), "")
+    verdict = local.run(plan, live.run_display(plan, console), peers)
+    if "failure" in verdict.summary:
+        print(tables.failure_text(verdict.summary, verdict.plan.node), file=sys.stderr)
+    elif not first:
+        _plain(console)(f"Run {plan.run.name}: {verdict.summary['verdict']}")
+    elif isinstance(plan, RunPlan):
+        console.print("", tables.summary_table(plan.on(verdict.plan.cluster.nodes), verdict.summary))
+    return verdict.status
+
+
+def _show_submitted(plan: LaunchPlan, job: str, console: Console, *, wait: bool) -> int:
+    """Show the submission and how to follow it; with ``wait``, follow it and return its exit status."""
+    _plain(console)(run_list.submitted_text(plan, job))
+    if not wait:
+        return EXIT_DONE
+    try:
+        run = control.follow(plan.paths, live.run_display(plan, console))
+    except KeyboardInterrupt:
+        name = run_list.command_name(plan.paths.root)
+        _plain(console)(f"No longer watching; the job continues: launch status {name}")
+        raise
+    if run.failure is not None:
+        print(run_list.failure_of(run), file=sys.stderr)
+    elif not console.quiet:
+        console.print(run_list.status_table(run))
+    return control.exit_status(run)
+
+
+def _plain(console: Console) -> Callable[[str], None]:
+    """Return a function that prints one line without colours."""
+    return partial(console.print, markup=False, highlight=False)
+
+
+def _train_sweep(arguments: list[str], console: Console, *, wait: bool, confirmed: bool) -> int:
+    """Run a sweep and return the highest exit status of its cells; 2 if a cell is impossible, the others run anyway."""
+    conductor = Conductor(arguments, _cell_runner(console), _state_printer(console), _plain(console), wait=wait)
+
+    def begin(requested: Sequence[RequestedCell], with_results: bool) -> Sequence[Result]:
+        _require_no_wait(requested[0].config, wait=wait)
+        return conductor.begin(requested, with_results)
+
+    def keep(files: Path) -> None:
+        """Copy a sweeper's own results, such as Optuna's optimization_results.yaml."""
+        for file in files.glob("*_results.yaml"):
+            if conductor.paths is not None and conductor.paths.root.is_dir():
+                shutil.copy2(file, conductor.paths.root)
+
+    def act(config: Config, yaml: str) -> int:  # noqa: ARG001
+        raise AssertionError("the cells of a sweep are started by the conductor")
+
+    try:
+        status = with_config("train", arguments, act, cells=begin, confirmed=confirmed, keep=keep)
+    except KeyboardInterrupt:
+        status = EXIT_RESUMABLE if conductor.status == EXIT_RESUMABLE else EXIT_INTERRUPTED
+        if conductor.submitted:
+            _plain(console)("No longer watching; the jobs continue.")
+    except RunError as error:  # raised by a sweeper that needs the cell's result
+        print(f"launch: {error}", file=sys.stderr)
+        status = EXIT_FAILED
+    if conductor.paths is not None and conductor.paths.book.exists():
+        _show_sweep(conductor.paths, conductor.submitted, len(conductor.known), console)
+    return max(status, conductor.status)
+
+
+def restart_cells(
+    paths: SweepPaths,
+    choose: Callable[[], Sequence[Run]],
+    planned: Callable[[Run], LaunchPlan],
+    console: Console,
+    *,
+    wait: bool,
+) -> int:
+    """Restart runs of a sweep and show the result; see ``launcher.sweeps.reuse.begin_again``."""
+    restarted = begin_again(paths, choose, planned, _cell_runner(console))
+    for problem in restarted.refused:
+        print(f"launch: {problem}", file=sys.stderr)
+    statuses = restarted.statuses
+    if restarted.jobs and wait:
+        statuses += [control.exit_status(run) for run in control.wait_for(restarted.runs, _state_printer(console))]
+    _show_sweep(paths, restarted.jobs, 0, console)
+    return max(statuses, default=EXIT_DONE)
+
+
+def _cell_runner(console: Console) -> Callable[[LaunchPlan], int]:
+    return lambda plan: _run_here(plan, Peers(), console)
+
+
+def _state_printer(console: Console) -> Callable[[Sequence[Run]], None]:
+    """Return a function that prints a line whenever the state of one of the runs has changed."""
+    last = ""
+
+    def watch(runs: Sequence[Run]) -> None:
+        nonlocal last
+        if (line := run_list.states_text(runs)) != last:
+            last = line
+            _plain(console)(line)
+
+    return watch
+
+
+def _show_sweep(paths: SweepPaths, jobs: Sequence[str], known: int, console: Console) -> None:
+    cells = look_at_sweeps([paths])[str(paths.root)]
+    console.print(run_list.sweep_table(paths, cells))
+    _plain(console)(run_list.sweep_text(paths, jobs, known))
+    if console.quiet:
+        for line in run_list.impossible_lines(cells):
+            print(line, file=sys.stderr)

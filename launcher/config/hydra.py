@@ -20,7 +20,7 @@ from launcher.config.schema import Config
 from launcher.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
-    from launcher.config.multirun import AskedCell, Result
+    from launcher.config.multirun import RequestedCell, Result
 
 
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -115,7 +115,7 @@ def run_with_config(
     verb: str,
     arguments: Sequence[str],
     act: Callable[[Config, str], int],
-    cells: Callable[[Sequence[AskedCell], bool], Sequence[Result]] | None = None,
+    cells: Callable[[Sequence[RequestedCell], bool], Sequence[Result]] | None = None,
     *,
     confirmed: bool = False,
     keep: Callable[[Path], None] = lambda _: None,
@@ -162,7 +162,7 @@ def run_with_config(
             return
         statuses.append(act(config, yaml))
 
-    def begin(asked: Sequence[AskedCell], with_results: bool) -> Sequence[Result]:
+    def begin(asked: Sequence[RequestedCell], with_results: bool) -> Sequence[Result]:
         try:
             if cells is not None:
                 return cells(asked, with_results)

@@ -27,7 +27,7 @@ Result = float | None | Exception
 
 
 @dataclass(frozen=True)
-class AskedCell:
+class RequestedCell:
     """Cell requested by a sweeper.
 
     Attributes:
@@ -49,7 +49,7 @@ class Begin:
         confirmed: whether the user allowed very many cells.
     """
 
-    cells: Callable[[Sequence[AskedCell], bool], Sequence[Result]]
+    cells: Callable[[Sequence[RequestedCell], bool], Sequence[Result]]
     to_config: Callable[[Any], tuple[Config, str]]
     confirmed: bool
 
@@ -71,10 +71,10 @@ def begin(master: Any, overrides: Sequence[Sequence[str]], composed: Sequence[An
         override_key(word): word for word in master.hydra.overrides.task
     }  # of a repeated key the last value is used
     fixed = {key for key, word in typed.items() if not _sweeps(word)}
-    asked: list[AskedCell] = []
+    asked: list[RequestedCell] = []
     for words, config in zip(overrides, composed, strict=True):
         asked.append(
-            AskedCell(
+            RequestedCell(
                 tuple(word.removeprefix("++") for word in words if override_key(word) not in fixed),
                 *BEGIN.get().to_config(config),
             )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.config.multirun import AskedCell, Result, override_key
+from launcher.config.multirun import RequestedCell, Result, override_key
 from launcher.config.schema import ClusterKind
 from launcher.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_RESUMABLE, EXIT_USER, ConfigError, RunError, UserError
 from launcher.launch import local
@@ -27,7 +27,7 @@ from launcher.sweeps.reuse import recognise, run_name
 _SHOWN_REFUSALS = 4
 
 
-def require_one_sweep(asked: Sequence[AskedCell]) -> None:
+def require_one_sweep(asked: Sequence[RequestedCell]) -> None:
     """Check that the cells form one sweep.
 
     Raises:
@@ -59,7 +59,7 @@ def require_one_sweep(asked: Sequence[AskedCell]) -> None:
         )  # fmt: skip
 
 
-def require_a_possible_one(asked: Sequence[AskedCell], wrong: Sequence[UserError | None]) -> None:
+def require_a_possible_one(asked: Sequence[RequestedCell], wrong: Sequence[UserError | None]) -> None:
     """Check that at least one cell can run.
 
     Args:
@@ -94,7 +94,7 @@ class _Planned:
         goes_on: whether it resumes from a checkpoint in its existing directory.
     """
 
-    asked: AskedCell
+    asked: RequestedCell
     plan: RunPlan
     roots: tuple[Path, ...]
     files: str
@@ -130,7 +130,7 @@ class Conductor:
         self._run_here, self._watch, self._say, self._wait = run_here, watch, say, wait
         self._once = Once()
 
-    def begin(self, asked: Sequence[AskedCell], with_results: bool) -> list[Result]:
+    def begin(self, asked: Sequence[RequestedCell], with_results: bool) -> list[Result]:
         """Start a batch of cells.
 
         Args:
@@ -164,7 +164,7 @@ class Conductor:
         found = manifest.load(paths).runs(paths)
         return [_result(cell, found.get(cell.overrides)) for cell in asked]
 
-    def _sweep_paths(self, first: AskedCell) -> SweepPaths:
+    def _sweep_paths(self, first: RequestedCell) -> SweepPaths:
         config = first.config
         name = config.sweep.name or f"{task_stem(config)}-sweep-{digest(sorted(self._arguments))[:8]}"
         root = (Path.cwd() / config.run.dir / name).resolve()
@@ -172,7 +172,7 @@ class Conductor:
             raise ConfigError("sweep.name", name, f"{root} is a run.", "Choose another sweep.name.")
         return SweepPaths(root)
 
-    def _plan(self, asked: AskedCell, paths: SweepPaths) -> _Planned | UserError:
+    def _plan(self, asked: RequestedCell, paths: SweepPaths) -> _Planned | UserError:
         try:
             plan = plan_job(asked.config, self._once)
         except UserError as error:
@@ -186,7 +186,7 @@ class Conductor:
         return _Planned(asked, plan, roots, files, content_of(plan, code))
 
     def _begin_planned(
-        self, asked: Sequence[AskedCell], cells: Sequence[_Planned | UserError], paths: SweepPaths
+        self, asked: Sequence[RequestedCell], cells: Sequence[_Planned | UserError], paths: SweepPaths
     ) -> tuple[list[RunPaths], list[int]]:
         """Return the runs of all possible cells, and the exit statuses known so far."""
         entries = [_entry(cell, words) for cell, words in zip(cells, asked, strict=True)]
@@ -219,7 +219,7 @@ class Conductor:
             statuses += self._run([cell for cell in new.values() if cell.plan.cluster.kind is ClusterKind.local])
         return [run for run in there.values() if is_run(run.root)], statuses
 
-    def _opened(self, paths: SweepPaths, asked: Sequence[AskedCell]) -> Sweep:
+    def _opened(self, paths: SweepPaths, asked: Sequence[RequestedCell]) -> Sweep:
         varying = {override_key(word) for word in asked[0].overrides}
         # of a repeated key the last value is used
         typed = {
@@ -309,7 +309,7 @@ def _going_on(cell: _Planned, run: RunPaths) -> _Planned:
     return dataclasses.replace(cell, plan=RunPlan.load(run.plan), goes_on=True)
 
 
-def _entry(cell: _Planned | UserError, asked: AskedCell) -> Cell:
+def _entry(cell: _Planned | UserError, asked: RequestedCell) -> Cell:
     if isinstance(cell, UserError):
         return Cell(overrides=asked.overrides, content=None, run=None, problem=str(cell))
     return Cell(overrides=asked.overrides, content=cell.content, run=None, problem=None)
@@ -324,7 +324,7 @@ def _relative(run: Path, sweep: Path) -> str:
     return run.name if run.parent == sweep else f"../{run.relative_to(sweep.parent)}"
 
 
-def _result(cell: AskedCell, paths: RunPaths | None) -> Result:
+def _result(cell: RequestedCell, paths: RunPaths | None) -> Result:
     """Return the objective from the run's summary, or the error for which there is none."""
     summary = {} if paths is None else read_json(paths.summary) or {}
     name = " ".join(cell.overrides)

@@ -11,18 +11,18 @@ import pytest
 
 from launcher.config import multirun
 from launcher.config.hydra import compose, run_with_config
-from launcher.config.multirun import AskedCell, Result
+from launcher.config.multirun import RequestedCell, Result
 from launcher.config.schema import Config
 from launcher.errors import ConfigError, UserError
 
 
 def cells_of(
     *arguments: str, confirmed: bool = False, keep: Callable[[Path], None] = lambda _: None
-) -> list[AskedCell]:
+) -> list[RequestedCell]:
     """What a sweeper asks for, in batches or all at once."""
-    asked: list[AskedCell] = []
+    asked: list[RequestedCell] = []
 
-    def take(cells: Sequence[AskedCell], with_results: bool) -> Sequence[Result]:
+    def take(cells: Sequence[RequestedCell], with_results: bool) -> Sequence[Result]:
         asked.extend(cells)
         return [cell.config.optimizer.lr if with_results else None for cell in cells]
 

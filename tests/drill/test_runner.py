@@ -113,7 +113,7 @@ def test_the_batch_is_described_as_in_the_plan() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["checkpoint.enabled=false"], "checkpoint.enabled=false: nothing is saved"),
+        (["checkpoint.enabled=false"], "checkpoint.enabled=false: no checkpoint is saved"),
         (["cluster=hosts"], "cluster=hosts: has no scheduler"),
         (["--windows", "3"], "--windows 3: must be a number of windows from 4"),
         (["--windows=many"], "--windows many:"),

@@ -39,7 +39,7 @@ COLD = "LAUNCHER_TEST_COLD"
 PRELOADED = (
     "torch", "torch._dynamo", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp",
     "torch.distributed.launcher.api", "torch.distributed.run", "torch.utils.data", "launcher.api",
-    "launcher.cli.start", "launcher.launch.agent", "launcher.launch.planner", "launcher.train.trainer",
+    "launcher.cli.train", "launcher.launch.agent", "launcher.launch.planner", "launcher.train.trainer",
 )  # fmt: skip
 COMMAND_LINE = "from launcher.cli import main; main()"
 # they start no Python programs, and so need no server

@@ -15,7 +15,7 @@ import plotly.graph_objects
 import pytest
 
 from launcher.cli import run as launch
-from launcher.cli.report import report
+from launcher.cli.runs import launch_report
 from launcher.errors import UserError
 from launcher.quantities import NO_INTERVAL
 from launcher.report.compare import settings_text
@@ -50,7 +50,7 @@ def as_json(*arguments: object) -> dict[str, Any]:
     out = io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.stdout", out)
-        assert report([*map(str, arguments), "--json"]) == 0
+        assert launch_report([*map(str, arguments), "--json"]) == 0
     return json.loads(out.getvalue())
 
 
@@ -121,7 +121,7 @@ def test_a_cell_whose_run_lies_in_another_sweep(grid: Path) -> None:
 
 
 def test_csv_has_a_line_a_run_and_no_page_is_written(grid: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert report(["grid", "--dir", str(grid.parent), "--csv"]) == 0
+    assert launch_report(["grid", "--dir", str(grid.parent), "--csv"]) == 0
     lines = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert [line["state"] for line in lines] == ["done"] * 6 + ["failed", "impossible", "done"]
     assert not (grid / "report.html").exists()
@@ -217,7 +217,7 @@ def test_a_loss_that_is_not_finite(tmp_path: Path) -> None:
     write_records(paths, [line | {"train/loss": None} for line in read_records(paths)])
     shown = by_name(paths.root)["wild"]
     assert (shown["train/loss"], shown["train/loss_smoothed"], shown["train/loss_smoothed_min"]) == (None, None, None)
-    assert report([str(paths.root)]) == 0
+    assert launch_report([str(paths.root)]) == 0
 
 
 @pytest.mark.parametrize("word", ["nothing", "empty", "empty/deeper"])
@@ -240,13 +240,13 @@ def test_words_that_are_refused(tmp_path: Path) -> None:
         ["a", "--html", "/nowhere/x.html"],
     ):
         with pytest.raises(UserError):
-            report([*words, "--dir", str(tmp_path)])
+            launch_report([*words, "--dir", str(tmp_path)])
 
 
 def test_a_sweep_of_another_version_is_shown_as_that(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "s").mkdir()
     (tmp_path / "s" / "sweep.json").write_text('{"format": 9}')
-    assert report([str(tmp_path / "s"), "--json"]) == 0
+    assert launch_report([str(tmp_path / "s"), "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)["runs"]
     assert row["state"] == "unknown"
     assert "another version" in row["detail"]
@@ -288,7 +288,7 @@ class Page(html.parser.HTMLParser):
 
 
 def test_the_page_is_one_file_and_holds_every_run(grid: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert report([str(grid)]) == 0
+    assert launch_report([str(grid)]) == 0
     said = capsys.readouterr().out
     assert "report.html" in said
     assert "impossible" in said
@@ -317,7 +317,7 @@ def test_names_are_text_everywhere(tmp_path: Path, capsys: pytest.CaptureFixture
     root = tmp_path / "runs"
     make_run(root, "plain", "cluster.workers_per_node=2")
     make_sweep(root, cell("plain", f"task.word={wild}", "task.b=%{y}"), cell(None, f"task.c={wild}", problem=wild))
-    assert report([str(root)]) == 0
+    assert launch_report([str(root)]) == 0
     assert "word=[bold]" in capsys.readouterr().out
     text = (root / "report.html").read_text()
     page = Page(text)
@@ -357,6 +357,6 @@ def test_many_runs(tmp_path: Path) -> None:
 
 def test_one_run_has_a_page(tmp_path: Path) -> None:
     paths = make_run(tmp_path, "one", "cluster.workers_per_node=2")
-    assert report([str(paths.root)]) == 0
+    assert launch_report([str(paths.root)]) == 0
     page = Page((tmp_path / "report.html").read_text())
     assert "no scaling to show" in page.text

@@ -33,7 +33,7 @@ def test_last_words_without_an_end_of_line(tmp_path: Path, capsys: pytest.Captur
     assert capsys.readouterr().out == ""
     following.close()
     assert capsys.readouterr().out == "Bus error\n"
-    runs.logs(["run", "--dir", str(tmp_path)])
+    runs.launch_logs(["run", "--dir", str(tmp_path)])
     assert capsys.readouterr().out.splitlines() == [
         "step 1", "Segmentation fault", "--- rank0.attempt1.log ---", "again", "Bus error",
     ]  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from launcher import cli
-from launcher.cli import start
+from launcher.cli import train
 from launcher.config.hydra import compose_with_yaml, known_keys
 from launcher.launch import local
 from launcher.launch.planner import plan_job
@@ -60,7 +60,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[RunPlan]:
         records.add_submission(plan.paths, dataclasses.replace(Submission.now(), ended=True))
         return 0
 
-    monkeypatch.setattr(start, "go_on", go_on)
+    monkeypatch.setattr(train, "restart", go_on)
     return plans
 
 
@@ -90,7 +90,7 @@ REFUSED: dict[str, tuple[list[str], list[str]]] = {
     "less": (["train.steps=9"], ["train.steps=9: 10 steps are done already", "train.steps of 10 or more"]),
     "nothing to force": (["train.steps=30", "--force"], ["--force: has no effect"]),
     "no key": (["train.stepz=30"], ["train.stepz=30: there is no such key.", "train.steps"]),
-    "no override": (["train.steps"], ["train.steps: is no override"]),
+    "no override": (["train.steps"], ["train.steps: is not an override"]),
     "option": (["strategy=foo"], ["strategy=foo: there is no such option", "ddp, fsdp, hsdp, single"]),
     "value": (["optimizer.lr=much"], ["optimizer.lr: must be a number, not 'much'"]),
     "impossible": (["strategy=hsdp"], ["2 ranks cannot be split into several shard groups"]),
@@ -186,7 +186,7 @@ def test_a_start_that_does_not_come_about_changes_nothing(monkeypatch: pytest.Mo
         records.amend_submission(plan.paths, refused=True)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(start, "go_on", refuses)
+    monkeypatch.setattr(train, "restart", refuses)
     assert cli.run(["resume", "own", "train.steps=33", "--quiet"]) == 130
     after = files(paths)
     changed = {name for name in {**before, **after} if before.get(name) != after.get(name)}
@@ -204,7 +204,7 @@ def test_a_plan_with_which_the_run_has_started_stays(earlier: int, monkeypatch: 
         records.add_submission(plan.paths, dataclasses.replace(Submission.now(), ended=True))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(start, "go_on", breaks_later)
+    monkeypatch.setattr(train, "restart", breaks_later)
     assert cli.run(["resume", "own", "train.steps=33", "--quiet"]) == 130
     assert RunPlan.load(paths.plan).train.steps == 33
     assert "steps: 33" in paths.config.read_text()
@@ -215,7 +215,7 @@ def test_of_a_sweep_nothing_changes(capsys: pytest.CaptureFixture[str]) -> None:
     (paths.root.parent / "sweep.json").write_text(json.dumps({"format": 1, "fixed": [], "at_once": None, "cells": []}))
     for word in ("study", "study/own"):
         assert cli.run(["resume", word, "train.steps=40"]) == 2
-        assert "whose cells are what their overrides say" in capsys.readouterr().err
+        assert "whose runs cannot change" in capsys.readouterr().err
 
 
 def test_every_key_has_a_rule() -> None:

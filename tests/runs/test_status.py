@@ -152,7 +152,7 @@ def test_a_run_is_found_by_name_directory_or_beginning(tmp_path: Path) -> None:
     assert names.resolve("beta", tmp_path).root.name == "beta"
     assert names.resolve("be", tmp_path).root.name == "beta"
     assert names.resolve(str(tmp_path / "alpha-1"), Path("elsewhere")).root.name == "alpha-1"
-    with pytest.raises(UserError, match="alpha: 2 runs begin like that: alpha-1, alpha-2"):
+    with pytest.raises(UserError, match="alpha: 2 runs match: alpha-1, alpha-2"):
         names.resolve("alpha", tmp_path)
     with pytest.raises(UserError, match="did you mean 'beta'"):
         names.resolve("betta", tmp_path)

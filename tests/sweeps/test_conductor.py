@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launcher.config.hydra import compose_with_yaml
-from launcher.config.multirun import AskedCell, Result
+from launcher.config.multirun import RequestedCell, Result
 from launcher.errors import EXIT_DONE, EXIT_RESUMABLE, ConfigError, RunError, UserError
 from launcher.launch import planner
 from launcher.plan.run_plan import RunPlan, TaskPlan
@@ -54,7 +54,7 @@ def begin(
 ) -> list[Result]:
     """A sweep over seeds, as one command does it."""
     words = [(f"{key}={seed}",) for seed in seeds]
-    cells = [AskedCell(each, *compose_with_yaml([*TASK, *fixed, *each])) for each in words]
+    cells = [RequestedCell(each, *compose_with_yaml([*TASK, *fixed, *each])) for each in words]
     arguments = ["-m", *TASK, *fixed, f"{key}={','.join(map(str, seeds))}"]
     return Conductor(arguments, machine, lambda _: None, machine.said.append, wait=False).begin(cells, results)
 

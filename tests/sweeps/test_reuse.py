@@ -194,7 +194,7 @@ def test_words_for_sweeps_and_their_cells(tmp_path: Path) -> None:
                 assert resolve(f"{before}/{word}", tmp_path) == RunPaths(study / run), (before, word)
     assert resolve("si", tmp_path) == RunPaths(tmp_path / "single")
     wrong = {
-        "study": "is a sweep", "st": "2 runs begin", "st/lr=1": "2 runs begin", "study/lr": "2 runs begin",
+        "study": "is a sweep", "st": "2 runs match", "st/lr=1": "2 runs match", "study/lr": "2 runs match",
         "study/x": "no such run", "other/lr": "no such run", "study/lr=3": "no such run", "": "RUN is empty",
     }  # fmt: skip
     for word, says in wrong.items():

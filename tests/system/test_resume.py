@@ -84,7 +84,7 @@ def test_a_run_that_is_done_goes_on_in_another_world(project: Path, launch: Laun
     done = launch("resume", "own", "train.steps=10", "cluster.workers_per_node=1")
     assert summary(run)["commits"] == [{"step": 6, "from": was, "to": now}]
     assert done.returncode == 0, done.stderr
-    assert "own goes on with cluster.workers_per_node null -> 1, train.steps 6 -> 10." in done.stdout
+    assert "own continues with cluster.workers_per_node null -> 1, train.steps 6 -> 10." in done.stdout
     assert [record["step"] for record in records(run)] == list(range(1, 11))
     assert [record["batch/world_size"] for record in records(run)] == [2] * 6 + [1] * 4
     assert {record["batch/global_size"] for record in records(run)} == {24}

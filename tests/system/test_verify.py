@@ -74,4 +74,4 @@ def test_wrong_input_is_one_message(launch: Launch, argument: str, words: str) -
 def test_help_says_what_it_does(launch: Launch) -> None:
     done = launch("verify", "--help")
     assert done.returncode == 0
-    assert "is this job's accumulated gradient that of one big batch?" in done.stdout
+    assert "compares the job's accumulated gradient with that of one big batch" in done.stdout
