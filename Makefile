@@ -1,18 +1,33 @@
 # make train: install into .venv and run the main job on its defaults.   make train ARGS="train.steps=20"
-# make test:  install what the tests need and run all of them.           make test PYTEST_ARGS="-m 'not slow'"
+# make test:  install what the tests need and run them.                  make test PYTEST_ARGS="-m 'not slow'"
+# make test-all: with the nightly ones, which are longer series of what `make test` runs one or a few of.
+# make coverage: the lines and branches that `make test` reaches, as a table and as pages in build/coverage.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 PYTEST_ARGS ?=
 
-.PHONY: train test lint docs-reference bench bench-sync bench-speedup gpu gpu-wheels clean
+.PHONY: train test test-all coverage lint docs-reference bench bench-sync bench-speedup gpu gpu-wheels clean
 
 train: $(VENV)/.installed
 	$(BIN)/launch train $(ARGS)
 
+PYTEST = -m pytest -n 4 --no-loadscope-reorder
 test: lint tools
-	$(BIN)/python -m pytest -n 4 --no-loadscope-reorder $(PYTEST_ARGS)
+	$(BIN)/python $(PYTEST) -m "not nightly" $(PYTEST_ARGS)
+
+test-all: lint tools
+	$(BIN)/python $(PYTEST) $(PYTEST_ARGS)
+
+# Measured: pytest, and what tests/infra/warm.py forks. Not: workers that are executed, whose environment is limited.
+coverage: export COVERAGE_FILE = $(CURDIR)/build/coverage/data
+coverage: $(VENV)/.installed-dev tools
+	rm -rf build/coverage && mkdir -p build/coverage
+	-$(BIN)/python -m coverage run $(PYTEST) -m "not nightly" $(PYTEST_ARGS)
+	$(BIN)/python -m coverage combine -q
+	$(BIN)/python -m coverage html -q -d build/coverage
+	$(BIN)/python -m coverage report --skip-covered
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import sys
 import tomllib
+from importlib.metadata import packages_distributions
 
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import launcher
 from tests.helpers import ROOT
 
+COME_ALONG = ("omegaconf", "markupsafe")  # with Hydra and Jinja, of whose interfaces they are a part
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -33,3 +39,18 @@ def test_the_hooks_run_what_make_lint_runs() -> None:
     _, _, after = (ROOT / "Makefile").read_text().partition("\nlint:")
     lines = [line.strip() for line in after.partition("\n\n")[0].splitlines()[1:]]
     assert [hook["entry"] for hook in hooks] == [line.replace("$(BIN)", ".venv/bin") for line in lines]
+
+
+def test_every_package_that_is_imported_is_declared() -> None:
+    """In an empty environment, which only a nightly test makes, nothing else is there."""
+    extras = [name for names in PROJECT["optional-dependencies"].values() for name in names]
+    declared = {canonicalize_name(Requirement(name).name) for name in [*PROJECT["dependencies"], *extras]}
+    distributions = packages_distributions()
+    missing: set[str] = set()
+    for file in (ROOT / "launcher").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+            tops = {name.partition(".")[0] for name in names} - {*sys.stdlib_module_names, "launcher", *COME_ALONG}
+            missing |= {top for top in tops if declared.isdisjoint(map(canonicalize_name, distributions.get(top, ())))}
+    assert missing == set()

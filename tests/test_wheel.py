@@ -37,6 +37,7 @@ def test_what_is_in_it(wheel: Path) -> None:
     assert modules <= {*names}, "hatchling leaves out what .gitignore names"
 
 
+@pytest.mark.nightly
 def test_it_works_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
     """Only with what the wheel declares: a package that the tests bring along once hid a missing one."""
     venv, place = tmp_path / "venv", tmp_path / "elsewhere"

@@ -22,6 +22,7 @@ import inspect
 import io
 import json
 import os
+import pickle
 import platform
 import runpy
 import signal
@@ -62,6 +63,7 @@ class Program:
     new_session: bool
     blocked: list[int]  # signals
     ignored: list[int]
+    first: str  # pickled, a function to be called before the program runs; or None
 
     @property
     def command(self) -> tuple[list[str], bool]:
@@ -133,7 +135,11 @@ def _start(process: subprocess.Popen[Any], *arguments: Any) -> None:
 
 def _program(given: Mapping[str, Any]) -> Program | None:
     argv = given["args"]
-    if given["shell"] or given["executable"] or given["preexec_fn"] or not isinstance(argv, list | tuple):
+    if given["shell"] or given["executable"] or not isinstance(argv, list | tuple):
+        return None
+    try:
+        first = pickle.dumps(given["preexec_fn"]).hex()
+    except (pickle.PicklingError, AttributeError):  # a function in a function
         return None
     program = Program(
         argv=[os.fsdecode(word) for word in argv],
@@ -142,6 +148,7 @@ def _program(given: Mapping[str, Any]) -> Program | None:
         descriptors=[0, 1, 2, *given["pass_fds"]],
         new_session=given["start_new_session"],
         blocked=[int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
+        first=first,
         ignored=[number for number in range(1, 32) if signal.getsignal(number) == signal.SIG_IGN],
     )
     return program if program.is_known and Path(program.cwd).is_dir() else None
@@ -242,6 +249,8 @@ def _inherit(program: Program, files: list[int]) -> None:
         os.dup2(file, number)
         os.close(file)
     os.chdir(program.cwd)
+    if first := pickle.loads(bytes.fromhex(program.first)):
+        first()
 
 
 def _show(program: Program) -> None:

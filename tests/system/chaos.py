@@ -14,7 +14,6 @@ import os
 import random
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,6 +25,7 @@ from launcher.drill.processes import describe
 from launcher.drill.verdict import Record, first_difference, wrong_steps
 from launcher.rundir.paths import RunPaths
 from tests.helpers import launch_command, patience
+from tests.infra import warm
 from tests.system.deaths import JOB, Chaos
 
 # files that only a disturbed run has: logs of further attempts, W&B's offline runs, numbers of submissions
@@ -60,7 +60,7 @@ def judge(chaos: Chaos, whole: RunPaths) -> list[str]:
     problems += [text for text in (first_difference(record, Record.of(whole.metrics)),) if text]
     checkpoints = [str(each.checkpoint(chaos.steps)) for each in (paths, whole)]
     command = [sys.executable, "-P", "-m", "launcher.train.checkpoint.diff", *checkpoints, str(os.getpid())]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = warm.run(command, patience(120))
     difference = json.loads(done.stdout) if done.returncode == 0 else {}
     if difference.get("differing") != 0 or not difference["tensors"]:
         problems.append(f"parameters and optimizer: {difference or done.stderr}")
@@ -71,13 +71,8 @@ def run_chaos(directory: Path, deaths: int, seed: int, kinds: Collection[str] = 
     """Run the job undisturbed and disturbed in ``directory``. Return the problems. ``kinds``: of deaths; empty: all."""
     chaos = Chaos(directory, deaths, random.Random(seed), kinds)
     steps = f"train.steps={chaos.steps}"
-    whole = subprocess.run(
-        launch_command("train", *JOB, "run.name=whole", steps, "--quiet"),
-        cwd=directory,
-        timeout=patience(600),
-        check=False,
-    )
-    assert whole.returncode == 0
+    whole = warm.run(launch_command("train", *JOB, "run.name=whole", steps, "--quiet"), patience(600), cwd=directory)
+    assert whole.returncode == 0, whole.stderr
     began = time.monotonic()
     try:
         chaos.run()

@@ -22,6 +22,7 @@ from launcher.drill.verdict import Record
 from launcher.rundir.files import read_json
 from launcher.rundir.paths import RunPaths
 from tests.helpers import launch_command, patience
+from tests.infra import warm
 
 EVERY = 4
 STEPS_PER_DEATH = 12  # including those that pass until the death is noticed
@@ -62,7 +63,7 @@ class Chaos:
 
     def start(self, *words: str) -> subprocess.Popen[bytes]:
         with (self.directory / "launch.log").open("ab") as log:
-            return subprocess.Popen(
+            return warm.Popen(
                 launch_command(*words), cwd=self.directory, stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
 

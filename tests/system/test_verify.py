@@ -12,6 +12,7 @@ import pytest
 
 from tests.conftest import Launch
 from tests.helpers import launch_command, patience
+from tests.infra import warm
 
 OWN = ("task._target_=speech.tasks.Tagger", "batch.global_size=24", "batch.micro_size=3")
 
@@ -48,7 +49,7 @@ def test_ctrl_c_ends_it_at_once(project: Path) -> None:
     before = leftovers()
     command = launch_command("verify", *OWN, "task.trouble=slow", "task.samples=2000", "batch.accumulation=100",
                              "batch.global_size=null")  # fmt: skip
-    with subprocess.Popen(command, cwd=project, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
+    with warm.Popen(command, cwd=project, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
         assert job.stderr is not None
         assert any("windows on 2 ranks" in line for line in job.stderr)
         job.send_signal(signal.SIGINT)
