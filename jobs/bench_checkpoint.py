@@ -18,6 +18,7 @@ import time
 from collections.abc import Generator
 from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -32,22 +33,18 @@ from launcher.train.checkpoint.run_totals import RunTotals
 LAYERS, ALONE, WARM_UP = 3, 4, 6
 
 
-class Resident:
+class ResidentSet:
     """Peak resident set of this process so far, sampled every few milliseconds."""
 
     def __init__(self) -> None:
         self.peak = 0
-        threading.Thread(target=self._look, daemon=True).start()
+        threading.Thread(target=self._sample, daemon=True).start()
 
-    def _look(self) -> None:
+    def _sample(self) -> None:
+        process = psutil.Process()
         while True:
-            self.peak = max(self.peak, resident_bytes())
+            self.peak = max(self.peak, process.memory_info().rss)
             time.sleep(0.003)
-
-
-def resident_bytes() -> int:
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS"))
-    return int(line.split()[1]) * 1024
 
 
 def steps_of(engine: Engine, width: int) -> Generator[float, None, None]:
@@ -55,20 +52,20 @@ def steps_of(engine: Engine, width: int) -> Generator[float, None, None]:
     data = list(torch.randn(64, width, generator=torch.Generator().manual_seed(0)))
     for window in engine.windows(data):
         dist.barrier()
-        began = time.perf_counter()
+        start = time.perf_counter()
         for batch in window:
             engine.backward((engine.model(batch) ** 2).sum(), len(batch))
         engine.step()
-        yield time.perf_counter() - began
+        yield time.perf_counter() - start
 
 
-def save(saver: Saver, *, at_once: bool) -> float:
+def save(saver: Saver, *, synchronous: bool) -> float:
     """Return the seconds that a save stops the steps."""
     dist.barrier()
-    began = time.perf_counter()
-    saver.save({}, next_due=None if at_once else "in the next round")
+    start = time.perf_counter()
+    saver.save({}, next_due=None if synchronous else "in the next round")
     dist.barrier()
-    return time.perf_counter() - began
+    return time.perf_counter() - start
 
 
 def on_any_rank(flag: bool) -> bool:
@@ -77,7 +74,7 @@ def on_any_rank(flag: bool) -> bool:
     return flags.item() > 0
 
 
-def measure(strategy: str, rounds: int, width: int, place: Path) -> str:
+def measure(strategy: str, rounds: int, width: int, directory: Path) -> str:
     options = [
         f"strategy={strategy}", "precision=fp32", "batch.global_size=16", "batch.micro_size=8", "cluster.device=cpu",
         "train.loader_workers=0", "run.calibrate_s=0", f"train.steps={10**9}", "checkpoint.keep=2",
@@ -86,22 +83,21 @@ def measure(strategy: str, rounds: int, width: int, place: Path) -> str:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(LAYERS)))
     engine = Engine(model, torch.optim.AdamW(model.parameters(), 1e-4), plan, shard_units=lambda m: [*m.children()])
-    saver = Saver(engine, RunTotals(engine), Fence(RunPaths(place), Incarnation()), threading.Event())
+    saver = Saver(engine, RunTotals(engine), Fence(RunPaths(directory), Incarnation()), threading.Event())
     steps = steps_of(engine, width)
-    resident = Resident()
+    resident = ResidentSet()
     for _ in range(WARM_UP):
         next(steps)
-        save(saver, at_once=True)
+        save(saver, synchronous=True)
     before = resident.peak
-    times: dict[str, list[float]] = {name: [] for name in ("at once", "beside", "write", "alone", "with a write")}
+    times: dict[str, list[float]] = {name: [] for name in ("sync", "async", "write", "alone", "with a write")}
     for number in range(rounds):
         times["alone"] += [next(steps) for _ in range(ALONE)]
-        for at_once in (True, False) if number % 2 else (False, True):
+        for synchronous in (True, False) if number % 2 else (False, True):
             next(steps)
-            if at_once:
-                times["at once"].append(save(saver, at_once=True))
+            times["sync" if synchronous else "async"].append(save(saver, synchronous=synchronous))
+            if synchronous:
                 continue
-            times["beside"].append(save(saver, at_once=False))
             while on_any_rank(saver.in_progress):
                 times["with a write"].append(next(steps))
             times["write"].append(saver.take_metrics()["time/checkpoint_write_s"])
@@ -110,9 +106,9 @@ def measure(strategy: str, rounds: int, width: int, place: Path) -> str:
     local = whole if strategy == "ddp" else whole / engine.world.size
     median = {name: statistics.median(values or [float("nan")]) for name, values in times.items()}
     return (
-        f"{strategy:<5} state {whole / 1e6:.0f} MB   stall at once {median['at once'] * 1e3:.0f} ms, beside "
-        f"{median['beside'] * 1e3:.0f} ms: {median['beside'] / median['at once']:.1%}   "
-        f"(first: {times['beside'][0] * 1e3:.0f} ms)   write {median['write'] * 1e3:.0f} ms\n"
+        f"{strategy:<5} state {whole / 1e6:.0f} MB   stall: synchronous {median['sync'] * 1e3:.0f} ms, asynchronous "
+        f"{median['async'] * 1e3:.0f} ms ({median['async'] / median['sync']:.1%}; "
+        f"first: {times['async'][0] * 1e3:.0f} ms)   write {median['write'] * 1e3:.0f} ms\n"
         f"      step alone {median['alone'] * 1e3:.0f} ms, with a write {median['with a write'] * 1e3:.0f} ms "
         f"({len(times['with a write'])} of them)   memory: copies {saver.staged_bytes / 1e6:.1f} MB, resident set "
         f"+{(resident.peak - before) / 1e6:.1f} MB; a rank's shard {local / 1e6:.1f} MB"
@@ -124,14 +120,14 @@ def main() -> None:
     parser.add_argument("--strategy", choices=["ddp", "fsdp"], action="append")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--width", type=int, default=1700, help="of the layers; the state has 36 bytes x its square")
-    parser.add_argument("--dir", help="where the checkpoints go meanwhile; default: the system's directory for such")
+    parser.add_argument("--dir", help="directory for the checkpoints; default: the system's temporary directory")
     arguments = parser.parse_args()
     dist.init_process_group("gloo")
     for strategy in arguments.strategy or ["ddp", "fsdp"]:
         with tempfile.TemporaryDirectory(dir=arguments.dir) as own:
-            places = [own]
-            dist.broadcast_object_list(places, 0)
-            line = measure(strategy, arguments.rounds, arguments.width, Path(places[0]))
+            shared = [own]
+            dist.broadcast_object_list(shared, 0)
+            line = measure(strategy, arguments.rounds, arguments.width, Path(shared[0]))
             dist.barrier()
         if dist.get_rank() == 0:
             print(line, flush=True)

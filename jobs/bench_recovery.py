@@ -22,7 +22,7 @@ from launcher.drill.verdict import Kind, Record
 from launcher.errors import UserError
 from launcher.launch.planner import plan_job
 
-MOST = 1.5
+MAX_RATIO = 1.5
 STEPS_BETWEEN = 4
 
 
@@ -37,25 +37,25 @@ def wait_for_step(backend: LocalBackend, record: Record, step: int) -> Record:
 
 def measure(overrides: list[str], deaths: int) -> tuple[float, list[float]]:
     """Return the seconds of the cold start and of each recovery."""
-    with tempfile.TemporaryDirectory() as place:
-        usual = ["train.steps=1000000", "checkpoint.every=2", "checkpoint.keep=2"]
-        fixed = [f"run.dir={place}", "wandb.mode=disabled", "run.calibrate_s=0", f"cluster.max_restarts={deaths}"]
-        config, yaml = compose_with_yaml([*usual, *overrides, *fixed])
+    with tempfile.TemporaryDirectory() as directory:
+        defaults = ["train.steps=1000000", "checkpoint.every=2", "checkpoint.keep=2"]
+        fixed = [f"run.dir={directory}", "wandb.mode=disabled", "run.calibrate_s=0", f"cluster.max_restarts={deaths}"]
+        config, yaml = compose_with_yaml([*defaults, *overrides, *fixed])
         plan = plan_job(config)
         backend, recoveries = LocalBackend(), list[float]()
-        began = time.monotonic()
+        start = time.monotonic()
         backend.start(dataclasses.replace(plan, notes=()), yaml)
         try:
             record = wait_for_step(backend, Record(), 1)
-            cold_s = time.monotonic() - began
+            cold_s = time.monotonic() - start
             for _ in range(deaths):
                 record = wait_for_step(backend, record, record.step + STEPS_BETWEEN)
                 died = time.monotonic()
-                what = backend.interrupt(Kind.worker)
+                event = backend.interrupt(Kind.worker)
                 _, after, recovery_s = next_step(backend, plan.paths, record, died, None)
                 if recovery_s is None:
-                    sys.exit(f"{what}: the run did not recover: {backend.problem(None)}")
-                print(f"{what}: goes on after step {after}, {recovery_s:.2f} s to the next", flush=True)
+                    sys.exit(f"{event}: the run did not recover: {backend.problem(None)}")
+                print(f"{event}: resumed after step {after}; the next step came after {recovery_s:.2f} s", flush=True)
                 recoveries.append(recovery_s)
                 record = Record.of(plan.paths.metrics)
             return cold_s, recoveries
@@ -67,15 +67,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--deaths", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0, help="which ranks are killed")
-    given, overrides = parser.parse_known_args()
-    random.seed(given.seed)
-    cold_s, recoveries = measure(overrides, given.deaths)
-    middle = statistics.median(recoveries)
+    arguments, overrides = parser.parse_known_args()
+    random.seed(arguments.seed)
+    cold_s, recoveries = measure(overrides, arguments.deaths)
+    typical = statistics.median(recoveries)
     print(
-        f"cold start {cold_s:.2f} s; recovery {middle:.2f} s (median of {len(recoveries)}; {min(recoveries):.2f} to "
-        f"{max(recoveries):.2f}): {middle / cold_s:.2f}x"
+        f"cold start {cold_s:.2f} s; recovery {typical:.2f} s (median of {len(recoveries)}; {min(recoveries):.2f} to "
+        f"{max(recoveries):.2f}): {typical / cold_s:.2f}x"
     )
-    return int(middle > MOST * cold_s)
+    return int(typical > MAX_RATIO * cold_s)
 
 
 if __name__ == "__main__":

@@ -30,13 +30,13 @@ from launcher.rundir.files import write_json
 REST = {f"comm/all_reduce/figure_{number}": 0.1234567890123 + number for number in range(26)}
 
 
-def make(place: Path, name: str, steps: int, accumulation: int, workers: int, seed: int) -> None:
+def make(directory: Path, name: str, steps: int, accumulation: int, workers: int, seed: int) -> None:
     """Write one finished run."""
     sizes = [f"batch.accumulation={accumulation}", f"cluster.workers_per_node={workers}", f"train.seed={seed}"]
     config, noise = compose([*sizes, f"train.steps={steps}", "batch.global_size=256"]), random.Random(name)
     task = TaskPlan(target="a.Task", params={}, samples=10**9, parameters=1, gradient_bytes=4, unit_parameters=1)
-    run = RunInfo(name=name, id=name, dir=str(place / name), created="2026-01-01T00:00:00+00:00", version="0")
-    plan = solve(config, Site(gpus=0, cores=2, cwd=str(place)), task, run)
+    run = RunInfo(name=name, id=name, dir=str(directory / name), created="2026-01-01T00:00:00+00:00", version="0")
+    plan = solve(config, Site(gpus=0, cores=2, cwd=str(directory)), task, run)
     local.create(plan, json.dumps(dataclasses.asdict(config)))  # JSON is valid YAML
     step_s, sent, rest = (0.3 + 0.01 * accumulation) / workers**0.9, 8e6 * (workers > 1), json.dumps(REST)[1:]
     fixed = {f"batch/{key}": size for key, size in dataclasses.asdict(plan.batch).items()} | {
@@ -60,19 +60,21 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--steps", type=int, default=10_000)
-    parser.add_argument("--keep", type=Path, help="where the runs stay")
-    given = parser.parse_args()
+    parser.add_argument("--keep", type=Path, help="directory in which the runs are kept")
+    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        place = given.keep or Path(temporary) / "runs"
+        directory = arguments.keep or Path(temporary) / "runs"
         grid = itertools.product(range(100), (1, 2, 4, 8), (1, 2, 4, 8))
-        for number, (seed, accumulation, workers) in enumerate(itertools.islice(grid, given.runs)):
-            make(place, f"run{number:03}", given.steps, accumulation, workers, seed)
-        size = sum(path.stat().st_size for path in place.glob("*/metrics.jsonl"))
-        began = time.perf_counter()
+        for number, (seed, accumulation, workers) in enumerate(itertools.islice(grid, arguments.runs)):
+            make(directory, f"run{number:03}", arguments.steps, accumulation, workers, seed)
+        size = sum(path.stat().st_size for path in directory.glob("*/metrics.jsonl"))
+        start = time.perf_counter()
         code = "from launcher.cli import main; main()"
-        subprocess.run([sys.executable, "-P", "-c", code, "report", str(place)], check=True, stdout=subprocess.DEVNULL)
-        seconds, page = time.perf_counter() - began, (place / "report.html").stat().st_size
-    print(f"{given.runs} runs of {given.steps:,} steps, {size / 1e9:.2f} GB: {seconds:.1f} s, page {page / 1e6:.1f} MB")
+        command = [sys.executable, "-P", "-c", code, "report", str(directory)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        seconds, page = time.perf_counter() - start, (directory / "report.html").stat().st_size
+    runs = f"{arguments.runs} runs of {arguments.steps:,} steps, {size / 1e9:.2f} GB"
+    print(f"{runs}: {seconds:.1f} s, page {page / 1e6:.1f} MB")
 
 
 if __name__ == "__main__":

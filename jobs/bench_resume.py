@@ -35,23 +35,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--tries", type=int, default=5)
-    parser.add_argument("--dir", type=Path, help="where the record lies; default: a temporary directory")
-    given = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=given.dir) as folder:
+    parser.add_argument("--dir", type=Path, help="directory for the record; default: a temporary one")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=arguments.dir) as folder:
         record = Path(folder) / "metrics.jsonl"
         text = json.dumps(LINE)[1:]
-        whole = "".join(f'{{"step": {step}, {text}\n' for step in range(1, given.steps + 1))
-        print(f"{given.steps:,} steps, {len(whole) / 1e6:.0f} MB")
-        for step in (given.steps - 10, given.steps // 2, 1):
-            taken: list[float] = []
-            for _ in range(given.tries):
-                record.write_text(whole + '{"step": 1')
-                began = time.perf_counter()
+        content = "".join(f'{{"step": {step}, {text}\n' for step in range(1, arguments.steps + 1))
+        print(f"{arguments.steps:,} steps, {len(content) / 1e6:.0f} MB")
+        for step in (arguments.steps - 10, arguments.steps // 2, 1):
+            seconds: list[float] = []
+            for _ in range(arguments.tries):
+                record.write_text(content + '{"step": 1')
+                start = time.perf_counter()
                 truncate_record(record, step, None)
-                taken.append(time.perf_counter() - began)
+                seconds.append(time.perf_counter() - start)
                 with record.open("rb") as file:
                     assert sum(1 for _ in file) == step
-            print(f"truncated to step {step:,}: best {min(taken):.3f} s, worst {max(taken):.3f} s")
+            print(f"truncated to step {step:,}: best {min(seconds):.3f} s, worst {max(seconds):.3f} s")
 
 
 if __name__ == "__main__":

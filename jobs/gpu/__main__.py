@@ -3,40 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import traceback
 from pathlib import Path
 from typing import Any
 
 from jobs.gpu import checks, direct  # noqa: F401 (they register what they have)
-from jobs.gpu.registry import CHECKS, SECONDS, Place, Skip, check
-
-# The checks below verify that the acceptance reports failures: `--only 'selftest fails'`.
-
-
-@check("selftest fails")
-def fails(place: Place) -> str:
-    place.launch("train", "no.such.key=1")
-    return "unreachable"
-
-
-@check("selftest sleeps", seconds=2)
-def sleeps(place: Place) -> str:  # noqa: ARG001
-    subprocess.run(["sleep", "3600"], check=False)
-    return "unreachable"
-
-
-@check("selftest dies")
-def dies(place: Place) -> str:  # noqa: ARG001
-    os.abort()
+from jobs.gpu.registry import CHECKS, Environment, Skip
 
 
 def main(name: str, device: str, folder: str) -> None:
     result: dict[str, Any]
     try:
-        result = {"state": "ok", "text": CHECKS[name](Place(device, Path(folder), SECONDS[name]))}
+        result = {"state": "ok", "text": CHECKS[name].function(Environment(device, Path(folder), CHECKS[name].seconds))}
     except Skip as reason:
         result = {"state": "skipped", "text": str(reason)}
     except Exception as error:

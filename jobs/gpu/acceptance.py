@@ -2,26 +2,27 @@
 
 Each check is a process with its own time limit, so that none stops another. Checks that measure time or memory run
 alone, after the others; checks beyond the time budget are listed as not run. Each check's log is under ``--out``.
-Exit status 1 if a check failed. Imports only the standard library.
+Exit status 1 if a check failed or did not run. Needs neither torch nor the launcher to report their absence.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
-import signal
 import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from jobs.gpu import checks, direct  # noqa: F401 (they register what they have)
-from jobs.gpu.registry import ALONE, CHECKS, ROOT, SECONDS
+from jobs.gpu.registry import CHECKS, ROOT
 
 # most important first; unlisted checks follow
 FIRST = (
@@ -32,8 +33,6 @@ FIRST = (
 )  # fmt: skip
 # time to exit after SIGKILL for a process inside a driver call
 _ENDS_WITHIN_S = 10.0
-# limits in seconds of checks that only `python -m jobs.gpu` has; they verify that failures are reported
-SELFTESTS = {"selftest fails": 90.0, "selftest sleeps": 0.5, "selftest dies": 90.0}
 
 
 @dataclass(frozen=True)
@@ -43,14 +42,16 @@ class Result:
     name: str
     state: str
     text: str
-    took_s: float = 0.0
+    seconds: float = 0.0
 
 
 def ordered(names: list[str]) -> list[str]:
-    def place(name: str) -> int:
-        return next((n for n, begin in enumerate(FIRST) if name.startswith(begin)), len(FIRST))
+    """Return the names by importance; those that run alone last."""
 
-    return sorted(names, key=lambda name: (name in ALONE, place(name)))
+    def rank(name: str) -> int:
+        return next((number for number, start in enumerate(FIRST) if name.startswith(start)), len(FIRST))
+
+    return sorted(names, key=lambda name: (CHECKS[name].alone, rank(name)))
 
 
 class Runner:
@@ -59,10 +60,10 @@ class Runner:
     def __init__(self, device: str, out: Path, budget_s: float, parallel: int, patience: float) -> None:
         self._device, self._out, self._parallel, self._patience = device, out, parallel, patience
         self._end = time.monotonic() + budget_s
-        self._print = threading.Lock()
+        self._print_lock = threading.Lock()
 
     def all(self, names: list[str]) -> list[Result]:
-        together, alone = ([n for n in names if (n in ALONE) is single] for single in (False, True))
+        together, alone = ([n for n in names if CHECKS[n].alone is single] for single in (False, True))
         with ThreadPoolExecutor(self._parallel) as pool:
             results = list(pool.map(self._one, together))
         return results + [self._one(name) for name in alone]
@@ -70,12 +71,12 @@ class Runner:
     def _one(self, name: str) -> Result:
         left_s = self._end - time.monotonic()
         if left_s < 1:
-            return self._said(Result(name, "not run", "the time budget was used up"))
+            return self._print_result(Result(name, "not run", "the time budget was used up"))
         folder = self._out / "".join(c if c.isalnum() else "-" for c in name)
         folder.mkdir(parents=True)
-        began = time.monotonic()
-        state, text = self._run(name, folder, min(self._patience * (SECONDS | SELFTESTS)[name], left_s))
-        return self._said(Result(name, state, text, time.monotonic() - began))
+        start = time.monotonic()
+        state, text = self._run(name, folder, min(self._patience * CHECKS[name].seconds, left_s))
+        return self._print_result(Result(name, state, text, time.monotonic() - start))
 
     def _run(self, name: str, folder: Path, limit_s: float) -> tuple[str, str]:
         with (folder / "log").open("w") as log:
@@ -88,46 +89,27 @@ class Runner:
             except subprocess.TimeoutExpired:
                 end_with_descendants(process)
                 return "failed", f"not over within {limit_s:.0f} s"
-        answer = folder / "result.json"
-        if not answer.exists():
+        if not (folder / "result.json").exists():
             return "failed", f"its process ended with status {status}: {_last_line(folder / 'log')}"
-        result = json.loads(answer.read_text())
+        result = json.loads((folder / "result.json").read_text())
         return result["state"], result["text"]
 
-    def _said(self, result: Result) -> Result:
-        with self._print:
-            print(f"{result.state:8} {result.took_s:6.1f} s  {result.name}: {result.text}", flush=True)
+    def _print_result(self, result: Result) -> Result:
+        with self._print_lock:
+            print(f"{result.state:8} {result.seconds:6.1f} s  {result.name}: {result.text}", flush=True)
         return result
 
 
 def end_with_descendants(process: subprocess.Popen[bytes]) -> None:
     """Kill ``process`` and all its descendants: workers and agents have their own sessions."""
-    found, parents = [process.pid], {process.pid}
-    while parents:
-        children = {child for child, parent in _processes() if parent in parents} - set(found)
-        found += children
-        parents = children
-    for pid in found:
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
+    root = psutil.Process(process.pid)
+    for each in (root, *root.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            each.kill()
     try:
         process.wait(_ENDS_WITHIN_S)
     except subprocess.TimeoutExpired:
-        print(f"process {process.pid} does not end: it is in a call of the kernel's", flush=True)
-
-
-def _processes() -> list[tuple[int, int]]:
-    """Return each process with its parent."""
-    found: list[tuple[int, int]] = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        found.append((int(stat.parent.name), int(fields[1])))
-    return found
+        print(f"process {process.pid} does not end after SIGKILL: it is in a system call", flush=True)
 
 
 def _last_line(log: Path) -> str:
@@ -137,7 +119,7 @@ def _last_line(log: Path) -> str:
 
 def table(results: list[Result]) -> str:
     width = max(len(result.name) for result in results)
-    rows = [f"{result.name:{width}}  {result.state:8}  {result.took_s:6.1f}  {result.text}" for result in results]
+    rows = [f"{result.name:{width}}  {result.state:8}  {result.seconds:6.1f}  {result.text}" for result in results]
     states = [result.state for result in results]
     counts = ", ".join(f"{states.count(s)} {s}" for s in ("ok", "failed", "skipped", "not run") if s in states)
     return "\n".join([f"{'check':{width}}  {'state':8}  {'s':>6}  figure", *rows, "", counts])
@@ -146,17 +128,17 @@ def table(results: list[Result]) -> str:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="make gpu", description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu", help="where logs and the table go")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu", help="directory for logs and the table")
     parser.add_argument("--budget", type=float, default=480.0, help="seconds for all checks together")
     parser.add_argument("--parallel", type=int, default=4, help="checks at a time")
     parser.add_argument("--patience", type=float, default=1.0, help="multiplies the time limits of the checks")
     parser.add_argument("--only", help="names of checks, or parts of names, separated by ;")
     chosen = parser.parse_args(arguments)
-    names = ordered(list(CHECKS))
+    names = ordered([name for name, check in CHECKS.items() if not check.selftest])
     if chosen.only:
         parts = chosen.only.split(";")
         names = [name for name in names if any(part in name for part in parts)]
-        names += [part for part in parts if part in SELFTESTS]
+        names += [part for part in parts if part in CHECKS and CHECKS[part].selftest]
     if not names:
         parser.error(f"--only={chosen.only}: there is no such check. Checks: {'; '.join(CHECKS)}")
     out: Path = chosen.out

@@ -13,36 +13,36 @@ import time
 from pathlib import Path
 from typing import Any
 
-from jobs.gpu.registry import Place, check, need_cuda
+from jobs.gpu.registry import Environment, check, need_cuda
 
 
-def _joined(place: Place, *overrides: str) -> tuple[Any, Any]:
+def _joined(environment: Environment, *overrides: str) -> tuple[Any, Any]:
     """Return the plan of a world of one rank and its device, with the process group started."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    place_of_rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    os.environ.update(place_of_rank, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    rank_variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    os.environ.update(rank_variables, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
 
     from launcher import make_plan
     from launcher.train.world import World, device_of, join
 
     job = ("batch.global_size=16", "batch.micro_size=4", "train.steps=3", "train.loader_workers=0", "precision=fp32")
-    plan = make_plan([*job, f"cluster.device={place.device}", *overrides], samples=240)
+    plan = make_plan([*job, f"cluster.device={environment.device}", *overrides], samples=240)
     world = World.here()
     device = device_of(world, plan.cluster.device)
     join(world, device, plan.train.hang_timeout)
     return plan, device
 
 
-def _close(seen: Any, wanted: Any, within: float, what: str) -> None:
-    distance = ((seen.double() - wanted.double()).norm() / wanted.double().norm()).item()
+def _assert_close(actual: Any, expected: Any, within: float, name: str) -> None:
+    distance = ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
     if not distance <= within:
-        raise AssertionError(f"{what}: relative distance {distance:.2g}, more than {within:g}")
+        raise AssertionError(f"{name}: relative distance {distance:.2g}, more than {within:g}")
 
 
 @check("collectives of FSDP and of a window, NCCL")
-def collectives(place: Place) -> str:
+def collectives(environment: Environment) -> str:
     import torch
     import torch.distributed as dist
 
@@ -54,27 +54,27 @@ def collectives(place: Place) -> str:
     from launcher.train.parallel.collectives import Gather, Scatter
     from launcher.train.world import World
 
-    _, device = _joined(place)
+    _, device = _joined(environment)
     meter = Meter(StrategyKind.fsdp, Layout.replicated(0, 1), device)
     gather, scatter = Gather(meter, device), Scatter(meter, device, OwnGradient())
     source, group = torch.randn(2**22, device=device), dist.group.WORLD
     assert group is not None
-    began = time.perf_counter()
+    start = time.perf_counter()
     for async_op in (False, True):
         output = torch.empty_like(source)
         work = gather(output, source, group, async_op)
         if work is not None:
             work.wait()
-        _close(output, source, 0, "all-gather")
+        _assert_close(output, source, 0, "all-gather")
     output = torch.empty_like(source)
     scatter(output, source, group, dist.ReduceOp.SUM)
     scatter.finish()
-    _close(output, source, 0, "reduce-scatter")
-    if place.device == "cuda":
+    _assert_close(output, source, 0, "reduce-scatter")
+    if environment.on_gpu:
         torch.cuda.synchronize()
-    took, under_way = time.perf_counter() - began, _union_s(meter._flights)
-    if len(meter._flights) != 3 or not 0 < under_way <= took:
-        raise AssertionError(f"{len(meter._flights)} collectives took {under_way} s of {took} s")
+    elapsed_s, in_flight_s = time.perf_counter() - start, _union_s(meter._flights)
+    if len(meter._flights) != 3 or not 0 < in_flight_s <= elapsed_s:
+        raise AssertionError(f"{len(meter._flights)} collectives took {in_flight_s} s of {elapsed_s} s")
 
     noise = NoiseScale(2, device, OwnGradient())
     noise.own = torch.tensor(0.25, device=device)
@@ -83,25 +83,18 @@ def collectives(place: Place) -> str:
     totals.send(more=True, stop=False, save_due=True)
     sent = totals.sum_of(noise)
     agreed = totals.receive(torch.tensor(2.0, device=device))
-    seen = (
-        agreed.items,
-        agreed.loss_sum,
-        agreed.samples,
-        agreed.more,
-        agreed.stop,
-        agreed.save_due,
-        *sent,
-    )
-    if seen != (7, 3.5, 4, True, False, True, 0.25) or agreed.grad_norm != 2.0:
+    flags = (agreed.more, agreed.stop, agreed.save_due)
+    received = (agreed.items, agreed.loss_sum, agreed.samples, *flags, *sent)
+    if received != (7, 3.5, 4, True, False, True, 0.25) or agreed.grad_norm != 2.0:
         raise AssertionError(f"the window's flags came back as {agreed}")
     dist.barrier()
     backend = dist.get_backend()
     dist.destroy_process_group()
-    return f"{backend}, torch {torch.__version__}; 3 collectives of 16 MiB in {1e3 * under_way:.2f} ms"
+    return f"{backend}, torch {torch.__version__}; 3 collectives of 16 MiB in {1e3 * in_flight_s:.2f} ms"
 
 
 @check("DDP's hook and events, NCCL")
-def ddp(place: Place) -> str:
+def ddp(environment: Environment) -> str:
     """Compare gradients of two micro-batches through Ddp with one synchronisation against autograd alone."""
     import torch
     import torch.distributed as dist
@@ -110,7 +103,7 @@ def ddp(place: Place) -> str:
     from launcher.config.schema import Sync
     from launcher.train.parallel.ddp import Ddp
 
-    plan, device = _joined(place, "strategy=ddp", "strategy.sync=boundary")
+    plan, device = _joined(environment, "strategy=ddp", "strategy.sync=boundary")
     task = Words()
     torch.manual_seed(0)
     model, alone = task.model().to(device), task.model().to(device)
@@ -125,11 +118,11 @@ def ddp(place: Place) -> str:
                 task.loss(parallel.forward, batch).total.backward()
             task.loss(alone, batch).total.backward()
         gradients = parallel.gradients()
-        if place.device == "cuda":
+        if environment.on_gpu:
             torch.cuda.synchronize()
         comm = parallel.meter.close_window(2, Sync.boundary)
-        _close(torch.cat([g.flatten() for g in gradients]), torch.cat([p.grad.flatten() for p in alone.parameters()]),
-               1e-5, "gradients")  # fmt: skip
+        expected = torch.cat([parameter.grad.flatten() for parameter in alone.parameters()])
+        _assert_close(torch.cat([gradient.flatten() for gradient in gradients]), expected, 1e-5, "gradients")
         if not comm.collectives or not comm.time_s > 0:
             raise AssertionError(f"window {window}: {comm}")
         parallel.zero_grad()
@@ -139,7 +132,7 @@ def ddp(place: Place) -> str:
 
 
 @check("HSDP's streams, NCCL")
-def hsdp(place: Place) -> str:
+def hsdp(environment: Environment) -> str:
     """Check a shard group of one rank in one replica: torch's all-reduce between replicas runs, then the hook."""
     import torch
     import torch.distributed as dist
@@ -148,7 +141,7 @@ def hsdp(place: Place) -> str:
     from launcher import Engine
     from launcher.config.schema import StrategyKind
 
-    plan, device = _joined(place, "strategy=fsdp", "strategy.sync=boundary", "train.clip_norm=null")
+    plan, device = _joined(environment, "strategy=fsdp", "strategy.sync=boundary", "train.clip_norm=null")
     plan = dataclasses.replace(plan, strategy=dataclasses.replace(plan.strategy, kind=StrategyKind.hsdp, shard_size=1))
     task = Words()
     torch.manual_seed(0)
@@ -175,8 +168,8 @@ def hsdp(place: Place) -> str:
         optimizer.step()
         optimizer.zero_grad()
     whole = (p.full_tensor() for p in engine.parallel.module.parameters())
-    seen = torch.cat([p.detach().flatten() for p in whole])
-    _close(seen, torch.cat([p.detach().flatten() for p in alone.parameters()]), 1e-5, "parameters")
+    parameters = torch.cat([p.detach().flatten() for p in whole])
+    _assert_close(parameters, torch.cat([p.detach().flatten() for p in alone.parameters()]), 1e-5, "parameters")
     if not all(sent):
         raise AssertionError(f"bytes of all-reduce in each window: {sent}")
     dist.destroy_process_group()
@@ -184,13 +177,13 @@ def hsdp(place: Place) -> str:
 
 
 @check("page-locked copies", alone=True)
-def staging(place: Place) -> str:
+def staging(environment: Environment) -> str:
     """Check a tensor just over a power of two, for which torch's own page-locked memory would take twice as much."""
     import torch
 
     from launcher.train.checkpoint.contents import Staging
 
-    need_cuda(place)
+    need_cuda(environment)
     device = torch.device("cuda", 0)
     tensor = torch.randn(2**28 + 1, device=device)  # 1 GiB and four bytes
     state = {"model": {"large": tensor, "small": torch.arange(7, device=device), "bf16": tensor[:9].bfloat16()}}
@@ -206,9 +199,9 @@ def staging(place: Place) -> str:
     taken = resident() - before
     times = list[float]()
     for _ in range(3):
-        began = time.perf_counter()
+        start = time.perf_counter()
         copied = staged.copy(state)
-        times.append(time.perf_counter() - began)
+        times.append(time.perf_counter() - start)
     if not all(torch.equal(copied["model"][name].to(device), value) for name, value in state["model"].items()):
         raise AssertionError("the copies differ")
     pinned = copied["model"]["large"].is_pinned()
@@ -221,28 +214,28 @@ def staging(place: Place) -> str:
 
 
 @check("random numbers")
-def randomness(place: Place) -> str:
+def randomness(environment: Environment) -> str:
     import torch
 
     from launcher.task import seed_everything
     from launcher.train.data.randomness import random_state, restore_random_state
 
-    device = torch.device(place.device, 0) if place.device == "cuda" else torch.device("cpu")
+    device = torch.device(environment.device, 0) if environment.on_gpu else torch.device("cpu")
     seed_everything(5)
     torch.rand(3, device=device)
-    kept = random_state(device)
+    state = random_state(device)
     first = torch.nn.functional.dropout(torch.ones(1000, device=device), 0.5)
-    restore_random_state(kept, device)
+    restore_random_state(state, device)
     if not torch.equal(first, torch.nn.functional.dropout(torch.ones(1000, device=device), 0.5)):
-        raise AssertionError("other numbers after the state was put back")
-    return f"kept and put back: {', '.join(sorted(kept))}"
+        raise AssertionError("other numbers after the state was restored")
+    return f"saved and restored: {', '.join(sorted(state))}"
 
 
 @check("native bf16 and memory of the device")
-def device_facts(place: Place) -> str:
+def device_facts(environment: Environment) -> str:
     import torch
 
-    need_cuda(place)
+    need_cuda(environment)
     name, memory = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory
     native = torch.cuda.is_bf16_supported(including_emulation=False)
     nccl = ".".join(map(str, torch.cuda.nccl.version()))

@@ -25,12 +25,16 @@ class Skip(Exception):
 
 
 @dataclass(frozen=True)
-class Place:
+class Environment:
     """Environment of a check. ``device``: cpu or cuda. ``folder``: the check's own. ``limit_s``: its time limit."""
 
     device: str
     folder: Path
     limit_s: float
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device == "cuda"
 
     @property
     def run(self) -> Path:
@@ -55,13 +59,13 @@ class Place:
 
     def train(self, *overrides: str, workers: int = 1, status: int = 0, **env: str) -> str:
         """Run `launch train` of JOB; several workers share the GPU."""
-        where = (f"run.dir={self.folder / 'runs'}", f"cluster.device={self.device}")
-        if workers > 1 and self.device == "cuda":
+        fixed = (f"run.dir={self.folder / 'runs'}", f"cluster.device={self.device}")
+        if workers > 1 and self.on_gpu:
             env["LAUNCHER_SHARE_GPU"] = "1"
-        given = {override.partition("=")[0] for override in overrides}
-        job = [word for word in JOB if word.partition("=")[0] not in given]
-        words = (*job, *where, f"cluster.workers_per_node={workers}", *overrides)
-        return self.launch("train", *words, status=status, **env)
+        keys = {override.partition("=")[0] for override in overrides}
+        job = [override for override in JOB if override.partition("=")[0] not in keys]
+        job += [*fixed, f"cluster.workers_per_node={workers}", *overrides]
+        return self.launch("train", *job, status=status, **env)
 
     def records(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.run / "metrics.jsonl").read_text().splitlines()]
@@ -76,24 +80,54 @@ def last_line(text: str) -> str:
     return (errors or lines or ["no output"])[-1][:300]
 
 
-def need_cuda(place: Place) -> None:
-    if place.device != "cuda":
+def need_cuda(environment: Environment) -> None:
+    if not environment.on_gpu:
         raise Skip("needs a GPU")
 
 
-CHECKS: dict[str, Callable[[Place], str]] = {}
-# checks that measure time or memory and therefore run alone
-ALONE: set[str] = set()
-SECONDS: dict[str, float] = {}
+@dataclass(frozen=True)
+class Check:
+    """Check of the acceptance: ``function`` returns the figure, and raises if the check fails.
+
+    Attributes:
+        seconds: time limit.
+        alone: whether it measures time or memory, and therefore runs alone.
+        selftest: whether it verifies that failures are reported; such a check runs only if --only names it.
+    """
+
+    function: Callable[[Environment], str]
+    seconds: float
+    alone: bool
+    selftest: bool
 
 
-def check(name: str, *, seconds: float = 90, alone: bool = False) -> Callable[[Callable[[Place], str]], Any]:
-    """Register a check under ``name``. ``seconds``: its time limit."""
+CHECKS: dict[str, Check] = {}
 
-    def register(function: Callable[[Place], str]) -> Callable[[Place], str]:
-        CHECKS[name], SECONDS[name] = function, seconds
-        if alone:
-            ALONE.add(name)
+
+def check(
+    name: str, *, seconds: float = 90, alone: bool = False, selftest: bool = False
+) -> Callable[[Callable[[Environment], str]], Callable[[Environment], str]]:
+    """Register a check under ``name``; the other arguments are those of ``Check``."""
+
+    def register(function: Callable[[Environment], str]) -> Callable[[Environment], str]:
+        CHECKS[name] = Check(function, seconds, alone, selftest)
         return function
 
     return register
+
+
+@check("selftest fails", selftest=True)
+def fails(environment: Environment) -> str:
+    environment.launch("train", "no.such.key=1")
+    return "unreachable"
+
+
+@check("selftest sleeps", seconds=0.5, selftest=True)
+def sleeps(environment: Environment) -> str:  # noqa: ARG001
+    subprocess.run(["sleep", "3600"], check=False)
+    return "unreachable"
+
+
+@check("selftest dies", selftest=True)
+def dies(environment: Environment) -> str:  # noqa: ARG001
+    os.abort()

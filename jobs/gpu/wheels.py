@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 # oldest last: pip uses the first that a package provides
 PLATFORMS = tuple(f"manylinux{suffix}_x86_64" for suffix in ("_2_28", "_2_27", "_2_17", "2014", "_2_12", "_2_5", "1"))
-MOST_BYTES = 60 * 2**20
+MAX_BYTES = 60 * 2**20
 SOURCE_ONLY = ("antlr4-python3-runtime",)  # published without a wheel, so one is built here
 
 
@@ -33,17 +33,17 @@ def needed(python: str) -> list[str]:
     pinned = {canonicalize_name(name): exact for name, _, exact in (line.partition("==") for line in lines if line)}
     environment = {"python_version": python, "python_full_version": f"{python}.0", "extra": ""}
     waiting = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    found: dict[str, str] = {"pip": version("pip")}
+    versions: dict[str, str] = {"pip": version("pip")}
     while waiting:
         requirement = Requirement(waiting.pop())
         name = canonicalize_name(requirement.name)
-        asked = requirement.marker is None or requirement.marker.evaluate(environment)
-        if not asked or name == "torch" or name in found:
+        applies = requirement.marker is None or requirement.marker.evaluate(environment)
+        if not applies or name == "torch" or name in versions:
             continue
-        found[name] = pinned[name]
+        versions[name] = pinned[name]
         waiting += requires(name) or []
-    found.setdefault("numpy", pinned["numpy"])  # checkpoints need numpy, and torch does not depend on it
-    return sorted(f"{name}=={exact}" for name, exact in found.items())
+    versions.setdefault("numpy", pinned["numpy"])  # checkpoints need numpy, and torch does not depend on it
+    return sorted(f"{name}=={exact}" for name, exact in versions.items())
 
 
 def make(folder: Path, python: str, without: list[str]) -> None:
@@ -66,8 +66,8 @@ def make(folder: Path, python: str, without: list[str]) -> None:
     wheels = sorted(folder.glob("*.whl"))
     size = sum(wheel.stat().st_size for wheel in wheels)
     print(f"{len(wheels)} wheels for Python {python}, {size / 2**20:.1f} MiB, in {folder}")
-    if size > MOST_BYTES:
-        sys.exit(f"that is more than {MOST_BYTES / 2**20:.0f} MiB")
+    if size > MAX_BYTES:
+        sys.exit(f"that is more than {MAX_BYTES / 2**20:.0f} MiB")
 
 
 def install(folder: Path, target: Path) -> None:
@@ -81,7 +81,7 @@ def install(folder: Path, target: Path) -> None:
     except PackageNotFoundError:
         sys.exit(f"{sys.executable} has no torch.\n  Set PYTHON= to the one that has it.")
     names = [wheel.name.split("-")[0] for wheel in wheels]
-    names = [name for name in names if name != "pip" and not (name == "numpy" and _is_here(name))]
+    names = [name for name in names if name != "pip" and not (name == "numpy" and _is_installed(name))]
     pip = [sys.executable, "-m", "pip"]
     if subprocess.run([*pip, "--version"], check=False, capture_output=True).returncode:
         (carried,) = folder.glob("pip-*.whl")
@@ -100,7 +100,7 @@ def _describe_this_tree(target: Path) -> None:
     metadata.write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
 
 
-def _is_here(name: str) -> bool:
+def _is_installed(name: str) -> bool:
     try:
         return bool(version(name))
     except PackageNotFoundError:

@@ -152,10 +152,10 @@ def compare(title: str, entries: Sequence[Entry], data: Mapping[Path, RunData], 
     rows: list[Row] = []
     first: dict[Path | None, Row] = {}
     for entry in entries:
-        known = first.get(entry.dir) if entry.dir else None
+        earlier = first.get(entry.dir) if entry.dir else None
         run = data[entry.dir] if entry.dir else RunData()
-        figures = known.figures if known else dict(run.figures)
-        rows.append(Row(entry=entry, data=run, figures=figures, same_as=known.entry.label if known else ""))
+        figures = earlier.figures if earlier else dict(run.figures)
+        rows.append(Row(entry=entry, data=run, figures=figures, same_as=earlier.entry.label if earlier else ""))
         first.setdefault(entry.dir, rows[-1])
     targets = dict.fromkeys(row["task"] for row in rows if row.counts)
     groups = [_group(target, [row for row in rows if row["task"] == target], loss) for target in targets]

@@ -128,12 +128,12 @@ def _step_split(group: TaskGroup) -> list[Plot]:
     if not rows:
         return []
     split = [row for row in rows if row["comm/exposed_s"] is not None]
-    whole = [row for row in rows if row["comm/exposed_s"] is None]
+    unsplit = [row for row in rows if row["comm/exposed_s"] is None]
     parts = [
         ("compute", "#44576f", {row: row["time/compute_s"] for row in split}),
         (
             "compute and communication, not separated", "#a9b8cc",
-            {row: row["time/step_s"] - row["time/data_s"] for row in whole},
+            {row: row["time/step_s"] - row["time/data_s"] for row in unsplit},
         ),
         ("exposed communication", "#e8710a", {row: max(0.0, row["comm/exposed_s"]) for row in split}),
         ("waiting for data", "#f2c14e", {row: row["time/data_s"] for row in rows}),
@@ -150,7 +150,7 @@ def _step_split(group: TaskGroup) -> list[Plot]:
         if values
     ]  # fmt: skip
     caption = "Exposed communication: how much longer a step takes than the same micro-batches without any collective."
-    if whole:
+    if unsplit:
         caption += " Pale bars: it was not measured, so compute and communication are one bar."
     layout = _bar_layout(rows, "ms per step (median)", legend=True)
     return [Plot(title="Where the time of a step goes", caption=caption, data=data, layout=layout, wide=True)]
@@ -373,7 +373,7 @@ def _loss(group: TaskGroup, style: _Style) -> Plot:
         style.caption,
         "Long curves show the lowest and the highest loss of each interval, so that no spike is hidden.",
         f"Smoothed: mean of the latest {SMOOTHED_OVER} logged losses.",
-        # said in words, because overlapping curves hide each other
+        # as text, because overlapping curves hide each other
         f"The {len(last)} finished runs end between {min(last):.4f} and {max(last):.4f} (smoothed)."
         if last[1:]
         else "",

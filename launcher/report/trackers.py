@@ -2,8 +2,8 @@
 
     python -m launcher.report.trackers RUN_DIR INCARNATION        end of standard input: no further records
 
-Each start of a run has its own mirror, with the same W&B id. It continues after the last step that an earlier mirror is
-known to have delivered. W&B drops steps that are repeated because an earlier mirror was killed.
+Each start of a run has its own mirror, with the same W&B id. It continues after the last step that an earlier mirror
+delivered. If that one was killed and steps are sent again, W&B drops the repeated ones.
 
 Records are on disk before this process reads them, so nothing here can slow the job, stop it, or lose a step. A problem
 is reported once, in wandb.json, for the commands that show the run. As soon as a newer incarnation of the run starts,
@@ -39,39 +39,39 @@ def main(run_dir: str, incarnation: str, trial: str = "first") -> None:
     plan = RunPlan.load(RunPaths(Path(run_dir)).plan)
     fence = Fence(plan.paths, Incarnation.parse(incarnation))
     try:
-        _mirror_or_say(plan, fence, trial)
-    except Superseded as why:
-        print(why, flush=True)
+        _mirror_with_retry(plan, fence, trial)
+    except Superseded as error:
+        print(error, flush=True)
         os._exit(EXIT_DONE)  # a normal exit would let W&B finish the run, which now belongs to the newer mirror
 
 
-def _mirror_or_say(plan: RunPlan, fence: Fence, trial: str) -> None:
+def _mirror_with_retry(plan: RunPlan, fence: Fence, trial: str) -> None:
     try:
         _mirror(plan, fence)
     except Superseded:
         raise
     except Exception as error:
         if trial != "first":
-            _say(plan, fence, problem=f"{type(error).__name__}: {error}")
+            _set_status(plan, fence, problem=f"{type(error).__name__}: {error}")
             raise
         # a scheduler that ends a job may kill W&B's own process too; a new interpreter starts it again
         traceback.print_exc()
         sys.stderr.flush()
-        again = ["launcher.report.trackers", plan.run.dir, str(fence.own), "again"]
-        os.execv(sys.executable, [sys.executable, "-P", "-m", *again])
+        retry = ["launcher.report.trackers", plan.run.dir, str(fence.own), "again"]
+        os.execv(sys.executable, [sys.executable, "-P", "-m", *retry])
 
 
 def _mirror(plan: RunPlan, fence: Fence) -> None:
     fence.check()
-    known: dict[str, Any] = read_json(plan.paths.wandb_status) or {}
-    if known.get("problem"):  # reported by an earlier mirror
-        _say(plan, fence, problem=None)
+    status: dict[str, Any] = read_json(plan.paths.wandb_status) or {}
+    if status.get("problem"):  # reported by an earlier mirror
+        _set_status(plan, fence, problem=None)
     while plan.precision.kind is PrecisionKind.auto and not _ended():  # wait for the workers' decision
         plan = RunPlan.load(plan.paths.plan)
     run = _open(plan, fence)
-    _say(plan, fence, dir=str(Path(run.dir).parent), url=run.url)
+    _set_status(plan, fence, dir=str(Path(run.dir).parent), url=run.url)
     # online, the server knows the last step; steps that an earlier mirror stored offline have not reached it yet
-    done = run.step - 1 if run.url else known.get("delivered", 0)
+    done = run.step - 1 if run.url else status.get("delivered", 0)
     tail = Tail(plan.paths.metrics)
     more = True
     while more:
@@ -89,7 +89,7 @@ def _mirror(plan: RunPlan, fence: Fence) -> None:
     fence.check()
     run.summary.update({name: value for name, value in summary.items() if value is not None})
     run.finish(exit_code=0 if summary.get("verdict") in ("done", "stopped") else 1)
-    _say(plan, fence, delivered=done)
+    _set_status(plan, fence, delivered=done)
 
 
 def _open(plan: RunPlan, fence: Fence) -> Any:
@@ -118,8 +118,8 @@ def _open(plan: RunPlan, fence: Fence) -> Any:
     except wandb.Error as error:
         if plan.wandb.mode is WandbMode.offline:
             raise
-        problem = f"W&B did not answer ({error}); the run is kept offline, and `wandb sync` sends it later."
-        _say(plan, fence, problem=problem)
+        problem = f"W&B did not answer ({error}). The run is stored offline; `wandb sync` uploads it later."
+        _set_status(plan, fence, problem=problem)
         wandb.teardown()
         run = init(WandbMode.offline)
     run.define_metric("step")
@@ -132,10 +132,11 @@ def _ended() -> bool:
     return bool(ready) and not os.read(sys.stdin.fileno(), 1)
 
 
-def _say(plan: RunPlan, fence: Fence, **words: str | int | None) -> None:
+def _set_status(plan: RunPlan, fence: Fence, **fields: str | int | None) -> None:
+    """Set ``fields`` in wandb.json."""
     fence.check()
     path = plan.paths.wandb_status
-    write_json(path, (read_json(path) or {}) | words)
+    write_json(path, (read_json(path) or {}) | fields)
 
 
 if __name__ == "__main__":

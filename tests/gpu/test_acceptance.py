@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from jobs.gpu import acceptance, checks, wheels
-from jobs.gpu.registry import CHECKS, ROOT, Place
+from jobs.gpu.registry import CHECKS, ROOT, Check, Environment
 from jobs.gpu.tasks import Nested, Words
 from tests.helpers import make_plan
 
@@ -67,7 +67,7 @@ def test_what_the_budget_does_not_reach_is_not_run(tmp_path: Path) -> None:
 def test_the_order_is_by_importance_and_what_is_measured_comes_alone() -> None:
     names = acceptance.ordered(list(CHECKS))
     assert sorted(names) == sorted(CHECKS)
-    alone = [name in acceptance.ALONE for name in names]
+    alone = [CHECKS[name].alone for name in names]
     assert alone == sorted(alone)
     for begin in acceptance.FIRST:
         assert any(name.startswith(begin) for name in names), begin
@@ -77,19 +77,23 @@ class Typed(Exception):
     """Raised in place of the first command of a check, with its arguments."""
 
 
-class Recorded(Place):
+def module_of(check: Check) -> str:
+    return getattr(check.function, "func", check.function).__module__
+
+
+class Recorded(Environment):
     def launch(self, *arguments: str, status: int = 0, **env: str) -> str:  # noqa: ARG002
         raise Typed(status, *arguments)
 
 
-@pytest.mark.parametrize("name", [name for name, run in CHECKS.items() if run.__module__ == checks.__name__])
+@pytest.mark.parametrize("name", [name for name, check in CHECKS.items() if module_of(check) == checks.__name__])
 def test_each_check_gives_keys_that_exist(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A check that needs a GPU is typed here too. Its device is replaced: this machine may have none."""
     monkeypatch.setattr(checks, "need_cuda", lambda _: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(shutil, "which", lambda _: "cc")
     with pytest.raises(Typed) as typed:
-        CHECKS[name](Recorded("cpu", tmp_path, 60))
+        CHECKS[name].function(Recorded("cpu", tmp_path, 60))
     _, verb, *words = typed.value.args
     if verb != "doctor":
         keys = [word for word in words if not word.startswith(("-", "cluster.device="))]
