@@ -112,10 +112,10 @@ def _shown(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(getattr(value, "value", value))
 
 
-def did_you_mean(word: str, known: Iterable[str], prefix: str = "") -> str:
-    """Return ``"did you mean 'x'? "`` with the closest of ``known``, prefixed by ``prefix``; empty if none is close."""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f"did you mean '{prefix}{near[0]}'? " if near else ""
+def did_you_mean(word: str, candidates: Iterable[str], prefix: str = "") -> str:
+    """Return ``"did you mean 'x'? "`` with the closest of ``candidates`` after ``prefix``; empty if none is close."""
+    closest = difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.6)
+    return f"did you mean '{prefix}{closest[0]}'? " if closest else ""
 
 
 def _subclasses(cls: type[LauncherError]) -> Iterable[type[LauncherError]]:

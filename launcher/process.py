@@ -51,9 +51,9 @@ class StopShield:
 
     An exception could surface in any code, such as logging or an import, which would take it for its own error.
 
-    Children start with these signals blocked until they have handlers and call ``lower_shield``, so that no signal
-    reaches them too early. They inherit the mask from the main thread; therefore another thread receives the signals
-    here, while Python still runs the handlers in the main thread.
+    Children start with these signals blocked until they have handlers and call ``unblock_stop_signals``, so that no
+    signal reaches them too early. They inherit the mask from the main thread; therefore another thread receives the
+    signals here, while Python still runs the handlers in the main thread.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class StopShield:
         self._taker = threading.Thread(target=self._take, daemon=True)
 
     def _take(self) -> None:
-        lower_shield()
+        unblock_stop_signals()
         self._over.wait()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
@@ -82,18 +82,12 @@ class StopShield:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
 
 
-def lower_shield() -> None:
+def unblock_stop_signals() -> None:
     """Unblock the stop signals; one that came meanwhile is delivered now."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
-def join_output_streams() -> None:
-    """Redirect standard error to standard output, so that a rank has one log in chronological order."""
-    sys.stderr.flush()
-    os.dup2(1, 2)
-
-
-class _Unfailing:
+class _StreamWithoutErrors:
     """Stream that ignores a full disk: unwritten text stays in its buffer, and training continues."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -114,12 +108,10 @@ class _Unfailing:
 
 def never_fail_to_print() -> None:
     """Keep a full log disk from ending the run; only writing checkpoints or the record may decide that."""
-    sys.stdout, sys.stderr = cast("TextIO", _Unfailing(sys.stdout)), cast("TextIO", _Unfailing(sys.stderr))
-
-
-# Line in a rank's log before its final traceback. The terminal echoes rank 0's log up to this line: the verdict shows
-# the traceback of the rank that failed first, not of one that merely lost its peer.
-LAST_WORDS = "=== this rank ended with an exception ==="
+    sys.stdout, sys.stderr = (
+        cast("TextIO", _StreamWithoutErrors(sys.stdout)),
+        cast("TextIO", _StreamWithoutErrors(sys.stderr)),
+    )
 
 
 def show_stacks_when_asked() -> None:
@@ -127,17 +119,29 @@ def show_stacks_when_asked() -> None:
     faulthandler.register(STACK_SIGNAL, file=sys.stderr, all_threads=True)
 
 
-def mark_last_words() -> None:
-    """Have an uncaught exception write LAST_WORDS into the log before its traceback."""
+# Line in a rank's log before its final traceback. The terminal echoes rank 0's log up to this line: the verdict shows
+# the traceback of the rank that failed first, not of one that merely lost its peer.
+EXCEPTION_MARK = "=== this rank ended with an exception ==="
+
+
+def prepare_worker() -> None:
+    """Prepare a worker process: it dies with its agent, has one log in chronological order, and marks its exceptions.
+
+    An uncaught exception writes EXCEPTION_MARK into the log before its traceback.
+    """
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        print(LAST_WORDS, file=sys.stderr, flush=True)
+        print(EXCEPTION_MARK, file=sys.stderr, flush=True)
         sys.__excepthook__(kind, error, trace)
 
+    if AGENT_PID in os.environ:
+        die_with_parent(int(os.environ[AGENT_PID]))
+    sys.stderr.flush()
+    os.dup2(1, 2)
     sys.excepthook = hook
 
 
-def leave(status: int) -> NoReturn:
+def exit_without_teardown(status: int) -> NoReturn:
     """Exit as the interpreter would, but without tearing down its modules.
 
     gloo's threads may still hold tensors of the last collective. If they release them during the teardown, the process

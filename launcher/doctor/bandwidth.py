@@ -21,7 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher.process import die_with_parent, leave
+from launcher.process import die_with_parent, exit_without_teardown
 from launcher.rundir.files import last_lines, read_json
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def main(fields: str, file: str) -> None:
     times = _times(worker) if worker.world > 1 else []
     result = {"cuda": torch.version.cuda, "gpus": torch.cuda.device_count(), "times": times}
     Path(file).write_text(json.dumps(result))
-    leave(0)
+    exit_without_teardown(0)
 
 
 def _times(worker: Worker) -> list[list[float]]:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import runpy
 import sys
 from pathlib import Path
 
-from launcher.process import AGENT_PID, die_with_parent, join_output_streams, leave, lower_shield, mark_last_words
+from launcher.process import exit_without_teardown, prepare_worker, unblock_stop_signals
 
 
 def main() -> None:
-    if AGENT_PID in os.environ:
-        die_with_parent(int(os.environ[AGENT_PID]))
-        lower_shield()
-    join_output_streams()
-    mark_last_words()
+    prepare_worker()
+    unblock_stop_signals()
     del sys.argv[0]
     script = sys.argv[0]
     sys.path.insert(0, str(Path(script).resolve().parent))  # as `python SCRIPT` does
@@ -27,8 +23,8 @@ def main() -> None:
     except SystemExit as end:
         if isinstance(end.code, str):
             raise
-        leave(end.code or 0)
-    leave(0)
+        exit_without_teardown(end.code or 0)
+    exit_without_teardown(0)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan
-from launcher.process import LAST_WORDS
+from launcher.process import EXCEPTION_MARK
 from launcher.rundir.files import Tail, last_lines, read_json
 from launcher.rundir.paths import RunPaths, SweepPaths
 from launcher.runs.status import Run
@@ -82,7 +82,7 @@ class LiveDisplay(MessageDisplay):
             lines += [f"--- {newest.name} ---", *(tail := Tail(newest)).lines()]
             self._log, self._muted = tail, False
         for line in lines:
-            self._muted = self._muted or LAST_WORDS in line  # torch prefixes the line with the rank
+            self._muted = self._muted or EXCEPTION_MARK in line  # torch prefixes the line with the rank
             if not self._muted:
                 self.say(line)
         replaced = self._metrics.replaced
@@ -161,7 +161,7 @@ class LogDisplay(Silence):
 
     def refresh(self) -> None:
         for line in self._log.lines():
-            self._muted = self._muted or LAST_WORDS in line
+            self._muted = self._muted or EXCEPTION_MARK in line
             if not self._muted:
                 self.say(line)
 

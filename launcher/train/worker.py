@@ -11,15 +11,12 @@ from types import FrameType
 from launcher.heartbeat import PULSE, Phase
 from launcher.plan.run_plan import RunPlan
 from launcher.process import (
-    AGENT_PID,
     STOP_SIGNALS,
-    die_with_parent,
-    join_output_streams,
-    leave,
-    lower_shield,
-    mark_last_words,
+    exit_without_teardown,
     never_fail_to_print,
+    prepare_worker,
     show_stacks_when_asked,
+    unblock_stop_signals,
 )
 
 
@@ -30,7 +27,7 @@ class StopRequest:
         self.asked = False
         for number in STOP_SIGNALS:
             signal.signal(number, self._ask)
-        lower_shield()
+        unblock_stop_signals()
 
     def _ask(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
         self.asked = True
@@ -40,10 +37,8 @@ class StopRequest:
 
 
 def main(plan_path: str) -> None:
-    die_with_parent(int(os.environ[AGENT_PID]))
-    join_output_streams()
+    prepare_worker()
     never_fail_to_print()
-    mark_last_words()
     show_stacks_when_asked()
     PULSE.open()
     PULSE.beat(Phase.starting, 1)
@@ -52,7 +47,7 @@ def main(plan_path: str) -> None:
     from torch.distributed.elastic.multiprocessing.errors import record
 
     record(_run)(plan_path, stop)
-    leave(0)
+    exit_without_teardown(0)
 
 
 def _run(plan_path: str, stop: StopRequest) -> None:

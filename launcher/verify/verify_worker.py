@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ import torch.distributed as dist
 from launcher.config.schema import Compress, ShortWindow
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.sync_policy import SHARDED
-from launcher.process import AGENT_PID, die_with_parent, join_output_streams, leave, lower_shield, mark_last_words
+from launcher.process import exit_without_teardown, prepare_worker, unblock_stop_signals
 from launcher.quantities import count
 from launcher.rundir.files import write_json
 from launcher.task import eval_data, first_samples, load_task, train_data
@@ -47,15 +46,13 @@ from launcher.verify.reference import Reference, ReferenceWindow
 
 
 def main(plan_path: str) -> None:
-    die_with_parent(int(os.environ[AGENT_PID]))
-    join_output_streams()
-    mark_last_words()
-    lower_shield()  # nothing to save: a signal may end the process
+    prepare_worker()
+    unblock_stop_signals()  # nothing to save: a signal may end the process
 
     from torch.distributed.elastic.multiprocessing.errors import record
 
     record(_run)(RunPlan.load(Path(plan_path)))
-    leave(0)
+    exit_without_teardown(0)
 
 
 def _run(plan: RunPlan) -> None:

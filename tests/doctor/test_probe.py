@@ -70,7 +70,7 @@ def leave(status):
     os.write(1, b"NCCL INFO destroyed\\n")
     os._exit(status)
 
-bandwidth._times, bandwidth.leave = times, leave
+bandwidth._times, bandwidth.exit_without_teardown = times, leave
 bandwidth.main(*sys.argv[-2:])
 """
 

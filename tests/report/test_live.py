@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from launcher.process import LAST_WORDS
+from launcher.process import EXCEPTION_MARK
 from launcher.quantities import count
 from launcher.report import live
 from launcher.report.live import LiveDisplay, console
@@ -255,7 +255,7 @@ def test_the_live_display_follows_the_files(tmp_path: Path) -> None:
     metrics.write_text('{"step": 1, "train/loss": 5.5, "throughput/samples_per_s": 1234.5}\n{"step": 2, "tra')
     display.refresh()
     with log.open("a") as file:
-        file.write(f" line\n[rank0]: {LAST_WORDS}\n[rank0]: Traceback that is not its own\n")
+        file.write(f" line\n[rank0]: {EXCEPTION_MARK}\n[rank0]: Traceback that is not its own\n")
     (tmp_path / "wandb.json").write_text('{"problem": "no server"}')
     with metrics.open("a") as file:
         file.write('in/loss": 5.25, "eval/loss": 5.0, "throughput/samples_per_s": 1000}\n')
