@@ -1,4 +1,4 @@
-"""Fixtures of all tests; their order, and which of them run in one process."""
+"""Fixtures of all tests; their order, and which of them run in one process (`--dist loadgroup` of make test)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
-from xdist.scheduler import LoadScopeScheduling
 
 from launcher.launch.network import free_port
 from tests.helpers import SLOWNESS, patience
@@ -81,51 +80,25 @@ def _marked(mark: str) -> list[int]:
 
 
 # These have a Slurm of their own, and wait for its timers most of the time: `make test` begins with them, in all of its
-# processes but one, which begins with the fast tests. Of all the others the longest come first, so that none of the
-# processes is left with one at the end.
-WAITING = ("system/test_slurm", "system/test_slurm_lost", "system/test_sweep")
-LONG = (
-    "system/test_elastic", "system/test_hosts", "system/test_links", "system/test_drill", "system/test_chaos",
-    "verify/test_verify_worker",
-)  # fmt: skip
-# A file's tests run in one process, where they may share something long in the making. These are long, and do not.
-DEALT_OUT = (
-    "system/test_drill", "system/test_hangs", "system/test_resume", "system/test_saving", "system/test_sharding",
-    "system/test_trouble", "system/test_wandb", "equivalence/test_grid", "train/inspection/test_memory_forecast",
-    "train/measure/test_noise_scale", "train/checkpoint/test_resume",
-)  # fmt: skip
+# processes but one, which begins with the fast tests.
+WAITING = ("test_slurm", "test_slurm_lost", "test_sweep")
+SHARED = ("module", "class", "package")  # scopes of fixtures
 
 
-def _file(path: PurePath) -> str:
-    """Its path below tests/, without the ending."""
-    below = [part for part in path.parents if part.name == "tests"]
-    return str(path.relative_to(below[0] if below else path.parent.parent).with_suffix(""))
-
-
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Fast ones early: a mistake in the arithmetic is said within seconds."""
+    """Put fast tests before slow ones, and keep tests that share a fixture in one process: all others are dealt out."""
 
-    def place(item: pytest.Item) -> int:
-        file = _file(item.path)
-        if file in WAITING:
-            return WAITING.index(file)
-        if item.get_closest_marker("slow") is None:
-            return len(WAITING)
-        return len(WAITING) + 1 + (LONG.index(file) if file in LONG else len(LONG))
+    def order(item: pytest.Item) -> int:
+        if item.path.stem in WAITING:
+            return WAITING.index(item.path.stem)
+        return len(WAITING) + (item.get_closest_marker("slow") is not None)
 
-    items.sort(key=place)
-
-
-class ByFile(LoadScopeScheduling):
-    """Gives a process that has little left to do the next file, or the next test of those that are dealt out."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        path = nodeid.partition("::")[0]
-        return nodeid if _file(PurePath(path)) in DEALT_OUT else path
-
-
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile | None:
-    return ByFile(config, log) if config.getvalue("dist") == "load" else None  # which is that of `-n`
+    items.sort(key=order)
+    for item in items:
+        fixtures: dict[str, Any] = getattr(item, "_fixtureinfo").name2fixturedefs  # noqa: B009
+        if any(fixture.scope in SHARED for definitions in fixtures.values() for fixture in definitions):
+            item.add_marker(pytest.mark.xdist_group(item.location[0]))
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The suite itself: its lists name files that are there; a test that is ended leaves no process; warm starts."""
+"""The suite itself: names of files; a test that is ended leaves no process; warm starts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import DEALT_OUT, LONG, WAITING
+from tests.conftest import WAITING
 from tests.helpers import ROOT, launch_command, patience, torchrun
 from tests.infra import warm
 from tests.infra.runs import processes_of
@@ -19,16 +19,27 @@ from tests.infra.runs import processes_of
 TESTS = Path(__file__).parent
 
 
-@pytest.mark.parametrize("file", [*WAITING, *LONG, *DEALT_OUT])
-def test_the_files_that_are_named_are_there(file: str) -> None:
-    assert (TESTS / f"{file}.py").is_file()
+# tests of whole jobs, of what several packages do together, and of what is beside the package
+BESIDE = ("system", "equivalence", "gpu", "infra", "user_project")
 
 
-@pytest.mark.parametrize("file", DEALT_OUT)
-def test_what_is_dealt_out_shares_nothing_long_in_the_making(file: str) -> None:
-    shared = ('scope="module"', ": Hosts", ": Cluster")  # whose fixtures are a module's
-    text = (TESTS / f"{file}.py").read_text()
-    assert not [words for words in shared if words in text]
+def test_each_file_of_tests_is_named_after_a_module() -> None:
+    """tests/a/test_b.py, or test_b_WORDS.py for a part of its tests, tests launcher/a/b.py; test_a.py the package."""
+    strange: list[str] = []
+    for file in TESTS.rglob("test_*.py"):
+        packages = file.relative_to(TESTS).parts[:-1]
+        if packages and packages[0] not in BESIDE:
+            package = ROOT.joinpath("launcher", *packages)
+            stem = file.stem.removeprefix("test_") + "_"
+            names = [packages[-1], *(module.stem for module in package.glob("*.py"))]
+            if not any(stem.startswith(f"{module}_") for module in names):
+                strange.append(str(file.relative_to(TESTS)))
+    assert strange == []
+
+
+@pytest.mark.parametrize("stem", WAITING)
+def test_the_files_that_come_first_exist(stem: str) -> None:
+    assert (TESTS / f"system/{stem}.py").is_file()
 
 
 HANGS = """

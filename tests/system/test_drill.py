@@ -16,6 +16,7 @@ from launcher.errors import RunError
 from launcher.launch.planner import plan_job
 from launcher.rundir.files import write_json
 from tests.conftest import Launch
+from tests.infra import warm
 from tests.infra.runs import OWN, processes_of
 
 pytestmark = pytest.mark.slow
@@ -60,6 +61,7 @@ def test_a_job_that_survives(launch: Launch, project: Path) -> None:
 
 def drilled(project: Path, monkeypatch: pytest.MonkeyPatch, trouble: str, backend: LocalBackend) -> Drill:
     monkeypatch.chdir(project)
+    monkeypatch.setattr(subprocess, "Popen", warm.Popen)
     config, yaml = compose_with_yaml([*OWN, f"task.trouble={trouble}"])
     plan, changed = shortened(plan_job(config))
     Path(plan.run.dir).mkdir(parents=True)

@@ -17,7 +17,7 @@ from tests.infra.hosts import hosts
 from tests.infra.jobs_on_hosts import finish
 from tests.infra.netns import needs_root
 from tests.infra.runs import OWN, processes_of, records, summary, wait_for
-from tests.train.checkpoint.test_resume import timeless
+from tests.train.checkpoint.test_load import timeless
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 HERE = socket.gethostname()

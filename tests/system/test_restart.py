@@ -14,7 +14,7 @@ from tests.helpers import patience
 from tests.infra.checkpoints import tensors
 from tests.infra.runs import OWN, is_agent, processes_of, records, start, summary, wait_for
 from tests.system.test_wandb import read_back
-from tests.train.checkpoint.test_resume import timeless
+from tests.train.checkpoint.test_load import timeless
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 JOB = ("train.steps=40", "run.calibrate_s=5", "checkpoint.every=5", "checkpoint.keep=3", "wandb.mode=offline")

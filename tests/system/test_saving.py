@@ -19,7 +19,7 @@ from tests.conftest import Launch
 from tests.helpers import patience, torchrun
 from tests.infra.checkpoints import tensors
 from tests.infra.runs import OWN, start, wait_for
-from tests.train.checkpoint.test_resume import COMMON, DDP, PLAIN, POWERSGD, assert_same, records
+from tests.train.checkpoint.test_load import COMMON, DDP, PLAIN, POWERSGD, assert_same, records
 
 WORKER = Path(__file__).parent.parent / "train" / "checkpoint" / "saving_worker.py"
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]

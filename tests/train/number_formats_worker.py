@@ -1,4 +1,4 @@
-"""precision=auto on two ranks whose devices differ, run by torchrun in test_number_formats.py.
+"""precision=auto on two ranks whose devices differ, run by torchrun in test_precision_formats.py.
 
 Each rank writes what it decided, by case, as JSON into the directory named in argv; rank 0's warnings go to its output.
 """

@@ -1,4 +1,4 @@
-"""Run by test_killed.py: ranks that do nothing but save are killed at random moments, and what is left is looked at.
+"""Run by test_save_killed.py: ranks that only save are killed at random moments, and what is left is looked at.
 
     python -m tests.train.checkpoint.kill_worker --tries 100 [--seed N] [--dir DIR]
 

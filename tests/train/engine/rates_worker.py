@@ -1,4 +1,4 @@
-"""Learning rates that a loop of one's own applies, run by torchrun in test_rates.py.
+"""Learning rates that a loop of one's own applies, run by torchrun in test_optimizer_step_rates.py.
 
 Prints one JSON object from rank 0 for each case: the rates that the optimizer applied, and those that were reported.
 """
