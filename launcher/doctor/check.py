@@ -39,11 +39,15 @@ def failure(name: str, found: str, remedy: str, node: str | None = None) -> Chec
     return Check(name, State.failure, found, remedy, node)
 
 
-def merge(checks: Iterable[Check], hosts: Sequence[str]) -> list[Check]:
-    """Merge checks that are equal except for their host; a check that holds for all ``hosts`` names no host."""
+def merge(checks: Iterable[tuple[str, Check]], hosts: Sequence[str]) -> list[Check]:
+    """Merge equal checks of several hosts; a check that holds for all ``hosts`` names no host.
+
+    Args:
+        checks: pairs of a host and a check of it.
+    """
     same: dict[Check, list[str]] = {}
-    for check in checks:
-        same.setdefault(dataclasses.replace(check, node=None), []).append(check.node or "")
+    for host, check in checks:
+        same.setdefault(check, []).append(host)
     return [
         dataclasses.replace(check, node=None if set(nodes) >= set(hosts) else ", ".join(nodes))
         for check, nodes in same.items()

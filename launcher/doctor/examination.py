@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, suppress
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -76,7 +78,8 @@ def _check_hosts(config: Config, site: Site, say: Callable[[str], None]) -> list
         unusable = [host_checks.unusable(run_dir, problem)] if problem else []
         directory = directory_facts(folder)
         if slurm and not problem and directory["kind"] in OWN_MEMORY:
-            unusable = [host_checks.in_memory(run_dir, directory, login["host"], shared=True)]
+            in_memory = host_checks.in_memory(run_dir, directory, shared=True)
+            unusable = [dataclasses.replace(in_memory, node=login["host"])]
         if slurm and unusable:  # the directory is the only way to exchange facts with the nodes
             return unusable
         plan = _plan(config, site, folder)
@@ -155,29 +158,30 @@ def judge(config: Config, plan: LaunchPlan, login: Answer, answers: dict[int, An
         answers: answers by node, where there is one.
         unwritten: why ``login`` could not write to the working directory; empty if it could.
     """
-    cluster, shared = plan.cluster, plan.cluster.kind is ClusterKind.slurm
-    run_dir = plan.paths.root.parent
+    cluster, run_dir = plan.cluster, plan.paths.root.parent
     with_facts = {node: answer for node, answer in answers.items() if "facts" in answer}
-    each = list(with_facts.values())
+    hosts = [answer["host"] for answer in answers.values()]
     # in a container all nodes use the image's Python, so compare them with the first node
-    model = each[0]["facts"] if each and config.cluster.container else login
-    per_host = [
-        [host_checks.python(model, one) for one in each],
-        [host_checks.packages(model, one) for one in each],
-        [torch for one in each if (torch := host_checks.torch(one)) is not None],
-        [host_checks.gpus(one, cluster.device, cluster.workers_per_node) for one in each],
-        [limit for one in each for limit in host_checks.limits(one)],
-        host_checks.run_dir(run_dir, login["host"], with_facts, shared=shared),
-        host_checks.working_directory(login["host"], unwritten, with_facts, shared=shared),
-    ]
-    hosts = [one["host"] for one in answers.values()]
-    wandb = host_checks.wandb(config.wandb.mode, login["packages"]["wandb"], answers.get(0, {}))
+    first = next(iter(with_facts.values()), None)
+    model = first["facts"] if first is not None and config.cluster.container else login
+    submitter = login["host"] if plan.cluster.kind is ClusterKind.slurm else None
+
+    def on_each(check: Callable[[Answer], Iterable[Check]], answers: dict[int, Answer] = with_facts) -> list[Check]:
+        return merge(((answer["host"], one) for answer in answers.values() for one in check(answer)), hosts)
+
     return [
-        *(check for checks in per_host for check in merge(checks, hosts)),
-        *host_checks.interfaces(with_facts),
-        *(unfinished for one in answers.values() if (unfinished := host_checks.unfinished(one)) is not None),
+        *on_each(partial(host_checks.python, model)),
+        *on_each(partial(host_checks.packages, model)),
+        *on_each(host_checks.torch),
+        *on_each(partial(host_checks.gpus, cluster.device, cluster.workers_per_node)),
+        *on_each(host_checks.limits),
+        *on_each(partial(host_checks.run_dir, run_dir, submitter, with_facts)),
+        *on_each(partial(host_checks.working_directory, submitter, unwritten)),
+        *on_each(host_checks.interfaces),
+        *host_checks.addresses(with_facts),
+        *on_each(host_checks.unfinished, answers),
         *host_checks.connections(with_facts),
         *host_checks.clocks(with_facts),
         *host_checks.all_reduce(with_facts, cluster.device.value, cluster.link_gbit, hosts=cluster.nodes > 1),
-        *([] if wandb is None else [wandb]),
+        *host_checks.wandb(config.wandb.mode, login["packages"]["wandb"], answers.get(0, {})),
     ]

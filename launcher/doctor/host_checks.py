@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from launcher.config.schema import Device, WandbMode
-from launcher.doctor.check import Check, failure, merge, ok, warning
+from launcher.doctor.check import Check, failure, ok, warning
 from launcher.doctor.probe import PACKAGES, Answer
 from launcher.launch.network import GLOO
 from launcher.plan.host import OWN_MEMORY
@@ -16,29 +17,25 @@ _OPTIONAL = ("numpy",)
 _BUSY_MIB, _BUSY_PERCENT = 1024, 10
 _SHM_BYTES = 2**30
 _OPEN_FILES = 1024
+_FREE_BYTES = 10e9
 
 
-def python(login: Answer, answer: Answer) -> Check:
+def python(login: Answer, answer: Answer) -> Iterator[Check]:
     """Check that the Python version is that of the host which submits the job. ``login``: facts of that host."""
-    facts, host = answer["facts"], answer["host"]
+    facts = answer["facts"]
     found = f"Python {facts['python']}, {facts['executable']}"
-    if facts["python"] != login["python"]:
-        return failure(
-            "python", f"{found}; on {login['host']} it is {login['python']}",
-            "Use an environment on the disk that all hosts share, or install the same Python on each.", host,
-        )  # fmt: skip
-    return ok("python", found, host)
+    if facts["python"] == login["python"]:
+        yield ok("python", found)
+    else:
+        remedy = "Use an environment on the disk that all hosts share, or install the same Python on each."
+        yield failure("python", f"{found}; on {login['host']} it is {login['python']}", remedy)
 
 
-def packages(login: Answer, answer: Answer) -> Check:
+def packages(login: Answer, answer: Answer) -> Iterator[Check]:
     """Check that all packages are installed, in the versions of ``login``, and that torch is new enough."""
-    facts, host = answer["facts"], answer["host"]
+    facts = answer["facts"]
     versions: dict[str, str | None] = facts["packages"]
     missing = [name for name in PACKAGES if versions[name] is None and name not in _OPTIONAL]
-    if missing:
-        return failure(
-            "packages", f"not installed: {', '.join(missing)}", "Install launcher with its dependencies.", host
-        )
     other = [
         f"{name} {versions[name] or 'missing'} ({login['host']}: {login['packages'][name] or 'missing'})"
         for name in PACKAGES
@@ -46,166 +43,142 @@ def packages(login: Answer, answer: Answer) -> Check:
     ]
     if facts["package_dir"] != login["package_dir"]:
         other.append(f"launcher from {facts['package_dir']} ({login['host']}: {login['package_dir']})")
-    if other:
-        return failure(
-            "packages", f"not those of {login['host']}: {', '.join(other)}",
-            "Use one environment on the disk that all hosts share, or install the same versions on each host.", host,
-        )  # fmt: skip
     torch = versions["torch"] or ""
-    if tuple(int(part) for part in re.findall(r"\d+", torch)[:2]) < TORCH:
-        wanted = ".".join(map(str, TORCH))
-        return failure("packages", f"torch {torch} is too old", f"Install it: pip install 'torch>={wanted}'.", host)
-    return ok("packages", ", ".join(f"{name} {versions[name]}" for name in PACKAGES if versions[name]), host)
+    if missing:
+        yield failure("packages", f"not installed: {', '.join(missing)}", "Install launcher with its dependencies.")
+    elif other:
+        remedy = "Use one environment on the disk that all hosts share, or install the same versions on each host."
+        yield failure("packages", f"not those of {login['host']}: {', '.join(other)}", remedy)
+    elif tuple(int(part) for part in re.findall(r"\d+", torch)[:2]) < TORCH:
+        remedy = f"Install it: pip install 'torch>={'.'.join(map(str, TORCH))}'."
+        yield failure("packages", f"torch {torch} is too old", remedy)
+    else:
+        yield ok("packages", ", ".join(f"{name} {versions[name]}" for name in PACKAGES if versions[name]))
 
 
-def torch(answer: Answer) -> Check | None:
-    """Return a failure if a worker that inspects torch on its own has failed, else None."""
-    measured: Answer | None = answer.get("bandwidth")
-    if measured is None or "error" not in measured or measured["world"] > 1:
-        return None
-    return failure(
-        "torch", f"a worker failed: {measured['error']}", "Try `python -c 'import torch'` there.", answer["host"]
-    )
+def torch(answer: Answer) -> Iterator[Check]:
+    """Yield a failure if a worker that inspects torch on its own has failed."""
+    measured: Answer = answer.get("bandwidth", {})
+    if "error" in measured and measured["world"] == 1:
+        yield failure("torch", f"a worker failed: {measured['error']}", "Try `python -c 'import torch'` there.")
 
 
-def gpus(answer: Answer, device: Device, workers: int) -> Check:
+def gpus(device: Device, workers: int, answer: Answer) -> Iterator[Check]:
     """Check that torch sees enough idle GPUs. ``workers``: workers on this host, which need one GPU each."""
-    facts, host = answer["facts"], answer["host"]
-    devices, use = facts["devices"], facts["gpu_use"]
-    build = facts["packages"]["torch"]
+    facts: Answer = answer["facts"]
     measured: Answer = answer.get("bandwidth") or {}
+    use: list[list[int]] = facts["gpu_use"] or []
+    devices, build = facts["devices"], facts["packages"]["torch"]
     slurm_gpus = answer.get("slurm_gpus")
     by_slurm = f", {slurm_gpus} given by Slurm" if slurm_gpus else ""
-    if device is Device.cpu:
-        if not devices:
-            return ok("gpu", "no GPU: CPU workers", host)
-        if build is not None and build.endswith("+cpu"):
-            return warning(
-                "gpu", f"{devices} GPUs, and torch {build} is a build for CPUs{by_slurm}",
-                "Install the CUDA build of torch, or set cluster.device=cpu.", host,
-            )  # fmt: skip
-        return ok("gpu", f"{devices} GPUs, not used with cluster.device=cpu", host)
-    if "gpus" not in measured:
-        remedy = "See the other lines."
-        return warning("gpu", f"{devices} GPUs{by_slurm}; not known how many torch sees", remedy, host)
-    if measured["gpus"] < workers:
-        return failure(
+    busy = [f"GPU {n}: {used} MiB, {work}%" for n, used, work in use if used > _BUSY_MIB or work > _BUSY_PERCENT]
+    if device is Device.cpu and not devices:
+        yield ok("gpu", "no GPU: CPU workers")
+    elif device is Device.cpu and build is not None and build.endswith("+cpu"):
+        remedy = "Install the CUDA build of torch, or set cluster.device=cpu."
+        yield warning("gpu", f"{devices} GPUs, and torch {build} is a build for CPUs{by_slurm}", remedy)
+    elif device is Device.cpu:
+        yield ok("gpu", f"{devices} GPUs, not used with cluster.device=cpu")
+    elif "gpus" not in measured:
+        yield warning("gpu", f"{devices} GPUs{by_slurm}; not known how many torch sees", "See the other lines.")
+    elif measured["gpus"] < workers:
+        yield failure(
             "gpu", f"torch {build} (CUDA {measured['cuda']}) sees {measured['gpus']} GPUs of {devices}{by_slurm}, and "
             f"{workers} workers need one each",
-            "Compare the driver (`nvidia-smi`) with torch's CUDA, and CUDA_VISIBLE_DEVICES.", host,
+            "Compare the driver (`nvidia-smi`) with torch's CUDA, and CUDA_VISIBLE_DEVICES.",
         )  # fmt: skip
-    if busy := _busy(use or []):
-        return warning("gpu", f"in use: {'; '.join(busy)}", "See `nvidia-smi` for the processes that use them.", host)
-    idle = "idle" if use else "use not known: no nvidia-smi"
-    return ok("gpu", f"{measured['gpus']} GPUs seen by torch (CUDA {measured['cuda']}){by_slurm}, {idle}", host)
-
-
-def _busy(use: list[list[int]]) -> list[str]:
-    return [f"GPU {n}: {used} MiB, {work}%" for n, used, work in use if used > _BUSY_MIB or work > _BUSY_PERCENT]
-
-
-def limits(answer: Answer) -> list[Check]:
-    """Check what loader processes need: shared memory for batches, and open files."""
-    facts, host = answer["facts"], answer["host"]
-    shm, files = facts["shm_bytes"], facts["open_files"]
-    checks: list[Check] = []
-    if shm is None or shm < _SHM_BYTES:
-        size = "no /dev/shm" if shm is None else f"/dev/shm has {gigabytes(shm)}"
-        remedy = "Make it larger (docker run --shm-size=8g), or use train.loader_workers=0."
-        checks.append(warning("shared memory", f"{size}: loader processes pass batches through it", remedy, host))
+    elif busy:
+        yield warning("gpu", f"in use: {'; '.join(busy)}", "See `nvidia-smi` for the processes that use them.")
     else:
-        checks.append(ok("shared memory", f"/dev/shm has {gigabytes(shm)}", host))
-    shown = "no limit" if files < 0 else f"{files:,}"
+        idle = "idle" if use else "use not known: no nvidia-smi"
+        yield ok("gpu", f"{measured['gpus']} GPUs seen by torch (CUDA {measured['cuda']}){by_slurm}, {idle}")
+
+
+def limits(answer: Answer) -> Iterator[Check]:
+    """Check what loader processes need: shared memory for batches, and open files."""
+    shm, files = answer["facts"]["shm_bytes"], answer["facts"]["open_files"]
+    found = "no /dev/shm" if shm is None else f"/dev/shm has {gigabytes(shm)}"
+    if shm is None or shm < _SHM_BYTES:
+        remedy = "Make it larger (docker run --shm-size=8g), or use train.loader_workers=0."
+        yield warning("shared memory", f"{found}: loader processes pass batches through it", remedy)
+    else:
+        yield ok("shared memory", found)
+    found = "no limit" if files < 0 else f"{files:,}"
     if 0 <= files < _OPEN_FILES:
         remedy = f"Raise it: `ulimit -n {4 * _OPEN_FILES}` in your shell, or in cluster.setup."
-        checks.append(warning("open files", f"limit of {shown} a process", remedy, host))
+        yield warning("open files", f"limit of {found} a process", remedy)
     else:
-        checks.append(ok("open files", f"{shown} a process", host))
-    return checks
+        yield ok("open files", f"{found} a process")
 
 
 def gigabytes(number: float) -> str:
     return f"{number / 1e9:,.1f} GB"
 
 
-_FREE_BYTES = 10e9
-
-
-def run_dir(run_dir: Path, login: str, answers: dict[int, Answer], *, shared: bool) -> list[Check]:
+def run_dir(run_dir: Path, login: str | None, answers: dict[int, Answer], answer: Answer) -> Iterator[Check]:
     """Check the run directory. A host that has answered sees what ``login`` wrote there, and vice versa.
 
     Args:
-        shared: True if hosts other than ``login`` were asked.
+        login: host that submits the job, if that is another one.
+        answers: answers of all hosts, by node.
     """
-    checks: list[Check] = []
-    for answer in answers.values():
-        directory: Answer | None = answer.get("run_dir")
-        if directory is None:
-            continue
-        if unseen := sorted({answers[k]["host"] for k in answer.get("absent", ()) if k in answers}):
-            checks.append(_unseen(run_dir, unseen, answer["host"]))
-        elif directory["kind"] in OWN_MEMORY:
-            checks.append(in_memory(run_dir, directory, answer["host"], shared=shared))
+    directory: Answer | None = answer.get("run_dir")
+    if directory is None:
+        return
+    if unseen := sorted({answers[k]["host"] for k in answer.get("absent", ()) if k in answers}):
+        found = f"{run_dir}: what {', '.join(unseen)} wrote did not appear within a minute"
+        yield failure("run directory", found, "Use a run.dir on a disk that all nodes share.")
+    elif directory["kind"] in OWN_MEMORY:
+        yield in_memory(run_dir, directory, shared=login is not None)
+    else:
+        shared = "" if login is None else f", written on {login} and read here, and the other way round"
+        found = f"{run_dir} ({directory['kind']}): writable{shared}; {gigabytes(directory['free_bytes'])} free"
+        if directory["free_bytes"] < _FREE_BYTES:
+            remedy = "Free some space, or lower checkpoint.keep: checkpoints are stored there."
+            yield warning("run directory", found, remedy)
         else:
-            checks.append(_space(run_dir, directory, answer["host"], login if shared else None))
-    return checks
+            yield ok("run directory", found)
 
 
-def _unseen(run_dir: Path, unseen: list[str], host: str) -> Check:
-    return failure(
-        "run directory", f"{run_dir}: what {', '.join(unseen)} wrote did not appear within a minute",
-        "Use a run.dir on a disk that all nodes share.", host,
-    )  # fmt: skip
-
-
-def in_memory(run_dir: Path, directory: Answer, host: str | None, *, shared: bool) -> Check:
+def in_memory(run_dir: Path, directory: Answer, *, shared: bool) -> Check:
     found = f"{run_dir} is in this machine's memory ({directory['kind']} on {directory['mount']})"
     if shared:
         remedy = "Use a run.dir on a disk that the login node and all nodes share."
-        return failure("run directory", f"{found}: others do not see it", remedy, host)
-    return warning("run directory", f"{found}: a reboot deletes the runs", "Use a run.dir on a disk.", host)
-
-
-def _space(run_dir: Path, directory: Answer, host: str, login: str | None) -> Check:
-    """Check the free space. ``login``: the other host that reads and writes the directory; None without one."""
-    shared = "" if login is None else f", written on {login} and read here, and the other way round"
-    found = f"{run_dir} ({directory['kind']}): writable{shared}; {gigabytes(directory['free_bytes'])} free"
-    if directory["free_bytes"] < _FREE_BYTES:
-        remedy = "Free some space, or lower checkpoint.keep: checkpoints are stored there."
-        return warning("run directory", found, remedy, host)
-    return ok("run directory", found, host)
+        return failure("run directory", f"{found}: others do not see it", remedy)
+    return warning("run directory", f"{found}: a reboot deletes the runs", "Use a run.dir on a disk.")
 
 
 def unusable(run_dir: Path, problem: str) -> Check:
     return failure("run directory", f"{run_dir} cannot be used: {problem}", "Choose a run.dir that you may write to.")
 
 
-def working_directory(login: str, unwritten: str, answers: dict[int, Answer], *, shared: bool) -> list[Check]:
-    """Check the working directory. ``unwritten``: why ``login`` could not write there; empty if it could."""
-    checks: list[Check] = []
-    for answer in answers.values():
-        directory: Answer | None = answer.get("cwd")
-        if directory is None:
-            continue
-        host, path = answer["host"], directory["path"]
-        if shared and not unwritten and not directory["same"]:
-            found = f"{path} is another directory there than on {login}" if directory["kind"] else f"there is no {path}"
-            remedy = "Type `launch` in a directory on the disk that the login node and all nodes share."
-            checks.append(failure("working directory", found, remedy, host))
-        elif problem := unwritten or directory["problem"]:
-            found = f"{path} is not writable: {problem}"
-            checks.append(warning("working directory", found, "Go to a directory that you may write to.", host))
-        else:
-            checks.append(ok("working directory", f"{path}: writable{', the same everywhere' if shared else ''}", host))
-    return checks
+def working_directory(login: str | None, unwritten: str, answer: Answer) -> Iterator[Check]:
+    """Check the working directory.
+
+    Args:
+        login: host that submits the job, if that is another one.
+        unwritten: why ``login``, or this host, could not write there; empty if it could.
+    """
+    directory: Answer | None = answer.get("cwd")
+    if directory is None:
+        return
+    path = directory["path"]
+    if login is not None and not unwritten and not directory["same"]:
+        found = f"{path} is another directory there than on {login}" if directory["kind"] else f"there is no {path}"
+        remedy = "Type `launch` in a directory on the disk that the login node and all nodes share."
+        yield failure("working directory", found, remedy)
+    elif problem := unwritten or directory["problem"]:
+        remedy = "Go to a directory that you may write to."
+        yield warning("working directory", f"{path} is not writable: {problem}", remedy)
+    else:
+        yield ok("working directory", f"{path}: writable{'' if login is None else ', the same everywhere'}")
 
 
-def unfinished(answer: Answer) -> Check | None:
-    """Return a failure if a host's probe did not finish, else None."""
-    if "error" not in answer and answer.get("done"):
-        return None
-    problem, _, remedy = answer.get("error", "its probe ended early").partition("\n")
-    return failure("probe", problem, remedy.strip() or "See the lines above for what it has checked.", answer["host"])
+def unfinished(answer: Answer) -> Iterator[Check]:
+    """Yield a failure if a host's probe did not finish."""
+    if "error" in answer or not answer.get("done"):
+        problem, _, remedy = answer.get("error", "its probe ended early").partition("\n")
+        yield failure("probe", problem, remedy.strip() or "See the lines above for what it has checked.")
 
 
 _CLOCK_WARNING_S, _CLOCK_FAILURE_S = 0.1, 2.0
@@ -213,31 +186,26 @@ _CLOCK_WARNING_S, _CLOCK_FAILURE_S = 0.1, 2.0
 _FAR_BELOW = 0.5
 
 
-def interfaces(answers: dict[int, Answer]) -> list[Check]:
-    """List each host's interface and address, and check that it has the interfaces that its environment names."""
-    known = [answer for answer in answers.values() if "interfaces" in answer]
-    hosts = [answer["host"] for answer in answers.values()]
-    checks = merge((missing for answer in known if (missing := _missing(answer)) is not None), hosts)
-    used = [
-        f"{answer['host']} {answer['interface']} {answer['address']}{_own_name(answer)}"
-        for answer in known
-        if "address" in answer
-    ]
-    return [*checks, ok("interface", ", ".join(used))] if used else checks
-
-
-def _missing(answer: Answer) -> Check | None:
-    present: list[str] = answer["interfaces"]
-    for name, value in answer["named_interfaces"].items():
+def interfaces(answer: Answer) -> Iterator[Check]:
+    """Check that a host has the interfaces that its environment names."""
+    present: list[str] = answer.get("interfaces", [])
+    for name, value in answer.get("named_interfaces", {}).items():
         # NCCL matches prefixes of names, or whole names after "="; "^" excludes names
         wanted, exact = tuple(value.lstrip("=").split(",")), name == GLOO or value.startswith("=")
         if value.startswith("^") or any(own in wanted or (not exact and own.startswith(wanted)) for own in present):
             continue
-        return failure(
-            "interface", f"{name}={value} in the environment names an interface that this host does not have",
-            f"Unset {name}, or name one of these: {', '.join(present)}.", answer["host"],
-        )  # fmt: skip
-    return None
+        found = f"{name}={value} in the environment names an interface that this host does not have"
+        yield failure("interface", found, f"Unset {name}, or name one of these: {', '.join(present)}.")
+
+
+def addresses(answers: dict[int, Answer]) -> list[Check]:
+    """List the interface and address of each host."""
+    used = [
+        f"{answer['host']} {answer['interface']} {answer['address']}{_own_name(answer)}"
+        for answer in answers.values()
+        if "address" in answer
+    ]
+    return [ok("interface", ", ".join(used))] if used else []
 
 
 def _own_name(answer: Answer) -> str:
@@ -322,17 +290,17 @@ def bandwidth(times: list[list[float]], world: int) -> tuple[float, float, float
     return 8e-9 * size * 2 * (world - 1) / world / seconds, size, times[0][1]
 
 
-def wandb(mode: WandbMode, version: str | None, answer: Answer) -> Check | None:
-    """Check W&B; None if the probe did not get to it. ``answer``: answer of the host on which rank 0 will run."""
+def wandb(mode: WandbMode, version: str | None, answer: Answer) -> Iterator[Check]:
+    """Check W&B, if the probe got to it. ``answer``: answer of the host on which rank 0 will run."""
     if mode is not WandbMode.online:
-        return ok("W&B", f"wandb {version}, wandb.mode={mode.value}: no server is needed")
-    probed: dict[str, str] | None = answer.get("wandb")
-    if probed is None:
-        return None
-    if probed["no_key"]:
-        problem, _, remedy = probed["no_key"].partition("\n")
-        return failure("W&B", problem, remedy.strip(), answer["host"])
-    if probed["silent"]:
-        remedy = "The run would be recorded offline. Or use wandb.mode=offline, and `wandb sync` later."
-        return warning("W&B", f"wandb.mode=online: {probed['silent']}", remedy, answer["host"])
-    return ok("W&B", f"wandb {version}, key found, the server answers", answer["host"])
+        yield ok("W&B", f"wandb {version}, wandb.mode={mode.value}: no server is needed")
+    elif probed := answer.get("wandb"):
+        host = answer["host"]
+        if probed["no_key"]:
+            problem, _, remedy = probed["no_key"].partition("\n")
+            yield failure("W&B", problem, remedy.strip(), host)
+        elif probed["silent"]:
+            remedy = "The run would be recorded offline. Or use wandb.mode=offline, and `wandb sync` later."
+            yield warning("W&B", f"wandb.mode=online: {probed['silent']}", remedy, host)
+        else:
+            yield ok("W&B", f"wandb {version}, key found, the server answers", host)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +51,8 @@ def two(first: dict[str, Any], second: dict[str, Any]) -> dict[int, dict[str, An
     return {0: answer("node1", **first), 1: answer("node2", **second)}
 
 
-def has(check: Check | None, state: State, *words: str) -> None:
-    assert check is not None
+def has(check: Check | Iterable[Check], state: State, *words: str) -> None:
+    (check,) = [check] if isinstance(check, Check) else check
     assert check.state is state, check
     text = f"{check.found} -> {check.remedy}"
     assert all(word in text for word in words), text
@@ -64,9 +65,9 @@ def test_the_exit_status_is_that_of_failures() -> None:
 
 
 def test_equal_checks_of_several_hosts_are_one_line() -> None:
-    checks = [ok("a", "same", host) for host in ("n1", "n2", "n3")]
+    checks = [(host, ok("a", "same")) for host in ("n1", "n2", "n3")]
     assert merge(checks, ["n1", "n2", "n3"]) == [ok("a", "same")]
-    checks[2] = ok("a", "other", "n3")
+    checks[2] = ("n3", ok("a", "other"))
     assert merge(checks, ["n1", "n2", "n3"]) == [ok("a", "same", "n1, n2"), ok("a", "other", "n3")]
 
 
@@ -74,7 +75,6 @@ def test_python() -> None:
     has(host_checks.python(facts(), answer()), State.ok, "3.11.7", "/env/bin/python")
     other = host_checks.python(facts(), answer(of={"python": "3.12.1"}))
     has(other, State.failure, "3.12.1", "on login it is 3.11.7", "share")
-    assert other.node == "node1"
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_another_checkout_is_another_launcher() -> None:
 
 
 def test_torch_that_does_not_start() -> None:
-    assert host_checks.torch(answer(bandwidth={"world": 1, "gpus": 0, "times": []})) is None
+    assert [*host_checks.torch(answer(bandwidth={"world": 1, "gpus": 0, "times": []}))] == []
     has(
         host_checks.torch(answer(bandwidth={"world": 1, "error": "ImportError: libcudart"})), State.failure, "libcudart"
     )
@@ -133,7 +133,7 @@ def test_torch_that_does_not_start() -> None:
 )  # fmt: skip
 def test_gpus(device: Device, of: dict[str, Any], seen: dict[str, Any], state: State, words: list[str]) -> None:
     given = "4" if device is Device.cuda else None
-    has(host_checks.gpus(answer(of=of, bandwidth=seen, slurm_gpus=given), device, 4), state, *words)
+    has(host_checks.gpus(device, 4, answer(of=of, bandwidth=seen, slurm_gpus=given)), state, *words)
 
 
 def test_limits() -> None:
@@ -159,21 +159,23 @@ def test_limits() -> None:
     ],
 )
 def test_run_directory(there: dict[str, Any], shared: bool, state: State, words: list[str]) -> None:
-    (check,) = host_checks.run_dir(RUNS, "login", {0: answer(run_dir=place(**there))}, shared=shared)
-    has(check, state, *words)
+    has(host_checks.run_dir(RUNS, "login" if shared else None, {}, answer(run_dir=place(**there))), state, *words)
 
 
 def test_a_node_whose_file_does_not_appear_is_named() -> None:
-    first, second = host_checks.run_dir(RUNS, "login", two({"absent": [1]}, {"absent": []}), shared=True)
-    has(first, State.failure, "what node2 wrote did not appear", "share")
-    has(second, State.ok, "writable")
+    answers = two({"absent": [1]}, {"absent": []})
+    has(
+        host_checks.run_dir(RUNS, "login", answers, answers[0]),
+        State.failure,
+        "what node2 wrote did not appear",
+        "share",
+    )
+    has(host_checks.run_dir(RUNS, "login", answers, answers[1]), State.ok, "writable")
 
 
 def test_working_directory() -> None:
-    def of(written: str = "", **there: Any) -> Check:
-        return host_checks.working_directory("login", written, {0: answer(cwd=place(same=True) | there)}, shared=True)[
-            0
-        ]
+    def of(unwritten: str = "", **there: Any) -> Iterable[Check]:
+        return host_checks.working_directory("login", unwritten, answer(cwd=place(same=True) | there))
 
     has(of(), State.ok, "the same everywhere")
     has(of(same=False), State.failure, "another directory there than on login", "share")
@@ -185,16 +187,15 @@ def test_working_directory() -> None:
 def test_interfaces() -> None:
     on = {"address": "10.0.0.1", "interface": "eth0"}
     loopback = {"of": {"hostname_address": "127.0.1.1"}}
-    (check,) = host_checks.interfaces(two(on, on | {"address": "10.0.0.2"} | loopback))
+    (check,) = host_checks.addresses(two(on, on | {"address": "10.0.0.2"} | loopback))
     has(check, State.ok, "node1 eth0 10.0.0.1, node2 eth0 10.0.0.2 (its own name means 127.0.1.1 there")
-    wrong = {"named_interfaces": {"GLOO_SOCKET_IFNAME": "eth7"}}
-    (check,) = host_checks.interfaces(two(wrong, wrong))
-    has(check, State.failure, "GLOO_SOCKET_IFNAME=eth7", "Unset GLOO_SOCKET_IFNAME", "lo, eth0")
-    assert check.node is None
+    wrong = answer(named_interfaces={"GLOO_SOCKET_IFNAME": "eth7"})
+    words = ("GLOO_SOCKET_IFNAME=eth7", "Unset GLOO_SOCKET_IFNAME", "lo, eth0")
+    has(host_checks.interfaces(wrong), State.failure, *words)
     for name, said in (("NCCL_SOCKET_IFNAME", "eth"), ("NCCL_SOCKET_IFNAME", "^lo"), ("GLOO_SOCKET_IFNAME", "eth0")):
-        assert host_checks.interfaces({0: answer(named_interfaces={name: said})}) == []
+        assert [*host_checks.interfaces(answer(named_interfaces={name: said}))] == []
     for name, said in (("NCCL_SOCKET_IFNAME", "=eth"), ("GLOO_SOCKET_IFNAME", "eth")):
-        assert host_checks.interfaces({0: answer(named_interfaces={name: said})})[0].state is State.failure
+        has(host_checks.interfaces(answer(named_interfaces={name: said})), State.failure)
 
 
 def test_connections_and_clocks() -> None:
@@ -240,7 +241,7 @@ def test_bandwidth_is_of_wire_bytes() -> None:
 
 def test_wandb() -> None:
     has(host_checks.wandb(WandbMode.offline, "0.31.0", {}), State.ok, "wandb 0.31.0", "no server is needed")
-    assert host_checks.wandb(WandbMode.online, "0.31.0", answer()) is None
+    assert [*host_checks.wandb(WandbMode.online, "0.31.0", answer())] == []
     said = {"no_key": "", "silent": ""}
     has(host_checks.wandb(WandbMode.online, "0.31.0", answer(wandb=said)), State.ok, "key found")
     no_key = said | {"no_key": "there is no key.\n  Run `wandb login`."}
@@ -323,6 +324,15 @@ def test_an_answer_that_ends_early_is_not_fit() -> None:
     half = answer(done=False)
     assert exit_status(judge(Config(), make_plan(), facts(), {0: half}, "")) == 1
     assert exit_status(judge(Config(), make_plan(), facts(), {0: answer()}, "")) == 0
+
+
+def test_a_host_that_differs_is_named() -> None:
+    checks = judge(Config(), make_plan(), facts(), two({}, {"of": {"python": "3.12.1"}}), "")
+    assert [(one.state, one.node) for one in checks if one.name == "python"] == [
+        (State.ok, "node1"),
+        (State.failure, "node2"),
+    ]
+    assert [one.node for one in checks if one.name == "packages"] == [None]
 
 
 def test_a_node_without_an_answer_is_named() -> None:
