@@ -15,7 +15,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 from launcher.drill.backends import Backend
-from launcher.drill.verdict import Difference, Drilled, Interrupted, Kind, Record, first_difference, judge, wrong_steps
+from launcher.drill.verdict import (
+    Difference,
+    DrillResult,
+    InterruptedRun,
+    Kind,
+    Record,
+    first_difference,
+    judge,
+    wrong_steps,
+)
 from launcher.errors import RunError
 from launcher.plan.run_plan import RunPlan
 from launcher.process import wait_until
@@ -116,7 +125,7 @@ class Drill:
     ) -> None:
         self.plan, self._changed, self._yaml, self._backend, self._say = plan, changed, yaml, backend, say
 
-    def run(self, length: Length) -> Drilled:
+    def run(self, length: Length) -> DrillResult:
         """Run the drill, with longer runs if the job ends before it can be interrupted.
 
         Raises:
@@ -132,7 +141,7 @@ class Drill:
                     raise TooLate
                 results = tuple(self._disturbed(kind, length, cold_start_s) for kind in self._backend.kinds)
             except TooLate:
-                self._say(f"{length.windows} windows are over too soon to be interrupted: again, with more of them.")
+                self._say(f"{length.windows} windows are over too soon to be interrupted: repeating with more.")
                 self._remove(length)
                 length = Length(length.windows * min(64, math.ceil(longer)))
                 continue
@@ -141,12 +150,14 @@ class Drill:
                 self._undisturbed("undisturbed again", length)
                 by_itself = self._difference("undisturbed again", length)
             outcome, reason = judge(results, by_itself)
-            return Drilled(
+            return DrillResult(
                 job=job_lines(self.plan), changed=self._changed, windows=length.windows, every=length.every,
                 cold_start_s=cold_start_s, run_s=run_s, interrupted=results, by_itself=by_itself, outcome=outcome,
                 reason=reason,
             )  # fmt: skip
-        raise RunError(f"This job takes {_MOST_WINDOWS} steps before it can be interrupted: it is too short to drill.")
+        raise RunError(
+            f"The job is over within {_MOST_WINDOWS} steps before it can be interrupted: it is too fast to drill."
+        )
 
     def _start(self, name: str, length: Length) -> RunPaths:
         plan = of_length(self.plan, self._paths(name, length), length)
@@ -182,11 +193,11 @@ class Drill:
             self._backend.abandon()
             raise
         if problem := self._backend.problem(None) or wrong_steps(Record.of(paths.metrics), length.windows):
-            raise RunError(f"The job does not come to the end by itself, undisturbed.\n  {problem}")
+            raise RunError(f"The job does not reach its end, although it was not disturbed.\n  {problem}")
         remaining_s = recorded_at[length.windows] - recorded_at[length.until]
         return recorded_at[1] - started, remaining_s, time.monotonic() - started
 
-    def _disturbed(self, kind: Kind, length: Length, cold_start_s: float) -> Interrupted:
+    def _disturbed(self, kind: Kind, length: Length, cold_start_s: float) -> InterruptedRun:
         """Run the job with an interruption, and compare it with the undisturbed run."""
         self._say(f"{kind.value} ...")
         paths = self._start(kind.value, length)
@@ -205,17 +216,17 @@ class Drill:
             result.problem = str(error)
         return result
 
-    def _interrupt(self, kind: Kind, paths: RunPaths, length: Length, cold_start_s: float) -> Interrupted:
+    def _interrupt(self, kind: Kind, paths: RunPaths, length: Length, cold_start_s: float) -> InterruptedRun:
         """Interrupt a run that has just started, resume it if necessary, and follow it to its end."""
         backend, limit_s = self._backend, self._backend.recovery_limit_s(cold_start_s)
         wait_until(lambda: backend.ended() or Record.of(paths.metrics).step >= length.until, every_s=POLL_S)
         record = Record.of(paths.metrics)
         if record.step < length.until:
             if problem := backend.problem(None):
-                raise RunError(f"The job does not come to the end by itself.\n  {problem}")
+                raise RunError(f"The job ended before it was interrupted.\n  {problem}")
             raise TooLate
         died = time.monotonic()
-        result = Interrupted(kind=kind, what=backend.interrupt(kind))
+        result = InterruptedRun(kind=kind, what=backend.interrupt(kind))
         if not result.what:
             raise TooLate
         if backend.needs_resume(kind):
@@ -281,7 +292,7 @@ def next_step(
         record = Record.of(paths.metrics)
         if record.file == before.file:
             before = record
-        elif len(record.lines) > (kept := record.kept_of(before)):
+        elif len(record.lines) > (kept := record.shared_lines(before)):
             return before, kept, time.monotonic() - died
         if ended or (limit_s is not None and time.monotonic() - died > limit_s):
             return before, None, None

@@ -75,7 +75,7 @@ class Difference:
 
 
 @dataclass(kw_only=True)
-class Interrupted:
+class InterruptedRun:
     """Result of one interrupted run, filled in while it runs.
 
     Args:
@@ -107,18 +107,18 @@ class Interrupted:
         return max(0, self.at_step - self.from_step)
 
     def fault(self, by_itself: Difference | None) -> str:
-        """Return a description of the damage; empty if there is none. ``by_itself``: see ``Drilled``."""
+        """Return a description of the damage; empty if there is none. ``by_itself``: see ``DrillResult``."""
         if self.problem or self.difference is None:
-            return self.problem or "it did not come to the end"
+            return self.problem or "it did not reach the end"
         if self.left:
             return f"left behind: {', '.join(self.left)}"
         if self.difference.identical or (by_itself is not None and self.difference.within(by_itself)):
             return ""
-        return self.difference.steps or "it is not the undisturbed run"
+        return self.difference.steps or "it differs from the undisturbed run"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drilled:
+class DrillResult:
     """Result of a drill, as printed, printed by ``--json``, and stored in drill.json.
 
     Args:
@@ -136,7 +136,7 @@ class Drilled:
     every: int
     cold_start_s: float
     run_s: float
-    interrupted: tuple[Interrupted, ...]
+    interrupted: tuple[InterruptedRun, ...]
     by_itself: Difference | None
     outcome: DrillOutcome
     reason: str
@@ -146,22 +146,22 @@ class Drilled:
         return EXIT_FAILED if self.outcome is DrillOutcome.damaged else EXIT_DONE
 
 
-def judge(interrupted: Sequence[Interrupted], by_itself: Difference | None) -> tuple[DrillOutcome, str]:
-    """Return the verdict and a sentence with its reason. ``by_itself``: see ``Drilled``."""
+def judge(interrupted: Sequence[InterruptedRun], by_itself: Difference | None) -> tuple[DrillOutcome, str]:
+    """Return the verdict and a sentence with its reason. ``by_itself``: see ``DrillResult``."""
     faults = [f"{one.kind.value}: {fault}" for one in interrupted if (fault := one.fault(by_itself))]
     if faults:
         return DrillOutcome.damaged, f"{'; '.join(faults)}."
     kinds = ", ".join(one.kind.value for one in interrupted)
     if all(one.difference is not None and one.difference.identical for one in interrupted):
-        return DrillOutcome.survives, f"{kinds}: each time it ended as the undisturbed run, bit by bit."
+        return DrillOutcome.survives, f"{kinds}: each run ended like the undisturbed one, bit by bit."
     return DrillOutcome.varies, (
-        f"{kinds}: no step was lost, and it differs from the undisturbed run by no more than that differs from itself. "
+        f"{kinds}: no step was lost, and no run differs more from the undisturbed one than a repetition of that does. "
         "train.deterministic=true may make it repeatable."
     )
 
 
-# prefixes of figures that two runs of the same job share; the others are times and memory
-_LEARNED = ("train/", "eval/", "batch/", "progress/", "noise/", "amp/")
+# prefixes of metrics that two runs of the same job share; the others are times and memory
+_REPRODUCIBLE = ("train/", "eval/", "batch/", "progress/", "noise/", "amp/")
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ class Record:
         """Last recorded step; 0 without one."""
         return int(json.loads(self.lines[-1])["step"]) if self.lines else 0
 
-    def kept_of(self, before: Record) -> int:
+    def shared_lines(self, before: Record) -> int:
         """Return how many first lines equal those of ``before``; lines contain times, so a repeated step differs."""
         pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(self.lines, before.lines, strict=False))
         return sum(1 for _ in pairs)
@@ -199,17 +199,17 @@ def wrong_steps(record: Record, steps: int) -> str:
         return ""
     missing = sorted(set(range(1, steps + 1)) - set(seen))
     twice = sorted({step for step in seen if seen.count(step) > 1})
-    parts = [f"{words} {', '.join(map(str, these[:5]))}" for words, these in (("without", missing), ("twice", twice))
-             if these]  # fmt: skip
+    faults = (("without", missing), ("twice", twice))
+    parts = [f"{fault} {', '.join(map(str, numbers[:5]))}" for fault, numbers in faults if numbers]
     return f"the record's steps: {'; '.join(parts) or 'out of order'}"
 
 
 def first_difference(ours: Record, theirs: Record) -> str:
-    """Return the first learned figure that differs, with both values; empty if none does."""
+    """Return the first reproducible metric that differs, with both values; empty if none does."""
     by_step: dict[int, dict[str, Any]] = {fields["step"]: fields for fields in map(json.loads, theirs.lines)}
     for fields in map(json.loads, ours.lines):
         other = by_step.get(fields["step"], {})
         for name in sorted({*fields, *other}):
-            if name.startswith(_LEARNED) and fields.get(name) != other.get(name):
+            if name.startswith(_REPRODUCIBLE) and fields.get(name) != other.get(name):
                 return f"{name} of step {fields['step']}: {fields.get(name)} instead of {other.get(name)}"
     return ""

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from launcher.doctor.check import Check, State
-from launcher.drill.verdict import Difference, Drilled, DrillOutcome, Interrupted
+from launcher.drill.verdict import Difference, DrillOutcome, DrillResult, InterruptedRun
 from launcher.quantities import count
 from launcher.report.tables import named_lines, near
 from launcher.verify.certificate import Certificate, Comparison, Deviation, Effect, Hazard, Outcome, WindowCheck, words
@@ -93,7 +93,7 @@ def _hazard(hazard: Hazard) -> RenderableType:
 _DRILL_COLOURS = {DrillOutcome.survives: "bold green", DrillOutcome.varies: "bold yellow"}
 
 
-def drill_parts(drilled: Drilled, directory: Path) -> Iterator[RenderableType]:
+def drill_parts(drilled: DrillResult, directory: Path) -> Iterator[RenderableType]:
     """Yield the drill's parts in printing order, from the job to the verdict.
 
     Args:
@@ -122,7 +122,7 @@ def drill_parts(drilled: Drilled, directory: Path) -> Iterator[RenderableType]:
     yield verdict.append(drilled.reason, style="not bold default")
 
 
-def _interruption_table(drilled: Drilled) -> Table:
+def _interruption_table(drilled: DrillResult) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for column in ("interruption", "at step", "resumed after", "repeated", "recovery", "of a cold start", "result"):
         table.add_column(column, justify="left" if column in ("interruption", "result") else "right", no_wrap=True)
@@ -137,7 +137,7 @@ def _interruption_table(drilled: Drilled) -> Table:
     return table
 
 
-def _result(one: Interrupted) -> str:
+def _result(one: InterruptedRun) -> str:
     if one.problem:
         return "did not recover"
     if one.left:
@@ -146,7 +146,7 @@ def _result(one: Interrupted) -> str:
     return "bit-identical" if one.difference.identical else "differs"
 
 
-def _details(one: Interrupted) -> Iterator[Text]:
+def _details(one: InterruptedRun) -> Iterator[Text]:
     """Yield the details of an interruption that do not fit into the table."""
     saving = "" if one.saving_s is None else f"; it saved and ended {one.saving_s:.1f} s later"
     yield Text(f"{one.kind.value}: {one.what}{saving}.", style="dim")

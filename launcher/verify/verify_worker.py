@@ -115,7 +115,7 @@ def _measure(plan: RunPlan, world: World) -> Measured:
     fp32 = run_windows(in_fp32(own_plan), world, trials, with_data=with_data)
     if in_fp32(own_plan) == own_plan or fp32.refused is not None:
         return Measured(hazards, fp32, None, own_plan, trials)
-    _say(world, "the same windows as configured")
+    _say(world, f"{count(len(trials), 'window')} on {count(world.size, 'rank')}, as configured")
     return Measured(hazards, fp32, run_windows(own_plan, world, trials, with_data=with_data), own_plan, trials)
 
 
@@ -140,23 +140,23 @@ def _certify(plan: RunPlan, device: torch.device, measured: Measured) -> Certifi
     """Return the certificate. Runs on rank 0 only."""
     fp32, own, samples = measured.fp32, measured.own, [trial.samples for trial in measured.trials]
     if fp32 is None:
-        return _certificate(plan, [], measured.hazards, [], "Its data is not the same on all ranks.")
-    print("the reference: each window as one batch", flush=True)
+        return _certificate(plan, [], measured.hazards, [], "The data is not the same on all ranks.")
+    print("computing the reference: each window as one batch", flush=True)
     references, comparisons, most = _compare_in_fp32(plan, device, fp32, samples)
     if own is not None:
-        print("the reference in the job's own arithmetic", flush=True)
+        print("computing the reference as configured", flush=True)
         for of_window, one in zip(
             comparisons, _compare_as_configured(measured, own, device, references, most), strict=False
         ):
             of_window.append(one)
-    print("the hazards", flush=True)
+    print("looking for hazards", flush=True)
 
     def make() -> Reference:
         return Reference(in_fp32(plan), fp32.initial, device, most)
 
     with_items = [n for n, reference in enumerate(references) if reference.items]
     if not with_items and fp32.refused is None:
-        return _certificate(plan, [], measured.hazards, [], "None of its first windows holds an item.")
+        return _certificate(plan, [], measured.hazards, [], "None of the first windows holds an item.")
     first = samples[with_items[0] if with_items else 0]
     rounding = max((of_window[0].one_batch or 0.0 for of_window in comparisons), default=0.0)
     of_task = probe_task(make, first, plan.batch.micro_size, rounding)

@@ -13,7 +13,7 @@ from launcher.drill.runner import Length, job_lines, of_length, shortened
 from launcher.drill.verdict import (
     Difference,
     DrillOutcome,
-    Interrupted,
+    InterruptedRun,
     Kind,
     Record,
     first_difference,
@@ -32,8 +32,8 @@ def off_by(norm: float, steps: str = "") -> Difference:
     return dataclasses.replace(SAME, differing=2, first="model.a", absolute=norm, relative=norm, norm=norm, steps=steps)
 
 
-def disturbed(difference: Difference | None = SAME, problem: str = "", left: tuple[str, ...] = ()) -> Interrupted:
-    return Interrupted(
+def disturbed(difference: Difference | None = SAME, problem: str = "", left: tuple[str, ...] = ()) -> InterruptedRun:
+    return InterruptedRun(
         kind=Kind.tree, what="", at_step=7, from_step=6, difference=difference, problem=problem, left=left
     )
 
@@ -42,15 +42,15 @@ def disturbed(difference: Difference | None = SAME, problem: str = "", left: tup
     ("one", "by_itself", "outcome", "words"),
     [
         (disturbed(), None, DrillOutcome.survives, "bit by bit"),
-        (disturbed(off_by(1e-3)), SAME, DrillOutcome.damaged, "not the undisturbed run"),
-        (disturbed(off_by(1e-3)), off_by(1e-3), DrillOutcome.varies, "no more than that differs from itself"),
-        (disturbed(off_by(1e-1)), off_by(1e-3), DrillOutcome.damaged, "not the undisturbed run"),
+        (disturbed(off_by(1e-3)), SAME, DrillOutcome.damaged, "differs from the undisturbed run"),
+        (disturbed(off_by(1e-3)), off_by(1e-3), DrillOutcome.varies, "than a repetition of that does"),
+        (disturbed(off_by(1e-1)), off_by(1e-3), DrillOutcome.damaged, "differs from the undisturbed run"),
         (disturbed(off_by(1e-3, "without 7")), off_by(1e-3), DrillOutcome.damaged, "without 7"),
         (disturbed(None, "`launch` left with status 1"), None, DrillOutcome.damaged, "status 1"),
         (disturbed(left=("process 12",)), None, DrillOutcome.damaged, "process 12"),
     ],
 )
-def test_the_verdict(one: Interrupted, by_itself: Difference | None, outcome: DrillOutcome, words: str) -> None:
+def test_the_verdict(one: InterruptedRun, by_itself: Difference | None, outcome: DrillOutcome, words: str) -> None:
     found, reason = judge([disturbed(), one], by_itself)
     assert found is outcome
     assert words in reason
@@ -79,7 +79,7 @@ def test_a_run_resumes_after_the_steps_that_its_new_record_shares_with_the_old_o
     (tmp_path / "new").rename(tmp_path / "metrics")
     after = Record.of(tmp_path / "metrics")
     assert after.file != before.file
-    assert (after.kept_of(before), len(after.lines)) == (4, 5)
+    assert (after.shared_lines(before), len(after.lines)) == (4, 5)
 
 
 @pytest.mark.parametrize("windows", [4, 5, 8, 9, 31, 64])
