@@ -1,4 +1,4 @@
-"""Tasks for `launch verify`: some whose accumulated gradient is that of the big batch, and one for each mistake."""
+"""Tasks for `launch verify`: some with the gradient of the big batch, and one for each mistake."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def tokens(batch: Tensor) -> Tensor:
 
 
 class Padded:
-    """Exact, and what the others deviate from."""
+    """Exact task, from which the others are derived."""
 
     def model(self) -> nn.Module:
         return bag_of_words()
@@ -75,7 +75,7 @@ class TwoHeads(nn.Module):
 
 
 class MultiLoss(Padded):
-    """Two heads, two losses, one count of samples; one of the losses is a mean within each sample."""
+    """Two heads with a loss each, and samples as items; one loss is a mean within each sample."""
 
     def model(self) -> nn.Module:
         return TwoHeads()
@@ -97,7 +97,7 @@ class Tied(Padded):
 
 
 class Counter(nn.Module):
-    """Buffers: one that scales, and stays; two that follow the data, which the gradient does not depend on."""
+    """Module with a constant buffer that scales, and two that follow the data and do not affect the gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class Streamed(Padded):
 
 
 class Bf16Parameters(Padded):
-    """A sum, of a model that was loaded in bf16."""
+    """Sum over tokens, with a model in bf16."""
 
     def model(self) -> nn.Module:
         return bag_of_words(nn.Sequential(nn.Linear(WIDTH, 24), nn.Tanh(), nn.Linear(24, WIDTH))).bfloat16()
@@ -181,10 +181,10 @@ class Adapted(Bf16Parameters):
 
 
 class Gathered(Padded):
-    """Each sample against those of all ranks: the fix for a contrastive loss, with accumulation 1."""
+    """Contrastive loss over the samples of all ranks, which is exact with accumulation 1."""
 
     def loss(self, model: Any, batch: Tensor) -> Any:
-        # of one length, so that padding has no part in it
+        # equal lengths, so that padding has no effect
         pooled = model(batch[:, :2]).mean(1)
         everyone = torch.cat(all_gather(pooled))  # pyright: ignore[reportArgumentType]
         first = dist.get_rank() * len(pooled)
@@ -254,7 +254,7 @@ class Surrogate(Padded):
 
 
 class CoarseAlone(Padded):
-    """In bf16, and for a single sample, another function by five percent."""
+    """Task whose loss is five percent larger in bf16 with a single sample."""
 
     def loss(self, model: Any, batch: Tensor) -> Any:
         coarse = torch.is_autocast_enabled("cpu") and len(batch) == 1
@@ -270,7 +270,7 @@ class BareMean(Padded):
 
 
 class MeanAsSum(Padded):
-    """A mean over tokens, called a sum over samples."""
+    """Mean over tokens that is declared as a sum over samples."""
 
     def loss(self, model: Any, batch: Tensor) -> Any:
         return Loss(total=token_loss(model, batch, "mean") * len(batch), items=len(batch))
@@ -282,7 +282,7 @@ class CountsPadding(Padded):
 
 
 class Contrasted(Padded):
-    """Each sample against the others of its batch."""
+    """Contrastive loss over the samples of one micro-batch."""
 
     def loss(self, model: Any, batch: Tensor) -> Any:
         pooled = model(batch).mean(1)
@@ -296,7 +296,7 @@ class Contrasted(Padded):
 
 
 class Remembers(Padded):
-    """The model carries a state from micro-batch to micro-batch, in a plain attribute."""
+    """Model with state in a plain attribute, which each micro-batch changes."""
 
     class Memory(nn.Module):
         state: Tensor | float = 0.0
@@ -311,7 +311,7 @@ class Remembers(Padded):
 
 
 class RemembersInTask(Padded):
-    """So does the task: the loss is weighted by how many there were."""
+    """Task with such state: the loss is weighted by the number of micro-batches so far."""
 
     calls = 0
 
@@ -363,7 +363,7 @@ class Noisy(Padded):
 
 
 class Unrepeatable(Padded):
-    """Random numbers that nobody has seeded."""
+    """Loss with random numbers that no seed determines."""
 
     def loss(self, model: Any, batch: Tensor) -> Any:
         return Loss(total=token_loss(model, batch) * (1 + os.urandom(1)[0] / 256), items=tokens(batch))
@@ -420,7 +420,7 @@ class NumberLoss(Padded):
 
 
 class Negative(Padded):
-    """``as_tensor``: where only the device knows."""
+    """Negative items; with ``as_tensor`` in a tensor on the device."""
 
     def __init__(self, as_tensor: bool = False) -> None:
         self.as_tensor = as_tensor
@@ -436,7 +436,7 @@ class ItemsWithGradient(Padded):
 
 
 class NotEvaluated(Padded):
-    """Trains, and would end at its first evaluation."""
+    """Task that trains, and fails at its first evaluation."""
 
     def eval_data(self) -> Any:
         return Sentences(5)
@@ -448,14 +448,14 @@ class NotEvaluated(Padded):
 
 
 class AllPadding(Padded):
-    """Samples, and no items."""
+    """Samples without items."""
 
     def collate(self, samples: list[Tensor]) -> Tensor:
         return torch.zeros_like(super().collate(samples))
 
 
 class SometimesPadding(Padded):
-    """No item in the first window of 12."""
+    """Data whose first window, of 12 samples, has no items."""
 
     def train_data(self) -> Any:
         data = Sentences()
@@ -465,7 +465,7 @@ class SometimesPadding(Padded):
 
 
 class Greedy(Padded):
-    """More than five samples at once do not fit."""
+    """Task that runs out of memory with more than five samples at once."""
 
     def loss(self, model: Any, batch: Tensor) -> Any:
         if len(batch) > 5:
