@@ -28,7 +28,7 @@ class CellLauncher(Launcher):
         from launcher.config import multirun
 
         composed = [self._loader.load_sweep_config(self._config, list(overrides)) for overrides in job_overrides]
-        return [self._returned(result) for result in multirun.begin(self._config, job_overrides, composed)]
+        return [self._returned(result) for result in multirun.start_cells(self._config, job_overrides, composed)]
 
     def _returned(self, result: Any) -> JobReturn:
         failed = isinstance(result, Exception)

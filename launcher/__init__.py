@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from launcher.train.engine.engine import Engine as Engine
     from launcher.train.engine.window_totals import StepResult as StepResult
 
-compat.install()
+compat.install_old_names()
 
 _HOMES = {
     "Config": "launcher.config.schema",

@@ -114,7 +114,7 @@ class Study:
             loss: training loss up to which hours are counted.
         """
         paths = SweepPaths(self.dir)
-        write_page(compare([paths], title=self.dir.name, loss=loss), paths.report)
+        write_page(compare_runs([paths], title=self.dir.name, loss=loss), paths.report)
         return paths.report
 
 
@@ -129,7 +129,7 @@ def submit(overrides: Sequence[str] = ()) -> Job:
         raise SiteError("cluster=hosts: is begun by `launch train`, typed on each host.")
     plan = plan_job(config)
     if plan.cluster.slurm is not None:
-        plan, _ = slurm.submit(plan, yaml)
+        plan, _ = slurm.submit_job(plan, yaml)
     else:
         local.create(plan, yaml)
         if _run_here(plan) in (EXIT_INTERRUPTED, EXIT_RESUMABLE):  # stopped by the user or preempted
@@ -167,7 +167,7 @@ def sweep(
     return Study(conductor.paths.root)
 
 
-def compare(asked: Sequence[RunPaths | SweepPaths], *, title: str, loss: float | None = None) -> Comparison:
+def compare_runs(asked: Sequence[RunPaths | SweepPaths], *, title: str, loss: float | None = None) -> Comparison:
     """Return a comparison of runs and of the cells of sweeps, with all figures of `launch report`.
 
     Args:
@@ -227,4 +227,4 @@ def typed(value: object) -> str:
 
 
 def _run_here(plan: LaunchPlan | RunPlan) -> int:
-    return local.run(plan, Silence(), Peers()).status
+    return local.run_job(plan, Silence(), Peers()).status

@@ -53,7 +53,7 @@ class _Finder(MetaPathFinder, InspectLoader):
         return MOVED[fullname] is None
 
 
-def install() -> None:
+def install_old_names() -> None:
     """Make the old names importable."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.append(_Finder())

@@ -22,7 +22,7 @@ from launcher.launch.planner import plan_job
 from launcher.launch.slurm import client
 from launcher.plan.run_plan import RunPlan
 from launcher.report import live, tables, verdicts
-from launcher.rundir.files import build, read_json, write_json
+from launcher.rundir.files import read_json, value_from_json, write_json
 from launcher.rundir.paths import DrillPaths
 
 if TYPE_CHECKING:
@@ -94,14 +94,14 @@ def _verify(plan: RunPlan, yaml: str, *, as_json: bool) -> tuple[int, bool]:
     from launcher.verify.certificate import Certificate
 
     local.create(plan, yaml)
-    verdict = local.run(plan, live.LogDisplay(plan, sys.stderr), Peers())
+    verdict = local.run_job(plan, live.LogDisplay(plan, sys.stderr), Peers())
     if "failure" in verdict.summary:
         print(tables.failure_text(verdict.summary), file=sys.stderr)
         return verdict.status, True
     fields = read_json(plan.paths.certificate)
     if fields is None:  # stopped
         return verdict.status, False
-    certificate: Certificate = build(Certificate, fields)
+    certificate: Certificate = value_from_json(Certificate, fields)
     status = certificate.exit_status
     _show(fields | {"exit_status": status}, verdicts.certificate_parts(certificate), as_json=as_json)
     return status, False

@@ -74,7 +74,7 @@ def _in_a_sweep(word: str, runs: Path, sweeps: Mapping[str, SweepPaths]) -> RunP
 def _cells(sweep: SweepPaths) -> dict[str, RunPaths]:
     """Return the sweep's runs by all names of a cell: as shown by `launch runs`, and its directory's name."""
     try:
-        known = manifest.load(sweep)
+        known = manifest.load_sweep(sweep)
     except UserError:
         return {run.root.name: run for run in find(sweep.root)}
     runs, found = known.runs(sweep), dict[str, RunPaths]()

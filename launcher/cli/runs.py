@@ -114,7 +114,7 @@ def launch_cancel(arguments: list[str]) -> int:
     )
     target = resolve_any(given.run, given.dir)
     runs = _chosen(target, ACTIVE, "there is nothing to cancel")
-    ended = control.cancel(runs, partial(print, flush=True))
+    ended = control.cancel_runs(runs, partial(print, flush=True))
     for run in ended:
         print(f"{run.name}: {run.state.value}.")
     newest = f"the newest checkpoint{'' if len(ended) == 1 else 's'}"
@@ -207,7 +207,7 @@ def _resume_changed(paths: RunPaths, overrides: list[str], console: Console, for
 
 
 def launch_report(arguments: list[str]) -> int:
-    from launcher.api import compare, write_page
+    from launcher.api import compare_runs, write_page
     from launcher.report import comparison_tables
 
     parser = _parser("report", "Compare runs: tables, plots, one HTML page.", run=False)
@@ -227,7 +227,7 @@ def launch_report(arguments: list[str]) -> int:
     chosen = [paths for word in given.what for paths in _runs_of(word, given.dir)]
     names = [Path(word).name or str(word) for word in given.what]
     title = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    compared = compare(chosen, title=title, loss=given.loss)
+    compared = compare_runs(chosen, title=title, loss=given.loss)
     if given.csv or given.json:
         as_text = comparison_tables.as_csv if given.csv else comparison_tables.as_json
         print(as_text(compared), end="" if given.csv else "\n")

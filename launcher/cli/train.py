@@ -35,7 +35,7 @@ from launcher.rundir.paths import SweepPaths
 from launcher.runs import control
 from launcher.runs.status import Run
 from launcher.sweeps.conductor import Conductor
-from launcher.sweeps.reuse import begin_again, look_at_sweeps
+from launcher.sweeps.reuse import look_at_sweeps, restart_runs
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -133,7 +133,7 @@ def _require_no_wait(config: Config, *, wait: bool) -> None:
 def _start(plan: LaunchPlan, yaml: str, config: Config, console: Console, *, wait: bool) -> int:
     """Submit the job, or create its directory and run it here."""
     if plan.cluster.slurm is not None:
-        plan, job = submit.submit(plan, yaml)
+        plan, job = submit.submit_job(plan, yaml)
         if isinstance(plan, RunPlan):
             console.print(tables.plan_table(plan), "")
         return _show_submitted(plan, job, console, wait=wait)
@@ -146,7 +146,7 @@ def _start(plan: LaunchPlan, yaml: str, config: Config, console: Console, *, wai
 def restart(plan: LaunchPlan, console: Console, *, wait: bool) -> int:
     """Run or resubmit a job in its existing directory."""
     if plan.cluster.slurm is not None:
-        return _show_submitted(plan, control.send(plan), console, wait=wait)
+        return _show_submitted(plan, control.resubmit(plan), console, wait=wait)
     return _run_here(plan, Peers(), console)
 
 
@@ -155,7 +155,7 @@ def _run_here(plan: LaunchPlan, peers: Peers, console: Console) -> int:
     first = plan.node == 0
     if first and isinstance(plan, RunPlan):
         console.print(tables.plan_table(plan), "")
-    verdict = local.run(plan, live.run_display(plan, console), peers)
+    verdict = local.run_job(plan, live.run_display(plan, console), peers)
     if "failure" in verdict.summary:
         print(tables.failure_text(verdict.summary, verdict.plan.node), file=sys.stderr)
     elif not first:
@@ -180,7 +180,7 @@ def _show_submitted(plan: LaunchPlan, job: str, console: Console, *, wait: bool)
         print(run_list.failure_of(run), file=sys.stderr)
     elif not console.quiet:
         console.print(run_list.status_table(run))
-    return control.exit_status(run)
+    return control.run_exit_status(run)
 
 
 def _plain(console: Console) -> Callable[[str], None]:
@@ -227,13 +227,13 @@ def restart_cells(
     *,
     wait: bool,
 ) -> int:
-    """Restart runs of a sweep and show the result; see ``launcher.sweeps.reuse.begin_again``."""
-    restarted = begin_again(paths, choose, planned, _cell_runner(console))
+    """Restart runs of a sweep and show the result; see ``launcher.sweeps.reuse.restart_runs``."""
+    restarted = restart_runs(paths, choose, planned, _cell_runner(console))
     for problem in restarted.refused:
         print(f"launch: {problem}", file=sys.stderr)
     statuses = restarted.statuses
     if restarted.jobs and wait:
-        statuses += [control.exit_status(run) for run in control.wait_for(restarted.runs, _state_printer(console))]
+        statuses += [control.run_exit_status(run) for run in control.wait_for(restarted.runs, _state_printer(console))]
     _show_sweep(paths, restarted.jobs, 0, console)
     return max(statuses, default=EXIT_DONE)
 

@@ -57,7 +57,7 @@ class Begin:
 BEGIN: ContextVar[Begin] = ContextVar("BEGIN")
 
 
-def begin(master: Any, overrides: Sequence[Sequence[str]], composed: Sequence[Any]) -> Sequence[Result]:
+def start_cells(master: Any, overrides: Sequence[Sequence[str]], composed: Sequence[Any]) -> Sequence[Result]:
     """Start cells.
 
     Args:

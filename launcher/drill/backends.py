@@ -157,11 +157,11 @@ class SlurmBackend:
 
     def start(self, plan: RunPlan, yaml: str) -> None:
         self._asked_at, self._ended = 0.0, False
-        self._plan, self._job = submit.submit(plan, yaml)
+        self._plan, self._job = submit.submit_job(plan, yaml)
 
     def resume(self) -> None:
         self._asked_at, self._ended = 0.0, False
-        self._job = control.send(control.to_resume(control.one(self._plan.paths)))
+        self._job = control.resubmit(control.to_resume(control.one(self._plan.paths)))
 
     def interrupt(self, kind: Kind) -> str:
         match kind:
@@ -235,6 +235,6 @@ class SlurmBackend:
         run = control.one(self._plan.paths)
         if run.state in ACTIVE:
             try:
-                control.cancel([run], lambda _: None)
+                control.cancel_runs([run], lambda _: None)
             except UserError:  # it is over, or Slurm does not answer; the propagating exception names the job
                 client.ask("scancel", self._job, check=False)

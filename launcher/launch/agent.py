@@ -35,7 +35,7 @@ from launcher.rundir import records
 from launcher.rundir.fencing import INCARNATION, Fence, Incarnation
 from launcher.rundir.files import clear_torn, read_json, write_json
 from launcher.rundir.paths import RunPaths
-from launcher.rundir.records import HANG, Failure, failure
+from launcher.rundir.records import HANG, Failure, failure_record
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import LogsSpecs
@@ -213,12 +213,12 @@ def _outcome_of_failure(
     rank, first = min(error.failures.items(), key=lambda item: _time_of_failure(item[1], deaths))
     if (hang := watch.hang_of(first.pid)) is not None:
         log, at = plan.paths.newest_rank_log(rank), _time_of_failure(first, deaths)
-        return _failed(failure(hang.text, log, rank=hang.rank, kind=HANG, traceback=hang.stack or None, at=at))
+        return _failed(failure_record(hang.text, log, rank=hang.rank, kind=HANG, traceback=hang.stack or None, at=at))
     message, trace = _message_and_traceback(first)
     kind, _, text = message.partition(": ")
     # compare the qualified name: a user's class may have the same short name
     own_class = class_named(kind) if trace and f"\n{errors.__name__}.{kind}: " in trace else None
-    record = failure(
+    record = failure_record(
         text if own_class else message,
         plan.paths.newest_rank_log(rank),
         rank=rank,
@@ -235,13 +235,13 @@ def _outcome_without_rendezvous(plan: LaunchPlan, why: str) -> Outcome:
     if why == rendezvous.GIVEN_UP:
         return Outcome(EXIT_FAILED, {"verdict": "killed"})
     error = f"the hosts' agents did not come together: {why}"
-    return _failed(failure(error, plan.paths.node_log(plan.node), at=datetime.now(UTC)))
+    return _failed(failure_record(error, plan.paths.node_log(plan.node), at=datetime.now(UTC)))
 
 
 def _outcome_without_summary(paths: RunPaths) -> Outcome:
     """Return the outcome if all workers exited with status 0 but rank 0 wrote no summary."""
     error = "the workers left before the run was over, with status 0: does the task call sys.exit or os._exit?"
-    return _failed(failure(error, paths.newest_rank_log(0), exit_code=0))
+    return _failed(failure_record(error, paths.newest_rank_log(0), exit_code=0))
 
 
 def _time_of_failure(death: ProcessFailure, deaths: DeathWatch) -> datetime:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from launcher.heartbeat import IMPORTS, Phase, Progress
-from launcher.rundir.files import build
+from launcher.rundir.files import value_from_json
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def to_json(states: Sequence[RankState]) -> str:
 
 
 def from_json(text: str) -> list[RankState]:
-    return [build(RankState, fields) for fields in json.loads(text)]
+    return [value_from_json(RankState, fields) for fields in json.loads(text)]
 
 
 # seconds; imports may come from a busy disk, so a shorter time limit does not apply to them

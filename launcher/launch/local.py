@@ -25,7 +25,7 @@ from launcher.quantities import count
 from launcher.rundir import records
 from launcher.rundir.fencing import Fence, Incarnation
 from launcher.rundir.files import read_json, write_json, write_text
-from launcher.rundir.records import Submission, failure
+from launcher.rundir.records import Submission, failure_record
 
 POLL_S = 0.1
 AGENT = (sys.executable, "-P", "-m", "launcher.launch.agent")
@@ -90,7 +90,7 @@ def _cannot_be_made(root: Path, error: OSError) -> SiteError:
     return SiteError(f"run.dir: {root} cannot be made: {error.strerror}.\n  Choose a run.dir that you may write to.")
 
 
-def run(plan: LaunchPlan, display: Display, peers: Peers) -> Verdict:
+def run_job(plan: LaunchPlan, display: Display, peers: Peers) -> Verdict:
     """Run a created plan to its end.
 
     Ctrl-C asks the workers to stop after their window; a second one kills them. SIGTERM and SIGUSR2, the stop signals
@@ -268,7 +268,9 @@ def _summary_of_status(plan: LaunchPlan, status: int) -> dict[str, Any]:
         return {"verdict": "killed"}
     if status == 0:  # a `launch run` script writes no summary, nor do workers on nodes other than 0
         return {"verdict": "done"}
-    record = failure(f"the node agent ended with status {status}", plan.paths.node_log(plan.node), exit_code=status)
+    record = failure_record(
+        f"the node agent ended with status {status}", plan.paths.node_log(plan.node), exit_code=status
+    )
     return {"verdict": "killed" if status < 0 else "failed", "failure": record}
 
 

@@ -22,7 +22,7 @@ from launcher.launch.channel import PROTOCOL, Channel, Listener, Message, wait
 from launcher.launch.job_facts import differences, job_facts
 from launcher.launch.network import Route, find_route, free_port, require_reach, socket_names
 from launcher.launch.peers import FirstHost, OtherHost, Peers
-from launcher.plan.launch_plan import LaunchPlan, Place, RunInfo
+from launcher.plan.launch_plan import HostPosition, LaunchPlan, RunInfo
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.worlds import NodeRange
 from launcher.process import wait_until
@@ -138,7 +138,7 @@ def lead(plan: P, config_yaml: str, route: Route, facts: Message, say: Say) -> t
     try:
         gathering.wait()
         store = f"{address}:{free_port(address)}"
-        own = Place(node=0, address=address, interface=route.interface.name, store=store, shared=True)
+        own = HostPosition(node=0, address=address, interface=route.interface.name, store=store, shared=True)
         plan = _placed(plan.on(len(channels) + 1), plan.run, own)
         local.create(plan, config_yaml)
         made = True
@@ -210,7 +210,7 @@ def join(plan: P, config_yaml: str, route: Route, facts: Message, say: Say) -> t
                 "hosts.\n  Start it on the first host, or choose a port that nothing else uses."
             )
         welcome = _expect(channel, "welcome", MEET_WITHIN_S)
-        place = Place(
+        place = HostPosition(
             node=int(welcome["node"]), address=route.interface.address, interface=route.interface.name,
             store=str(welcome["store"]), shared=False,
         )  # fmt: skip
@@ -273,7 +273,7 @@ def _common_run(own: RunInfo, given: Any) -> RunInfo:
     return dataclasses.replace(own, name=name, id=str(given["id"]), created=str(given["created"]), dir=str(directory))
 
 
-def _placed(plan: P, run: RunInfo, place: Place) -> P:
+def _placed(plan: P, run: RunInfo, place: HostPosition) -> P:
     return dataclasses.replace(plan, run=run, cluster=dataclasses.replace(plan.cluster, place=place))
 
 

@@ -17,7 +17,7 @@ from launcher.errors import EXIT_FAILED, EXIT_INTERRUPTED
 from launcher.launch.channel import LOST_AFTER_S, Channel, Listener, Message, wait
 from launcher.launch.network import free_port
 from launcher.quantities import count
-from launcher.rundir.records import failure
+from launcher.rundir.records import failure_record
 
 # seconds by which a reset connection may be noticed later here than by the workers that were connected to that host
 _RESET_MARGIN_S = 2.0
@@ -89,7 +89,7 @@ def seconds_since_failure(summary: Summary) -> float:
 def lost_host(node: int, channel: Channel) -> Summary:
     """Return the failure record of a host that is gone, which could not report one itself."""
     why = f"no answer for {LOST_AFTER_S} s" if channel.silent else "its `launch` was killed, or the host was shut down"
-    record = failure(f"node {node} ({channel.peer}) is gone: {why}", None)
+    record = failure_record(f"node {node} ({channel.peer}) is gone: {why}", None)
     return record | {"node": node, "host": channel.peer}
 
 

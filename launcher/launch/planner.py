@@ -23,7 +23,7 @@ from launcher.plan.launch_plan import RunInfo
 from launcher.plan.run_plan import RunPlan, TaskPlan
 from launcher.plan.solve import solve
 from launcher.plan.sync_policy import SHARDED
-from launcher.plan.task_inspection import ask, describe_task, weigh_memory
+from launcher.plan.task_inspection import describe_task, run_probe, weigh_memory
 
 T = TypeVar("T")
 
@@ -92,7 +92,7 @@ def _look_at_format(kind: PrecisionKind, device: Device, *, measure: bool = Fals
     if quick is not None and (quick or not measure):
         return quick, None
     request = {"kind": kind.value, "device": device.value, "measure": measure}
-    answer = ask("launcher.train.precision", json.dumps(request)) or {}
+    answer = run_probe("launcher.train.precision", json.dumps(request)) or {}
     return answer.get("native", quick), answer.get("slowdown")
 
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from launcher.plan.launch_plan import LaunchPlan, Place
+from launcher.plan.launch_plan import HostPosition, LaunchPlan
 from launcher.process import wait_until
 
 if TYPE_CHECKING:
@@ -27,22 +27,22 @@ GIVEN_UP = "another host has given up"
 
 
 # place of a job on one host
-ALONE = Place(node=0, address="localhost", interface="", store="localhost:0", shared=True)
+ALONE = HostPosition(node=0, address="localhost", interface="", store="localhost:0", shared=True)
 
 
-def _address(place: Place) -> tuple[str, int]:
+def _address(place: HostPosition) -> tuple[str, int]:
     host, _, port = place.store.rpartition(":")
     return host, int(port)
 
 
-def _connect(place: Place, **options: Any) -> Any:
+def _connect(place: HostPosition, **options: Any) -> Any:
     """Return a connection to the store of node 0's agent. ``options``: arguments of TCPStore."""
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     return TCPStore(*_address(place), wait_for_workers=False, **options)
 
 
-def register(plan: LaunchPlan, place: Place, stop_signal: Callable[[], signal.Signals | None]) -> None:
+def register(plan: LaunchPlan, place: HostPosition, stop_signal: Callable[[], signal.Signals | None]) -> None:
     """Register ``rdzv_backend=BACKEND`` with torch, for this process.
 
     torch's agent asks the rendezvous several times a second whether more hosts are waiting. There a stop signal is
@@ -57,7 +57,9 @@ def register(plan: LaunchPlan, place: Place, stop_signal: Callable[[], signal.Si
     rendezvous_handler_registry.register(BACKEND, lambda _: _handler(plan, place, stop_signal))
 
 
-def _handler(plan: LaunchPlan, place: Place, stop_signal: Callable[[], signal.Signals | None]) -> RendezvousHandler:
+def _handler(
+    plan: LaunchPlan, place: HostPosition, stop_signal: Callable[[], signal.Signals | None]
+) -> RendezvousHandler:
     from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.rendezvous import (
@@ -161,7 +163,7 @@ class AgentStore:
     one host keeps the texts in this process.
     """
 
-    def __init__(self, place: Place, nodes: int) -> None:
+    def __init__(self, place: HostPosition, nodes: int) -> None:
         self._place, self._alone = place, nodes == 1
         self._connection: Any = None
 

@@ -27,7 +27,7 @@ from launcher.launch import hang_verdict
 from launcher.launch.hang_verdict import Answer, Hang, RankState
 from launcher.launch.rendezvous import AgentStore, StoreLost
 from launcher.launch.stacks import request_all_stacks
-from launcher.plan.launch_plan import Place
+from launcher.plan.launch_plan import HostPosition
 from launcher.plan.run_plan import RunPlan
 from launcher.process import has_variable, living_children, wait_until
 from launcher.rundir import records
@@ -86,7 +86,7 @@ class NoWatch:
 class HangWatch(threading.Thread):
     """Thread that watches for hangs while the context is open. ``last``: newest hang found, on any host."""
 
-    def __init__(self, plan: RunPlan, place: Place, timeout_s: float, stop_signal: Callable[[], object]) -> None:
+    def __init__(self, plan: RunPlan, place: HostPosition, timeout_s: float, stop_signal: Callable[[], object]) -> None:
         """Create the watch. ``stop_signal``: not None once the workers must stop; then another time limit applies."""
         super().__init__(daemon=True)
         self._plan, self._node, self._stop_signal, self._timeout_s = plan, place.node, stop_signal, timeout_s

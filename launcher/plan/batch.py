@@ -20,7 +20,7 @@ AUTO = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stage:
+class RampStage:
     """Stage of the batch ramp: ``windows`` of ``global_size`` samples, including skipped ones (fp16, no item)."""
 
     windows: int
@@ -44,7 +44,7 @@ class Batch:
     micro_size: int
     accumulation: int
     world_size: int
-    ramp: tuple[Stage, ...] = ()
+    ramp: tuple[RampStage, ...] = ()
     norm: Norm = Norm.leave
     on_oom: OnOom = OnOom.stop
 
@@ -160,14 +160,14 @@ def _shares_in_ramp(config: BatchConfig, world_size: int) -> list[int]:
     return [size // world_size for size in sizes if size > 0 and size % world_size == 0]
 
 
-def _solve_ramp(stages: list[list[int]], unit: int, total: int) -> tuple[Stage, ...]:
+def _solve_ramp(stages: list[list[int]], unit: int, total: int) -> tuple[RampStage, ...]:
     """Validate the ramp.
 
     Args:
         unit: samples of one micro-batch on every rank.
         total: global batch after the ramp.
     """
-    ramp: list[Stage] = []
+    ramp: list[RampStage] = []
     for stage in stages:
         if len(stage) != 2 or min(stage) < 1:
             raise ConfigError(
@@ -187,7 +187,7 @@ def _solve_ramp(stages: list[list[int]], unit: int, total: int) -> tuple[Stage, 
                 "batch.ramp", stages, f"{size} samples after {before} do not lead up to batch.global_size={total}.",
                 "Let every stage be larger than the one before it, and the last one smaller than global_size.",
             )  # fmt: skip
-        ramp.append(Stage(windows=windows, global_size=size))
+        ramp.append(RampStage(windows=windows, global_size=size))
     return tuple(ramp)
 
 

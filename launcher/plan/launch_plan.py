@@ -11,7 +11,7 @@ from typing import Any, Self
 from launcher.config.schema import ClusterKind, Device
 from launcher.errors import UserError
 from launcher.plan.worlds import NodeRange
-from launcher.rundir.files import build, write_text
+from launcher.rundir.files import value_from_json, write_text
 from launcher.rundir.paths import RunPaths
 
 FORMAT = 1
@@ -36,7 +36,7 @@ class RunInfo:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class HostPosition:
     """This host's position among several.
 
     Attributes:
@@ -92,7 +92,7 @@ class ClusterPlan:
     rendezvous: str | None
     interface: str | None
     link_gbit: float | None
-    place: Place | None
+    place: HostPosition | None
     workers_per_node: int
     device: Device
     max_restarts: int
@@ -185,7 +185,7 @@ class LaunchPlan:
         fields = json.loads(text)
         if not isinstance(fields, dict) or fields.get("format") != FORMAT:  # pyright: ignore[reportUnknownMemberType]
             raise UserError(f"plan.json has not format {FORMAT}: it was written by another version of launcher.")
-        return build(cls, fields)
+        return value_from_json(cls, fields)
 
     def save(self) -> None:
         write_text(self.paths.plan_of(self.node), self.to_json() + "\n")

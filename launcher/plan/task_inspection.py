@@ -13,7 +13,7 @@ from typing import Any, Protocol, cast
 from launcher.errors import ConfigError, TaskError
 from launcher.plan.run_plan import Forecast, RunPlan, TaskPlan
 from launcher.plan.strategy import with_forecasts, with_memory
-from launcher.rundir.files import build
+from launcher.rundir.files import value_from_json
 from launcher.task import load_task
 
 _BUNDLED = "launcher.tasks."
@@ -59,15 +59,15 @@ def describe_task(config: dict[str, Any], cwd: str, *, shards: bool, seed: int) 
             unit_matmul_parameters=facts["unit_matmul_parameters"],
         )
     request = {"target": target, "params": params, "search_path": [cwd], "shards": shards, "seed": seed}
-    result = ask("launcher.train.inspection.task_probe", json.dumps(request))
+    result = run_probe("launcher.train.inspection.task_probe", json.dumps(request))
     if result is None:
         raise TaskError(f"task._target_={target}: looking at the task ended the process that looked.")
     if "error" in result:
         raise TaskError(result["error"])
-    return build(TaskPlan, result["task"])
+    return value_from_json(TaskPlan, result["task"])
 
 
-def ask(module: str, question: str) -> dict[str, Any] | None:
+def run_probe(module: str, question: str) -> dict[str, Any] | None:
     """Run ``python -m module FILE PARENT_PID`` and return the JSON object that it writes to FILE; None if it is empty.
 
     The process reads ``question`` from standard input. It is separate because torch and the user's code must not be
@@ -100,12 +100,12 @@ def weigh_memory(plan: RunPlan, *, choose: bool) -> RunPlan:
     Raises:
         TaskError: the job would fail at its first step.
     """
-    answer: dict[str, Any] = ask("launcher.train.inspection.memory_forecast", plan.to_json()) or {
+    answer: dict[str, Any] = run_probe("launcher.train.inspection.memory_forecast", plan.to_json()) or {
         "problem": "the process that looked ended early"
     }
     if "error" in answer:
         raise TaskError(f"task._target_={plan.task.target}: {answer['error']}")
-    forecasts = [_with_time(build(Forecast, fields), plan) for fields in answer.get("forecasts", ())]
+    forecasts = [_with_time(value_from_json(Forecast, fields), plan) for fields in answer.get("forecasts", ())]
     problem, memory = answer.get("problem"), answer.get("memory_bytes")
     note = ""
     if problem:

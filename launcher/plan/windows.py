@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from launcher.plan.batch import Batch, Stage
+from launcher.plan.batch import Batch, RampStage
 
 
 class Span(NamedTuple):
@@ -108,12 +108,12 @@ def share_of_window(samples: int, batch: Batch, rank: int) -> list[range]:
     return shares
 
 
-def past(batch: Batch, index: int) -> tuple[Stage, ...]:
+def past(batch: Batch, index: int) -> tuple[RampStage, ...]:
     """Return the sizes of the windows before ``index`` as stretches; equal for batches that agree on each window."""
-    return _merged(_cut([*batch.ramp, Stage(windows=index, global_size=batch.global_size)], 0, index))
+    return _merged(_cut([*batch.ramp, RampStage(windows=index, global_size=batch.global_size)], 0, index))
 
 
-def future(batch: Batch, index: int) -> tuple[tuple[Stage, ...], int]:
+def future(batch: Batch, index: int) -> tuple[tuple[RampStage, ...], int]:
     """Return the sizes from window ``index`` on: stretches, and the size after them."""
     stages = list(_merged(_cut(batch.ramp, index, None)))
     while stages and stages[-1].global_size == batch.global_size:
@@ -131,9 +131,9 @@ def changed_at(old: Batch, new: Batch, index: int) -> Batch:
     return dataclasses.replace(new, ramp=ramp)
 
 
-def _cut(stages: Iterable[Stage], first: int, stop: int | None) -> list[Stage]:
+def _cut(stages: Iterable[RampStage], first: int, stop: int | None) -> list[RampStage]:
     """Return the part of ``stages`` within [first, stop)."""
-    found: list[Stage] = []
+    found: list[RampStage] = []
     begin = 0
     for stage in stages:
         end = begin + stage.windows
@@ -144,8 +144,8 @@ def _cut(stages: Iterable[Stage], first: int, stop: int | None) -> list[Stage]:
     return found
 
 
-def _merged(stages: Iterable[Stage]) -> tuple[Stage, ...]:
-    merged: list[Stage] = []
+def _merged(stages: Iterable[RampStage]) -> tuple[RampStage, ...]:
+    merged: list[RampStage] = []
     for stage in stages:
         if merged and merged[-1].global_size == stage.global_size:
             merged[-1] = dataclasses.replace(stage, windows=merged[-1].windows + stage.windows)

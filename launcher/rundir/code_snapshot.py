@@ -81,7 +81,7 @@ def _is_installed(root: Path) -> bool:
     return root in (ours, Path(sys.prefix)) or any(root.is_relative_to(Path(place).resolve()) for place in installed)
 
 
-def take(roots: Sequence[Path], target: Path, leave_out: Path) -> tuple[str, ...]:
+def copy_code(roots: Sequence[Path], target: Path, leave_out: Path) -> tuple[str, ...]:
     """Copy the code in ``roots`` below ``target``, a new directory in the run's directory.
 
     Args:
@@ -109,7 +109,7 @@ def take_once(roots: Sequence[Path], target: Path, leave_out: Path) -> tuple[str
     if (target / _NOTES).is_file():
         return tuple(map(str, _places(roots, target)))
     shutil.rmtree(target, ignore_errors=True)  # an interrupted copy
-    return take(roots, target, leave_out)
+    return copy_code(roots, target, leave_out)
 
 
 def commit_of(file: Path, copies: Sequence[str]) -> str | None:

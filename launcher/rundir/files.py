@@ -75,7 +75,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     raise AssertionError
 
 
-def build(kind: Any, value: Any) -> Any:
+def value_from_json(kind: Any, value: Any) -> Any:
     """Convert a JSON ``value`` to ``kind``: a dataclass, an Enum, a tuple, a union with None, or a plain value.
 
     A field with a default may be missing, because earlier versions did not have it.
@@ -83,14 +83,14 @@ def build(kind: Any, value: Any) -> Any:
     if dataclasses.is_dataclass(kind):
         hints, missing = typing.get_type_hints(kind), dataclasses.MISSING
         given = [f for f in dataclasses.fields(kind) if f.name in value or f.default is missing]
-        return kind(**{f.name: build(hints[f.name], value[f.name]) for f in given})  # pyright: ignore
+        return kind(**{f.name: value_from_json(hints[f.name], value[f.name]) for f in given})  # pyright: ignore
     if isinstance(kind, type) and issubclass(kind, Enum):
         return kind(value)
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin is types.UnionType:
-        return None if value is None else build(next(a for a in args if a is not types.NoneType), value)
+        return None if value is None else value_from_json(next(a for a in args if a is not types.NoneType), value)
     if origin is tuple:
-        return tuple(build(args[0], item) for item in value)
+        return tuple(value_from_json(args[0], item) for item in value)
     return value
 
 

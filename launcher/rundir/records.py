@@ -174,7 +174,7 @@ Failure = dict[str, Any]
 HANG = "Hang"
 
 
-def failure(
+def failure_record(
     error: str,
     log: object,
     *,

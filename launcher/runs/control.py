@@ -37,7 +37,7 @@ def one(paths: RunPaths) -> Run:
     return look([paths])[0]
 
 
-def cancel(runs: Sequence[Run], say: Callable[[str], None]) -> list[Run]:
+def cancel_runs(runs: Sequence[Run], say: Callable[[str], None]) -> list[Run]:
     """Cancel runs, and wait until no process and no incomplete checkpoint of them is left.
 
     The workers first finish their window and save, within Slurm's KillWait or cluster.grace_s.
@@ -173,7 +173,7 @@ def to_retry(run: Run) -> LaunchPlan:
     return plan
 
 
-def send(plan: LaunchPlan) -> str:
+def resubmit(plan: LaunchPlan) -> str:
     """Submit a plan of ``to_resume`` or ``to_retry`` to Slurm. Return the job's id.
 
     If a first submission fails, the run's directory is removed.
@@ -262,6 +262,6 @@ def wait_for(places: Sequence[RunPaths], say: Callable[[Sequence[Run]], None]) -
         time.sleep(_ASK_SLURM_EVERY_S)
 
 
-def exit_status(run: Run) -> int:
+def run_exit_status(run: Run) -> int:
     """Return the exit status of a command that waited for the run."""
     return _EXIT_STATUS.get(run.state, EXIT_FAILED)

@@ -161,7 +161,7 @@ class Conductor:
         self.status = max(self.status, *statuses, self._status_of(runs) if on_slurm and self._wait else EXIT_DONE)
         if not with_results:
             return [None] * len(asked)
-        found = manifest.load(paths).runs(paths)
+        found = manifest.load_sweep(paths).runs(paths)
         return [_result(cell, found.get(cell.overrides)) for cell in asked]
 
     def _sweep_paths(self, first: RequestedCell) -> SweepPaths:
@@ -301,7 +301,7 @@ class Conductor:
         return statuses
 
     def _status_of(self, runs: Sequence[RunPaths]) -> int:
-        return max((control.exit_status(run) for run in look(runs)), default=EXIT_DONE)
+        return max((control.run_exit_status(run) for run in look(runs)), default=EXIT_DONE)
 
 
 def _going_on(cell: _Planned, run: RunPaths) -> _Planned:

@@ -17,7 +17,7 @@ from typing import Any
 from launcher.config.multirun import override_key
 from launcher.errors import ConfigError, SiteError, UserError
 from launcher.plan.run_plan import RunPlan
-from launcher.rundir.files import build, read_json, write_json
+from launcher.rundir.files import read_json, value_from_json, write_json
 from launcher.rundir.paths import RunPaths, SweepPaths
 
 FORMAT = 1
@@ -74,7 +74,7 @@ class Sweep:
         write_json(paths.book, dataclasses.asdict(self))
 
 
-def load(paths: SweepPaths) -> Sweep:
+def load_sweep(paths: SweepPaths) -> Sweep:
     """Return the manifest.
 
     Raises:
@@ -83,7 +83,7 @@ def load(paths: SweepPaths) -> Sweep:
     try:
         fields: dict[str, Any] = read_json(paths.book) or {}
         if fields.get("format") == FORMAT:
-            return build(Sweep, fields)
+            return value_from_json(Sweep, fields)
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise UserError(f"{paths.book}: cannot be read: {type(error).__name__}: {error}.") from None
     raise UserError(f"{paths.book} has not format {FORMAT}: it was written by another version of launcher.")
@@ -101,7 +101,7 @@ def opened(paths: SweepPaths, fixed: tuple[str, ...], varying: set[str], at_once
     """
     if not paths.book.exists():
         return Sweep(format=FORMAT, fixed=fixed, at_once=at_once, cells=())
-    sweep = load(paths)
+    sweep = load_sweep(paths)
     before = {override_key(word) for cell in sweep.cells[:1] for word in cell.overrides}
     was, now = {*sweep.fixed, *map("{}=...".format, before or varying)}, {*fixed, *map("{}=...".format, varying)}
     if was != now:

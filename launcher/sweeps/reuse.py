@@ -37,7 +37,7 @@ def look_at_sweeps(several: Sequence[SweepPaths]) -> dict[str, list[Run]]:
 
 
 def _cells(paths: SweepPaths) -> list[tuple[Cell, RunPaths | None]]:
-    sweep = manifest.load(paths)
+    sweep = manifest.load_sweep(paths)
     there = {overrides: run for overrides, run in sweep.runs(paths).items() if is_run(run.root)}
     return [(cell, there.get(cell.overrides)) for cell in sweep.cells]
 
@@ -127,7 +127,7 @@ def _recorded(paths: SweepPaths, contents: set[str]) -> dict[str, list[RunPaths]
     found: dict[str, list[RunPaths]] = {}
     for sweep_paths in find_sweeps(paths.root.parent):
         try:
-            sweep = manifest.load(sweep_paths)
+            sweep = manifest.load_sweep(sweep_paths)
         except UserError:  # written by another version, whose content differs, or not readable by this user
             continue
         runs = sweep.runs(sweep_paths)
@@ -138,7 +138,7 @@ def _recorded(paths: SweepPaths, contents: set[str]) -> dict[str, list[RunPaths]
 
 
 @dataclass
-class Again:
+class Restarted:
     """Restarted runs.
 
     Attributes:
@@ -153,12 +153,12 @@ class Again:
     statuses: list[int] = field(default_factory=list[int])
 
 
-def begin_again(
+def restart_runs(
     paths: SweepPaths,
     choose: Callable[[], Sequence[Run]],
     planned: Callable[[Run], LaunchPlan],
     run_here: Callable[[LaunchPlan], int],
-) -> Again:
+) -> Restarted:
     """Restart runs of a sweep; those with equal Slurm requests become one array again.
 
     Args:
@@ -166,7 +166,7 @@ def begin_again(
         planned: returns the plan of a run's next start, in its own directory or a new one.
         run_here: runs a plan on this machine and returns its exit status.
     """
-    begun = Again()
+    begun = Restarted()
     with manifest.alone(paths):
         runs = choose()
         of_slurm = [run for run in runs if run.job is not None]
@@ -184,8 +184,8 @@ def begin_again(
     return begun
 
 
-def _submit(paths: SweepPaths, runs: Sequence[Run], planned: Callable[[Run], LaunchPlan], begun: Again) -> None:
-    most, at_once = submit.max_array_size(), manifest.load(paths).at_once
+def _submit(paths: SweepPaths, runs: Sequence[Run], planned: Callable[[Run], LaunchPlan], begun: Restarted) -> None:
+    most, at_once = submit.max_array_size(), manifest.load_sweep(paths).at_once
     plans: list[LaunchPlan] = []
     sent: list[str | UserError] = []
     try:
@@ -207,7 +207,7 @@ def _submit(paths: SweepPaths, runs: Sequence[Run], planned: Callable[[Run], Lau
 
 def _note(paths: SweepPaths, run: Run, plan: LaunchPlan) -> None:
     """Record the plan's run as the run of the cell."""
-    sweep = manifest.load(paths)
+    sweep = manifest.load_sweep(paths)
     runs = sweep.runs(paths)
     cells = [
         dataclasses.replace(cell, run=plan.run.name)

@@ -13,7 +13,7 @@ from launcher.launch import local, multihost
 from launcher.launch.channel import Channel
 from launcher.launch.job_facts import differences, job_facts
 from launcher.launch.peers import FirstHost, OtherHost, Regrouping
-from launcher.plan.launch_plan import Place
+from launcher.plan.launch_plan import HostPosition
 from launcher.plan.run_plan import RunPlan
 from launcher.rundir import records
 from launcher.rundir.fencing import Fence, Incarnation
@@ -145,7 +145,7 @@ def test_a_stop_that_comes_with_the_news_is_one_of_the_new_start() -> None:
 
 
 def placed(plan: RunPlan, node: int) -> RunPlan:
-    place = Place(node=node, address="10.0.0.3", interface="eth0", store="10.0.0.1:1", shared=True)
+    place = HostPosition(node=node, address="10.0.0.3", interface="eth0", store="10.0.0.1:1", shared=True)
     return dataclasses.replace(plan, cluster=dataclasses.replace(plan.cluster, place=place))
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from launcher.config.schema import BatchConfig
 from launcher.errors import ConfigError
-from launcher.plan.batch import Batch, Stage, solve_batch
+from launcher.plan.batch import Batch, RampStage, solve_batch
 from launcher.plan.windows import Span, Windows, count_windows, share_of_window
 
 sizes = st.integers(1, 64)
@@ -123,7 +123,7 @@ def test_an_epoch_is_its_windows(samples: int, size: int) -> None:
 )
 def test_where_a_window_lies_is_its_number_alone(samples: int, stages: list[tuple[int, int]], keep_short: bool) -> None:
     """Against a walk through the run, one window after the other."""
-    ramp = tuple(Stage(windows=steps, global_size=size) for steps, size in stages)
+    ramp = tuple(RampStage(windows=steps, global_size=size) for steps, size in stages)
     batch = Batch(global_size=40, micro_size=1, accumulation=40, world_size=1, ramp=ramp)
     windows = Windows(samples, batch, keep_short=keep_short)
     epoch = window = first = 0

@@ -106,7 +106,7 @@ def test_a_path_that_no_mount_can_name_is_refused(run_dir: str) -> None:
 def test_that_is_refused_before_anything_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "require", lambda: None)
     with pytest.raises(ConfigError, match="cannot be mounted"):
-        submit.submit(planned(run_dir=str(tmp_path / "a:b/run")), "yaml")
+        submit.submit_job(planned(run_dir=str(tmp_path / "a:b/run")), "yaml")
     assert list(tmp_path.iterdir()) == []
 
 

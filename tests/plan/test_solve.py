@@ -22,7 +22,7 @@ from launcher.plan.host import Site
 from launcher.plan.launch_plan import RunInfo
 from launcher.plan.run_plan import RunPlan, SchedulePlan
 from launcher.plan.solve import solve
-from launcher.rundir.files import build
+from launcher.rundir.files import value_from_json
 from launcher.train.trainer import build_optimizer
 from tests.helpers import make_plan
 
@@ -283,7 +283,7 @@ def test_a_plan_of_a_version_that_calibrated_during_training_loads() -> None:
     fields = dataclasses.asdict(plan)
     del fields["train"]["calibrate_s"]
     fields["train"]["calibrate"] = 5
-    older = build(RunPlan, json.loads(json.dumps(fields)))
+    older = value_from_json(RunPlan, json.loads(json.dumps(fields)))
     assert older.train.calibrate_s == 0
     assert dataclasses.replace(older, train=plan.train) == plan
     for value in ("5", "false"):

@@ -6,12 +6,12 @@ import random
 
 import pytest
 
-from launcher.plan.batch import Batch, Stage
+from launcher.plan.batch import Batch, RampStage
 from launcher.plan.windows import Windows, changed_at, future, past
 
 
 def batch(size: int, *ramp: tuple[int, int]) -> Batch:
-    stages = tuple(Stage(windows=windows, global_size=samples) for windows, samples in ramp)
+    stages = tuple(RampStage(windows=windows, global_size=samples) for windows, samples in ramp)
     return Batch(global_size=size, micro_size=1, accumulation=size, world_size=1, ramp=stages)
 
 

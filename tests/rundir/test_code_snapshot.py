@@ -42,7 +42,7 @@ def project(tmp_path: Path) -> Path:
 
 
 def test_of_a_plain_directory_what_is_small(project: Path, tmp_path: Path) -> None:
-    (copy,) = code_snapshot.take([project], tmp_path / "code", project / "runs")
+    (copy,) = code_snapshot.copy_code([project], tmp_path / "code", project / "runs")
     assert files(copy) == {"pkg/tasks.py", "pkg/words.json"}
 
 
@@ -53,7 +53,7 @@ def test_of_a_git_tree_what_git_knows_with_uncommitted_changes(project: Path, tm
     git(project, "commit", "-m", "first")
     (project / "pkg" / "tasks.py").write_text("x = 2\n")
     (project / "pkg" / "new.py").write_text("y = 1\n")
-    (copy,) = code_snapshot.take([project], tmp_path / "code", project / "runs")
+    (copy,) = code_snapshot.copy_code([project], tmp_path / "code", project / "runs")
     assert files(copy) == {".gitignore", "pkg/tasks.py", "pkg/new.py", "pkg/words.json", "data.bin"}
     assert (Path(copy) / "pkg" / "tasks.py").read_text() == "x = 2\n"
     notes = read_json(tmp_path / "code" / "code.json")
@@ -108,7 +108,7 @@ def test_the_roots_are_the_tasks_and_pythonpaths(
 def test_a_directory_of_data_is_refused(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(code_snapshot, "_MOST_FILES", 1)
     with pytest.raises(SiteError, match="holds more than 1 files"):
-        code_snapshot.take([project], tmp_path / "code", project / "runs")
+        code_snapshot.copy_code([project], tmp_path / "code", project / "runs")
 
 
 @pytest.mark.parametrize("with_git", [False, True])
@@ -123,14 +123,14 @@ def test_runs_beside_the_code_are_left_out(project: Path, where: str, *, with_gi
     if with_git:
         (project / ".gitignore").write_text("venv/\ndata.bin\n")
         git(project, "init")
-    (copy,) = code_snapshot.take([project], new / "code", (project / where).resolve())
+    (copy,) = code_snapshot.copy_code([project], new / "code", (project / where).resolve())
     assert files(copy) - {".gitignore"} == {"pkg/tasks.py", "pkg/words.json"}
 
 
 def test_a_copy_of_nothing_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(SiteError, match=r"empty holds nothing .*\n  Put the code there"):
-        code_snapshot.take([tmp_path / "empty"], tmp_path / "code", tmp_path / "runs")
+        code_snapshot.copy_code([tmp_path / "empty"], tmp_path / "code", tmp_path / "runs")
 
 
 def test_work_trees_in_the_work_tree_are_copied_too(project: Path, tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_work_trees_in_the_work_tree_are_copied_too(project: Path, tmp_path: Pat
     git(project, "-c", "protocol.file.allow=always", "submodule", "add", str(library), "third/words")
     (project / "third" / "words" / "new.py").write_text("")
     (project / ".gitignore").write_text("venv/\nruns/\ndata.bin\n")
-    (copy,) = code_snapshot.take([project], tmp_path / "code", project / "runs")
+    (copy,) = code_snapshot.copy_code([project], tmp_path / "code", project / "runs")
     assert {"third/words/words.py", "third/words/new.py", "nested/more.py"} <= files(copy)
     assert "nested/said.log" not in files(copy)
 

@@ -214,4 +214,4 @@ def test_two_commands_do_not_begin_the_same_cells(tmp_path: Path) -> None:
 def test_a_book_of_another_version_is_said(tmp_path: Path) -> None:
     write_json((tmp_path / "sweep.json"), {"format": 99})
     with pytest.raises(UserError, match="another version"):
-        manifest.load(SweepPaths(tmp_path))
+        manifest.load_sweep(SweepPaths(tmp_path))

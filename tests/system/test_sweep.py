@@ -173,7 +173,7 @@ def test_on_one_machine_cells_run_one_after_the_other_on_frozen_code(project: Pa
     assert launch(*sweep[:2], "train.seed=1,1", *sweep[3:], cwd=project).returncode == 0
     assert len([*runs.glob("*/summary.json")]) == 3
     assert len([*(runs / "code").iterdir()]) == 2
-    sweep_now = manifest.load(SweepPaths(runs))
+    sweep_now = manifest.load_sweep(SweepPaths(runs))
     assert len(sweep_now.cells) == 2
     begun = {cell.overrides: cell.run for cell in sweep_now.cells}
     assert begun[("train.seed=1",)] not in first

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from launcher.rundir.files import build
+from launcher.rundir.files import value_from_json
 from launcher.verify.certificate import (
     FP32,
     Certificate,
@@ -107,7 +107,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
 
 
 def certificate(answers: dict[str, dict[str, Any]], line: str) -> Certificate:
-    return build(Certificate, answers[line])
+    return value_from_json(Certificate, answers[line])
 
 
 pytestmark = pytest.mark.slow

@@ -24,13 +24,13 @@ from launcher.launch.network import Route, find_route, free_port, socket_names
 from launcher.launch.slurm import client
 from launcher.launch.slurm.client import Task
 from launcher.launch.slurm.outcome import cancelled, conclude, conclude_failure, reason_to_requeue
-from launcher.plan.launch_plan import LaunchPlan, Place
+from launcher.plan.launch_plan import HostPosition, LaunchPlan
 from launcher.process import StopShield, die_with_parent, wait_until
 from launcher.rundir import records
 from launcher.rundir.fencing import Fence, Incarnation
 from launcher.rundir.files import write_text
 from launcher.rundir.paths import RunPaths
-from launcher.rundir.records import failure
+from launcher.rundir.records import failure_record
 
 _MEET_WITHIN_S = 300
 _LOOK_EVERY_S = 0.2
@@ -123,7 +123,7 @@ def _run_or_report(task: Task, fence: Fence, shield: StopShield) -> int:
     except Exception as error:
         traceback.print_exc()
         text = str(error) if isinstance(error, LauncherError) else f"{type(error).__name__}: {error}"
-        record = failure(text, fence.paths.node_log(task.node), kind=type(error).__name__, at=datetime.now(UTC))
+        record = failure_record(text, fence.paths.node_log(task.node), kind=type(error).__name__, at=datetime.now(UTC))
         return conclude_failure(load_plan(fence.paths.plan), task, fence, record)
 
 
@@ -165,7 +165,7 @@ def _join_nodes(plan: LaunchPlan, task: Task, fence: Fence) -> LaunchPlan:
         route = route_to(store.rpartition(":")[0], cluster.interface)
     if route is None or store is None:
         return plan
-    place = Place(
+    place = HostPosition(
         node=task.node, address=route.interface.address, interface=route.interface.name, store=store, shared=True
     )
     names = socket_names(route, cluster.interface)

@@ -22,7 +22,7 @@ from launcher.rundir import records
 from launcher.rundir.fencing import Fence
 from launcher.rundir.files import read_json, write_json
 from launcher.rundir.paths import RunPaths
-from launcher.rundir.records import HANG, Failure, failure
+from launcher.rundir.records import HANG, Failure, failure_record
 
 # seconds that Slurm may take to end the processes of a job that it requeues
 _REQUEUE_WITHIN_S = 120
@@ -89,7 +89,7 @@ def _requeue(plan: LaunchPlan, task: Task, fence: Fence, why: str) -> int:
                 f"started {_MOST_FRUITLESS_STARTS + 1} times without getting one step further ({why}): cluster.time is "
                 "too short for the start, one step and one checkpoint"
             )
-            _report(task, fence, failure(error, paths.node_log(task.node), at=datetime.now(UTC)))
+            _report(task, fence, failure_record(error, paths.node_log(task.node), at=datetime.now(UTC)))
             return EXIT_FAILED
     if cancelled(paths):
         return EXIT_RESUMABLE

@@ -35,7 +35,7 @@ _TOGETHER = ("--kill-on-bad-exit=1",)
 _PYTHON = '/bin/sh -c \'trap "" TERM USR2; exec "$0" "$@"\' {} -P'
 
 
-def submit(plan: P, config_yaml: str) -> tuple[P, str]:
+def submit_job(plan: P, config_yaml: str) -> tuple[P, str]:
     """Make the run's directory, copy the user's code into it, and submit.
 
     Returns:
@@ -238,7 +238,7 @@ def _script_of(plan: LaunchPlan) -> Path:
 
 def _freeze(plan: P, roots: Sequence[Path]) -> P:
     """Copy the user's code and return ``plan`` with the copies in place of the originals."""
-    copies = code_snapshot.take(roots, plan.paths.code, plan.paths.root.parent)
+    copies = code_snapshot.copy_code(roots, plan.paths.code, plan.paths.root.parent)
     if not copies:
         return plan
     if not isinstance(plan, RunPlan):

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from launcher.errors import WrongCheckpoint
 from launcher.plan import windows
-from launcher.plan.batch import Batch, Stage
+from launcher.plan.batch import Batch, RampStage
 from launcher.plan.resumable import Change, refusals
 from launcher.plan.run_plan import RunPlan
 from launcher.train.checkpoint.file_format import FORMAT
@@ -72,7 +72,7 @@ def require_same_run(directory: Path, origin: Origin, index: int, plan: RunPlan)
     if not origin:
         return
     changes, problems = _changes(origin, plan), list[str]()
-    stages = tuple(Stage(windows=count, global_size=size) for count, size in origin["ramp"])
+    stages = tuple(RampStage(windows=count, global_size=size) for count, size in origin["ramp"])
     old = dataclasses.replace(plan.batch, global_size=origin["global_size"], ramp=stages)
     if windows.past(old, index) != windows.past(plan.batch, index):
         problems.append(

@@ -31,7 +31,7 @@ from launcher.heartbeat import PULSE, Phase
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.sync_policy import passes
 from launcher.quantities import Interval, interval
-from launcher.rundir.files import build as from_json
+from launcher.rundir.files import value_from_json as from_json
 from launcher.train.data.loader import MicroBatch
 from launcher.train.engine.oom import is_out_of_memory
 from launcher.train.engine.preserved_state import Kept, KeptAttributes

@@ -21,7 +21,7 @@ from launcher.rundir import records
 from launcher.rundir.fencing import Fence, Incarnation
 from launcher.rundir.files import read_json, write_json
 from launcher.rundir.paths import RunPaths
-from launcher.rundir.records import Failure, Submission, failure
+from launcher.rundir.records import Failure, Submission, failure_record
 from tests.helpers import make_plan
 
 PEER_GONE = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:4711."
@@ -81,7 +81,7 @@ def now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Situation:
 
 
 def broken(error: str, **known: Any) -> Outcome:
-    return Outcome(EXIT_FAILED, {"verdict": "failed", "failure": failure(error, None, rank=1, **known)})
+    return Outcome(EXIT_FAILED, {"verdict": "failed", "failure": failure_record(error, None, rank=1, **known)})
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_an_error_of_the_runs_own_ends_the_job(now: Situation) -> None:
 
 
 def test_nodes_that_lost_each_other_begin_again(now: Situation) -> None:
-    Reports(now.fence, 1, 2).add(failure(PEER_GONE, None, rank=1))
+    Reports(now.fence, 1, 2).add(failure_record(PEER_GONE, None, rank=1))
     assert now.conclude(broken(PEER_GONE)) == EXIT_RESUMABLE
     assert now.requeued == ["7"]
     assert "disconnected" in now.told()
@@ -179,9 +179,9 @@ def test_a_node_that_says_nothing_is_slurms_to_find(now: Situation) -> None:
 
 def test_the_earliest_failure_is_the_runs(now: Situation) -> None:
     at = datetime.now()
-    later: Failure = failure(PEER_GONE, None, rank=0, at=at + timedelta(seconds=1))
+    later: Failure = failure_record(PEER_GONE, None, rank=0, at=at + timedelta(seconds=1))
     Reports(now.fence, 0, 2).add(later)
-    Reports(now.fence, 1, 2).add(failure("ValueError: first", None, rank=1, at=at))
+    Reports(now.fence, 1, 2).add(failure_record("ValueError: first", None, rank=1, at=at))
     Reports(now.fence, 0, 2).add(later)
     assert (read_json(now.paths.summary) or {})["failure"]["error"] == "ValueError: first"
 
@@ -190,7 +190,7 @@ def test_what_an_older_start_says_changes_nothing(now: Situation) -> None:
     old = Reports(now.fence, 0, 2)
     now.begin(restart=1)
     with pytest.raises(Superseded):
-        old.add(failure("ValueError: stale", None))
+        old.add(failure_record("ValueError: stale", None))
     assert not now.paths.summary.exists()
 
 
@@ -207,7 +207,7 @@ def test_a_node_without_a_way_says_so_in_the_runs_verdict(tmp_path: Path, monkey
     monkeypatch.setenv("SLURMD_NODENAME", "node1")
     with pytest.raises(SiteError):
         node._join_nodes(now.plan, now.task(), now.fence)
-    outcome.conclude_failure(now.plan, now.task(), now.fence, failure("no interface leads there", None))
+    outcome.conclude_failure(now.plan, now.task(), now.fence, failure_record("no interface leads there", None))
     assert now.fence.newest()["incarnation"] == "0.0", "the verdict is of a start that has begun"
     assert (read_json(now.paths.summary) or {})["verdict"] == "failed"
 
@@ -246,15 +246,15 @@ def test_a_start_takes_the_plan_for_as_many_nodes_as_it_has(tmp_path: Path, monk
     ],
 )
 def test_a_lost_peer_is_told_from_an_error_of_ones_own(error: str, trace: str | None, lost: bool) -> None:
-    assert lost_its_peers(failure(error, None, traceback=trace)) is lost
+    assert lost_its_peers(failure_record(error, None, traceback=trace)) is lost
 
 
 def test_ncccls_watchdog_is_heard(tmp_path: Path) -> None:
     log = tmp_path / "rank0.log"
     log.write_text("[rank0]:[E] ProcessGroupNCCL watchdog: NCCL error, connection closed by remote peer\n")
-    assert lost_its_peers(failure("killed by SIGABRT", log))
+    assert lost_its_peers(failure_record("killed by SIGABRT", log))
     log.write_text("free(): invalid pointer\n")
-    assert not lost_its_peers(failure("killed by SIGABRT", log))
+    assert not lost_its_peers(failure_record("killed by SIGABRT", log))
 
 
 def test_a_replaced_start_does_not_return(now: Situation, monkeypatch: pytest.MonkeyPatch) -> None:

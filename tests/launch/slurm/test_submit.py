@@ -94,9 +94,9 @@ def test_a_cell_that_is_refused_again_leaves_the_book_as_it_was(
 
     monkeypatch.setattr(submit, "send_all", send_all)
     monkeypatch.setattr(submit, "max_array_size", lambda: 1000)
-    begun = reuse.begin_again(paths, lambda: runs, retry, lambda plan: 0)  # noqa: ARG005
+    begun = reuse.restart_runs(paths, lambda: runs, retry, lambda plan: 0)  # noqa: ARG005
     assert begun.jobs == ["8_0"]
     assert begun.statuses == [2]
     assert begun.refused == ["r1: no such reservation"]
-    assert [each.run for each in manifest.load(paths).cells] == ["r0.retry1", "r1"]
+    assert [each.run for each in manifest.load_sweep(paths).cells] == ["r0.retry1", "r1"]
     assert not (tmp_path / "s" / "r1.retry1").exists()

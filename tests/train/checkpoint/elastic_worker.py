@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from launcher.errors import RunError
-from launcher.plan.batch import Stage
+from launcher.plan.batch import RampStage
 from launcher.plan.run_plan import RunPlan
 from launcher.task import Task
 from launcher.train import trainer
@@ -37,7 +37,7 @@ def plan_of(job: dict[str, Any]) -> RunPlan:
         samples=job["task"].get("samples", 90),
     )  # fmt: skip
     task = dataclasses.replace(plan.task, target="tests.train.checkpoint.elastic_task.Words", params=job["task"])
-    ramp = tuple(Stage(windows=windows, global_size=size) for windows, size in job.get("past", []))
+    ramp = tuple(RampStage(windows=windows, global_size=size) for windows, size in job.get("past", []))
     batch = dataclasses.replace(plan.batch, ramp=ramp)
     return dataclasses.replace(plan, task=task, batch=batch, forced=tuple(job.get("forced", ())))
 
