@@ -41,10 +41,12 @@ def certificate_parts(certificate: Certificate) -> Iterator[RenderableType]:
     yield ""
     for note in certificate.notes:
         yield Text(note)
-    verdict = Text(
-        f"Verdict: {certificate.outcome.value}. ", style=_CERTIFICATE_COLOURS.get(certificate.outcome, "bold red")
-    )
-    yield verdict.append(certificate.reason, style="not bold default")
+    colour = _CERTIFICATE_COLOURS.get(certificate.outcome, "bold red")
+    yield _verdict(f"Verdict: {certificate.outcome.value}. ", colour, certificate.reason)
+
+
+def _verdict(verdict: str, colour: str, reason: str) -> Text:
+    return Text(verdict, style=colour).append(reason, style="not bold default")
 
 
 def _window(window: WindowCheck) -> Iterator[RenderableType]:
@@ -72,16 +74,17 @@ def _comparison_table(comparison: Comparison) -> Table:
         _row(table, group)
     table.add_section()
     table.add_row("[dim]largest differences[/]", "", "", "", "")
-    for one in comparison.worst:
-        _row(table, one)
+    for deviation in comparison.worst:
+        _row(table, deviation)
     return table
 
 
-def _row(table: Table, one: Deviation) -> None:
-    error = "r is 0" if one.error is None else f"{one.error:.1e}"
-    share = "-" if one.share is None else f"{one.share:.1e}"
-    style = None if one.within else "red"
-    table.add_row(escape(one.name), f"{one.parameters:,}", error, share, f"{one.limit:.1e}", style=style)
+def _row(table: Table, deviation: Deviation) -> None:
+    error = "r is 0" if deviation.error is None else f"{deviation.error:.1e}"
+    share = "-" if deviation.share is None else f"{deviation.share:.1e}"
+    style = None if deviation.within else "red"
+    name, parameters = escape(deviation.name), f"{deviation.parameters:,}"
+    table.add_row(name, parameters, error, share, f"{deviation.limit:.1e}", style=style)
 
 
 def _hazard(hazard: Hazard) -> RenderableType:
@@ -102,60 +105,56 @@ def drill_parts(drilled: DrillResult, directory: Path) -> Iterator[RenderableTyp
     table, add = named_lines("Drill")
     for name, text in drilled.job.items():
         add(name, text)
-    add(
-        "each run",
-        f"{count(drilled.windows, 'window')}, saved every {drilled.every}; undisturbed {drilled.run_s:.1f} s",
-    )
+    windows = f"{count(drilled.windows, 'window')}, saved every {drilled.every}"
+    add("each run", f"{windows}; undisturbed {drilled.run_s:.1f} s")
     add("cold start", f"{drilled.cold_start_s:.1f} s from the start to the first step")
     add("files", near(directory))
     yield table
     yield ""
     yield _interruption_table(drilled)
-    for one in drilled.interrupted:
-        yield from _details(one)
-    if drilled.by_itself is not None and not drilled.by_itself.identical:
-        yield Text(f"undisturbed run repeated: {_difference(drilled.by_itself)}")
-    elif drilled.by_itself is not None:
-        yield Text("undisturbed run repeated: bit-identical")
+    for interruption in drilled.interrupted:
+        yield from _details(interruption)
+    if (repeated := drilled.by_itself) is not None:
+        yield Text(f"undisturbed run repeated: {'bit-identical' if repeated.identical else _difference(repeated)}")
     yield ""
-    verdict = Text(f"This job {drilled.outcome.value}. ", style=_DRILL_COLOURS.get(drilled.outcome, "bold red"))
-    yield verdict.append(drilled.reason, style="not bold default")
+    colour = _DRILL_COLOURS.get(drilled.outcome, "bold red")
+    yield _verdict(f"This job {drilled.outcome.value}. ", colour, drilled.reason)
 
 
 def _interruption_table(drilled: DrillResult) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for column in ("interruption", "at step", "resumed after", "repeated", "recovery", "of a cold start", "result"):
         table.add_column(column, justify="left" if column in ("interruption", "result") else "right", no_wrap=True)
-    for one in drilled.interrupted:
-        fault = one.fault(drilled.by_itself)
-        recovery = "" if one.recovery_s is None else f"{one.recovery_s:.1f} s"
-        share = "" if one.recovery_s is None else f"{one.recovery_s / drilled.cold_start_s:.2f}x"
-        table.add_row(
-            one.kind.value, _number(one.at_step), _number(one.from_step), _number(one.repeated), recovery, share,
-            escape(_result(one)), style="red" if fault else None,
-        )  # fmt: skip
+    for interruption in drilled.interrupted:
+        fault = interruption.fault(drilled.by_itself)
+        recovery = "" if interruption.recovery_s is None else f"{interruption.recovery_s:.1f} s"
+        share = "" if interruption.recovery_s is None else f"{interruption.recovery_s / drilled.cold_start_s:.2f}x"
+        steps = (interruption.at_step, interruption.from_step, interruption.repeated)
+        numbers = ["" if step is None else str(step) for step in steps]
+        result, style = escape(_result(interruption)), "red" if fault else None
+        table.add_row(interruption.kind.value, *numbers, recovery, share, result, style=style)
     return table
 
 
-def _result(one: InterruptedRun) -> str:
-    if one.problem:
+def _result(interruption: InterruptedRun) -> str:
+    if interruption.problem:
         return "did not recover"
-    if one.left:
+    if interruption.left:
         return "left something behind"
-    assert one.difference is not None
-    return "bit-identical" if one.difference.identical else "differs"
+    assert interruption.difference is not None
+    return "bit-identical" if interruption.difference.identical else "differs"
 
 
-def _details(one: InterruptedRun) -> Iterator[Text]:
+def _details(interruption: InterruptedRun) -> Iterator[Text]:
     """Yield the details of an interruption that do not fit into the table."""
-    saving = "" if one.saving_s is None else f"; it saved and ended {one.saving_s:.1f} s later"
-    yield Text(f"{one.kind.value}: {one.what}{saving}.", style="dim")
-    if one.problem:
-        yield Text(f"  {one.problem}", style="red")
-    if one.left:
-        yield Text(f"  left behind: {', '.join(one.left)}", style="red")
-    if one.difference is not None and not one.difference.identical:
-        yield Text(f"  {_difference(one.difference)}", style="red")
+    saving = "" if interruption.saving_s is None else f"; it saved and ended {interruption.saving_s:.1f} s later"
+    yield Text(f"{interruption.kind.value}: {interruption.what}{saving}.", style="dim")
+    if interruption.problem:
+        yield Text(f"  {interruption.problem}", style="red")
+    if interruption.left:
+        yield Text(f"  left behind: {', '.join(interruption.left)}", style="red")
+    if interruption.difference is not None and not interruption.difference.identical:
+        yield Text(f"  {_difference(interruption.difference)}", style="red")
 
 
 def _difference(difference: Difference) -> str:
@@ -167,10 +166,6 @@ def _difference(difference: Difference) -> str:
             f"{difference.norm:.1e} in norm"
         )
     return "; ".join(parts)
-
-
-def _number(value: int | None) -> str:
-    return "" if value is None else str(value)
 
 
 _CHECK_COLOURS = {State.ok: "green", State.warning: "yellow", State.failure: "red"}

@@ -351,6 +351,7 @@ def test_many_runs(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     assert len(as_json(tmp_path, "--html", page)["runs"]) == 40
     for figure in Page(page.read_text()).figures:
+        plotly.graph_objects.Figure(data=figure["data"], layout=figure["layout"])  # colours and layout for many runs
         if "over" in figure["title"] or figure["title"] == "Loss":
             assert not figure["layout"]["showlegend"]
 
