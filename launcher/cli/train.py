@@ -24,7 +24,7 @@ from launcher.errors import (
 )
 from launcher.launch import local, multihost
 from launcher.launch.peers import Peers
-from launcher.launch.planner import Once, new_run, plan_job, where
+from launcher.launch.planner import Once, new_run, plan_job, site_of
 from launcher.launch.slurm import client, submit
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.placement import solve_script
@@ -108,7 +108,7 @@ def launch_run(arguments: list[str]) -> int:
         _require_startable(config, wait=wait)
         if not script or not Path(script[0]).is_file():
             raise UserError(f"launch run: {script[0] if script else 'nothing after --'}: there is no such script.")
-        site = where(config.cluster)
+        site = site_of(config.cluster)
         run = new_run(config.run, Path(script[0]).stem, site.cwd)
         plan = solve_script(config.cluster, site, run, script)
         return _start(plan, yaml, config, live.console(quiet=quiet), wait=wait)

@@ -17,7 +17,7 @@ from launcher.doctor import host_checks, slurm_checks
 from launcher.doctor.check import Check, merge
 from launcher.doctor.probe import Answer, Question, answer, directory_facts, host_facts, read_answers
 from launcher.errors import ConfigError
-from launcher.launch.planner import partitions, where
+from launcher.launch.planner import partitions, site_of
 from launcher.launch.slurm import client
 from launcher.plan.host import OWN_MEMORY, Partition, Site
 from launcher.plan.launch_plan import FORMAT, LaunchPlan, RunInfo
@@ -42,7 +42,7 @@ def examine(config: Config, say: Callable[[str], None]) -> list[Check]:
         )  # fmt: skip
     if config.cluster.kind is ClusterKind.slurm:
         client.require()
-    site = where(config.cluster)
+    site = site_of(config.cluster)
     checks = [] if site.partition is None else _check_slurm(config, site.partition)
     return [*checks, *_check_hosts(config, site, say)]
 

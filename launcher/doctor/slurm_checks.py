@@ -154,7 +154,7 @@ def run_probes(plan: LaunchPlan, question: Question, say: Callable[[str], None])
         ConfigError, SiteError: Slurm refuses the job, or does not answer.
     """
     folder, nodes = plan.paths.root, plan.cluster.nodes
-    job_id = submit.hand_over(_without_requeue(plan), run_slurm_task, question, str(folder), srun=_SRUN)
+    job_id = submit.submit_function(_without_requeue(plan), run_slurm_task, question, str(folder), srun=_SRUN)
     try:
         job = _follow(job_id, folder, nodes, say)
     finally:

@@ -59,15 +59,15 @@ def plan_job(config: Config, once: Once | None = None) -> RunPlan:
         ConfigError, TaskError, SiteError: The input is wrong.
     """
     once = once or Once()
-    site = once(where, config.cluster)
+    site = once(site_of, config.cluster)
     run = new_run(config.run, task_stem(config), site.cwd)
-    require_mirror(config)
+    require_tracker_key(config)
     # report errors that no task could cure before the task is inspected, which may take seconds
     cluster = solve(config, site, TaskPlan.unknown(ANY_NUMBER), run).cluster
     if config.precision.kind is PrecisionKind.auto and cluster.kind is ClusterKind.local:
-        site = dataclasses.replace(site, bf16=once(_look_at_format, PrecisionKind.bf16, cluster.device)[0])
+        site = dataclasses.replace(site, bf16=once(_format_support, PrecisionKind.bf16, cluster.device)[0])
     task = once(describe_task, config.task, site.cwd, shards=config.strategy.kind in SHARDED, seed=config.train.seed)
-    plan = weighed(solve(config, site, task, run), config)
+    plan = with_sync_policy(solve(config, site, task, run), config)
     return plan.with_notes(emulation_notes(plan, once))
 
 
@@ -76,11 +76,11 @@ def emulation_notes(plan: RunPlan, once: Once | None = None) -> list[str]:
     kind = plan.precision.kind
     if plan.cluster.kind is not ClusterKind.local or kind not in host.NARROW:
         return []
-    is_native, factor = (once or Once())(_look_at_format, kind, plan.cluster.device, measure=True)
+    is_native, factor = (once or Once())(_format_support, kind, plan.cluster.device, measure=True)
     return [] if is_native or factor is None else [host.emulation_warning(kind, "this machine", factor)]
 
 
-def _look_at_format(kind: PrecisionKind, device: Device, *, measure: bool = False) -> tuple[bool | None, float | None]:
+def _format_support(kind: PrecisionKind, device: Device, *, measure: bool = False) -> tuple[bool | None, float | None]:
     """Return (native, slowdown) of ``kind`` on this machine; None for an unknown value.
 
     Args:
@@ -96,7 +96,7 @@ def _look_at_format(kind: PrecisionKind, device: Device, *, measure: bool = Fals
     return answer.get("native", quick), answer.get("slowdown")
 
 
-def weighed(plan: RunPlan, config: Config) -> RunPlan:
+def with_sync_policy(plan: RunPlan, config: Config) -> RunPlan:
     """Return ``plan`` with the sync policy that fits into memory, if the user left the choice to the launcher.
 
     If parts of the model are frozen, the payload of each policy depends on where gradients flow, so windows are run.
@@ -108,7 +108,7 @@ def weighed(plan: RunPlan, config: Config) -> RunPlan:
     return most.with_fewer(fewer)
 
 
-def require_mirror(config: Config) -> None:
+def require_tracker_key(config: Config) -> None:
     """Check that W&B will find its key, if it needs one. Raises SiteError."""
     if config.wandb.mode is WandbMode.online:
         # a Slurm job finds the key in .netrc, or in a variable that the user lists in cluster.env
@@ -122,7 +122,7 @@ def task_stem(config: Config) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", class_name).lower()
 
 
-def where(config: ClusterConfig) -> Site:
+def site_of(config: ClusterConfig) -> Site:
     """Return the site on which the job will run: this machine, or the nodes of Slurm partitions.
 
     Raises:

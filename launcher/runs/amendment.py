@@ -11,7 +11,7 @@ from importlib import metadata
 from launcher.config.hydra import amended, recompose
 from launcher.config.schema import BatchConfig, Config, PrecisionKind, ScheduleKind
 from launcher.errors import ConfigError, UserError
-from launcher.launch.planner import emulation_notes, require_mirror, weighed, where
+from launcher.launch.planner import emulation_notes, require_tracker_key, site_of, with_sync_policy
 from launcher.plan import windows
 from launcher.plan.batch import Batch
 from launcher.plan.host import Site
@@ -85,11 +85,11 @@ def replan(paths: RunPaths, old: RunPlan, overrides: Sequence[str], *, force: bo
     if not changed and done:
         raise UserError(f"{name}: is done, and nothing of what was given changes that.\n  Give it more train.steps.")
     at = standing(paths)
-    require_mirror(config)
+    require_tracker_key(config)
     keeps_precision = config.precision.kind is PrecisionKind.auto
     if keeps_precision:  # also on another kind of machine
         config.precision = dataclasses.replace(config.precision, kind=old.precision.kind)
-    site = dataclasses.replace(where(config.cluster), cwd=old.cluster.cwd)
+    site = dataclasses.replace(site_of(config.cluster), cwd=old.cluster.cwd)
     touched = {change.key for change in changed}
     config.batch = _fitted_batch(config, old, site, touched)
     plan = _solved(config, old, site, touched, at)
@@ -142,7 +142,7 @@ def _solved(config: Config, old: RunPlan, site: Site, touched: set[str], at: Sta
             return windows.changed_at(old.batch, batch, at.windows if at else 0)
         return dataclasses.replace(batch, ramp=old.batch.ramp)
 
-    return weighed(solve(config, site, task, run, rebatch=goes_on), config)
+    return with_sync_policy(solve(config, site, task, run, rebatch=goes_on), config)
 
 
 def _require_something_to_do(plan: RunPlan, old: RunPlan, at: Standing | None, *, done: bool) -> None:

@@ -107,7 +107,7 @@ def send_array(plans: Sequence[LaunchPlan], name: str, folder: Path, at_once: in
     each: list[tuple[str, int]] = []
     try:
         each += ((plan.run.dir, records.add_submission(plan.paths, submission)) for plan in plans)
-        jobs = _hand_over(plans[0], node.run_node, each, name=name, folder=folder, at_once=at_once)
+        jobs = _submit_function(plans[0], node.run_node, each, name=name, folder=folder, at_once=at_once)
         for plan, job in zip(plans, jobs, strict=True):
             records.amend_submission(plan.paths, job=job)
     except BaseException:
@@ -134,7 +134,7 @@ def max_array_size() -> int:
     return max(1, int(client.setting("MaxArraySize") or 1))
 
 
-def hand_over(
+def submit_function(
     plan: LaunchPlan, function: Callable[..., object], *arguments: object, srun: Sequence[str] = _TOGETHER
 ) -> str:
     """Submit a job that calls ``function(*arguments)`` once on each node. Return the job's id.
@@ -144,10 +144,10 @@ def hand_over(
     Raises:
         ConfigError, SiteError: Slurm refuses the job.
     """
-    return _hand_over(plan, function, [arguments], name=plan.run.name, folder=plan.paths.slurm, srun=srun)[0]
+    return _submit_function(plan, function, [arguments], name=plan.run.name, folder=plan.paths.slurm, srun=srun)[0]
 
 
-def _hand_over(
+def _submit_function(
     plan: LaunchPlan,
     function: Callable[..., object],
     each: Sequence[Sequence[object]],
@@ -157,7 +157,7 @@ def _hand_over(
     srun: Sequence[str] = _TOGETHER,
     at_once: int | None = None,
 ) -> list[str]:
-    """Submit one job per entry of ``each``, which holds its arguments, as ``hand_over`` does. Return the jobs' ids.
+    """Submit one job per entry of ``each``, which holds its arguments, as ``submit_function`` does. Return the job ids.
 
     Raises:
         ConfigError, SiteError: Slurm refuses the job.

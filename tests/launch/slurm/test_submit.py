@@ -60,7 +60,7 @@ def test_an_interruption_leaves_no_job_that_nobody_knows(
             return add(*arguments, **named)
         raise KeyboardInterrupt
 
-    module, name = (records, "add_submission") if when == "before" else (submit, "_hand_over")
+    module, name = (records, "add_submission") if when == "before" else (submit, "_submit_function")
     monkeypatch.setattr(module, name, interrupted)
     monkeypatch.setattr(client, "cancel_named", lambda name, user: cancelled.append(name))  # noqa: ARG005
     with pytest.raises(KeyboardInterrupt):
