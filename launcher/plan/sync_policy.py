@@ -5,6 +5,7 @@ The plan predicts with this table, the wrapped model acts on it, and the meter c
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -13,6 +14,8 @@ from typing import Self
 from launcher.config.schema import StrategyKind, Sync
 
 SHARDED = (StrategyKind.fsdp, StrategyKind.hsdp)
+# policies under which each micro-batch's gradients are reduced over some ranks
+REDUCES_EACH = (Sync.every, Sync.replicas_at_boundary)
 POLICIES: Mapping[StrategyKind, tuple[Sync, ...]] = {
     StrategyKind.single: (Sync.every, Sync.boundary),
     StrategyKind.ddp: (Sync.every, Sync.boundary),
@@ -55,6 +58,7 @@ class Passes:
     gather_root: int = 0
 
 
+@functools.cache  # the meter asks for each window
 def passes(strategy: StrategyKind, sync: Sync, micro_batches: int) -> Passes:
     """Return the passes of a window of ``micro_batches`` per rank."""
     k = micro_batches
@@ -64,7 +68,7 @@ def passes(strategy: StrategyKind, sync: Sync, micro_batches: int) -> Passes:
     once = sync is Sync.gather_once
     return Passes(
         all_reduce=reduce if strategy is StrategyKind.hsdp else 0,
-        reduce_scatter=k if sync in (Sync.every, Sync.replicas_at_boundary) else 1,
+        reduce_scatter=k if sync in REDUCES_EACH else 1,
         gather_units=1 if once else 2 * k,
         gather_root=1 if once else k,
     )

@@ -6,7 +6,6 @@ Names and units of metrics are part of the public interface; other modules compu
 from __future__ import annotations
 
 import errno
-import json
 import math
 import mmap
 import os
@@ -17,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+import orjson
 import torch
 
 from launcher.config.schema import OnError
@@ -67,7 +67,7 @@ class Record:
         Raises:
             RecordFailed: it cannot be written, and ``waits`` is false.
         """
-        self._left.append(json.dumps(as_record(step, metrics)).encode() + b"\n")
+        self._left.append(orjson.dumps(as_record(step, metrics), option=orjson.OPT_APPEND_NEWLINE))
         self._hand_over()
 
     @PULSE.doing(Role.io)
@@ -157,7 +157,7 @@ def truncate_record(path: Path, step: int, last: dict[str, Any] | None) -> None:
             end, newest = _newest_record(file, step)
             file.truncate(end)
             if last is not None and (newest is None or newest["step"] < last["step"]):
-                file.write(f"{json.dumps(last)}\n".encode())
+                file.write(orjson.dumps(last, option=orjson.OPT_APPEND_NEWLINE))
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
@@ -185,7 +185,7 @@ def _newest_record(file: IO[bytes], step: int) -> tuple[int, dict[str, Any] | No
         while end:
             begin = text.rfind(b"\n", 0, end - 1) + 1
             try:
-                record: Any = json.loads(text[begin:end])
+                record: Any = orjson.loads(text[begin:end])
                 if record["step"] <= step:
                     return end, record
             except (ValueError, TypeError, LookupError):  # not a record

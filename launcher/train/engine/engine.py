@@ -27,6 +27,7 @@ from launcher.config.schema import OnOom
 from launcher.errors import ConfigError, EngineMisuse
 from launcher.heartbeat import PULSE, Phase
 from launcher.plan.run_plan import RunPlan
+from launcher.plan.sync_policy import REDUCES_EACH
 from launcher.train import precision
 from launcher.train.data import window_feed
 from launcher.train.data.loader import BEGINNING, Collate, MicroBatch, Place, Window, to_device
@@ -156,7 +157,6 @@ class Engine:
 
     def _open(self, window: Window) -> Iterator[Any]:
         self._totals.clear()
-        self._trained.require_same()
         # ranks can give up a window together only if its small all-reduce is its first collective
         may_abandon = (
             self.plan.batch.on_oom is OnOom.shrink
@@ -239,8 +239,9 @@ class Engine:
             self._totals.add(loss_sum, items, samples)
         if self.parallel.own.due:
             self._noise.begin(*self._totals.here)
-        if self._now.last:
+        if self._now.last or self._now.sync in REDUCES_EACH:
             self._trained.require_same()
+        if self._now.last:
             self._totals.send(more=self._feed.has_next(), stop=self._stop(), save_due=self._save_due())
             if self._now.may_abandon and self._totals.out_of_memory():
                 raise WindowAbandoned(

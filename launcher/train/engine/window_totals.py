@@ -127,14 +127,13 @@ class WindowTotals:
     @property
     def here(self) -> tuple[Tensor | float, int]:
         """Items and samples of this rank so far; the host does not wait for them."""
-        counted = float(self._counted_items)
-        return (counted + _stack(self._items).sum() if self._items else counted), self._samples
+        return self._counted_items + _sum(self._items), self._samples
 
     def send(self, *, more: bool, stop: bool, save_due: bool) -> None:
         """Start the all-reduce. ``more``: this rank has samples for another window."""
         shares = [number for observer in self._observers for number in observer.contribution()]
         known = [self._counted_items, 0.0, self._samples, more, stop, save_due, False, *(0.0 for _ in shares)]
-        later: dict[int, Tensor | float] = {_LOSS: _stack(self.losses).sum() if self.losses else 0.0}
+        later: dict[int, Tensor | float] = {_LOSS: _sum(self.losses)}
         later |= enumerate(shares, _FLAGS)
         if self._items:
             counts = _stack(self._items)
@@ -190,15 +189,13 @@ class WindowTotals:
         Raises:
             TaskError: on all ranks, where one has counted items that are no number of items.
         """
-        # of offloaded gradients the norm is on the host
-        both = torch.cat((self._arrived(), grad_norm.detach().to(self._device, torch.float64).reshape(1)))
-        *sums, norm = both.tolist()
+        sums = self._arrived().tolist()
         if not math.isfinite(sums[_ITEMS]):
             raise self._explain_bad_items()
         for observer, (start, end) in zip(self._observers, itertools.pairwise(self._ends), strict=True):
             observer.receive(sums[start:end])
         flags = (sums[_MORE] > 0, sums[_STOP] > 0, sums[_SAVE_DUE] > 0)
-        return Agreed(round(sums[_ITEMS]), sums[_LOSS], round(sums[_SAMPLES]), *flags, norm)
+        return Agreed(round(sums[_ITEMS]), sums[_LOSS], round(sums[_SAMPLES]), *flags, grad_norm.item())
 
     def sum_of(self, observer: Observer) -> list[float]:
         """Return the sums that ``observer`` would receive with the next window. All ranks call it.
@@ -250,12 +247,20 @@ def require_sum(loss_sum: object, items: object) -> None:
                 "The items of a micro-batch require grad: their number must not depend on the parameters.\n"
                 "  Count targets or samples; what weighs them belongs into the loss. Or .detach() it."
             )
-    elif not (isinstance(items, numbers.Real) and float(items) >= 0 and float(items).is_integer()):
+    # int first: the check for an abstract class is slow
+    elif not (isinstance(items, int | numbers.Real) and float(items) >= 0 and float(items).is_integer()):
         raise TaskError(_NO_COUNT.format(f"this one has {items!r}"))
 
 
 def _stack(values: list[Tensor]) -> Tensor:
     return torch.stack([v.reshape(()) for v in values]).double()
+
+
+def _sum(values: list[Tensor]) -> Tensor | float:
+    """Return the sum of scalars in fp64, on a GPU as a tensor, for which the host does not wait."""
+    if not values or values[0].device.type == "cpu":
+        return sum((value.item() for value in values), 0.0)
+    return _stack(values).sum()
 
 
 def explain_bad_loss(totals: WindowTotals, world: World, step: int) -> NotFinite:

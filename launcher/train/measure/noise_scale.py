@@ -82,11 +82,13 @@ class OwnGradient:
             self._norms += torch._foreach_norm(wide) if wide else ()
             self._norms += [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in narrow]
 
-    def square(self, device: torch.device) -> Tensor | None:
-        """Return the squared norm, a float64 scalar, and reset it; None if no gradient was taken."""
+    def square(self, device: torch.device) -> Tensor | float | None:
+        """Return the squared norm in fp64, and reset it; None if no gradient was taken. The host waits for no GPU."""
         if not self._norms:
             return None
         norms, self._norms = self._norms, []
+        if device.type == "cpu":
+            return sum(norm.item() ** 2 for norm in norms)
         return torch.stack(norms).detach().to(device, torch.float64).square().sum()
 
 
@@ -128,7 +130,7 @@ class NoiseScale:
         factor = window.gradient_unit**2 / items_of_parts
         self._waiting = _Measured(window.grad_norm**2, window.samples, own_samples, factor)
         # 0 / 0 = nan on a rank without items, which has no mean gradient: `receive` then drops the window
-        self.own = square / own_items
+        self.own = torch.as_tensor(square, dtype=torch.float64) / own_items
 
     @property
     def now(self) -> Noise | None:

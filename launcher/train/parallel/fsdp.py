@@ -25,7 +25,7 @@ from torch.nn.utils import get_total_norm
 from launcher.config.schema import StrategyKind, Sync
 from launcher.errors import TaskError
 from launcher.plan.run_plan import RunPlan
-from launcher.plan.sync_policy import Layout
+from launcher.plan.sync_policy import REDUCES_EACH, Layout
 from launcher.train.measure.comm_meter import Meter
 from launcher.train.measure.noise_scale import OwnGradient
 from launcher.train.parallel.base import local, trained, whole_gradients
@@ -111,7 +111,7 @@ class Fsdp:
     def micro_batch(self, sync: Sync, *, first: bool, last: bool) -> AbstractContextManager[object]:
         keeps = sync is Sync.gather_once
         self._uses.begin(in_loss=True)
-        reduces_each = sync in (Sync.every, Sync.replicas_at_boundary)
+        reduces_each = sync in REDUCES_EACH
         self.own.await_part(due=first if reduces_each else last)
         self._set(
             reduce=last or reduces_each,
