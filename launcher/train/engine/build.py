@@ -15,7 +15,7 @@ from launcher.errors import EngineMisuse, TaskError
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.sync_policy import SHARDED
 from launcher.train.data.randomness import random_state, restore_random_state
-from launcher.train.parallel.base import Parallel, ShardUnits, Single
+from launcher.train.parallel.base import Parallel, ShardUnits
 from launcher.train.parallel.deferred_init import Recipe
 from launcher.train.parallel.deferred_init import build as build_deferred
 from launcher.train.parallel.init_recorder import NotDeferrable
@@ -201,7 +201,7 @@ def wrap(
     if plan.train.compile:
         model.compile()
     if strategy.kind is StrategyKind.single or plan.batch.world_size == 1:
-        return Single(model, plan, device)
+        return Parallel(model, plan, device)
     from launcher.train.parallel.ddp import Ddp
 
     return Ddp(model, plan, device)

@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from launcher.config.schema import OnOom
+from launcher.config.schema import OnOom, Sync
 from launcher.errors import ConfigError, EngineMisuse
 from launcher.heartbeat import PULSE, Phase
 from launcher.plan.run_plan import RunPlan
-from launcher.plan.sync_policy import REDUCES_EACH
+from launcher.plan.sync_policy import REDUCES_EACH, SHARDED
 from launcher.train import precision
 from launcher.train.data import window_feed
 from launcher.train.data.loader import BEGINNING, Collate, MicroBatch, Place, Window, to_device
@@ -99,6 +99,13 @@ class Engine:
         self._now = UnderWay(
             self.parallel, self.precision, self._norms, self._buffers, self._update, self.device, plan.strategy.sync
         )
+        # ranks can give up a window together only if its small all-reduce is its first collective
+        self._may_abandon = (
+            plan.batch.on_oom is OnOom.shrink
+            and plan.strategy.kind not in SHARDED
+            and (plan.strategy.sync is not Sync.every or self.world.size == 1)
+            and isinstance(self._norms, AsTheyAre)
+        )
         self._calibration = Calibration(self.world, self.device, self.parallel, self.precision, self._norms, owner)
         self._stop = stop
         self._save_due = save_due if self.world.rank == 0 else lambda: False
@@ -157,16 +164,10 @@ class Engine:
 
     def _open(self, window: Window) -> Iterator[Any]:
         self._totals.clear()
-        # ranks can give up a window together only if its small all-reduce is its first collective
-        may_abandon = (
-            self.plan.batch.on_oom is OnOom.shrink
-            and self.parallel.silent_until_boundary(self._now.sync)
-            and isinstance(self._norms, AsTheyAre)
-        )
         PULSE.begin_window(window.index + 1, self.steps + 1)
         forward, due = self._now.forward, self.calibrated is None and self._calibration.wanted(self.plan)
         calibrate = functools.partial(self._calibrate, forward) if forward is not None and due else None
-        return self._now.open(window, self._micro_batches(window, calibrate), may_abandon=may_abandon)
+        return self._now.open(window, self._micro_batches(window, calibrate), may_abandon=self._may_abandon)
 
     def _micro_batches(self, window: Window, calibrate: Calibrate | None) -> Generator[Any, None, None]:
         """Yield the window's batches; the loop runs forward and ``backward`` of each before it asks for the next."""
@@ -239,17 +240,18 @@ class Engine:
             self._totals.add(loss_sum, items, samples)
         if self.parallel.own.due:
             self._noise.begin(*self._totals.here)
-        if self._now.last or self._now.sync in REDUCES_EACH:
+        last, items_of_all = self._now.last, None
+        if last or self._now.sync in REDUCES_EACH:
             self._trained.require_same()
-        if self._now.last:
+        if last:
             self._totals.send(more=self._feed.has_next(), stop=self._stop(), save_due=self._save_due())
             if self._now.may_abandon and self._totals.out_of_memory():
                 raise WindowAbandoned(
                     "Another rank ran out of memory, and batch.on_oom=shrink runs this window again. The loop must "
                     "pass this exception to engine.shrinks(error)."
                 )
-            self.parallel.before_reduction(self._totals.items_of_all)
-        self.parallel.before_backward()
+            items_of_all = self._totals.items_of_all
+        self.parallel.before_backward(items_of_all)
         self.precision.backward(loss_sum * weight)
         self.parallel.meter.backward_is_over()
 

@@ -1,11 +1,10 @@
-"""Interface of the parallel strategies, so that no other module has to know which one is in use. Its simplest case,
-`Single`, is here too."""
+"""Interface of the parallel strategies, so that no other module has to know which one is in use."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +21,9 @@ from launcher.train.measure.noise_scale import OwnGradient
 ShardUnits = Callable[[nn.Module], Sequence[nn.Module]]
 
 
-class Parallel(Protocol):
-    """A model wrapped by a strategy.
+class Parallel:
+    """A model wrapped by a strategy. This class is the strategy for one rank, with nothing to synchronise; those for
+    several ranks derive from it.
 
     Args:
         forward: callable that the training loop uses for forward passes.
@@ -34,160 +34,107 @@ class Parallel(Protocol):
     """
 
     forward: Callable[..., Any]
-    module: nn.Module
-    meter: Meter
-    averaged_over: int
-    own: OwnGradient
+    averaged_over = 1
 
-    def micro_batch(self, sync: Sync, *, first: bool, last: bool) -> AbstractContextManager[object]:
+    def __init__(self, model: nn.Module, plan: RunPlan, device: torch.device, layout: Layout | None = None) -> None:
+        """Set up what all strategies have.
+
+        Args:
+            layout: payload of the strategy's collectives. Default: whole gradients, all-reduced over all ranks.
+        """
+        self.module = self.forward = model
+        self._parameters = trained(model)
+        self._unused_allowed = plan.strategy.find_unused_parameters
+        layout = layout or Layout.replicated(sum(p.nbytes for p in self._parameters), plan.batch.world_size)
+        self.meter = Meter(plan.strategy.kind, layout, device)
+        self.own = OwnGradient()
+
+    def micro_batch(self, sync: Sync, *, first: bool, last: bool) -> AbstractContextManager[object]:  # noqa: ARG002
         """Return the context for forward *and* backward of one micro-batch.
 
         Args:
             first: the micro-batch is the first of its window.
             last: it is the window's boundary.
         """
-        ...
+        # one micro-batch stands for the part of the window that a rank has under other strategies
+        self.own.await_part(due=first and not last)
+        return self._take_own() if self.own.due else nullcontext()
 
-    def silent_until_boundary(self, sync: Sync) -> bool:
-        """Return whether a window runs no collective before its last backward pass."""
-        ...
+    @contextmanager
+    def _take_own(self) -> Iterator[None]:
+        yield
+        self.own.take([p.grad for p in self._parameters if p.grad is not None])
 
     def abandon(self) -> None:
         """Discard the current window, none of whose passes has run a collective yet."""
-        ...
+        self.zero_grad()
 
-    def before_backward(self) -> None:
-        """Prepare for a micro-batch's backward pass; computing the loss may already have run backward passes."""
-        ...
-
-    def before_reduction(self, items: Callable[[], int]) -> None:
-        """Prepare for the window's last backward pass.
+    def before_backward(self, items: Callable[[], int] | None = None) -> None:
+        """Prepare for a micro-batch's backward pass; computing the loss may already have run backward passes.
 
         Args:
-            items: waits for the number of items in the window on all ranks, and returns it.
+            items: given in the window's last micro-batch: waits for the number of items in the window on all ranks, and
+                returns it.
         """
-        ...
 
     def silent(self) -> AbstractContextManager[object]:
         """Return a context for forward and backward passes without any collective. Their gradients are discarded at
         its end. Collectives that the passes depend on (FSDP's all-gathers) run on entering."""
-        ...
+        raise AssertionError("one rank has no collective to leave out")
 
     def trial(self) -> AbstractContextManager[object]:
         """Return a context, between two windows, for passes that must have no effect on later training."""
-        ...
+        return nullcontext()
 
     def gradients(self) -> list[Tensor]:
-        """Wait for all gradients of the window, and return this rank's part of them."""
-        ...
+        """Wait for all gradients of the window, and return this rank's part of them.
+
+        Raises:
+            UnusedParameters: a parameter has none, and ``strategy.find_unused_parameters`` is false.
+        """
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        if len(gradients) < len(self._parameters) and not self._unused_allowed:
+            names = [name for name, p in self.module.named_parameters() if p.requires_grad and p.grad is None]
+            shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+            raise UnusedParameters(
+                f"The loss does not depend on {len(names)} of the model's parameters: {shown}.\n"
+                "  Freeze them (requires_grad_(False)), use them in the loss, or take "
+                "strategy=ddp strategy.sync=every strategy.find_unused_parameters=true."
+            )
+        return gradients
 
     def total_norm(self, gradients: list[Tensor]) -> Tensor:
         """Return the norm of the whole gradient, of which ``gradients`` is this rank's part: a scalar, the same on all
         ranks."""
-        ...
+        return get_total_norm(gradients)
 
-    def zero_grad(self) -> None: ...
+    def zero_grad(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
     def evaluation(self) -> AbstractContextManager[object]:
         """Return a context for forward passes of ``module`` between two windows."""
-        ...
+        return nullcontext()
 
     def gradient_order(self) -> list[str]:
         """Return the parameters' names in the order in which their gradients are reduced; empty if the first window
         does not determine it, or if it does not affect rounding. All ranks call it."""
-        ...
+        return []
 
     def take_gradient_order(self, names: list[str]) -> None:
         """Reduce the gradients in this order from the first window on. All ranks call it, before the first window."""
-        ...
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank that a checkpoint needs in addition to the model."""
-        ...
+        return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what ``state_dict`` has returned."""
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
     """Return the parameters that require a gradient."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-
-def payload_of_gradients(model: nn.Module) -> int:
-    """Return the bytes of all gradients, each in its parameter's dtype."""
-    return sum(parameter.numel() * parameter.element_size() for parameter in trained(model))
-
-
-def whole_gradients(module: nn.Module, parameters: Sequence[nn.Parameter], *, unused_allowed: bool) -> list[Tensor]:
-    """Return the gradients of ``parameters``, which are the trained ones of ``module``.
-
-    Raises:
-        UnusedParameters: some have no gradient, and ``unused_allowed`` is false.
-    """
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    if len(gradients) < len(parameters) and not unused_allowed:
-        names = [name for name, p in module.named_parameters() if p.requires_grad and p.grad is None]
-        shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-        raise UnusedParameters(
-            f"The loss does not depend on {len(names)} of the model's parameters: {shown}.\n"
-            "  Freeze them (requires_grad_(False)), use them in the loss, or take "
-            "strategy=ddp strategy.sync=every strategy.find_unused_parameters=true."
-        )
-    return gradients
-
-
-class Single:
-    """Strategy for one rank: nothing to synchronise."""
-
-    averaged_over = 1
-
-    def __init__(self, model: nn.Module, plan: RunPlan, device: torch.device) -> None:
-        self.module = self.forward = model
-        self._unused_allowed = plan.strategy.find_unused_parameters
-        self.meter = Meter(plan.strategy.kind, Layout.replicated(payload_of_gradients(model), 1), device)
-        self.own = OwnGradient()
-
-    @contextmanager
-    def micro_batch(self, sync: Sync, *, first: bool, last: bool) -> Iterator[None]:  # noqa: ARG002
-        self.own.await_part(due=first and not last)
-        yield
-        if self.own.due:  # one micro-batch stands for the part of the window that a rank has under other strategies
-            self.own.take([p.grad for p in trained(self.module) if p.grad is not None])
-
-    def silent_until_boundary(self, sync: Sync) -> bool:  # noqa: ARG002
-        return True
-
-    def abandon(self) -> None:
-        self.zero_grad()
-
-    def before_backward(self) -> None: ...
-    def before_reduction(self, items: Callable[[], int]) -> None: ...
-    def silent(self) -> AbstractContextManager[object]:
-        raise AssertionError("one rank has no collective to leave out")
-
-    def trial(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def gradients(self) -> list[Tensor]:
-        return whole_gradients(self.module, trained(self.module), unused_allowed=self._unused_allowed)
-
-    def total_norm(self, gradients: list[Tensor]) -> Tensor:
-        return get_total_norm(gradients)
-
-    def zero_grad(self) -> None:
-        for parameter in self.module.parameters():
-            parameter.grad = None
-
-    def evaluation(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def gradient_order(self) -> list[str]:
-        return []
-
-    def take_gradient_order(self, names: list[str]) -> None: ...
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 def local(tensor: Tensor) -> Tensor:

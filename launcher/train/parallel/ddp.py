@@ -13,31 +13,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import get_total_norm
 
 from launcher.config.schema import Compress, Sync
 from launcher.plan.run_plan import RunPlan, StrategyPlan
-from launcher.plan.sync_policy import Collective, Layout
+from launcher.plan.sync_policy import Collective
 from launcher.train.measure.comm_meter import Meter
-from launcher.train.measure.noise_scale import OwnGradient
-from launcher.train.parallel.base import payload_of_gradients, trained, whole_gradients
+from launcher.train.parallel.base import Parallel
 
 
-class Ddp:
+class Ddp(Parallel):
     """Strategy for DDP. Gradients are views into DDP's buckets, so that there is one copy of them."""
 
     def __init__(self, model: nn.Module, plan: RunPlan, device: torch.device) -> None:
-        strategy, world_size = plan.strategy, plan.batch.world_size
-        self.module, self.averaged_over = model, world_size
-        self._unused_allowed = strategy.find_unused_parameters
+        super().__init__(model, plan, device)
+        strategy, self.averaged_over = plan.strategy, plan.batch.world_size
         # with either option DDP never rebuilds its buckets, or not in the order of a single backward pass
         self._keeps_buckets = self._unused_allowed or strategy.static_graph
         self._order = self._first_order()
-        self.meter = Meter(strategy.kind, Layout.replicated(payload_of_gradients(model), world_size), device)
         self._strategy, self._device = strategy, device
         self._compression = _compression(strategy, model, self.meter)
-        self.own = OwnGradient()
-        self._parameters = trained(model)
         # PowerSGD's residue makes the reduced gradient differ from the mean of the ranks' gradients
         self._comparable = strategy.compress is not Compress.powersgd
         self.forward = self._ddp = self._wrapped(init_sync=True)
@@ -85,18 +79,14 @@ class Ddp:
             return self._ddp.no_sync()
         return nullcontext() if self._order is not None else self._record_order()
 
-    def silent_until_boundary(self, sync: Sync) -> bool:
-        return sync is not Sync.every
-
     def abandon(self) -> None:
         # the boundary's forward pass has prepared the reducer for its backward pass, which will not take place
         self._ddp.reducer._reset_state()
         self.zero_grad()
 
-    def before_backward(self) -> None: ...
-
-    def before_reduction(self, items: Callable[[], int]) -> None:
-        if self._sync is not Sync.every:  # under `every`, part of the residue is from this window already
+    def before_backward(self, items: Callable[[], int] | None = None) -> None:
+        # under `every`, part of the residue is from this window already
+        if items is not None and self._sync is not Sync.every:
             self._compression.before_reduction(items)
 
     @contextmanager
@@ -123,19 +113,10 @@ class Ddp:
                 self._compression.load_state_dict(kept)
         self.take_gradient_order(order)
 
-    def gradients(self) -> list[Tensor]:
-        return whole_gradients(self.module, self._parameters, unused_allowed=self._unused_allowed)
-
-    def total_norm(self, gradients: list[Tensor]) -> Tensor:
-        return get_total_norm(gradients)
-
     def zero_grad(self) -> None:
         # in place: set to None, they would be allocated outside the buckets in the next window, as a second copy
         if gradients := [p.grad for p in self._parameters if p.grad is not None]:
             torch._foreach_zero_(gradients)
-
-    def evaluation(self) -> AbstractContextManager[object]:
-        return nullcontext()
 
     def gradient_order(self) -> list[str]:
         """Return the order in which gradients became ready in the first synchronised backward pass of this process, or

@@ -20,15 +20,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.nn.utils import get_total_norm
 
 from launcher.config.schema import StrategyKind, Sync
 from launcher.errors import TaskError
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.sync_policy import REDUCES_EACH, Layout
-from launcher.train.measure.comm_meter import Meter
-from launcher.train.measure.noise_scale import OwnGradient
-from launcher.train.parallel.base import local, trained, whole_gradients
+from launcher.train.parallel.base import Parallel, local, trained
 from launcher.train.parallel.collectives import Gather, Scatter
 from launcher.train.parallel.deferred_init import Recipe, fill
 from launcher.train.parallel.mixed_precision import groups_of, matmul_parameters, narrow
@@ -37,19 +34,16 @@ from launcher.train.precision import DTYPES
 from launcher.train.world import patience
 
 
-class Fsdp:
+class Fsdp(Parallel):
     """Strategy for FSDP over all ranks, and for HSDP: replicated shard groups of ``plan.strategy.shard_size`` ranks.
 
     Gradients are summed, not averaged: the engine divides by the window's items anyway.
     """
 
-    averaged_over = 1
-
     def __init__(
         self, model: nn.Module, units: Sequence[nn.Module], plan: RunPlan, device: torch.device, recipe: Recipe | None
     ) -> None:
         strategy, world_size = plan.strategy, plan.batch.world_size
-        self.module = self.forward = model
         mesh = mesh_of(device, world_size, strategy.shard_size)
         _wait_for_hangs(mesh, plan.train.hang_timeout)
         self._shard_group = mesh["shard"].get_group()
@@ -69,7 +63,7 @@ class Fsdp:
         narrowed = {p: place for p, place in matmul_parameters(model).items() if dtype and p.dtype == torch.float32}
         item_bytes = dict.fromkeys(narrowed, 2)
         layout = _layout(model, units, item_bytes, reduce_dtype, strategy.shard_size, world_size)
-        self.meter = Meter(strategy.kind, layout, device)
+        super().__init__(model, plan, device, layout)
         offload = CPUOffloadPolicy() if strategy.cpu_offload else OffloadPolicy()
         for module in (*units, model):
             fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)
@@ -78,6 +72,7 @@ class Fsdp:
             fill(model, recipe)
         if strategy.cpu_offload:
             _move_buffers(model, device)  # only parameters are kept in host memory
+        self._parameters = trained(model)  # the shards
         self._modules = [module for module in (model, *units) if isinstance(module, FSDPModule)]
         gather = Gather(self.meter, device)
         self._gather = gather
@@ -85,7 +80,6 @@ class Fsdp:
         for module in self._modules:
             narrow(module, places, dtype or torch.float32, reduce_dtype, None if plan.train.compile else self._widen)
         self._uses = Uses(self._modules)
-        self.own = OwnGradient()
         self._scatter = Scatter(self.meter, device, self.own)
         for module in self._modules:
             module.set_gradient_divide_factor(1.0)
@@ -172,16 +166,11 @@ class Fsdp:
     def _parameters_of_root(self) -> list[Any]:
         return [parameter for group in groups_of(self._modules[0]) for parameter in group.fsdp_params]
 
-    def silent_until_boundary(self, sync: Sync) -> bool:  # noqa: ARG002 (parameters are gathered in forward)
-        return False
-
     def abandon(self) -> None:
         raise AssertionError("its passes are never silent")
 
-    def before_backward(self) -> None:
+    def before_backward(self, items: Callable[[], int] | None = None) -> None:  # noqa: ARG002
         self._uses.before_backward()
-
-    def before_reduction(self, items: Callable[[], int]) -> None: ...
 
     @contextmanager
     def silent(self) -> Iterator[None]:
@@ -198,27 +187,18 @@ class Fsdp:
                 _drop_gradients(module)
                 module.reshard()
 
-    def trial(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
     def gradients(self) -> list[Tensor]:
         self._scatter.finish()
-        return [
-            local(gradient) for gradient in whole_gradients(self.module, trained(self.module), unused_allowed=False)
-        ]
+        return [local(gradient) for gradient in super().gradients()]
 
     def total_norm(self, gradients: list[Tensor]) -> Tensor:
-        own = get_total_norm(gradients)
+        own = super().total_norm(gradients)
         if self._shard_size == 1:
             return own
         squared = own.double().square().reshape(1)
         with self.meter.waiting():
             dist.all_reduce(squared, group=self._shard_group)
         return squared.sqrt()
-
-    def zero_grad(self) -> None:
-        for parameter in self.module.parameters():
-            parameter.grad = None
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
@@ -227,15 +207,6 @@ class Fsdp:
         yield
         for module in self._modules:
             module.reshard()
-
-    def gradient_order(self) -> list[str]:
-        return []
-
-    def take_gradient_order(self, names: list[str]) -> None: ...
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 def mesh_of(device: torch.device, world_size: int, shard_size: int) -> DeviceMesh:

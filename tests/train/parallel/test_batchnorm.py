@@ -15,7 +15,7 @@ from launcher.errors import ConfigError, TaskError
 from launcher.plan.run_plan import RunPlan
 from launcher.train.data.loader import MicroBatch
 from launcher.train.engine.window_batchnorm import OverWindow, norms_of
-from launcher.train.parallel.base import Single
+from launcher.train.parallel.base import Parallel
 from launcher.train.parallel.batchnorm import batch_norms
 from launcher.train.precision import Precision
 from tests.helpers import make_plan, torchrun
@@ -111,7 +111,7 @@ def plan_on_one_rank(norm: str, *overrides: str) -> RunPlan:
 
 def look_ahead(model: nn.Module, inputs: list[Tensor], norm: str = "window") -> OverWindow:
     plan = plan_on_one_rank(norm, "precision=fp32")
-    norms = norms_of(plan, Single(model, plan, CPU), Precision(plan.precision, CPU), CPU)
+    norms = norms_of(plan, Parallel(model, plan, CPU), Precision(plan.precision, CPU), CPU)
     assert isinstance(norms, OverWindow)
     norms.look_ahead([MicroBatch(x, len(x)) for x in inputs], lambda micro: model(micro.data).square().sum())
     return norms
@@ -177,7 +177,7 @@ class Special(nn.BatchNorm1d):
 def test_what_cannot_be_had_is_refused(model: nn.Module, norm: str, message: str) -> None:
     plan, whole = plan_on_one_rank(norm), nn.Sequential(model, nn.Linear(3, 3))
     with pytest.raises((TaskError, ConfigError), match=message):
-        norms_of(plan, Single(whole, plan, CPU), Precision(plan.precision, CPU), CPU)
+        norms_of(plan, Parallel(whole, plan, CPU), Precision(plan.precision, CPU), CPU)
 
 
 def test_an_evaluation_is_torchs_own() -> None:
@@ -186,5 +186,5 @@ def test_an_evaluation_is_torchs_own() -> None:
         plan, x = plan_on_one_rank(norm), torch.randn(5, 3)
         nn.init.normal_(batch_norms(model)["1"].running_mean)  # pyright: ignore[reportArgumentType]
         wanted = model.eval()(x)
-        norms_of(plan, Single(model, plan, CPU), Precision(plan.precision, CPU), CPU)
+        norms_of(plan, Parallel(model, plan, CPU), Precision(plan.precision, CPU), CPU)
         assert torch.equal(model.eval()(x), wanted)
