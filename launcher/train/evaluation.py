@@ -19,7 +19,7 @@ from launcher.task import Task, as_loss, is_mapped, seed_everything, seed_for
 from launcher.train.data.loader import Collate, MicroBatch, prefetch
 from launcher.train.data.window_feed import Samples, Shard, blocks_in_turn
 from launcher.train.engine.engine import Engine
-from launcher.train.engine.preserved_state import Kept, KeptAttributes
+from launcher.train.engine.preserved_state import SavedAttributes, SavedState
 from launcher.train.engine.window_totals import require_sum
 from launcher.train.world import World
 
@@ -39,9 +39,9 @@ class Evaluation:
         """Evaluate the first micro-batch of each rank, so that an error in the evaluation shows before training."""
         if self.held_out is None or isinstance(self.held_out, Iterator):  # an iterator would lose the samples
             return
-        kept = KeptAttributes(self._engine.parallel.module, self._task)
+        kept = SavedAttributes(self._engine.parallel.module, self._task)
         self._totals(max_batches=1)
-        if changed := kept.put_back():
+        if changed := kept.restore():
             print(f"The evaluation that was tried before the first step has changed {changed}.", flush=True)
 
     def loss(self) -> float:
@@ -91,7 +91,7 @@ def _eval_mode(engine: Engine) -> Iterator[nn.Module]:
     Random state, buffers and each module's mode are restored at the end.
     """
     module = engine.parallel.module
-    kept = Kept(module, engine.device)
+    kept = SavedState(module, engine.device)
     training = [part for part in module.modules() if part.training]  # a task may keep some modules in eval mode
     seed_everything(seed_for(engine.plan.train.seed, f"evaluation on rank {engine.world.rank}"))
     engine.share_buffers(watch=False)
@@ -102,7 +102,7 @@ def _eval_mode(engine: Engine) -> Iterator[nn.Module]:
     finally:
         for part in training:
             part.training = True
-        kept.put_back()
+        kept.restore()
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from launcher.train.data.loader import Place
 from launcher.train.data.randomness import Permutation, SampleRandom
 from launcher.train.data.window_feed import Block, Shard, blocks_in_turn, blocks_of_windows
 from launcher.train.engine.engine import Engine
-from launcher.train.engine.preserved_state import Kept
+from launcher.train.engine.preserved_state import SavedState
 from launcher.train.engine.window_totals import StepResult
 from launcher.train.trainer import loss_and_items
 from launcher.train.world import World, device_of
@@ -281,10 +281,10 @@ def run_windows(plan: RunPlan, world: World, trials: Sequence[Trial], *, with_da
 def _run_window(engine: Engine, task: Task, trial: Trial) -> StepResult | str:
     """Run one window, with fp16 until its loss scale has settled; return the error that would end training, if any."""
     loss_of = functools.partial(loss_and_items, task, engine)
-    kept = Kept(engine.parallel.module, engine.device)
+    kept = SavedState(engine.parallel.module, engine.device)
     raised_on_all_ranks = (UnusedParameters, NotFinite, PolicyNotObserved, DataError, TaskError)
     while True:
-        engine.go_to(trial.place)
+        engine.place = trial.place
         collate = getattr(task, "collate", None)
         stream = cast("Generator[Any]", engine.windows(trial.dataset, collate, forward=loss_of, compare_data=False))
         for batch in next(stream):
@@ -296,7 +296,7 @@ def _run_window(engine: Engine, task: Task, trial: Trial) -> StepResult | str:
         stream.close()
         if not result.skipped or not result.items:
             return result
-        kept.put_back()
+        kept.restore()
 
 
 def _plan_of(trial: Trial, plan: RunPlan) -> RunPlan:

@@ -18,7 +18,7 @@ from launcher.plan.run_plan import RunPlan
 from launcher.task import Loss, as_loss, build_model, load_task, seed_everything, train_data
 from launcher.train.data.loader import to_device
 from launcher.train.engine.oom import is_out_of_memory
-from launcher.train.engine.preserved_state import Kept
+from launcher.train.engine.preserved_state import SavedState
 from launcher.train.inspection.memory_forecast import free_host_bytes
 from launcher.train.parallel.batchnorm import freeze
 from launcher.train.precision import Precision
@@ -82,11 +82,11 @@ class Reference:
 
     def save(self) -> None:
         """Save random number state and declared buffers for ``restore``."""
-        self._saved = Kept(self.model, self.device)
+        self._saved = SavedState(self.model, self.device)
 
     def restore(self) -> None:
         """Restore random number state and declared buffers from the start or the last ``save``."""
-        self._saved.put_back()
+        self._saved.restore()
 
     @contextmanager
     def perturbed(self) -> Iterator[None]:

@@ -60,7 +60,7 @@ def clip_per_micro_batch(engine: Engine) -> None:
 
 
 def schedule_per_micro_batch(engine: Engine) -> None:
-    _after_backward(engine, lambda: engine._now.last or engine._update.schedule.step())
+    _after_backward(engine, lambda: engine._current.last or engine._update.schedule.step())
 
 
 def sync_outside_forward(engine: Engine) -> None:

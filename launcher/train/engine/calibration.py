@@ -34,7 +34,7 @@ from launcher.quantities import Interval, interval
 from launcher.rundir.files import value_from_json as from_json
 from launcher.train.data.loader import MicroBatch
 from launcher.train.engine.oom import is_out_of_memory
-from launcher.train.engine.preserved_state import Kept, KeptAttributes
+from launcher.train.engine.preserved_state import SavedAttributes, SavedState
 from launcher.train.parallel.base import Parallel
 from launcher.train.parallel.batchnorm import Norms
 from launcher.train.precision import Precision
@@ -181,8 +181,8 @@ class Calibration:
             return
         with self._parallel.trial():
             self._micro_batches = micro_batches
-            self._kept = Kept(self._parallel.module, self._device)
-            self._attributes = KeptAttributes(self._parallel.module, self._owner)
+            self._kept = SavedState(self._parallel.module, self._device)
+            self._attributes = SavedAttributes(self._parallel.module, self._owner)
             try:
                 self.result = self._measure(kinds)
             finally:  # copies of tensors, and batches
@@ -288,8 +288,8 @@ class Calibration:
                 raise PolicyNotObserved("Passes without communication have run collectives.")
         comm_s = 0.0 if silent else meter.close_window(count, sync).time_s
         self._parallel.zero_grad()
-        self._kept.put_back()
-        if changed := self._attributes.put_back():
+        self._kept.restore()
+        if changed := self._attributes.restore():
             raise TaskError(
                 f"The forward pass changes {changed}, which is neither a parameter nor a buffer and too large to be "
                 "restored after the passes that calibrate.\n"

@@ -21,29 +21,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.lr_scheduler import LRScheduler
 
-from launcher.config.schema import OnOom, Sync
 from launcher.errors import ConfigError, EngineMisuse
 from launcher.heartbeat import PULSE, Phase
 from launcher.plan.run_plan import RunPlan
-from launcher.plan.sync_policy import REDUCES_EACH, SHARDED
+from launcher.plan.sync_policy import REDUCES_EACH
 from launcher.train import precision
 from launcher.train.data import window_feed
 from launcher.train.data.loader import BEGINNING, Collate, MicroBatch, Place, Window, to_device
-from launcher.train.engine import window_totals
+from launcher.train.engine import oom, window_totals
 from launcher.train.engine.build import ModelFrom, OptimizerFrom, TrainedParameters, build
 from launcher.train.engine.calibration import Calibrated, Calibration, measured_as
-from launcher.train.engine.oom import WindowAbandoned, is_out_of_memory
 from launcher.train.engine.optimizer_step import Update
-from launcher.train.engine.window import Calibrate, Forward, UnderWay
+from launcher.train.engine.window import CurrentWindow, Forward
 from launcher.train.engine.window_batchnorm import norms_of
 from launcher.train.engine.window_totals import StepResult, WindowTotals
 from launcher.train.measure.noise_scale import Noise, NoiseScale
 from launcher.train.measure.observer import EndedWindow, Observer
 from launcher.train.measure.straggler import StragglerDetector
 from launcher.train.parallel.base import ShardUnits
-from launcher.train.parallel.batchnorm import AsTheyAre
 from launcher.train.parallel.replicas import Buffers
 from launcher.train.precision import Precision
 from launcher.train.world import World, device_of, join
@@ -62,6 +58,10 @@ class Engine:
         save_due: called once a window on rank 0; StepResult.save_due has the result on all ranks.
         shard_units: modules that FSDP gathers as one and that recompute wraps. Default: the model's repeated blocks.
         owner: object that the forward pass belongs to, such as the task; calibration restores its attributes.
+
+    Attributes:
+        place: position of the next window in the data; the same on all ranks.
+        schedule: learning rate schedule of the plan; the engine steps it.
 
     Raises:
         ConfigError: the plan is for another number of ranks.
@@ -96,16 +96,11 @@ class Engine:
         self.precision = Precision(plan.precision, self.device, gradients_on=offloads)
         self._norms = norms_of(plan, self.parallel, self.precision, self.device)
         self._update = Update(self.parallel, self.optimizer, self.precision, self._norms, plan, self.world, self.device)
-        self._now = UnderWay(
+        self.schedule = self._update.schedule
+        self._current = CurrentWindow(
             self.parallel, self.precision, self._norms, self._buffers, self._update, self.device, plan.strategy.sync
         )
-        # ranks can give up a window together only if its small all-reduce is its first collective
-        self._may_abandon = (
-            plan.batch.on_oom is OnOom.shrink
-            and plan.strategy.kind not in SHARDED
-            and (plan.strategy.sync is not Sync.every or self.world.size == 1)
-            and isinstance(self._norms, AsTheyAre)
-        )
+        self._may_abandon = oom.can_abandon(plan, self._norms)
         self._calibration = Calibration(self.world, self.device, self.parallel, self.precision, self._norms, owner)
         self._stop = stop
         self._save_due = save_due if self.world.rank == 0 else lambda: False
@@ -115,7 +110,7 @@ class Engine:
         self._totals = WindowTotals(self.world, self.device, self._observers)
         # a sharded gradient's norm is summed too
         self._flags_bytes = self._totals.payload_bytes + (8 if plan.strategy.shard_size > 1 else 0)
-        self._place = BEGINNING
+        self.place = BEGINNING
 
     @property
     def model(self) -> Callable[..., Any]:
@@ -138,86 +133,46 @@ class Engine:
             DataError: the data is not that of the plan, or differs between ranks.
             EngineMisuse: the loop left a window before ``step``.
         """
-        self._now.take_forward(forward)
-        self._now.require_closed()
+        self._current.set_forward(forward)
+        self._current.require_closed()
         if self.over:
             return
         self._again = True
         while self._again:
             self._again = False
             self._feed = feed = window_feed.open_feed(
-                dataset, self.plan, self.world, self.device, collate, self._place, compare=compare_data
+                dataset, self.plan, self.world, self.device, collate, self.place, compare=compare_data
             )
             compare_data = False
             try:
                 for window in feed.windows():
-                    yield self._open(window)
+                    self._totals.clear()
+                    PULSE.begin_window(window.index + 1, self.steps + 1)
+                    yield self._current.open(window, self._micro_batches(window), may_abandon=self._may_abandon)
                     if self._again:
                         break
-                    self._now.require_closed()
+                    self._current.require_closed()
                     if self._finished:
                         return
             finally:
                 if self._feed is feed:
-                    self._now.leave()
+                    self._current.close_batches()
                 feed.close()
 
-    def _open(self, window: Window) -> Iterator[Any]:
-        self._totals.clear()
-        PULSE.begin_window(window.index + 1, self.steps + 1)
-        forward, due = self._now.forward, self.calibrated is None and self._calibration.wanted(self.plan)
+    def _micro_batches(self, window: Window) -> Generator[Any, None, None]:
+        """Yield the window's batches; the loop runs forward and ``backward`` of each before it requests the next."""
+        current, forward = self._current, self._current.forward
+        due = self.calibrated is None and self._calibration.wanted(self.plan)
         calibrate = functools.partial(self._calibrate, forward) if forward is not None and due else None
-        return self._now.open(window, self._micro_batches(window, calibrate), may_abandon=self._may_abandon)
-
-    def _micro_batches(self, window: Window, calibrate: Calibrate | None) -> Generator[Any, None, None]:
-        """Yield the window's batches; the loop runs forward and ``backward`` of each before it asks for the next."""
-        now, micro_batches = self._now, self._now.prepare(window, calibrate)
+        micro_batches = current.prepare(window, calibrate)
         for number in range(window.count):
-            micro = now.fetch(micro_batches, window.count)
-            with self.parallel.micro_batch(now.sync, first=number == 0, last=now.last):
+            micro = current.fetch(micro_batches, window.count)
+            with self.parallel.micro_batch(current.sync, first=number == 0, last=current.last):
                 # the loop's forward and backward run in this context: DDP decides in forward whether to synchronise
                 self._norms.micro_batch(counts=micro.samples > 0)
                 with self.precision.autocast():
                     yield micro.data
-                now.require_backward()
-
-    def calibrate(self, forward: Forward, batches: Iterable[Any]) -> Calibrated | None:
-        """Measure what the sync policy saves and what communication costs. All ranks call it, between two windows.
-
-        Args:
-            forward: (model, batch) -> (loss_sum, items); it receives copies of the batches.
-            batches: of this rank, each of micro-batch size; repeated if a window has more.
-
-        Returns:
-            The result; None with one rank, and with ``run.calibrate_s=0``.
-        """
-        if self._now.window is not None:
-            raise EngineMisuse("engine.calibrate() belongs between two windows.")
-        samples = self.plan.batch.micro_size
-        self._calibrate(forward, [MicroBatch(to_device(batch, self.device), samples) for batch in batches])
-        return self.calibrated
-
-    def _calibrate(self, forward: Forward, micro_batches: list[MicroBatch]) -> None:
-        self._calibration.measure(self.plan, functools.partial(self._now.run, forward), micro_batches, self.steps)
-
-    @property
-    def over(self) -> bool:
-        """Whether the plan's steps or epochs are done."""
-        steps, epochs = self.plan.train.steps, self.plan.train.epochs
-        if epochs is not None:
-            return self._place.epoch >= epochs
-        return steps is not None and self.steps >= steps
-
-    def share_buffers(self, *, watch: bool = True) -> None:
-        """Copy rank 0's changing buffers to all ranks, as each window does. ``watch``: look for more of them first."""
-        self._buffers.share(self.parallel.meter, watch=watch)
-
-    @property
-    def samples_in_batch(self) -> int:
-        """Samples of the current micro-batch; 0 in a placeholder that only keeps step with the other ranks."""
-        if self._now.micro is None:
-            raise EngineMisuse("No micro-batch is under way.")
-        return self._now.micro.samples
+                current.require_backward()
 
     def backward(self, loss_sum: Tensor, items: int | Tensor) -> None:
         """Accumulate the gradient of one micro-batch, and synchronise it if the sync policy says so.
@@ -229,7 +184,7 @@ class Engine:
         Raises:
             TaskError: ``loss_sum`` is no scalar, or ``items`` no count.
         """
-        samples = self._now.take().samples
+        samples = self._current.take_micro_batch().samples
         window_totals.require_sum(loss_sum, items)
         if not loss_sum.requires_grad:
             raise EngineMisuse(
@@ -239,21 +194,69 @@ class Engine:
         if samples:
             self._totals.add(loss_sum, items, samples)
         if self.parallel.own.due:
-            self._noise.begin(*self._totals.here)
-        last, items_of_all = self._now.last, None
-        if last or self._now.sync in REDUCES_EACH:
+            self._noise.begin(*self._totals.own_part)
+        if self._current.last or self._current.sync in REDUCES_EACH:
             self._trained.require_same()
-        if last:
+        if self._current.last:
             self._totals.send(more=self._feed.has_next(), stop=self._stop(), save_due=self._save_due())
-            if self._now.may_abandon and self._totals.out_of_memory():
-                raise WindowAbandoned(
+            if self._current.may_abandon and self._totals.out_of_memory():
+                raise oom.WindowAbandoned(
                     "Another rank ran out of memory, and batch.on_oom=shrink runs this window again. The loop must "
                     "pass this exception to engine.shrinks(error)."
                 )
-            items_of_all = self._totals.items_of_all
-        self.parallel.before_backward(items_of_all)
+        self.parallel.before_backward(self._totals.items_of_all if self._current.last else None)
         self.precision.backward(loss_sum * weight)
         self.parallel.meter.backward_is_over()
+
+    def step(self) -> StepResult:
+        """Take the window's optimizer step: sum over ranks, check, average exactly, clip, apply, schedule.
+
+        Raises:
+            DataError: no window of an epoch held an item.
+            NotFinite: a loss, or a gradient that no smaller loss scale helps; on all ranks, before anything is applied.
+            PolicyNotObserved: other collectives ran than those of the sync policy.
+            UnusedParameters: a parameter has no gradient.
+        """
+        current, window = self._current, self._current.window
+        if window is None or not self._totals.sent:
+            raise EngineMisuse("engine.step() belongs after the last micro-batch of a window, once.")
+        PULSE.beat(Phase.waiting, window.count)
+        gradients = self.parallel.gradients()
+        self.precision.unscale(self.optimizer)
+        agreed = self._totals.receive(self.parallel.total_norm(gradients))
+        current.gradients_arrived()
+        if not math.isfinite(agreed.loss_sum):
+            raise window_totals.explain_bad_loss(self._totals, self.world, self.steps + 1)
+        comm = self.parallel.meter.close_window(window.count, current.sync)
+
+        scale, divisor = self._update.scale, self._update.divisor
+        PULSE.beat(Phase.updating, window.count)
+        norm = self._update.apply(gradients, agreed)
+        skipped = not math.isfinite(norm)
+
+        step_s = current.close()
+        whole = agreed.samples == self.plan.batch.global_size_at(window.index)
+        ended = EndedWindow(
+            samples=agreed.samples, items=agreed.items, grad_norm=norm,
+            comparable=whole and not skipped and self.plan.batch.even_at(window.index),
+            gradient_unit=divisor / (scale or 1.0),
+            step_s=step_s, data_s=current.data_s, wait_s=self.parallel.meter.waited_s + self._totals.waited_s,
+        )  # fmt: skip
+        for observer in self._observers:
+            observer.window_ended(ended)
+        self.place = self._feed.settle(agreed.more)
+        self._update.count(agreed, window.epoch, epoch_over=self.place.epoch > window.epoch)
+        stopped = agreed.stop and not self.over
+        self._finished = stopped or self.over
+        return StepResult(
+            step=self.steps, window=window.index, epoch=window.epoch, micro_batches=window.count,
+            samples=agreed.samples, items=agreed.items, grad_norm=norm, lr=self._update.lr,
+            loss=agreed.loss_sum / agreed.items if agreed.items else math.nan,
+            skipped=skipped, scale=scale, sync=current.sync, comm=comm,
+            noise=self.noise, spent=self.stragglers.spent, straggler=self.stragglers.straggler,
+            step_s=step_s, data_s=current.data_s, last=self._finished, stopped=stopped,
+            save_due=agreed.save_due, flags_bytes=self._flags_bytes,
+        )  # fmt: skip
 
     def shrinks(self, error: BaseException) -> bool:
         """Return whether the window whose body raised ``error`` runs again, in micro-batches of half the size.
@@ -271,75 +274,58 @@ class Engine:
         It returns False if a collective was in progress: no rank can leave it, and ``error`` must end the process.
         """
         smaller = self.plan.batch.shrunk()
-        if isinstance(error, WindowAbandoned):
+        if isinstance(error, oom.WindowAbandoned):
             assert smaller is not None
-        elif smaller is None or self._totals.sent or not (self._now.may_abandon and is_out_of_memory(error)):
+        elif smaller is None or self._totals.sent or not (self._current.may_abandon and oom.is_out_of_memory(error)):
             return False
         else:
             self._update.weight(0, 0)  # where the others wait for this rank's first micro-batch
             self._totals.send_out_of_memory()
             self._totals.out_of_memory()
-        self._now.abandon()
+        self._current.abandon()
         self.plan = dataclasses.replace(self.plan, batch=smaller)
         self._update.change_accumulation(smaller.accumulation)
         self._calibration.result = None  # it was of larger micro-batches
         self._again = True
         return True
 
-    def step(self) -> StepResult:
-        """Take the window's optimizer step: sum over ranks, check, average exactly, clip, apply, schedule.
+    def calibrate(self, forward: Forward, batches: Iterable[Any]) -> Calibrated | None:
+        """Measure what the sync policy saves and what communication costs. All ranks call it, between two windows.
 
-        Raises:
-            DataError: no window of an epoch held an item.
-            NotFinite: a loss, or a gradient that no smaller loss scale helps; on all ranks, before anything is applied.
-            PolicyNotObserved: other collectives ran than those of the sync policy.
-            UnusedParameters: a parameter has no gradient.
+        Args:
+            forward: (model, batch) -> (loss_sum, items); it receives copies of the batches.
+            batches: of this rank, each of micro-batch size; repeated if a window has more.
+
+        Returns:
+            The result; None with one rank, and with ``run.calibrate_s=0``.
         """
-        now, window = self._now, self._now.window
-        if window is None or not self._totals.sent:
-            raise EngineMisuse("engine.step() belongs after the last micro-batch of a window, once.")
-        PULSE.beat(Phase.waiting, window.count)
-        gradients = self.parallel.gradients()
-        self.precision.unscale(self.optimizer)
-        agreed = self._totals.receive(self.parallel.total_norm(gradients))
-        now.gradients_arrived()
-        if not math.isfinite(agreed.loss_sum):
-            raise window_totals.explain_bad_loss(self._totals, self.world, self.steps + 1)
-        comm = self.parallel.meter.close_window(window.count, now.sync)
+        if self._current.window is not None:
+            raise EngineMisuse("engine.calibrate() belongs between two windows.")
+        size = self.plan.batch.micro_size
+        self._calibrate(forward, [MicroBatch(to_device(batch, self.device), size) for batch in batches])
+        return self.calibrated
 
-        scale, divisor = self._update.scale, self._update.divisor
-        PULSE.beat(Phase.updating, window.count)
-        norm = self._update.apply(gradients, agreed)
-        skipped = not math.isfinite(norm)
-
-        step_s = now.close()
-        whole = agreed.samples == self.plan.batch.global_size_at(window.index)
-        ended = EndedWindow(
-            samples=agreed.samples, items=agreed.items, grad_norm=norm,
-            comparable=whole and not skipped and self.plan.batch.even_at(window.index),
-            gradient_unit=divisor / (scale or 1.0),
-            step_s=step_s, data_s=now.data_s, wait_s=self.parallel.meter.waited_s + self._totals.waited_s,
-        )  # fmt: skip
-        for observer in self._observers:
-            observer.window_ended(ended)
-        self._place = self._feed.settle(agreed.more)
-        self._update.count(agreed, window.epoch, epoch_over=self._place.epoch > window.epoch)
-        stopped = agreed.stop and not self.over
-        self._finished = stopped or self.over
-        return StepResult(
-            step=self.steps, window=window.index, epoch=window.epoch, micro_batches=window.count,
-            samples=agreed.samples, items=agreed.items, grad_norm=norm, lr=self._update.lr,
-            loss=agreed.loss_sum / agreed.items if agreed.items else math.nan,
-            skipped=skipped, scale=scale, sync=now.sync, comm=comm,
-            noise=self._noise.now, spent=self.stragglers.spent, straggler=self.stragglers.straggler,
-            step_s=step_s, data_s=now.data_s, last=self._finished, stopped=stopped,
-            save_due=agreed.save_due, flags_bytes=self._flags_bytes,
-        )  # fmt: skip
+    def _calibrate(self, forward: Forward, micro_batches: list[MicroBatch]) -> None:
+        self._calibration.measure(self.plan, functools.partial(self._current.run, forward), micro_batches, self.steps)
 
     @property
-    def schedule(self) -> LRScheduler:
-        """Learning rate schedule of the plan; the engine steps it."""
-        return self._update.schedule
+    def over(self) -> bool:
+        """Whether the plan's steps or epochs are done."""
+        steps, epochs = self.plan.train.steps, self.plan.train.epochs
+        if epochs is not None:
+            return self.place.epoch >= epochs
+        return steps is not None and self.steps >= steps
+
+    def share_buffers(self, *, watch: bool = True) -> None:
+        """Copy rank 0's changing buffers to all ranks, as each window does. ``watch``: look for more of them first."""
+        self._buffers.share(self.parallel.meter, watch=watch)
+
+    @property
+    def samples_in_batch(self) -> int:
+        """Samples of the current micro-batch; 0 in a placeholder that only keeps step with the other ranks."""
+        if self._current.micro is None:
+            raise EngineMisuse("No micro-batch is under way.")
+        return self._current.micro.samples
 
     @property
     def steps(self) -> int:
@@ -367,20 +353,6 @@ class Engine:
         return self._update.items
 
     @property
-    def window_index(self) -> int:
-        """Index of the next window in the run, from 0."""
-        return self._place.index
-
-    @property
-    def place(self) -> Place:
-        """Place of the next window in the data."""
-        return self._place
-
-    def go_to(self, place: Place) -> None:
-        """Continue with the window at ``place``. All ranks call it, between two windows."""
-        self._place = place
-
-    @property
     def calibrated(self) -> Calibrated | None:
         """Result of the calibration; None without one."""
         return self._calibration.result
@@ -388,7 +360,7 @@ class Engine:
     @property
     def noise(self) -> Noise | None:
         """Gradient noise scale; None before enough windows."""
-        return self._noise.now
+        return self._noise.estimate
 
     @property
     def changing_buffers(self) -> list[str]:
@@ -401,7 +373,7 @@ class Engine:
             self._noise.receive(self._totals.sum_of(self._noise))
         return {
             **self._update.state_dict(),
-            "place": dataclasses.asdict(self._place),
+            "place": dataclasses.asdict(self.place),
             "calibration": self.calibrated and dataclasses.asdict(self.calibrated),
             "measured_as": measured_as(self.plan),
             "noise": self._noise.state_dict(),
@@ -418,7 +390,7 @@ class Engine:
             same_order: whether gradients are summed over as many ranks, so that the order of the sums can be kept.
         """
         self._update.load_state_dict(state)
-        self._place = Place(**state["place"])
+        self.place = Place(**state["place"])
         if alike:
             self._calibration.result = Calibrated.restored(state["calibration"], self.plan)
             self.parallel.meter.gathered_by_every = state["gathered_by_every"]

@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 
-from launcher.config.schema import OnOom
+from launcher.config.schema import OnOom, Sync
 from launcher.errors import OutOfMemory
 from launcher.plan.batch import Batch
 from launcher.plan.run_plan import RunPlan
+from launcher.plan.sync_policy import SHARDED
 from launcher.rundir.files import read_json, write_json
+from launcher.train.parallel.batchnorm import Norms, PlainNorms
 from launcher.train.world import World
 
 # messages of libraries that raise no exception class of their own: CUDA's of memory that torch's allocator does not
@@ -39,6 +41,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS)
+
+
+def can_abandon(plan: RunPlan, norms: Norms) -> bool:
+    """Return whether the ranks can give up a window together: its small all-reduce must be its first collective."""
+    batch, strategy = plan.batch, plan.strategy
+    silent = batch.world_size == 1 or strategy.sync is not Sync.every
+    return batch.on_oom is OnOom.shrink and strategy.kind not in SHARDED and silent and isinstance(norms, PlainNorms)
 
 
 def fitted(plan: RunPlan, world: World) -> RunPlan:

@@ -22,13 +22,13 @@ from launcher.train.parallel.replicas import differs
 MAX_COPY_BYTES = 256 * 2**20
 # A longer container holds data, and is no state: of its elements, only which ones they are is restored.
 MAX_ELEMENTS = 10_000
-# Torch's own bookkeeping of a module: parameters, buffers, hooks. Buffers are those of Kept.
+# Torch's own bookkeeping of a module: parameters, buffers, hooks. Buffers are those of SavedState.
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 _ATOMS = (int, float, complex, str, bytes, type(None), type, range, FunctionType, BuiltinFunctionType, ModuleType)
 _FOREIGN = frozenset({"torch", "launcher", "numpy"}) | sys.stdlib_module_names
 
 
-class Kept:
+class SavedState:
     """Random state and buffers, saved to be restored after passes that do not train."""
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
@@ -41,7 +41,7 @@ class Kept:
         ]  # fmt: skip
 
     @torch.no_grad()
-    def put_back(self) -> None:
+    def restore(self) -> None:
         restore_live_random_state(self._random, self._device)
         for part, buffers in self._buffers:
             if [*map(id, part._buffers.values())] != [id(buffer) for _, buffer, _ in buffers]:
@@ -52,7 +52,7 @@ class Kept:
                     buffer.copy_(value)
 
 
-class KeptAttributes:
+class SavedAttributes:
     """Attributes of the user's objects, saved to be restored in place, with what they refer to.
 
     Follows attributes, lists, dicts, sets, deques and tuples. Restores tensors that are neither parameters nor buffers,
@@ -76,7 +76,7 @@ class KeptAttributes:
                 waiting.extend(parts)
 
     @torch.no_grad()
-    def put_back(self) -> str:
+    def restore(self) -> str:
         """Restore all. Returns a description of what has changed without a copy of it; empty if nothing has."""
         return ", ".join(filter(None, [undo() for undo in self._undo]))
 

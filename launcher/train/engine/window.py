@@ -1,4 +1,4 @@
-"""The window under way: its micro-batches are handed out one by one, each within its sync and number format."""
+"""The current window: its micro-batches are handed out one by one."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from launcher.heartbeat import PULSE, Phase
 from launcher.train.data.loader import MicroBatch, Window
 from launcher.train.engine import window_totals
 from launcher.train.engine.optimizer_step import Update
-from launcher.train.engine.preserved_state import Kept
-from launcher.train.engine.window_batchnorm import OverWindow
+from launcher.train.engine.preserved_state import SavedState
+from launcher.train.engine.window_batchnorm import WindowNorms
 from launcher.train.parallel.base import Parallel
 from launcher.train.parallel.batchnorm import Norms
 from launcher.train.parallel.replicas import Buffers
@@ -28,18 +28,18 @@ Forward = Callable[[Callable[..., Any], Any], tuple[Tensor, int | Tensor]]
 Calibrate = Callable[[list[MicroBatch]], None]
 
 
-class UnderWay:
-    """Where this rank stands in its window.
+class CurrentWindow:
+    """This rank's progress in its current window.
 
-    Args:
+    Attributes:
         window: None between two windows.
-        number: of micro-batches that were handed out.
-        micro: the micro-batch whose backward pass has not come yet.
-        last: whether it is the window's last on this rank, its boundary.
-        calibrating: whether its micro-batches are being measured, before the first one is handed out.
+        number: number of micro-batches handed out so far.
+        micro: the micro-batch that was handed out last, until ``backward`` is called for it.
+        last: it is the window's last one on this rank, its boundary.
+        calibrating: the calibration runs, before the first micro-batch is handed out.
         sync: the job's policy.
-        forward: the loop's own forward pass, where the engine knows it.
-        started: when the window did, by ``time.perf_counter``.
+        forward: the loop's own forward pass, if it was given.
+        started: start of the window, by ``time.perf_counter``.
         data_s: seconds waited for data.
     """
 
@@ -60,16 +60,16 @@ class UnderWay:
         self.last = self.calibrating = False
         self.number, self.sync = 0, sync
         self._batches: Generator[Any, None, None] | None = None
-        self._kept: Kept | None = None
+        self._saved: SavedState | None = None
         self.forward: Forward | None = None
         self._arrived = self._queueing_s = 0.0
 
     def open(self, window: Window, batches: Generator[Any, None, None], *, may_abandon: bool) -> Iterator[Any]:
-        """Begin a window. Returns ``batches``, which yields the data of its micro-batches; ``leave`` closes it."""
+        """Start a window, and return ``batches``, which yields the data of its micro-batches."""
         self.window = window
         self.data_s = 0.0
         self.number, self.calibrating = 0, False
-        self._kept = Kept(self._parallel.module, self._device) if may_abandon else None
+        self._saved = SavedState(self._parallel.module, self._device) if may_abandon else None
         self._batches = batches
         self._start()
         return batches
@@ -79,13 +79,13 @@ class UnderWay:
         self._parallel.meter.open_window()
         self._buffers.share(self._parallel.meter)
 
-    def take_forward(self, forward: Forward | None) -> None:
-        """Take the loop's own forward pass, where it is given.
+    def set_forward(self, forward: Forward | None) -> None:
+        """Set the loop's own forward pass.
 
         Raises:
             ConfigError: ``batch.norm=window`` without it.
         """
-        if forward is None and isinstance(self._norms, OverWindow):
+        if forward is None and isinstance(self._norms, WindowNorms):
             raise ConfigError(
                 "batch.norm", "window", "runs each micro-batch several times, and this loop's own forward pass is not "
                 "known to the engine.",
@@ -94,22 +94,22 @@ class UnderWay:
             )  # fmt: skip
         self.forward = forward
 
-    def take(self) -> MicroBatch:
-        """The micro-batch under way, whose loss has come."""
+    def take_micro_batch(self) -> MicroBatch:
+        """Return the current micro-batch, for its backward pass; once."""
         if self.micro is None:
             raise EngineMisuse("engine.backward() belongs once into each micro-batch of `for batch in window`.")
         micro, self.micro = self.micro, None
         return micro
 
     def gradients_arrived(self) -> None:
-        """Note that the host has just waited for the device."""
+        """Record that the host has just waited for the device."""
         self._arrived = time.perf_counter()
 
     def close(self) -> float:
-        """End the window. Returns its seconds.
+        """End the window, and return its duration in seconds.
 
-        On a GPU the optimizer step is only queued by then. It runs before the next window's passes, and is counted
-        there, where the host waits for the device anyway.
+        On a GPU the optimizer step is only queued at this point. It runs before the next window's passes, and its time
+        counts for that window, in which the host waits for the device anyway.
         """
         self.window, ended = None, time.perf_counter()
         if self._device.type != "cuda":
@@ -118,6 +118,7 @@ class UnderWay:
         return before_s + self._arrived - self.started
 
     def require_closed(self) -> None:
+        """Raise EngineMisuse if the loop has left the window without ``engine.step``."""
         if self.window is not None:
             raise EngineMisuse(
                 f"A window was left without engine.step(), after {self.number} of its {self.window.count} "
@@ -126,63 +127,63 @@ class UnderWay:
                 "ranks may be in the middle of an exchange. Skip bad samples in the dataset or in collate."
             )
 
-    def leave(self) -> None:
-        """Leave the contexts of a micro-batch whose loop was left, such as autocast."""
+    def close_batches(self) -> None:
+        """Leave the contexts of the current micro-batch, such as autocast, if the loop has left it."""
         if self._batches is not None:
             self._batches.close()
 
     def abandon(self) -> None:
-        """Let nothing of the window stay: it is run again."""
-        assert self._kept is not None
+        """Discard everything that the window has done so far: it runs again."""
+        assert self._saved is not None
         self.micro = None
-        self.leave()
+        self.close_batches()
         self._parallel.abandon()
-        self._kept.put_back()
+        self._saved.restore()
         self.window = None
 
     @property
     def may_abandon(self) -> bool:
-        """Whether a window is open that can be run again."""
-        return self.window is not None and self._kept is not None and not self.calibrating
+        """True if a window is open that can run again."""
+        return self.window is not None and self._saved is not None and not self.calibrating
 
     def prepare(self, window: Window, calibrate: Calibrate | None) -> Iterator[MicroBatch]:
-        """Return the window's micro-batches, after what must see all of them before the first one is run.
+        """Return the window's micro-batches, after the passes that need all of them before the first one runs.
 
         Args:
-            calibrate: called with all micro-batches.
+            calibrate: called with all micro-batches; None: no calibration.
         """
-        if calibrate is None and not isinstance(self._norms, OverWindow):
+        if calibrate is None and not isinstance(self._norms, WindowNorms):
             return window.micro_batches
-        asked, ahead = time.perf_counter(), list(window.micro_batches)
-        self.data_s += time.perf_counter() - asked
+        started, ahead = time.perf_counter(), list(window.micro_batches)
+        self.data_s += time.perf_counter() - started
         if calibrate is not None:
             self.calibrating = True  # stays so where it raises: no rank can leave its collectives
             calibrate(ahead)
             self.calibrating = False
             self._start()
             self.started -= self.data_s
-        if isinstance(self._norms, OverWindow):
-            self._norms.look_ahead(ahead, self._replayed)
+        if isinstance(self._norms, WindowNorms):
+            self._norms.look_ahead(ahead, self._scaled_loss)
         return iter(ahead)
 
     def fetch(self, micro_batches: Iterator[MicroBatch], count: int) -> MicroBatch:
         """Wait for the next of ``count`` micro-batches, and return it."""
-        asked = time.perf_counter()
+        started = time.perf_counter()
         PULSE.beat(Phase.data, self.number + 1)
         self.micro = micro = next(micro_batches)
         self.number += 1
-        self.data_s += time.perf_counter() - asked
+        self.data_s += time.perf_counter() - started
         self.last = self.number == count
         PULSE.beat(Phase.computing, self.number)
         return micro
 
     def require_backward(self) -> None:
-        """Raise EngineMisuse where the loop has not called ``engine.backward`` for the micro-batch."""
+        """Raise EngineMisuse if the loop has not called ``engine.backward`` for the micro-batch."""
         if self.micro is not None:
             raise EngineMisuse("engine.backward(loss_sum, items) was not called for a micro-batch.")
 
     def run(self, forward: Forward, model: Callable[..., Any], micro: MicroBatch) -> tuple[Tensor, int | Tensor]:
-        """Return (loss_sum, items) of a micro-batch that training has yet to see: ``forward`` gets a copy of it."""
+        """Return (loss_sum, items) of a micro-batch that training will use later: ``forward`` receives a copy of it."""
         self.micro = micro
         try:
             loss_sum, items = forward(model, copy.deepcopy(micro.data))
@@ -191,8 +192,8 @@ class UnderWay:
         window_totals.require_sum(loss_sum, items)
         return loss_sum, items
 
-    def _replayed(self, micro: MicroBatch) -> Tensor:
-        """Return what would go into the backward pass of ``micro``; the wrapped model's collectives are left out."""
+    def _scaled_loss(self, micro: MicroBatch) -> Tensor:
+        """Return the scalar of the backward pass of ``micro``, by the unwrapped model, without collectives."""
         assert self.forward is not None
         with self._precision.autocast():
             loss_sum, items = self.run(self.forward, self._parallel.module, micro)

@@ -21,12 +21,12 @@ from launcher.config.schema import Norm, Sync
 from launcher.errors import TaskError
 from launcher.plan.run_plan import RunPlan
 from launcher.train.data.loader import MicroBatch
-from launcher.train.engine.preserved_state import Kept
+from launcher.train.engine.preserved_state import SavedState
 from launcher.train.parallel.base import Parallel
 from launcher.train.parallel.batchnorm import (
-    AsTheyAre,
     Norms,
-    OverRanks,
+    PlainNorms,
+    RankNorms,
     Ranks,
     Statistics,
     batch_norms,
@@ -62,7 +62,7 @@ class Pass(Enum):
     whole = auto()  # all is known
 
 
-class OverWindow:
+class WindowNorms:
     """Where the passes over a window are, and what they have found.
 
     Args:
@@ -100,7 +100,7 @@ class OverWindow:
         Raises:
             TaskError: micro-batches do not use the same layers in the same order.
         """
-        kept = Kept(self._parallel.module, self._device)
+        kept = SavedState(self._parallel.module, self._device)
         self._calls = []
         parallel = self._parallel
         with parallel.meter.beside(), parallel.silent() if self._gathers_once else parallel.evaluation():
@@ -118,7 +118,7 @@ class OverWindow:
 
     def _pass(
         self, stage: Pass, target: int, micro_batches: Sequence[MicroBatch], loss: Callable[[MicroBatch], Tensor],
-        kept: Kept,
+        kept: SavedState,
     ) -> Tensor | None:  # fmt: skip
         """What call ``target`` comes to over all micro-batches and ranks; None where there is no such call."""
         total: Tensor | None = None
@@ -133,7 +133,7 @@ class OverWindow:
                 raise self._other_layers(f"one ends after {self._number} of the first one's {len(self._calls)}")
             if self._sums is not None:
                 total = self._sums if total is None else total + self._sums
-        kept.put_back()
+        kept.restore()
         return None if total is None else self._ranks.add_up(total)
 
     def _gradient_sums(self, scalar: Tensor) -> Tensor:
@@ -199,11 +199,11 @@ def norms_of(plan: RunPlan, parallel: Parallel, precision: Precision, device: to
     if norm is Norm.freeze:
         freeze(module)
     if norm in (Norm.leave, Norm.freeze) or not batch_norms(module):
-        return AsTheyAre()
+        return PlainNorms()
     ranks = Ranks(parallel.meter, plan.batch.world_size)
     if norm is Norm.sync or plan.batch.accumulation == 1:  # then a window is one micro-batch of all ranks
-        norms = OverRanks(ranks)
+        norms = RankNorms(ranks)
     else:
-        norms = OverWindow(ranks, parallel, precision, device, plan.strategy.sync is Sync.gather_once)
+        norms = WindowNorms(ranks, parallel, precision, device, plan.strategy.sync is Sync.gather_once)
     install(module, norms)
     return norms

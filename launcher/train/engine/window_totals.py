@@ -125,8 +125,8 @@ class WindowTotals:
             self._counted_items += items
 
     @property
-    def here(self) -> tuple[Tensor | float, int]:
-        """Items and samples of this rank so far; the host does not wait for them."""
+    def own_part(self) -> tuple[Tensor | float, int]:
+        """Items and samples of this rank so far; the host does not wait for a GPU."""
         return self._counted_items + _sum(self._items), self._samples
 
     def send(self, *, more: bool, stop: bool, save_due: bool) -> None:

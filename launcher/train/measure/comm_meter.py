@@ -60,28 +60,28 @@ class CommStats:
         return 1 - self.wire_bytes / self.wire_bytes_every if self.wire_bytes_every else 0.0
 
 
-class Flight:
+class Timer:
     """Timer of one collective: the host's clock on CPUs; on GPUs events, which are read after the window."""
 
     __slots__ = ("_cuda", "began", "ended")
 
     def __init__(self, cuda: bool) -> None:
         self._cuda = cuda
-        self.began = self._now()
+        self.began = self._read_clock()
         self.ended: Any = None
 
-    def _now(self) -> Any:
+    def _read_clock(self) -> Any:
         if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def land(self) -> None:
+    def stop(self) -> None:
         """Record the end of the collective. On a GPU, call this where the current stream waits for the collective."""
-        self.ended = self._now()
+        self.ended = self._read_clock()
 
-    def span(self, first: Flight, now: float) -> tuple[float, float]:
+    def span(self, first: Timer, now: float) -> tuple[float, float]:
         """Return start and end in seconds: of the host's clock (the end is ``now`` if the collective is still running),
         or since the start of ``first`` on a GPU."""
         if not self._cuda:
@@ -114,7 +114,7 @@ class Meter:
         self._collectives = dict.fromkeys(Collective, 0)
         self._gathered_beside = 0
         self._beside = False
-        self._flights: list[Flight] = []
+        self._timers: list[Timer] = []
         self.waited_s = 0.0
         self._reduces_since: float | None = None
 
@@ -125,10 +125,19 @@ class Meter:
         yield
         self.waited_s += time.perf_counter() - began
 
-    def waited_until_now(self, flight: Flight) -> None:
-        """Count the time since the start of ``flight`` as waiting, except on a GPU, where the host is not blocked."""
+    @contextmanager
+    def blocking(self, kind: Collective, payload_bytes: int) -> Iterator[None]:
+        """Return a context for a collective that blocks the host: it is counted and timed."""
+        timer = self.start_timer()
+        self.count(kind, payload_bytes)
+        with self.waiting():
+            yield
+        timer.stop()
+
+    def waited_until_now(self, timer: Timer) -> None:
+        """Count the time since the start of ``timer`` as waiting, except on a GPU, where the host is not blocked."""
         if not self._cuda:
-            self.waited_s += time.perf_counter() - flight.began
+            self.waited_s += time.perf_counter() - timer.began
 
     def reduces(self) -> None:
         """Record that a backward pass has started a collective, for which it waits at its end."""
@@ -148,11 +157,11 @@ class Meter:
         yield
         self._beside = False
 
-    def take_off(self) -> Flight:
-        """Start the timer of a collective; the caller calls ``land`` at its end."""
-        flight = Flight(self._cuda)
-        self._flights.append(flight)
-        return flight
+    def start_timer(self) -> Timer:
+        """Start the timer of a collective; the caller calls ``stop`` at its end."""
+        timer = Timer(self._cuda)
+        self._timers.append(timer)
+        return timer
 
     def count(self, kind: Collective, payload_bytes: int, covers: int | None = None, collectives: int = 1) -> None:
         """Count a collective.
@@ -196,7 +205,7 @@ class Meter:
             for kind, number in self._collectives.items()
             if number
         }
-        return CommStats(kinds, layout.wire(self._had_it_been_every(micro_batches, sync)), _union_s(self._flights))
+        return CommStats(kinds, layout.wire(self._had_it_been_every(micro_batches, sync)), _union_s(self._timers))
 
     def _had_it_been_every(self, micro_batches: int, sync: Sync) -> dict[Collective, int]:
         """Return the payload that the window would have had under `every`: each reduction once per micro-batch, gathers
@@ -233,13 +242,13 @@ class Meter:
                 )
 
 
-def _union_s(flights: list[Flight]) -> float:
-    """Return the seconds during which at least one of ``flights`` was in progress."""
-    if not flights:
+def _union_s(timers: list[Timer]) -> float:
+    """Return the seconds during which at least one of ``timers`` was in progress."""
+    if not timers:
         return 0.0
     now = time.perf_counter()
-    first = flights[0]
-    spans = [flight.span(first, now) for flight in flights]
+    first = timers[0]
+    spans = [timer.span(first, now) for timer in timers]
     total, end = 0.0, float("-inf")
     for began_s, ended_s in sorted(spans):
         total += max(0.0, ended_s - max(began_s, end))

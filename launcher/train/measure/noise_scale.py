@@ -133,8 +133,8 @@ class NoiseScale:
         self.own = torch.as_tensor(square, dtype=torch.float64) / own_items
 
     @property
-    def now(self) -> Noise | None:
-        """The present estimates; None before there are enough windows."""
+    def estimate(self) -> Noise | None:
+        """Estimates from the windows so far; None before there are enough of them."""
         return self._averages.noise
 
     @property

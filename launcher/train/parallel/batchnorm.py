@@ -143,11 +143,8 @@ class Ranks:
     def add_up(self, sums: Tensor) -> Tensor:
         """Sum over the ranks, in place."""
         if not self._alone:
-            flight = self._meter.take_off()
-            self._meter.count(Collective.statistics, sums.nbytes)
-            with self._meter.waiting():
+            with self._meter.blocking(Collective.statistics, sums.nbytes):
                 dist.all_reduce(sums)
-            flight.land()
         return sums
 
 
@@ -175,7 +172,7 @@ class Normaliser(Norms, Protocol):
         ...
 
 
-class AsTheyAre:
+class PlainNorms:
     """Handling of ``leave``, ``freeze``, and models without BatchNorm: nothing depends on other micro-batches."""
 
     def micro_batch(self, *, counts: bool) -> None: ...
@@ -183,7 +180,7 @@ class AsTheyAre:
     def track(self) -> None: ...
 
 
-class OverRanks:
+class RankNorms:
     """Handling of ``sync``: each micro-batch is normalised by its statistics over all ranks. torch's SyncBatchNorm does
     the same, but supports neither CPUs nor ranks whose samples do not count."""
 

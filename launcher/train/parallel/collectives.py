@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from launcher.plan.sync_policy import Collective
-from launcher.train.measure.comm_meter import Flight, Meter
+from launcher.train.measure.comm_meter import Meter, Timer
 from launcher.train.measure.noise_scale import OwnGradient
 
 # torch 2.13 renamed these two, and warns if the old names are used
@@ -47,10 +47,10 @@ class Exchanger:
         self._waiter = ThreadPoolExecutor(1, "exchange")
 
     def start(
-        self, received: Sequence[Tensor], sent: Sequence[Tensor], group: dist.ProcessGroup, flight: Flight
+        self, received: Sequence[Tensor], sent: Sequence[Tensor], group: dist.ProcessGroup, timer: Timer
     ) -> Exchange:
         """Start to send ``sent[i]`` to rank ``i`` of ``group`` and to receive ``received[i]`` from it, for every rank
-        but this one. ``flight`` ends when all transfers have."""
+        but this one. ``timer`` ends when all transfers have."""
         peers = [peer for peer in range(group.size()) if peer != group.rank()]
         works = [dist.irecv(received[peer], group=group, group_src=peer, tag=self._tag) for peer in peers]
         works += [dist.isend(sent[peer], group=group, group_dst=peer, tag=self._tag) for peer in peers]
@@ -59,7 +59,7 @@ class Exchanger:
             for work in works:
                 if work is not None:
                     work.wait()
-            flight.land()
+            timer.stop()
 
         return Exchange(self._waiter.submit(finish), self._meter)
 
@@ -83,15 +83,15 @@ class Gather:
         async_op: bool = False,
         covers: int | None = None,
     ) -> dist.Work | None:
-        flight = self._meter.take_off()
+        timer = self._meter.start_timer()
         self._meter.count(Collective.all_gather, output_tensor.nbytes, covers)
         if self._exchanger is not None:
             parts = output_tensor.view(group.size(), -1)
             if parts[group.rank()].data_ptr() != input_tensor.data_ptr():
                 parts[group.rank()].copy_(input_tensor.view(-1))
-            return self._exchanger.start(parts.unbind(), [input_tensor] * group.size(), group, flight)
+            return self._exchanger.start(parts.unbind(), [input_tensor] * group.size(), group, timer)
         work = _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
-        _land(flight, work)
+        _stop_after(timer, work)
         return work
 
 
@@ -103,7 +103,7 @@ class Scatter:
         self._meter, self._own = meter, own
         self._exchanger = Exchanger(2, meter) if device.type == "cpu" else None
         self._pending: tuple[Exchange, Tensor, Tensor] | None = None
-        self._between_replicas: Flight | None = None
+        self._between_replicas: Timer | None = None
         self.defers = False  # the sum may be computed later, by `finish`
         self.sends_on = False  # an all-reduce between replicas follows
 
@@ -123,22 +123,22 @@ class Scatter:
         if self._exchanger is not None:
             self._exchange(self._exchanger, output_tensor, input_tensor, group)
         else:
-            flight = self._meter.take_off()
+            timer = self._meter.start_timer()
             self._meter.count(Collective.reduce_scatter, input_tensor.nbytes)
             work = _reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
-            _land(flight, work)
+            _stop_after(timer, work)
         if self.sends_on:
-            self._between_replicas = self._meter.take_off()
+            self._between_replicas = self._meter.start_timer()
         return work
 
     def _exchange(self, exchanger: Exchanger, output: Tensor, gradients: Tensor, group: dist.ProcessGroup) -> None:
         self.finish()
-        flight = self._meter.take_off()
+        timer = self._meter.start_timer()
         self._meter.count(Collective.reduce_scatter, gradients.nbytes)
         parts = gradients.view(group.size(), -1)
         received = torch.empty_like(parts)
         received[group.rank()].copy_(parts[group.rank()])
-        self._pending = exchanger.start(received.unbind(), parts.unbind(), group, flight), output, received
+        self._pending = exchanger.start(received.unbind(), parts.unbind(), group, timer), output, received
         if not self.defers:
             self.finish()
 
@@ -155,13 +155,13 @@ class Scatter:
         """Count torch's all-reduce between replicas. torch calls this after it, with the reduced gradients."""
         self._meter.count(Collective.all_reduce, gradients.nbytes)
         if self._between_replicas is not None:
-            self._between_replicas.land()
+            self._between_replicas.stop()
             self._meter.waited_until_now(self._between_replicas)
             self._between_replicas = None
 
 
-def _land(flight: Flight, work: dist.Work | None) -> None:
+def _stop_after(timer: Timer, work: dist.Work | None) -> None:
     if work is None:  # the call was synchronous: the host or the current stream has waited
-        flight.land()
+        timer.stop()
     else:
-        work.get_future().then(lambda _: flight.land())
+        work.get_future().then(lambda _: timer.stop())

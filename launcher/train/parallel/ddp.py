@@ -59,17 +59,17 @@ class Ddp(Parallel):
     def _hook(self, state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # noqa: ARG002
         gradients = bucket.buffer()
         self.own.take([gradients])
-        flight = self.meter.take_off()
+        timer = self.meter.start_timer()
         sent, payload, collectives = self._compression.reduce(bucket)
         self.meter.reduces()
         self.meter.count(Collective.all_reduce, payload, covers=gradients.nbytes, collectives=collectives)
 
-        def landed(done: Future[Any]) -> Tensor:
-            flight.land()
+        def finished(done: Future[Any]) -> Tensor:
+            timer.stop()
             value = done.value()
             return value[0] if isinstance(value, list) else value
 
-        return sent.then(landed)
+        return sent.then(finished)
 
     def micro_batch(self, sync: Sync, *, first: bool, last: bool) -> AbstractContextManager[object]:
         self._sync = sync

@@ -198,11 +198,8 @@ class Buffers:
             by_dtype.setdefault(now[name].dtype, []).append(now[name])
         for buffers in by_dtype.values():
             together = torch.cat([buffer.flatten() for buffer in buffers])
-            flight = meter.take_off()
-            meter.count(Collective.broadcast, together.nbytes)
-            with meter.waiting():
+            with meter.blocking(Collective.broadcast, together.nbytes):
                 dist.broadcast(together, 0)
-            flight.land()
             for buffer, value in zip(buffers, together.split([b.numel() for b in buffers]), strict=True):
                 buffer.copy_(value.view_as(buffer))
 

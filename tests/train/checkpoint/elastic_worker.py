@@ -48,7 +48,7 @@ def note_samples(job: dict[str, Any]) -> None:
     file = Path(job["run"]) / f"seen.{World.here().rank}"
 
     def noted(task: Task, engine: Engine, model: Any, batch: Tensor) -> Any:
-        trains = engine.samples_in_batch and not engine._now.calibrating  # pyright: ignore[reportPrivateUsage]
+        trains = engine.samples_in_batch and not engine._current.calibrating  # pyright: ignore[reportPrivateUsage]
         samples = batch[:, 0].tolist() if trains else []
         with file.open("a") as out:
             out.write(json.dumps([engine.window_index, samples]) + "\n")

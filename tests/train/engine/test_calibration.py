@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from launcher.quantities import Interval, interval
 from launcher.train.engine.calibration import Calibrated
-from launcher.train.engine.preserved_state import Kept
+from launcher.train.engine.preserved_state import SavedState
 from tests.helpers import make_plan, torchrun
 
 WORKER = Path(__file__).parent / "calibration_worker.py"
@@ -157,18 +157,18 @@ class Grows(nn.Module):
 
 def test_random_state_and_buffers_are_put_back() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5), Grows())
-    kept = Kept(model, torch.device("cpu"))
+    kept = SavedState(model, torch.device("cpu"))
     wanted = {name: buffer.clone() for name, buffer in model.named_buffers()}
     number = torch.rand(1)
-    kept.put_back()
+    kept.restore()
     for _ in range(2):
         model(torch.randn(8, 3))
-        kept.put_back()
+        kept.restore()
         assert torch.equal(torch.rand(1), number)
         found = dict(model.named_buffers())
         assert [*found] == [*wanted]
         assert all(map(torch.equal, found.values(), wanted.values()))
-        kept.put_back()
+        kept.restore()
 
 
 def test_the_median_is_that_of_the_paired_differences() -> None:

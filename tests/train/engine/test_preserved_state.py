@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from launcher.train.engine import preserved_state
-from launcher.train.engine.preserved_state import KeptAttributes
+from launcher.train.engine.preserved_state import SavedAttributes
 
 
 class Part:
@@ -74,14 +74,14 @@ class Task:
 def test_attributes_and_what_they_refer_to_are_restored() -> None:
     task = Task()
     part, lists, mean = task.part, task.lists, task.model.mean
-    saved = KeptAttributes(task.model, task)
+    saved = SavedAttributes(task.model, task)
     wanted = task.numbers()
     for _ in range(2):
         task.change()
-        saved.put_back()
+        saved.restore()
         assert task.numbers() == wanted
         task.numbers()
-        saved.put_back()
+        saved.restore()
         assert task.lists is lists
         assert lists[:3] == [[1, 2], deque([3]), {"a": {4}}]
         assert (task.part, task.model.mean) == (part, mean)
@@ -92,12 +92,12 @@ def test_attributes_and_what_they_refer_to_are_restored() -> None:
 def test_the_models_own_parts_and_data_sets_stay_as_they_are() -> None:
     model = Model()
     model.data = data = torch.utils.data.TensorDataset(torch.zeros(2))
-    saved = KeptAttributes(model)
+    saved = SavedAttributes(model)
     with torch.no_grad():
         model.layer.weight.fill_(5)
     model.register_buffer("more", torch.ones(1))
     data.tensors[0].fill_(3)
-    saved.put_back()
+    saved.restore()
     assert float(model.layer.weight.detach().sum()) == 20
     assert float(data.tensors[0].sum()) == 6
     assert [name for name, _ in model.named_buffers()] == ["more"]
@@ -106,10 +106,10 @@ def test_the_models_own_parts_and_data_sets_stay_as_they_are() -> None:
 def test_what_is_too_large_to_copy_is_named_if_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preserved_state, "MAX_COPY_BYTES", 8)
     model = Model()
-    saved = KeptAttributes(model)
-    assert saved.put_back() == ""
+    saved = SavedAttributes(model)
+    assert saved.restore() == ""
     model.mean += 1
-    assert saved.put_back() == "a tensor of shape (3,)"
+    assert saved.restore() == "a tensor of shape (3,)"
 
 
 @dataclass(slots=True)
@@ -122,10 +122,10 @@ def test_long_data_does_not_hide_what_lies_deep() -> None:
     model = nn.Sequential(nn.Sequential(nn.Sequential(inner)))
     task.samples = [(str(n), n) for n in range(20_000)]
     task.slotted, task.space = Slotted(), SimpleNamespace(count=0)
-    saved = KeptAttributes(model, task)
+    saved = SavedAttributes(model, task)
     inner.steps, task.slotted.count, task.space.count = 5, 6, 7
     task.samples.append(("more", 0))
-    saved.put_back()
+    saved.restore()
     assert (inner.steps, task.slotted.count, task.space.count, len(task.samples)) == (0, 0, 0, 20_000)
 
 
@@ -133,9 +133,9 @@ def test_torchs_own_objects_are_left_alone() -> None:
     """An optimizer that the task holds has its state in dicts."""
     task, model = Task(), nn.Sequential(Model())
     task.space = torch.optim.SGD(model.parameters(), 0.1)
-    saved = KeptAttributes(model, task)
+    saved = SavedAttributes(model, task)
     task.space.param_groups[0]["lr"] = 0.5
-    saved.put_back()
+    saved.restore()
     assert task.space.param_groups[0]["lr"] == 0.5
 
 
@@ -149,4 +149,4 @@ def test_what_no_pass_has_changed_is_not_written_to(tmp_path: Path) -> None:
         task.tensor = torch.from_numpy(np.load(tmp_path / "data.npy", mmap_mode="r"))
     task.expanded, task.meta = torch.full((1,), torch.nan).expand(4), torch.ones(2, device="meta")
     task.system, task.complex = random.SystemRandom(), torch.ones(2, dtype=torch.complex128)
-    KeptAttributes(task).put_back()
+    SavedAttributes(task).restore()

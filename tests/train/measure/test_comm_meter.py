@@ -117,8 +117,8 @@ def test_one_rank_sends_nothing() -> None:
 
 def test_time_under_way_is_counted_once() -> None:
     meter = ddp()
-    flights = [meter.take_off() for _ in range(3)]
-    for flight, (began, ended) in zip(flights, [(1.0, 3.0), (2.0, 4.0), (6.0, 7.0)], strict=True):
-        flight.began, flight.ended = began, ended
+    timers = [meter.start_timer() for _ in range(3)]
+    for timer, (began, ended) in zip(timers, [(1.0, 3.0), (2.0, 4.0), (6.0, 7.0)], strict=True):
+        timer.began, timer.ended = began, ended
     meter.count(Collective.all_reduce, 1000)
     assert meter.close_window(8, Sync.boundary).time_s == pytest.approx(4.0)

@@ -86,9 +86,9 @@ def scale_of(windows: list[tuple[float, float]]) -> float:
         scale.window_ended(ended(math.sqrt(grad_sq + variance / large), large, unit=small))
         # the gradient lies there as a mean over `small` items; both ranks have the same
         scale.receive([2 * float(scale.own)])
-    assert scale.now is not None
-    assert scale.now.scale is not None
-    return scale.now.scale
+    assert scale.estimate is not None
+    assert scale.estimate.scale is not None
+    return scale.estimate.scale
 
 
 def test_the_large_gradients_of_a_run_s_beginning_do_not_drown_the_rest() -> None:

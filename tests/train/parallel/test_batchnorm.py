@@ -14,7 +14,7 @@ from launcher.config.schema import Norm
 from launcher.errors import ConfigError, TaskError
 from launcher.plan.run_plan import RunPlan
 from launcher.train.data.loader import MicroBatch
-from launcher.train.engine.window_batchnorm import OverWindow, norms_of
+from launcher.train.engine.window_batchnorm import WindowNorms, norms_of
 from launcher.train.parallel.base import Parallel
 from launcher.train.parallel.batchnorm import batch_norms
 from launcher.train.precision import Precision
@@ -109,10 +109,10 @@ def plan_on_one_rank(norm: str, *overrides: str) -> RunPlan:
     )  # fmt: skip
 
 
-def look_ahead(model: nn.Module, inputs: list[Tensor], norm: str = "window") -> OverWindow:
+def look_ahead(model: nn.Module, inputs: list[Tensor], norm: str = "window") -> WindowNorms:
     plan = plan_on_one_rank(norm, "precision=fp32")
     norms = norms_of(plan, Parallel(model, plan, CPU), Precision(plan.precision, CPU), CPU)
-    assert isinstance(norms, OverWindow)
+    assert isinstance(norms, WindowNorms)
     norms.look_ahead([MicroBatch(x, len(x)) for x in inputs], lambda micro: model(micro.data).square().sum())
     return norms
 
