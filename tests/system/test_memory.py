@@ -72,7 +72,7 @@ def test_where_others_wait_in_a_collective_the_workers_begin_again(
     assert_same_windows(run, whole)
     assert sizes(run) == [(6, 2)] * 4 + [(3, 4)] * 4
     assert summary(run)["resumed"] == 1
-    assert "Micro-batches of 3: larger ones were found not to fit" in (run / "logs" / "rank0.attempt1.log").read_text()
+    assert "Micro-batches of 3: larger ones did not fit" in (run / "logs" / "rank0.attempt1.log").read_text()
 
 
 def test_auto_finds_the_largest_that_fits(launch: Launch, project: Path, whole: Path) -> None:

@@ -91,7 +91,7 @@ REFUSED = {
 }
 ERRORS = {
     "Vector": "The loss of a micro-batch is of shape [",
-    "NumberLoss": "want a scalar tensor",
+    "NumberLoss": "must be a scalar tensor",
     "Negative": "this one has -2",
     "ItemsWithGradient": "The items of a micro-batch require grad",
 }

@@ -1,4 +1,4 @@
-"""Model and optimizer, from what the user gives: wrapped, sharded, on this rank's device, and each other's."""
+"""Construction of the wrapped model and its optimizer from what the user passes to the engine."""
 
 from __future__ import annotations
 
@@ -37,25 +37,26 @@ def build(
     shard_units: ShardUnits | None,
     world: World | None = None,
 ) -> tuple[Parallel, Optimizer]:
-    """Wrap the model, and make the optimizer over the parameters that it has then.
+    """Wrap the model, and make the optimizer of the parameters that it then has.
 
     A model in eval mode, as ``from_pretrained`` returns it, is put into training mode; a module in eval mode inside a
-    model in training mode stays so.
+    model in training mode stays in eval mode.
 
     Args:
-        world: ranks that make sure that they start with one model; None: the model is only looked at.
+        world: ranks that check that they have the same model, and share its values. None: no communication, for an
+            inspection of the model.
     """
     world = world or ALONE
     sharded = plan.strategy.kind in SHARDED
     recipe: Recipe | None = None
     if not isinstance(model, nn.Module):
-        model, recipe = _made(model, world, deferred=sharded)
+        model, recipe = _make(model, world, deferred=sharded)
     require_same_structure(model, world)
     if sharded and recipe is None:  # DDP broadcasts by itself
         share_model(model, world)
     if not model.training:
         model.train()
-    model.zero_grad()  # what an earlier backward pass left there would be added to the first window
+    model.zero_grad()  # gradients of an earlier backward pass would be added to the first window's
     _set_formats(model, optimizer if isinstance(optimizer, Optimizer) else None, plan, world)
     if not isinstance(optimizer, Optimizer):
         parallel = wrap(model, plan, device, shard_units, recipe)
@@ -65,21 +66,25 @@ def build(
     _require_all_parameters(model, optimizer)
     before = dict(model.named_parameters())
     parallel = wrap(model, plan, device, shard_units, recipe)
-    _hand_over(optimizer, before, model)
+    _replace_parameters(optimizer, before, model)
     return parallel, optimizer
 
 
 def _set_formats(model: nn.Module, optimizer: Optimizer | None, plan: RunPlan, world: World) -> None:
-    """Let trained parameters be fp32, as ``precision.parameters`` says.
+    """Convert trained parameters to fp32, unless ``precision.parameters`` is keep.
 
     Raises:
-        TaskError: fp16 parameters are kept, whose gradients cannot be unscaled.
+        TaskError: fp16 parameters are kept under ``precision=fp16``; their gradients cannot be unscaled.
     """
     if plan.precision.parameters is Parameters.fp32:
         frozen = plan.precision.kind is PrecisionKind.fp32
         changed = parameters_to_fp32(model, frozen=frozen, optimizer=optimizer)
-        if changed and world.rank == 0 and not plan.task.target:  # the plan of a task says so
-            print(f"{changed:,} trained parameters become fp32; precision.parameters=keep leaves them.", flush=True)
+        if changed and world.rank == 0 and not plan.task.target:  # for a task, the plan has shown it
+            print(
+                f"{changed:,} trained parameters are converted to fp32. To train them in their own format: "
+                "precision.parameters=keep.",
+                flush=True,
+            )
     elif plan.precision.kind is PrecisionKind.fp16 and any(
         p.dtype == torch.float16 and p.requires_grad for p in model.parameters()
     ):
@@ -89,79 +94,83 @@ def _set_formats(model: nn.Module, optimizer: Optimizer | None, plan: RunPlan, w
         )
 
 
-def _made(make: Callable[[], nn.Module], world: World, *, deferred: bool) -> tuple[nn.Module, Recipe | None]:
-    """Make the model; to be sharded, it is made without values, and they are filled in shard by shard."""
+def _make(make: Callable[[], nn.Module], world: World, *, deferred: bool) -> tuple[nn.Module, Recipe | None]:
+    """Make the model. A model that will be sharded is made without values, which are filled in shard by shard."""
     if not deferred:
         return make(), None
     before = random_state(torch.device("cpu"))
-    made: tuple[nn.Module, Recipe] | None = None
+    built: tuple[nn.Module, Recipe] | None = None
     reason = "its construction is not the same on all ranks"
     try:
-        made = build_deferred(make)
+        built = build_deferred(make)
     except NotDeferrable as refusal:
         reason = str(refusal)
-    signatures = world.of_all(made and made[1].signature())
-    if made is not None and all(signature == signatures[0] for signature in signatures):
-        made[1].agree = lambda value: share_values([value], world)
-        return made
+    signatures = world.of_all(built and built[1].signature())
+    if built is not None and all(signature == signatures[0] for signature in signatures):
+        built[1].agree = lambda value: share_values([value], world)
+        return built
     print(f"The model is built whole on each rank before it is sharded: {reason}", flush=True)
     restore_random_state(before, torch.device("cpu"))
-    del made
+    del built
     return make(), None
 
 
 class TrainedParameters:
-    """The parameters that require a gradient, as the strategy and the optimizer were set up for them."""
+    """Names of the parameters that required a gradient when the strategy and the optimizer were set up.
+
+    By name, because FSDP has other parameter objects in forward and backward passes.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._names = self._now()
+        self._names = self._current_names()
 
     def require_same(self) -> None:
-        """Raise EngineMisuse where parameters were frozen or unfrozen since then."""
-        now = self._now()
-        if now == self._names:
+        """Raise EngineMisuse if parameters were frozen or unfrozen since then."""
+        names = self._current_names()
+        if names == self._names:
             return
-        changes = {"unfrozen": sorted(now - self._names), "frozen": sorted(self._names - now)}
-        found = "; ".join(
-            f"{how}: {', '.join(names[:8])}{f' and {len(names) - 8} more' if len(names) > 8 else ''}"
-            for how, names in changes.items()
+        changes = {"unfrozen": sorted(names - self._names), "frozen": sorted(self._names - names)}
+        shown = "; ".join(
+            f"{change}: {', '.join(names[:8])}{f' and {len(names) - 8} more' if len(names) > 8 else ''}"
+            for change, names in changes.items()
             if names
         )
         raise EngineMisuse(
-            f"The set of trained parameters has changed since the engine was made ({found}).\n"
-            "  Gradients are synchronised, sharded and updated for the parameters that were trained then. Let those "
-            "require a gradient that\n  are ever trained, and give them a learning rate of 0 until then; or save, and "
-            "make a new model and a new engine for each phase."
+            f"The set of trained parameters has changed since the engine was made ({shown}).\n"
+            "  The engine synchronises, shards and updates only the parameters that were trained at that time. Let "
+            "all parameters\n  that are ever trained require a gradient from the start, with a learning rate of 0 "
+            "until they are trained; or save,\n  and make a new model and a new engine for each phase."
         )
 
-    def _now(self) -> set[str]:
+    def _current_names(self) -> set[str]:
         return {name for name, parameter in self._model.named_parameters() if parameter.requires_grad}
 
 
 def _require_all_parameters(model: nn.Module, optimizer: Optimizer) -> None:
-    """The norm, the clip and the loss scale are those of all gradients, so none may be left to somebody else."""
+    """Raise EngineMisuse if the optimizer lacks a trained parameter: norm, clip and loss scale need all gradients."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     left_out = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
     if left_out:
         raise EngineMisuse(
-            f"The optimizer has not all of the model's trained parameters: {', '.join(left_out[:8])} and so on.\n"
-            "  Give it all of them, or freeze the others (requires_grad_(False)) before the engine is made."
+            f"The optimizer lacks {len(left_out)} of the model's trained parameters: {', '.join(left_out[:8])}"
+            f"{' and others' if len(left_out) > 8 else ''}.\n"
+            "  Pass it all of them, or freeze the others (requires_grad_(False)) before the engine is made."
         )
 
 
-def _hand_over(optimizer: Optimizer, before: dict[str, nn.Parameter], model: nn.Module) -> None:
-    """Sharding gives a model new parameters: let ``optimizer`` hold them in place of those of ``before``, by name.
+def _replace_parameters(optimizer: Optimizer, before: dict[str, nn.Parameter], model: nn.Module) -> None:
+    """Replace the parameters in ``optimizer`` by those that sharding has created, by name.
 
     Raises:
-        EngineMisuse: it has state of the old ones already.
+        EngineMisuse: the optimizer already has state of the old parameters.
     """
     after = dict(model.named_parameters())
     if all(after.get(name) is parameter for name, parameter in before.items()):
         return
     if optimizer.state:
         raise EngineMisuse(
-            "The optimizer has taken steps already, and its state cannot be sharded.\n  Give the engine a fresh one."
+            "The optimizer has already taken steps, and its state cannot be sharded.\n  Pass the engine a new one."
         )
     new = {id(parameter): after[name] for name, parameter in before.items()}
     for group in optimizer.param_groups:
@@ -175,14 +184,14 @@ def wrap(
     shard_units: ShardUnits | None = None,
     recipe: Recipe | None = None,
 ) -> Parallel:
-    """``model`` as the plan's strategy has it.
+    """Wrap ``model`` by the plan's strategy.
 
     Args:
-        shard_units: of the task; default: the model's repeated blocks.
-        recipe: how to fill a model that was built without values; only for strategies that shard.
+        shard_units: the task's function of that name; default: the model's repeated blocks.
+        recipe: values of a model that was built without them; only for strategies that shard.
 
     Raises:
-        TaskError: the model cannot be cut as ``shard_units`` says, or has nothing to train.
+        TaskError: ``shard_units`` cannot be applied, or the model has nothing to train.
     """
     require_parameters(model)
     strategy = plan.strategy
@@ -218,6 +227,6 @@ def compile_forward(modules: Sequence[nn.Module]) -> None:
 
 
 def recompute(units: Sequence[nn.Module]) -> None:
-    """Let each unit keep its inputs only, and run again in backward for what it needs."""
+    """Let each unit keep only its inputs for the backward pass, which runs the unit again."""
     for unit in units:
         unit.forward = functools.partial(checkpoint, unit.forward, use_reentrant=False)

@@ -1,11 +1,11 @@
-"""Calibration: what the sync policy gains and what communication still costs, measured before the first window.
+"""Calibration: measures before the first window what the sync policy saves and what communication still costs.
 
-The micro-batches of the first window run forward and backward with sync=every, with the job's own policy,
-and silently, without any collective. After a warm-up they take turns in rounds of shuffled order, so that whatever else
-the machine does meets all of them alike, and each round gives paired differences. Gradients are
-thrown away; random state, buffers, attributes of the model and the task and the strategy's own state are restored; no
-optimizer step is taken. Training is the same bits as without it. State beyond these, such as global variables, is
-not restored: run.calibrate_s=0 turns the phase off.
+The micro-batches of the first window run forward and backward with sync=every, with the job's own policy, and without
+any collective. After a warm-up, the three alternate in rounds of shuffled order, so that other load on the machine
+affects all of them equally, and each round gives paired differences. Gradients are discarded, and no optimizer step is
+taken; random state, buffers, attributes of the model and the task, and the strategy's own state are restored. Training
+is bit by bit the same as without calibration. Other state, such as global variables, is not restored:
+run.calibrate_s=0 turns the phase off.
 """
 
 from __future__ import annotations
@@ -54,14 +54,13 @@ class Calibrated:
     """Result of a calibration. Times are seconds of one full window's forward and backward passes on the slowest rank.
 
     Args:
-        asked_s: ``run.calibrate_s`` under which it was made.
-        rounds: measured rounds.
-        gain: how much longer the passes take with sync=every than with the job's policy; None where that policy sends
-            the same, or nothing was measured.
-        exposed: how much longer they take with the job's policy than without collectives; None where that was not
+        asked_s: value of ``run.calibrate_s``.
+        rounds: number of measured rounds.
+        gain: time with sync=every minus time with the job's policy; None if both send the same, or if nothing was
             measured.
-        comm_s: time in which a collective was under way, with the job's policy; median.
-        not_measured: the reason where nothing was measured; empty otherwise.
+        exposed: time with the job's policy minus time without collectives; None if not measured.
+        comm_s: time during which a collective was in progress, with the job's policy; median.
+        not_measured: reason if nothing was measured; otherwise empty.
     """
 
     asked_s: float | None = None
@@ -75,10 +74,10 @@ class Calibrated:
         """Return the seconds that a whole step would take with sync=every.
 
         Args:
-            step_s: seconds of a step with the job's policy, data and optimizer included; data_s: of those, waiting for
-                data.
-            reads_ahead: whether loader processes read while the step runs. Then a longer step waits less for data: the
-                first ``data_s`` of a difference do not show.
+            step_s: seconds of a step with the job's policy, including data and optimizer.
+            data_s: seconds of these that were spent waiting for data.
+            reads_ahead: loader processes read while the step runs. A longer step then waits less for data, which hides
+                up to ``data_s`` of a difference.
         """
         if self.gain is None:
             return None
@@ -91,23 +90,25 @@ class Calibrated:
 
     @classmethod
     def restored(cls, state: dict[str, Any] | None, plan: RunPlan) -> Self | None:
-        """Return a checkpoint's result; None where it has none, or where ``plan`` allows another time for it."""
-        if state is None or "rounds" not in state:  # of an older version
+        """Return the result in a checkpoint; None if there is none, or if ``run.calibrate_s`` has changed since a
+        calibration that measured nothing."""
+        if state is None or "rounds" not in state:  # written by an older version
             return None
         calibrated = from_json(cls, state)
         return None if calibrated.not_measured and calibrated.asked_s != plan.train.calibrate_s else calibrated
 
     @property
     def overlap(self) -> float | None:
-        """The part of the communication that was hidden behind computation, 0 to 1."""
+        """Fraction of the communication that was hidden behind computation, 0 to 1."""
         if self.exposed is None:
             return None
         return min(1.0, max(0.0, 1 - self.exposed.value / self.comm_s)) if self.comm_s else 0.0
 
 
 def measured_as(plan: RunPlan) -> dict[str, Any]:
-    """Return what a step's time and traffic depend on, as JSON has it; figures of plans that differ here do not mix."""
-    left_out = ("forecasts", "sync_reason", "memory_bytes")  # about the policy, and no part of it
+    """Return everything that a step's time and traffic depend on, for JSON. Measurements of plans that differ here must
+    not be combined."""
+    left_out = ("forecasts", "sync_reason", "memory_bytes")  # they describe the policy, but do not affect the step
     strategy = {name: value for name, value in dataclasses.asdict(plan.strategy).items() if name not in left_out}
     return {
         "nodes": plan.cluster.nodes,
@@ -123,7 +124,7 @@ def measured_as(plan: RunPlan) -> dict[str, Any]:
 
 
 class Kind(Enum):
-    """How a window's passes run."""
+    """Communication during a window's passes: by the job's own policy, by sync=every, or none."""
 
     own = auto()
     every = auto()
@@ -131,10 +132,13 @@ class Kind(Enum):
 
 
 class Calibration:
-    """The calibration phase of one rank, and its result: None before there is one.
+    """The calibration phase on one rank.
 
     Args:
-        owner: the object that the forward pass belongs to; its attributes are restored, like the model's.
+        owner: object that the forward pass belongs to; its attributes are restored, like the model's.
+
+    Attributes:
+        result: None before the calibration.
     """
 
     def __init__(
@@ -151,16 +155,15 @@ class Calibration:
         self.result: Calibrated | None = None
 
     def wanted(self, plan: RunPlan) -> bool:
-        """Return whether the phase measures anything: not with one rank, and not with ``run.calibrate_s=0``."""
+        """Return whether the phase takes place: it does not with one rank, and with ``run.calibrate_s=0``."""
         return self._world.size > 1 and plan.train.calibrate_s != 0
 
     def measure(self, plan: RunPlan, run: Run, micro_batches: Sequence[MicroBatch], steps_done: int) -> None:
-        """Run the phase if it is ``wanted``. All ranks call it; the engine, the model and all random state are
-        afterwards as before.
+        """Run the phase if it is ``wanted``. All ranks call it. Engine, model and random state stay unchanged.
 
         Args:
             run: the loop's forward pass: (model, micro-batch) -> (loss_sum, items).
-            micro_batches: of this rank, on the device; repeated where a full window has more.
+            micro_batches: micro-batches of this rank, on the device; repeated if a full window has more.
 
         Raises:
             PolicyNotObserved: the collectives that ran are not those of the policy.
@@ -185,7 +188,7 @@ class Calibration:
             self._attributes = SavedAttributes(self._parallel.module, self._owner)
             try:
                 self.result = self._measure(kinds)
-            finally:  # copies of tensors, and batches
+            finally:  # free the copies of tensors, and the batches
                 del self._kept, self._attributes, self._micro_batches
 
     def _kinds(self) -> list[Kind]:
@@ -194,7 +197,7 @@ class Calibration:
         return [Kind.silent] * strategy.rehearses + [Kind.own] + [Kind.every] * (sent[0] != sent[1])
 
     def _measure(self, kinds: list[Kind]) -> Calibrated:
-        # one micro-batch compiles, tunes and allocates what the first window needs anyway: its time does not count
+        # the first micro-batch compiles, tunes and allocates, which the first window needs anyway: it is not timed
         cold_s = self._time(kinds[0], 1)
         if math.isinf(cold_s):
             if self._plan.strategy.kind is StrategyKind.ddp:  # the policies need as much memory
@@ -213,7 +216,7 @@ class Calibration:
         return self._rounds(kinds, limit_s)
 
     def _rounds(self, kinds: list[Kind], limit_s: float) -> Calibrated:
-        order = random.Random(0)  # the same on every rank, and none of the user's random numbers
+        order = random.Random(0)  # the same on every rank, without drawing from the user's generators
         times: dict[Kind, list[float]] = {kind: [] for kind in kinds}
         elapsed_s = self._agree(time.perf_counter() - self._started)[0]
         round_s = 0.0
@@ -245,23 +248,23 @@ class Calibration:
         )
 
     def _limit_s(self, micro_batch_s: float) -> float:
-        """Return the seconds that the phase may take."""
+        """Return the time limit of the phase in seconds."""
         if self._plan.train.calibrate_s is not None:
             return self._plan.train.calibrate_s
         return min(DEFAULT_S, DEFAULT_SHARE * self._steps_left * self._count * micro_batch_s)
 
     def _too_long(self, needed_s: float, limit_s: float) -> Calibrated:
         return self._without(
-            f"{MIN_ROUNDS} rounds take {needed_s:.2g} s or more, {limit_s:.2g} s were allowed: "
+            f"{MIN_ROUNDS} rounds take at least {needed_s:.2g} s, and the limit is {limit_s:.2g} s: "
             f"set run.calibrate_s={math.ceil(1.5 * needed_s)} to allow it"
         )
 
-    def _without(self, why: str) -> Calibrated:
-        return Calibrated(asked_s=self._plan.train.calibrate_s, not_measured=why)
+    def _without(self, reason: str) -> Calibrated:
+        return Calibrated(asked_s=self._plan.train.calibrate_s, not_measured=reason)
 
     def _time(self, kind: Kind, count: int) -> float:
-        """Run ``count`` micro-batches. Returns seconds on the slowest rank; infinite where silent passes ran out of
-        memory on some rank, which no other one waits for."""
+        """Run ``count`` micro-batches, and return the seconds on the slowest rank: infinite if silent passes ran out of
+        memory on some rank. That is possible without blocking the others, since silent passes wait for no rank."""
         silent, meter = kind is Kind.silent, self._parallel.meter
         sync = Sync.every if kind is Kind.every else self._plan.strategy.sync
         with ExitStack() as contexts:
@@ -291,8 +294,8 @@ class Calibration:
         self._kept.restore()
         if changed := self._attributes.restore():
             raise TaskError(
-                f"The forward pass changes {changed}, which is neither a parameter nor a buffer and too large to be "
-                "restored after the passes that calibrate.\n"
+                f"The forward pass changes {changed}, which is neither a parameter nor a buffer, and too large to be "
+                "restored after the calibration.\n"
                 "  Make it a buffer of the model (register_buffer), or do not calibrate: run.calibrate_s=0."
             )
         took_s, comm_s = self._agree(took_s, comm_s)
@@ -324,8 +327,7 @@ class Calibration:
             torch.cuda.synchronize(self._device)
 
     def _agree(self, *values: float) -> list[float]:
-        """Return each value's maximum over the ranks; all of them call it, and wait for each other."""
+        """Return each value's maximum over the ranks. All ranks call it, and wait for each other."""
         most = torch.tensor(values, dtype=torch.float64, device=self._device)
         dist.all_reduce(most, dist.ReduceOp.MAX)
-        found: list[float] = most.tolist()
-        return found
+        return most.tolist()

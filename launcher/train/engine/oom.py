@@ -1,8 +1,8 @@
-"""Micro-batches that fit into memory: what running out of it looks like, and the size that was found.
+"""Out of memory: detection, and the micro-batch size that fits.
 
-A size is halved where all ranks can agree on that between two micro-batches (engine.py). Where a rank runs out of
-memory while others wait for it in a collective, it writes the smaller size down and leaves, and the agent begins the
-workers again from the newest checkpoint.
+The size is halved in place if all ranks can agree on it between two micro-batches (engine.py). If other ranks wait in a
+collective for the rank that ran out of memory, that rank stores the smaller size and exits, and the agent restarts the
+workers from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ _WORDS = (
 
 
 class WindowAbandoned(Exception):
-    """Another rank has run out of memory: the window is run again, with smaller micro-batches."""
+    """Raised on the ranks whose window runs again with smaller micro-batches, because another rank is out of memory."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether ``error`` was raised because host or GPU memory ran out."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS)
@@ -51,23 +52,25 @@ def can_abandon(plan: RunPlan, norms: Norms) -> bool:
 
 
 def fitted(plan: RunPlan, world: World) -> RunPlan:
-    """``plan`` with the micro-batch that an earlier start has found to fit; all ranks call it. What was found for other
-    sizes, or on other ranks, before the run was resumed with these, is not taken."""
-    found: dict[str, Any] | None = world.of_rank_0(read_json(plan.paths.fitted) if world.rank == 0 else None)
-    if found is None or found["of"] != _job(plan):
+    """Return ``plan`` with the micro-batch size that an earlier attempt has stored. All ranks call it.
+
+    A size is ignored if it was stored for another batch, world size, strategy, precision or task.
+    """
+    stored: dict[str, Any] | None = world.of_rank_0(read_json(plan.paths.fitted) if world.rank == 0 else None)
+    if stored is None or stored["of"] != _job(plan):
         return plan
     if world.rank == 0:
-        print(f"Micro-batches of {found['micro_size']}: larger ones were found not to fit into memory.", flush=True)
-    return dataclasses.replace(plan, batch=plan.batch.in_micro_batches_of(found["micro_size"]))
+        print(f"Micro-batches of {stored['micro_size']}: larger ones did not fit into memory before.", flush=True)
+    return dataclasses.replace(plan, batch=plan.batch.in_micro_batches_of(stored["micro_size"]))
 
 
 def note(asked: RunPlan, batch: Batch) -> None:
-    """Keep the size of ``batch`` for the next start. ``asked``: the plan as it was submitted."""
+    """Store the micro-batch size of ``batch`` for later attempts. ``asked``: the plan as it was submitted."""
     write_json(asked.paths.fitted, {"micro_size": batch.micro_size, "of": _job(asked)})
 
 
 def _job(plan: RunPlan) -> dict[str, Any]:
-    """What decides how much memory a micro-batch needs, and how much there is."""
+    """Return the parts of the plan that determine how much memory a micro-batch needs."""
     batch, strategy = plan.batch, plan.strategy
     return {
         "micro_size": batch.micro_size,
@@ -82,7 +85,7 @@ def _job(plan: RunPlan) -> dict[str, Any]:
 
 
 def out_of_memory(error: BaseException, batch: Batch, rank: int, step: int) -> OutOfMemory:
-    """What the run says where it cannot go on in place."""
+    """Return the error of a rank that ran out of memory in a window and cannot continue in place."""
     what = (
         f"Rank {rank} ran out of memory at step {step}, with micro-batches of {batch.micro_size}: {_first_line(error)}"
     )
@@ -92,17 +95,21 @@ def out_of_memory(error: BaseException, batch: Batch, rank: int, step: int) -> O
             "precision=bf16."
         )
     elif batch.on_oom is OnOom.shrink:
-        remedy = f"The run begins again from its newest checkpoint, with micro-batches of {smaller.micro_size}."
+        remedy = f"The run restarts from its newest checkpoint, with micro-batches of {smaller.micro_size}."
     else:
         remedy = (
-            f"Use batch.micro_size={smaller.micro_size}, or batch.on_oom=shrink to have that found while it runs. The "
+            f"Use batch.micro_size={smaller.micro_size}, or batch.on_oom=shrink, which halves it during the run. The "
             "global batch stays the same."
         )
     return OutOfMemory(f"{what}\n  {remedy}")
 
 
 def out_of_memory_beside(error: BaseException, rank: int, step: int, when: str) -> OutOfMemory:
-    """The same for what is no window's forward or backward pass."""
+    """Return the error of a rank that ran out of memory outside the passes of a window.
+
+    Args:
+        when: what it was doing, such as "while ...".
+    """
     return OutOfMemory(
         f"Rank {rank} ran out of memory at step {step}, {when}: {_first_line(error)}\n"
         "  Use a smaller batch.micro_size, strategy=fsdp on more ranks, or strategy.recompute=blocks."

@@ -1,7 +1,7 @@
-"""The optimizer step that follows a window: exact mean, clip, apply, schedule; and how many there have been.
+"""Optimizer step at the end of a window: exact mean, clip, update, schedule, counters.
 
 Each backward pass runs on loss_sum / C with a constant C, the strategy averages over W ranks (DDP) or sums (FSDP:
-W = 1), and here the gradients are multiplied once by C*W/N, with N the window's true item count.
+W = 1), and this module multiplies the gradients once by C*W/N, with N the window's number of items.
 """
 
 from __future__ import annotations
@@ -24,19 +24,21 @@ from launcher.train.parallel.batchnorm import Norms
 from launcher.train.precision import Precision
 from launcher.train.world import World
 
-# windows without items in a row: of a stream, which may have no end
+# most windows without items in a row; a stream may have no end
 MOST_EMPTY = 1000
 _PROGRESS = ("steps", "skipped_steps", "empty_windows", "samples", "items")
 
 
 class Update:
-    """What moves parameters, schedule and counters, and when it does not.
+    """Update of parameters, schedule and counters.
 
-    Args:
-        steps: optimizer steps taken; skipped_steps: left out because fp16 overflowed; empty_windows: because they held
-            no item; samples, items: seen so far, on all ranks.
-        schedule: of the learning rate, from the plan.
-        follows_plan: whether ``schedule`` still sets the learning rate; false once the user's own loop has set it.
+    Attributes:
+        steps: optimizer steps taken.
+        skipped_steps: windows that were not applied because fp16 overflowed.
+        empty_windows: windows that were not applied because they held no item.
+        samples, items: number seen so far, on all ranks.
+        schedule: learning rate schedule of the plan.
+        follows_plan: ``schedule`` still sets the learning rate; false once the user's own loop has set it.
         lr: learning rate of the first parameter group in the latest window's optimizer step.
     """
 
@@ -57,29 +59,29 @@ class Update:
         self.follows_plan = True
         self.lr = float(self.schedule.get_last_lr()[0])
         self._divisor: float | None = None
-        self._items_in_epoch = False  # whether it has had any so far
+        self._items_in_epoch = False  # the epoch has had an item so far
         self._empty_in_a_row = 0
         self.steps = self.skipped_steps = self.empty_windows = self.samples = self.items = 0
 
     @property
     def divisor(self) -> float:
-        """C. Known from the first micro-batch on."""
+        """C, which is determined in the first micro-batch."""
         assert self._divisor is not None
         return self._divisor
 
     @property
     def scale(self) -> float | None:
-        """fp16's loss scale."""
+        """Loss scale of fp16; None in other precisions."""
         return self._precision.scaler.get_scale() if self._precision.scales else None
 
     def weight(self, items: int | Tensor, samples: int) -> float:
-        """What a micro-batch's loss is multiplied by before its backward pass."""
+        """Return the factor of a micro-batch's loss in its backward pass: 1/C, or 0 for a stand-in without samples."""
         if self._divisor is None:
             self._divisor = self._agree_on_divisor(items if samples else 0)
         return (samples > 0) / self._divisor
 
     def _agree_on_divisor(self, items: int | Tensor) -> float:
-        """Before anything is known but the items of each rank's first micro-batch."""
+        """Return C, from the number of items in each rank's first micro-batch."""
         most = torch.as_tensor(items, dtype=torch.float64, device=self._device).detach().reshape(1)
         if self._world.size > 1:
             most = most.clone()
@@ -87,18 +89,20 @@ class Update:
         return _power_of_two(most.item() * self._accumulation)
 
     def change_accumulation(self, accumulation: int) -> None:
-        """The window under way is run again, in so many micro-batches."""
+        """Run the current window again, in ``accumulation`` micro-batches."""
         self._accumulation = accumulation
-        if not self.items:  # C was a guess from the micro-batches as they were
+        if not self.items:  # C was estimated from micro-batches of another size
             self._divisor = None
 
     def apply(self, gradients: list[Tensor], agreed: Agreed) -> float:
-        """The window's step, unless fp16 overflowed or it holds no item. Returns the norm of its mean gradient, before
-        the clip: not finite where nothing has moved.
+        """Take the window's step, unless fp16 overflowed or the window holds no item.
+
+        Returns:
+            The norm of the mean gradient before the clip; not finite if no step was taken.
 
         Raises:
-            DataError: it holds no item, and what PowerSGD has kept back would be lost.
-            NotFinite: the gradient is not, and no smaller loss scale will help.
+            DataError: the window holds no item, and PowerSGD's residue would be lost.
+            NotFinite: the gradient is not finite, and a smaller loss scale will not help.
         """
         self._read_rates()
         if not agreed.items:
@@ -125,13 +129,14 @@ class Update:
         self._precision.update()
         self._parallel.zero_grad()
         if self._precision.scales and not self.items:
-            # the first micro-batch was a guess, and may have had few items, or none
+            # the first micro-batch, which C was estimated from, may have had few items, or none
             self._divisor = _power_of_two(agreed.items / self._world.size)
         return norm
 
     def _read_rates(self) -> None:
-        """Read the rates that this step applies. Rates other than the plan's were set by the user's own schedule: it
-        keeps them from then on, because one that multiplies the rate it finds would work on the plan's rates."""
+        """Read the learning rates of this step. If they are not the plan's, the user's own schedule has set them, and
+        the plan's schedule is not applied any more: a schedule that multiplies the present rate would otherwise
+        multiply the plan's."""
         rates = [float(group["lr"]) for group in self._optimizer.param_groups]
         self.lr, planned = rates[0], [float(rate) for rate in self.schedule.get_last_lr()]
         if not self.follows_plan or rates == planned:
@@ -139,29 +144,29 @@ class Update:
         self.follows_plan = False
         if self._world.rank == 0:
             print(
-                f"step {self.steps + 1}: the learning rate was set to {rates[0]:g} from outside the engine, which had "
-                f"set {planned[0]:g}. From here on schedule={self._plan.schedule.kind.value} of the plan has no "
+                f"step {self.steps + 1}: the learning rate was set to {rates[0]:g} outside of the engine, which had "
+                f"set {planned[0]:g}. From this step on, the plan's schedule={self._plan.schedule.kind.value} has no "
                 "effect.\n  With a schedule of your own, use schedule=constant schedule.warmup_steps=0.",
                 flush=True,
             )
 
     def _leave_out(self) -> None:
-        """A window without items: there is no mean, so nothing moves, and nothing is learned of the loss scale."""
+        """Skip a window without items, which has no mean: parameters and loss scale stay as they are."""
         if self._plan.strategy.compress is Compress.powersgd:
             raise DataError(
-                f"The window of step {self.steps + 1} holds no item, and with strategy.compress=powersgd it cannot be "
-                "left out: what was kept back of earlier gradients would be lost.\n"
-                "  Leave the samples without items out of train_data(), or use another strategy.compress."
+                f"The window of step {self.steps + 1} holds no item. With strategy.compress=powersgd it cannot be "
+                "skipped: the part of earlier gradients that was not sent yet would be lost.\n"
+                "  Remove samples without items from train_data(), or use another strategy.compress."
             )
         self.empty_windows += 1
         self._precision.stay()
         self._parallel.zero_grad()
 
     def count(self, agreed: Agreed, epoch: int, *, epoch_over: bool) -> None:
-        """What the window of ``epoch`` held.
+        """Add the window to the counters.
 
         Raises:
-            DataError: nothing was learned from an epoch, or, as a stream may have no end, for very long.
+            DataError: a whole epoch, or MOST_EMPTY windows in a row, held no item.
         """
         self.samples += agreed.samples
         self.items += agreed.items
@@ -171,24 +176,24 @@ class Update:
             which = f"No window of epoch {epoch + 1}" if epoch_over else f"None of {MOST_EMPTY} windows in a row"
             raise DataError(
                 f"{which} holds an item: the loss cannot be averaged.\n"
-                "  Look at the data, and at the items that the loss returns."
+                "  Check the data, and the number of items that the loss returns."
             )
         if epoch_over:
             self._items_in_epoch = False
 
     def _explain(self, norm: float) -> NotFinite:
-        """The loss is finite and its gradient is not."""
+        """Return the error for a gradient that is not finite, although the loss is."""
         gradients = {name: p.grad for name, p in self._parallel.module.named_parameters() if p.grad is not None}
         bad = [name for name, gradient in gradients.items() if not torch.isfinite(local(gradient)).all().item()]
         shown = ", ".join(bad[:4]) + (f" and {len(bad) - 4} more" if len(bad) > 4 else "")
         return NotFinite(
             f"The gradient of step {self.steps + 1} has norm {norm}, though its loss is finite: "
             f"{shown or 'the norm alone'}.\n"
-            "  Nothing was applied. Look for a square root or a logarithm at 0, or try precision=fp32."
+            "  Nothing was applied. Check for a square root or a logarithm at 0, or try precision=fp32."
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the state as JSON."""
         return {
             "progress": {name: getattr(self, name) for name in _PROGRESS},
             "schedule": self.schedule.state_dict(),
@@ -210,5 +215,6 @@ class Update:
 
 
 def _power_of_two(items: float) -> float:
-    """C: near the ``items`` of a rank's window: scaling by it is exact, and fp16 stays in range."""
+    """Return C for a rank's window of ``items``: close to it, so that fp16 stays in range, and a power of two, so that
+    scaling by it is exact."""
     return 2.0 ** round(math.log2(min(max(1.0, items), 2.0**60)))

@@ -1,4 +1,4 @@
-"""Around a step's arithmetic: the window's totals, the flags that the ranks agree on, the result."""
+"""Totals of a window over micro-batches and ranks, the flags that the ranks agree on, and the result of a step."""
 
 from __future__ import annotations
 
@@ -24,25 +24,30 @@ from launcher.train.world import World
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """One window's outcome, over all ranks.
+    """Result of one window, over all ranks.
 
     Args:
         step: optimizer steps taken so far, this one included unless it was skipped.
-        window: index of the window in the run, from 0; epoch: from 0.
+        window: index of the window in the run, from 0.
+        epoch: from 0.
         loss: sum over the window's items divided by their number; nan in a window without items, as is grad_norm.
         grad_norm: global norm of the gradient of that mean, unscaled, before clipping.
-        lr: learning rate of the first parameter group that this step applied, whoever set it.
-        samples, items: what the window held, on all ranks.
-        micro_batches: run by each rank.
-        skipped: fp16 overflowed, or the window held no item: neither parameters, schedule nor step count moved.
+        lr: learning rate of the first parameter group in this step, whether the plan or the user's loop set it.
+        samples, items: number in the window, on all ranks.
+        micro_batches: number that each rank ran.
+        skipped: fp16 overflowed, or the window held no item: parameters, schedule and step count are unchanged.
         scale: fp16 loss scale of this window; None without scaling.
-        sync: the policy of this window; comm: what it sent, on this rank.
-        noise: what the windows before this one say of the gradient's noise; None while too few of them do.
-        spent: what the ranks' time went into in the window before; straggler: the rank that holds the others up.
-        step_s, data_s: wall seconds of the window, and of those, waiting for data.
-        last: no window follows; stopped: because a rank was asked to stop.
+        sync: the policy of this window.
+        comm: traffic of this window on this rank.
+        noise: gradient noise scale from the windows before this one; None before there are enough of them.
+        spent: the ranks' use of time in the previous window.
+        straggler: the rank that delays the others, if there is one.
+        step_s: wall seconds of the window.
+        data_s: seconds of these that were spent waiting for data.
+        last: no window follows.
+        stopped: no window follows because a rank received a stop request.
         save_due: a checkpoint is due by rank 0's clock.
-        flags_bytes: what each rank handed to the small all-reduce of the window's totals and flags.
+        flags_bytes: bytes that each rank passed to the small all-reduce of the window's totals and flags.
     """
 
     step: int
@@ -71,7 +76,8 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Agreed:
-    """What all ranks know after the window's small all-reduce. ``grad_norm`` is that of the gradients as they are."""
+    """Totals and flags of a window, equal on all ranks. ``grad_norm`` is the norm of the gradients before they are
+    multiplied by C*W/N."""
 
     items: int
     loss_sum: float
@@ -82,19 +88,22 @@ class Agreed:
     grad_norm: float
 
 
-# places of the step's own numbers in the all-reduce; those of the observers follow
+# positions of the step's own numbers in the all-reduce; those of the observers follow
 _ITEMS, _LOSS, _SAMPLES, _MORE, _STOP, _SAVE_DUE, _OUT_OF_MEMORY, _FLAGS = range(8)
 
 
 class WindowTotals:
-    """Sums over a window, and the one small all-reduce that shares them and every flag.
+    """Sums over a window, and the one small all-reduce of sums and flags.
 
-    It is sent before the last backward pass and received after it, so the backend can overlap the two. The host
-    reads the device once a window, here.
+    The all-reduce starts before the last backward pass and is received after it, so that the two overlap. This is the
+    only place where the host waits for the device in a window.
 
     Args:
-        observers: whose numbers it sums as well.
-        waited_s: seconds that the host was held up by it; on a GPU it says little.
+        observers: their numbers are summed too.
+
+    Attributes:
+        losses: loss sums of this rank's micro-batches.
+        waited_s: seconds during which the all-reduce blocked the host; of little meaning on a GPU.
     """
 
     def __init__(self, world: World, device: torch.device, observers: Sequence[Observer] = ()) -> None:
@@ -104,12 +113,12 @@ class WindowTotals:
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes that a rank hands to the all-reduce."""
+        """Bytes that a rank passes to the all-reduce."""
         return 8 * self._ends[-1] if self._world.size > 1 else 0
 
     def clear(self) -> None:
         self.losses: list[Tensor] = []
-        self._items: list[Tensor] = []  # of the same micro-batches, where the device has counted them
+        self._items: list[Tensor] = []  # item counts of the micro-batches that were counted on the device
         self._counted_items = 0
         self._samples = 0
         self._shared: Tensor | None = None
@@ -132,27 +141,28 @@ class WindowTotals:
     def send(self, *, more: bool, stop: bool, save_due: bool) -> None:
         """Start the all-reduce. ``more``: this rank has samples for another window."""
         shares = [number for observer in self._observers for number in observer.contribution()]
-        known = [self._counted_items, 0.0, self._samples, more, stop, save_due, False, *(0.0 for _ in shares)]
-        later: dict[int, Tensor | float] = {_LOSS: _sum(self.losses)}
-        later |= enumerate(shares, _FLAGS)
+        values = [self._counted_items, 0.0, self._samples, more, stop, save_due, False, *(0.0 for _ in shares)]
+        computed: dict[int, Tensor | float] = {_LOSS: _sum(self.losses)}  # may still be computed by a GPU
+        computed |= enumerate(shares, _FLAGS)
         if self._items:
             counts = _stack(self._items)
-            # what is no count spoils the sum, on every rank: that needs neither a flag of its own nor the host
+            # an invalid count makes the sum nan on every rank, which needs neither a separate flag nor the host
             counted = counts.where((counts >= 0) & (counts == counts.round()), torch.nan).sum()
-            later[_ITEMS] = self._counted_items + counted
+            computed[_ITEMS] = self._counted_items + counted
         if self._device.type == "cpu":
-            for place, value in later.items():
-                known[place] = float(value)
-            flags = torch.tensor(known, dtype=torch.float64)
+            for position, value in computed.items():
+                values[position] = float(value)
+            flags = torch.tensor(values, dtype=torch.float64)
         else:
-            # from pinned memory: an ordinary copy would hold the host until the GPU is through with the forward pass
-            flags = torch.tensor(known, dtype=torch.float64, pin_memory=True).to(self._device, non_blocking=True)
-            for place, value in later.items():
-                flags[place] = value
+            # from pinned memory: an ordinary copy would block the host until the GPU has completed the forward pass
+            flags = torch.tensor(values, dtype=torch.float64, pin_memory=True).to(self._device, non_blocking=True)
+            for position, value in computed.items():
+                flags[position] = value
         self._all_reduce(flags)
 
     def send_out_of_memory(self) -> None:
-        """Start the all-reduce of a rank that cannot finish its window; without observers, which may need memory."""
+        """Start the all-reduce on a rank that cannot complete its window, without the observers, which may need
+        memory."""
         flags = torch.zeros(self._ends[-1], dtype=torch.float64, device=self._device)
         flags[_OUT_OF_MEMORY] = 1
         self._all_reduce(flags)
@@ -164,15 +174,16 @@ class WindowTotals:
 
     @property
     def sent(self) -> bool:
+        """True from the start of the all-reduce until the next window."""
         return self._shared is not None
 
     def items_of_all(self) -> int:
-        """The window's items on all ranks; the host waits for them."""
+        """Wait for the all-reduce, and return the window's number of items on all ranks."""
         items = self._arrived()[_ITEMS].item()
         return round(items) if math.isfinite(items) else 0
 
     def out_of_memory(self) -> bool:
-        """Whether any rank is; the host waits for them."""
+        """Wait for the all-reduce, and return whether a rank is out of memory."""
         return self._arrived()[_OUT_OF_MEMORY].item() > 0
 
     def _arrived(self) -> Tensor:
@@ -184,10 +195,10 @@ class WindowTotals:
         return self._shared
 
     def receive(self, grad_norm: Tensor) -> Agreed:
-        """Wait for the all-reduce, and hand the observers their sums.
+        """Wait for the all-reduce, pass their sums to the observers, and return the rest.
 
         Raises:
-            TaskError: on all ranks, where one has counted items that are no number of items.
+            TaskError: a number of items is not a whole number of at least 0; on all ranks.
         """
         sums = self._arrived().tolist()
         if not math.isfinite(sums[_ITEMS]):
@@ -200,13 +211,13 @@ class WindowTotals:
     def sum_of(self, observer: Observer) -> list[float]:
         """Return the sums that ``observer`` would receive with the next window. All ranks call it.
 
-        Its numbers have their usual place among zeros: the order in which a ring adds up the ranks' numbers depends on
-        it, and so does the last bit of the sum.
+        The other positions are filled with zeros: the order in which a ring all-reduce adds the ranks' numbers, and so
+        the last bit of a sum, depends on the position.
         """
         start = self._ends[self._observers.index(observer)]
         flags = torch.zeros(self._ends[-1], dtype=torch.float64, device=self._device)
-        for place, value in enumerate(observer.contribution(), start):
-            flags[place] = value
+        for position, value in enumerate(observer.contribution(), start):
+            flags[position] = value
         if self._world.size > 1:
             dist.all_reduce(flags)
         return flags[start : start + observer.width].tolist()
@@ -216,8 +227,8 @@ class WindowTotals:
         bad = [(n + 1, count) for n, count in enumerate(counts) if not (count >= 0 and count.is_integer())]
         where = "; ".join(
             f"rank {rank}, micro-batch {number} has {count:g}"
-            for rank, found in enumerate(self._world.of_all(bad))
-            for number, count in found
+            for rank, bad_of_rank in enumerate(self._world.of_all(bad))
+            for number, count in bad_of_rank
         )
         return TaskError(_NO_COUNT.format(where))
 
@@ -229,23 +240,23 @@ _NO_COUNT = (
 
 
 def require_sum(loss_sum: object, items: object) -> None:
-    """Raises TaskError for what is no sum and no count, as far as that shows without a look at the device."""
+    """Raise TaskError if the two have a wrong type or shape. Values on a GPU are checked later, by ``receive``."""
     if not isinstance(loss_sum, Tensor) or loss_sum.numel() != 1:
-        found = f"of shape {list(loss_sum.shape)}" if isinstance(loss_sum, Tensor) else f"a {type(loss_sum).__name__}"
+        kind = f"of shape {list(loss_sum.shape)}" if isinstance(loss_sum, Tensor) else f"a {type(loss_sum).__name__}"
         raise TaskError(
-            f"The loss of a micro-batch is {found}: want a scalar tensor, its sum over the items.\n"
+            f"The loss of a micro-batch is {kind}, and must be a scalar tensor: the sum over its items.\n"
             '  Sum it: reduction="sum" in torch\'s losses, or .sum().'
         )
     if isinstance(items, Tensor):
         if items.numel() != 1:
             raise TaskError(
-                f"The items of a micro-batch are a tensor of shape {list(items.shape)}: want how many there are.\n"
+                f"The items of a micro-batch are a tensor of shape {list(items.shape)}, and must be one number.\n"
                 "  Sum the mask, or count the samples."
             )
         if items.requires_grad:
             raise TaskError(
-                "The items of a micro-batch require grad: their number must not depend on the parameters.\n"
-                "  Count targets or samples; what weighs them belongs into the loss. Or .detach() it."
+                "The number of items of a micro-batch requires a gradient, and must not depend on the parameters.\n"
+                "  Count targets or samples, and apply weights in the loss; or detach() the number."
             )
     # int first: the check for an abstract class is slow
     elif not (isinstance(items, int | numbers.Real) and float(items) >= 0 and float(items).is_integer()):
@@ -264,17 +275,17 @@ def _sum(values: list[Tensor]) -> Tensor | float:
 
 
 def explain_bad_loss(totals: WindowTotals, world: World, step: int) -> NotFinite:
-    """The error that every rank raises together: which rank and micro-batch it was, and what to try."""
+    """Return the error for a loss that is not finite, with its ranks and micro-batches. All ranks call it."""
     bad = [n + 1 for n, loss in enumerate(totals.losses) if not torch.isfinite(loss).item()]
     where = "; ".join(
-        f"rank {rank}, micro-batch {', '.join(map(str, found))}"
-        for rank, found in enumerate(world.of_all(bad))
-        if found
+        f"rank {rank}, micro-batch {', '.join(map(str, numbers_of_rank))}"
+        for rank, numbers_of_rank in enumerate(world.of_all(bad))
+        if numbers_of_rank
     )
     if any(loss.dtype is torch.float16 for loss in totals.losses):
         where += "; it is summed in float16, which ends at 65504: call .float() before the sum"
     return NotFinite(
         f"The loss of step {step} is not finite (inf or nan): {where or 'only its sum overflows'}.\n"
         "  Nothing was applied. Try a lower optimizer.lr, a longer schedule.warmup_steps, a lower train.clip_norm, or "
-        "precision=fp32; if it comes at once, look at the data and the loss of that micro-batch."
+        "precision=fp32. If it is one of the first steps, check the data and the loss of that micro-batch."
     )

@@ -17,10 +17,10 @@ from tests.helpers import torchrun
 
 # by case: what it says, on every rank
 SAID = {
-    "one loss a sample": "TaskError: The loss of a micro-batch is of shape [2]: want a scalar tensor",
-    "a number": "TaskError: The loss of a micro-batch is a float: want a scalar tensor",
+    "one loss a sample": "TaskError: The loss of a micro-batch is of shape [2], and must be a scalar tensor",
+    "a number": "TaskError: The loss of a micro-batch is a float, and must be a scalar tensor",
     "a mask": "TaskError: The items of a micro-batch are a tensor of shape [2]",
-    "items of the model": "TaskError: The items of a micro-batch require grad",
+    "items of the model": "TaskError: The number of items of a micro-batch requires a gradient",
     "negative": "TaskError: The items of a micro-batch must be a whole number, 0 or more: this one has -3.",
     "half an item": "0 or more: this one has 1.5.",
     "a list": "0 or more: this one has [3].",
@@ -30,7 +30,7 @@ SAID = {
     "inf items on one rank": "rank 1, micro-batch 1 has inf; rank 1, micro-batch 2 has inf.",
     "a sum in fp16": "it is summed in float16, which ends at 65504: call .float() before the sum",
     "no item anywhere": "DataError: No window of epoch 1 holds an item",
-    "powersgd": "DataError: The window of step 1 holds no item, and with strategy.compress=powersgd",
+    "powersgd": "DataError: The window of step 1 holds no item. With strategy.compress=powersgd",
 }
 
 

@@ -33,5 +33,5 @@ def test_the_rate_reported_is_the_rate_applied(tmp_path: Path) -> None:
     for (own, options, wanted), found in zip(CASES, seen, strict=True):
         assert found["applied"] == pytest.approx(wanted), (own, options)
         assert found["reported"] == found["applied"], (own, options)
-    warned = [line for line in out if "from outside the engine" in line]
+    warned = [line for line in out if "outside of the engine" in line]
     assert len(warned) == len([own for own, *_ in CASES if own != "none"]), "once a run, by rank 0"

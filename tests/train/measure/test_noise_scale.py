@@ -134,7 +134,7 @@ def test_the_interval_has_the_true_scale_in_it(scale: float, windows: int, eigen
     """In 95% of 200 runs, give or take three standard deviations; and outside of it on either side alike."""
     found: list[Noise] = []
     for seed in range(200):
-        noise = simulated(scale, eigenvalues, windows, ranks, seed).now
+        noise = simulated(scale, eigenvalues, windows, ranks, seed).estimate
         assert noise is not None
         found.append(noise)
     inside = sum(noise.low <= scale <= noise.high for noise in found)
@@ -155,10 +155,10 @@ def test_the_interval_is_the_same_after_a_resume() -> None:
     whole, first = simulated(50.0, NARROW, 60, 2, 0), simulated(50.0, NARROW, 60, 2, 0)
     second = NoiseScale(2, torch.device("cpu"), OwnGradient())
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert second.now == whole.now
+    assert second.estimate == whole.estimate
     old = {name: first.state_dict()[name] for name in ("windows", "before_sq", "weight", "grad_sq", "variance")}
     second.load_state_dict(old)
-    assert second.now is None, "a checkpoint of an earlier version has no interval"
+    assert second.estimate is None, "a checkpoint of an earlier version has no interval"
 
 
 @pytest.mark.slow

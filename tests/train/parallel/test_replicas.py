@@ -142,7 +142,7 @@ def test_one_rank_tells_of_parameters_that_become_fp32(
     model = nn.Linear(2, 3, dtype=torch.bfloat16)
     build(model, lambda p: torch.optim.SGD(p, 0.1), plan, torch.device("cpu"), None, World(rank, 2, rank))
     assert model.weight.dtype is torch.float32
-    assert ("9 trained parameters become fp32" in capsys.readouterr().out) is (rank == 0)
+    assert ("9 trained parameters are converted to fp32" in capsys.readouterr().out) is (rank == 0)
 
 
 def test_the_plan_names_what_is_kept_in_eval_mode() -> None:
