@@ -60,6 +60,7 @@ class Engine:
         owner: object that the forward pass belongs to, such as the task; calibration restores its attributes.
 
     Attributes:
+        buffers: the model's buffers that training changes.
         place: position of the next window in the data; the same on all ranks.
         schedule: learning rate schedule of the plan; the engine steps it.
 
@@ -91,14 +92,14 @@ class Engine:
         self.plan = plan = precision.decided(plan, self.world, self.device)
         self.parallel, self.optimizer = build(model, optimizer, plan, self.device, shard_units, self.world)
         self._trained = TrainedParameters(self.parallel.module)
-        self._buffers = Buffers(self.parallel.module, self.world, self.device)
+        self.buffers = Buffers(self.parallel.module, self.world, self.device)
         offloads = torch.device("cpu") if plan.strategy.cpu_offload else None
         self.precision = Precision(plan.precision, self.device, gradients_on=offloads)
         self._norms = norms_of(plan, self.parallel, self.precision, self.device)
         self._update = Update(self.parallel, self.optimizer, self.precision, self._norms, plan, self.world, self.device)
         self.schedule = self._update.schedule
         self._current = CurrentWindow(
-            self.parallel, self.precision, self._norms, self._buffers, self._update, self.device, plan.strategy.sync
+            self.parallel, self.precision, self._norms, self.buffers, self._update, self.device, plan.strategy.sync
         )
         self._may_abandon = oom.can_abandon(plan, self._norms)
         self._calibration = Calibration(self.world, self.device, self.parallel, self.precision, self._norms, owner)
@@ -106,7 +107,7 @@ class Engine:
         self._save_due = save_due if self.world.rank == 0 else lambda: False
         self.stragglers = StragglerDetector(self.world, self.device, plan.train.straggler_share)
         self._noise = NoiseScale(self.world.size, self.device, self.parallel.own)
-        self._observers: list[Observer] = [self._noise, self._buffers, self.stragglers]
+        self._observers: list[Observer] = [self._noise, self.buffers, self.stragglers]
         self._totals = WindowTotals(self.world, self.device, self._observers)
         # a sharded gradient's norm is summed too
         self._flags_bytes = self._totals.payload_bytes + (8 if plan.strategy.shard_size > 1 else 0)
@@ -233,7 +234,6 @@ class Engine:
         PULSE.beat(Phase.updating, window.count)
         norm = self._update.apply(gradients, agreed)
         skipped = not math.isfinite(norm)
-
         step_s = current.close()
         whole = agreed.samples == self.plan.batch.global_size_at(window.index)
         ended = EndedWindow(
@@ -318,7 +318,7 @@ class Engine:
 
     def share_buffers(self, *, watch: bool = True) -> None:
         """Copy rank 0's changing buffers to all ranks, as each window does. ``watch``: look for more of them first."""
-        self._buffers.share(self.parallel.meter, watch=watch)
+        self.buffers.share(self.parallel.meter, watch=watch)
 
     @property
     def samples_in_batch(self) -> int:
@@ -353,6 +353,11 @@ class Engine:
         return self._update.items
 
     @property
+    def window_index(self) -> int:
+        """Index of the next window in the run, from 0."""
+        return self.place.index
+
+    @property
     def calibrated(self) -> Calibrated | None:
         """Result of the calibration; None without one."""
         return self._calibration.result
@@ -361,11 +366,6 @@ class Engine:
     def noise(self) -> Noise | None:
         """Gradient noise scale; None before enough windows."""
         return self._noise.estimate
-
-    @property
-    def changing_buffers(self) -> list[str]:
-        """Names of the model's buffers that training has changed."""
-        return self._buffers.changing
 
     def state_dict(self) -> dict[str, Any]:
         """Return the checkpoint's part that JSON can hold. All ranks call it, between two windows."""
@@ -378,7 +378,7 @@ class Engine:
             "measured_as": measured_as(self.plan),
             "noise": self._noise.state_dict(),
             "gathered_by_every": self.parallel.meter.gathered_by_every,
-            "changing_buffers": self.changing_buffers,
+            "changing_buffers": self.buffers.changing,
             "gradient_order": self.parallel.gradient_order(),
         }
 
@@ -395,6 +395,6 @@ class Engine:
             self._calibration.result = Calibrated.restored(state["calibration"], self.plan)
             self.parallel.meter.gathered_by_every = state["gathered_by_every"]
         self._noise.load_state_dict(state["noise"])
-        self._buffers.know(state["changing_buffers"])
+        self.buffers.know(state["changing_buffers"])
         if same_order:
             self.parallel.take_gradient_order(state["gradient_order"])
