@@ -1,4 +1,4 @@
-"""State to be restored after passes that do not train: random numbers, buffers, and attributes of Python objects."""
+"""State that is restored after passes that do not train: random state, buffers, and attributes of Python objects."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from torch.utils.data import Dataset
 from launcher.train.data.randomness import live_random_state, restore_live_random_state
 from launcher.train.parallel.replicas import differs
 
-# More than this is not copied. Tensors beyond it are watched, arrays are left as they are.
+# Limit of copied bytes. Beyond it, changes of tensors are only detected, and arrays are ignored.
 MAX_COPY_BYTES = 256 * 2**20
-# A longer container holds data, and is no state: of its elements, only which ones they are is restored.
+# A longer container is taken for data, not state: its list of elements is restored, but not the elements themselves.
 MAX_ELEMENTS = 10_000
 # Torch's own bookkeeping of a module: parameters, buffers, hooks. Buffers are those of SavedState.
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
@@ -29,7 +29,7 @@ _FOREIGN = frozenset({"torch", "launcher", "numpy"}) | sys.stdlib_module_names
 
 
 class SavedState:
-    """Random state and buffers, saved to be restored after passes that do not train."""
+    """Saved random state and buffers of a model."""
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self._device, self._random = device, live_random_state(device)
@@ -42,6 +42,7 @@ class SavedState:
 
     @torch.no_grad()
     def restore(self) -> None:
+        """Restore both, in place."""
         restore_live_random_state(self._random, self._device)
         for part, buffers in self._buffers:
             if [*map(id, part._buffers.values())] != [id(buffer) for _, buffer, _ in buffers]:
@@ -53,11 +54,11 @@ class SavedState:
 
 
 class SavedAttributes:
-    """Attributes of the user's objects, saved to be restored in place, with what they refer to.
+    """Saved attributes of the user's objects, and of the objects that they refer to.
 
-    Follows attributes, lists, dicts, sets, deques and tuples. Restores tensors that are neither parameters nor buffers,
-    NumPy arrays, and random generators of torch, NumPy and Python. Only the reference is restored to data sets, to
-    objects of installed packages, and to iterators.
+    Attributes, lists, dicts, sets, deques and tuples are followed. Tensors that are neither parameters nor buffers,
+    NumPy arrays, and random generators of torch, NumPy and Python are restored in place. Of data sets, objects of
+    installed packages, and iterators, only the reference is restored.
     """
 
     def __init__(self, *roots: object) -> None:
@@ -77,11 +78,11 @@ class SavedAttributes:
 
     @torch.no_grad()
     def restore(self) -> str:
-        """Restore all. Returns a description of what has changed without a copy of it; empty if nothing has."""
+        """Restore all, and return a description of what has changed but could not be restored; empty if nothing."""
         return ", ".join(filter(None, [undo() for undo in self._undo]))
 
     def _save(self, value: Any) -> Collection[object]:
-        """Save ``value``; return what it refers to."""
+        """Save ``value``, and return the objects that it refers to."""
         numpy: Any = sys.modules.get("numpy")
         match value:
             case nn.Parameter() | random.SystemRandom():

@@ -1,10 +1,10 @@
-"""``batch.norm=window``: BatchNorm over all samples of a window, as one big batch has it, statistics and gradient.
+"""``batch.norm=window``: BatchNorm over all samples of a window, with the statistics and the gradient of one big batch.
 
-The statistics of a layer depend on those of the layers before it, so they are found one after the other: a forward
-pass of all micro-batches for each, without gradient. What the gradient needs to know of the whole window at a layer,
-the two means of ``Normalise``, depends on the layers after it, so it is found from the last to the first: a forward
-pass and the backward pass down to that layer, for each. After that each micro-batch can run on its own, and the sum of
-their gradients is the gradient of the big batch.
+The statistics of a layer depend on those of the layers before it, so they are computed layer by layer: for each, a
+forward pass of all micro-batches without gradient. The gradient at a layer needs two means over the whole window (see
+``Normalise``), which depend on the layers after it. So they are computed from the last layer to the first: for each, a
+forward pass of all micro-batches, and the backward pass down to that layer. After that, each micro-batch can run on its
+own, and the sum of their gradients is the gradient of the big batch.
 """
 
 from __future__ import annotations
@@ -43,11 +43,12 @@ from launcher.train.precision import Precision
 
 @dataclass
 class Call:
-    """One use of a BatchNorm in a forward pass, the same in every micro-batch.
+    """One use of a BatchNorm layer in a forward pass, the same in every micro-batch.
 
     Args:
-        statistics: of the window, once they are known.
-        means: of the gradient, and of the gradient times the result: [2, channels], once they are known.
+        statistics: statistics of the window; None before they are computed.
+        means: means of the gradient, and of the gradient times the result, [2, channels]; None before they are
+            computed.
     """
 
     layer: _BatchNorm
@@ -56,17 +57,20 @@ class Call:
 
 
 class Pass(Enum):
-    local = auto()  # each micro-batch by itself
+    """Purpose of a forward pass: to normalise each micro-batch by its own statistics, to compute the statistics or the
+    means of a layer, or to train, with both known."""
+
+    local = auto()
     statistics = auto()
     means = auto()
-    whole = auto()  # all is known
+    whole = auto()
 
 
 class WindowNorms:
-    """Where the passes over a window are, and what they have found.
+    """Handling of ``window``: progress of the passes over a window, and their results.
 
     Args:
-        gathers_once: whether a sharded model may stay whole during the passes ahead, as it does in the window itself.
+        gathers_once: a sharded model may stay gathered during these passes, as it does in the window itself.
     """
 
     def __init__(
@@ -78,7 +82,12 @@ class WindowNorms:
         self._begin(Pass.local, counts=True)
 
     def _begin(self, stage: Pass, *, counts: bool, target: int = -1, learns: bool = False) -> None:
-        """A forward pass. ``target``: the call that it is for; ``learns``: which calls there are."""
+        """Start a forward pass.
+
+        Args:
+            target: index of the call that it computes something for.
+            learns: record the calls of the model.
+        """
         self._stage, self._counts, self._target, self._learns = stage, counts, target, learns
         self._number = 0
         self._sums: Tensor | None = None
@@ -91,11 +100,10 @@ class WindowNorms:
         self._begin(Pass.local, counts=True)
 
     def look_ahead(self, micro_batches: Sequence[MicroBatch], loss: Callable[[MicroBatch], Tensor]) -> None:
-        """Find out what the window's micro-batches must know of each other. All ranks call it; random state and buffers
-        stay as they are.
+        """Compute statistics and means of the whole window. All ranks call it; random state and buffers are restored.
 
         Args:
-            loss: the forward pass of one through the unwrapped model; what goes into its backward pass.
+            loss: forward pass of a micro-batch through the unwrapped model; returns the scalar of its backward pass.
 
         Raises:
             TaskError: micro-batches do not use the same layers in the same order.
@@ -120,7 +128,7 @@ class WindowNorms:
         self, stage: Pass, target: int, micro_batches: Sequence[MicroBatch], loss: Callable[[MicroBatch], Tensor],
         kept: SavedState,
     ) -> Tensor | None:  # fmt: skip
-        """What call ``target`` comes to over all micro-batches and ranks; None where there is no such call."""
+        """Return the sums of call ``target`` over all micro-batches and ranks; None if there is no such call."""
         total: Tensor | None = None
         for nth, micro in enumerate(micro_batches):
             learns = stage is Pass.statistics and target == nth == 0
@@ -167,13 +175,13 @@ class WindowNorms:
         if self._stage is Pass.statistics:
             if number == self._target:
                 self._sums = sums_of(x, counts=self._counts)
-            if number >= self._target:  # what comes of it is of no use, but for being finite
+            if number >= self._target:  # the result is not used, but should be finite
                 return self._by_itself(layer, x)
         assert call.statistics is not None
         means = call.means
         y = normalise(layer, x, call.statistics, None if means is None or not self._counts else lambda _: means)
         if self._stage is Pass.means and number == self._target:
-            y = self._tap = y.detach().requires_grad_()  # what lies before it needs no gradient in this pass
+            y = self._tap = y.detach().requires_grad_()  # earlier layers need no gradient in this pass
         return y
 
     def _by_itself(self, layer: _BatchNorm, x: Tensor) -> Tensor:
@@ -188,10 +196,10 @@ class WindowNorms:
 
 
 def norms_of(plan: RunPlan, parallel: Parallel, precision: Precision, device: torch.device) -> Norms:
-    """What ``batch.norm`` makes of the model's BatchNorm layers.
+    """Apply ``batch.norm`` to the model's BatchNorm layers, and return their handling.
 
     Raises:
-        ConfigError, TaskError: it cannot be had of this model.
+        ConfigError, TaskError: it cannot be applied to this model.
     """
     module, norm = parallel.module, plan.batch.norm
     if norm is not Norm.leave:
