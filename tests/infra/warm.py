@@ -36,6 +36,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+ROOT = Path(__file__).resolve().parents[2]
 COLD = "LAUNCHER_TEST_COLD"
 PRELOADED = (
     "torch", "torch._dynamo", "torch.distributed.checkpoint.state_dict", "torch.distributed.fsdp",
@@ -50,6 +51,12 @@ READ_AT_START = ("PYTHONWARNINGS", "PYTHONNOUSERSITE", "TORCH_LOGS", COLD)
 SPACE = 100_000  # bytes for a command line, and as many for an environment
 CLONE_PARENT, CLONE = 0x8000, {"x86_64": 56, "aarch64": 220}.get(platform.machine(), 0)
 FAR = 512  # file descriptors from here on are in nobody's way
+
+
+def has_another(directory: str) -> bool:
+    """Return True if an import finds a copy of the launcher in ``directory``, which is not the one imported here."""
+    copy = Path(directory) / "launcher"
+    return copy.exists() and not copy.samefile(ROOT / "launcher")
 
 
 @dataclass(frozen=True)
@@ -82,10 +89,10 @@ class Program:
         words, _ = self.command
         if self.argv[0] != sys.executable or len(words) < 2 or any(name in self.env for name in READ_AT_START):
             return False
-        if self.env.get("PYTHONHASHSEED", "0") != "0" or any((Path(p) / "launcher").exists() for p in self.library):
+        if self.env.get("PYTHONHASHSEED", "0") != "0" or any(has_another(p) for p in self.library):
             return False
         return words[:2] == ["-c", COMMAND_LINE] or (
-            words[0] == "-m" and words[1].startswith(("launcher", "torch.distributed.run"))
+            words[0] == "-m" and words[1].startswith(("launcher", "tests.", "torch.distributed.run"))
         )
 
 

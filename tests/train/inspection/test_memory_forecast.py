@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from launcher.plan.strategy import with_memory
 from launcher.train.inspection.memory_forecast import free_host_bytes
 from tests.conftest import Launch
 from tests.helpers import ROOT, make_plan, patience, torchrun
+from tests.infra import warm
 from tests.train.inspection.forecast_tasks import MODELS
 
 WORKER = Path(__file__).parent / "memory_worker.py"
@@ -122,7 +122,7 @@ def test_bytes_are_what_the_ranks_then_send(ranks: int, tmp_path: Path) -> None:
     plans, cases = tmp_path / "plans", bytes_cases(ranks)
     arguments = [json.dumps([overrides, {"model": model}]) for overrides, model in cases]
     command = [sys.executable, "-m", "tests.train.inspection.forecast_worker", "predict", str(plans), *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patience(240), check=False)
+    done = warm.run(command, patience(240), cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     found = [json.loads(line) for line in plans.read_text().splitlines()]
     output = torchrun(BYTES_WORKER, ["count", str(plans)], ranks, ROOT).splitlines()
