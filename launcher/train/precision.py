@@ -82,7 +82,10 @@ def set_tf32(allowed: bool) -> None:
 
 
 class Precision:
-    """Arithmetic of forward and backward passes: autocast, loss scaling, and TF32 on or off for the process."""
+    """Arithmetic of forward and backward passes: autocast, loss scaling, and TF32 on or off for the process.
+
+    The scaler is disabled except in fp16; its methods then have no effect, and its ``step`` is the optimizer's.
+    """
 
     def __init__(self, plan: PrecisionPlan, device: torch.device, gradients_on: torch.device | None = None) -> None:
         """Set up the precision of ``plan`` on ``device``.
@@ -121,29 +124,26 @@ class Precision:
 
     def backward(self, loss: Tensor) -> None:
         with self.no_autocast():
-            self.scaled(loss).backward()
+            self.scaler.scale(loss).backward()
 
     def scaled(self, loss: Tensor) -> Tensor:
         """Return ``loss`` multiplied by the loss scale, for the backward pass."""
-        return self.scaler.scale(loss) if self.scales else loss
+        return self.scaler.scale(loss)
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Divide the gradients by the loss scale, and remember whether one of them overflowed."""
-        if self.scales:
-            self.scaler.unscale_(optimizer)
+        self.scaler.unscale_(optimizer)
 
     def step(self, optimizer: Optimizer) -> None:
-        self.scaler.step(optimizer) if self.scales else optimizer.step()
+        self.scaler.step(optimizer)
 
     def update(self) -> None:
         """Update the loss scale. Also called after a skipped step, which makes it smaller."""
-        if self.scales:
-            self.scaler.update()
+        self.scaler.update()
 
     def stay(self) -> None:
         """Keep the loss scale after a window that does not count, and do not advance its growth interval."""
-        if self.scales:
-            self.scaler.update(self.scaler.get_scale())
+        self.scaler.update(self.scaler.get_scale())
 
 
 def _require(kind: PrecisionKind, dtype: torch.dtype, device: torch.device) -> None:
@@ -163,10 +163,10 @@ def _require(kind: PrecisionKind, dtype: torch.dtype, device: torch.device) -> N
         ) from None  # fmt: skip
 
 
-_SIZE = {"cpu": 384, "cuda": 2048}  # rows of the square matrices that are multiplied
-_MEASURED_S = 0.4  # seconds of measuring for each of the two dtypes
+_MATRIX_SIZE = {"cpu": 384, "cuda": 2048}  # rows of the square matrices that are multiplied
+_MEASURE_S = 0.4  # seconds of measuring for each of the two dtypes
 
-_checked: set[PrecisionKind] = set()
+_warned: set[PrecisionKind] = set()
 
 
 def is_native(kind: PrecisionKind, device: torch.device) -> bool:
@@ -188,15 +188,15 @@ def slowdown(kind: PrecisionKind, device: torch.device) -> float:
 
 
 def _seconds(dtype: torch.dtype, device: torch.device) -> float:
-    size = _SIZE[device.type]
+    size = _MATRIX_SIZE[device.type]
     matrix = torch.ones(size, size, dtype=dtype, device=device)
-    best, until = float("inf"), time.perf_counter() + _MEASURED_S
-    while best == float("inf") or time.perf_counter() < until:
-        began = time.perf_counter()
+    best, end = float("inf"), time.perf_counter() + _MEASURE_S
+    while best == float("inf") or time.perf_counter() < end:
+        started = time.perf_counter()
         torch.mm(matrix, matrix)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - began)
+        best = min(best, time.perf_counter() - started)
     return best
 
 
@@ -219,8 +219,8 @@ def decided(plan: RunPlan, world: World, device: torch.device, record: Path | No
         plan = plan.with_precision(kind, reason)
         if world.rank == 0:
             print(f"Precision: {kind.value} ({reason}).", flush=True)
-    if plan.precision.kind in DTYPES and plan.precision.kind not in _checked:
-        _checked.add(plan.precision.kind)
+    if plan.precision.kind in DTYPES and plan.precision.kind not in _warned:
+        _warned.add(plan.precision.kind)
         _warn_of_emulation(plan.precision.kind, world, device)
     return plan
 
@@ -237,13 +237,10 @@ def _warn_of_emulation(kind: PrecisionKind, world: World, device: torch.device) 
     if all(natives):
         return
     first = natives.index(False)
-    factors = world.of_all(slowdown(kind, device) if world.rank == first else 0.0)
+    factor = world.of_all(slowdown(kind, device) if world.rank == first else 0.0)[first]
     if world.rank == 0:
-        where = "" if natives.count(False) == world.size else f" of rank {first}"
-        print(
-            f"Warning: {host.emulation_warning(kind, f'this device{where} ({device.type})', factors[first])}",
-            flush=True,
-        )
+        device_name = f"this device{'' if not any(natives) else f' of rank {first}'} ({device.type})"
+        print(f"Warning: {host.emulation_warning(kind, device_name, factor)}", flush=True)
 
 
 def main() -> None:

@@ -24,16 +24,16 @@ class StopRequest:
     """Flag that is set by a signal. The ranks share it in the window's collective, and stop after the same window."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.received = False
         for number in STOP_SIGNALS:
-            signal.signal(number, self._ask)
+            signal.signal(number, self._receive)
         unblock_stop_signals()
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        self.asked = True
+    def _receive(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        self.received = True
 
     def __call__(self) -> bool:
-        return self.asked
+        return self.received
 
 
 def main(plan_path: str) -> None:

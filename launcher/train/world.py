@@ -55,12 +55,12 @@ class World:
         Args:
             group: process group of all ranks to use instead of the default one.
         """
-        everyone = [value] * self.size
+        values = [value] * self.size
         if self.size > 1:
             import torch.distributed as dist
 
-            dist.all_gather_object(everyone, value, group)
-        return everyone
+            dist.all_gather_object(values, value, group)
+        return values
 
     def of_rank_0(self, value: T, group: dist.ProcessGroup | None = None) -> T:
         """Return rank 0's ``value``. All ranks call it; the value is pickled. ``group``: as in ``of_all``."""
@@ -72,17 +72,15 @@ class World:
         return values[0]
 
 
-def _number(
-    env: Mapping[str, str], name: str, *, low: int = 0, high: int | None = None, default: int | None = None
-) -> int:
-    text = env.get(name, None if default is None else str(default))
+def _number(env: Mapping[str, str], name: str, *, low: int = 0, high: int | None = None) -> int:
+    text = env.get(name)
     if text is None:
         raise SiteError(
             f"{name} is not set: this process was not started by torchrun.\n  Start it with `launch run -- SCRIPT`."
         )
     if not text.isdecimal() or int(text) < low or (high is not None and int(text) > high):
-        upper = "" if high is None else f" and at most {high}"
-        raise SiteError(f"{name}={text}: must be a whole number of at least {low}{upper}.")
+        limits = f"at least {low}" if high is None else f"{low} to {high}"
+        raise SiteError(f"{name}={text}: must be a whole number, {limits}.")
     return int(text)
 
 
@@ -133,11 +131,11 @@ def join(world: World, device: torch.device, hang_timeout_s: float | None) -> No
 
 def patience(hang_timeout_s: float | None) -> timedelta | None:
     """Return the timeout of collectives for this hang timeout in seconds; None: torch's default."""
-    return None if hang_timeout_s is None else timedelta(seconds=max(_TORCH_WAITS_S, hang_timeout_s + _MARGIN_S))
+    return None if hang_timeout_s is None else timedelta(seconds=max(_TORCH_DEFAULT_S, hang_timeout_s + _MARGIN_S))
 
 
 # torch's default timeout of a collective (gloo's; NCCL's is 600), and a margin to detect a hang, in seconds
-_TORCH_WAITS_S, _MARGIN_S = 1800.0, 120.0
+_TORCH_DEFAULT_S, _MARGIN_S = 1800.0, 120.0
 
 
 def disband() -> None:

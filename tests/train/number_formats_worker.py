@@ -39,7 +39,7 @@ def main() -> None:
     join(world, device, None)
 
     def set_devices(*natives: bool) -> None:
-        precision._checked.clear()  # pyright: ignore[reportPrivateUsage]
+        precision._warned.clear()  # pyright: ignore[reportPrivateUsage]
         precision.is_native = lambda kind, _: kind is PrecisionKind.fp32 or natives[world.rank]
 
     def decide(name: str, precision: str, *natives: bool, keep: bool = True) -> None:

@@ -23,13 +23,13 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from launcher.process import die_with_parent
 from launcher.train.checkpoint.file_format import Planner, Reader
 
-_AT_ONCE_BYTES = 1 << 28
+_BATCH_BYTES = 1 << 28
 # stands for a difference that is nan or infinite: JSON has neither, and the square of this is still finite
-_FAR = 1e100
+_INFINITE = 1e100
 
 
 @dataclass
-class Alike:
+class CheckpointDiff:
     """Result of a comparison, with the fields of launcher.drill.verdict.Difference. A tensor that is missing or has
     another shape counts as differing, and does not enter ``absolute``, ``relative`` and ``norm``."""
 
@@ -41,51 +41,50 @@ class Alike:
     norm: float = 0.0
 
 
-def compare(directory: Path, reference: Path) -> Alike:
+def compare(directory: Path, reference: Path) -> CheckpointDiff:
     """Compare all tensors (parameters, buffers, the optimizer's state, each rank's random state), and the optimizer's
     other values."""
-    ours, theirs = (Reader(place).read_metadata().state_dict_metadata for place in (directory, reference))
+    ours, theirs = (Reader(path).read_metadata().state_dict_metadata for path in (directory, reference))
     names = sorted({*ours, *theirs}, key=lambda name: (not name.startswith("model."), name))
-    found = Alike(tensors=len(names))
-    both = {name for name in names if name in ours and name in theirs and _shape(ours, name) == _shape(theirs, name)}
-    alone = [name for name in names if name not in both]
-    squared = total = 0.0
-    for batch in _batches([name for name in names if name in both], theirs):
-        mine, wanted = (_read(place, batch, theirs) for place in (directory, reference))
+    unmatched = {name for name in names if _kind(ours.get(name)) != _kind(theirs.get(name))}
+    diff = CheckpointDiff(tensors=len(names), differing=len(unmatched))
+    squares = total = 0.0
+    for batch in _batches([name for name in names if name not in unmatched], theirs):
+        values, expected = (_read(path, batch, theirs) for path in (directory, reference))
         for name in batch:
-            a, b = mine[name], wanted[name]
-            same = _same(a, b)
-            if isinstance(b, Tensor) and name.startswith("model."):
+            a, b = values[name], expected[name]
+            parameter = name.startswith("model.")
+            if isinstance(b, Tensor) and parameter:
                 total += float(b.double().nan_to_num(0, 0, 0).square().sum())
-            if same:
+            if _same(a, b):
                 continue
-            found.differing += 1
-            found.first = found.first or name
+            diff.differing += 1
+            diff.first = diff.first or name
             if isinstance(a, Tensor) and isinstance(b, Tensor):
-                off = (a.double() - b.double()).abs().nan_to_num(_FAR, _FAR)
+                off = (a.double() - b.double()).abs().nan_to_num(_INFINITE, _INFINITE)
                 most, scale = float(off.max()), float(b.double().abs().nan_to_num(0, 0).max())
-                found.absolute = max(found.absolute, most)
-                found.relative = max(found.relative, most / scale if scale else float(most > 0))
-                squared += float(off.square().sum()) if name.startswith("model.") else 0.0
-    found.differing += len(alone)
-    found.first = found.first or next(iter(alone), None)
-    found.norm = (squared / total) ** 0.5 if total else float(squared > 0)
-    return found
+                diff.absolute = max(diff.absolute, most)
+                diff.relative = max(diff.relative, most / scale if scale else float(most > 0))
+                squares += float(off.square().sum()) if parameter else 0.0
+    diff.first = diff.first or next((name for name in names if name in unmatched), None)
+    diff.norm = (squares / total) ** 0.5 if total else float(squares > 0)
+    return diff
 
 
-def _shape(entries: dict[str, Any], name: str) -> Any:
-    entry = entries[name]
-    return (entry.size, entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
+def _kind(entry: Any) -> Any:
+    """Return a tensor's shape and dtype, otherwise the type of the entry; NoneType if there is none."""
+    return (entry.size, entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else type(entry)
 
 
 def _batches(names: list[str], entries: dict[str, Any]) -> Iterator[list[str]]:
+    """Yield the names in batches of about ``_BATCH_BYTES``."""
     batch: list[str] = []
     size = 0
     for name in names:
         entry = entries[name]
         batch.append(name)
         size += entry.size.numel() * entry.properties.dtype.itemsize if isinstance(entry, TensorStorageMetadata) else 0
-        if size > _AT_ONCE_BYTES:
+        if size > _BATCH_BYTES:
             yield batch
             batch, size = [], 0
     if batch:
@@ -114,5 +113,4 @@ if __name__ == "__main__":
     die_with_parent(int(sys.argv[3]))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "torch.distributed is disabled" is intended here
-        found = compare(Path(sys.argv[1]), Path(sys.argv[2]))
-    print(json.dumps(asdict(found)))
+        print(json.dumps(asdict(compare(Path(sys.argv[1]), Path(sys.argv[2])))))

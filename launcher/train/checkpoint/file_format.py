@@ -58,34 +58,32 @@ def read_manifest(directory: Path) -> Files | str:
     try:
         fields: dict[str, Any] | None = read_json(directory / MANIFEST)
         if fields is None:
-            return (
-                f"it has no {MANIFEST}, which every checkpoint of a launcher's has: it was copied in part, or is none"
-            )
+            return f"it has no {MANIFEST}: it was copied in part, or is not a checkpoint of a launcher"
         if fields.get("format", 1) > FORMAT:
             raise WrongCheckpoint(_too_new(directory, fields["format"]))
         return {name: (int(file["bytes"]), int(file["crc32"])) for name, file in fields["files"].items()}
     except PermissionError as error:
-        raise WrongCheckpoint(_closed(directory, MANIFEST, error)) from None
+        raise WrongCheckpoint(_unreadable(directory, MANIFEST, error)) from None
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
         return f"its {MANIFEST} cannot be read: {type(error).__name__}: {error}"
 
 
-def _too_new(directory: Path, found: int) -> str:
+def _too_new(directory: Path, version: int) -> str:
     try:
         state: dict[str, Any] = read_json(directory / STATE) or {}
-        version = state["origin"]["launcher_version"]
+        writer = state["origin"]["launcher_version"]
     except (OSError, ValueError, TypeError, LookupError):
-        version = "a newer version"
+        writer = "a newer version"
     return (
-        f"{directory} has format {found}, and this launcher ({metadata.version('launcher')}) reads up to {FORMAT}: it "
-        f"was written by launcher {version}.\n  Resume the run with that one."
+        f"{directory} has format {version}, and this launcher ({metadata.version('launcher')}) reads up to {FORMAT}: "
+        f"it was written by launcher {writer}.\n  Resume the run with that version."
     )
 
 
-def _closed(directory: Path, name: str, error: OSError) -> str:
+def _unreadable(directory: Path, name: str, error: OSError) -> str:
     return (
         f"{directory / name} cannot be read: {error.strerror}.\n"
-        "  Have its owner open it (chmod -R u+rX), or resume as the user who wrote it."
+        "  Ask its owner to make it readable (chmod -R u+rX), or resume as the user who wrote it."
     )
 
 
@@ -95,19 +93,19 @@ def problems(directory: Path, files: Mapping[str, tuple[int, int]]) -> list[str]
     Raises:
         WrongCheckpoint: this user may not read one of them.
     """
-    found: list[str] = []
-    for name, wanted in files.items():
+    messages: list[str] = []
+    for name, expected in files.items():
         try:
             size = (directory / name).stat().st_size
-            if size != wanted[0]:
-                found.append(f"{name} has {size:,} bytes instead of {wanted[0]:,}")
-            elif _checksum(directory / name) != wanted:
-                found.append(f"the content of {name} has changed")
+            if size != expected[0]:
+                messages.append(f"{name} has {size:,} bytes instead of {expected[0]:,}")
+            elif _checksum(directory / name) != expected:
+                messages.append(f"the content of {name} has changed")
         except PermissionError as error:
-            raise WrongCheckpoint(_closed(directory, name, error)) from None
+            raise WrongCheckpoint(_unreadable(directory, name, error)) from None
         except OSError as error:
-            found.append(f"{name}: {error.strerror}")
-    return found
+            messages.append(f"{name}: {error.strerror}")
+    return messages
 
 
 def _checksum(file: Path) -> tuple[int, int]:
@@ -127,21 +125,22 @@ class Writer(dcp.FileSystemWriter):
     def __init__(self, directory: Path, *, staged: bool) -> None:
         # host tensors need no copying ahead, for which torch would initialise the first GPU in its own thread
         super().__init__(directory, per_thread_copy_ahead=0 if staged else _COPY_AHEAD)
-        self._disk = _Disk()
-        self.fs = self._disk
+        self.fs = self._files = _CheckedFiles()
 
     @property
     def written(self) -> Files:
         """Files that this rank has written so far."""
-        return self._disk.written
+        return self._files.written
 
     @property
     def error(self) -> OSError | None:
         """First error of the disk."""
-        return self._disk.error
+        return self._files.error
 
 
-class _Disk(FileSystem):
+class _CheckedFiles(FileSystem):
+    """File system that records the size and checksum of each file, and the first error."""
+
     def __init__(self) -> None:
         self.written: Files = {}
         self.error: OSError | None = None
@@ -233,8 +232,8 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name in _METADATA.get(module, ()):
             return super().find_class(module, name)
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
         if (module, name) == ("builtins", "getattr"):  # early releases of Python 3.11 pickle an Enum's member this way
             return _member
         raise pickle.UnpicklingError(f".metadata names {module}.{name}, which no checkpoint needs")
@@ -252,7 +251,7 @@ class Planner(dcp.DefaultLoadPlanner):
     strings and containers of them."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        harmless = io.BytesIO()
-        torch.save(torch.load(value, weights_only=True), harmless)
-        harmless.seek(0)
-        super().load_bytes(read_item, harmless)
+        safe = io.BytesIO()
+        torch.save(torch.load(value, weights_only=True), safe)
+        safe.seek(0)
+        super().load_bytes(read_item, safe)

@@ -77,7 +77,7 @@ def prefetch(
         batch_size=None,
         sampler=order,  # pyright: ignore[reportArgumentType]
         num_workers=workers,
-        collate_fn=_Pinned if pins else _as_is,
+        collate_fn=_Pinned if pins else _identity,
         prefetch_factor=max(2, -(-2 * plan.batch.accumulation // workers)) if workers else None,
         pin_memory=pins,
         worker_init_fn=functools.partial(_init_loader_process, os.getpid()),
@@ -106,16 +106,17 @@ def _init_loader_process(parent: int, worker: int) -> None:  # noqa: ARG001
     for number in set(STOP_SIGNALS) - {signal.SIGTERM}:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    threading.Thread(target=_obey, args=(parent,), daemon=True).start()
+    threading.Thread(target=_exit_on_sigterm_of, args=(parent,), daemon=True).start()
 
 
-def _obey(parent: int) -> None:
+def _exit_on_sigterm_of(parent: int) -> None:
+    """Wait for a SIGTERM from the process ``parent``, and exit."""
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
         pass
     os._exit(0)
 
 
-def _as_is(item: Any) -> Any:
+def _identity(item: Any) -> Any:
     return item
 
 
@@ -129,7 +130,7 @@ class _Failed:
     text: str
 
     @classmethod
-    def by(cls, error: Exception) -> _Failed:
+    def from_error(cls, error: Exception) -> _Failed:
         if isinstance(error, LauncherError):
             return cls(str(error))
         frames = users_frames(error)
@@ -142,24 +143,24 @@ class _Guarded(Dataset[Any]):
     """The source in a loader process, which returns packed batches, or ``_Failed`` if it raised an error."""
 
     def __init__(self, source: Any, packs: bool) -> None:
-        self._source, self._pack = source, _pack if packs else _as_is
+        self._source, self._pack = source, _pack if packs else _identity
 
     def __getitem__(self, spec: Any) -> Any:
         try:
             return self._pack(self._source[spec])
         except Exception as error:
-            return _Failed.by(error)
+            return _Failed.from_error(error)
 
 
 class _GuardedStream(IterableDataset[Any]):
     def __init__(self, source: Any, packs: bool) -> None:
-        self._source, self._pack = source, _pack if packs else _as_is
+        self._source, self._pack = source, _pack if packs else _identity
 
     def __iter__(self) -> Generator[Any, None, None]:
         try:
             yield from map(self._pack, self._source)
         except Exception as error:
-            yield _Failed.by(error)
+            yield _Failed.from_error(error)
 
 
 class _Packer(ForkingPickler):
@@ -169,8 +170,8 @@ class _Packer(ForkingPickler):
         plain = type(obj) is Tensor and obj.layout == torch.strided and not (obj.requires_grad or obj.is_conj())
         if not plain or obj.nbytes > BY_VALUE_BYTES or obj.is_neg():
             return NotImplemented
-        whole = obj.contiguous()
-        return _unpack, (ctypes.string_at(whole.data_ptr(), whole.nbytes), obj.dtype, obj.shape)
+        dense = obj.contiguous()
+        return _unpack, (ctypes.string_at(dense.data_ptr(), dense.nbytes), obj.dtype, obj.shape)
 
 
 def _pack(item: Any) -> bytes:
@@ -191,10 +192,10 @@ def to_device(value: Any, device: torch.device) -> Any:
     Tensors are found in the containers of torch's pytree (including named tuples, defaultdict and registered classes),
     dataclasses, and other mappings and sequences. An object with a ``to`` method is moved by calling it.
     """
-    return value if device.type == "cpu" else _mapped(value, "to", functools.partial(_moved, device=device))
+    return value if device.type == "cpu" else _mapped(value, "to", functools.partial(_move_object, device=device))
 
 
-def _moved(item: Any, device: torch.device) -> Any:
+def _move_object(item: Any, device: torch.device) -> Any:
     try:
         parameters = inspect.signature(item.to).parameters.values()
     except ValueError:  # a built-in method, such as a tensor's

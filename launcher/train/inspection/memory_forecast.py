@@ -65,13 +65,8 @@ def forecasts(plan: RunPlan) -> tuple[list[Forecast], str | None]:
     device = torch.device("cuda" if plan.cluster.device is Device.cuda and torch.cuda.is_available() else "cpu")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=plan.batch.world_size)
     mesh_of(device, plan.batch.world_size, plan.strategy.shard_size)  # created here: its tensors must be real
-    found: list[Forecast] = []
-    problem: str | None = None
-    for sync in POLICIES[plan.strategy.kind]:
-        forecast, reason = _forecast(plan, sync, task, batch, device)
-        found.append(forecast)
-        problem = problem or reason
-    return found, problem
+    results = [_forecast(plan, sync, task, batch, device) for sync in POLICIES[plan.strategy.kind]]
+    return [forecast for forecast, _ in results], next((reason for _, reason in results if reason), None)
 
 
 def _forecast(plan: RunPlan, sync: Sync, task: Task, batch: Any, device: torch.device) -> tuple[Forecast, str | None]:
@@ -91,14 +86,16 @@ def _forecast(plan: RunPlan, sync: Sync, task: Task, batch: Any, device: torch.d
         memory = PeakMemory(device)
         memory.add([*model.parameters(), *model.buffers()])
         inputs = tree_map(lambda x: fake.from_tensor(x).to(device) if isinstance(x, Tensor) else x, batch)
-        payload, problem = _payload_of_table(plan, parallel), None
+        # without a run, the payload follows from the policy table and the shapes of the sharded model
+        passes_of_window = passes(plan.strategy.kind, plan.strategy.sync, plan.batch.accumulation)
+        payload, problem = parallel.meter.layout.payload(passes_of_window), None
         try:
             with memory:
                 payload = _run_windows(plan, task, inputs, parallel, optimizer, device)
         except LauncherError:  # the same error would occur in the job
             raise
         except Exception as error:  # a loss may need tensors with values
-            problem = _in_words(error)
+            problem = _describe(error)
     forecast = Forecast(
         sync=sync,
         payload_bytes=sum(payload.values()),
@@ -109,12 +106,6 @@ def _forecast(plan: RunPlan, sync: Sync, task: Task, batch: Any, device: torch.d
     return forecast, problem
 
 
-def _payload_of_table(plan: RunPlan, parallel: Parallel) -> Mapping[Collective, int]:
-    """Return the payload bytes of a window by the policy table, from the shapes of the sharded model."""
-    sent = passes(plan.strategy.kind, plan.strategy.sync, plan.batch.accumulation)
-    return parallel.meter.layout.payload(sent)
-
-
 def _run_windows(
     plan: RunPlan, task: Task, inputs: Any, parallel: Parallel, optimizer: torch.optim.Optimizer, device: torch.device
 ) -> dict[Collective, int]:
@@ -122,7 +113,7 @@ def _run_windows(
     payload bytes of a full window of the plan."""
     precision = Precision(plan.precision, device)
     micro_batches = min(2, plan.batch.accumulation)
-    sent: list[Mapping[Collective, int]] = []
+    payloads: list[Mapping[Collective, int]] = []
     for number in itertools.chain(*[range(micro_batches)] * WINDOWS):
         last = number == micro_batches - 1
         parallel.meter.open_window()
@@ -134,8 +125,8 @@ def _run_windows(
             parallel.gradients()
             optimizer.step()
             parallel.zero_grad()
-        sent.append(parallel.meter.payload)
-    return _full_window(sent[-micro_batches], sent[-1], plan.batch.accumulation)
+        payloads.append(parallel.meter.payload)
+    return _full_window(payloads[-micro_batches], payloads[-1], plan.batch.accumulation)
 
 
 def _full_window(
@@ -145,9 +136,9 @@ def _full_window(
     between gather like the last one, because no policy gathers more at the boundary, and reduce like the first."""
     between = micro_batches - 1
     reduces = (Collective.all_reduce, Collective.reduce_scatter)
-    sent = {kind: first[kind] * between + last[kind] for kind in reduces}
+    payload = {kind: first[kind] * between + last[kind] for kind in reduces}
     gathers = Collective.all_gather
-    return sent | {gathers: first[gathers] + last[gathers] * between if between else last[gathers]}
+    return payload | {gathers: first[gathers] + last[gathers] * between if between else last[gathers]}
 
 
 def _model_without_memory(plan: RunPlan, task: Task, fake: FakeTensorMode, device: torch.device) -> nn.Module:
@@ -165,7 +156,7 @@ def _model_without_memory(plan: RunPlan, task: Task, fake: FakeTensorMode, devic
         needed = 4 * ((plan.task.parameters or 0) + plan.task.frozen_parameters)
         if needed > BUILT_SHARE * free_host_bytes():
             raise NotPredictable(
-                f"model() cannot be built without values ({_in_words(error)}), and with them it takes "
+                f"model() cannot be built without values ({_describe(error)}), and with them it takes "
                 f"{needed / 2**30:.1f} GB here"
             ) from None
         model = build_model(task, plan.train.seed)
@@ -183,26 +174,26 @@ def _set_data(old: Tensor, new: Tensor) -> None:
 def _convert(model: nn.Module, device: torch.device) -> None:
     """Replace parameters and buffers that are real or on the meta device, such as those of an assigned state dict, by
     fake tensors. Tied ones stay tied."""
-    known: dict[int, Tensor] = {}
+    replacements: dict[int, Tensor] = {}
 
-    def converted(tensor: Tensor) -> Tensor:
-        if id(tensor) not in known:
+    def replaced(tensor: Tensor) -> Tensor:
+        if id(tensor) not in replacements:
             empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
             if isinstance(tensor, nn.Parameter):
                 empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
-            known[id(tensor)] = empty
-        return known[id(tensor)]
+            replacements[id(tensor)] = empty
+        return replacements[id(tensor)]
 
-    def needs_it(tensor: Tensor) -> bool:
+    def is_real(tensor: Tensor) -> bool:
         return not (isinstance(tensor, FakeTensor) and tensor.device.type == device.type)
 
     for module in list(model.modules()):
         for name, parameter in list(module._parameters.items()):
-            if parameter is not None and needs_it(parameter):
-                setattr(module, name, converted(parameter))  # also updates the list of parameters in an nn.LSTM
+            if parameter is not None and is_real(parameter):
+                setattr(module, name, replaced(parameter))  # also updates the list of parameters in an nn.LSTM
         for name, buffer in list(module._buffers.items()):
-            if buffer is not None and needs_it(buffer):
-                module._buffers[name] = converted(buffer)
+            if buffer is not None and is_real(buffer):
+                module._buffers[name] = replaced(buffer)
 
 
 class PeakMemory(TorchDispatchMode):
@@ -215,8 +206,8 @@ class PeakMemory(TorchDispatchMode):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._type = device.type
-        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
-        self._now = self.peak = 0
+        self._storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._current = self.peak = 0
         self._resize = torch.UntypedStorage.resize_
 
     def add(self, tree: Any) -> None:
@@ -224,25 +215,25 @@ class PeakMemory(TorchDispatchMode):
         for leaf in tree_leaves(tree):
             if isinstance(leaf, Tensor) and leaf.device.type == self._type:
                 for storage in get_untyped_storages(leaf):
-                    self._note(storage)
+                    self._count(storage)
 
-    def _note(self, storage: torch.UntypedStorage) -> None:
+    def _count(self, storage: torch.UntypedStorage) -> None:
         key, size = id(storage), storage.size()
-        reference, before = self._known.get(key, (None, 0))
+        reference, before = self._storages.get(key, (None, 0))
         if reference is None:
             reference = weakref.ref(storage, functools.partial(self._forget, key))
-        self._known[key] = reference, size
-        self._now += size - before
-        self.peak = max(self.peak, self._now)
+        self._storages[key] = reference, size
+        self._current += size - before
+        self.peak = max(self.peak, self._current)
 
     def _forget(self, key: int, _: Any) -> None:
-        self._now -= self._known.pop(key)[1]
+        self._current -= self._storages.pop(key)[1]
 
     def __enter__(self) -> PeakMemory:
         def resize(storage: torch.UntypedStorage, size: int) -> None:  # FSDP frees and gathers units by this
             self._resize(storage, size)
-            if id(storage) in self._known:
-                self._note(storage)
+            if id(storage) in self._storages:
+                self._count(storage)
 
         torch.UntypedStorage.resize_ = resize  # pyright: ignore[reportAttributeAccessIssue]
         return super().__enter__()
@@ -289,7 +280,7 @@ def _numbers(file: Path) -> dict[str, int]:
     return {words[0]: int(words[1]) for words in map(str.split, file.read_text().splitlines())}
 
 
-def _in_words(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     if isinstance(error, NotPredictable):
         return str(error)
     if isinstance(error, DataDependentOutputException):
@@ -305,17 +296,17 @@ def main() -> None:
     # operator that fails on fake tensors
     warnings.simplefilter("ignore")
     logging.disable()
-    silence = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(silence, 1)
-    os.dup2(silence, 2)
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, 1)
+    os.dup2(devnull, 2)
     answer: dict[str, Any] = {"memory_bytes": memory_bytes(plan)}
     try:
-        found, answer["problem"] = forecasts(plan)
-        answer["forecasts"] = [dataclasses.asdict(forecast) for forecast in found]
+        results, answer["problem"] = forecasts(plan)
+        answer["forecasts"] = [dataclasses.asdict(forecast) for forecast in results]
     except LauncherError as error:  # the same error would occur in the job
         answer["error"] = str(error)
     except Exception as error:
-        answer["problem"] = _in_words(error)
+        answer["problem"] = _describe(error)
     Path(sys.argv[1]).write_text(json.dumps(answer), encoding="utf-8")
 
 
