@@ -97,9 +97,9 @@ def load_task(target: str, params: dict[str, Any], search_path: Sequence[str], s
     Raises:
         TaskError: there is no such module, class or parameter, or a required method is missing.
     """
-    for place in reversed(search_path):
-        if place not in sys.path:
-            sys.path.insert(0, place)
+    for directory in reversed(search_path):
+        if directory not in sys.path:
+            sys.path.insert(0, directory)
     if seed is not None:
         _seed(seed, "task")
     cls = _find(target, search_path)
@@ -282,7 +282,7 @@ def _seed(seed: int, part: str) -> None:
 def _find(target: str, search_path: Sequence[str]) -> Callable[..., Any]:
     module_name, _, class_name = target.rpartition(".")
     if not module_name:
-        raise TaskError(f"task._target_={target}: want a dotted path, such as my_tasks.MyTask.")
+        raise TaskError(f"task._target_={target}: must be a dotted path, such as my_tasks.MyTask.")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -292,8 +292,8 @@ def _find(target: str, search_path: Sequence[str]) -> Callable[..., Any]:
                 f"  Searched: {', '.join(search_path)}, and the packages installed for {sys.executable}."
             ) from None
         raise
-    found = getattr(module, class_name, None)
-    if found is None:
+    cls = getattr(module, class_name, None)
+    if cls is None:
         public = [
             name for name, value in vars(module).items() if inspect.isclass(value) and value.__module__ == module_name
         ]
@@ -301,9 +301,9 @@ def _find(target: str, search_path: Sequence[str]) -> Callable[..., Any]:
             f"task._target_={target}: {module.__file__} has no {class_name!r}.\n"
             f"  {did_you_mean(class_name, public)}Its classes: {', '.join(public) or 'none'}."
         )
-    if not callable(found):
-        raise TaskError(f"task._target_={target}: this is a {type(found).__name__}, not a class.")
-    return cast("Callable[..., Any]", found)
+    if not callable(cls):
+        raise TaskError(f"task._target_={target}: this is a {type(cls).__name__}, not a class.")
+    return cast("Callable[..., Any]", cls)
 
 
 def _check_params(target: str, cls: Callable[..., Any], params: dict[str, Any]) -> None:
@@ -311,24 +311,24 @@ def _check_params(target: str, cls: Callable[..., Any], params: dict[str, Any]) 
     try:
         signature.bind(**params)
     except TypeError as error:
-        known = [
+        names = [
             name for name, parameter in signature.parameters.items() if parameter.kind is not parameter.VAR_KEYWORD
         ]
-        takes_any = len(known) < len(signature.parameters)
-        wrong = None if takes_any else next((name for name in params if name not in known), None)
+        takes_any = len(names) < len(signature.parameters)
+        wrong = None if takes_any else next((name for name in params if name not in names), None)
         problem = f"task: {target} {error}." if wrong is None else f"task.{wrong}: {target} has no such parameter."
-        hint = did_you_mean(wrong or "", known, "task.")
-        raise TaskError(f"{problem}\n  {hint}Its parameters: {', '.join(known) or 'none'}.") from None
+        hint = did_you_mean(wrong or "", names, "task.")
+        raise TaskError(f"{problem}\n  {hint}Its parameters: {', '.join(names) or 'none'}.") from None
 
 
 def users_frames(error: Exception) -> str:
     """Return the frames of the traceback that are in the user's code; all frames if there are none."""
-    ours = f"{Path(__file__).resolve().parent}{os.sep}"
+    own = f"{Path(__file__).resolve().parent}{os.sep}"
     torch = sys.modules.get("torch")
-    others = (ours, "<frozen", *(() if torch is None else (f"{Path(str(torch.__file__)).parent}{os.sep}",)))
+    others = (own, "<frozen", *(() if torch is None else (f"{Path(str(torch.__file__)).parent}{os.sep}",)))
     frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if not frame.filename.startswith(others) and "importlib" not in frame.filename]
-    return "".join(traceback.format_list(theirs or frames)).rstrip()
+    users = [frame for frame in frames if not frame.filename.startswith(others) and "importlib" not in frame.filename]
+    return "".join(traceback.format_list(users or frames)).rstrip()
 
 
 def seed_for(seed: int, part: str) -> int:

@@ -85,10 +85,10 @@ class Digits:
         from sklearn.datasets import load_digits
         from torch.utils.data import TensorDataset
 
-        found: Any = load_digits()
-        pixels = torch.as_tensor(found.images, dtype=torch.float32).unsqueeze(1) / 16
+        data: Any = load_digits()
+        pixels = torch.as_tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
         chosen = (torch.arange(len(pixels)) % HELD_OUT_EVERY == HELD_OUT_EVERY - 1) == held_out
-        return TensorDataset(pixels[chosen], torch.as_tensor(found.target)[chosen])
+        return TensorDataset(pixels[chosen], torch.as_tensor(data.target)[chosen])
 
     def loss(self, model: Any, batch: tuple[Tensor, Tensor]) -> Loss:
         """Return the cross-entropy in nats. ``batch``: images and digits."""

@@ -141,9 +141,9 @@ def eval_batches(
         blocks = blocks_in_turn(size, world.size, world.rank)
         shard = Shard(dataset, blocks, collate, plan.train.seed, epoch=0)
         return itertools.islice(_in_step(prefetch(shard, plan, device, plan.train.seed), world), max_batches)
-    mine = range(world.rank, len(dataset), world.size)
+    own = range(world.rank, len(dataset), world.size)
     rounds = -(-len(dataset) // (size * world.size))
-    shares = [mine[at * size : (at + 1) * size] for at in range(rounds)][:max_batches]
+    shares = [own[start : start + size] for start in range(0, rounds * size, size)][:max_batches]
     return prefetch(_InOrder(dataset, collate, plan.train.seed), plan, device, plan.train.seed, order=shares)
 
 

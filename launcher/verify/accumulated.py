@@ -21,9 +21,8 @@ from launcher.errors import DataError, NotFinite, PolicyNotObserved, TaskError, 
 from launcher.plan.batch import Batch
 from launcher.plan.run_plan import EpochPlan, RunPlan
 from launcher.task import Task, load_task, seed_everything, train_data
-from launcher.train.data.loader import Place
 from launcher.train.data.randomness import Permutation, SampleRandom
-from launcher.train.data.window_feed import Block, Shard, blocks_in_turn, blocks_of_windows
+from launcher.train.data.window_feed import Block, Place, Shard, blocks_in_turn, blocks_of_windows
 from launcher.train.engine.engine import Engine
 from launcher.train.engine.preserved_state import SavedState
 from launcher.train.engine.window_totals import StepResult

@@ -64,7 +64,7 @@ def refused(launch: Launch, tmp_path: Path, *arguments: str, env: dict[str, str]
         ("task._target_=speech.Task", ["has no 'Task'"]),
         ("task._target_=speech.tasks.Taggr", ["has no 'Taggr'", "did you mean 'Tagger'?"]),
         ("task._target_=speech.tasks.NoLoss", ["has no method loss"]),
-        ("task._target_=Tagger", ["want a dotted path"]),
+        ("task._target_=Tagger", ["must be a dotted path"]),
         (
             "task._target_=speech.broken.Task",
             ["error: task._target_=speech.broken.Task: ZeroDivisionError", "broken.py"],

@@ -1,4 +1,4 @@
-"""Loader processes, which read and collate samples ahead of the step, and the interface of a source of windows."""
+"""Loader processes, which read and collate samples ahead of the step."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import pickle
 import signal
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Generator, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -37,6 +37,8 @@ if sys.version_info < (3, 12):
 # Up to this size, sending a tensor by value through the loader's pipe is cheaper. torch sends a file descriptor of
 # shared memory over a separate socket connection: about 0.2 ms per tensor, regardless of its size.
 BY_VALUE_BYTES = 64 * 1024
+
+Collate = Callable[[list[Any]], Any]  # samples -> batch
 
 
 @dataclass(frozen=True)
@@ -245,41 +247,3 @@ class _Pinned:
 
     def pin_memory(self) -> Any:
         return _mapped(self.item, "pin_memory", lambda each: each.pin_memory())
-
-
-Collate = Callable[[list[Any]], Any]
-
-
-@dataclass(frozen=True)
-class Place:
-    """Position of a window: ``index`` in the run, ``window`` in its epoch."""
-
-    index: int = 0
-    epoch: int = 0
-    window: int = 0
-
-
-BEGINNING = Place()
-
-
-@dataclass(frozen=True)
-class Window:
-    """This rank's part of a window: ``count`` micro-batches. ``index`` is counted over the whole run."""
-
-    index: int
-    epoch: int
-    count: int
-    micro_batches: Iterator[MicroBatch]
-
-
-class Feed(Protocol):
-    """Source of windows.
-
-    ``has_next`` returns whether this rank has a sample for the window after the current one. ``settle`` receives
-    whether any rank has one, and returns the position of the next window.
-    """
-
-    def windows(self) -> Iterator[Window]: ...
-    def has_next(self) -> bool: ...
-    def settle(self, anyone_has_next: bool) -> Place: ...
-    def close(self) -> None: ...

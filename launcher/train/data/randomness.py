@@ -24,39 +24,19 @@ T = TypeVar("T")
 Seed = Callable[[int, int], None]  # (epoch, position of the sample in it)
 
 
-def live_random_state(device: torch.device) -> dict[str, Any]:
-    """Return the generators' state in their own formats: cheap, and valid in this process."""
-    state = {"torch": torch.get_rng_state(), "python": random.getstate()}
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """Return the generators' state as tensors, so that a checkpoint can hold it without pickled objects."""
+    _, words, gauss = random.getstate()
+    state = {
+        "torch": torch.get_rng_state(),
+        "python": torch.tensor(words),
+        "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
+    }
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
     numpy = sys.modules.get("numpy")
     # if the user has replaced NumPy's generator, its state is the user's responsibility
     if numpy is not None and (legacy := numpy.random.get_state(legacy=False))["bit_generator"] == "MT19937":
-        state["numpy"] = legacy
-    return state
-
-
-def restore_live_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Restore a state that ``live_random_state`` has returned in this process."""
-    torch.set_rng_state(state["torch"])
-    random.setstate(state["python"])
-    if "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
-    if "numpy" in state:
-        sys.modules["numpy"].random.set_state(state["numpy"])
-
-
-def random_state(device: torch.device) -> dict[str, Tensor]:
-    """Return the generators' state as tensors, so that a checkpoint can hold it without pickled objects."""
-    live = live_random_state(device)
-    _, words, gauss = live.pop("python")
-    legacy = live.pop("numpy", None)
-    state: dict[str, Tensor] = {
-        **live,
-        "python": torch.tensor(words),
-        "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
-    }
-    if legacy is not None:
         words = [*legacy["state"]["key"].tolist(), int(legacy["state"]["pos"]), int(legacy["has_gauss"])]
         state["numpy"] = torch.tensor(words)
         state["numpy_gauss"] = torch.tensor([float(legacy["gauss"])], dtype=torch.float64)
@@ -65,19 +45,17 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
 
 def restore_random_state(state: dict[str, Tensor], device: torch.device) -> None:
     """Restore a state that ``random_state`` has returned, in this or an earlier process."""
+    torch.set_rng_state(state["torch"].cpu())
     gauss: list[float] = state["python_gauss"].tolist()
-    live: dict[str, Any] = {
-        "torch": state["torch"].cpu(),
-        "python": (3, tuple(state["python"].tolist()), gauss[0] if gauss else None),
-    }
+    random.setstate((3, tuple(state["python"].tolist()), gauss[0] if gauss else None))
     if "cuda" in state and device.type == "cuda":  # a run from GPUs may be resumed on CPUs
-        live["cuda"] = state["cuda"].cpu()
+        torch.cuda.set_rng_state(state["cuda"].cpu(), device)
     if "numpy" in state:
         import numpy as np
 
         *key, position, has_gauss = state["numpy"].tolist()
-        live["numpy"] = ("MT19937", np.array(key, np.uint32), position, has_gauss, state["numpy_gauss"].item())
-    restore_live_random_state(live, device)
+        legacy = ("MT19937", np.array(key, np.uint32), position, has_gauss, state["numpy_gauss"].item())
+        np.random.set_state(legacy)
 
 
 class _PythonGenerator:

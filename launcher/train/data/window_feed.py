@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Sequence, Sized
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
@@ -21,11 +22,50 @@ from launcher.plan.run_plan import RunPlan
 from launcher.plan.windows import Windows, share_of_window
 from launcher.task import is_loader
 from launcher.train.data.fingerprint import Outline, outline, require_same_data, require_same_stream
-from launcher.train.data.loader import BEGINNING, Collate, Feed, MicroBatch, Place, Window, prefetch
+from launcher.train.data.loader import Collate, MicroBatch, prefetch
 from launcher.train.data.randomness import Permutation, SampleRandom, Seed
 from launcher.train.world import World
 
-PLACES_AHEAD = 4096
+# positions of the permutation that are computed at once
+POSITIONS_AHEAD = 4096
+
+
+@dataclass(frozen=True)
+class Place:
+    """Position of a window: ``index`` in the run, ``window`` in its epoch."""
+
+    index: int = 0
+    epoch: int = 0
+    window: int = 0
+
+
+BEGINNING = Place()
+
+
+@dataclass(frozen=True)
+class Window:
+    """This rank's part of a window: ``count`` micro-batches. ``index`` is counted over the whole run."""
+
+    index: int
+    epoch: int
+    count: int
+    micro_batches: Iterator[MicroBatch]
+
+
+class Feed(Protocol):
+    """Source of windows."""
+
+    def windows(self) -> Iterator[Window]: ...
+
+    def has_next(self) -> bool:
+        """Return whether this rank has a sample for the window after the current one."""
+        ...
+
+    def settle(self, anyone_has_next: bool) -> Place:
+        """Return the position of the next window. ``anyone_has_next``: the result of ``has_next`` on any rank."""
+        ...
+
+    def close(self) -> None: ...
 
 
 def open_feed(
@@ -61,9 +101,9 @@ def open_feed(
     if plan.task.samples is None:
         return StreamFeed(dataset, plan, world, device, collate, start, compare=compare and world.size > 1)
     if not isinstance(dataset, Sized) or len(dataset) != plan.task.samples:
-        found = f"{len(dataset)} samples" if isinstance(dataset, Sized) else "no length"
+        length = f"{len(dataset)} samples" if isinstance(dataset, Sized) else "no length"
         raise DataError(
-            f"The training data has {found} on rank {world.rank}, and the plan was made for {plan.task.samples}.\n"
+            f"The training data has {length} on rank {world.rank}, and the plan was made for {plan.task.samples}.\n"
             "  The data must be the same on every host, and the same as when the plan was made."
         )
     return MapFeed(dataset, plan, world, device, collate, start.index)
@@ -105,7 +145,7 @@ class MapFeed:
     def has_next(self) -> bool:
         return True
 
-    def settle(self, anyone_has_next: bool) -> Place:  # noqa: ARG002 (every rank can count, and needs nobody's word)
+    def settle(self, anyone_has_next: bool) -> Place:  # noqa: ARG002 (every rank can count)
         following = self._spans.at(self._index + 1)
         return Place(self._index + 1, following.epoch, following.window)
 
@@ -157,7 +197,7 @@ class _Shuffled(Samples):
         start = spec.first - self._first
         if spec.epoch != self._epoch or start < 0 or start + spec.size > len(self._indices):
             samples = len(self._dataset)
-            ahead = min(max(spec.size, PLACES_AHEAD), samples - spec.first)
+            ahead = min(max(spec.size, POSITIONS_AHEAD), samples - spec.first)
             self._indices = Permutation(samples, self._seed, spec.epoch).take(spec.first, ahead)
             self._epoch, self._first, start = spec.epoch, spec.first, 0
         return self._indices[start : start + spec.size]
@@ -165,9 +205,9 @@ class _Shuffled(Samples):
     def __getitem__(self, spec: _Spec) -> tuple[Any, int]:
         indices = self._window(spec)
         # a rank without samples in this micro-batch uses the window's first one, with weight zero
-        mine = indices[spec.start : spec.stop] or indices[:1]
+        share = indices[spec.start : spec.stop] or indices[:1]
         first = spec.first + spec.start
-        return self.batch(mine, spec.epoch, range(first, first + len(mine))), spec.stop - spec.start
+        return self.batch(share, spec.epoch, range(first, first + len(share))), spec.stop - spec.start
 
 
 class StreamFeed:
@@ -247,10 +287,10 @@ class StreamFeed:
 
 
 class Block(NamedTuple):
-    """The next ``size`` samples of a stream; ``mine``: they belong to this rank."""
+    """The next ``size`` samples of a stream; ``own``: they belong to this rank."""
 
     size: int
-    mine: bool
+    own: bool
 
 
 def blocks_in_turn(size: int, world_size: int, rank: int) -> Iterator[Block]:
@@ -301,34 +341,34 @@ class Shard(IterableDataset[tuple[Any, int]]):
         self._epoch, self._skip, self._outlined = epoch, skip, outlined
 
     def __iter__(self) -> Iterator[tuple[Any, int]]:
-        whole = bool(getattr(self._dataset, "sharded", False))
+        sharded = bool(getattr(self._dataset, "sharded", False))
         info = get_worker_info()
         assert info is None or info.num_workers == 1
         with self._reading.continued(self._epoch):
             samples = iter(self._dataset)
-        blocks = (Block(size, True) for size, mine in self._blocks if mine) if whole else self._blocks
+        blocks = (Block(size, True) for size, own in self._blocks if own) if sharded else self._blocks
         newest: list[Any] = []  # this rank's last block; before it has one, any rank's
-        left_out, skip, place = False, self._skip, 0
+        left_out, skip, position = False, self._skip, 0
         outlined = self._outlined
-        for size, mine in blocks:
+        for size, own in blocks:
             with self._reading.continued(self._epoch):
                 block = list(itertools.islice(samples, size))
             if outlined:
                 outlined = False
-                yield [] if whole else [tuple(outline(sample)) for sample in block[:OUTLINED_SAMPLES]], OUTLINES
+                yield [] if sharded else [tuple(outline(sample)) for sample in block[:OUTLINED_SAMPLES]], OUTLINES
             if size and not block:
                 break
-            newest = block if block and (mine or not newest) else newest
-            if mine and skip:
+            newest = block if block and (own or not newest) else newest
+            if own and skip:
                 left_out, skip = True, skip - 1
-            elif mine:
+            elif own:
                 left_out = False
-                yield self._collated(newest, place), len(block)
-            place += len(block)
+                yield self._collated(newest, position), len(block)
+            position += len(block)
         if left_out and newest:
-            yield self._collated(newest, place), OVER
+            yield self._collated(newest, position), OVER
 
-    def _collated(self, samples: list[Any], place: int) -> Any:
+    def _collated(self, samples: list[Any], position: int) -> Any:
         with self._collating.own():
-            self._collating.seed(self._epoch, place)
+            self._collating.seed(self._epoch, position)
             return self._collate(samples)

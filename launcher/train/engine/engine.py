@@ -27,8 +27,8 @@ from launcher.heartbeat import PULSE, Phase
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.sync_policy import REDUCES_EACH
 from launcher.train import precision
-from launcher.train.data import window_feed
-from launcher.train.data.loader import BEGINNING, Collate, MicroBatch, Place, Window, to_device
+from launcher.train.data.loader import Collate, MicroBatch, to_device
+from launcher.train.data.window_feed import BEGINNING, Place, Window, open_feed
 from launcher.train.engine import oom, window_totals
 from launcher.train.engine.build import ModelFrom, OptimizerFrom, TrainedParameters, build
 from launcher.train.engine.calibration import Calibrated, Calibration, measured_as
@@ -141,7 +141,7 @@ class Engine:
         self._again = True
         while self._again:
             self._again = False
-            self._feed = feed = window_feed.open_feed(
+            self._feed = feed = open_feed(
                 dataset, self.plan, self.world, self.device, collate, self.place, compare=compare_data
             )
             compare_data = False

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from launcher.train.data.randomness import live_random_state, restore_live_random_state
+from launcher.train.data.randomness import random_state, restore_random_state
 from launcher.train.parallel.replicas import differs
 
 # Limit of copied bytes. Beyond it, changes of tensors are only detected, and arrays are ignored.
@@ -32,7 +32,7 @@ class SavedState:
     """Saved random state and buffers of a model."""
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
-        self._device, self._random = device, live_random_state(device)
+        self._device, self._random = device, random_state(device)
         # a forward pass may put a new tensor in a buffer's place, or register a buffer
         self._buffers = [
             (part, [(name, buffer, None if buffer is None else buffer.detach().clone())
@@ -43,7 +43,7 @@ class SavedState:
     @torch.no_grad()
     def restore(self) -> None:
         """Restore both, in place."""
-        restore_live_random_state(self._random, self._device)
+        restore_random_state(self._random, self._device)
         for part, buffers in self._buffers:
             if [*map(id, part._buffers.values())] != [id(buffer) for _, buffer, _ in buffers]:
                 part._buffers.clear()

@@ -13,7 +13,8 @@ from torch import Tensor
 from launcher.config.schema import Sync
 from launcher.errors import ConfigError, EngineMisuse
 from launcher.heartbeat import PULSE, Phase
-from launcher.train.data.loader import MicroBatch, Window
+from launcher.train.data.loader import MicroBatch
+from launcher.train.data.window_feed import Window
 from launcher.train.engine import window_totals
 from launcher.train.engine.optimizer_step import Update
 from launcher.train.engine.preserved_state import SavedState

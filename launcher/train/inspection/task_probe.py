@@ -100,7 +100,7 @@ def in_eval_mode(module: nn.Module, name: str = "") -> list[str]:
     if not module.training:
         return [name]
     prefix = f"{name}." if name else ""
-    return [found for child, part in module.named_children() for found in in_eval_mode(part, f"{prefix}{child}")]
+    return [inner for child, part in module.named_children() for inner in in_eval_mode(part, f"{prefix}{child}")]
 
 
 def _without_random_values() -> AbstractContextManager[object]:

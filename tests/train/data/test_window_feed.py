@@ -16,9 +16,8 @@ from torch.utils.data import IterableDataset
 from launcher.errors import DataError
 from launcher.plan.run_plan import RunPlan
 from launcher.task import seed_everything
-from launcher.train.data.loader import BEGINNING, Feed, Place
 from launcher.train.data.randomness import SampleRandom, Seed
-from launcher.train.data.window_feed import open_feed
+from launcher.train.data.window_feed import BEGINNING, Feed, Place, open_feed
 from launcher.train.evaluation import eval_batches
 from launcher.train.world import World
 from tests.helpers import make_plan
