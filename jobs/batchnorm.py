@@ -43,10 +43,10 @@ def flat(tensors: Any) -> Tensor:
 
 
 def one_big_batch(model: nn.Module, batches: list[list[Tensor]]) -> Tensor:
-    mine = [torch.cat(parts) for parts in zip(*batches, strict=True)]
-    everyone: list[Any] = [mine] * (dist.get_world_size() if dist.is_initialized() else 1)
+    own = [torch.cat(parts) for parts in zip(*batches, strict=True)]
+    everyone: list[Any] = [own] * (dist.get_world_size() if dist.is_initialized() else 1)
     if dist.is_initialized():
-        dist.all_gather_object(everyone, mine)
+        dist.all_gather_object(everyone, own)
     total, items = loss_of(model, [torch.cat(parts) for parts in zip(*everyone, strict=True)])
     return flat(torch.autograd.grad(total / items, list(model.parameters())))
 
@@ -54,43 +54,45 @@ def one_big_batch(model: nn.Module, batches: list[list[Tensor]]) -> Tensor:
 def train(overrides: list[str], seed: int, data: Any) -> tuple[float, float, float, float]:
     torch.manual_seed(seed)
     model = TASK.model().double()
-    untouched = copy.deepcopy(model)
+    initial = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     engine = Engine(model, optimizer, make_plan([*OVERRIDES, *overrides, f"train.seed={seed}"], samples=len(data)))
     applied: list[Tensor] = []
     hook = optimizer.register_step_pre_hook(lambda *_: applied.append(flat(p.grad for p in model.parameters())))
     first, seconds = [], []
     for window in engine.windows(data, forward=loss_of):
-        began = time.perf_counter()
+        start = time.perf_counter()
         for batch in window:
             if not engine.steps:
                 first.append(batch)
             engine.backward(*loss_of(engine.model, batch))
         engine.step()
         hook.remove()
-        seconds.append(time.perf_counter() - began)
-    wanted = one_big_batch(untouched, first)
+        seconds.append(time.perf_counter() - start)
+    expected = one_big_batch(initial, first)
     engine.share_buffers()
     pixels, digits = in_double(TASK.eval_data()).tensors
     with torch.no_grad():
         scores = model.eval()(pixels)
     right = (scores.argmax(1) == digits).float().mean().item()
-    far = ((applied[0] - wanted).norm() / wanted.norm()).item()
-    return far, functional.cross_entropy(scores, digits).item(), right, statistics.median(seconds)
+    distance = ((applied[0] - expected).norm() / expected.norm()).item()
+    return distance, functional.cross_entropy(scores, digits).item(), right, statistics.median(seconds)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=2)
-    asked, data = parser.parse_args(), in_double(TASK.train_data())
+    arguments, data = parser.parse_args(), in_double(TASK.train_data())
     head = "| accumulation | batch.norm | gradient off by | held-out loss | accuracy | step |\n" + "|---" * 6 + "|\n"
     for accumulation in (1, 8, 32):
         for norm in ("leave", "sync", "freeze", "window"):
-            words = [f"batch.accumulation={accumulation}", f"batch.norm={norm}", f"train.epochs={asked.epochs}"]
-            far, loss, right, step_s = zip(*[train(words, seed, data) for seed in range(asked.seeds)], strict=True)
+            overrides = [f"batch.accumulation={accumulation}", f"batch.norm={norm}", f"train.epochs={arguments.epochs}"]
+            distance, loss, right, step_s = zip(
+                *[train(overrides, seed, data) for seed in range(arguments.seeds)], strict=True
+            )
             if not dist.is_initialized() or dist.get_rank() == 0:
-                print(f"{head}| {accumulation} | `{norm}` | {max(far):.1e} | {statistics.mean(loss):.4f} ± "
+                print(f"{head}| {accumulation} | `{norm}` | {max(distance):.1e} | {statistics.mean(loss):.4f} ± "
                       f"{statistics.pstdev(loss):.4f} | {statistics.mean(right):.2%} | "
                       f"{statistics.median(step_s) * 1e3:.1f} ms |", flush=True)  # fmt: skip
             head = ""

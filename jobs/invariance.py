@@ -28,18 +28,18 @@ LAUNCH = (sys.executable, "-P", "-c", "from launcher.cli import main; main()", "
 
 def curve(ranks: int, micro: int, overrides: list[str]) -> list[float]:
     """Return the loss of each step."""
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory() as directory:
         shape = [f"cluster.workers_per_node={ranks}", f"batch.micro_size={micro}"]
-        own = [f"run.dir={place}", "run.name=curve", *(["strategy=single"] if ranks == 1 else [])]
+        own = [f"run.dir={directory}", "run.name=curve", *(["strategy=single"] if ranks == 1 else [])]
         command = [*LAUNCH, *JOB, *shape, *own, *overrides]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             sys.exit(f"jobs/invariance.py: {' '.join(command[len(LAUNCH) :])}\n{done.stdout}{done.stderr}")
-        records = map(json.loads, (Path(place) / "curve" / "metrics.jsonl").read_text().splitlines())
+        records = map(json.loads, (Path(directory) / "curve" / "metrics.jsonl").read_text().splitlines())
         return [record["train/loss"] for record in records]
 
 
-def apart(one: list[float], other: list[float]) -> list[float]:
+def differences(one: list[float], other: list[float]) -> list[float]:
     """Return the relative difference of each step's loss."""
     return [abs(a / b - 1) for a, b in zip(other, one, strict=True)]
 
@@ -50,7 +50,7 @@ def table(curves: dict[str, list[float]]) -> str:
     rows = [["ranks x accumulation", *(f"step {step + 1}" for step in shown), "largest relative difference"]]
     rows.append(["---"] * len(rows[0]))
     for name, losses in curves.items():
-        rows.append([name, *(f"{losses[step]:.6f}" for step in shown), f"{max(apart(first, losses)):.1e}"])
+        rows.append([name, *(f"{losses[step]:.6f}" for step in shown), f"{max(differences(first, losses)):.1e}"])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
@@ -68,7 +68,7 @@ def draw(curves: dict[str, list[float]], to: Path) -> None:
     left.set(xlabel="step", ylabel="loss (nats a byte)")
     left.legend()
     for name, losses in others:
-        right.semilogy(steps, [max(difference, 1e-9) for difference in apart(first, losses)], label=name)
+        right.semilogy(steps, [max(difference, 1e-9) for difference in differences(first, losses)], label=name)
     right.set(xlabel="step", ylabel=f"relative difference from {one}")
     right.legend()
     figure.savefig(to, dpi=110)
@@ -79,7 +79,11 @@ def main() -> int:
     parser.add_argument("--to", type=Path, help="directory for invariance.png")
     parser.add_argument("--within", type=float, default=1e-5, help="largest relative difference; else exit status 1")
     parser.add_argument(
-        "--shapes", nargs="+", choices=tuple(SHAPES), default=list(SHAPES), help="the first is the rule"
+        "--shapes",
+        nargs="+",
+        choices=tuple(SHAPES),
+        default=list(SHAPES),
+        help="the others are compared with the first",
     )
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args()
@@ -88,11 +92,11 @@ def main() -> int:
         curves[name] = curve(*SHAPES[name], options.overrides)
         print(f"{name}: loss {curves[name][-1]:.6f} after {len(curves[name])} steps", flush=True)
     first, *others = curves.values()
-    most = max(max(apart(first, losses)) for losses in others)
-    print(f"largest relative difference: {most:.1e}\n{table(curves)}")
+    largest = max(max(differences(first, losses)) for losses in others)
+    print(f"largest relative difference: {largest:.1e}\n{table(curves)}")
     if options.to:
         draw(curves, options.to / "invariance.png")
-    return int(most > options.within)
+    return int(largest > options.within)
 
 
 if __name__ == "__main__":

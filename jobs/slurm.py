@@ -18,14 +18,14 @@ def main(overrides: list[str]) -> int:
     job = submit(["cluster=slurm", *overrides])
     print(f"{job.name}: submitted as Slurm job {job.look().job}")
 
-    said = ""
+    shown = ""
 
     def watch(run: Run) -> None:
-        nonlocal said
-        now = f"{run.state.value} {run.detail}".strip()
-        if now != said:
-            print(f"{run.name}: {now}", flush=True)
-            said = now
+        nonlocal shown
+        state = f"{run.state.value} {run.detail}".strip()
+        if state != shown:
+            print(f"{run.name}: {state}", flush=True)
+            shown = state
 
     run = job.wait(watch)
     print(f"{run.name}: {run.state.value} {run.detail}".rstrip())
