@@ -126,7 +126,7 @@ def submit(overrides: Sequence[str] = ()) -> Job:
     """
     config, yaml = compose_with_yaml(overrides)
     if config.cluster.kind is ClusterKind.hosts:
-        raise SiteError("cluster=hosts: is begun by `launch train`, typed on each host.")
+        raise SiteError("cluster=hosts: cannot be started from Python.\n  Type `launch train` on each host.")
     plan = plan_job(config)
     if plan.cluster.slurm is not None:
         plan, _ = slurm.submit_job(plan, yaml)
@@ -208,7 +208,9 @@ def write_page(compared: Comparison, place: Path) -> None:
     try:
         write_text(place, text)
     except OSError as error:
-        raise UserError(f"{place}: cannot be written: {error.strerror}.\n  Name another: --html FILE.") from error
+        raise UserError(
+            f"{place}: cannot be written: {error.strerror}.\n  Choose another file: --html FILE."
+        ) from error
 
 
 def typed(value: object) -> str:

@@ -107,9 +107,9 @@ def confirm_size(loader: Any, master: Any) -> None:
         return
     size = f"{cells:,} cells"
     if not sys.stdin.isatty():
-        raise UserError(f"This sweep has {size}.\n  If that is meant, add --yes; `launch plan -m ...` begins none.")
-    if input(f"This sweep has {size}. Begin all of them? [y/N] ").strip().lower() not in ("y", "yes"):
-        raise UserError("Nothing was begun.")
+        raise UserError(f"This sweep has {size}.\n  Add --yes to start them all; `launch plan -m ...` only plans them.")
+    if input(f"This sweep has {size}. Start all of them? [y/N] ").strip().lower() not in ("y", "yes"):
+        raise UserError("Nothing was started.")
 
 
 class CellLoader:

@@ -82,7 +82,7 @@ class Batch:
         if self.global_size == self.micro_size * self.accumulation * self.world_size:
             return f"{whole} = {product}"
         size = self.global_size / (self.accumulation * self.world_size)
-        return f"{whole}, dealt out to {product}: {math.floor(size)} or {math.ceil(size)} in each micro-batch"
+        return f"{whole}, shared by {product}: {math.floor(size)} or {math.ceil(size)} in each micro-batch"
 
     def global_size_at(self, index: int) -> int:
         """Return the samples of window ``index`` of the run if that window is full."""
@@ -125,7 +125,7 @@ def solve_batch(config: BatchConfig, world_size: int) -> Batch:
             "batch.global_size",
             total,
             f"micro_size {micro} x accumulation {accumulation} x {world_size} ranks is "
-            f"{micro * accumulation * world_size}, not {total}{' or as little above it as can be' * config.uneven}.",
+            f"{micro * accumulation * world_size}, not {total}{' or the smallest number above it' * config.uneven}.",
             "Leave one of the three out (=null) and it is derived from the other two.",
         )
     ramp = _solve_ramp(config.ramp, 1 if config.uneven else micro * world_size, total)
@@ -145,7 +145,7 @@ def _largest_micro(config: BatchConfig, total: int, world_size: int) -> int:
     """Return the micro-batch of ``auto``: a rank's whole share of a window at once."""
     if config.accumulation is not None:
         raise ConfigError(
-            "batch.accumulation", config.accumulation, "has no effect with batch.micro_size=auto, which finds it.",
+            "batch.accumulation", config.accumulation, "has no effect with batch.micro_size=auto, which determines it.",
             "Leave one of the two out.",
         )  # fmt: skip
     if config.uneven:
@@ -171,7 +171,7 @@ def _solve_ramp(stages: list[list[int]], unit: int, total: int) -> tuple[RampSta
     for stage in stages:
         if len(stage) != 2 or min(stage) < 1:
             raise ConfigError(
-                "batch.ramp", stages, f"{stage} is no stage.",
+                "batch.ramp", stages, f"{stage} is not a stage.",
                 "Write [windows, samples] for each, both at least 1, such as batch.ramp=[[100,16],[200,32]].",
             )  # fmt: skip
         windows, size = stage
@@ -184,8 +184,8 @@ def _solve_ramp(stages: list[list[int]], unit: int, total: int) -> tuple[RampSta
             )  # fmt: skip
         if not before < size < total:
             raise ConfigError(
-                "batch.ramp", stages, f"{size} samples after {before} do not lead up to batch.global_size={total}.",
-                "Let every stage be larger than the one before it, and the last one smaller than global_size.",
+                "batch.ramp", stages, f"{size} samples after {before} do not rise towards batch.global_size={total}.",
+                "Make every stage larger than the one before it, and the last one smaller than global_size.",
             )  # fmt: skip
         ramp.append(RampStage(windows=windows, global_size=size))
     return tuple(ramp)

@@ -164,7 +164,7 @@ class LaunchPlan:
         """
         planned = self.cluster.range
         if not planned.least <= nodes <= planned.most:
-            raise UserError(f"The job has {nodes} hosts, and was planned for {planned.words} (cluster.nodes).")
+            raise UserError(f"The job has {nodes} hosts, but was planned for {planned.words} (cluster.nodes).")
         return dataclasses.replace(self, cluster=dataclasses.replace(self.cluster, nodes=nodes))
 
     def worlds(self) -> list[Self]:
@@ -184,7 +184,9 @@ class LaunchPlan:
         """
         fields = json.loads(text)
         if not isinstance(fields, dict) or fields.get("format") != FORMAT:  # pyright: ignore[reportUnknownMemberType]
-            raise UserError(f"plan.json has not format {FORMAT}: it was written by another version of launcher.")
+            raise UserError(
+                f"plan.json does not have format {FORMAT}: another version of launcher wrote it.\n  Use that version."
+            )
         return value_from_json(cls, fields)
 
     def save(self) -> None:

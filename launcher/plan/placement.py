@@ -64,13 +64,11 @@ def solve_cluster(
         raise ConfigError(
             "cluster.workers_per_node",
             workers,
-            f"{where} shows {most} GPUs and each worker needs one.",
+            f"{where} has {most} usable GPUs, and each worker needs one.",
             f"Use {'cluster.workers_per_node=' + str(most) + ', or ' if most else ''}cluster.device=cpu.",
         )
     if strategy is StrategyKind.single and (ranks := nodes * workers) > 1:
-        raise ConfigError(
-            "strategy", "single", f"one rank trains alone, and {ranks} were asked for.", "Use strategy=ddp."
-        )
+        raise ConfigError("strategy", "single", f"trains on one rank, and this job has {ranks}.", "Use strategy=ddp.")
     slurm = None
     if config.kind is ClusterKind.slurm:
         slurm = solve_sbatch(config, allowed, workers, device, site.partition, name)
@@ -105,7 +103,7 @@ def _require_one_kind(config: ClusterConfig, site: Site) -> None:
     if partition is None or not partition.mixed or not site.gpus or config.constraint or names_gpus(config):
         return
     raise ConfigError(
-        "cluster.device", "auto", f"some nodes of partition {partition.name} have GPUs, and others have none.",
+        "cluster.device", "auto", f"some nodes of partition {partition.name} have GPUs, others have none.",
         "Set cluster.device=cuda or cluster.device=cpu.",
     )  # fmt: skip
 
@@ -143,7 +141,7 @@ def _check_kind(config: ClusterConfig, nodes: NodeRange) -> None:
         )  # fmt: skip
     if config.rendezvous is None:
         raise ConfigError(
-            "cluster.rendezvous", None, "cluster=hosts needs it: where the hosts meet.",
+            "cluster.rendezvous", None, "is required with cluster=hosts.",
             "Set cluster.rendezvous=HOST:PORT, an address of the first host and a free port, the same on every host.",
         )  # fmt: skip
     endpoint(config.rendezvous)

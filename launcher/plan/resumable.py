@@ -36,14 +36,14 @@ class Change:
 
 
 _OF_THE_UPDATE = "it is part of the update rule"
-_OF_THE_RUN = "it is what the run and its files are known by"
-_OF_THE_MIRROR = "W&B has the run there"
-_NEW_RUN = "begin a run of its own: launch train"
+_OF_THE_RUN = "it identifies the run and its files"
+_OF_THE_MIRROR = "W&B stores the run there"
+_NEW_RUN = "start a new run: launch train"
 
 # key -> (permission, consequence of a change); a group's entry covers its keys that have none of their own
 RULES: dict[str, tuple[May, str]] = {
     "cluster": (May.change, ""),
-    "cluster.kind": (May.never, "its code and its files are where it began; " + _NEW_RUN),
+    "cluster.kind": (May.never, "its code and files are there; " + _NEW_RUN),
     "strategy": (May.change, ""),
     "precision": (May.change, ""),
     "checkpoint": (May.change, ""),
@@ -51,12 +51,12 @@ RULES: dict[str, tuple[May, str]] = {
     "batch.accumulation": (May.change, ""),
     "batch.uneven": (May.change, ""),
     "batch.on_oom": (May.change, ""),
-    "batch.global_size": (May.force, "it is the contract: what a step and its learning rate mean"),
-    "batch.ramp": (May.force, "it is the contract: what a step and its learning rate mean"),
+    "batch.global_size": (May.force, "it defines what a step and its learning rate mean"),
+    "batch.ramp": (May.force, "it defines what a step and its learning rate mean"),
     "batch.norm": (May.force, "it changes what the model computes"),
     "batch.short_window": (May.never, "the windows so far were counted with it; " + _NEW_RUN),
     "optimizer": (May.force, _OF_THE_UPDATE),
-    "optimizer.kind": (May.never, "the checkpoint's optimizer state is of no use to another one; " + _NEW_RUN),
+    "optimizer.kind": (May.never, "the checkpoint's optimizer state does not fit another one; " + _NEW_RUN),
     "schedule": (May.force, _OF_THE_UPDATE),
     "train.steps": (May.change, ""),
     "train.epochs": (May.change, ""),
@@ -69,7 +69,7 @@ RULES: dict[str, tuple[May, str]] = {
     "train.straggler_share": (May.change, ""),
     "train.eval_every": (May.change, ""),
     "train.loader_workers": (May.change, ""),
-    "task": (May.force, "another task, or other data, is learned from there on"),
+    "task": (May.force, "another task, or other data, would be learned from here on"),
     "task._target_": (May.never, "another model has other parameters; " + _NEW_RUN),
     "wandb.mode": (May.change, ""),
     "wandb.tags": (May.change, ""),
@@ -81,9 +81,9 @@ RULES: dict[str, tuple[May, str]] = {
     "run.name": (May.never, _OF_THE_RUN),
     "run.dir": (May.never, _OF_THE_RUN),
     "run.calibrate_s": (May.change, ""),
-    "sweep": (May.never, "it has no effect on a run that is there"),
+    "sweep": (May.never, "it has no effect on an existing run"),
     # a property of the data, not a config key
-    "task: samples": (May.never, "the place in the data is counted in its samples; " + _NEW_RUN),
+    "task: samples": (May.never, "the position in the data is counted in samples; " + _NEW_RUN),
 }
 
 
@@ -109,7 +109,7 @@ def refusals(changes: Iterable[Change], forced: Container[str]) -> list[str]:
     for change in found:
         may, why = _judged(change, found)
         if may is May.never or (may is May.force and change.key not in forced):
-            remedy = "; --force does it all the same" if may is May.force else ""
+            remedy = "; --force allows it" if may is May.force else ""
             lines.append(f"{change.key}={shown(change.after)} (was {shown(change.before)}): {why}{remedy}.")
     return lines
 
@@ -122,13 +122,13 @@ def _judged(change: Change, beside: Iterable[Change]) -> tuple[May, str]:
     """
     key, before, after = change.key, change.before, change.after
     if key == "strategy.compress" and before == "powersgd":
-        return May.force, "what PowerSGD has kept back of earlier gradients would be lost"
+        return May.force, "the residue that PowerSGD keeps of earlier gradients would be lost"
     of_the_scale = key in ("precision.init_scale", "precision.growth_interval")
     if of_the_scale and not any(each.key == "precision.kind" for each in beside):
-        return May.never, "the loss scale goes on as the checkpoint has it"
+        return May.never, "the loss scale continues from the checkpoint"
     if key == "checkpoint.enabled" and not after:
-        return May.never, "a run goes on from checkpoints only"
-    return rule(key) or (May.force, "nobody has said that it may change")
+        return May.never, "a run resumes from checkpoints only"
+    return rule(key) or (May.force, "it has no rule")
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

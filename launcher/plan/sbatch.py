@@ -55,7 +55,7 @@ def solve_sbatch(
     if partition is not None:
         if device is Device.cuda:
             partition = partition.with_gpus(workers)
-        _require_room(config, nodes, workers, partition)
+        _require_capacity(config, nodes, workers, partition)
     signal_s = _signal_s(config)
     _require_time(config, partition)
     more = {str(key).replace("_", "-"): value for key, value in config.sbatch.items()}
@@ -89,9 +89,9 @@ def solve_sbatch(
 
 def names_gpus(config: ClusterConfig) -> bool:
     """Return whether the user's own sbatch options select GPUs or parts of them."""
-    said = {str(key).replace("_", "-"): value for key, value in config.sbatch.items() if value}
-    by_gres = re.search(r"\b(gpu|mps|shard)\b", str(said.get("gres", "")))
-    return by_gres is not None or bool({"gpus", "gpus-per-task"} & said.keys())
+    options = {str(key).replace("_", "-"): value for key, value in config.sbatch.items() if value}
+    by_gres = re.search(r"\b(gpu|mps|shard)\b", str(options.get("gres", "")))
+    return by_gres is not None or bool({"gpus", "gpus-per-task"} & options.keys())
 
 
 def _default_cpus(workers: int, device: Device, partition: Partition | None) -> int:
@@ -103,12 +103,12 @@ def _default_cpus(workers: int, device: Device, partition: Partition | None) -> 
     return max(1, min(CPUS_PER_WORKER, partition.cores // workers))
 
 
-def _require_room(config: ClusterConfig, nodes: NodeRange, workers: int, partition: Partition) -> None:
+def _require_capacity(config: ClusterConfig, nodes: NodeRange, workers: int, partition: Partition) -> None:
     most = min(partition.nodes, partition.max_nodes or partition.nodes)
     if nodes.most > most:
         fits = f"{nodes.least}:{most}" if nodes.least < most and not nodes.fixed else most
         raise ConfigError(
-            "cluster.nodes", config.nodes, f"partition {partition.name} gives a job {most} at most.",
+            "cluster.nodes", config.nodes, f"partition {partition.name} allows a job at most {most} nodes.",
             f"Use cluster.nodes={fits} or less, or another cluster.partition (see `sinfo`).",
         )  # fmt: skip
     if config.cpus_per_worker:
@@ -116,7 +116,7 @@ def _require_room(config: ClusterConfig, nodes: NodeRange, workers: int, partiti
         if wanted > most:
             raise ConfigError(
                 "cluster.cpus_per_worker", config.cpus_per_worker,
-                f"that is {wanted} cores a node, and a node of partition {partition.name} has {most}.",
+                f"this needs {wanted} cores per node, and a node of partition {partition.name} has {most}.",
                 f"Use cluster.cpus_per_worker={most // workers or 1} or fewer workers.",
             )  # fmt: skip
 
@@ -136,13 +136,13 @@ def _require_time(config: ClusterConfig, partition: Partition | None) -> None:
         limit_s = None if config.time is None else seconds(config.time)
     except ValueError:
         raise ConfigError(
-            "cluster.time", config.time, "is no time limit.", 'Write "HH:MM:SS", "D-HH:MM:SS" or minutes.'
+            "cluster.time", config.time, "is not a time limit.", 'Write "HH:MM:SS", "D-HH:MM:SS" or minutes.'
         ) from None
     most_s = None if partition is None else partition.limit_s
     if config.time is not None and most_s is not None and (limit_s is None or limit_s > most_s):
         raise ConfigError(
-            "cluster.time", config.time, f"partition {partition and partition.name} allows {clock(most_s)} at most.",
-            f'Use cluster.time="{clock(most_s)}": a longer run goes on in the job\'s next turn.',
+            "cluster.time", config.time, f"partition {partition and partition.name} allows at most {clock(most_s)}.",
+            f'Use cluster.time="{clock(most_s)}": a longer run is requeued and continues.',
         )  # fmt: skip
     key = "cluster.time"
     if limit_s is None and config.time is None and partition is not None:
@@ -152,8 +152,8 @@ def _require_time(config: ClusterConfig, partition: Partition | None) -> None:
     if limit_s is not None and limit_s < least:
         raise ConfigError(
             key, clock(limit_s),
-            f"is too short for one checkpoint: the job is told to save {_signal_s(config)} s before its end, Slurm may "
-            f"say so {_EARLY_S} s early, and it takes a while to start.",
+            f"is too short for one checkpoint: the job gets the signal to save {_signal_s(config)} s before its end, "
+            f"up to {_EARLY_S} s earlier if Slurm is early, and needs time to start.",
             f'Use cluster.time="{clock(-(-least // 60) * 60)}" or more, or a lower cluster.grace_s.',
         )  # fmt: skip
 
@@ -162,14 +162,14 @@ def _require_free(more: dict[str, object]) -> None:
     for option, value in more.items():
         key = f"cluster.sbatch.{option}"
         if option in _KEYS:
-            raise ConfigError(key, value, "has a key of its own.", f"Use cluster.{_KEYS[option]}.")
+            raise ConfigError(key, value, "has its own config key.", f"Use cluster.{_KEYS[option]}.")
         if option in _OURS:
-            raise ConfigError(key, value, "is the launcher's own to set.", "Leave it out.")
+            raise ConfigError(key, value, "is set by the launcher.", "Leave it out.")
         if not re.fullmatch(r"[a-z][a-z0-9-]+", option):
             raise ConfigError(
                 key,
                 value,
-                "is no long option of sbatch.",
+                "is not a long option of sbatch.",
                 "Write its long name, such as reservation or mail-user.",
             )
         if "\n" in str(value):
@@ -242,8 +242,8 @@ def srun_options(plan: LaunchPlan, environment: Mapping[str, str]) -> list[str]:
     for path in (str(PurePosixPath(environment.get("SLURM_CONF") or SLURM_CONF).parent), _MUNGE):
         _require_mountable("SLURM_CONF", path)
         mounts.append(f"{path}:{path}:nofail")
-    if said := more.pop("container-mounts", None):
-        mounts.append(str(said))
+    if own_mounts := more.pop("container-mounts", None):
+        mounts.append(str(own_mounts))
     options = [
         f"--container-image={slurm.container}",
         f"--container-mounts={','.join(mounts)}",
@@ -286,7 +286,7 @@ def require_image(image: str | None, options: Mapping[str, object]) -> None:
         raise ConfigError("cluster.container", repr(image), "must be an image: IMAGE:TAG, or the path of a .sqsh file.")
     for name, value in options.items():
         if name in ("container-workdir", "no-container-workdir"):
-            raise ConfigError(f"cluster.sbatch.{name}", value, "is the launcher's own to set.", "Leave it out.")
+            raise ConfigError(f"cluster.sbatch.{name}", value, "is set by the launcher.", "Leave it out.")
         if image is None and is_option(name):
             raise ConfigError(
                 f"cluster.sbatch.{name}", value, "has no effect without a container.", "Set cluster.container=IMAGE."

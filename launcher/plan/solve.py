@@ -189,7 +189,7 @@ def _epoch(config: BatchConfig, batch: Batch, task: TaskPlan) -> EpochPlan:
     if task.samples is None:
         if policy is ShortWindow.drop:
             raise ConfigError(
-                "batch.short_window", "drop", "a stream has no length: its last window is known once it is read.",
+                "batch.short_window", "drop", "a stream has no length, so its last window is not known in advance.",
                 "Use batch.short_window=exact.",
             )  # fmt: skip
         return EpochPlan(windows=None, short_window=0, short_window_policy=policy)
@@ -311,17 +311,17 @@ def _parameter_notes(precision: PrecisionPlan, task: TaskPlan) -> list[str]:
     """Return the note on how trained parameters that model() returns in bf16 or fp16 are handled."""
     if not task.narrow_parameters:
         return []
-    found = f"model() returns {task.narrow_parameters:,} trained parameters in bf16 or fp16: "
+    start = f"model() returns {task.narrow_parameters:,} trained parameters in bf16 or fp16: "
     if precision.parameters is Parameters.fp32:
-        return [found + "they are trained in fp32 (precision.parameters=keep leaves them as they are)."]
-    return [found + "they stay so (precision.parameters=keep), and gradients and optimizer state round as they do."]
+        return [start + "they are trained in fp32 (precision.parameters=keep leaves them as they are)."]
+    return [start + "they stay so (precision.parameters=keep), with gradients and optimizer state in that format."]
 
 
 def _norm_notes(batch: Batch, task: TaskPlan) -> list[str]:
     if task.batch_norms == 0 and batch.norm is not Norm.leave:
         raise ConfigError("batch.norm", batch.norm, "has no effect: the model has no BatchNorm.", "Leave it out.")
-    said = None if task.batch_norms is None else what_norms_do(task.batch_norms, batch)
-    return [] if said is None else [said]
+    note = None if task.batch_norms is None else what_norms_do(task.batch_norms, batch)
+    return [] if note is None else [note]
 
 
 def _notes(
@@ -331,14 +331,15 @@ def _notes(
     ramp = sum(stage.windows for stage in batch.ramp)
     if steps is not None and ramp >= steps:
         notes.append(
-            f"batch.ramp is not over within {count(steps, 'step')}: the global batch stays below {batch.global_size}."
+            f"batch.ramp takes longer than the run's {count(steps, 'step')}: the global batch stays below "
+            f"{batch.global_size}."
         )
     if ramp and optimizer.lr != optimizer.base_lr:
         notes.append(
             f"optimizer.lr_scaling is for the {batch.global_size} samples after batch.ramp, from the first step on."
         )
     if steps is not None and schedule.warmup_steps >= steps:
-        notes.append(f"schedule.warmup_steps={schedule.warmup_steps} is not over within {count(steps, 'step')}.")
+        notes.append(f"schedule.warmup_steps={schedule.warmup_steps} takes up all {count(steps, 'step')} of the run.")
     if epoch.short_window and epoch.short_window < batch.world_size:
-        notes.append(f"The short window of {count(epoch.short_window, 'sample')} leaves some of the ranks without one.")
+        notes.append(f"The short window of {count(epoch.short_window, 'sample')} leaves some ranks without a sample.")
     return tuple(notes)

@@ -52,7 +52,7 @@ def solve_strategy(
         )  # fmt: skip
     if config.compress is Compress.powersgd and precision.kind is PrecisionKind.fp16:
         raise ConfigError(
-            "strategy.compress", "powersgd", "keeps back a residue, in which one overflow of fp16 would stay.",
+            "strategy.compress", "powersgd", "keeps a residue between steps, in which an overflow of fp16 would stay.",
             "Use precision=bf16 or fp32, or strategy.compress=bf16.",
         )  # fmt: skip
     if config.compress is Compress.fp16:
@@ -63,7 +63,7 @@ def solve_strategy(
     layout = _layout(config, batch, shard_size, precision, task)
     forecasts = tuple(_forecast(config.kind, sync, batch, layout, cluster) for sync in allowed)
     if config.sync is not Sync.auto:
-        sync, reason = config.sync, "as asked"
+        sync, reason = config.sync, "as configured"
     elif special:
         sync, reason = Sync.every, f"strategy.{special} is not safe with skipped synchronisation"
     else:
@@ -106,10 +106,11 @@ def with_memory(plan: StrategyPlan, forecasts: Sequence[Forecast], memory_bytes:
     fitting = [forecast for forecast in forecasts if forecast.peak_bytes is None or forecast.peak_bytes <= usable]
     if fitting:
         chosen = min(fitting, key=lambda forecast: (forecast.wire_bytes, forecast.peak_bytes or 0))
-        reason = "fewest wire bytes of " + ("all, and all fit" if len(fitting) == len(forecasts) else "those that fit")
+        all_fit = len(fitting) == len(forecasts)
+        reason = "fewest wire bytes" if all_fit else "fewest wire bytes of the policies that fit"
     else:
         chosen = min(forecasts, key=lambda forecast: forecast.peak_bytes or 0)
-        reason = "the least memory: none is predicted to fit"
+        reason = "least memory: no policy is predicted to fit"
     plan = dataclasses.replace(
         plan, sync=chosen.sync, sync_reason=reason, memory_bytes=memory_bytes, rehearses=most <= usable
     )
@@ -134,7 +135,7 @@ def solve_precision(
     """
     if config.reduce_dtype is PrecisionKind.auto:
         raise ConfigError(
-            "precision.reduce_dtype", "auto", "is no format to sum in.", "Allowed: fp32, bf16, fp16; null is fp32."
+            "precision.reduce_dtype", "auto", "is not a format for sums.", "Allowed: fp32, bf16, fp16; null is fp32."
         )
     kind, reason = config.kind, ""
     if kind is PrecisionKind.auto and bf16 is not None:
@@ -150,7 +151,7 @@ def solve_precision(
             "Use strategy=fsdp or hsdp; DDP sends narrower gradients with strategy.compress=bf16.",
         )  # fmt: skip
     if config.tf32 and device is not Device.cuda:
-        raise ConfigError("precision.tf32", "true", "has no effect where no GPU is used.", "Leave it out.")
+        raise ConfigError("precision.tf32", "true", "has no effect without GPUs.", "Leave it out.")
     return extended(PrecisionPlan, config, kind=kind, reason=reason)
 
 
@@ -177,7 +178,7 @@ def _require_own_options(config: StrategyConfig, cluster: ClusterPlan) -> None:
                 f"Add strategy.compress=powersgd, or leave strategy.{name} out.",
             )
     if config.cpu_offload and cluster.device is Device.cpu:
-        raise ConfigError("strategy.cpu_offload", "true", "has no effect where no GPU is used.", "Leave it out.")
+        raise ConfigError("strategy.cpu_offload", "true", "has no effect without GPUs.", "Leave it out.")
 
 
 def _shard_size(config: StrategyConfig, batch: Batch, cluster: ClusterPlan) -> int:
@@ -196,9 +197,9 @@ def _shard_size(config: StrategyConfig, batch: Batch, cluster: ClusterPlan) -> i
             "Use strategy=fsdp, or strategy=ddp.",
         )  # fmt: skip
     shown = size if config.shard_size is not None else f"{size} (the workers of one host)"
-    why = "one group is strategy=fsdp" if size == world else "it must divide the world, and be less and above 1"
+    why = "one group is strategy=fsdp" if size == world else "it must divide their number, be above 1 and below it"
     raise ConfigError(
-        "strategy.shard_size", shown, f"does not make shard groups of the {world} ranks: {why}.",
+        "strategy.shard_size", shown, f"does not split the {world} ranks into shard groups: {why}.",
         f"Use strategy.shard_size={' or '.join(map(str, divisors))}.",
     )  # fmt: skip
 

@@ -61,7 +61,7 @@ def describe_task(config: dict[str, Any], cwd: str, *, shards: bool, seed: int) 
     request = {"target": target, "params": params, "search_path": [cwd], "shards": shards, "seed": seed}
     result = run_probe("launcher.train.inspection.task_probe", json.dumps(request))
     if result is None:
-        raise TaskError(f"task._target_={target}: looking at the task ended the process that looked.")
+        raise TaskError(f"task._target_={target}: the process that inspected it ended early; its output is above.")
     if "error" in result:
         raise TaskError(result["error"])
     return value_from_json(TaskPlan, result["task"])
@@ -101,7 +101,7 @@ def weigh_memory(plan: RunPlan, *, choose: bool) -> RunPlan:
         TaskError: the job would fail at its first step.
     """
     answer: dict[str, Any] = run_probe("launcher.train.inspection.memory_forecast", plan.to_json()) or {
-        "problem": "the process that looked ended early"
+        "problem": "the process that measured it ended early"
     }
     if "error" in answer:
         raise TaskError(f"task._target_={plan.task.target}: {answer['error']}")
@@ -109,9 +109,9 @@ def weigh_memory(plan: RunPlan, *, choose: bool) -> RunPlan:
     problem, memory = answer.get("problem"), answer.get("memory_bytes")
     note = ""
     if problem:
-        note = f"The memory that each sync policy holds is not known, and was not weighed: {str(problem).rstrip('.')}."
+        note = f"The memory of each sync policy is unknown and was not considered: {str(problem).rstrip('.')}."
     elif choose and memory is None:
-        note = "No GPU is seen here: whether a policy fits one is not known."
+        note = "No GPU is visible here, so it is unknown which policies fit into its memory."
     if note:
         plan = plan.with_notes([note])
     if not forecasts:

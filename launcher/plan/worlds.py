@@ -36,17 +36,17 @@ def node_range(nodes: int | str) -> NodeRange:
     Raises:
         ConfigError: neither form, below 1, or MIN above MAX.
     """
-    found = re.fullmatch(r"(-?\d+)(?::(-?\d+))?", str(nodes))
-    if found is None:
+    match = re.fullmatch(r"(-?\d+)(?::(-?\d+))?", str(nodes))
+    if match is None:
         raise ConfigError(
-            "cluster.nodes", nodes, "is no number of hosts.", "Write a number, or MIN:MAX such as cluster.nodes=2:4."
+            "cluster.nodes", nodes, "is not a number of hosts.", "Write a number, or MIN:MAX such as cluster.nodes=2:4."
         )
-    least, most = int(found[1]), int(found[2] or found[1])
+    least, most = int(match[1]), int(match[2] or match[1])
     if least < 1:
         raise ConfigError("cluster.nodes", nodes, "must be at least 1.")
     if least > most:
         raise ConfigError(
-            "cluster.nodes", nodes, f"the fewest hosts, {least}, are more than the most, {most}.",
+            "cluster.nodes", nodes, f"the minimum {least} is above the maximum {most}.",
             f"Write cluster.nodes={most}:{least}.",
         )  # fmt: skip
     return NodeRange(least, most)
@@ -81,7 +81,7 @@ def on_hosts(count: int, nodes: int | str, error: UserError) -> ConfigError:
     """Return ``error``, which occurs on ``count`` hosts, as an error about the range."""
     problem, _, remedy = str(error).partition("\n  ")
     hosts = f"{count} host{'' if count == 1 else 's'}"
-    remedy = f"{remedy} Or let the range begin above {count}.".strip()
+    remedy = f"{remedy} Or start the range above {count}.".strip()
     return ConfigError("cluster.nodes", nodes, f"not possible on {hosts}: {problem}", remedy)
 
 
@@ -92,22 +92,22 @@ def notes(config: BatchConfig, batches: dict[int, Batch], batch_norms: int | Non
         batches: by number of hosts.
         batch_norms: number of the model's BatchNorm layers.
     """
-    said: list[str] = []
+    lines: list[str] = []
     most = max(batches)
     uneven = [n for n, batch in sorted(batches.items()) if not batch.even]
     if uneven and not config.uneven:
-        said.append(
+        lines.append(
             f"On {_listed(uneven)} host{'' if uneven == [1] else 's'} the ranks take unequal shares of a window, with "
             "the same gradient (as with batch.uneven=true)."
         )
     if config.accumulation is not None:
-        said.append(f"batch.accumulation={config.accumulation} is that of {most} hosts; on fewer it is higher.")
+        lines.append(f"batch.accumulation={config.accumulation} applies to {most} hosts; on fewer it is higher.")
     if batch_norms and (config.norm is Norm.sync or (config.norm is Norm.leave and uneven)):
-        said.append(
+        lines.append(
             "What a BatchNorm normalises by depends on the number of hosts; with batch.norm=window or freeze it does "
             "not."
         )
-    return tuple(said)
+    return tuple(lines)
 
 
 def _listed(numbers: list[int]) -> str:

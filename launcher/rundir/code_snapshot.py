@@ -208,14 +208,14 @@ def _counted(root: Path, omitted: _Omitted) -> list[str]:
         size += (root / name).stat().st_size
         if len(names) > _MOST_FILES or size > _MOST_BYTES:
             raise SiteError(
-                f"{root} holds more than {_MOST_FILES:,} files or {_MOST_BYTES >> 20} MiB to be copied as the job's "
-                "code.\n  Type the command where little but code lies, or have git ignore the rest."
+                f"{root} contains more than {_MOST_FILES:,} files or {_MOST_BYTES >> 20} MiB to copy as the job's "
+                "code.\n  Run the command in a directory with little but code, or have git ignore the rest."
             )
     if not names:
         raise SiteError(
-            f"{root} holds nothing to be copied as the job's code: no file that git tracks or does not ignore, and "
-            f"without git none up to {_SMALL_BYTES >> 20} MiB outside of hidden directories and of runs.\n"
-            "  Put the code there, or take the directory off PYTHONPATH; let run.dir be one of its own, such as runs."
+            f"{root} contains no code to copy for the job: no file that git tracks or does not ignore; without git, no "
+            f"file up to {_SMALL_BYTES >> 20} MiB outside of hidden directories and of runs.\n"
+            "  Put the code there, or remove the directory from PYTHONPATH; use a run.dir without code, such as runs."
         )
     return sorted(names)
 

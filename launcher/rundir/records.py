@@ -90,7 +90,10 @@ def add_submission(paths: RunPaths, submission: Submission) -> int:
     try:
         taken.touch(exist_ok=False)
     except FileExistsError:
-        raise UserError(f"{paths.root.name}: is being sent off by somebody else at this moment.") from None
+        raise UserError(
+            f"{paths.root.name}: is being submitted by another `launch` at this moment.\n"
+            f"  Wait, then look: launch status {paths.root.name}."
+        ) from None
     try:
         _write(paths, [*earlier, submission])
     except OSError:
@@ -107,7 +110,9 @@ def require_nobody_runs(paths: RunPaths) -> None:
     """
     newest = submissions(paths)[-1:]
     if newest and newest[0].pid != os.getpid() and newest[0].runs_here():
-        raise UserError(f"{paths.root.name}: is running: another `launch`, {newest[0].pid}, has just begun it.")
+        raise UserError(
+            f"{paths.root.name}: is running: another `launch`, process {newest[0].pid}, has just started it."
+        )
 
 
 def amend_submission(paths: RunPaths, **known: Any) -> None:

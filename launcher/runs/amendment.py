@@ -79,11 +79,11 @@ def replan(paths: RunPaths, old: RunPlan, overrides: Sequence[str], *, force: bo
     changed = changes(dataclasses.asdict(before), dataclasses.asdict(config))
     forced = forced_by(changed)
     if wrong := refusals(changed, forced if force else ()):
-        raise UserError(f"{name}: this cannot change when a run goes on:\n  " + "\n  ".join(wrong))
+        raise UserError(f"{name}: these keys cannot change when a run resumes:\n  " + "\n  ".join(wrong))
     if force and not forced:
-        raise UserError("--force: has no effect: nothing of what was given needs it.\n  Leave it out.")
+        raise UserError("--force: has no effect: none of these changes needs it.\n  Leave it out.")
     if not changed and done:
-        raise UserError(f"{name}: is done, and nothing of what was given changes that.\n  Give it more train.steps.")
+        raise UserError(f"{name}: is done, and nothing changes.\n  Set a later end: train.steps=N.")
     at = standing(paths)
     require_tracker_key(config)
     keeps_precision = config.precision.kind is PrecisionKind.auto
@@ -135,7 +135,9 @@ def _solved(config: Config, old: RunPlan, site: Site, touched: set[str], at: Sta
         task = describe_task(config.task, old.cluster.import_from[0], shards=shards, seed=config.train.seed)
         if task.samples != old.task.samples:
             change = Change("task: samples", old.task.samples, task.samples)
-            raise UserError(f"{old.run.name}: this cannot change when a run goes on:\n  {refusals([change], ())[0]}")
+            raise UserError(
+                f"{old.run.name}: these keys cannot change when a run resumes:\n  {refusals([change], ())[0]}"
+            )
 
     def goes_on(batch: Batch) -> Batch:
         if touched & {"batch.global_size", "batch.ramp"}:
@@ -149,13 +151,13 @@ def _require_something_to_do(plan: RunPlan, old: RunPlan, at: Standing | None, *
     steps, end = (at.steps if at else 0), plan.train.steps
     if plan.train.epochs is None and end is not None and end < steps:
         raise ConfigError(
-            "train.steps", end, f"{steps} steps are done already, and what is learned is not taken back.",
-            f"Use train.steps of {steps} or more; an earlier end is that of an earlier checkpoint.",
+            "train.steps", end, f"{steps} steps are done already and cannot be undone.",
+            f"Use train.steps of {steps} or more; for an earlier end use an earlier checkpoint.",
         )  # fmt: skip
     if done and at is None:
         raise UserError(
-            f"{old.run.name}: is done, and has no checkpoint to go on from.\n"
-            f"  `launch retry {old.run.name}` starts it again, under another name."
+            f"{old.run.name}: is done, and has no checkpoint to resume from.\n"
+            f"  `launch retry {old.run.name}` starts it again under another name."
         )
     longer = (
         (end is not None and end > steps)
@@ -164,8 +166,8 @@ def _require_something_to_do(plan: RunPlan, old: RunPlan, at: Standing | None, *
     )
     if done and not longer:
         raise UserError(
-            f"{old.run.name}: is done: {count(steps, 'step')}, and the end stays where it is.\n"
-            f"  Give it a later one: train.steps of more than {steps}, or more train.epochs."
+            f"{old.run.name}: is done: {count(steps, 'step')}, and the end does not change.\n"
+            f"  Set a later end: train.steps above {steps}, or more train.epochs."
         )
 
 
@@ -177,17 +179,17 @@ def _notes(plan: RunPlan, old: RunPlan, at: Standing | None, touched: set[str]) 
         rates = [each.optimizer.lr * each.schedule.factor(steps, each.train.steps) for each in (old, plan)]
         notes.append(
             f"schedule={plan.schedule.kind.value} is stretched from {old.train.steps} to {plan.train.steps} steps: the "
-            f"learning rate goes on at {rates[1]:.3g} instead of {rates[0]:.3g}."
+            f"learning rate continues at {rates[1]:.3g} instead of {rates[0]:.3g}."
         )
     if plan.precision.kind is not old.precision.kind:
         notes.append(
             f"precision={plan.precision.kind.value} instead of {old.precision.kind.value}: parameters and optimizer "
-            "state are fp32 in both, and go on as they are; forward and backward passes round otherwise from here on."
+            "state are fp32 in both and do not change; forward and backward passes round differently from here on."
         )
     if touched & {"batch.global_size", "batch.ramp"} and at is not None:
         notes.append(
-            f"The global batch changes after window {at.windows}: the place in the data stays the next sample's, the "
-            "schedule goes on by steps"
+            f"The global batch changes after window {at.windows}: the next sample stays the same, the "
+            "schedule continues by steps"
             + (", and optimizer.lr_scaling is applied to it." if plan.optimizer.lr != old.optimizer.lr else ".")
         )
     return notes

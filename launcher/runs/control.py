@@ -48,9 +48,9 @@ def cancel_runs(runs: Sequence[Run], say: Callable[[str], None]) -> list[Run]:
     """
     for run in runs:
         if run.state is State.unknown:
-            raise SiteError(f"{run.name}: cannot be cancelled from here: {run.detail}.")
+            raise SiteError(f"{run.name}: cannot be cancelled from this host: {run.detail}.")
         if run.state not in ACTIVE:
-            raise UserError(f"{run.name}: is {run.state.value}: there is nothing to cancel.")
+            raise UserError(f"{run.name}: is {run.state.value}; there is nothing to cancel.")
     places = [RunPaths(Path(run.dir)) for run in runs]
     left = list(runs)
     try:
@@ -100,7 +100,7 @@ def _end_here(run: Run, submission: Submission) -> None:
     except ProcessLookupError:
         return  # the run has ended meanwhile
     except PermissionError:
-        raise SiteError(f"{run.name}: is {run.user}'s, and only {run.user} can cancel it.") from None
+        raise SiteError(f"{run.name}: belongs to {run.user}, and only {run.user} can cancel it.") from None
 
 
 def _patience_s(plans: Sequence[LaunchPlan]) -> float:
@@ -121,8 +121,8 @@ def to_resume(run: Run) -> LaunchPlan:
     """
     if run.state is State.done:
         raise UserError(
-            f"{run.name}: is done. `launch retry {run.name}` starts it again, under another name; a later end, such as "
-            f"`launch resume {run.name} train.steps=...`, lets it go on."
+            f"{run.name}: is done. `launch retry {run.name}` starts it again under another name; with a later end, "
+            f"such as `launch resume {run.name} train.steps=...`, it continues."
         )
     return to_change(run)
 
@@ -145,12 +145,12 @@ def _plan_of(paths: RunPaths) -> LaunchPlan:
         plan = load_plan(paths.plan)
     except (ValueError, TypeError, LookupError, OSError) as error:
         raise UserError(
-            f"{paths.plan}: is no plan of a run: {type(error).__name__}: {error}.\n  Put it back from a copy."
+            f"{paths.plan}: is not a plan of a run: {type(error).__name__}: {error}.\n  Restore it from a copy."
         ) from None
     if plan.paths.root.resolve() != paths.root.resolve():
         raise UserError(
-            f"{paths.root}: is a copy of run {plan.run.name}, or was moved: its plan.json says {plan.run.dir}.\n"
-            "  A run goes on where it was begun, and under its name: move the directory back there."
+            f"{paths.root}: is a copy of run {plan.run.name}, or was moved: its plan.json names {plan.run.dir}.\n"
+            "  A run resumes only in the directory and under the name with which it started: move it back."
         )
     return plan
 
@@ -221,18 +221,20 @@ def _require_over(run: Run, verb: str) -> None:
     if run.state in _MAY_GO_ON:
         raise UserError(
             f"{run.name}: is {run.state.value}{f' ({run.detail})' if run.detail else ''}.\n"
-            f"  `launch {verb}` is for a run that is over; `launch cancel {run.name}` ends it."
+            f"  `launch {verb}` is for a run that has ended; `launch cancel {run.name}` ends it."
         )
 
 
 def _require_begins_again(plan: LaunchPlan) -> None:
     if plan.cluster.kind is ClusterKind.hosts:
         raise SiteError(
-            f"{plan.run.name}: cluster={plan.cluster.kind.value}: its hosts have no scheduler to begin it again.\n"
+            f"{plan.run.name}: cluster={plan.cluster.kind.value}: its hosts have no scheduler to restart it.\n"
             "  Type the command again on each host, with another run.name."
         )
     if plan.cluster.kind is ClusterKind.local and not Path(plan.cluster.cwd).is_dir():
-        raise SiteError(f"{plan.run.name}: {plan.cluster.cwd}, where it was started, is not there on this machine.")
+        raise SiteError(
+            f"{plan.run.name}: {plan.cluster.cwd}, in which it was started, does not exist on this machine."
+        )
 
 
 def follow(paths: RunPaths, display: local.Display) -> Run:

@@ -211,39 +211,39 @@ class _Read:
             return State.failed, _first_line(self.summary)
         if self.verdict in ("stopped", "killed") or ended == "PREEMPTED":
             unsaved = ", before it could save" if self.verdict == "killed" else ""
-            return State.stopped, f"by {self.summary.get('stopped_by', 'Slurm')}{unsaved}; `launch resume` goes on"
+            return State.stopped, f"by {self.summary.get('stopped_by', 'Slurm')}{unsaved}; `launch resume` continues"
         if ended:
             began = "" if self.begun else " before its first line: does the node see the run's directory?"
-            return State.failed, f"Slurm says {ended}{began}"
+            return State.failed, f"Slurm reports {ended}{began}"
         if self.job is None:
             return State.lost, "it was never submitted"
-        return State.lost, "Slurm has forgotten the job, and it left no verdict"
+        return State.lost, "Slurm no longer knows the job, and it left no verdict"
 
     def _active(self, listed: Listed) -> tuple[State, str]:
         reason = "" if listed.reason in ("", "None") else listed.reason
         if "held" in reason.lower():  # by Slurm after a failed launch, or by a person
-            reason += f": `scontrol release {self.job}` lets it go on"
+            reason += f": `scontrol release {self.job}` releases it"
         if listed.state in client.WAITING:
             return (State.requeued if self.begun else State.pending), reason
         if listed.state == "COMPLETING":
             return State.running, "ending"
         if not self.begun:
             return State.running, "starting"
-        return State.running, "its nodes lost each other; waiting for Slurm" if self.verdict == "failed" else ""
+        return State.running, "its nodes lost contact; waiting for Slurm" if self.verdict == "failed" else ""
 
     def _of_this_host(self) -> tuple[State, str]:
         alive = self.last.runs_here() if self.last is not None else False
         if alive:
             return State.running, ""
         if self.verdict is None and alive is None:
-            return State.unknown, f"ask on {self.last.host}" if self.last else ""
+            return State.unknown, f"only {self.last.host} can tell: run the command there" if self.last else ""
         if self.last is not None and self.last.cancelled and self.verdict != "done":
             return State.cancelled, ""
         match self.verdict:
             case "done":
                 return State.done, ""
             case "stopped":
-                return State.stopped, "`launch resume` goes on"
+                return State.stopped, "`launch resume` continues"
             case "failed":
                 return State.failed, _first_line(self.summary)
             case "killed":

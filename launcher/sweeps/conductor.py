@@ -38,11 +38,11 @@ def require_one_sweep(asked: Sequence[RequestedCell]) -> None:
         if config.run.name is not None:
             raise ConfigError(
                 "run.name", config.run.name, "names one run, and a sweep has many.",
-                "Use sweep.name; its runs are named by what varies.",
+                "Use sweep.name; its runs are named after the keys that vary.",
             )  # fmt: skip
         if config.cluster.kind is ClusterKind.hosts:
             raise ConfigError(
-                "cluster", "hosts", "has no scheduler that could begin the cells of a sweep on all hosts.",
+                "cluster", "hosts", "has no scheduler that could start the cells of a sweep on all hosts.",
                 "Use cluster=slurm, or type the command for each cell.",
             )  # fmt: skip
         first = asked[0].config
@@ -50,12 +50,12 @@ def require_one_sweep(asked: Sequence[RequestedCell]) -> None:
             group, name = key.split(".")
             value = getattr(getattr(config, group), name)
             if value != getattr(getattr(first, group), name):
-                raise ConfigError(key, value, "is one for all cells of a sweep.", "Leave it out of what varies.")
+                raise ConfigError(key, value, "must be the same for all cells of a sweep.", "Do not vary it.")
     config = asked[0].config
     if config.sweep.at_once is not None and config.cluster.kind is ClusterKind.local:
         raise ConfigError(
             "sweep.at_once", config.sweep.at_once, "has no effect with cluster=local.",
-            "Leave it out: there one cell runs after the other.",
+            "Leave it out: on one machine the cells run one after the other.",
         )  # fmt: skip
 
 
@@ -146,8 +146,8 @@ class Conductor:
             client.require()
             if with_results and not self._wait:
                 raise UserError(
-                    "hydra/sweeper: it learns from the cells' results, and with cluster=slurm nobody waits for them.\n"
-                    "  Add --wait: this command then stays until the last cell is done."
+                    "hydra/sweeper: it learns from the cells' results, and with cluster=slurm the command does not "
+                    "wait for them.\n  Add --wait."
                 )
         self.paths = paths = self._sweep_paths(asked[0])
         if on_slurm:
@@ -242,14 +242,14 @@ class Conductor:
         found = look([RunPaths(Path(run)) for run in replaced if is_run(run)])
         if active := [replaced[run.dir] for run in found if run.state in ACTIVE]:
             raise UserError(
-                f"sweep.name={paths.root.name}: {len(active)} of these cells are under way with other code or another "
+                f"sweep.name={paths.root.name}: {len(active)} of these cells are active with other code or another "
                 f"torch: {', '.join(active[:_SHOWN])}{' ...' if len(active) > _SHOWN else ''}.\n"
                 "  `launch cancel` ends them; or choose another sweep.name."
             )
         if found:
             self._say(
-                f"The code, or torch, is another one than that of {len(found)} run{'' if len(found) == 1 else 's'}: "
-                "these cells begin anew, and the old runs stay where they are."
+                f"The code, or torch, differs from that of {len(found)} run{'' if len(found) == 1 else 's'}: these "
+                "cells start again, and the old runs are kept."
             )
 
     def _named(self, cell: _Planned, paths: SweepPaths, name: str) -> _Planned:
@@ -337,4 +337,4 @@ def _result(cell: RequestedCell, paths: RunPaths | None) -> Result:
     if key in summary and value is None:
         return RunError(f"{name}: its {key} was not finite at the end.")
     numbers = sorted(name for name, known in summary.items() if isinstance(known, int | float))
-    return ConfigError("sweep.objective", key, "is no number in the summary.", f"There are: {', '.join(numbers)}.")
+    return ConfigError("sweep.objective", key, "is not a number in the summary.", f"There are: {', '.join(numbers)}.")

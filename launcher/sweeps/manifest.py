@@ -86,7 +86,7 @@ def load_sweep(paths: SweepPaths) -> Sweep:
             return value_from_json(Sweep, fields)
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise UserError(f"{paths.book}: cannot be read: {type(error).__name__}: {error}.") from None
-    raise UserError(f"{paths.book} has not format {FORMAT}: it was written by another version of launcher.")
+    raise UserError(f"{paths.book} does not have format {FORMAT}: another version of launcher wrote it.")
 
 
 def opened(paths: SweepPaths, fixed: tuple[str, ...], varying: set[str], at_once: int | None) -> Sweep:
@@ -106,8 +106,8 @@ def opened(paths: SweepPaths, fixed: tuple[str, ...], varying: set[str], at_once
     was, now = {*sweep.fixed, *map("{}=...".format, before or varying)}, {*fixed, *map("{}=...".format, varying)}
     if was != now:
         raise ConfigError(
-            "sweep.name", paths.root.name, f"was begun with {_but(was, now)}, not with {_but(now, was)}: cells would "
-            "replace each other, or be compared with others than themselves.",
+            "sweep.name", paths.root.name, f"was started with {_but(was, now)}, not with {_but(now, was)}: cells "
+            "would replace each other, or be compared although they differ.",
             "Choose another sweep.name, or leave it out.",
         )  # fmt: skip
     return dataclasses.replace(sweep, at_once=at_once)
@@ -133,7 +133,7 @@ def alone(paths: SweepPaths) -> Generator[None]:
         lock = lock_file.open("a")
     except OSError as error:
         raise SiteError(
-            f"{paths.root}: cannot be written to: {error.strerror}.\n  Only who may write there can begin cells there."
+            f"{paths.root}: cannot be written to: {error.strerror}.\n  Choose another sweep.name or run.dir."
         ) from None
     with lock:
         try:
@@ -143,8 +143,8 @@ def alone(paths: SweepPaths) -> Generator[None]:
         except BlockingIOError:
             holder = lock_file.read_text().strip()
             raise UserError(
-                f"{paths.root.name}: another `launch` is at work on this sweep's cells: {holder}.\n"
-                "  Let it end, or stop it with Ctrl-C there; then this command goes on with the sweep."
+                f"{paths.root.name}: another `launch` is starting this sweep's cells: {holder}.\n"
+                "  Wait for its end, or stop it with Ctrl-C; then this command continues the sweep."
             ) from None
         except OSError:  # a file system without locks
             pass

@@ -47,7 +47,7 @@ def _line(cell: Cell, run: RunPaths | None, by_dir: dict[str, Run], paths: Sweep
         return dataclasses.replace(by_dir[str(run.root)], cell=cell.label, sweep=str(paths.root))
     if cell.problem is not None:
         return _without_run(State.impossible, " ".join(cell.problem.split()), paths, cell.label)
-    return _without_run(State.pending, "not begun: the same command goes on with it", paths, cell.label)
+    return _without_run(State.pending, "not started: the same command continues with it", paths, cell.label)
 
 
 def _without_run(state: State, detail: str, paths: SweepPaths, cell: str) -> Run:

@@ -53,7 +53,7 @@ def refused(launch: Launch, tmp_path: Path, *arguments: str, env: dict[str, str]
         ("batch.global_size=100000000", ["samples, fewer than one window"]),
         (
             "cluster.device=cuda cluster.workers_per_node=99",
-            ["workers_per_node=99: this machine shows", "cluster.device=cpu"],
+            ["workers_per_node=99: this machine has", "cluster.device=cpu"],
         ),
         (
             "task.widht=3",

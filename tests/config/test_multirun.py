@@ -67,7 +67,7 @@ def test_ten_thousand_cells_are_not_begun_by_a_slip(arguments: list[str], monkey
     answers = iter(["n", ""])
     monkeypatch.setattr("builtins.input", lambda _: next(answers))
     for _ in range(2):
-        with pytest.raises(UserError, match="Nothing was begun"):
+        with pytest.raises(UserError, match="Nothing was started"):
             cells_of(*arguments)
 
 

@@ -107,7 +107,7 @@ def test_the_batch_is_described_as_in_the_plan() -> None:
     plan = make_plan("batch.uneven=true", "batch.global_size=10", "batch.micro_size=3", "cluster.workers_per_node=2")
     job = job_lines(plan)
     assert job["batch"] == plan.batch.words
-    assert "dealt out to 3 micro-batch × 2 accumulation × 2 ranks" in job["batch"]
+    assert "shared by 3 micro-batch × 2 accumulation × 2 ranks" in job["batch"]
 
 
 @pytest.mark.parametrize(

@@ -36,8 +36,8 @@ def test_ipv6_is_refused() -> None:
         (["cluster.rendezvous=a:1"], "cluster.rendezvous=a:1: has no effect with cluster=local"),
         (["cluster.interface=eth0"], "cluster.interface=eth0: has no effect with cluster=local"),
         (["cluster=hosts", "cluster.rendezvous=a:1"], "cluster.nodes=1: cluster=hosts is a job over several machines"),
-        (["cluster=hosts", "cluster.nodes=2"], "cluster.rendezvous: cluster=hosts needs it"),
-        ([*TWO, "strategy=single"], "one rank trains alone, and 2 were asked for"),
+        (["cluster=hosts", "cluster.nodes=2"], "cluster.rendezvous: is required with cluster=hosts"),
+        ([*TWO, "strategy=single"], "trains on one rank, and this job has 2"),
     ],
 )
 def test_impossible_values(overrides: list[str], message: str) -> None:

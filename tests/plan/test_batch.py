@@ -150,10 +150,10 @@ def test_a_ramp_grows_by_accumulation() -> None:
     ("ramp", "says"),
     [
         ([[10, 12]], r"12 samples cannot be shared by the ranks in micro-batches: 8 at once.*\n.*8 or 16"),
-        ([[10]], r"\[10\] is no stage"),
-        ([[0, 16]], "is no stage"),
-        ([[10, 64]], r"64 samples after 0 do not lead up to batch.global_size=64"),
-        ([[10, 32], [5, 16]], "16 samples after 32 do not lead up"),
+        ([[10]], r"\[10\] is not a stage"),
+        ([[0, 16]], "is not a stage"),
+        ([[10, 64]], r"64 samples after 0 do not rise towards batch.global_size=64"),
+        ([[10, 32], [5, 16]], "16 samples after 32 do not rise"),
     ],
 )
 def test_a_ramp_that_is_none_is_said(ramp: list[list[int]], says: str) -> None:

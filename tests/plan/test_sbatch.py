@@ -104,13 +104,13 @@ def test_of_unlike_nodes_the_least_is_the_default_and_the_most_the_bound() -> No
     most = solve("cluster.workers_per_node=8", partition=unlike, gpus=4)
     assert most.slurm is not None
     assert most.slurm.cpus_per_node == 64
-    with pytest.raises(ConfigError, match="shows 8 GPUs"):
+    with pytest.raises(ConfigError, match="has 8 usable GPUs"):
         solve("cluster.workers_per_node=9", "cluster.constraint=big", partition=unlike, gpus=4)
     large = ("cluster.device=cpu", "cluster.workers_per_node=4")
     assert solve(*large, "cluster.cpus_per_worker=12", partition=unlike, gpus=4).slurm is not None
     with pytest.raises(ConfigError, match="has 64"):
         solve(*large, "cluster.cpus_per_worker=17", partition=unlike, gpus=4)
-    with pytest.raises(ConfigError, match="that is 48 cores a node, and a node of partition gpu has 32"):
+    with pytest.raises(ConfigError, match="this needs 48 cores per node, and a node of partition gpu has 32"):
         solve("cluster.workers_per_node=8", "cluster.cpus_per_worker=6", partition=joint((64, 4), (32, 8)), gpus=4)
 
 
@@ -161,24 +161,27 @@ def test_an_option_that_is_off_is_left_out() -> None:
 
 def test_every_slurm_option_has_one_way_to_say_it() -> None:
     for option, key in (("partition", "cluster.partition"), ("cpus_per_task", "cluster.cpus_per_worker")):
-        with pytest.raises(ConfigError, match=f"has a key of its own.\n  Use {key}"):
+        with pytest.raises(ConfigError, match=f"has its own config key.\n  Use {key}"):
             solve(f"cluster.sbatch.{option}=1")
-    with pytest.raises(ConfigError, match="the launcher's own to set"):
+    with pytest.raises(ConfigError, match="is set by the launcher"):
         solve("cluster.sbatch.output=here.txt")
 
 
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("cluster.nodes=5", "partition gpu gives a job 4 at most"),
-        ("cluster.nodes=2:5", r"cluster.nodes=2:5: partition gpu gives a job 4 at most.\n  Use cluster.nodes=2:4 or"),
-        ("cluster.nodes=5:6", r"partition gpu gives a job 4 at most.\n  Use cluster.nodes=4 or less"),
-        ("cluster.workers_per_node=9", "a node of partition gpu shows 8 GPUs"),
-        ("cluster.time=2-00:00:00", "allows 1-00:00:00 at most"),
-        ("cluster.time=infinite", "cluster.time=infinite: partition gpu allows 1-00:00:00 at most"),
-        ("cluster.time='0'", "cluster.time=0: partition gpu allows 1-00:00:00 at most"),
+        ("cluster.nodes=5", "partition gpu allows a job at most 4 nodes"),
+        (
+            "cluster.nodes=2:5",
+            r"cluster.nodes=2:5: partition gpu allows a job at most 4 nodes.\n  Use cluster.nodes=2:4 or",
+        ),
+        ("cluster.nodes=5:6", r"partition gpu allows a job at most 4 nodes.\n  Use cluster.nodes=4 or less"),
+        ("cluster.workers_per_node=9", "a node of partition gpu has 8 usable GPUs"),
+        ("cluster.time=2-00:00:00", "allows at most 1-00:00:00"),
+        ("cluster.time=infinite", "cluster.time=infinite: partition gpu allows at most 1-00:00:00"),
+        ("cluster.time='0'", "cluster.time=0: partition gpu allows at most 1-00:00:00"),
         ("cluster.time=00:01:00", "too short for one checkpoint"),
-        ("cluster.time=soon", "is no time limit"),
+        ("cluster.time=soon", "is not a time limit"),
         ("cluster.cpus_per_worker=9", "a node of partition gpu has 64"),
         ("cluster.rendezvous=a:1", "has no effect with cluster=slurm"),
     ],

@@ -113,9 +113,9 @@ def test_that_is_refused_before_anything_is_made(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (("cluster=slurm", "cluster.sbatch.container-image=x"), "has a key of its own.\n  Use cluster.container"),
+        (("cluster=slurm", "cluster.sbatch.container-image=x"), "has its own config key.\n  Use cluster.container"),
         (("cluster=slurm", "cluster.sbatch.container-mounts=/a:/a"), "has no effect without a container"),
-        (("cluster=slurm", IMAGE, "cluster.sbatch.container-workdir=/a"), "the launcher's own to set"),
+        (("cluster=slurm", IMAGE, "cluster.sbatch.container-workdir=/a"), "is set by the launcher"),
         (("cluster=slurm", "cluster.container='a b'"), "must be an image"),
         (("cluster=slurm", "cluster.container=''"), "must be an image"),
         ((IMAGE,), "has no effect with cluster=local"),

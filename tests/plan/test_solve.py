@@ -186,7 +186,7 @@ def test_schedules_in_numbers() -> None:
         (["optimizer=sgd", "optimizer.nesterov=true", "optimizer.momentum=0"], "needs optimizer.momentum above 0"),
         (["precision.init_scale=2"], "has an effect with precision=fp16 only"),
         (["schedule=constant", "schedule.min_ratio=0.5"], "has no effect with schedule=constant"),
-        (["strategy=single", "cluster.workers_per_node=2"], "one rank trains alone, and 2 were asked for"),
+        (["strategy=single", "cluster.workers_per_node=2"], "trains on one rank, and this job has 2"),
         (["strategy.sync=boundary", "strategy.static_graph=true"], "strategy.static_graph=true: DDP loses gradients"),
         (["strategy.sync=boundary", "strategy.find_unused_parameters=true"], "strategy.find_unused_parameters=true"),
         (["strategy.sync=gather_once"], "strategy=ddp does not have this policy.\n  It has every, boundary and auto."),
@@ -196,7 +196,7 @@ def test_schedules_in_numbers() -> None:
         (["strategy=fsdp", "strategy.find_unused_parameters=true"], "has no effect with strategy=fsdp"),
         (["strategy=fsdp", "strategy.compress=bf16"], "strategy.compress=bf16: has no effect with strategy=fsdp"),
         (["strategy=fsdp", "strategy.shard_size=2"], "strategy.shard_size=2: has no effect with strategy=fsdp"),
-        (["strategy=fsdp", "strategy.cpu_offload=true"], "has no effect where no GPU is used"),
+        (["strategy=fsdp", "strategy.cpu_offload=true"], "has no effect without GPUs"),
         (["strategy=hsdp"], "2 ranks cannot be split into several shard groups"),
         (["strategy=hsdp", "cluster.workers_per_node=4"], "strategy.shard_size=4 (the workers of one host)"),
         (
@@ -205,12 +205,12 @@ def test_schedules_in_numbers() -> None:
         ),
         (["strategy=hsdp", "cluster.workers_per_node=4", "strategy.shard_size=1"], "Use strategy.shard_size=2."),
         (["strategy.powersgd_rank=2"], "has an effect with strategy.compress=powersgd only"),
-        (["strategy.compress=powersgd", "precision=fp16"], "keeps back a residue"),
-        (["precision.tf32=true"], "precision.tf32=true: has no effect where no GPU is used"),
+        (["strategy.compress=powersgd", "precision=fp16"], "keeps a residue"),
+        (["precision.tf32=true"], "precision.tf32=true: has no effect without GPUs"),
         (["strategy.compress=fp16"], "Use strategy.compress=bf16, which has the range of fp32"),
         (["strategy.compress=powersgd", "strategy.powersgd_start=1"], "strategy.powersgd_start=1: must be at least 2"),
         (["precision.reduce_dtype=bf16"], "precision.reduce_dtype=bf16: has no effect with strategy=ddp"),
-        (["cluster.device=cuda"], "this machine shows 0 GPUs"),
+        (["cluster.device=cuda"], "this machine has 0 usable GPUs"),
         (["cluster.nodes=2"], "cluster.nodes=2: cluster=local is one machine"),
         (["batch.global_size=2000"], "the task has 1,000 samples, fewer than one window"),
         (["run.name=a/b"], "run.name=a/b: must be letters"),
@@ -223,7 +223,7 @@ def test_impossible_values(overrides: list[str], message: str) -> None:
 
 
 def test_more_workers_than_gpus() -> None:
-    with pytest.raises(ConfigError, match=r"workers_per_node=4: this machine shows 2 GPUs"):
+    with pytest.raises(ConfigError, match=r"workers_per_node=4: this machine has 2 usable GPUs"):
         make_plan("cluster.workers_per_node=4", gpus=2)
     assert make_plan(gpus=2).cluster.device is Device.cuda
 

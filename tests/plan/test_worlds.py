@@ -39,14 +39,14 @@ def test_a_range_is_typed_as_it_is_read(typed: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["cluster.nodes=4:2"], "the fewest hosts, 4, are more than the most, 2.\n  Write cluster.nodes=2:4."),
+        (["cluster.nodes=4:2"], "the minimum 4 is above the maximum 2.\n  Write cluster.nodes=2:4."),
         (["cluster.nodes=0:2"], "cluster.nodes=0:2: must be at least 1"),
         (["cluster.nodes=0"], "cluster.nodes=0: must be at least 1"),
-        (["cluster.nodes=2-4"], "cluster.nodes=2-4: is no number of hosts.\n  Write a number, or MIN:MAX such as"),
+        (["cluster.nodes=2-4"], "cluster.nodes=2-4: is not a number of hosts.\n  Write a number, or MIN:MAX such as"),
         (["cluster.nodes=2.5"], "cluster.nodes: must be a whole number, not '2.5'"),
         (["cluster=local", "cluster.nodes=1:2"], "cluster.nodes=1:2: cluster=local is one machine"),
         (["cluster.nodes=1:3", "strategy=hsdp"], "cluster.nodes=1:3: not possible on 1 host: strategy=hsdp: 2 ranks"),
-        (["cluster.nodes=1:2", "strategy=single"], "one rank trains alone"),
+        (["cluster.nodes=1:2", "strategy=single"], "trains on one rank"),
         (["cluster=hosts", "cluster.nodes=1:1"], "cluster.nodes=1:1: cluster=hosts is a job over several machines"),
         (["cluster.nodes=2:4", "batch.micro_size=4", "batch.accumulation=3", "batch.global_size=7"], "is 96, not 7"),
     ],
@@ -102,7 +102,7 @@ def test_the_file_holds_the_plans_of_all_worlds() -> None:
     assert plan.on(3).on(2) == plan.on(2)
     assert RunPlan.from_json(plan.on(3).to_json()) == plan.on(3)
     for nodes in (1, 5):
-        with pytest.raises(UserError, match=f"The job has {nodes} hosts, and was planned for 2 to 4"):
+        with pytest.raises(UserError, match=f"The job has {nodes} hosts, but was planned for 2 to 4"):
             plan.on(nodes)
 
 
@@ -116,14 +116,14 @@ def test_what_the_user_is_told() -> None:
     assert [world.batch.accumulation for world in plan.worlds()] == [4, 6, 8]
     told = " ".join(plan.notes)
     assert "On 3 hosts the ranks take unequal shares of a window, with the same gradient" in told
-    assert "batch.accumulation=4 is that of 4 hosts; on fewer it is higher." in told
+    assert "batch.accumulation=4 applies to 4 hosts; on fewer it is higher." in told
     assert "What a BatchNorm normalises by depends on the number of hosts" in told
     assert all(set(plan.notes[-3:]) <= set(world.notes) for world in plan.worlds())
     rows = [list(column.cells) for column in tables.plan_table(plan).columns]
     assert "2 to 4 hosts × 1 worker, cpu" in rows[1]
     for words in (
         "on 4 hosts: 64 samples = 4 ",
-        "on 3 hosts: 64 samples, dealt out to 4 ",
+        "on 3 hosts: 64 samples, shared by 4 ",
         "on 2 hosts: 64 samples = ",
     ):
         assert any(str(cell).startswith(words) for cell in rows[1])

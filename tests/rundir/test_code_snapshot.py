@@ -107,7 +107,7 @@ def test_the_roots_are_the_tasks_and_pythonpaths(
 
 def test_a_directory_of_data_is_refused(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(code_snapshot, "_MOST_FILES", 1)
-    with pytest.raises(SiteError, match="holds more than 1 files"):
+    with pytest.raises(SiteError, match="contains more than 1 files"):
         code_snapshot.copy_code([project], tmp_path / "code", project / "runs")
 
 
@@ -129,7 +129,7 @@ def test_runs_beside_the_code_are_left_out(project: Path, where: str, *, with_gi
 
 def test_a_copy_of_nothing_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(SiteError, match=r"empty holds nothing .*\n  Put the code there"):
+    with pytest.raises(SiteError, match=r"empty contains no code .*\n  Put the code there"):
         code_snapshot.copy_code([tmp_path / "empty"], tmp_path / "code", tmp_path / "runs")
 
 

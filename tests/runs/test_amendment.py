@@ -72,21 +72,21 @@ REFUSED: dict[str, tuple[list[str], list[str]]] = {
     "contract": (
         ["batch.global_size=48", "optimizer.lr=0.1", "train.clip_norm=null", "task.width=64"],
         [
-            "batch.global_size=48 (was 24): it is the contract", "optimizer.lr=0.1 (was 0.003)", "--force does it",
+            "batch.global_size=48 (was 24): it defines what a", "optimizer.lr=0.1 (was 0.003)", "--force allows it",
             "train.clip_norm=null (was 1.0)", "task.width=64 (was null)",
         ],
     ),
     "never": (
         ["run.name=other", "train.seed=5", "task=digits", "optimizer=sgd", "batch.short_window=drop", "--force"],
         [
-            "run.name=other (was own): it is what the run", "train.seed=5 (was 0): the order of the samples",
+            "run.name=other (was own): it identifies the run", "train.seed=5 (was 0): the order of the samples",
             "task._target_=launcher.tasks.digits.Digits", "optimizer.kind=sgd (was adamw)", "batch.short_window=drop",
         ],
     ),
     "cluster": (["cluster=slurm"], ["cluster.kind=slurm (was local)"]),
-    "mirror": (["wandb.project=x", "sweep.at_once=3"], ["wandb.project=x (was launcher): W&B has the run there"]),
-    "no checkpoints": (["checkpoint.enabled=false"], ["checkpoint.enabled=false (was true): a run goes on from"]),
-    "scale": (["precision.growth_interval=5"], ["precision.growth_interval=5 (was null): the loss scale goes on"]),
+    "mirror": (["wandb.project=x", "sweep.at_once=3"], ["wandb.project=x (was launcher): W&B stores the run there"]),
+    "no checkpoints": (["checkpoint.enabled=false"], ["checkpoint.enabled=false (was true): a run resumes from"]),
+    "scale": (["precision.growth_interval=5"], ["precision.growth_interval=5 (was null): the loss scale continues"]),
     "less": (["train.steps=9"], ["train.steps=9: 10 steps are done already", "train.steps of 10 or more"]),
     "nothing to force": (["train.steps=30", "--force"], ["--force: has no effect"]),
     "no key": (["train.stepz=30"], ["train.stepz=30: there is no such key.", "train.steps"]),

@@ -139,7 +139,7 @@ def test_what_was_asked_to_end_before_an_error_stays_cancelled(tmp_path: Path, m
 
     monkeypatch.setattr(client, "cancel", asked.append)
     monkeypatch.setattr(control.os, "kill", kill)
-    with pytest.raises(SiteError, match=r"foreign: is .* can cancel it"):
+    with pytest.raises(SiteError, match=r"foreign: belongs to .* can cancel it"):
         control.cancel_runs(status.look(places), print)
     assert asked == ["7", "process", "process"]
     assert [records.submissions(place)[-1].cancelled for place in places] == [True, False, False, True]

@@ -75,13 +75,13 @@ def test_a_sweep_that_was_stopped_goes_on_where_it_was(machine: Machine) -> None
 
 def test_a_name_belongs_to_one_sweep(machine: Machine) -> None:
     begin(machine, "sweep.name=s", "optimizer.lr=0.1", seeds=(1,))
-    with pytest.raises(ConfigError, match=r"sweep.name.* begun with optimizer.lr=0.1, not with optimizer.lr=0.2"):
+    with pytest.raises(ConfigError, match=r"sweep.name.* started with optimizer.lr=0.1, not with optimizer.lr=0.2"):
         begin(machine, "sweep.name=s", "optimizer.lr=0.2", seeds=(1,))
     assert len(machine.ran) == 1
-    with pytest.raises(ConfigError, match=r"begun with no train.clip_norm, not with train.clip_norm=1"):
+    with pytest.raises(ConfigError, match=r"started with no train.clip_norm, not with train.clip_norm=1"):
         begin(machine, "sweep.name=s", "optimizer.lr=0.1", "train.clip_norm=1", seeds=(1,))
     with pytest.raises(
-        ConfigError, match=r"begun with optimizer.lr=0.1 train.seed=..., not with optimizer.lr=... no train.seed"
+        ConfigError, match=r"started with optimizer.lr=0.1 train.seed=..., not with optimizer.lr=... no train.seed"
     ):
         begin(machine, "sweep.name=s", "optimizer.lr=0.1", seeds=(1,), key="optimizer.lr")
     assert len(machine.ran) == 1
@@ -99,7 +99,7 @@ def test_an_edit_of_the_code_begins_anew_and_says_so_and_a_log_does_not(machine:
     Path("made.py").write_text("class Task: edited = True")
     begin(machine, "sweep.name=s", seeds=(1, 2, 3))
     assert len(machine.ran) == 5
-    assert "is another one than that of 2 runs" in machine.said[0]
+    assert "differs from that of 2 runs" in machine.said[0]
 
 
 def test_what_is_under_way_is_not_replaced(machine: Machine) -> None:
@@ -107,7 +107,7 @@ def test_what_is_under_way_is_not_replaced(machine: Machine) -> None:
     paths = RunPaths(Path("runs/s").resolve() / machine.ran[0])
     records.amend_submission(paths, pid=os.getpid(), born=records.born(os.getpid()), ended=False)
     Path("made.py").write_text("class Task: edited = True")
-    with pytest.raises(UserError, match=r"1 of these cells are under way with other code.*seed=1.\n.*launch cancel"):
+    with pytest.raises(UserError, match=r"1 of these cells are active with other code.*seed=1.\n.*launch cancel"):
         begin(machine, "sweep.name=s", seeds=(1, 2))
     assert len(machine.ran) == 1
 

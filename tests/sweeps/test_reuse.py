@@ -204,7 +204,7 @@ def test_words_for_sweeps_and_their_cells(tmp_path: Path) -> None:
 
 def test_two_commands_do_not_begin_the_same_cells(tmp_path: Path) -> None:
     paths = SweepPaths(tmp_path / "s")
-    refused = pytest.raises(UserError, match=r"another `launch` is at work on this sweep's cells: process \d+ on")
+    refused = pytest.raises(UserError, match=r"another `launch` is starting this sweep's cells: process \d+ on")
     with manifest.alone(paths), refused, manifest.alone(paths):
         pass
     with manifest.alone(paths):  # it was let go

@@ -99,7 +99,7 @@ def test_the_ledger_tells_the_truth_of_a_failure(either: Cluster, project: Path)
     ("override", "words"),
     [
         ("cluster.partition=nope", "cluster.partition=nope: Slurm has no such partition.\n  There are: train"),
-        ("cluster.nodes=9", "cluster.nodes=9: partition train gives a job 3 at most"),
+        ("cluster.nodes=9", "cluster.nodes=9: partition train allows a job at most 3 nodes"),
         ("cluster.sbatch.gres=gpu:1", "gres=gpu:1"),
         ("cluster.mem=900G", "cluster.mem=900G: Slurm refuses it: Memory specification can not be satisfied"),
         ("cluster.constraint=fast", "cluster.constraint=fast: Slurm refuses it:"),

@@ -229,7 +229,7 @@ def test_a_start_takes_the_plan_for_as_many_nodes_as_it_has(tmp_path: Path, monk
     assert (plan.batch.world_size, plan_file.name) == (3, "plan.nodes1.json")
     assert RunPlan.load(plan_file) == plan
     assert now.fence.newest()["ranks"] == records.read_events(now.paths)[0]["ranks"] == 3
-    with pytest.raises(UserError, match="has 3 hosts, and was planned for 1 to 2"):
+    with pytest.raises(UserError, match="has 3 hosts, but was planned for 1 to 2"):
         node._run(dataclasses.replace(alone, nodes=3), now.fence, SimpleNamespace(asked=None))  # pyright: ignore
 
 

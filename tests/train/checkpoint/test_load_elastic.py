@@ -139,7 +139,7 @@ def test_what_is_not_of_this_run_is_refused(tmp_path: Path) -> None:
         assert len(records(tmp_path / name)) == 5, "nothing was written"
     assert "has format 7, and this launcher" in said
     assert f"WrongCheckpoint at {bigger}" in said
-    assert "batch.global_size=24 (was 16): it is the contract" in said
+    assert "batch.global_size=24 (was 16): it defines what a step" in said
     windows = seen(bigger)
     assert [len(windows[index]) for index in range(12)] == [16] * 5 + [10, 24, 24, 24, 18, 24, 24]
     for epoch in (range(6), range(6, 10)):

@@ -41,7 +41,7 @@ def test_each_rank_needs_a_gpu_of_its_own(one_gpu: list[Any]) -> None:
     backend, options = one_gpu[2]
     assert backend == "cpu:gloo,cuda:nccl"
     assert options["device_id"] == torch.device("cuda", 0)
-    with pytest.raises(ConfigError, match="shows 1 GPUs and each worker needs one"):
+    with pytest.raises(ConfigError, match="has 1 usable GPUs, and each worker needs one"):
         make_plan("cluster.workers_per_node=2", "cluster.device=cuda", gpus=1)
 
 
@@ -55,7 +55,7 @@ def test_ranks_share_a_gpu_where_a_test_says_so(one_gpu: list[Any], monkeypatch:
     assert "device_id" not in options
     plan = make_plan("cluster.workers_per_node=2", "cluster.device=cuda", gpus=1)
     assert "LAUNCHER_SHARE_GPU" in plan.env.allow, "the workers see it"
-    with pytest.raises(ConfigError, match="shows 0 GPUs"):
+    with pytest.raises(ConfigError, match="has 0 usable GPUs"):
         make_plan("cluster.workers_per_node=2", "cluster.device=cuda", gpus=0)
 
 

@@ -37,10 +37,10 @@ def forecasts(**peaks: int) -> list[Forecast]:
 @pytest.mark.parametrize(
     ("memory", "chosen", "why"),
     [
-        (10_000, "gather_once", "fewest wire bytes of all, and all fit"),
-        (1_000, "boundary", "fewest wire bytes of those that fit"),
-        (700, "every", "fewest wire bytes of those that fit"),
-        (300, "every", "the least memory: none is predicted to fit"),
+        (10_000, "gather_once", "fewest wire bytes"),
+        (1_000, "boundary", "fewest wire bytes of the policies that fit"),
+        (700, "every", "fewest wire bytes of the policies that fit"),
+        (300, "every", "least memory: no policy is predicted to fit"),
     ],
 )
 def test_the_fewest_bytes_of_those_that_fit(memory: int, chosen: str, why: str) -> None:
@@ -164,4 +164,4 @@ def test_where_the_loss_needs_values_the_bytes_are_known_and_the_memory_is_not(l
     assert plan.strategy.sync is Sync.gather_once
     assert not plan.strategy.rehearses or plan.strategy.sync is Sync.gather_once
     (note,) = plan.notes
-    assert note.startswith("The memory that each sync policy holds is not known")
+    assert note.startswith("The memory of each sync policy is unknown")
