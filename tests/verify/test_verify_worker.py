@@ -93,7 +93,7 @@ ERRORS = {
     "Vector": "The loss of a micro-batch is of shape [",
     "NumberLoss": "must be a scalar tensor",
     "Negative": "this one has -2",
-    "ItemsWithGradient": "The items of a micro-batch require grad",
+    "ItemsWithGradient": "The number of items of a micro-batch requires a gradient",
 }
 
 
