@@ -52,14 +52,14 @@ class Record:
     """Writer that appends to metrics.jsonl. Each line reaches the operating system before the next step starts.
 
     Args:
-        waits: if the disk is full, keep lines in memory until there is room; otherwise raise an error.
+        waits: if the disk is full, keep lines in memory until there is space; otherwise raise an error.
     """
 
     def __init__(self, path: Path, *, waits: bool) -> None:
         self._path, self._waits = path, waits
         self._file = path.open("ab", buffering=0)
         self._size = self._file.seek(0, os.SEEK_END)
-        self._left: list[bytes] = []
+        self._pending: list[bytes] = []
 
     def write(self, step: int, metrics: Metrics) -> None:
         """Append one line.
@@ -67,24 +67,27 @@ class Record:
         Raises:
             RecordFailed: it cannot be written, and ``waits`` is false.
         """
-        self._left.append(orjson.dumps(as_record(step, metrics), option=orjson.OPT_APPEND_NEWLINE))
-        self._hand_over()
+        self._pending.append(orjson.dumps(as_record(step, metrics), option=orjson.OPT_APPEND_NEWLINE))
+        self._flush()
 
     @PULSE.doing(Role.io)
-    def _hand_over(self) -> None:
-        while self._left:
+    def _flush(self) -> None:
+        while self._pending:
             try:
-                if self._file.write(self._left[0]) < len(self._left[0]):
+                if self._file.write(self._pending[0]) < len(self._pending[0]):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             except OSError as error:
                 # remove an incomplete line; not by path, which names another file once a newer attempt has started
                 self._file.truncate(self._size)
                 if not self._waits:
                     raise self._failed(error) from None
-                if len(self._left) == 1:
-                    print(f"{self._failed(error)}\n  The lines wait for it (checkpoint.on_error=continue).", flush=True)
+                if len(self._pending) == 1:
+                    print(
+                        f"{self._failed(error)}\n  Until then lines stay in memory (checkpoint.on_error=continue).",
+                        flush=True,
+                    )
                 return
-            self._size += len(self._left.pop(0))
+            self._size += len(self._pending.pop(0))
 
     def _failed(self, error: OSError) -> RecordFailed:
         return RecordFailed(f"{self._path} cannot be written: {error.strerror}.\n  Free space on that disk.")
@@ -96,12 +99,12 @@ class Record:
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        self._hand_over()
+        self._flush()
         self._file.close()
-        if self._left:
+        if self._pending:
             raise RecordFailed(
-                f"{count(len(self._left), 'line')} of {self._path} were not written: the disk was full to the end.\n"
-                "  The checkpoint is whole; of these steps there is no record."
+                f"{count(len(self._pending), 'line')} of {self._path} were not written: the disk was still full "
+                "when the run ended.\n  The checkpoint is complete; these steps have no record."
             )
 
 
