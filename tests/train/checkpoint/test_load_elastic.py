@@ -31,7 +31,7 @@ WRONG: dict[str, tuple[list[str], list[str], dict[str, Any], list[str]]] = {
             "task.width=24 (was null)", "optimizer.kind=sgd (was adamw)", "batch.short_window=drop (was exact)",
         ],
     ),
-    "samples": (["task.samples"], [], {"samples": 80}, ["task: samples=80 (was 90): the place in the data"]),
+    "samples": (["task.samples"], [], {"samples": 80}, ["task: samples=80 (was 90): the position in the data"]),
     "shape": (
         ["task.width"], [], {"width": 24},
         [
