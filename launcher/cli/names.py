@@ -74,31 +74,31 @@ def _in_a_sweep(word: str, runs: Path, sweeps: Mapping[str, SweepPaths]) -> RunP
 def _cells(sweep: SweepPaths) -> dict[str, RunPaths]:
     """Return the sweep's runs by all names of a cell: as shown by `launch runs`, and its directory's name."""
     try:
-        known = manifest.load_sweep(sweep)
+        sweep_manifest = manifest.load_sweep(sweep)
     except UserError:
         return {run.root.name: run for run in find(sweep.root)}
-    runs, found = known.runs(sweep), dict[str, RunPaths]()
-    for cell in known.cells:
+    runs, run_of = sweep_manifest.runs(sweep), dict[str, RunPaths]()
+    for cell in sweep_manifest.cells:
         if (run := runs.get(cell.overrides)) is not None:
             names = (cell.label, cell.label.replace(" ", "+"), run.root.name)
-            found |= dict.fromkeys(names, RunPaths(run.root.resolve()))
-    return found
+            run_of |= dict.fromkeys(names, RunPaths(run.root.resolve()))
+    return run_of
 
 
-def _one(word: str, known: Mapping[str, Place], where: Path) -> Place:
+def _one(word: str, places: Mapping[str, Place], where: Path) -> Place:
     """Return the place whose name is ``word`` or starts with it."""
-    if word in known:
-        return known[word]
-    found = {paths.root: paths for name, paths in known.items() if name.startswith(word)}
-    if len(found) == 1:
-        return next(iter(found.values()))
-    names = sorted({paths.root.name for paths in (found or known).values()})
-    if found:
-        more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    if word in places:
+        return places[word]
+    matches = {paths.root: paths for name, paths in places.items() if name.startswith(word)}
+    if len(matches) == 1:
+        return next(iter(matches.values()))
+    names = sorted({paths.root.name for paths in (matches or places).values()})
+    if matches:
+        more = f" and {len(matches) - _SHOWN} more" if len(matches) > _SHOWN else ""
         raise UserError(
-            f"{word}: {len(found)} runs match: {', '.join(names[:_SHOWN])}{more}.\n  Write more of the name."
+            f"{word}: {len(matches)} runs match: {', '.join(names[:_SHOWN])}{more}.\n  Write more of the name."
         )
     verb = "runs" if is_sweep(where) else "runs --dir"
-    there = f"`launch {verb} {near(where.absolute())}` lists them." if known else f"{where} contains no run."
-    hint = did_you_mean(word, names) or there
+    listing = f"`launch {verb} {near(where.absolute())}` lists them." if places else f"{where} contains no run."
+    hint = did_you_mean(word, names) or listing
     raise UserError(f"{word}: there is no such run in {where}.\n  {hint} Or name its directory, or use --dir DIR.")

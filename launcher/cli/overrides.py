@@ -71,15 +71,15 @@ def take_value(flag: str, arguments: list[str]) -> str | None:
 
 def require_overrides(arguments: list[str]) -> None:
     """Check that everything except flags is ``key=value``; Hydra's own message would not name the argument."""
-    left = iter(arguments)
-    for argument in left:
+    remaining = iter(arguments)
+    for argument in remaining:
         flag = argument.partition("=")[0]
         if argument.startswith("-"):
             if flag not in _HYDRA_FLAGS:
-                known = [*_OWN_FLAGS, *(name for name in _HYDRA_FLAGS if name.startswith("--"))]
-                raise UserError(f"{flag}: there is no such flag.\n  {did_you_mean(flag, known)}See `launch --help`.")
+                flags = [*_OWN_FLAGS, *(name for name in _HYDRA_FLAGS if name.startswith("--"))]
+                raise UserError(f"{flag}: there is no such flag.\n  {did_you_mean(flag, flags)}See `launch --help`.")
             if _HYDRA_FLAGS[flag] and flag == argument:
-                next(left, None)
+                next(remaining, None)
         elif "=" not in argument and not argument.startswith("~"):
             raise UserError(f"{argument}: is not an override.\n  Write key=value, such as train.steps=100.")
 

@@ -30,13 +30,13 @@ def explain_composition(
         known: every key that may be set.
         plain: rewords OmegaConf's message about a value.
     """
-    found = re.match(r"In '([^']+)': \w+ raised while composing config:\n(.*)", text)
-    file = None if found is None else _file(f"{found[1]}.yaml", arguments)
-    if found is None or file is None:
+    match = re.match(r"In '([^']+)': \w+ raised while composing config:\n(.*)", text)
+    file = None if match is None else _file(f"{match[1]}.yaml", arguments)
+    if match is None or file is None:
         return None
     key = (re.search(r"full_key: *(\S*)", text) or ["", ""])[1].partition("[")[0]
-    group = found[1].rpartition("/")[0]
-    if "is not a subclass of" in found[2]:  # a value in place of a group of keys; OmegaConf does not name the key
+    group = match[1].rpartition("/")[0]
+    if "is not a subclass of" in match[2]:  # a value in place of a group of keys; OmegaConf does not name the key
         key = next(
             (name for name, value in _content(file).items() if name in known and not isinstance(value, dict)), ""
         )
@@ -48,12 +48,12 @@ def explain_composition(
             _where(file, ""), None, f"its keys became those of a group {group!r}, which does not exist.",
             "Make its first line `# @package _global_`, so that they are keys of the whole configuration.",
         )  # fmt: skip
-    if re.match(r"Key '.*' not in", found[2]):
+    if re.match(r"Key '.*' not in", match[2]):
         parent = key.rpartition(".")[0]
         beside = [name for name in known if name.rpartition(".")[0] == parent]
         nearest = did_you_mean(key, beside).strip() or f"Allowed: {', '.join(beside)}."
         return ConfigError(_where(file, key), None, "there is no such key.", nearest)
-    return ConfigError(_where(file, key), None, plain(found[2]))
+    return ConfigError(_where(file, key), None, plain(match[2]))
 
 
 def explain_yaml(error: Any) -> ConfigError:

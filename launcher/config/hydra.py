@@ -162,12 +162,12 @@ def run_with_config(
             return
         statuses.append(act(config, yaml))
 
-    def begin(asked: Sequence[RequestedCell], with_results: bool) -> Sequence[Result]:
+    def begin(requested: Sequence[RequestedCell], with_results: bool) -> Sequence[Result]:
         try:
             if cells is not None:
-                return cells(asked, with_results)
-            statuses.extend(act(cell.config, cell.yaml) for cell in asked)
-            return [None] * len(asked)
+                return cells(requested, with_results)
+            statuses.extend(act(cell.config, cell.yaml) for cell in requested)
+            return [None] * len(requested)
         except Exception as error:
             of_verb.append(error)
             raise
@@ -358,7 +358,7 @@ def _explain(error: Exception, arguments: Sequence[str]) -> ConfigError:
 
 def _plain(text: str) -> str:
     """Return OmegaConf's "Value 'x' of type 'str' could not be converted to Integer" without its types."""
-    wanted = {
+    descriptions = {
         "Integer": "a whole number", "int": "whole numbers", "Float": "a number", "bool": "true or false",
         "String": "a text", "Union[int, str]": "a whole number",
     }  # fmt: skip
@@ -367,8 +367,8 @@ def _plain(text: str) -> str:
         r"Value ('.*?') \(\w+\) is incompatible with type hint '(\w+)'.*",
         r"Value ('.*?') of type '\w+' is incompatible with type hint '(?:Optional\[)?(Union\[int, str\])\]?'",
     ):
-        if found := re.fullmatch(words, text):
-            return f"must be {wanted.get(found[2], found[2])}, not {found[1]}."
+        if match := re.fullmatch(words, text):
+            return f"must be {descriptions.get(match[2], match[2])}, not {match[1]}."
     if "is not Optional" in text:
         return "null has no meaning here: give a value, or leave the key out."
     return "must be a list: [...]." if "is not a ListConfig" in text else f"{text}."

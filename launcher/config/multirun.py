@@ -71,15 +71,15 @@ def start_cells(master: Any, overrides: Sequence[Sequence[str]], composed: Seque
         override_key(word): word for word in master.hydra.overrides.task
     }  # of a repeated key the last value is used
     fixed = {key for key, word in typed.items() if not _sweeps(word)}
-    asked: list[RequestedCell] = []
+    requested: list[RequestedCell] = []
     for words, config in zip(overrides, composed, strict=True):
-        asked.append(
+        requested.append(
             RequestedCell(
                 tuple(word.removeprefix("++") for word in words if override_key(word) not in fixed),
                 *BEGIN.get().to_config(config),
             )
         )
-    return BEGIN.get().cells(asked, not _takes_no_results(master))
+    return BEGIN.get().cells(requested, not _takes_no_results(master))
 
 
 def _takes_no_results(master: Any) -> bool:

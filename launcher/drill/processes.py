@@ -37,22 +37,22 @@ def processes_of(run_id: str, launch: int | None = None) -> list[psutil.Process]
     Args:
         launch: process id of the `launch` command that runs the job here; None without one.
     """
-    found = {process for process, _ in _inheriting(run_id)}
+    processes = {process for process, _ in _inheriting(run_id)}
     for pid in {launch, *map(_parent, workers_of(run_id).values())} - {None}:
         with suppress(psutil.NoSuchProcess):
             root = psutil.Process(pid)
-            found |= {root, *root.children(recursive=True)}
-    return sorted(filter(_is_alive, found), key=lambda process: process.pid)
+            processes |= {root, *root.children(recursive=True)}
+    return sorted(filter(_is_alive, processes), key=lambda process: process.pid)
 
 
 def _inheriting(run_id: str) -> list[tuple[psutil.Process, dict[str, str]]]:
-    found: list[tuple[psutil.Process, dict[str, str]]] = []
+    inheriting: list[tuple[psutil.Process, dict[str, str]]] = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):  # it has ended, or belongs to another user
             environment = process.environ()
             if environment.get("TORCHELASTIC_RUN_ID") == run_id and _is_alive(process):
-                found.append((process, environment))
-    return found
+                inheriting.append((process, environment))
+    return inheriting
 
 
 def _parent(process: psutil.Process) -> int | None:

@@ -141,10 +141,10 @@ def judge(behind: Sequence[RankState], answers: Sequence[Answer], timeout_s: flo
         "anything else. A collective that not all of them run, a GPU kernel that does not end, or a broken link looks "
         "like that:"
     )
-    shown = [f"rank {state.rank} on {state.host}: at {answer.location}" for state, answer in answered]
-    more = [f"and {len(shown) - _SHOWN} more"] if len(shown) > _SHOWN else []
+    lines = [f"rank {state.rank} on {state.host}: at {answer.location}" for state, answer in answered]
+    more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
     stack = "\n".join(f"--- rank {state.rank} ---\n{answer.stack}" for state, answer in answered[:_SHOWN])
-    return _hang(state, None, "\n  ".join([text, *shown[:_SHOWN], *more]), stack)
+    return _hang(state, None, "\n  ".join([text, *lines[:_SHOWN], *more]), stack)
 
 
 _SHOWN = 16

@@ -103,12 +103,12 @@ def run_job(plan: LaunchPlan, display: Display, peers: Peers) -> Verdict:
     Raises:
         RecordFailed: The disk does not take the verdict.
     """
-    asked: list[int] = []
+    signals: list[int] = []
     recorded = _recorded(plan)
 
     def stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
-        if not asked or number == signal.SIGINT:
-            asked.append(number)
+        if not signals or number == signal.SIGINT:
+            signals.append(number)
 
     submission = records.add_submission(plan.paths, Submission.now().by_this_process()) if _writes(plan) else 0
     fence = Fence(plan.paths, Incarnation(submission))
@@ -116,12 +116,12 @@ def run_job(plan: LaunchPlan, display: Display, peers: Peers) -> Verdict:
     try:
         if _writes(plan):
             open_incarnation(fence, ranks=plan.cluster.world_size)
-        _run_once(plan, plan.paths.plan_of(plan.node), fence, display, peers, asked)
-        while len(asked) < 2 and (regrouping := peers.regroup(plan.paths.newest_step())) is not None:
+        _run_once(plan, plan.paths.plan_of(plan.node), fence, display, peers, signals)
+        while len(signals) < 2 and (regrouping := peers.regroup(plan.paths.newest_step())) is not None:
             plan, plan_file, fence = regroup(plan, regrouping, fence)
             display.say(describe_regrouping(plan, regrouping))
             peers.start_regrouped()
-            _run_once(plan, plan_file, fence, display, peers, asked)
+            _run_once(plan, plan_file, fence, display, peers, signals)
     finally:
         display.close()
         for number, handler in handlers.items():
@@ -138,9 +138,9 @@ def run_job(plan: LaunchPlan, display: Display, peers: Peers) -> Verdict:
             f"{plan.paths.root}: the verdict, {summary['verdict']}, cannot be written there: {error.strerror}.\n"
             f"  Make room; `launch resume {plan.run.name}` goes on from the newest checkpoint."
         ) from None
-    if asked:
+    if signals:
         trained = plan.node != 0 or _recorded(plan) > recorded  # other hosts may not see the record
-        status = _status_of_stop(plan, summary["verdict"], asked, trained=trained)
+        status = _status_of_stop(plan, summary["verdict"], signals, trained=trained)
     return Verdict(status, summary, plan)
 
 
@@ -149,36 +149,36 @@ def _recorded(plan: LaunchPlan) -> int:
     return plan.paths.metrics.stat().st_size if plan.paths.metrics.exists() else 0
 
 
-def _status_of_stop(plan: LaunchPlan, verdict: str, asked: list[int], *, trained: bool) -> int:
-    """Return the exit status of a run that was stopped here by the signals ``asked``.
+def _status_of_stop(plan: LaunchPlan, verdict: str, signals: list[int], *, trained: bool) -> int:
+    """Return the exit status of a run that was stopped here by ``signals``.
 
     Args:
         trained: True if this attempt may have completed a step. A run that was killed before has lost nothing.
     """
-    if asked[0] == signal.SIGINT:
+    if signals[0] == signal.SIGINT:
         return EXIT_INTERRUPTED
-    if verdict == "killed" and signal.SIGINT not in asked and not trained:
-        goes_on = isinstance(plan, RunPlan) and plan.checkpoint.enabled
-        return EXIT_RESUMABLE if goes_on else EXIT_INTERRUPTED
+    if verdict == "killed" and signal.SIGINT not in signals and not trained:
+        resumable = isinstance(plan, RunPlan) and plan.checkpoint.enabled
+        return EXIT_RESUMABLE if resumable else EXIT_INTERRUPTED
     of_verdict = {"done": EXIT_DONE, "failed": EXIT_FAILED, "stopped": EXIT_RESUMABLE}
     return of_verdict.get(verdict, EXIT_INTERRUPTED)
 
 
 def _run_once(
-    plan: LaunchPlan, plan_file: Path, fence: Fence, display: Display, peers: Peers, asked: list[int]
+    plan: LaunchPlan, plan_file: Path, fence: Fence, display: Display, peers: Peers, signals: list[int]
 ) -> None:
-    """Run one incarnation until it is over on all hosts. ``asked``: stop signals that this process has received."""
+    """Run one incarnation until it is over on all hosts. ``signals``: stop signals that this process has received."""
     agent = _start_agent(plan, plan_file, fence.own)
     forwarder = _StopForwarder(agent, display, peers, plan.cluster.grace_s)
     over = False
-    while not (over and (peers.complete() or len(asked) > 1)):
+    while not (over and (peers.complete() or len(signals) > 1)):
         display.refresh()
-        forwarder.forward(len(asked))
+        forwarder.forward(len(signals))
         peers.listen(POLL_S)
         if not over and agent.poll() is not None:
             over = True
             # a second Ctrl-C, or one before the agent had handlers, kills it by the signal itself
-            own = EXIT_INTERRUPTED if asked else agent.returncode
+            own = EXIT_INTERRUPTED if signals else agent.returncode
             peers.ended(own if own >= 0 else EXIT_FAILED, _summary(plan, own))
     display.refresh()
 
@@ -192,16 +192,16 @@ class _StopForwarder:
         self._noticed: float | None = None
         self._asked_to_stop = False
 
-    def forward(self, asked: int) -> None:
-        """Send the agent the signals that are due. ``asked``: number of stop signals that this process received."""
-        if asked > self._forwarded:
+    def forward(self, received: int) -> None:
+        """Send the agent the signals that are due. ``received``: number of stop signals that this process received."""
+        if received > self._forwarded:
             if not self._forwarded:
                 self._peers.stop()
                 if not self._asked_to_stop:
                     self._display.say("Stopping at the end of this window. Ctrl-C again kills the workers at once.")
-            self._forwarded = asked
+            self._forwarded = received
             # the workers and the mirror notice a killed agent by themselves
-            self._signal(signal.SIGTERM if asked == 1 and not self._asked_to_stop else signal.SIGKILL)
+            self._signal(signal.SIGTERM if received == 1 and not self._asked_to_stop else signal.SIGKILL)
         elif not self._forwarded and self._peers.stopped_by is not None and not self._asked_to_stop:
             self._display.say(f"Stopped on {self._peers.stopped_by}: stopping at the end of this window.")
             self._ask_to_stop()

@@ -134,14 +134,14 @@ def lead(plan: P, config_yaml: str, route: Route, facts: Message, say: Say) -> t
             "  Another job or program has the port: choose another one."
         ) from None
     gathering = _Gathering(listener, plan.cluster.range, facts, route, say)
-    channels, address, made = gathering.channels, route.interface.address, False
+    channels, address, created = gathering.channels, route.interface.address, False
     try:
         gathering.wait()
         store = f"{address}:{free_port(address)}"
         own = HostPosition(node=0, address=address, interface=route.interface.name, store=store, shared=True)
         plan = _placed(plan.on(len(channels) + 1), plan.run, own)
         local.create(plan, config_yaml)
-        made = True
+        created = True
         run = {"name": plan.run.name, "id": plan.run.id, "created": plan.run.created}
         for node, channel in enumerate(channels, 1):
             channel.send(welcome=run, node=node, nodes=plan.cluster.nodes, store=store)
@@ -152,16 +152,16 @@ def lead(plan: P, config_yaml: str, route: Route, facts: Message, say: Say) -> t
         if isinstance(error, UserError):
             for channel in channels:
                 channel.send(refused=str(error))
-        _undo(plan, made, listener, *channels)
+        _undo(plan, created, listener, *channels)
         raise
     return plan, FirstHost(listener, channels, address, _refusal(plan, route), _least(plan))
 
 
-def _undo(plan: LaunchPlan, made: bool, *connections: Listener | Channel) -> None:
+def _undo(plan: LaunchPlan, created: bool, *connections: Listener | Channel) -> None:
     """Close the connections, and remove the run's directory if this host made it."""
     for connection in connections:
         connection.close()
-    if made:
+    if created:
         shutil.rmtree(plan.paths.root, ignore_errors=True)
 
 
@@ -200,7 +200,7 @@ def _require_ready(channels: list[Channel], plan: LaunchPlan, port: int) -> None
 
 def join(plan: P, config_yaml: str, route: Route, facts: Message, say: Say) -> tuple[P, Peers]:
     """Join node 0 as one of the other hosts."""
-    channel, made = _connect(route, say), False
+    channel, created = _connect(route, say), False
     try:
         channel.send(launch=PROTOCOL, facts=facts)
         greeting = channel.next(_ANSWER_WITHIN_S)
@@ -217,14 +217,14 @@ def join(plan: P, config_yaml: str, route: Route, facts: Message, say: Say) -> t
         try:
             require_reach(place.store.rpartition(":")[0], route.rendezvous[1], "node 0")
             plan = _placed(plan.on(int(welcome["nodes"])), _common_run(plan.run, welcome["welcome"]), place)
-            plan, made = _make_directory(plan, config_yaml)
+            plan, created = _make_directory(plan, config_yaml)
         except SiteError as error:
             channel.send(refused=str(error))
             raise
-        channel.send(ready=True, shared=not made, address=place.address)
+        channel.send(ready=True, shared=not created, address=place.address)
         _expect(channel, "go", _ANSWER_WITHIN_S + MEET_WITHIN_S)
     except BaseException:
-        _undo(plan, made, channel)
+        _undo(plan, created, channel)
         raise
     return plan, OtherHost(channel)
 
@@ -265,12 +265,14 @@ def _expect(channel: Channel, key: str, seconds: float) -> Message:
     return message
 
 
-def _common_run(own: RunInfo, given: Any) -> RunInfo:
-    name = str(given["name"])
+def _common_run(own: RunInfo, message: Any) -> RunInfo:
+    name = str(message["name"])
     if not re.fullmatch(r"[\w=,+][\w.=,+-]*", name):  # it becomes a directory's name
         raise SiteError(f"The first host calls the run {name!r}, which is no name of a run.")
     directory = Path(own.dir).parent / name
-    return dataclasses.replace(own, name=name, id=str(given["id"]), created=str(given["created"]), dir=str(directory))
+    return dataclasses.replace(
+        own, name=name, id=str(message["id"]), created=str(message["created"]), dir=str(directory)
+    )
 
 
 def _placed(plan: P, run: RunInfo, place: HostPosition) -> P:

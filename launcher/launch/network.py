@@ -134,7 +134,7 @@ def _wanted(name: str | None, present: list[Interface]) -> Interface | None:
         return None
     interface = next((i for i in present if i.name == name and not i.loopback), None)
     if interface is None:
-        exists = name in {known for _, known in socket.if_nameindex()}
+        exists = name in {existing for _, existing in socket.if_nameindex()}
         problem = "has no IPv4 address that others reach" if exists else "is no interface of this host"
         raise SiteError(f"cluster.interface={name}: {problem}.\n  This host has: {_shown(present)}.")
     return interface

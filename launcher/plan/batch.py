@@ -78,11 +78,11 @@ class Batch:
         """Return a text such as "64 samples = 4 micro-batch × 8 accumulation × 2 ranks"."""
         ranks = f"{self.world_size} rank{'' if self.world_size == 1 else 's'}"
         product = f"{self.micro_size} micro-batch × {self.accumulation} accumulation × {ranks}"
-        whole = f"{self.global_size} sample{'' if self.global_size == 1 else 's'}"
+        total = f"{self.global_size} sample{'' if self.global_size == 1 else 's'}"
         if self.global_size == self.micro_size * self.accumulation * self.world_size:
-            return f"{whole} = {product}"
+            return f"{total} = {product}"
         size = self.global_size / (self.accumulation * self.world_size)
-        return f"{whole}, shared by {product}: {math.floor(size)} or {math.ceil(size)} in each micro-batch"
+        return f"{total}, shared by {product}: {math.floor(size)} or {math.ceil(size)} in each micro-batch"
 
     def global_size_at(self, index: int) -> int:
         """Return the samples of window ``index`` of the run if that window is full."""

@@ -198,9 +198,11 @@ def batch_env(env: Mapping[str, str], allow: Sequence[str]) -> dict[str, str]:
     named: list[str] = []
     for pattern in allow:
         (usual.remove if pattern in usual else named.append)(pattern)
-    told = set(allowed_env(env, tuple(named)))
-    kept = allowed_env(env, (*allow, *BATCH_ENV))
-    return {name: kept[name] for name in kept if name in told or name not in _URLS or "@" not in kept[name]}
+    explicit = set(allowed_env(env, tuple(named)))
+    allowed = allowed_env(env, (*allow, *BATCH_ENV))
+    return {
+        name: allowed[name] for name in allowed if name in explicit or name not in _URLS or "@" not in allowed[name]
+    }
 
 
 def file_system(directory: Path) -> tuple[Path, str]:

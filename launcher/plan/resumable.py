@@ -94,8 +94,8 @@ def rule(key: str) -> tuple[May, str] | None:
 
 def forced_by(changes: Iterable[Change]) -> tuple[str, ...]:
     """Return the keys of those changes that only --force allows."""
-    found = list(changes)
-    return tuple(change.key for change in found if _judged(change, found)[0] is May.force)
+    listed = list(changes)
+    return tuple(change.key for change in listed if _judged(change, listed)[0] is May.force)
 
 
 def refusals(changes: Iterable[Change], forced: Container[str]) -> list[str]:
@@ -105,9 +105,9 @@ def refusals(changes: Iterable[Change], forced: Container[str]) -> list[str]:
         forced: keys whose change the user has forced.
     """
     lines: list[str] = []
-    found = list(changes)
-    for change in found:
-        may, why = _judged(change, found)
+    listed = list(changes)
+    for change in listed:
+        may, why = _judged(change, listed)
         if may is May.never or (may is May.force and change.key not in forced):
             remedy = "; --force allows it" if may is May.force else ""
             lines.append(f"{change.key}={shown(change.after)} (was {shown(change.before)}): {why}{remedy}.")
@@ -133,26 +133,28 @@ def _judged(change: Change, beside: Iterable[Change]) -> tuple[May, str]:
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return a nested config by dotted keys. A map that the user fills (cluster.sbatch) is one value, even if empty."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, value in config.items():
         key = f"{prefix}{name}"
         if isinstance(value, Mapping) and not prefix:
-            found |= flat(value, f"{key}.")  # pyright: ignore[reportUnknownArgumentType]
+            values |= flat(value, f"{key}.")  # pyright: ignore[reportUnknownArgumentType]
         else:
-            found[key] = value
-    return found
+            values[key] = value
+    return values
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
     """Return the changes between two nested configs of JSON values."""
     old, new = flat(before), flat(after)
     keys = dict.fromkeys([*new, *old])
-    found = [Change(key, old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)]
+    differing = [Change(key, old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)]
     # an optimizer's or task's keys come and go with its kind: report only the change of kind
-    kinds = {change.key.partition(".")[0] for change in found if change.key.endswith(("._target_", "optimizer.kind"))}
+    kinds = {
+        change.key.partition(".")[0] for change in differing if change.key.endswith(("._target_", "optimizer.kind"))
+    }
     return [
         change
-        for change in found
+        for change in differing
         if change.key.partition(".")[0] not in kinds or change.key.endswith(("._target_", ".kind"))
     ]
 

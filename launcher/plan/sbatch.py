@@ -187,12 +187,12 @@ def seconds(limit: str) -> int | None:
     """
     if limit.lower() in ("infinite", "unlimited", "n/a", "none", ""):
         return None
-    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", limit)
-    if not found:
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", limit)
+    if not match:
         raise ValueError(limit)
     if not limit.strip("0:-"):
         return None
-    days, *parts = found.groups()
+    days, *parts = match.groups()
     first, second, third = (int(part) if part is not None else None for part in parts)
     assert first is not None
     if days is not None:

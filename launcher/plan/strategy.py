@@ -78,8 +78,8 @@ def solve_strategy(
         rehearses=config.kind not in SHARDED or sync is Sync.gather_once,
     )
     # savings of low-rank factors depend on every parameter's shape: measured by the meter, not predicted
-    known = task.parameters is not None and config.compress is not Compress.powersgd
-    return with_forecasts(plan, forecasts) if known else plan
+    predictable = task.parameters is not None and config.compress is not Compress.powersgd
+    return with_forecasts(plan, forecasts) if predictable else plan
 
 
 def with_forecasts(plan: StrategyPlan, forecasts: Sequence[Forecast]) -> StrategyPlan:

@@ -123,7 +123,7 @@ def weigh_memory(plan: RunPlan, *, choose: bool) -> RunPlan:
 
 def _with_time(forecast: Forecast, plan: RunPlan) -> Forecast:
     """Add the link's seconds, scaled from the previous forecast by the wire bytes."""
-    before = next((known for known in plan.strategy.forecasts if known.sync is forecast.sync), forecast)
+    before = next((other for other in plan.strategy.forecasts if other.sync is forecast.sync), forecast)
     if before.wire_s is None or not before.wire_bytes:
         return forecast
     return dataclasses.replace(forecast, wire_s=before.wire_s * forecast.wire_bytes / before.wire_bytes)

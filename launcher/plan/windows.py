@@ -133,15 +133,15 @@ def changed_at(old: Batch, new: Batch, index: int) -> Batch:
 
 def _cut(stages: Iterable[RampStage], first: int, stop: int | None) -> list[RampStage]:
     """Return the part of ``stages`` within [first, stop)."""
-    found: list[RampStage] = []
+    stages_left: list[RampStage] = []
     begin = 0
     for stage in stages:
         end = begin + stage.windows
         windows = (end if stop is None else min(end, stop)) - max(begin, first)
         if windows > 0:
-            found.append(dataclasses.replace(stage, windows=windows))
+            stages_left.append(dataclasses.replace(stage, windows=windows))
         begin = end
-    return found
+    return stages_left
 
 
 def _merged(stages: Iterable[RampStage]) -> tuple[RampStage, ...]:

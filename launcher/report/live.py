@@ -123,8 +123,8 @@ class LiveDisplay(MessageDisplay):
         if self._announced or not left or self._first is None or record["step"] - self._first["step"] < TIMED_STEPS:
             return
         self._announced = True
-        whole = _duration(record["time/total_s"] + left)
-        self.say(f"The {self._steps} steps take about {whole}; {_duration(left)} left.")
+        duration = _duration(record["time/total_s"] + left)
+        self.say(f"The {self._steps} steps take about {duration}; {_duration(left)} left.")
 
     def _seconds_left(self, record: dict[str, Any]) -> float | None:
         """Return the time to the last step at the mean rate since the display started; None if unknown."""

@@ -123,13 +123,13 @@ def commit_of(file: Path, copies: Sequence[str]) -> str | None:
     """
     if copies:
         notes = cast("list[dict[str, str | None]]", read_json(Path(copies[0]).parent / _NOTES) or [])
-        known = (note["commit"] or None for note, copy in zip(notes, copies, strict=False) if _lies_in(file, copy))
-        return next(known, None)
+        commits = (note["commit"] or None for note, copy in zip(notes, copies, strict=False) if _is_below(file, copy))
+        return next(commits, None)
     installed = (Path(__file__).parents[1], *site.getsitepackages(), sysconfig.get_paths()["stdlib"])
-    return None if any(_lies_in(file, place) for place in installed) else _commit(file.parent)
+    return None if any(_is_below(file, place) for place in installed) else _commit(file.parent)
 
 
-def _lies_in(file: Path, place: str | Path) -> bool:
+def _is_below(file: Path, place: str | Path) -> bool:
     return file.resolve().is_relative_to(Path(place).resolve())
 
 
@@ -246,14 +246,14 @@ def _git(root: Path, *command: str, within_s: float | None = None) -> bytes:
 
 def _git_files(root: Path) -> list[str]:
     """Return the files of the work tree and of nested ones, such as submodules, which git lists as directories."""
-    found: list[str] = []
+    files: list[str] = []
     for entry in _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard").split(b"\0"):
         name = os.fsdecode(entry).rstrip("/")
         if name and (root / name / ".git").exists() and not (root / name).is_symlink():
-            found += [f"{name}/{inner}" for inner in _git_files(root / name)]
+            files += [f"{name}/{inner}" for inner in _git_files(root / name)]
         elif name:
-            found.append(name)
-    return found
+            files.append(name)
+    return files
 
 
 def _small_files(root: Path, omitted: _Omitted) -> Iterator[str]:

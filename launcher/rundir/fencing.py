@@ -60,26 +60,26 @@ class Fence:
         """Return whether a newer incarnation has started."""
         return Incarnation.parse(self.newest().get("incarnation", "0.0")) > self.own
 
-    def claim(self, **known: Any) -> None:
+    def claim(self, **fields: Any) -> None:
         """Become the newest incarnation: from here on older ones write nothing.
 
         Args:
-            known: information for other processes.
+            fields: information for other processes.
 
         Raises:
             Superseded: a newer one has started.
         """
         self.check()
-        write_json(self.paths.incarnation, {"incarnation": str(self.own), **known})
+        write_json(self.paths.incarnation, {"incarnation": str(self.own), **fields})
 
-    def add(self, **known: Any) -> None:
+    def add(self, **fields: Any) -> None:
         """Add information about this incarnation for other processes.
 
         Raises:
             Superseded: a newer one has started.
         """
         self.check()
-        write_json(self.paths.incarnation, self.newest() | known)
+        write_json(self.paths.incarnation, self.newest() | fields)
 
     def check(self) -> None:
         """Check that no newer incarnation has started.

@@ -26,8 +26,8 @@ def clear_torn(directory: Path) -> None:
     Files of other hosts, of live processes, and recent ones stay: containers on several hosts may have the same name.
     """
     for path in directory.glob(".*"):
-        found = re.fullmatch(rf"\..+\.{re.escape(os.uname().nodename)}\.(\d+)\.[0-9a-f]{{8}}", path.name)
-        if found and not Path("/proc", found[1]).exists():
+        match = re.fullmatch(rf"\..+\.{re.escape(os.uname().nodename)}\.(\d+)\.[0-9a-f]{{8}}", path.name)
+        if match and not Path("/proc", match[1]).exists():
             with suppress(FileNotFoundError):
                 if time.time() - path.stat().st_mtime > _WRITTEN_WITHIN_S:
                     path.unlink()
@@ -122,9 +122,9 @@ class Tail:
         """
         try:
             with self.path.open("rb") as file:
-                found = os.fstat(file.fileno())
-                known, self._file = self._file, (found.st_dev, found.st_ino)
-                if known is not None and (known != self._file or found.st_size < self._offset):
+                status = os.fstat(file.fileno())
+                previous, self._file = self._file, (status.st_dev, status.st_ino)
+                if previous is not None and (previous != self._file or status.st_size < self._offset):
                     self.replaced += 1
                     self._offset = 0
                 file.seek(self._offset)
@@ -133,6 +133,6 @@ class Tail:
             if error.errno not in (errno.ENOENT, errno.ESTALE):  # ESTALE: NFS file replaced while being read
                 raise
             return []
-        whole = new if over else new[: new.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        return whole.decode("utf-8", errors="replace").splitlines()
+        complete = new if over else new[: new.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        return complete.decode("utf-8", errors="replace").splitlines()

@@ -64,13 +64,13 @@ def submissions(paths: RunPaths) -> list[Submission]:
     return parse_submissions(read_json(paths.job) or {})
 
 
-def parse_submissions(known: dict[str, Any]) -> list[Submission]:
+def parse_submissions(job: dict[str, Any]) -> list[Submission]:
     """Return the submissions in job.json's object; none if it is not one. Fields of newer versions are ignored."""
     names = {field.name for field in dataclasses.fields(Submission)}
     try:
         return [
             Submission(**{name: value for name, value in entry.items() if name in names})
-            for entry in known.get("submissions", [])
+            for entry in job.get("submissions", [])
         ]
     except (AttributeError, TypeError):
         return []
@@ -86,9 +86,9 @@ def add_submission(paths: RunPaths, submission: Submission) -> int:
     """
     earlier = submissions(paths)
     require_nobody_runs(paths)
-    taken = paths.submission(len(earlier))
+    marker = paths.submission(len(earlier))
     try:
-        taken.touch(exist_ok=False)
+        marker.touch(exist_ok=False)
     except FileExistsError:
         raise UserError(
             f"{paths.root.name}: is being submitted by another `launch` at this moment.\n"
@@ -97,7 +97,7 @@ def add_submission(paths: RunPaths, submission: Submission) -> int:
     try:
         _write(paths, [*earlier, submission])
     except OSError:
-        taken.unlink()
+        marker.unlink()
         raise
     return len(earlier)
 
@@ -115,10 +115,10 @@ def require_nobody_runs(paths: RunPaths) -> None:
         )
 
 
-def amend_submission(paths: RunPaths, **known: Any) -> None:
+def amend_submission(paths: RunPaths, **fields: Any) -> None:
     """Add information to the last submission: its job, or that it was cancelled."""
     *earlier, last = submissions(paths)
-    _write(paths, [*earlier, dataclasses.replace(last, **known)])
+    _write(paths, [*earlier, dataclasses.replace(last, **fields)])
 
 
 def _write(paths: RunPaths, entries: list[Submission]) -> None:
@@ -142,7 +142,7 @@ def _user() -> str:
         return str(os.getuid())
 
 
-def note_event(paths: RunPaths, event: str, **known: Any) -> None:
+def note_event(paths: RunPaths, event: str, **fields: Any) -> None:
     """Append an event.
 
     Args:
@@ -150,7 +150,7 @@ def note_event(paths: RunPaths, event: str, **known: Any) -> None:
             lost,
             failed, done, cancelled.
     """
-    line = json.dumps({"at": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **known})
+    line = json.dumps({"at": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **fields})
     with paths.events.open("a", encoding="utf-8") as file:
         file.write(line + "\n")
 
@@ -170,8 +170,8 @@ def _parse(line: str) -> dict[str, Any] | None:
     except ValueError:
         return None
     # the end of a torn line may also be valid JSON: part of an event
-    whole = isinstance(event, dict) and "at" in event and "event" in event
-    return cast("dict[str, Any]", event) if whole else None
+    complete = isinstance(event, dict) and "at" in event and "event" in event
+    return cast("dict[str, Any]", event) if complete else None
 
 
 Failure = dict[str, Any]
@@ -198,7 +198,7 @@ def failure_record(
         kind: class of an error that this package raises intentionally, or HANG.
         at: time by this host's clock.
     """
-    told: Failure = {
+    record: Failure = {
         "rank": rank,
         "exit_code": exit_code,
         "kind": kind,
@@ -206,4 +206,4 @@ def failure_record(
         "traceback": traceback,
         "log": None if log is None else str(log),
     }
-    return told if at is None else told | {"at": at.isoformat(timespec="milliseconds")}
+    return record if at is None else record | {"at": at.isoformat(timespec="milliseconds")}

@@ -139,12 +139,12 @@ def _solved(config: Config, old: RunPlan, site: Site, touched: set[str], at: Sta
                 f"{old.run.name}: these keys cannot change when a run resumes:\n  {refusals([change], ())[0]}"
             )
 
-    def goes_on(batch: Batch) -> Batch:
+    def continued_ramp(batch: Batch) -> Batch:
         if touched & {"batch.global_size", "batch.ramp"}:
             return windows.changed_at(old.batch, batch, at.windows if at else 0)
         return dataclasses.replace(batch, ramp=old.batch.ramp)
 
-    return with_sync_policy(solve(config, site, task, run, rebatch=goes_on), config)
+    return with_sync_policy(solve(config, site, task, run, rebatch=continued_ramp), config)
 
 
 def _require_something_to_do(plan: RunPlan, old: RunPlan, at: Standing | None, *, done: bool) -> None:

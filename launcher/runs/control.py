@@ -29,7 +29,7 @@ _ASK_SLURM_EVERY_S = 2.0
 # in addition to the time that Slurm (KillWait) or the launcher (cluster.grace_s) gives the workers
 _ENDS_WITHIN_S = 60
 _EXIT_STATUS = {State.done: EXIT_DONE, State.stopped: EXIT_RESUMABLE}
-_MAY_GO_ON = ACTIVE | {State.unknown}
+_MAY_CONTINUE = ACTIVE | {State.unknown}
 
 
 def one(paths: RunPaths) -> Run:
@@ -68,7 +68,7 @@ def cancel_runs(runs: Sequence[Run], say: Callable[[str], None]) -> list[Run]:
     say(f"Cancelling {what}: {whose} workers finish their window and save.")
     wait_s = _patience_s([load_plan(paths.plan) for paths in places])
     end = time.monotonic() + wait_s
-    while left := [run for run in look(places) if run.state in _MAY_GO_ON]:
+    while left := [run for run in look(places) if run.state in _MAY_CONTINUE]:
         if time.monotonic() > end:
             raise SiteError(
                 f"{left[0].name}: is still {left[0].state.value} ({left[0].detail}) {wait_s:.0f} s after it was "
@@ -105,11 +105,11 @@ def _end_here(run: Run, submission: Submission) -> None:
 
 def _patience_s(plans: Sequence[LaunchPlan]) -> float:
     """Return the seconds within which cancelled runs must end."""
-    least = [plan.cluster.grace_s for plan in plans if plan.cluster.kind is not ClusterKind.slurm]
-    if len(least) < len(plans):
-        said = re.match(r"\d+", client.setting("KillWait") or "")
-        least.append(int(said[0] if said else 30))
-    return max(least) + _ENDS_WITHIN_S
+    limits = [plan.cluster.grace_s for plan in plans if plan.cluster.kind is not ClusterKind.slurm]
+    if len(limits) < len(plans):
+        match = re.match(r"\d+", client.setting("KillWait") or "")
+        limits.append(int(match[0] if match else 30))
+    return max(limits) + _ENDS_WITHIN_S
 
 
 def to_resume(run: Run) -> LaunchPlan:
@@ -218,7 +218,7 @@ def _renamed(plan: LaunchPlan, paths: RunPaths) -> LaunchPlan:
 
 
 def _require_over(run: Run, verb: str) -> None:
-    if run.state in _MAY_GO_ON:
+    if run.state in _MAY_CONTINUE:
         raise UserError(
             f"{run.name}: is {run.state.value}{f' ({run.detail})' if run.detail else ''}.\n"
             f"  `launch {verb}` is for a run that has ended; `launch cancel {run.name}` ends it."
@@ -239,14 +239,14 @@ def _require_begins_again(plan: LaunchPlan) -> None:
 
 def follow(paths: RunPaths, display: local.Display) -> Run:
     """Show a Slurm run until it is over, through every requeue. Ctrl-C only ends the display."""
-    asked = 0.0
+    last_query = 0.0
     try:
         while True:
             display.refresh()
-            if time.monotonic() - asked >= _ASK_SLURM_EVERY_S:
-                asked = time.monotonic()
+            if time.monotonic() - last_query >= _ASK_SLURM_EVERY_S:
+                last_query = time.monotonic()
                 run = one(paths)
-                if run.state not in _MAY_GO_ON:
+                if run.state not in _MAY_CONTINUE:
                     display.refresh()
                     return run
             time.sleep(local.POLL_S)
@@ -257,10 +257,10 @@ def follow(paths: RunPaths, display: local.Display) -> Run:
 def wait_for(places: Sequence[RunPaths], say: Callable[[Sequence[Run]], None]) -> list[Run]:
     """Wait until all runs are over, through every requeue. ``say``: called with their status every two seconds."""
     while True:
-        found = look(places)
-        if not any(run.state in _MAY_GO_ON for run in found):
-            return found
-        say(found)
+        runs = look(places)
+        if not any(run.state in _MAY_CONTINUE for run in runs):
+            return runs
+        say(runs)
         time.sleep(_ASK_SLURM_EVERY_S)
 
 

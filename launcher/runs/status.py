@@ -89,16 +89,16 @@ _TAIL_BYTES = 64 * 1024
 def look(runs: Iterable[RunPaths]) -> list[Run]:
     """Return the status of these runs, with one query to Slurm for all of them."""
     read = [_Read.of(paths) for paths in runs]
-    asked = [r.job for r in read if r.job is not None and not r.is_over]
-    known: dict[str, Listed] | None = {}
-    if asked and client.available():
+    jobs = [r.job for r in read if r.job is not None and not r.is_over]
+    answers: dict[str, Listed] | None = {}
+    if jobs and client.available():
         try:
-            known = client.jobs(asked)
+            answers = client.jobs(jobs)
         except SlurmSilent:
-            known = None
-    elif asked:
-        known = None
-    return [r.judge(known) for r in read]
+            answers = None
+    elif jobs:
+        answers = None
+    return [r.judge(answers) for r in read]
 
 
 @dataclass(frozen=True)
@@ -169,12 +169,12 @@ class _Read:
         """True if Slurm cannot change the state any more: rank 0 writes "done" once everything is saved."""
         return self.verdict == "done"
 
-    def judge(self, known: dict[str, Listed] | None) -> Run:
-        """Return the run's status. ``known``: Slurm's jobs by id; None if Slurm does not answer."""
-        listed = None if known is None or self.job is None else known.get(self.job)
+    def judge(self, answers: dict[str, Listed] | None) -> Run:
+        """Return the run's status. ``answers``: Slurm's jobs by id; None if Slurm does not answer."""
+        listed = None if answers is None or self.job is None else answers.get(self.job)
         if listed is not None and listed.name != self.job_name:  # a job of another cluster with the same id
             listed = None
-        silent = known is None and not self.is_over
+        silent = answers is None and not self.is_over
         state, detail = self._of_slurm(listed, silent) if self.kind == ClusterKind.slurm else self._of_this_host()
         record = _last_record(self.paths.metrics)
         names = ",".join(self.incarnation.get("nodes", []))

@@ -27,13 +27,13 @@ from launcher.sweeps.reuse import recognise, run_name
 _SHOWN_REFUSALS = 4
 
 
-def require_one_sweep(asked: Sequence[RequestedCell]) -> None:
+def require_one_sweep(requested: Sequence[RequestedCell]) -> None:
     """Check that the cells form one sweep.
 
     Raises:
         ConfigError: a key that belongs to a single run, or a key that must be equal in all cells and is not.
     """
-    for cell in asked:
+    for cell in requested:
         config = cell.config
         if config.run.name is not None:
             raise ConfigError(
@@ -45,13 +45,13 @@ def require_one_sweep(asked: Sequence[RequestedCell]) -> None:
                 "cluster", "hosts", "has no scheduler that could start the cells of a sweep on all hosts.",
                 "Use cluster=slurm, or type the command for each cell.",
             )  # fmt: skip
-        first = asked[0].config
+        first = requested[0].config
         for key in ("sweep.name", "sweep.at_once", "sweep.objective", "run.dir"):
             group, name = key.split(".")
             value = getattr(getattr(config, group), name)
             if value != getattr(getattr(first, group), name):
                 raise ConfigError(key, value, "must be the same for all cells of a sweep.", "Do not vary it.")
-    config = asked[0].config
+    config = requested[0].config
     if config.sweep.at_once is not None and config.cluster.kind is ClusterKind.local:
         raise ConfigError(
             "sweep.at_once", config.sweep.at_once, "has no effect with cluster=local.",
@@ -59,7 +59,7 @@ def require_one_sweep(asked: Sequence[RequestedCell]) -> None:
         )  # fmt: skip
 
 
-def require_a_possible_one(asked: Sequence[RequestedCell], wrong: Sequence[UserError | None]) -> None:
+def require_a_possible_one(requested: Sequence[RequestedCell], wrong: Sequence[UserError | None]) -> None:
     """Check that at least one cell can run.
 
     Args:
@@ -69,9 +69,9 @@ def require_a_possible_one(asked: Sequence[RequestedCell], wrong: Sequence[UserE
         UserError: no cell can run; the cells' own error if all have the same.
     """
     errors = [error for error in wrong if error is not None]
-    if len(errors) < len(asked):
+    if len(errors) < len(requested):
         return
-    problems = {str(error): words.overrides for error, words in zip(errors, asked, strict=True)}
+    problems = {str(error): words.overrides for error, words in zip(errors, requested, strict=True)}
     if len(problems) == 1:
         raise errors[0]
     lines = [f"{' '.join(overrides)}: {problem}" for problem, overrides in problems.items()]
@@ -91,15 +91,15 @@ class _Planned:
     Attributes:
         roots: directories of the user's modules.
         files: digest of their files.
-        goes_on: whether it resumes from a checkpoint in its existing directory.
+        resumes: whether it resumes from a checkpoint in its existing directory.
     """
 
-    asked: RequestedCell
+    request: RequestedCell
     plan: RunPlan
     roots: tuple[Path, ...]
     files: str
     content: str
-    goes_on: bool = False
+    resumes: bool = False
 
 
 class Conductor:
@@ -130,7 +130,7 @@ class Conductor:
         self._run_here, self._watch, self._say, self._wait = run_here, watch, say, wait
         self._once = Once()
 
-    def begin(self, asked: Sequence[RequestedCell], with_results: bool) -> list[Result]:
+    def begin(self, requested: Sequence[RequestedCell], with_results: bool) -> list[Result]:
         """Start a batch of cells.
 
         Args:
@@ -140,8 +140,8 @@ class Conductor:
             UserError: no cell can start.
             KeyboardInterrupt: a cell was stopped, so the others do not start.
         """
-        require_one_sweep(asked)
-        on_slurm = asked[0].config.cluster.kind is ClusterKind.slurm
+        require_one_sweep(requested)
+        on_slurm = requested[0].config.cluster.kind is ClusterKind.slurm
         if on_slurm:
             client.require()
             if with_results and not self._wait:
@@ -149,20 +149,20 @@ class Conductor:
                     "hydra/sweeper: it learns from the cells' results, and with cluster=slurm the command does not "
                     "wait for them.\n  Add --wait."
                 )
-        self.paths = paths = self._sweep_paths(asked[0])
+        self.paths = paths = self._sweep_paths(requested[0])
         if on_slurm:
             submit.require_shared(paths.root)
-        cells = [self._plan(cell, paths) for cell in asked]
+        cells = [self._plan(cell, paths) for cell in requested]
         if not with_results:
-            require_a_possible_one(asked, [cell if isinstance(cell, UserError) else None for cell in cells])
-        runs, statuses = self._begin_planned(asked, cells, paths)
+            require_a_possible_one(requested, [cell if isinstance(cell, UserError) else None for cell in cells])
+        runs, statuses = self._begin_planned(requested, cells, paths)
         if on_slurm and self._wait:
             control.wait_for(runs, self._watch)
         self.status = max(self.status, *statuses, self._status_of(runs) if on_slurm and self._wait else EXIT_DONE)
         if not with_results:
-            return [None] * len(asked)
-        found = manifest.load_sweep(paths).runs(paths)
-        return [_result(cell, found.get(cell.overrides)) for cell in asked]
+            return [None] * len(requested)
+        runs_by_overrides = manifest.load_sweep(paths).runs(paths)
+        return [_result(cell, runs_by_overrides.get(cell.overrides)) for cell in requested]
 
     def _sweep_paths(self, first: RequestedCell) -> SweepPaths:
         config = first.config
@@ -172,9 +172,9 @@ class Conductor:
             raise ConfigError("sweep.name", name, f"{root} is a run.", "Choose another sweep.name.")
         return SweepPaths(root)
 
-    def _plan(self, asked: RequestedCell, paths: SweepPaths) -> _Planned | UserError:
+    def _plan(self, requested: RequestedCell, paths: SweepPaths) -> _Planned | UserError:
         try:
-            plan = plan_job(asked.config, self._once)
+            plan = plan_job(requested.config, self._once)
         except UserError as error:
             return error
         runs = paths.root.parent
@@ -183,31 +183,31 @@ class Conductor:
             files, code = self._once(code_snapshot.digests, roots, runs, paths.root)
         except UserError as error:
             return error
-        return _Planned(asked, plan, roots, files, content_of(plan, code))
+        return _Planned(requested, plan, roots, files, content_of(plan, code))
 
     def _begin_planned(
-        self, asked: Sequence[RequestedCell], cells: Sequence[_Planned | UserError], paths: SweepPaths
+        self, requested: Sequence[RequestedCell], cells: Sequence[_Planned | UserError], paths: SweepPaths
     ) -> tuple[list[RunPaths], list[int]]:
-        """Return the runs of all possible cells, and the exit statuses known so far."""
-        entries = [_entry(cell, words) for cell, words in zip(cells, asked, strict=True)]
+        """Return the runs of all possible cells, and the exit statuses so far."""
+        entries = [_entry(cell, words) for cell, words in zip(cells, requested, strict=True)]
         statuses = [EXIT_USER for entry in entries if entry.problem]
         with manifest.alone(paths):
-            sweep = self._opened(paths, asked)
+            sweep = self._opened(paths, requested)
             self._look_at_replaced(paths, sweep, entries)
-            known = recognise([entry for entry in entries if entry.content], paths)
-            there = known.standing
-            self.known += there.values()
+            existing = recognise([entry for entry in entries if entry.content], paths)
+            run_of = existing.standing
+            self.known += run_of.values()
             new: dict[str, _Planned] = {}
             for number, cell in enumerate(cells):
                 if not isinstance(cell, _Planned):
                     continue
-                if cell.content not in there:  # cells with equal content share one run
-                    if (before := known.resumable.get(cell.content)) is not None:
-                        cell = _going_on(cell, before)
+                if cell.content not in run_of:  # cells with equal content share one run
+                    if (stopped := existing.resumable.get(cell.content)) is not None:
+                        cell = _resumed(cell, stopped)
                     else:
                         cell = self._named(cell, paths, run_name(entries[number]))
-                    new[cell.content], there[cell.content] = cell, cell.plan.paths
-                run = there[cell.content].root
+                    new[cell.content], run_of[cell.content] = cell, cell.plan.paths
+                run = run_of[cell.content].root
                 entries[number] = dataclasses.replace(entries[number], run=_relative(run, paths.root))
             # saved before they start, so that the manifest lists them whatever happens
             sweep = sweep.with_cells(tuple(entries))
@@ -217,17 +217,17 @@ class Conductor:
                 statuses += [EXIT_USER] * len(refused)
                 sweep.with_cells(tuple(_refused(cell, refused) for cell in sweep.cells)).save(paths)
             statuses += self._run([cell for cell in new.values() if cell.plan.cluster.kind is ClusterKind.local])
-        return [run for run in there.values() if is_run(run.root)], statuses
+        return [run for run in run_of.values() if is_run(run.root)], statuses
 
-    def _opened(self, paths: SweepPaths, asked: Sequence[RequestedCell]) -> Sweep:
-        varying = {override_key(word) for word in asked[0].overrides}
+    def _opened(self, paths: SweepPaths, requested: Sequence[RequestedCell]) -> Sweep:
+        varying = {override_key(word) for word in requested[0].overrides}
         # of a repeated key the last value is used
         typed = {
             override_key(word): word
             for word in self._arguments
             if "=" in word and not word.startswith(_OF_THIS_COMMAND) and override_key(word) not in varying
         }
-        return manifest.opened(paths, tuple(sorted(typed.values())), varying, asked[0].config.sweep.at_once)
+        return manifest.opened(paths, tuple(sorted(typed.values())), varying, requested[0].config.sweep.at_once)
 
     def _look_at_replaced(self, paths: SweepPaths, sweep: Sweep, entries: Sequence[Cell]) -> None:
         """Report the cells whose recorded run has different content.
@@ -236,19 +236,19 @@ class Conductor:
             UserError: such a run is active, and would no longer be listed anywhere.
         """
         contents = {cell.overrides: cell.content for cell in entries if cell.content}
-        other = [cell for cell in sweep.cells if contents.get(cell.overrides, cell.content) != cell.content]
+        replaced_cells = [cell for cell in sweep.cells if contents.get(cell.overrides, cell.content) != cell.content]
         runs = sweep.runs(paths)
-        replaced = {str(runs[cell.overrides].root): cell.label for cell in other if cell.overrides in runs}
-        found = look([RunPaths(Path(run)) for run in replaced if is_run(run)])
-        if active := [replaced[run.dir] for run in found if run.state in ACTIVE]:
+        replaced = {str(runs[cell.overrides].root): cell.label for cell in replaced_cells if cell.overrides in runs}
+        old = look([RunPaths(Path(run)) for run in replaced if is_run(run)])
+        if active := [replaced[run.dir] for run in old if run.state in ACTIVE]:
             raise UserError(
                 f"sweep.name={paths.root.name}: {len(active)} of these cells are active with other code or another "
                 f"torch: {', '.join(active[:_SHOWN])}{' ...' if len(active) > _SHOWN else ''}.\n"
                 "  `launch cancel` ends them; or choose another sweep.name."
             )
-        if found:
+        if old:
             self._say(
-                f"The code, or torch, differs from that of {len(found)} run{'' if len(found) == 1 else 's'}: these "
+                f"The code, or torch, differs from that of {len(old)} run{'' if len(old) == 1 else 's'}: these "
                 "cells start again, and the old runs are kept."
             )
 
@@ -275,13 +275,13 @@ class Conductor:
         """Submit the cells; return Slurm's refusals by cell content."""
         most = submit.max_array_size()
         for cell in new:
-            if not cell.goes_on:
-                local.create(cell.plan, cell.asked.yaml)
+            if not cell.resumes:
+                local.create(cell.plan, cell.request.yaml)
         answers = submit.send_all([cell.plan for cell in new], paths.root.name, paths.slurm, most, sweep.at_once)
         refused: dict[str, str] = {}
         for cell, answer in zip(new, answers, strict=True):
             if isinstance(answer, UserError):
-                if not cell.goes_on:
+                if not cell.resumes:
                     shutil.rmtree(cell.plan.paths.root, ignore_errors=True)
                 refused[cell.content] = str(answer)
             else:
@@ -292,8 +292,8 @@ class Conductor:
         """Run the cells one after the other; a failed cell does not prevent the others."""
         statuses: list[int] = []
         for cell in new:
-            if not cell.goes_on:
-                local.create(cell.plan, cell.asked.yaml)
+            if not cell.resumes:
+                local.create(cell.plan, cell.request.yaml)
             statuses.append(self._run_here(cell.plan))
             if statuses[-1] in (EXIT_INTERRUPTED, EXIT_RESUMABLE):  # stopped by the user or preempted
                 self.status = statuses[-1]
@@ -304,15 +304,15 @@ class Conductor:
         return max((control.run_exit_status(run) for run in look(runs)), default=EXIT_DONE)
 
 
-def _going_on(cell: _Planned, run: RunPaths) -> _Planned:
+def _resumed(cell: _Planned, run: RunPaths) -> _Planned:
     """Return the cell with the plan of its stopped run, to resume that run."""
-    return dataclasses.replace(cell, plan=RunPlan.load(run.plan), goes_on=True)
+    return dataclasses.replace(cell, plan=RunPlan.load(run.plan), resumes=True)
 
 
-def _entry(cell: _Planned | UserError, asked: RequestedCell) -> Cell:
+def _entry(cell: _Planned | UserError, requested: RequestedCell) -> Cell:
     if isinstance(cell, UserError):
-        return Cell(overrides=asked.overrides, content=None, run=None, problem=str(cell))
-    return Cell(overrides=asked.overrides, content=cell.content, run=None, problem=None)
+        return Cell(overrides=requested.overrides, content=None, run=None, problem=str(cell))
+    return Cell(overrides=requested.overrides, content=cell.content, run=None, problem=None)
 
 
 def _refused(cell: Cell, refused: dict[str, str]) -> Cell:
@@ -336,5 +336,5 @@ def _result(cell: RequestedCell, paths: RunPaths | None) -> Result:
         return float(value)
     if key in summary and value is None:
         return RunError(f"{name}: its {key} was not finite at the end.")
-    numbers = sorted(name for name, known in summary.items() if isinstance(known, int | float))
+    numbers = sorted(name for name, entry in summary.items() if isinstance(entry, int | float))
     return ConfigError("sweep.objective", key, "is not a number in the summary.", f"There are: {', '.join(numbers)}.")

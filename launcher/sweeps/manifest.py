@@ -171,21 +171,21 @@ def content_of(plan: RunPlan, code: str) -> str:
     """
     fields: dict[str, Any] = dataclasses.asdict(plan)
     cluster, strategy = fields["cluster"], fields["strategy"]
-    known = {name: value for name, value in fields.items() if name not in _NOT_CONTENT}
-    known["train"] = {name: value for name, value in fields["train"].items() if name not in _NOT_OF_TRAIN}
-    known["cluster"] = {name: value for name, value in cluster.items() if name not in _NOT_OF_CLUSTER}
+    content = {name: value for name, value in fields.items() if name not in _NOT_CONTENT}
+    content["train"] = {name: value for name, value in fields["train"].items() if name not in _NOT_OF_TRAIN}
+    content["cluster"] = {name: value for name, value in cluster.items() if name not in _NOT_OF_CLUSTER}
     if (slurm := cluster["slurm"]) is None:
-        known["machine"] = socket.gethostname()  # different machines may share a home directory
+        content["machine"] = socket.gethostname()  # different machines may share a home directory
     else:
         options: dict[str, Any] = slurm["options"]
-        known["options"] = {name: value for name, value in options.items() if name not in _QUEUEING}
-        known["slurm"] = [slurm["container"], slurm["setup"]]
-    known["precision"] = {name: value for name, value in fields["precision"].items() if name != "reason"}
+        content["options"] = {name: value for name, value in options.items() if name not in _QUEUEING}
+        content["slurm"] = [slurm["container"], slurm["setup"]]
+    content["precision"] = {name: value for name, value in fields["precision"].items() if name != "reason"}
     # the optimizer's values, which follow from it, are there
-    known["optimizer"] = {name: value for name, value in fields["optimizer"].items() if name != "reference_batch"}
-    known["task"] = {name: value for name, value in fields["task"].items() if name != "flops_per_sample"}
-    known["strategy"] = {name: value for name, value in strategy.items() if name not in _PREDICTED}
-    return digest([known, plan.run.version, importlib.metadata.version("torch"), code])
+    content["optimizer"] = {name: value for name, value in fields["optimizer"].items() if name != "reference_batch"}
+    content["task"] = {name: value for name, value in fields["task"].items() if name != "flops_per_sample"}
+    content["strategy"] = {name: value for name, value in strategy.items() if name not in _PREDICTED}
+    return digest([content, plan.run.version, importlib.metadata.version("torch"), code])
 
 
 def digest(value: Any) -> str:

@@ -20,26 +20,26 @@ from launcher.sweeps.manifest import Cell
 
 def look_at_sweeps(several: Sequence[SweepPaths]) -> dict[str, list[Run]]:
     """Return each sweep's cells in request order, by the sweep's directory; one row with the error if unreadable."""
-    found: dict[str, list[tuple[Cell, RunPaths | None]] | Run] = {}
+    cells_of: dict[str, list[tuple[Cell, RunPaths | None]] | Run] = {}
     for paths in several:
         try:
-            found[str(paths.root)] = _cells(paths)
+            cells_of[str(paths.root)] = _cells(paths)
         except UserError as error:
-            found[str(paths.root)] = _without_run(State.unknown, str(error), paths, paths.root.name)
-    runs = look([run for cells in found.values() if isinstance(cells, list) for _, run in cells if run is not None])
+            cells_of[str(paths.root)] = _without_run(State.unknown, str(error), paths, paths.root.name)
+    runs = look([run for cells in cells_of.values() if isinstance(cells, list) for _, run in cells if run is not None])
     by_dir = {run.dir: run for run in runs}
     return {
         sweep: [_line(cell, run, by_dir, SweepPaths(Path(sweep))) for cell, run in cells]
         if isinstance(cells, list)
         else [cells]
-        for sweep, cells in found.items()
+        for sweep, cells in cells_of.items()
     }
 
 
 def _cells(paths: SweepPaths) -> list[tuple[Cell, RunPaths | None]]:
     sweep = manifest.load_sweep(paths)
-    there = {overrides: run for overrides, run in sweep.runs(paths).items() if is_run(run.root)}
-    return [(cell, there.get(cell.overrides)) for cell in sweep.cells]
+    existing = {overrides: run for overrides, run in sweep.runs(paths).items() if is_run(run.root)}
+    return [(cell, existing.get(cell.overrides)) for cell in sweep.cells]
 
 
 def _line(cell: Cell, run: RunPaths | None, by_dir: dict[str, Run], paths: SweepPaths) -> Run:
@@ -102,29 +102,29 @@ def recognise(wanted: Iterable[Cell], paths: SweepPaths) -> Known:
     recorded = _recorded(paths, set(own))
     every = {str(run.root): run for several in (*own.values(), *recorded.values()) for run in several}
     state = {run.dir: run.state for run in look(every.values())}
-    known = Known({}, {})
-    for content, mine in own.items():
-        newest_first = mine[::-1]
+    existing = Known({}, {})
+    for content, runs in own.items():
+        newest_first = runs[::-1]
         done = [run for run in (*newest_first, *recorded.get(content, ())) if state[str(run.root)] is State.done]
         active = [run for run in newest_first if state[str(run.root)] in _UNDER_WAY]
         saved = [run for run in newest_first if state[str(run.root)] in _SAVED and run.newest_step()]
         if done or active:
-            known.standing[content] = (done or active)[0]
+            existing.standing[content] = (done or active)[0]
         elif saved:
-            known.resumable[content] = saved[0]
-    return known
+            existing.resumable[content] = saved[0]
+    return existing
 
 
 def _of_name(place: Path) -> list[RunPaths]:
     """Return the run of a cell, followed by its retries in order."""
-    again = [found for found in place.parent.glob(f"{place.name}.retry*") if found.suffix[6:].isdecimal()]
-    places = [place, *sorted(again, key=lambda found: int(found.suffix[6:]))]
-    return [RunPaths(found) for found in places if is_run(found)]
+    retries = [path for path in place.parent.glob(f"{place.name}.retry*") if path.suffix[6:].isdecimal()]
+    places = [place, *sorted(retries, key=lambda path: int(path.suffix[6:]))]
+    return [RunPaths(path) for path in places if is_run(path)]
 
 
 def _recorded(paths: SweepPaths, contents: set[str]) -> dict[str, list[RunPaths]]:
     """Return the runs with these contents in this sweep and all sweeps beside it."""
-    found: dict[str, list[RunPaths]] = {}
+    recorded: dict[str, list[RunPaths]] = {}
     for sweep_paths in find_sweeps(paths.root.parent):
         try:
             sweep = manifest.load_sweep(sweep_paths)
@@ -133,8 +133,8 @@ def _recorded(paths: SweepPaths, contents: set[str]) -> dict[str, list[RunPaths]
         runs = sweep.runs(sweep_paths)
         for cell in sweep.cells:
             if cell.content in contents and cell.overrides in runs and is_run(runs[cell.overrides].root):
-                found.setdefault(str(cell.content), []).append(runs[cell.overrides])
-    return found
+                recorded.setdefault(str(cell.content), []).append(runs[cell.overrides])
+    return recorded
 
 
 @dataclass
@@ -166,25 +166,25 @@ def restart_runs(
         planned: returns the plan of a run's next start, in its own directory or a new one.
         run_here: runs a plan on this machine and returns its exit status.
     """
-    begun = Restarted()
+    restarted = Restarted()
     with manifest.alone(paths):
         runs = choose()
         of_slurm = [run for run in runs if run.job is not None]
         if of_slurm:
-            _submit(paths, of_slurm, planned, begun)
+            _submit(paths, of_slurm, planned, restarted)
         for run in runs:
             if run.job is not None:
                 continue
             plan = planned(run)
             _note(paths, run, plan)
-            begun.runs.append(plan.paths)
-            begun.statuses.append(run_here(plan))
-            if begun.statuses[-1] in (EXIT_INTERRUPTED, EXIT_RESUMABLE):  # stopped by the user or preempted
+            restarted.runs.append(plan.paths)
+            restarted.statuses.append(run_here(plan))
+            if restarted.statuses[-1] in (EXIT_INTERRUPTED, EXIT_RESUMABLE):  # stopped by the user or preempted
                 break
-    return begun
+    return restarted
 
 
-def _submit(paths: SweepPaths, runs: Sequence[Run], planned: Callable[[Run], LaunchPlan], begun: Restarted) -> None:
+def _submit(paths: SweepPaths, runs: Sequence[Run], planned: Callable[[Run], LaunchPlan], restarted: Restarted) -> None:
     most, at_once = submit.max_array_size(), manifest.load_sweep(paths).at_once
     plans: list[LaunchPlan] = []
     sent: list[str | UserError] = []
@@ -196,13 +196,13 @@ def _submit(paths: SweepPaths, runs: Sequence[Run], planned: Callable[[Run], Lau
             answer = sent[number] if sent else None
             if isinstance(answer, str):
                 _note(paths, run, plan)
-                begun.runs.append(plan.paths)
-                begun.jobs.append(answer)
+                restarted.runs.append(plan.paths)
+                restarted.jobs.append(answer)
             elif str(plan.paths.root) != run.dir:  # created for this start, which failed
                 shutil.rmtree(plan.paths.root, ignore_errors=True)
             if isinstance(answer, UserError):
-                begun.refused.append(f"{run.name}: {answer}")
-                begun.statuses.append(EXIT_USER)
+                restarted.refused.append(f"{run.name}: {answer}")
+                restarted.statuses.append(EXIT_USER)
 
 
 def _note(paths: SweepPaths, run: Run, plan: LaunchPlan) -> None:

@@ -134,9 +134,9 @@ def _plan_for(task: Task, fence: Fence) -> tuple[LaunchPlan, Path]:
         Superseded: Slurm has restarted the job meanwhile.
         UserError: There is no plan for this node count.
     """
-    whole = load_plan(fence.paths.plan)
-    plan = whole.on(task.nodes)
-    if plan == whole:
+    stored = load_plan(fence.paths.plan)
+    plan = stored.on(task.nodes)
+    if plan == stored:
         return plan, fence.paths.plan
     file = fence.paths.plan_for(task.nodes)
     if task.node == 0:

@@ -51,8 +51,8 @@ def predicted_bytes(engine: Engine) -> int:
     moments = 2 if optimizer.kind is OptimizerKind.adamw else int(optimizer.momentum > 0)
     trained = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
     residues = engine.world.size if engine.plan.strategy.compress is Compress.powersgd else 0
-    whole = sum(tensor.numel() * tensor.element_size() for tensor in (*module.parameters(), *module.buffers()))
-    return whole + trained * (moments + residues) + _BESIDE_BYTES
+    model_bytes = sum(tensor.numel() * tensor.element_size() for tensor in (*module.parameters(), *module.buffers()))
+    return model_bytes + trained * (moments + residues) + _BESIDE_BYTES
 
 
 def free_bytes(path: Path) -> int | None:

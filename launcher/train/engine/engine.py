@@ -235,10 +235,10 @@ class Engine:
         norm = self._update.apply(gradients, agreed)
         skipped = not math.isfinite(norm)
         step_s = current.close()
-        whole = agreed.samples == self.plan.batch.global_size_at(window.index)
+        full = agreed.samples == self.plan.batch.global_size_at(window.index)
         ended = EndedWindow(
             samples=agreed.samples, items=agreed.items, grad_norm=norm,
-            comparable=whole and not skipped and self.plan.batch.even_at(window.index),
+            comparable=full and not skipped and self.plan.batch.even_at(window.index),
             gradient_unit=divisor / (scale or 1.0),
             step_s=step_s, data_s=current.data_s, wait_s=self.parallel.meter.waited_s + self._totals.waited_s,
         )  # fmt: skip

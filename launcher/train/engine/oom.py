@@ -64,9 +64,9 @@ def fitted(plan: RunPlan, world: World) -> RunPlan:
     return dataclasses.replace(plan, batch=plan.batch.in_micro_batches_of(stored["micro_size"]))
 
 
-def note(asked: RunPlan, batch: Batch) -> None:
-    """Store the micro-batch size of ``batch`` for later attempts. ``asked``: the plan as it was submitted."""
-    write_json(asked.paths.fitted, {"micro_size": batch.micro_size, "of": _job(asked)})
+def note(submitted: RunPlan, batch: Batch) -> None:
+    """Store the micro-batch size of ``batch`` for later attempts. ``submitted``: the plan as it was submitted."""
+    write_json(submitted.paths.fitted, {"micro_size": batch.micro_size, "of": _job(submitted)})
 
 
 def _job(plan: RunPlan) -> dict[str, Any]:

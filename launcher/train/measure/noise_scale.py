@@ -149,8 +149,8 @@ class NoiseScale:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the averages. Those of an earlier version are dropped: they lack the squares, hence the interval."""
-        known = state.keys() == asdict(self._averages).keys()
-        self._averages = _Averages(**state) if known else _Averages()
+        complete = state.keys() == asdict(self._averages).keys()
+        self._averages = _Averages(**state) if complete else _Averages()
 
 
 @dataclass(frozen=True)

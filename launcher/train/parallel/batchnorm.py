@@ -203,8 +203,8 @@ class RankNorms:
 
         def means(sums: Tensor) -> Tensor:
             # a collective: ranks whose samples do not count contribute zeros
-            found = add_up(sums if counts else torch.zeros_like(sums)) / statistics.count.clamp(min=1)
-            return found if counts else torch.zeros_like(found)
+            mean = add_up(sums if counts else torch.zeros_like(sums)) / statistics.count.clamp(min=1)
+            return mean if counts else torch.zeros_like(mean)
 
         return normalise(layer, x, statistics, means)
 

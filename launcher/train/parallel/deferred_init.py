@@ -181,10 +181,10 @@ def _order(calls: list[Call], wanted: set[int]) -> list[tuple[Call, bool]]:
 
 def _named(model: nn.Module) -> list[tuple[tuple[str, ...], Tensor]]:
     """Return each parameter and buffer, once, with all its names."""
-    found: dict[int, tuple[list[str], Tensor]] = {}
+    by_id: dict[int, tuple[list[str], Tensor]] = {}
     for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
-        found.setdefault(id(tensor), ([], tensor))[0].append(name)
-    return [(tuple(names), tensor) for names, tensor in found.values()]
+        by_id.setdefault(id(tensor), ([], tensor))[0].append(name)
+    return [(tuple(names), tensor) for names, tensor in by_id.values()]
 
 
 def _recipe(model: nn.Module, recorder: Recorder) -> Recipe:

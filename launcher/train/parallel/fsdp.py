@@ -272,9 +272,9 @@ def _layout(
 def _outermost(module: nn.Module) -> list[FSDPModule]:
     """Return the units below ``module`` that are in no other unit, in the order of definition."""
     return [
-        found
+        unit
         for child in module.children()
-        for found in ([child] if isinstance(child, FSDPModule) else _outermost(child))
+        for unit in ([child] if isinstance(child, FSDPModule) else _outermost(child))
     ]
 
 

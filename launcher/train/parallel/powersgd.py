@@ -79,8 +79,8 @@ class PowerSgd:
 
     def _settle(self, index: int, parameters: list[nn.Parameter]) -> None:
         """Give bucket ``index`` the state of ``parameters``, unless it holds exactly these already."""
-        known = self._layout.get(index)
-        if known is not None and len(known) == len(parameters) and all(map(operator.is_, known, parameters)):
+        layout = self._layout.get(index)
+        if layout is not None and len(layout) == len(parameters) and all(map(operator.is_, layout, parameters)):
             return
         self._unsettle({index, *self._holding(parameters)})
         # if the parameters have no state yet, torch's hook creates the bucket's state itself

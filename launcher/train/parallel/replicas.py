@@ -64,11 +64,11 @@ def share_model(model: nn.Module, world: World) -> None:
 @torch.no_grad()
 def share_values(tensors: Sequence[Tensor], world: World) -> None:
     """Give every rank rank 0's values, in place. Only tensors whose checksums differ are sent. All ranks call it."""
-    whole = [tensor for tensor in tensors if _has_values(tensor)]
-    if world.size == 1 or not whole:
+    with_values = [tensor for tensor in tensors if _has_values(tensor)]
+    if world.size == 1 or not with_values:
         return
-    everyone = world.of_all([_checksum(tensor) for tensor in whole])
-    for tensor, *checksums in zip(whole, *everyone, strict=True):
+    everyone = world.of_all([_checksum(tensor) for tensor in with_values])
+    for tensor, *checksums in zip(with_values, *everyone, strict=True):
         if len(set(checksums)) > 1:
             sent = _plain(tensor).to(_sent_from())
             dist.broadcast(sent.reshape(-1).view(torch.uint8), 0)
@@ -168,9 +168,9 @@ class Buffers:
 
     def _strange(self, now: dict[str, Tensor]) -> set[str]:
         """Return the names of buffers that have appeared, disappeared, or changed their shape or dtype."""
-        known = self._changing | {name: _form(buffer) for name, buffer in self._still.items()}
+        previous = self._changing | {name: _form(buffer) for name, buffer in self._still.items()}
         forms = {name: _form(buffer) for name, buffer in now.items()}
-        return {name for name in known.keys() | forms.keys() if known.get(name) != forms.get(name)} - self._own
+        return {name for name in previous.keys() | forms.keys() if previous.get(name) != forms.get(name)} - self._own
 
     @property
     def changing(self) -> list[str]:

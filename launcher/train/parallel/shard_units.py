@@ -121,7 +121,7 @@ def _elements(holder: nn.Module) -> list[nn.Module]:
 def _outermost(module: nn.Module, kind: type[nn.Module]) -> list[nn.Module]:
     if isinstance(module, kind):
         return [module]
-    return [found for child in module.children() for found in _outermost(child, kind)]
+    return [unit for child in module.children() for unit in _outermost(child, kind)]
 
 
 def _all_names(model: nn.Module) -> dict[nn.Module, list[str]]:
