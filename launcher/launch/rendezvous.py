@@ -119,8 +119,8 @@ def _handler(
                 return self._store.add(key, 0) >= plan.cluster.nodes
 
             try:
-                arrived = self._store.add(key, 1)
-                if arrived < plan.cluster.nodes and not wait_until(complete, _JOIN_WITHIN_S):
+                self._store.add(key, 1)
+                if not wait_until(complete, _JOIN_WITHIN_S):
                     raise RendezvousClosedError(f"{self._store.add(key, 0)} of {plan.cluster.nodes} hosts have arrived")
             except RuntimeError as error:  # node 0 is gone, and the store with it
                 raise RendezvousClosedError(str(error)) from error

@@ -109,9 +109,18 @@ class Record:
 
 
 def as_record(step: int, metrics: Metrics) -> dict[str, Any]:
-    """Return one line of the record as a dict. nan and inf become None: they are not valid JSON, and would make the
-    line unreadable."""
-    return {"step": step, **{name: value if math.isfinite(value) else None for name, value in metrics.items()}}
+    """Return one line of the record as a dict of JSON values.
+
+    nan and inf become None: they are not valid JSON, and would make the line unreadable. NumPy's scalars, which a task
+    may return, and integers of more than 64 bits become floats: orjson refuses them.
+    """
+    return {"step": step, **{name: _json_number(value) for name, value in metrics.items()}}
+
+
+def _json_number(value: float) -> float | None:
+    if not math.isfinite(value):
+        return None
+    return value if isinstance(value, int) and abs(value) < 2**63 else float(value)
 
 
 @PULSE.doing(Role.io)

@@ -78,8 +78,8 @@ def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
     PULSE.beat(Phase.starting, 4)
     seed_everything(plan.train.seed + 1 + world.rank)  # from here on each rank draws other numbers, for dropout
 
-    totals = RunTotals(engine, commit)
     restored = load_newest(engine, plan.paths, fence, commit) if plan.checkpoint.enabled else None
+    totals = RunTotals(engine, commit)  # its clock starts now: loading a checkpoint is not training
     if restored is not None:
         require_same_shards(engine, restored, samples)
         totals.restore(restored)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import random
 import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from launcher.errors import RecordFailed
@@ -35,6 +37,18 @@ def test_every_metric_is_in_the_table() -> None:
     assert {name for name in written if f"`{name}`" not in rows} == set()
     kinds = next(line for line in table if "comm/KIND/" in line)
     assert [kind.value for kind in Collective if f"`{kind.value}`" not in kinds] == []
+
+
+def test_numbers_that_tasks_return(tmp_path: Path) -> None:
+    """A task's formula may return NumPy's scalars, or count more than 64 bits hold."""
+    path = tmp_path / "metrics.jsonl"
+    numbers = {"double": np.float64(1.5), "single": np.float32(0.5), "int": np.int64(3), "many": 2**70, "nan": math.nan}
+    record = Record(path, waits=False)
+    record.write(1, numbers)
+    record.close()
+    assert json.loads(path.read_bytes()) == {
+        "step": 1, "double": 1.5, "single": 0.5, "int": 3.0, "many": 2.0**70, "nan": None,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("newer", [b"", b'{"step": 1}\n' * 9])

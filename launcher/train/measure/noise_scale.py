@@ -88,7 +88,7 @@ class OwnGradient:
             return None
         norms, self._norms = self._norms, []
         if device.type == "cpu":
-            return sum(norm.item() ** 2 for norm in norms)
+            return sum(norm.item() * norm.item() for norm in norms)  # ** raises an error where * is inf
         return torch.stack(norms).detach().to(device, torch.float64).square().sum()
 
 

@@ -151,6 +151,13 @@ def test_the_interval_has_the_true_scale_in_it(scale: float, windows: int, eigen
         )
 
 
+def test_a_norm_whose_square_is_out_of_range() -> None:
+    gradient = OwnGradient()
+    gradient.due = True
+    gradient.take([torch.tensor([1e200], dtype=torch.float64)])
+    assert gradient.square(torch.device("cpu")) == math.inf
+
+
 def test_the_interval_is_the_same_after_a_resume() -> None:
     whole, first = simulated(50.0, NARROW, 60, 2, 0), simulated(50.0, NARROW, 60, 2, 0)
     second = NoiseScale(2, torch.device("cpu"), OwnGradient())
