@@ -107,7 +107,10 @@ class _StreamWithoutErrors:
 
 
 def never_fail_to_print() -> None:
-    """Keep a full log disk from ending the run; only writing checkpoints or the record may decide that."""
+    """Ignore errors of printing, so that a full log disk does not end the run.
+
+    A full disk ends the run only if checkpoints or the record cannot be written.
+    """
     sys.stdout, sys.stderr = (
         cast("TextIO", _StreamWithoutErrors(sys.stdout)),
         cast("TextIO", _StreamWithoutErrors(sys.stderr)),

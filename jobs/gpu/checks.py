@@ -160,7 +160,7 @@ def shrink(environment: Environment) -> str:
     sizes = [(record["batch/micro_size"], record["batch/accumulation"]) for record in environment.records()]
     if any(micro > 12 or micro * accumulation != GLOBAL for micro, accumulation in sizes):
         raise AssertionError(f"micro-batches and accumulation: {sizes}")
-    if "out of memory. From here on" not in environment.log():
+    if "out of memory. Continuing with" not in environment.log():
         raise AssertionError("the log does not mention the smaller micro-batches")
     return f"{GLOBAL} -> {sizes[-1][0]:.0f} samples in place; {compare_with_plain_of(environment)}"
 

@@ -77,7 +77,7 @@ def launch_plan(arguments: list[str]) -> int:
         """Print each cell's plan, or its error, below its overrides."""
         if with_results:
             raise UserError(
-                "hydra/sweeper: it learns from results, and a plan has none.\n  Leave it out, or use launch train."
+                "hydra/sweeper: this sweeper needs results, and a plan has none.\n  Leave it out, or use launch train."
             )
         for cell in requested:
             if not as_json:

@@ -92,7 +92,7 @@ def recompose(kept: str, overrides: Sequence[str]) -> tuple[Config, str]:
 
 
 def amended(yaml: str, group: str, values: dict[str, Any]) -> str:
-    """Return a config's YAML with these values in one of its groups."""
+    """Return the config ``yaml`` with ``values`` set in ``group``."""
     from omegaconf import OmegaConf
 
     config = OmegaConf.create(yaml)

@@ -180,7 +180,7 @@ class StrategyConfig:
     powersgd_rank: int | None = None
     """powersgd: rank of the factors. Default: 1."""
     powersgd_start: int | None = None
-    """powersgd: synchronisations sent whole before compression starts. Default: 10."""
+    """powersgd: synchronisations sent uncompressed before compression starts. Default: 10."""
     shard_size: int | None = None
     """hsdp: ranks that share one copy of the model. Default: the workers of one host."""
     recompute: Recompute = Recompute.none

@@ -80,7 +80,7 @@ def gpus(device: Device, workers: int, answer: Answer) -> Iterator[Check]:
     elif device is Device.cpu:
         yield ok("gpu", f"{devices} GPUs, not used with cluster.device=cpu")
     elif "gpus" not in measured:
-        yield warning("gpu", f"{devices} GPUs{by_slurm}; not known how many torch sees", "See the other lines.")
+        yield warning("gpu", f"{devices} GPUs{by_slurm}; the number that torch sees is unknown", "See the other lines.")
     elif measured["gpus"] < workers:
         yield failure(
             "gpu", f"torch {build} (CUDA {measured['cuda']}) sees {measured['gpus']} GPUs of {devices}{by_slurm}, and "

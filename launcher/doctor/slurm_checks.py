@@ -52,7 +52,7 @@ def time_limits(found: Partition, config: ClusterConfig) -> Check:
         remedy = (
             'Set cluster.time, such as "04:00:00": Slurm starts short jobs sooner, and the run resumes in later ones.'
         )
-        return warning("time limit", f"{shown}: a job has no end", remedy)
+        return warning("time limit", f"{shown}: jobs have no time limit", remedy)
     if limit_s < least:
         remedy = f'Set cluster.time="{clock(-(-least // 60) * 60)}" or more.'
         return warning("time limit", f"{shown}: too short for one checkpoint, which needs {clock(least)}", remedy)
@@ -86,7 +86,7 @@ def preemption(settings: Mapping[str, str], partition: Mapping[str, str], grace_
     remedy = "Lower checkpoint.every_minutes, or ask the administrators for "
     if "preempt_send_user_signal" not in settings.get("SlurmctldParameters", ""):
         return warning(
-            "preemption", f"{shown}, without the signal to save: what came after the last checkpoint is lost",
+            "preemption", f"{shown}, without the signal to save: progress since the last checkpoint is lost",
             f"{remedy}SlurmctldParameters=preempt_send_user_signal.",
         )  # fmt: skip
     if given_s < grace_s:

@@ -156,7 +156,7 @@ class Drill:
                 reason=reason,
             )  # fmt: skip
         raise RunError(
-            f"The job is over within {_MOST_WINDOWS} steps before it can be interrupted: it is too fast to drill."
+            f"The job ends before it can be interrupted, even with {_MOST_WINDOWS} steps: it is too fast to drill."
         )
 
     def _start(self, name: str, length: Length) -> RunPaths:
@@ -193,7 +193,7 @@ class Drill:
             self._backend.abandon()
             raise
         if problem := self._backend.problem(None) or wrong_steps(Record.of(paths.metrics), length.windows):
-            raise RunError(f"The job does not reach its end, although it was not disturbed.\n  {problem}")
+            raise RunError(f"The reference run failed, although it was not interrupted.\n  {problem}")
         remaining_s = recorded_at[length.windows] - recorded_at[length.until]
         return recorded_at[1] - started, remaining_s, time.monotonic() - started
 

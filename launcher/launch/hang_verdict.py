@@ -128,9 +128,9 @@ def judge(behind: Sequence[RankState], answers: Sequence[Answer], timeout_s: flo
         return _hang_of(state, quiet, what + also, answer.stack)
     if unanswered:
         state, *others = unanswered
-        what = "its agent did not answer where it stands"
+        what = "its agent did not send its stack"
         what += ", and the ranks that answered wait for others" if answered else ""
-        also = f"\n  Nor is it known of rank {_ranks(others)}, which may be the one as well." if others else ""
+        also = f"\n  No stack came from rank {_ranks(others)} either, which may be the cause instead." if others else ""
         return _hang_of(state, quiet, what + also, "")
     state, answer = answered[0]
     if len(answered) == 1:  # all other ranks are ahead, so this one does not wait for them
@@ -170,7 +170,7 @@ def _hang(victim: RankState, rank: int | None, text: str, stack: str) -> Hang:
 def silent_host(node: int, host: str, victim: RankState, timeout_s: float) -> Hang:
     """Return the verdict on a host whose agent has been silent for ``timeout_s`` while ranks elsewhere wait."""
     text = (
-        f"node {node} ({host}) hangs as a whole: its agent has posted nothing for {timeout_s:g} s "
+        f"node {node} ({host}) hangs: its agent has sent no report for {timeout_s:g} s "
         f"(train.hang_timeout), and rank {victim.rank} does not move in {victim.progress.description}"
     )
     return dataclasses.replace(_hang(victim, None, text, ""), node=node, host=host)

@@ -101,7 +101,7 @@ def run_job(plan: LaunchPlan, display: Display, peers: Peers) -> Verdict:
     restart as a new incarnation of the run.
 
     Raises:
-        RecordFailed: The disk does not take the verdict.
+        RecordFailed: The verdict cannot be written to the disk.
     """
     signals: list[int] = []
     recorded = _recorded(plan)
@@ -136,7 +136,7 @@ def run_job(plan: LaunchPlan, display: Display, peers: Peers) -> Verdict:
     except OSError as error:
         raise RecordFailed(
             f"{plan.paths.root}: the verdict, {summary['verdict']}, cannot be written there: {error.strerror}.\n"
-            f"  Make room; `launch resume {plan.run.name}` goes on from the newest checkpoint."
+            f"  Free space there; `launch resume {plan.run.name}` resumes from the newest checkpoint."
         ) from None
     if signals:
         trained = plan.node != 0 or _recorded(plan) > recorded  # other hosts may not see the record
@@ -307,6 +307,6 @@ def describe_regrouping(plan: LaunchPlan, regrouping: Regrouping) -> str:
     """Return the line for the display. ``plan``: the new plan of this host."""
     lost, hosts, ranks = regrouping.lost, count(regrouping.nodes, "host"), count(plan.cluster.world_size, "rank")
     return (
-        f"{lost[0].upper()}{lost[1:]} is gone: going on with {hosts}, {ranks}, from step {regrouping.step}. "
+        f"{lost[0].upper()}{lost[1:]} is gone: continuing with {hosts}, {ranks}, from step {regrouping.step}. "
         f"This is node {regrouping.node} now."
     )

@@ -95,7 +95,7 @@ class _Gathering:
             elif time.monotonic() - start > MEET_WITHIN_S:
                 typed = allowed.most if allowed.fixed else f"{allowed.least}:{allowed.most}"
                 raise SiteError(
-                    f"cluster.nodes={typed}: {hosts} of {allowed.words} hosts came to {shown} within "
+                    f"cluster.nodes={typed}: {hosts} of {allowed.words} hosts connected to {shown} within "
                     f"{MEET_WITHIN_S // 60} minutes.\n  Type the same command on each of them."
                 )
             wait([*self.listener.sources(), *self.channels], 1.0)
@@ -115,12 +115,12 @@ class _Gathering:
             differing = differences(self.facts, hello.get("facts"), self.route.rendezvous[0], channel.peer)
             if differing:
                 raise UserError(differing)
-            self.say(f"{channel.peer} is here: {len(self.channels) + 1} of {self.allowed.words} hosts.")
+            self.say(f"{channel.peer} has joined: {len(self.channels) + 1} of {self.allowed.words} hosts.")
         for channel in self.channels.copy():
             if channel.receive() or not channel.open:
                 channel.close()
                 self.channels.remove(channel)
-                self.say(f"{channel.peer} has left again.")
+                self.say(f"{channel.peer} has disconnected.")
         return self.channels != before
 
 
@@ -193,7 +193,7 @@ def _require_ready(channels: list[Channel], plan: LaunchPlan, port: int) -> None
         if isinstance(plan, RunPlan) and plan.checkpoint.enabled and not answer.get("shared"):
             raise SiteError(
                 f"checkpoint.enabled=true: {host} does not see {plan.run.dir} of node 0, and the parts of a checkpoint "
-                "would lie on different hosts.\n  Use a run.dir on a disk that all of them share, or "
+                "would be stored on different hosts.\n  Use a run.dir on a disk that all of them share, or "
                 "checkpoint.enabled=false."
             )
 
@@ -206,7 +206,7 @@ def join(plan: P, config_yaml: str, route: Route, facts: Message, say: Say) -> t
         greeting = channel.next(_ANSWER_WITHIN_S)
         if greeting is None or greeting.get("launch") != PROTOCOL:
             raise SiteError(
-                f"cluster.rendezvous={route.shown}: what answers there is no `launch` of this version that waits for "
+                f"cluster.rendezvous={route.shown}: the program there is not a `launch` of this version that waits for "
                 "hosts.\n  Start it on the first host, or choose a port that nothing else uses."
             )
         welcome = _expect(channel, "welcome", MEET_WITHIN_S)
@@ -248,7 +248,7 @@ def _connect(route: Route, say: Say) -> Channel:
         connection = wait_until(attempt, MEET_WITHIN_S, _RETRY_S)
     if connection is None:
         raise SiteError(
-            f"cluster.rendezvous={route.shown}: nobody has answered there for {MEET_WITHIN_S // 60} minutes "
+            f"cluster.rendezvous={route.shown}: no answer within {MEET_WITHIN_S // 60} minutes "
             f"({(problem and problem.strerror) or problem}).\n"
             "  Type the same command on the host that has this address."
         )
@@ -268,7 +268,7 @@ def _expect(channel: Channel, key: str, seconds: float) -> Message:
 def _common_run(own: RunInfo, message: Any) -> RunInfo:
     name = str(message["name"])
     if not re.fullmatch(r"[\w=,+][\w.=,+-]*", name):  # it becomes a directory's name
-        raise SiteError(f"The first host calls the run {name!r}, which is no name of a run.")
+        raise SiteError(f"The first host sent the run name {name!r}, which is not valid.")
     directory = Path(own.dir).parent / name
     return dataclasses.replace(
         own, name=name, id=str(message["id"]), created=str(message["created"]), dir=str(directory)

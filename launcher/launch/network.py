@@ -75,7 +75,10 @@ def find_route(rendezvous: str, wanted: str | None) -> Route:
     towards = next((i for i in present if i.address == source), None)
     chosen = _wanted(wanted, present) or towards
     if chosen is None:
-        raise SiteError(f"cluster.rendezvous={rendezvous}: no interface of this host has {source}, its address there.")
+        raise SiteError(
+            f"cluster.rendezvous={rendezvous}: packets to it leave from {source}, which is not the address of an "
+            "interface of this host.\n  Set cluster.interface to the one that leads to the other hosts."
+        )
     return Route((addresses[0], port), False, chosen)
 
 
@@ -101,7 +104,7 @@ def _resolve(rendezvous: str, host: str, present: list[Interface]) -> list[str]:
         entries = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
     except (socket.gaierror, UnicodeError) as error:
         raise SiteError(
-            f"cluster.rendezvous={rendezvous}: no IPv4 address is known for {host} "
+            f"cluster.rendezvous={rendezvous}: {host} has no IPv4 address "
             f"({getattr(error, 'strerror', None) or error}).\n  Use the first host's address, or a name that every "
             "host can look up."
         ) from None
@@ -123,7 +126,7 @@ def _source_address(rendezvous: str, address: str, port: int, present: list[Inte
             asker.connect((address, port))
         except OSError as error:
             raise SiteError(
-                f"cluster.rendezvous={rendezvous}: this host has no way to {address}: {error.strerror}.\n"
+                f"cluster.rendezvous={rendezvous}: this host has no route to {address}: {error.strerror}.\n"
                 f"  Use an address of the first host that every host reaches. This host has: {_shown(present)}."
             ) from None
         return str(asker.getsockname()[0])
@@ -135,7 +138,7 @@ def _wanted(name: str | None, present: list[Interface]) -> Interface | None:
     interface = next((i for i in present if i.name == name and not i.loopback), None)
     if interface is None:
         exists = name in {existing for _, existing in socket.if_nameindex()}
-        problem = "has no IPv4 address that others reach" if exists else "is no interface of this host"
+        problem = "has no IPv4 address that others reach" if exists else "is not an interface of this host"
         raise SiteError(f"cluster.interface={name}: {problem}.\n  This host has: {_shown(present)}.")
     return interface
 
@@ -173,6 +176,6 @@ def require_reach(address: str, port: int, whose: str, seconds: float = 5.0) -> 
             problem = error.strerror or str(error)
     if problem:
         raise SiteError(
-            f"cluster.interface: {socket.gethostname()} does not reach {address}, where {whose} is to be reached: "
+            f"cluster.interface: {socket.gethostname()} does not reach {address}, the address of {whose}: "
             f"{problem}.\n  Set cluster.interface there to the one that leads to the other hosts."
         )

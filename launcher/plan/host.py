@@ -290,7 +290,7 @@ def emulation_reason(kind: PrecisionKind, device: str) -> str:
 
 
 def emulation_warning(kind: PrecisionKind, device: str, factor: float) -> str:
-    """Return the warning about an emulated format.
+    """Return the warning that ``device`` emulates ``kind``.
 
     Args:
         factor: time of a matrix product in ``kind``, as a multiple of that in fp32.

@@ -232,7 +232,7 @@ class RunPlan(LaunchPlan):
     Attributes:
         notes: what the user should know before the start.
         forced: config keys that `launch resume --force` has changed.
-        fewer: the differences on each smaller number of hosts that the job may have.
+        fewer: differences of the plan on each smaller number of hosts that the job may use.
     """
 
     batch: Batch

@@ -272,7 +272,7 @@ def _schedule(config: ScheduleConfig, steps: int | None) -> SchedulePlan:
         raise ConfigError("schedule.min_ratio", config.min_ratio, "has no effect with schedule=constant.")
     if config.kind is not ScheduleKind.constant and steps is None:
         raise ConfigError(
-            "schedule", config.kind, "must know the last step, and the epochs of a stream have no known length.",
+            "schedule", config.kind, "needs the last step, and the length of a stream's epoch is unknown.",
             "Set train.steps instead of train.epochs, or use schedule=constant.",
         )  # fmt: skip
     return extended(SchedulePlan, config)

@@ -134,9 +134,7 @@ def solve_precision(
         ConfigError: an option that has no effect with this precision, strategy or device.
     """
     if config.reduce_dtype is PrecisionKind.auto:
-        raise ConfigError(
-            "precision.reduce_dtype", "auto", "is not a format for sums.", "Allowed: fp32, bf16, fp16; null is fp32."
-        )
+        raise ConfigError("precision.reduce_dtype", "auto", "is not allowed.", "Use fp32, bf16 or fp16; null is fp32.")
     kind, reason = config.kind, ""
     if kind is PrecisionKind.auto and bf16 is not None:
         kind = PrecisionKind.bf16 if bf16 else PrecisionKind.fp32

@@ -85,8 +85,9 @@ def check(config: Config) -> None:
     hang_timeout, grace_s = config.train.hang_timeout, config.cluster.grace_s
     if hang_timeout is not None and hang_timeout <= grace_s:
         raise ConfigError(
-            "train.hang_timeout", hang_timeout, f"must be above cluster.grace_s={grace_s}, the time to stop in.",
-            "Set both, or train.hang_timeout=null to have no such limit.",
+            "train.hang_timeout", hang_timeout,
+            f"must be above cluster.grace_s={grace_s}, the seconds in which workers must stop.",
+            "Raise it or lower cluster.grace_s; train.hang_timeout=null disables the check.",
         )  # fmt: skip
     for key, name in (("run.name", config.run.name), ("sweep.name", config.sweep.name)):
         if name is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.=,+-]{0,127}", name):

@@ -90,5 +90,5 @@ class Fence:
         if self.superseded:
             newest = self.newest()["incarnation"]
             raise Superseded(
-                f"The run continues as incarnation {newest}: this process is of {self.own} and writes nothing more."
+                f"The run continues as incarnation {newest}: this process belongs to {self.own} and stops writing."
             )

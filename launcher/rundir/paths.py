@@ -54,7 +54,7 @@ class RunPaths:
 
     @property
     def metrics(self) -> Path:
-        """Return the record: one JSON object per logged step, appended by rank 0."""
+        """Return the path of the record: one JSON object per logged step, appended by rank 0."""
         return self.root / "metrics.jsonl"
 
     @property
@@ -78,12 +78,12 @@ class RunPaths:
         return self.root / "certificate.json"
 
     def summary_of(self, node: int) -> Path:
-        """Return one host's summary; that of node 0 becomes the run's."""
+        """Return the path of one host's summary; node 0's is the run's."""
         return self.summary if node == 0 else self.root / f"summary.node{node}.json"
 
     @property
     def job(self) -> Path:
-        """Return the list of submissions: who, when, as which job."""
+        """Return the path of the list of submissions: who, when, as which job."""
         return self.root / "job.json"
 
     def submission(self, number: int) -> Path:
@@ -92,7 +92,7 @@ class RunPaths:
 
     @property
     def events(self) -> Path:
-        """Return the log of events beside training: one JSON object per start, stop, requeue, ..."""
+        """Return the path of the event log: one JSON object per start, stop, requeue, ..."""
         return self.root / "events.jsonl"
 
     @property
@@ -224,7 +224,7 @@ class SweepPaths:
 
     @property
     def report(self) -> Path:
-        """Return the page of `launch report`."""
+        """Return the path of the page that `launch report` writes."""
         return self.root / "report.html"
 
 

@@ -146,7 +146,7 @@ class Conductor:
             client.require()
             if with_results and not self._wait:
                 raise UserError(
-                    "hydra/sweeper: it learns from the cells' results, and with cluster=slurm the command does not "
+                    "hydra/sweeper: this sweeper needs the cells' results, and with cluster=slurm the command does not "
                     "wait for them.\n  Add --wait."
                 )
         self.paths = paths = self._sweep_paths(requested[0])

@@ -42,7 +42,7 @@ class Evaluation:
         kept = SavedAttributes(self._engine.parallel.module, self._task)
         self._totals(max_batches=1)
         if changed := kept.restore():
-            print(f"The evaluation that was tried before the first step has changed {changed}.", flush=True)
+            print(f"The trial evaluation before the first step changed {changed}.", flush=True)
 
     def loss(self) -> float:
         """Return the held-out loss, the mean over items.

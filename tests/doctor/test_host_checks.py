@@ -128,7 +128,7 @@ def test_torch_that_does_not_start() -> None:
             Device.cuda, {"devices": 4, "gpu_use": [[0, 70000, 98], [1, 3, 0]]}, {"gpus": 4, "cuda": "13.0"},
             State.warning, ["GPU 0: 70000 MiB, 98%"],
         ),
-        (Device.cuda, {"devices": 4}, {"error": "killed"}, State.warning, ["not known how many torch sees"]),
+        (Device.cuda, {"devices": 4}, {"error": "killed"}, State.warning, ["the number that torch sees is unknown"]),
     ],
 )  # fmt: skip
 def test_gpus(device: Device, of: dict[str, Any], seen: dict[str, Any], state: State, words: list[str]) -> None:
@@ -275,7 +275,7 @@ def test_partition() -> None:
         ({}, None, State.ok, ["longest 1-00:00:00, by default 01:00:00"]),
         ({"default_s": None}, None, State.ok, ["by default the longest"]),
         ({"default_s": 60}, None, State.warning, ["too short for one checkpoint", 'cluster.time="00:02:00"']),
-        ({"default_s": None, "limit_s": None}, None, State.warning, ["longest none", "a job has no end"]),
+        ({"default_s": None, "limit_s": None}, None, State.warning, ["longest none", "jobs have no time limit"]),
         ({"default_s": 60}, "04:00:00", State.ok, ["cluster.time=04:00:00"]),
     ],
 )

@@ -69,11 +69,11 @@ def test_one_whose_agent_gave_no_answer_is_named_only_where_nobody_else_can_be()
     assert judge(behind, [Answer(2, "its stack", "my.py:7 in loss", waits=False)], T).rank == 2
     verdict = judge(behind, [waits(0), waits(1)], T)
     assert (verdict.rank, verdict.host) == (2, "host1")
-    unknown = "; its agent did not answer where it stands"
+    unknown = "; its agent did not send its stack"
     assert verdict.text.endswith(f"{unknown}, and the ranks that answered wait for others")
     verdict = judge(behind, [waits(0)], T)
     assert verdict.rank == 1
-    assert verdict.text.endswith("Nor is it known of rank 2, which may be the one as well.")
+    assert verdict.text.endswith("No stack came from rank 2 either, which may be the cause instead.")
     assert judge([seen(2, 3, 8)], [], T).text.endswith(unknown), "it alone is behind"
 
 
@@ -86,7 +86,7 @@ def test_where_all_wait_all_are_named() -> None:
     assert "stack 3" in verdict.stack
     gone = silent_host(1, "host1", seen(0, 3, 8), T)
     assert (gone.rank, gone.victim, gone.node, gone.host) == (None, 0, 1, "host1")
-    assert "node 1 (host1) hangs as a whole" in gone.text
+    assert "node 1 (host1) hangs: its agent has sent no report" in gone.text
 
 
 def test_one_that_waits_where_nobody_else_is_as_far_behind_is_named() -> None:

@@ -146,8 +146,8 @@ def test_one_that_leaves_frees_its_place(tmp_path: Path) -> None:
     known = json.dumps({"launch": "launcher 1", "facts": job_facts(first._plan, None)}).encode() + b"\n"
     with socket.create_connection(("127.0.0.1", port)) as guest:
         guest.sendall(known)
-        wait_until(lambda: any("is here: 2 of 3" in line for line in first.said))
-    wait_until(lambda: "127.0.0.1 has left again." in first.said)
+        wait_until(lambda: any("has joined: 2 of 3" in line for line in first.said))
+    wait_until(lambda: "127.0.0.1 has disconnected." in first.said)
     others = [
         Member(plan_in(tmp_path / name, "cluster.nodes=3", "batch.global_size=96"), port, first=False) for name in "bc"
     ]
@@ -171,7 +171,7 @@ def test_something_else_at_the_port(tmp_path: Path) -> None:
         connection, _ = listener.accept()
         connection.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
         connection.close()
-        assert "is no `launch` of this version" in str(member.wait())
+        assert "is not a `launch` of this version" in str(member.wait())
         taken = Member(plan_in(tmp_path), listener.getsockname()[1], first=True)
         assert "cannot listen there: Address already in use" in str(taken.wait())
 
@@ -179,5 +179,5 @@ def test_something_else_at_the_port(tmp_path: Path) -> None:
 def test_nobody_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(multihost, "MEET_WITHIN_S", 0)
     port = free_port()
-    assert "nobody has answered there" in str(Member(plan_in(tmp_path), port, first=False).wait())
-    assert "1 of 2 hosts came" in str(Member(plan_in(tmp_path), port, first=True).wait())
+    assert "no answer within" in str(Member(plan_in(tmp_path), port, first=False).wait())
+    assert "1 of 2 hosts connected" in str(Member(plan_in(tmp_path), port, first=True).wait())

@@ -81,7 +81,7 @@ def test_the_owner_of_the_address_is_the_first_host(monkeypatch: pytest.MonkeyPa
         ("localhost:5", None, ["localhost is 127.0.0.1 here; no other host reaches that", "192.0.2.1 (eth0)"]),
         ("127.0.1.1:5", None, ["no other host reaches that"]),
         ("192.0.2.1:5", "lo", ["lo: has no IPv4 address that others reach"]),
-        ("192.0.2.1:5", "eth9", ["eth9: is no interface of this host", "This host has: 192.0.2.1 (eth0)"]),
+        ("192.0.2.1:5", "eth9", ["eth9: is not an interface of this host", "This host has: 192.0.2.1 (eth0)"]),
     ],
 )
 def test_routes_that_lead_nowhere(

@@ -39,7 +39,7 @@ def test_those_that_came_begin_when_no_other_comes(tmp_path: Path, monkeypatch: 
     assert (plan.batch.world_size, plan.batch.accumulation) == (2, 16)
     assert there.batch == plan.batch
     assert RunPlan.load(there.paths.plan_of(1)) == there
-    assert "127.0.0.1 is here: 2 of 2 to 3 hosts." in first.said
+    assert "127.0.0.1 has joined: 2 of 2 to 3 hosts." in first.said
     assert "2 hosts are enough: waiting 0.5 s for one more." in first.said
     late = Member(plan_in(tmp_path / "late"), port, first=False)
     wait_until(lambda: peers.listen(0.01) or not late.is_alive())
@@ -58,7 +58,7 @@ def test_too_few_do_not_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("launcher.launch.multihost.MEET_WITHIN_S", 0)
     monkeypatch.setattr(multihost, "SETTLE_S", 0)
     text = str(Member(plan_in(tmp_path), free_port(), first=True).wait())
-    assert "cluster.nodes=2:3: 1 of 2 to 3 hosts came" in text
+    assert "cluster.nodes=2:3: 1 of 2 to 3 hosts connected" in text
 
 
 def test_what_is_planned_for_fewer_must_be_the_same_too() -> None:
@@ -170,7 +170,7 @@ def test_going_on_is_a_new_incarnation_with_a_plan_of_its_own(tmp_path: Path) ->
     assert (event["event"], event["host"], event["from_step"]) == ("lost", "node 1 (10.0.0.2)", 6)
     assert new.newest()["ranks"] == event["ranks"] == 2
     assert local.describe_regrouping(plan, again).startswith(
-        "Node 1 (10.0.0.2) is gone: going on with 2 hosts, 2 ranks, from step 6."
+        "Node 1 (10.0.0.2) is gone: continuing with 2 hosts, 2 ranks, from step 6."
     )
 
 

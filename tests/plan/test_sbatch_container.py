@@ -147,7 +147,7 @@ def task_of(situation: Situation) -> Task:
 def test_a_node_finds_out_that_slurm_is_silent(silent: Situation, capsys: pytest.CaptureFixture[str]) -> None:
     assert not node._can_ask(silent.plan, silent.task())
     assert "scontrol is not on this machine's PATH" in (said := capsys.readouterr().out)
-    assert "`launch resume` goes on" in said
+    assert "Continue it with `launch resume`." in said
     assert node._can_ask(make_plan("cluster=slurm"), silent.task()), "outside of containers nobody is asked"
 
 
@@ -158,7 +158,7 @@ def test_a_job_that_cannot_ask_stops_and_can_be_resumed(silent: Situation, capsy
     write_json(silent.paths.summary, {"verdict": "stopped", "steps": 5})
     assert outcome.conclude(silent.plan, task, silent.fence, STOPPED) == EXIT_RESUMABLE
     assert silent.told() == ["started", "stopped", "requeued", "not requeued"]
-    assert "`launch resume` goes on" in capsys.readouterr().err
+    assert "Continue it with `launch resume`." in capsys.readouterr().err
     node._stay_if_replaced(task, EXIT_DONE)
     node._stay_if_replaced(task, EXIT_FAILED)
 

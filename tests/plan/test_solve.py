@@ -241,7 +241,7 @@ def test_the_plan_says_what_becomes_of_bf16_parameters() -> None:
 
 
 def test_streams() -> None:
-    with pytest.raises(ConfigError, match="must know the last step"):
+    with pytest.raises(ConfigError, match="needs the last step"):
         make_plan("train.epochs=1", samples=None)
     with pytest.raises(ConfigError, match="a stream has no length"):
         make_plan("batch.short_window=drop", samples=None)

@@ -37,7 +37,7 @@ def test_the_nodes_are_checked(tmp_path: Path) -> None:
         assert {"partition", "preemption", "time limit", "requeue", "accounting", "clocks"} <= checks.keys()
 
         found, _ = doctor(there, tmp_path, "cluster.nodes=2", "cluster.interface=eth9", status=1)
-        assert any("cluster.interface=eth9: is no interface" in check["found"] for check in found)
+        assert any("cluster.interface=eth9: is not an interface" in check["found"] for check in found)
 
         command = launch_command("doctor", "cluster=slurm", "cluster.constraint=nosuch")
         refused = there.login(*command, cwd=tmp_path, check=False)

@@ -57,7 +57,7 @@ def test_the_window_is_done_again_in_smaller_micro_batches(launch: Launch, proje
     assert sizes(run) == [(6, 2)] * 2 + [(2, 6)] * 6
     assert summary(run)["resumed"] == 0, "in place"
     log = (run / "logs" / "rank0.log").read_text()
-    assert "step 3: out of memory. From here on: 24 samples = 3 micro-batch × 4 accumulation × 2 ranks" in log
+    assert "step 3: out of memory. Continuing with 24 samples = 3 micro-batch × 4 accumulation × 2 ranks" in log
     assert json.loads((run / "fitted.json").read_text())["micro_size"] == 2
 
 

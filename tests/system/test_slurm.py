@@ -46,7 +46,7 @@ def test_a_job_that_is_told_to_stop_preempted_and_requeued_is_the_undisturbed_ru
         "sbatch", "--parsable", "--partition=urgent", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"
     ).stdout.strip()
     by_cgroup.wait(lambda: mine.count("requeued") == 2, "the preemption", 60)
-    assert [event["why"] for event in mine.events() if event["event"] == "requeued"] == ["told to", "preempted"]
+    assert [event["why"] for event in mine.events() if event["event"] == "requeued"] == ["SIGUSR2", "preempted"]
     by_cgroup.wait(lambda: urgent not in by_cgroup.jobs(), "the urgent job")
     mine.wait_for_start(3)
     mine.wait_for_step(30)
@@ -104,7 +104,7 @@ def test_the_ledger_tells_the_truth_of_a_failure(either: Cluster, project: Path)
         ("cluster.mem=900G", "cluster.mem=900G: Slurm refuses it: Memory specification can not be satisfied"),
         ("cluster.constraint=fast", "cluster.constraint=fast: Slurm refuses it:"),
         ("cluster.time=00:01:00", "too short for one checkpoint"),
-        ("run.dir=/dev/shm/runs", "lies in this machine's memory"),
+        ("run.dir=/dev/shm/runs", "is in this machine's memory"),
     ],
 )
 def test_what_slurm_refuses_is_one_message_and_leaves_nothing(

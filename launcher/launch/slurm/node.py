@@ -67,8 +67,8 @@ def _can_ask(plan: LaunchPlan, task: Task) -> bool:
     try:
         client.job(task.job)
     except SiteError as error:
-        print(f"From within the container Slurm cannot be asked: {error}", flush=True)
-        print("A job that is stopped is not queued again by itself: `launch resume` goes on.", flush=True)
+        print(f"Slurm's commands do not work inside the container: {error}", flush=True)
+        print("A stopped job is not requeued automatically. Continue it with `launch resume`.", flush=True)
         return False
     return True
 
@@ -237,7 +237,7 @@ def route_to(address: str, interface: str | None) -> Route:
         if before or not own_key:
             raise
         raise SiteError(
-            f"the way to the other nodes, through {address}: {problem}\n"
+            f"no route to the other nodes through {address}: {problem}\n"
             "  NodeAddr in slurm.conf must be an address that the other nodes reach; of several networks "
             "cluster.interface names one."
         ) from None

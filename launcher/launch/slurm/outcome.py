@@ -74,7 +74,7 @@ def reason_to_requeue(plan: LaunchPlan, task: Task, signal_name: str = "") -> st
     # Slurm checks time limits every 30 s, so its signal may come early
     if job is not None and job.end and (job.end - datetime.now()).total_seconds() < plan.cluster.slurm.signal_s + 60:
         return "time limit" if signal_name else ""
-    return "told to" if signal_name == "SIGUSR2" else ""
+    return "SIGUSR2" if signal_name == "SIGUSR2" else ""
 
 
 def _requeue(plan: LaunchPlan, task: Task, fence: Fence, why: str) -> int:
@@ -82,7 +82,7 @@ def _requeue(plan: LaunchPlan, task: Task, fence: Fence, why: str) -> int:
     paths, newest = fence.paths, fence.newest()
     if isinstance(plan, RunPlan):
         if not plan.checkpoint.enabled:
-            print("checkpoint.enabled=false: nothing was saved, and the job is not queued again.", flush=True)
+            print("checkpoint.enabled=false: nothing was saved, so the job is not requeued.", flush=True)
             return EXIT_RESUMABLE
         if newest.get("fruitless", 0) >= _MOST_FRUITLESS_STARTS and paths.newest_step() == newest.get("from_step"):
             error = (
@@ -99,7 +99,9 @@ def _requeue(plan: LaunchPlan, task: Task, fence: Fence, why: str) -> int:
         client.requeue(task.job)
     except SiteError as error:
         records.note_event(paths, "not requeued", why=str(error))
-        print(f"The job could not be queued again: {error}\n  `launch resume` goes on.", file=sys.stderr, flush=True)
+        print(
+            f"The job could not be requeued: {error}\n  Continue it with `launch resume`.", file=sys.stderr, flush=True
+        )
         return EXIT_RESUMABLE
     time.sleep(_REQUEUE_WITHIN_S)
     return EXIT_RESUMABLE

@@ -257,12 +257,12 @@ def _freeze(plan: P, roots: Sequence[Path]) -> P:
 def require_shared(directory: Path) -> None:
     """Check that the run directory is not in this machine's memory. Raises ConfigError.
 
-    A local disk cannot be told from a shared one here; `launch doctor` can.
+    A local disk cannot be distinguished from a shared one here; `launch doctor` checks that on the nodes.
     """
     mount, kind = file_system(directory)
     if kind in OWN_MEMORY:
         raise ConfigError(
-            "run.dir", directory.parent, f"lies in this machine's memory ({kind} on {mount}): the nodes do not see it.",
+            "run.dir", directory.parent, f"is in this machine's memory ({kind} on {mount}): the nodes do not see it.",
             "Use a run.dir on a disk that the login node and all nodes share.",
         )  # fmt: skip
 

@@ -136,7 +136,7 @@ def require_same_model(
     if problems:
         more = f"\n  and {len(problems) - _MAX_SHOWN} more" if len(problems) > _MAX_SHOWN else ""
         raise WrongCheckpoint(
-            f"{directory} is of another model:\n  "
+            f"{directory} was saved from another model:\n  "
             + "\n  ".join(problems[:_MAX_SHOWN])
             + f"{more}\n  Resume with the model that the run had, or start a new run: launch train."
         )

@@ -285,8 +285,10 @@ def delete_partial(paths: RunPaths, fence: Fence) -> None:
 
 
 class Cadence:
-    """Schedule of checkpoints: by steps, or by minutes on rank 0's clock, which reach the others with the window's
-    totals."""
+    """Schedule of checkpoints: by steps, or by minutes.
+
+    Minutes are counted on rank 0's clock, whose decision reaches the other ranks with the window's totals.
+    """
 
     def __init__(self, plan: CheckpointConfig) -> None:
         self._plan = plan

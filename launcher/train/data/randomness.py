@@ -68,7 +68,7 @@ class _PythonGenerator:
 
     @property
     def state(self) -> tuple[bytes, float | None]:
-        """The generator's words, which change with every draw and every seed, and the number cached by ``gauss``."""
+        """Memory of the generator, which every draw and every seed changes, and the number cached by ``gauss``."""
         return self._words.raw, self._generator.gauss_next
 
     @state.setter

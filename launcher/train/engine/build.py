@@ -109,7 +109,7 @@ def _make(make: Callable[[], nn.Module], world: World, *, deferred: bool) -> tup
     if built is not None and all(signature == signatures[0] for signature in signatures):
         built[1].agree = lambda value: share_values([value], world)
         return built
-    print(f"The model is built whole on each rank before it is sharded: {reason}", flush=True)
+    print(f"Each rank builds the full model before it is sharded: {reason}", flush=True)
     restore_random_state(before, torch.device("cpu"))
     del built
     return make(), None

@@ -220,7 +220,7 @@ class Engine:
         """
         current, window = self._current, self._current.window
         if window is None or not self._totals.sent:
-            raise EngineMisuse("engine.step() belongs after the last micro-batch of a window, once.")
+            raise EngineMisuse("engine.step() must be called once, after the last micro-batch of a window.")
         PULSE.beat(Phase.waiting, window.count)
         gradients = self.parallel.gradients()
         self.precision.unscale(self.optimizer)
@@ -300,7 +300,7 @@ class Engine:
             The result; None with one rank, and with ``run.calibrate_s=0``.
         """
         if self._current.window is not None:
-            raise EngineMisuse("engine.calibrate() belongs between two windows.")
+            raise EngineMisuse("engine.calibrate() must be called between two windows.")
         size = self.plan.batch.micro_size
         self._calibrate(forward, [MicroBatch(to_device(batch, self.device), size) for batch in batches])
         return self.calibrated

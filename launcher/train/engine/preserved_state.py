@@ -78,7 +78,7 @@ class SavedAttributes:
 
     @torch.no_grad()
     def restore(self) -> str:
-        """Restore all, and return a description of what has changed but could not be restored; empty if nothing."""
+        """Restore the saved state and return a description of the changes that cannot be undone; empty if none."""
         return ", ".join(filter(None, [undo() for undo in self._undo]))
 
     def _save(self, value: Any) -> Collection[object]:

@@ -98,7 +98,7 @@ class CurrentWindow:
     def take_micro_batch(self) -> MicroBatch:
         """Return the current micro-batch, for its backward pass; once."""
         if self.micro is None:
-            raise EngineMisuse("engine.backward() belongs once into each micro-batch of `for batch in window`.")
+            raise EngineMisuse("engine.backward() must be called once for each micro-batch of `for batch in window`.")
         micro, self.micro = self.micro, None
         return micro
 

@@ -135,7 +135,7 @@ def _flops_of(task: Task, model: nn.Module, batch: Any, fake: FakeTensorMode) ->
 
 
 def _without_memory(model: nn.Module, fake: FakeTensorMode) -> nn.Module:
-    """Return a copy of ``model`` whose tensors are on the CPU and have no memory, on any device that its own are."""
+    """Return a copy of ``model`` with fake CPU tensors, which use no memory, whatever the device of ``model``."""
     copies: dict[int, Any] = {}
 
     def empty(tensor: Tensor) -> Tensor:

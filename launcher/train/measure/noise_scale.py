@@ -148,7 +148,7 @@ class NoiseScale:
         return asdict(self._averages)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the averages. Those of an earlier version are dropped: they lack the squares, hence the interval."""
+        """Restore the averages. An earlier version's are dropped: they lack the squares that the interval needs."""
         complete = state.keys() == asdict(self._averages).keys()
         self._averages = _Averages(**state) if complete else _Averages()
 

@@ -1,8 +1,8 @@
 """Observers of the training step: what is measured beside it, without a branch or a collective of its own in it.
 
 In each window an observer contributes numbers to the one small all-reduce that the step needs anyway, receives their
-sums over the ranks, and is told how the window ended. The sums are those of the window before for whatever is known
-only once a window is over, such as its time.
+sums over the ranks, and is notified how the window ended. A value that exists only once a
+window is over, such as its time, is summed in the next window.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ class EndedWindow:
     """A window after its optimizer step.
 
     Args:
-        samples: in the window, on all ranks; items: what the loss was averaged over.
-        comparable: whether it was applied, held a whole global batch, and gave every rank as many samples: windows
-            that are not differ from the others for reasons of their own.
+        samples: number of samples in the window, on all ranks.
+        items: number of items that the loss was averaged over.
+        comparable: whether its time and gradient can be compared with those of other windows: it was applied, held a
+            full global batch, and gave every rank the same number of samples.
         grad_norm: norm of its mean gradient before the clip.
         gradient_unit: factor between a rank's gradient of a sum over items and the gradient that its backward passes
             have left: the constant C that losses are divided by, divided by the loss scale of fp16.
-        step_s: seconds of the window on this rank; data_s: of those, waiting for data; wait_s: waiting for other ranks.
+        step_s: seconds of the window on this rank.
+        data_s: seconds of these spent waiting for data.
+        wait_s: seconds of these spent waiting for other ranks.
     """
 
     samples: int

@@ -46,7 +46,7 @@ def find_units(model: nn.Module, named: Iterable[nn.Module] | None = None) -> li
     for unit in units:
         if not isinstance(unit, nn.Module) or unit not in names:
             raise TaskError(
-                f"shard_units(model): {_shown(unit)} is no part of this model.\n"
+                f"shard_units(model): {_shown(unit)} is not part of this model.\n"
                 "  Return modules of the model it is given, such as list(model.blocks)."
             )
         if unit is model:

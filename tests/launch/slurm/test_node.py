@@ -87,7 +87,7 @@ def broken(error: str, **known: Any) -> Outcome:
 @pytest.mark.parametrize(
     ("job", "signal", "why"),
     [
-        (slurms_job(), "SIGUSR2", "told to"),
+        (slurms_job(), "SIGUSR2", "SIGUSR2"),
         (slurms_job(preempted=True), "SIGTERM", "preempted"),
         (slurms_job(left_s=60), "SIGUSR2", "time limit"),
         (slurms_job(), "SIGTERM", ""),

@@ -36,7 +36,7 @@ WRONG: dict[str, tuple[list[str], list[str], dict[str, Any], list[str]]] = {
         ["task.width"], [], {"width": 24},
         [
             "layers.0.weight has the shape [24, 12] here, and [20, 12] in the checkpoint",
-            "layers.1.weight has the shape [12, 24] here", "is of another model",
+            "layers.1.weight has the shape [12, 24] here", "was saved from another model",
         ],
     ),
     "extra": (["task.extra"], [], {"extra": True}, ["extra.weight is not in the checkpoint", "extra.bias is not"]),

@@ -94,7 +94,7 @@ def container() -> tuple[nn.Module, list[nn.Module]]:
     [
         (shared, "layers.2 and last are one Linear under two parents"),
         (tied, "0 and 1 share the parameter weight"),
-        (stranger, "Linear is no part of this model"),
+        (stranger, "Linear is not part of this model"),
         (container, "layers is a ModuleList, which has no forward of its own"),
         (whole, "the model itself is among them"),
         (empty, "1 has no parameters to shard"),
