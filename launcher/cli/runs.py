@@ -45,20 +45,20 @@ def launch_runs(arguments: list[str]) -> int:
     parser = _parser("runs", "List all runs with their states, or the cells of a sweep.", run=False)
     parser.add_argument("sweep", metavar="SWEEP", nargs="?", help="a sweep's name, directory, or a prefix of one")
     parser.add_argument("--json", action="store_true", help="a list of objects, the cells of sweeps included")
-    given = parser.parse_args(arguments)
-    if given.sweep is not None:
-        paths = resolve_any(given.sweep, given.dir)
+    options = parser.parse_args(arguments)
+    if options.sweep is not None:
+        paths = resolve_any(options.sweep, options.dir)
         if not isinstance(paths, SweepPaths):
-            raise UserError(f"{given.sweep}: is a run, not a sweep.\n  `launch status {given.sweep}` shows it.")
-        return _show_cells(paths, as_json=given.json)
-    found, sweeps = look(find(given.dir)), look_at_sweeps(find_sweeps(given.dir))
-    if given.json:
+            raise UserError(f"{options.sweep}: is a run, not a sweep.\n  `launch status {options.sweep}` shows it.")
+        return _show_cells(paths, as_json=options.json)
+    runs, sweeps = look(find(options.dir)), look_at_sweeps(find_sweeps(options.dir))
+    if options.json:
         cells = [cell for several in sweeps.values() for cell in several]
-        print(json.dumps([run.to_json() for run in [*found, *cells]], indent=2))
-    elif not found and not sweeps:
-        print(f"There is no run in {given.dir}. For another directory: launch runs --dir DIR.")
+        print(json.dumps([run.to_json() for run in [*runs, *cells]], indent=2))
+    elif not runs and not sweeps:
+        print(f"There is no run in {options.dir}. For another directory: launch runs --dir DIR.")
     else:
-        live.console().print(run_list.runs_table(found, {Path(sweep).name: its for sweep, its in sweeps.items()}))
+        live.console().print(run_list.runs_table(runs, {Path(sweep).name: its for sweep, its in sweeps.items()}))
     return EXIT_DONE
 
 
@@ -74,12 +74,12 @@ def _show_cells(paths: SweepPaths, *, as_json: bool) -> int:
 def launch_status(arguments: list[str]) -> int:
     parser = _parser("status", "Show one run: its state, its place, its events, and why it failed.")
     parser.add_argument("--json", action="store_true", help="one object")
-    given = parser.parse_args(arguments)
-    paths = resolve_any(given.run, given.dir)
+    options = parser.parse_args(arguments)
+    paths = resolve_any(options.run, options.dir)
     if isinstance(paths, SweepPaths):
-        return _show_cells(paths, as_json=given.json)
+        return _show_cells(paths, as_json=options.json)
     run, events = control.one(paths), records.read_events(paths)
-    if given.json:
+    if options.json:
         print(json.dumps(run.to_json() | {"events": events}, indent=2))
         return EXIT_DONE
     live.console().print(run_list.status_table(run, events))
@@ -95,24 +95,24 @@ def launch_logs(arguments: list[str]) -> int:
     parser.add_argument("--rank", type=int, default=0, help="default: 0")
     parser.add_argument("--node", type=int, help="print the log of this node's agent instead")
     parser.add_argument("--follow", action="store_true", help="print new lines until the run ends")
-    given = parser.parse_args(arguments)
-    paths = resolve(given.run, given.dir)
-    source = live.rank_logs(paths, given.rank) if given.node is None else live.node_log(paths, given.node)
-    if given.follow:
+    options = parser.parse_args(arguments)
+    paths = resolve(options.run, options.dir)
+    source = live.rank_logs(paths, options.rank) if options.node is None else live.node_log(paths, options.node)
+    if options.follow:
         control.follow(paths, live.LogFollower(source))
         return EXIT_DONE
     lines = source.lines(ended=True)
     if not lines and not source.exists():
-        raise UserError(f"{given.run}: {source.missing()}")
+        raise UserError(f"{options.run}: {source.missing()}")
     print("\n".join(lines))
     return EXIT_DONE
 
 
 def launch_cancel(arguments: list[str]) -> int:
-    given = _parser("cancel", "Stop a run, or all runs of a sweep; their workers save a checkpoint first.").parse_args(
-        arguments
-    )
-    target = resolve_any(given.run, given.dir)
+    options = _parser(
+        "cancel", "Stop a run, or all runs of a sweep; their workers save a checkpoint first."
+    ).parse_args(arguments)
+    target = resolve_any(options.run, options.dir)
     runs = _chosen(target, ACTIVE, "there is nothing to cancel")
     ended = control.cancel_runs(runs, partial(print, flush=True))
     for run in ended:
@@ -142,24 +142,24 @@ def launch_resume(arguments: list[str]) -> int:
     parser = _restart_parser("resume", "Resume a run from its newest checkpoint, or all unfinished runs of a sweep.")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="keys to change; not for runs of a sweep")
     parser.add_argument("--force", action="store_true", help="allow changes of keys that affect what is learned")
-    given = parser.parse_intermixed_args(arguments)
-    if not given.overrides and not given.force:
+    options = parser.parse_intermixed_args(arguments)
+    if not options.overrides and not options.force:
         states = frozenset(State) - ACTIVE - {State.done, State.unknown, State.impossible}
-        return _restart("resume", given, states, control.to_resume)
-    target = resolve_any(given.run, given.dir)
+        return _restart("resume", options, states, control.to_resume)
+    target = resolve_any(options.run, options.dir)
     if isinstance(target, SweepPaths) or is_sweep(target.root.parent):
         raise UserError(
-            f"{given.run}: is {'a' if isinstance(target, SweepPaths) else 'a run of a'} sweep, whose runs cannot "
+            f"{options.run}: is {'a' if isinstance(target, SweepPaths) else 'a run of a'} sweep, whose runs cannot "
             "change: their overrides identify them.\n  Resume it without key=value, or start a run of its own: "
             "launch train."
         )
-    return _resume_changed(target, given.overrides, live.console(quiet=given.quiet), given.force, given.wait)
+    return _resume_changed(target, options.overrides, live.console(quiet=options.quiet), options.force, options.wait)
 
 
 def launch_retry(arguments: list[str]) -> int:
     does = "Start a run again from step 0 under another name, with its plan and code; of a sweep, the failed runs."
-    given = _restart_parser("retry", does).parse_args(arguments)
-    return _restart("retry", given, {State.failed, State.lost}, control.to_retry)
+    options = _restart_parser("retry", does).parse_args(arguments)
+    return _restart("retry", options, {State.failed, State.lost}, control.to_retry)
 
 
 def _restart_parser(verb: str, does: str) -> Parser:
@@ -169,7 +169,7 @@ def _restart_parser(verb: str, does: str) -> Parser:
     return parser
 
 
-def _restart(verb: str, given: Namespace, states: Container[State], planned: Callable[[Run], LaunchPlan]) -> int:
+def _restart(verb: str, options: Namespace, states: Container[State], planned: Callable[[Run], LaunchPlan]) -> int:
     """Restart a run, or runs of a sweep.
 
     Args:
@@ -177,13 +177,13 @@ def _restart(verb: str, given: Namespace, states: Container[State], planned: Cal
     """
     from launcher.cli.train import restart, restart_cells
 
-    target, console = resolve_any(given.run, given.dir), live.console(quiet=given.quiet)
+    target, console = resolve_any(options.run, options.dir), live.console(quiet=options.quiet)
     choose = partial(_chosen, target, states, f"there is nothing to {verb}")
     # also for a single run of a sweep: the sweep's manifest must record the cell's new run
     sweep = target if isinstance(target, SweepPaths) else SweepPaths(target.root.parent)
     if is_sweep(sweep.root):
-        return restart_cells(sweep, choose, planned, console, wait=given.wait)
-    return restart(planned(*choose()), console, wait=given.wait)
+        return restart_cells(sweep, choose, planned, console, wait=options.wait)
+    return restart(planned(*choose()), console, wait=options.wait)
 
 
 def _resume_changed(paths: RunPaths, overrides: list[str], console: Console, force: bool, wait: bool) -> int:
@@ -217,25 +217,25 @@ def launch_report(arguments: list[str]) -> int:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--csv", action="store_true", help="one line per run; no page without --html")
     form.add_argument("--json", action="store_true", help="one object; no page without --html")
-    given = parser.parse_args(arguments)
-    if given.loss is not None and not math.isfinite(given.loss):
-        raise UserError(f"--loss {given.loss}: must be a number, in the unit of train/loss.")
-    if given.html is not None and not given.html.absolute().parent.is_dir():
+    options = parser.parse_args(arguments)
+    if options.loss is not None and not math.isfinite(options.loss):
+        raise UserError(f"--loss {options.loss}: must be a number, in the unit of train/loss.")
+    if options.html is not None and not options.html.absolute().parent.is_dir():
         raise UserError(
-            f"--html {given.html}: there is no directory {given.html.parent}.\n  Create it, or choose another path."
+            f"--html {options.html}: there is no directory {options.html.parent}.\n  Create it, or choose another path."
         )
-    chosen = [paths for word in given.what for paths in _runs_of(word, given.dir)]
-    names = [Path(word).name or str(word) for word in given.what]
+    chosen = [paths for word in options.what for paths in _runs_of(word, options.dir)]
+    names = [Path(word).name or str(word) for word in options.what]
     title = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    compared = compare_runs(chosen, title=title, loss=given.loss)
-    if given.csv or given.json:
-        as_text = comparison_tables.as_csv if given.csv else comparison_tables.as_json
-        print(as_text(compared), end="" if given.csv else "\n")
-        if given.html is not None:
-            write_page(compared, given.html)
+    compared = compare_runs(chosen, title=title, loss=options.loss)
+    if options.csv or options.json:
+        as_text = comparison_tables.as_csv if options.csv else comparison_tables.as_json
+        print(as_text(compared), end="" if options.csv else "\n")
+        if options.html is not None:
+            write_page(compared, options.html)
         return EXIT_DONE
     _show_comparison(compared)
-    page = given.html or _page_of(given.what, chosen, given.dir)
+    page = options.html or _page_of(options.what, chosen, options.dir)
     write_page(compared, page)
     print(f"\nThe page: {near(page.absolute())} (one file, opens without network)")
     return EXIT_DONE

@@ -124,12 +124,12 @@ class Exchange:
 
     def __init__(self, folder: Path, node: int, nodes: int) -> None:
         self.folder, self.node, self.nodes = folder, node, nodes
-        self._own: Answer = {}
+        self._answer: Answer = {}
 
     def publish(self, **facts: Any) -> None:
         """Publish further facts of this host."""
-        self._own |= facts
-        write_json(_answer_file(self.folder, self.node), self._own)
+        self._answer |= facts
+        write_json(_answer_file(self.folder, self.node), self._answer)
 
     def wait(self, key: str, nodes: set[int], within_s: float) -> dict[int, Answer]:
         """Wait until all ``nodes`` have published ``key`` or are done, for at most ``within_s`` seconds.

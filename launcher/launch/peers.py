@@ -103,7 +103,7 @@ class Peers:
     """
 
     def __init__(self) -> None:
-        self._own: tuple[int, Summary] = (EXIT_FAILED, {})
+        self._result: tuple[int, Summary] = (EXIT_FAILED, {})
         self._reset()
 
     def _reset(self) -> None:
@@ -121,7 +121,7 @@ class Peers:
 
     def ended(self, status: int, summary: Summary) -> None:
         """Report that this host's agent has ended."""
-        self._own = status, summary
+        self._result = status, summary
 
     def complete(self) -> bool:
         """Return True if the verdict of the whole job is known."""
@@ -139,7 +139,7 @@ class Peers:
 
     def conclude(self) -> tuple[int, Summary]:
         """Return exit status and summary of the whole job, as far as known, and close the connections."""
-        return self._own
+        return self._result
 
 
 class OtherHost(Peers):

@@ -102,8 +102,8 @@ def solve_batch(config: BatchConfig, world_size: int) -> Batch:
         ConfigError: a size below 1, sizes that contradict each other, or a division with a remainder; the message
             lists the nearest choices that work.
     """
-    given = {"global_size": config.global_size, "micro_size": _fixed_micro(config), "accumulation": config.accumulation}
-    for name, value in given.items():
+    sizes = {"global_size": config.global_size, "micro_size": _fixed_micro(config), "accumulation": config.accumulation}
+    for name, value in sizes.items():
         if value is not None and value < 1:
             raise ConfigError(f"batch.{name}", value, "must be at least 1.", "Leave it out to have it derived.")
     total, micro, accumulation = config.global_size, _fixed_micro(config), config.accumulation

@@ -82,8 +82,8 @@ def value_from_json(kind: Any, value: Any) -> Any:
     """
     if dataclasses.is_dataclass(kind):
         hints, missing = typing.get_type_hints(kind), dataclasses.MISSING
-        given = [f for f in dataclasses.fields(kind) if f.name in value or f.default is missing]
-        return kind(**{f.name: value_from_json(hints[f.name], value[f.name]) for f in given})  # pyright: ignore
+        present = [f for f in dataclasses.fields(kind) if f.name in value or f.default is missing]
+        return kind(**{f.name: value_from_json(hints[f.name], value[f.name]) for f in present})  # pyright: ignore
     if isinstance(kind, type) and issubclass(kind, Enum):
         return kind(value)
     origin, args = typing.get_origin(kind), typing.get_args(kind)

@@ -84,8 +84,8 @@ class _NumpyGenerator:
 
     def __init__(self, numpy: Any) -> None:
         self._random, self._legacy = numpy.random, numpy.random.MT19937
-        self._own, self._outer = self._legacy(0), self._random.get_bit_generator()
-        self._words, self._outer_words = self._words_of(self._own), self._words_of(self._outer)
+        self._inner, self._outer = self._legacy(0), self._random.get_bit_generator()
+        self._words, self._outer_words = self._words_of(self._inner), self._words_of(self._outer)
         self._state_after = b""
         self._outer_state: Any = None
 
@@ -101,7 +101,7 @@ class _NumpyGenerator:
         # replacing the generator loses the second number of a pair of normal draws, which NumPy caches
         if isinstance(outer, self._legacy) and self._outer_words.raw != self._state_after:
             self._outer_state = self._random.get_state(legacy=False)
-        self._random.set_bit_generator(self._own)
+        self._random.set_bit_generator(self._inner)
 
     def uninstall(self) -> None:
         self._random.set_bit_generator(self._outer)

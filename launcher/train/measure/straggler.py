@@ -92,7 +92,7 @@ class StragglerDetector:
         self._rank, self._ranks, self._share = world.rank, world.size, share
         self.width = _KINDS * world.size if world.size > 1 and device.type == "cpu" else 0
         self._hosts = world.of_all(socket.gethostname()) if self.width else []
-        self._own = [0.0] * _KINDS
+        self._seconds = [0.0] * _KINDS
         self._windows = 0
         self._tables: deque[Sequence[float]] = deque(maxlen=WINDOWS)
         self.spent: Spent | None = None
@@ -106,12 +106,12 @@ class StragglerDetector:
         """Return a table of zeros with this rank's row filled."""
         table = [0.0] * self.width
         if self.width:
-            table[self._rank * _KINDS : (self._rank + 1) * _KINDS] = self._own
+            table[self._rank * _KINDS : (self._rank + 1) * _KINDS] = self._seconds
         return table
 
     def window_ended(self, window: EndedWindow) -> None:
         """Keep this rank's seconds of computing, waiting for data and waiting for other ranks."""
-        self._own = [max(0.0, window.step_s - window.data_s - window.wait_s), window.data_s, window.wait_s]
+        self._seconds = [max(0.0, window.step_s - window.data_s - window.wait_s), window.data_s, window.wait_s]
 
     def receive(self, sums: Sequence[float]) -> None:
         """Evaluate the window before. ``sums``: the table of all ranks."""

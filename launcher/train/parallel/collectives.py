@@ -100,7 +100,7 @@ class Scatter:
     the memory for received parts small and constant."""
 
     def __init__(self, meter: Meter, device: torch.device, own: OwnGradient) -> None:
-        self._meter, self._own = meter, own
+        self._meter, self._own_gradient = meter, own
         self._exchanger = Exchanger(2, meter) if device.type == "cpu" else None
         self._pending: tuple[Exchange, Tensor, Tensor] | None = None
         self._between_replicas: Timer | None = None
@@ -118,7 +118,7 @@ class Scatter:
         op: dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work | None:
-        self._own.take([input_tensor])
+        self._own_gradient.take([input_tensor])
         work: dist.Work | None = None
         if self._exchanger is not None:
             self._exchange(self._exchanger, output_tensor, input_tensor, group)

@@ -118,7 +118,7 @@ class Buffers:
         self._still = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
         self._changing: dict[str, Form] = {}
         self._due = False  # a rank has seen a change in the window under way
-        self._own = set[str]()  # buffers whose shapes differ between ranks: each rank keeps its own
+        self._rank_local = set[str]()  # buffers whose shapes differ between ranks: each rank keeps its own
 
     @torch.no_grad()
     def changed(self) -> Tensor | float:
@@ -162,7 +162,7 @@ class Buffers:
             if alike:
                 self._changing[name] = forms[name]
             else:
-                self._own.add(name)
+                self._rank_local.add(name)
                 if self._world.rank == 0:
                     print(f"Buffer {name} has another shape on each rank: every rank keeps its own.", flush=True)
 
@@ -170,7 +170,9 @@ class Buffers:
         """Return the names of buffers that have appeared, disappeared, or changed their shape or dtype."""
         previous = self._changing | {name: _form(buffer) for name, buffer in self._still.items()}
         forms = {name: _form(buffer) for name, buffer in now.items()}
-        return {name for name in previous.keys() | forms.keys() if previous.get(name) != forms.get(name)} - self._own
+        return {
+            name for name in previous.keys() | forms.keys() if previous.get(name) != forms.get(name)
+        } - self._rank_local
 
     @property
     def changing(self) -> list[str]:
