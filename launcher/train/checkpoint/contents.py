@@ -96,7 +96,9 @@ class Staging:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._buffers: dict[str, Tensor] = {}  # by the tensor's path in the state
+        self._page_locked: dict[str, Tensor] = {}  # those buffers that are, kept mapped until unregistered
         self._refused = False
+        weakref.finalize(self, _unlock_all, self._page_locked)
 
     @property
     def nbytes(self) -> int:
@@ -132,28 +134,30 @@ class Staging:
     def _reserve(self, sources: dict[str, Tensor]) -> None:
         """Provide one buffer for each of ``sources``: that of the previous copy if its shape and dtype fit. Others are
         released first, so that old and new memory are not held at the same time."""
-        self._buffers = {
-            path: buffer
-            for path, buffer in self._buffers.items()
-            if (source := sources.get(path)) is not None and _format(source) == _format(buffer)
-        }
+        for path in list(self._buffers):
+            if path not in sources or not _same_format(self._buffers[path], sources[path]):
+                _unlock(self._page_locked, path)
+                del self._buffers[path]
         for path, source in sources.items():
             if path not in self._buffers:
-                empty = self._page_locked if _is_on_device(source) else torch.empty
-                self._buffers[path] = empty(source.shape, dtype=source.dtype)
+                self._buffers[path] = (
+                    self._allocate_page_locked(path, source)
+                    if _is_on_device(source)
+                    else torch.empty(source.shape, dtype=source.dtype)
+                )
 
-    def _page_locked(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    def _allocate_page_locked(self, path: str, source: Tensor) -> Tensor:
         """Return an uninitialised tensor in page-locked host memory, to which a GPU can copy asynchronously.
 
         ``torch.empty(pin_memory=True)`` rounds its size up to a power of two, which may take twice the memory; this
         rounds up to a page. The mapping is shared, because a page-locked page must not be copied on write when loader
         processes are forked. If the driver refuses, the memory stays pageable: copies are slower.
         """
-        memory = mmap.mmap(-1, shape.numel() * dtype.itemsize)
-        buffer = torch.frombuffer(memory, dtype=dtype).reshape(shape)
-        address, cudart = buffer.data_ptr(), cast("Any", torch.cuda.cudart())
-        if int(cudart.cudaHostRegister(address, len(memory), _PORTABLE)) == 0:
-            weakref.finalize(memory, cudart.cudaHostUnregister, address)
+        memory = mmap.mmap(-1, source.numel() * source.dtype.itemsize)
+        buffer = torch.frombuffer(memory, dtype=source.dtype).reshape(source.shape)
+        cudart = cast("Any", torch.cuda.cudart())
+        if int(cudart.cudaHostRegister(buffer.data_ptr(), len(memory), _PORTABLE)) == 0:
+            self._page_locked[path] = buffer
         elif not self._refused:
             self._refused = True
             print("The memory for copies of checkpoints cannot be page-locked: each save delays the steps for longer.")
@@ -163,13 +167,24 @@ class Staging:
 _PORTABLE = 1  # cudaHostRegisterPortable
 
 
+def _unlock(page_locked: dict[str, Tensor], path: str) -> None:
+    """Unregister the buffer of ``path`` while it is still mapped: later its address may belong to other memory."""
+    if (buffer := page_locked.pop(path, None)) is not None:
+        cast("Any", torch.cuda.cudart()).cudaHostUnregister(buffer.data_ptr())
+
+
+def _unlock_all(page_locked: dict[str, Tensor]) -> None:
+    for path in list(page_locked):
+        _unlock(page_locked, path)
+
+
 def _identity(path: str, source: Tensor) -> Hashable:
     """Return a key that is the same for two paths of one tensor."""
     return (source.data_ptr(), source.dtype, source.shape, source.stride()) if source.numel() else path
 
 
-def _format(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
-    return tensor.shape, tensor.dtype
+def _same_format(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype
 
 
 def _is_on_device(source: Tensor) -> bool:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +15,7 @@ from torch import Tensor
 
 from launcher.train.checkpoint import contents
 from launcher.train.checkpoint.contents import Staging
+from tests.helpers import ROOT
 
 PAGE = 4096
 
@@ -21,10 +25,11 @@ class Runtime:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, refuses: int = 0) -> None:
         self.registered: dict[int, int] = {}
+        self.unmapped: list[int] = []  # when they were unregistered
         self.rounded = self.most = 0
         self.refuses = refuses
         self._empty = torch.empty
-        calls = SimpleNamespace(cudaHostRegister=self._register, cudaHostUnregister=self.registered.pop)
+        calls = SimpleNamespace(cudaHostRegister=self._register, cudaHostUnregister=self._unregister)
         monkeypatch.setattr(torch.cuda, "cudart", lambda: calls)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
         monkeypatch.setattr(torch, "empty", self._allocate)
@@ -37,6 +42,12 @@ class Runtime:
             self.registered[address] = size
             self.most = max(self.most, sum(self.registered.values()))
         return self.refuses
+
+    def _unregister(self, address: int) -> None:
+        size = self.registered.pop(address)
+        maps = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()]
+        if not any(int(start, 16) <= address and address + size <= int(end, 16) for start, end in maps):
+            self.unmapped.append(address)
 
     def _allocate(self, *size: Any, pin_memory: bool = False, **options: Any) -> Tensor:
         made = self._empty(*size, **options)
@@ -100,12 +111,38 @@ def test_other_tensors_take_other_memory_and_the_old_is_given_back(monkeypatch: 
     assert same(staged.copy(grown), grown)
     assert len(runtime.registered) == len(before)
     assert runtime.most == sum(runtime.registered.values()), "never both at once"
+    assert not runtime.unmapped
     apart = state()
     apart["model"]["head"] = apart["model"]["head"] + 1  # two names of one tensor no more
     assert same(staged.copy(apart), apart)
     del staged
     gc.collect()
     assert not runtime.registered
+
+
+def test_memory_is_unregistered_before_it_is_unmapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Afterwards its address may belong to other memory, which would lose its registration."""
+    runtime, staged = Runtime(monkeypatch), Staging(torch.device("cuda"))
+    staged.copy(state())
+    staged.copy({"model": {"one": torch.ones(5)}})
+    assert len(runtime.registered) == 1, "no longer needed"
+    del staged
+    gc.collect()
+    assert not runtime.registered
+    assert not runtime.unmapped
+
+
+def test_page_locked_memory_is_unregistered_at_exit_while_a_copy_is_in_use() -> None:
+    script = f"""
+import atexit
+atexit.register(lambda: print(len(runtime.registered), runtime.unmapped))  # the first to be registered runs last
+import pytest, torch
+from {__name__} import Runtime, Staging, state
+runtime, staged = Runtime(pytest.MonkeyPatch()), Staging(torch.device("cuda"))
+copied = staged.copy(state())
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "0 []\n"), done.stderr
 
 
 def test_where_the_driver_refuses_the_copies_are_as_good(
