@@ -6,12 +6,12 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from launcher.config.schema import ClusterKind, Device
 from launcher.errors import UserError
 from launcher.plan.worlds import NodeRange
-from launcher.rundir.files import value_from_json, write_text
+from launcher.rundir.files import Absent, value_from_json, write_text
 from launcher.rundir.paths import RunPaths
 
 FORMAT = 1
@@ -138,8 +138,11 @@ class LaunchPlan:
     """Everything that a node agent needs to run any job.
 
     Attributes:
+        absent: values of the keys that a file of this format may lack; see ``value_from_json``.
         command: Python's arguments in each worker; training runs append the path of the plan.
     """
+
+    absent: ClassVar[Absent] = {}
 
     format: int
     run: RunInfo
@@ -180,14 +183,20 @@ class LaunchPlan:
         """Return the plan in ``text``.
 
         Raises:
-            UserError: not a plan, or a plan of another format.
+            UserError: not a plan, a plan of another format, or an incomplete one.
         """
         fields = json.loads(text)
         if not isinstance(fields, dict) or fields.get("format") != FORMAT:  # pyright: ignore[reportUnknownMemberType]
             raise UserError(
                 f"plan.json does not have format {FORMAT}: another version of launcher wrote it.\n  Use that version."
             )
-        return value_from_json(cls, fields)
+        try:
+            return value_from_json(cls, fields, cls.absent)
+        except KeyError as error:
+            raise UserError(
+                f"plan.json lacks the key {error}, which every plan of format {FORMAT} has: the file was changed.\n"
+                "  Restore it."
+            ) from None
 
     def save(self) -> None:
         write_text(self.paths.plan_of(self.node), self.to_json() + "\n")

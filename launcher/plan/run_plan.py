@@ -1,7 +1,8 @@
 """RunPlan: every decision made before the start, frozen and saved as plan.json. A worker reads nothing else.
 
 ``launcher.plan.solve`` creates it. It is complete: nothing downstream derives any part of it again. A part that extends
-a config group has the group's keys, with no default left open, and what follows from them.
+a config group has the group's keys, with no default left open, and what follows from them. Defaults do not apply to a
+file: ``RunPlan.absent`` has the values of keys that earlier versions did not write.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from launcher.config.schema import (
     CheckpointConfig,
+    OnError,
     OptimizerConfig,
+    Parameters,
     PrecisionConfig,
     PrecisionKind,
     ScheduleConfig,
@@ -28,7 +31,7 @@ from launcher.config.schema import (
 )
 from launcher.plan.batch import Batch
 from launcher.plan.launch_plan import LaunchPlan
-from launcher.rundir.files import read_json
+from launcher.rundir.files import Absent, read_json
 
 Part = TypeVar("Part")
 
@@ -208,11 +211,10 @@ class TrainPlan(TrainConfig):
     """Training settings. ``steps`` is None only for epochs over a stream.
 
     Attributes:
-        calibrate_s: limit in seconds; None: a share of the run's time; 0 in plans of versions that calibrated during
-            training.
+        calibrate_s: limit in seconds; None: a share of the run's time.
     """
 
-    calibrate_s: float | None = 0.0
+    calibrate_s: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,6 +236,18 @@ class RunPlan(LaunchPlan):
         forced: config keys that `launch resume --force` has changed.
         fewer: differences of the plan on each smaller number of hosts that the job may use.
     """
+
+    absent: ClassVar[Absent] = {
+        StrategyPlan: {},
+        PrecisionPlan: {"reason": "", "parameters": Parameters.fp32, "tf32": False},
+        # earlier versions scaled lr only
+        OptimizerPlan: {"base_betas": None, "base_eps": None, "reference_batch": None},
+        SchedulePlan: {"steps": None},
+        # earlier versions detected neither hangs nor stragglers, and calibrated during training
+        TrainPlan: {"hang_timeout": None, "straggler_share": None, "calibrate_s": 0.0},
+        CheckpointConfig: {"async_save": False, "on_error": OnError.stop},
+        WandbConfig: {"notes": None, "job_type": None},
+    }
 
     batch: Batch
     epoch: EpochPlan

@@ -11,6 +11,7 @@ import secrets
 import time
 import types
 import typing
+from collections.abc import Mapping
 from contextlib import suppress
 from enum import Enum
 from pathlib import Path
@@ -75,22 +76,36 @@ def read_json(path: Path) -> dict[str, Any] | None:
     raise AssertionError
 
 
-def value_from_json(kind: Any, value: Any) -> Any:
+Absent = Mapping[type, Mapping[str, Any]]
+
+
+def value_from_json(kind: Any, value: Any, absent: Absent | None = None) -> Any:
     """Convert a JSON ``value`` to ``kind``: a dataclass, an Enum, a tuple, a union with None, or a plain value.
 
-    A field with a default may be missing, because earlier versions did not have it.
+    Args:
+        absent: for dataclasses whose defaults do not apply to files: the fields that may be missing, because earlier
+            versions did not write them, with their values. Of any other dataclass, fields with a default may be
+            missing.
+
+    Raises:
+        KeyError: a field is missing that may not be.
     """
     if dataclasses.is_dataclass(kind):
-        hints, missing = typing.get_type_hints(kind), dataclasses.MISSING
-        present = [f for f in dataclasses.fields(kind) if f.name in value or f.default is missing]
-        return kind(**{f.name: value_from_json(hints[f.name], value[f.name]) for f in present})  # pyright: ignore
+        hints, fields = typing.get_type_hints(kind), dataclasses.fields(kind)
+        defaults = (absent or {}).get(kind)  # pyright: ignore
+        if defaults is None:
+            defaults = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
+        present = [f.name for f in fields if f.name in value or f.name not in defaults]
+        values = {name: value_from_json(hints[name], value[name], absent) for name in present}
+        return kind(**{**defaults, **values})  # pyright: ignore
     if isinstance(kind, type) and issubclass(kind, Enum):
         return kind(value)
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin is types.UnionType:
-        return None if value is None else value_from_json(next(a for a in args if a is not types.NoneType), value)
+        inner = next(a for a in args if a is not types.NoneType)
+        return None if value is None else value_from_json(inner, value, absent)
     if origin is tuple:
-        return tuple(value_from_json(args[0], item) for item in value)
+        return tuple(value_from_json(args[0], item, absent) for item in value)
     return value
 
 

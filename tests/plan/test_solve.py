@@ -6,6 +6,8 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +24,6 @@ from launcher.plan.host import Site
 from launcher.plan.launch_plan import RunInfo
 from launcher.plan.run_plan import RunPlan, SchedulePlan
 from launcher.plan.solve import solve
-from launcher.rundir.files import value_from_json
 from launcher.train.trainer import build_optimizer
 from tests.helpers import make_plan
 
@@ -277,13 +278,46 @@ def test_a_hang_is_found_later_than_a_stop_takes_or_never() -> None:
         make_plan("train.straggler_share=2")
 
 
+EARLY = json.loads(Path(__file__).with_name("early_plan.json").read_text())
+# parts of the plan that extend config groups, and what a key means that an early plan lacks
+LATER_KEYS: dict[str, dict[str, Any]] = {
+    "strategy": {},
+    "precision": {"reason": "", "parameters": "fp32", "tf32": False},
+    "optimizer": {"base_betas": None, "base_eps": None, "reference_batch": None},
+    "schedule": {"steps": None},
+    "train": {"hang_timeout": None, "straggler_share": None, "calibrate_s": 0.0},
+    "checkpoint": {"async_save": False, "on_error": "stop"},
+    "wandb": {"notes": None, "job_type": None},
+}
+
+
+def test_an_early_plan_keeps_its_meaning() -> None:
+    """The file is of an early version: it lacks all keys that came later, and has clip_norm=null."""
+    loaded = json.loads(RunPlan.from_json(json.dumps(EARLY)).to_json())
+    for part, later in LATER_KEYS.items():
+        assert loaded[part] == EARLY[part] | later
+    assert loaded["train"]["clip_norm"] is None
+    assert loaded["fewer"] == EARLY["fewer"]
+    null = json.dumps(EARLY | {"train": EARLY["train"] | {"calibrate_s": None}})
+    assert RunPlan.from_json(null).train.calibrate_s is None, "null in the file is not a missing key"
+
+
+@pytest.mark.parametrize("part", LATER_KEYS)
+def test_a_key_that_every_plan_has_must_not_be_missing(part: str) -> None:
+    for key in EARLY[part]:
+        fields = {name: value for name, value in EARLY[part].items() if name != key}
+        with pytest.raises(UserError, match=rf"plan.json lacks the key '{key}'"):
+            RunPlan.from_json(json.dumps(EARLY | {part: fields}))
+    assert not LATER_KEYS[part].keys() & EARLY[part].keys()
+
+
 def test_a_plan_of_a_version_that_calibrated_during_training_loads() -> None:
     plan = make_plan()
     assert plan.train.calibrate_s is None, "a share of the run"
     fields = dataclasses.asdict(plan)
     del fields["train"]["calibrate_s"]
     fields["train"]["calibrate"] = 5
-    older = value_from_json(RunPlan, json.loads(json.dumps(fields)))
+    older = RunPlan.from_json(json.dumps(fields))
     assert older.train.calibrate_s == 0
     assert dataclasses.replace(older, train=plan.train) == plan
     for value in ("5", "false"):
