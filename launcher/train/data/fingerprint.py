@@ -236,9 +236,9 @@ def require_same_data(datasets: Mapping[str, Any], plan: RunPlan, world: World, 
         first_outlines.setdefault(read.name, []).append(each)
     if world.rank == 0 and (names := _same_beginning(first_outlines)) is not None:
         print(
-            f"{names[1]} begins with the samples of {names[0]}: is it held out at all?\n  Both are built under one "
-            "seed, so that a random split in both gives two parts of one split; draw synthetic held-out data from a "
-            "generator of its own.",
+            f"{names[1]} begins with the samples of {names[0]}: it may not be held out.\n  Both are built with "
+            "the same random seed: a random split made in both yields complementary parts, but synthetic samples drawn "
+            "in both are identical. Draw held-out samples from a separate generator.",
             flush=True,
         )
 

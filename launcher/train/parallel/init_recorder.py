@@ -88,7 +88,7 @@ class Recorder(TorchDispatchMode):
         # torch.load creates a tensor without elements and then sets its storage: that one must stay real
         if not inputs and (draws or name in _CONSTANT or (name in _EMPTY and 0 not in args[0])):
             if kwargs.get("device") == _META and name not in _CONSTANT:  # on meta, an ordinary build draws nothing
-                raise self.refuse("it makes meta tensors of its own")
+                raise self.refuse("its constructor makes meta tensors itself")
             if kwargs.get("device") in (None, _CPU):
                 kwargs["device"] = _META
         if kwargs.get("device") == _META or any(tensor.is_meta for tensor in inputs):

@@ -236,8 +236,8 @@ NOT_DEFERRABLE: dict[str, tuple[Make, str]] = {
     "draws": (module(draws_for_real), "has its memory already"),
     "draws from its own": (module(draws_for_real_from_its_own), "draws"),
     "writes": (module(writes_into_real), "has its memory already"),
-    "meta": (module(makes_meta), "meta tensors of its own"),
-    "skip_init": (lambda: nn.utils.skip_init(nn.Linear, 3, 3), "meta tensors of its own"),
+    "meta": (module(makes_meta), "meta tensors itself"),
+    "skip_init": (lambda: nn.utils.skip_init(nn.Linear, 3, 3), "meta tensors itself"),
     "fails": (module(fails), "KeyError: 'width'"),
     "weight beside a weight": (module(old_weight_norm), r"layer\.again"),
 }
