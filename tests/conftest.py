@@ -1,9 +1,11 @@
-"""Fixtures of all tests; their order, and which of them run in one process (`--dist loadgroup` of make test)."""
+"""Fixtures of all tests; their order, and which of them run in one process."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +18,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from launcher.launch.network import free_port
 from tests.helpers import SLOWNESS, patience
@@ -82,12 +85,14 @@ def _marked(mark: str) -> list[int]:
 # These have a Slurm of their own, and wait for its timers most of the time: `make test` begins with them, in all of its
 # processes but one, which begins with the fast tests.
 WAITING = ("test_slurm", "test_slurm_lost", "test_sweep")
-SHARED = ("module", "class", "package")  # scopes of fixtures
+# a fixture that several tests share: one of the file itself, or one of tests/system/conftest.py
+SHARED_FIXTURE = re.compile(
+    r'scope="(module|class|package)"|\b(by_cgroup|by_process_tree|undisturbed|two_hosts|pair)\b'
+)
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put fast tests before slow ones, and keep tests that share a fixture in one process: all others are dealt out."""
+    """Put fast tests before slow ones."""
 
     def order(item: pytest.Item) -> int:
         if item.path.stem in WAITING:
@@ -95,10 +100,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return len(WAITING) + (item.get_closest_marker("slow") is not None)
 
     items.sort(key=order)
-    for item in items:
-        fixtures: dict[str, Any] = getattr(item, "_fixtureinfo").name2fixturedefs  # noqa: B009
-        if any(fixture.scope in SHARED for definitions in fixtures.values() for fixture in definitions):
-            item.add_marker(pytest.mark.xdist_group(item.location[0]))
+
+
+class SharedFixtureScheduling(LoadScopeScheduling):
+    """Runs the tests of a file in one process if they share a fixture, and deals out all others one by one.
+
+    `--dist loadgroup` does not: pytest-xdist 3.8 writes its groups to an attribute that pytest 9.2 no longer reads.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        path = nodeid.partition("::")[0]
+        return path if self._shares(path) else nodeid
+
+    @functools.cache  # noqa: B019
+    def _shares(self, path: str) -> bool:
+        return SHARED_FIXTURE.search((self.config.rootpath / path).read_text(encoding="utf-8")) is not None
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> SharedFixtureScheduling | None:
+    return SharedFixtureScheduling(config, log) if config.getvalue("dist") == "load" else None  # that of `-n`
 
 
 @pytest.fixture

@@ -29,6 +29,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -285,6 +286,7 @@ def _run(program: Program) -> int:
     subprocess.Popen._execute_child = _start  # pyright: ignore
     sys.path[:0] = [*([] if safe else [program.cwd]), *program.library]
     importlib.invalidate_caches()
+    tempfile.tempdir = None  # TMPDIR may be another one
     torch, numpy = sys.modules["torch"], sys.modules["numpy"]
     torch.set_num_threads(int(program.env.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
     numpy.random.seed()

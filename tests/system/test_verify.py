@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,19 +18,26 @@ from tests.infra import warm
 OWN = ("task._target_=speech.tasks.Tagger", "batch.global_size=24", "batch.micro_size=3")
 
 
-def leftovers() -> set[Path]:
-    return set(Path(tempfile.gettempdir()).glob("launch-verify-*"))
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Directory for temporary files of this test alone; its path is short enough for the names of sockets."""
+    with tempfile.TemporaryDirectory() as directory:
+        monkeypatch.setenv("TMPDIR", directory)
+        yield Path(directory)
+
+
+def leftovers(directory: Path) -> list[Path]:
+    return [*directory.glob("launch-verify-*")]
 
 
 @pytest.mark.slow
-def test_a_printed_certificate_and_nothing_left(launch: Launch, project: Path) -> None:
-    before = leftovers()
+def test_a_printed_certificate_and_nothing_left(launch: Launch, project: Path, temporary: Path) -> None:
     done = launch("verify", *OWN, "strategy=fsdp", "cluster.workers_per_node=2", "precision=bf16")
     assert done.returncode == 0, done.stdout + done.stderr
     for words in ("24 samples = 3 micro-batch × 4 accumulation × 2 ranks", "fsdp, sync", "window 1: agrees",
                   "short: agrees", "in bf16 ", "(limit ", "Verdict: exact."):  # fmt: skip
         assert words in done.stdout
-    assert leftovers() == before
+    assert leftovers(temporary) == []
     assert not (project / "runs").exists()
 
 
@@ -45,8 +53,7 @@ def test_a_certificate_for_scripts(launch: Launch) -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_it_at_once(project: Path) -> None:
-    before = leftovers()
+def test_ctrl_c_ends_it_at_once(project: Path, temporary: Path) -> None:
     command = launch_command("verify", *OWN, "task.trouble=slow", "task.samples=2000", "batch.accumulation=100",
                              "batch.global_size=null")  # fmt: skip
     with warm.Popen(command, cwd=project, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
@@ -55,7 +62,7 @@ def test_ctrl_c_ends_it_at_once(project: Path) -> None:
         job.send_signal(signal.SIGINT)
         job.communicate(timeout=patience(20))  # the workers are given more than that to save, and have nothing to save
     assert job.returncode == 130
-    assert leftovers() == before
+    assert leftovers(temporary) == []
 
 
 @pytest.mark.parametrize(
