@@ -29,6 +29,8 @@ _PR_SET_PDEATHSIG = 1
 
 # Environment variable with the agent's process id, for its workers.
 AGENT_PID = "LAUNCHER_AGENT_PID"
+# Environment variable with the run's id, for all processes that the launcher starts for a run, and their children.
+RUN_ID = "LAUNCHER_RUN_ID"
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import secrets
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -70,6 +71,10 @@ def _check_slurm(config: Config, joined: Partition) -> list[Check]:
     ]
 
 
+# seconds for the probe of this host
+_LOCAL_WITHIN_S = 240.0
+
+
 def _check_hosts(config: Config, site: Site, say: Callable[[str], None]) -> list[Check]:
     """Return the checks of this host, or of the nodes of a job."""
     run_dir = (Path(site.cwd) / config.run.dir).resolve()
@@ -94,11 +99,26 @@ def _check_hosts(config: Config, site: Site, say: Callable[[str], None]) -> list
             job = slurm_checks.run_probes(plan, question, say)
             of_job, answers = slurm_checks.judge_job(job, cluster.nodes, folder), job.answers
         else:
-            answer(question, folder, 0, login["host"])
-            answers = read_answers(folder, 1)
+            answers = _ask_here(question, folder, login["host"])
         checks = judge(config, plan, login, answers, unwritten)
     # drop the checks of the directory that was used instead
     return [*of_job, *unusable, *(one for one in checks if not unusable or one.name != unusable[0].name)]
+
+
+def _ask_here(question: Question, folder: Path, host: str) -> dict[int, Answer]:
+    """Return the answer of this host's probe, without "done" if it does not end in time.
+
+    It runs in a thread that may outlive the call: nothing ends a system call of a dead network disk.
+    """
+
+    def probe() -> None:
+        with suppress(OSError):  # the folder cannot be written, or was removed after a Ctrl-C
+            answer(question, folder, 0, host)
+
+    thread = threading.Thread(target=probe, daemon=True)
+    thread.start()
+    thread.join(_LOCAL_WITHIN_S)
+    return read_answers(folder, 1) or {0: {"host": host}}
 
 
 def _plan(config: Config, site: Site, folder: Path) -> LaunchPlan:

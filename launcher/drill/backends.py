@@ -17,7 +17,7 @@ from launcher.errors import EXIT_DONE, EXIT_RESUMABLE, SiteError, UserError
 from launcher.launch import local
 from launcher.launch.slurm import client, submit
 from launcher.plan.run_plan import RunPlan
-from launcher.process import die_with_parent, wait_until
+from launcher.process import RUN_ID, die_with_parent, wait_until
 from launcher.rundir.fencing import Fence, Incarnation
 from launcher.rundir.files import last_lines, read_json
 from launcher.rundir.paths import RunPaths
@@ -94,6 +94,7 @@ class LocalBackend:
         with self.plan.paths.launch_log.open("ab") as log:
             self._launch = subprocess.Popen(
                 [*_RESUME, self.plan.run.dir],
+                env=os.environ | {RUN_ID: self.plan.run.id},
                 cwd=self.plan.cluster.cwd,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -110,7 +111,7 @@ class LocalBackend:
         if kind is Kind.worker:
             rank = random.randrange(plan.batch.world_size)
             return f"SIGKILL to rank {rank}" if kill_rank(plan.run.id, rank) else ""
-        killed, left = kill_all(plan.run.id, self._launch.pid)
+        killed, left = kill_all(plan.run.id)
         survivors = f"; {describe_survivors(left)}" if left else ""
         return f"SIGKILL to launch, agent and workers ({killed} processes{survivors})" if killed else ""
 
@@ -138,7 +139,7 @@ class LocalBackend:
         return [describe(process) for process in processes_of(self.plan.run.id)]
 
     def abandon(self) -> None:
-        _, left = kill_all(self.plan.run.id, None if self.ended() else self._launch.pid)
+        _, left = kill_all(self.plan.run.id)
         if left:  # only print: an exception is propagating already and must not be replaced
             print(f"launch drill: {describe_survivors(left)}", file=sys.stderr)
         if self._launch.pid not in [process.pid for process in left]:

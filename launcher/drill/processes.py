@@ -1,8 +1,8 @@
-"""Processes of a run on this host, found by what they inherit and by who started them.
+"""Processes of a run on this host, found by the run's id in their environment.
 
     python -m launcher.drill.processes RUN_ID RANK|all
 
-sends SIGKILL to one rank, or to the agent and everything below it. A drill runs this on the nodes of a Slurm job.
+sends SIGKILL to one rank, or to all processes of the run. A drill runs this on the nodes of a Slurm job.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import suppress
 
 import psutil
 
-from launcher.process import AGENT_PID, wait_until
+from launcher.process import AGENT_PID, RUN_ID, wait_until
 
 _POLL_S = 0.02
 # seconds; a process that is blocked in the kernel, as on a dead network disk, may never end
@@ -22,51 +22,31 @@ _DIES_WITHIN_S = 20.0
 
 def workers_of(run_id: str) -> dict[int, psutil.Process]:
     """Return the workers of a run on this host by rank: the children of the agent that they name in AGENT_PID."""
-    return {
-        int(environment["RANK"]): process
-        for process, environment in _inheriting(run_id)
-        if _parent(process) == int(environment.get(AGENT_PID, "0"))
-    }
+    workers: dict[int, psutil.Process] = {}
+    for process, environment in _of_run(run_id):
+        with suppress(psutil.Error):  # it has ended
+            if "RANK" in environment and environment.get(AGENT_PID) == str(process.ppid()):
+                workers[int(environment["RANK"])] = process
+    return workers
 
 
-def processes_of(run_id: str, launch: int | None = None) -> list[psutil.Process]:
-    """Return the processes of a run on this host: ``launch``, the agent, all their descendants, and orphans of these.
+def processes_of(run_id: str) -> list[psutil.Process]:
+    """Return the processes of a run on this host: agent, mirror, workers, their children, and orphans of these.
 
-    Workers and their children inherit torchrun's id of the run, by which they are found when their parent is gone.
-
-    Args:
-        launch: process id of the `launch` command that runs the job here; None without one.
+    They inherit the run's id in RUN_ID. `launch` has it only if a drill started it.
     """
-    processes = {process for process, _ in _inheriting(run_id)}
-    for pid in {launch, *map(_parent, workers_of(run_id).values())} - {None}:
-        with suppress(psutil.NoSuchProcess):
-            root = psutil.Process(pid)
-            processes |= {root, *root.children(recursive=True)}
-    return sorted(filter(_is_alive, processes), key=lambda process: process.pid)
+    return [process for process, _ in _of_run(run_id)]
 
 
-def _inheriting(run_id: str) -> list[tuple[psutil.Process, dict[str, str]]]:
-    inheriting: list[tuple[psutil.Process, dict[str, str]]] = []
+def _of_run(run_id: str) -> list[tuple[psutil.Process, dict[str, str]]]:
+    """Return this user's living processes that have the run's id in their environment, and these environments."""
+    processes: list[tuple[psutil.Process, dict[str, str]]] = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):  # it has ended, or belongs to another user
             environment = process.environ()
-            if environment.get("TORCHELASTIC_RUN_ID") == run_id and _is_alive(process):
-                inheriting.append((process, environment))
-    return inheriting
-
-
-def _parent(process: psutil.Process) -> int | None:
-    try:
-        return process.ppid()
-    except psutil.NoSuchProcess:
-        return None
-
-
-def _is_alive(process: psutil.Process) -> bool:
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+            if environment.get(RUN_ID) == run_id and process.status() != psutil.STATUS_ZOMBIE:
+                processes.append((process, environment))
+    return processes
 
 
 def kill_rank(run_id: str, rank: int) -> bool:
@@ -74,14 +54,12 @@ def kill_rank(run_id: str, rank: int) -> bool:
     worker = workers_of(run_id).get(rank)
     if worker is None:
         return False
-    with suppress(psutil.NoSuchProcess):
+    with suppress(psutil.Error):
         worker.kill()
     return True
 
 
-def kill_all(
-    run_id: str, launch: int | None = None, within_s: float = _DIES_WITHIN_S
-) -> tuple[int, list[psutil.Process]]:
+def kill_all(run_id: str, within_s: float = _DIES_WITHIN_S) -> tuple[int, list[psutil.Process]]:
     """Kill all processes of a run on this host; see ``processes_of``.
 
     Returns:
@@ -90,14 +68,14 @@ def kill_all(
     killed: set[psutil.Process] = set()
 
     def none_left() -> bool:
-        left = processes_of(run_id, launch)
+        left = processes_of(run_id)
         for process in left:
-            with suppress(psutil.NoSuchProcess):
+            with suppress(psutil.Error):
                 process.kill()
                 killed.add(process)
         return not left
 
-    left = [] if wait_until(none_left, within_s, _POLL_S) else processes_of(run_id, launch)
+    left = [] if wait_until(none_left, within_s, _POLL_S) else processes_of(run_id)
     return len(killed), left
 
 

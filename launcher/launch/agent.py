@@ -30,7 +30,7 @@ from launcher.launch.watchdog import HangWatch, NoWatch
 from launcher.plan.host import WANDB_ENV, allowed_env
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan
-from launcher.process import AGENT_PID, StopShield, die_with_parent, living_children
+from launcher.process import AGENT_PID, RUN_ID, StopShield, die_with_parent, living_children
 from launcher.rundir import records
 from launcher.rundir.fencing import INCARNATION, Fence, Incarnation
 from launcher.rundir.files import clear_torn, read_json, write_json
@@ -90,7 +90,7 @@ def serve(plan: LaunchPlan, plan_file: Path, own: Incarnation, shield: StopShiel
         for name in set(os.environ) - set(allowed_env(os.environ, plan.env.allow)):
             del os.environ[name]  # only the mirror may see the W&B key
         os.environ |= {**plan.env.default, **os.environ, **plan.env.set}
-        os.environ |= {AGENT_PID: str(os.getpid()), INCARNATION: str(own)}
+        os.environ |= {AGENT_PID: str(os.getpid()), INCARNATION: str(own), RUN_ID: plan.run.id}
         watch = _watch(plan, shield)
         ended = _run_workers(plan, plan_file, Fence(plan.paths, own).newest().get("attempt", 0), shield, watch)
         if watch.last is not None and plan.node == 0:
@@ -313,7 +313,7 @@ def start_mirror(plan: LaunchPlan, own: Incarnation) -> subprocess.Popen[bytes] 
     with plan.paths.wandb_log.open("ab") as log:
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "launcher.report.trackers", plan.run.dir, str(own)],
-            env=allowed_env(os.environ, (*plan.env.allow, *WANDB_ENV)),
+            env=allowed_env(os.environ, (*plan.env.allow, *WANDB_ENV)) | {RUN_ID: plan.run.id},
             stdin=subprocess.PIPE,  # closing means that no record follows; it closes even if this process is killed
             stdout=log,
             stderr=log,

@@ -20,7 +20,7 @@ from launcher.launch.peers import Peers, Regrouping
 from launcher.plan.host import WANDB_ENV, allowed_env
 from launcher.plan.launch_plan import LaunchPlan, RunInfo
 from launcher.plan.run_plan import RunPlan
-from launcher.process import STOP_SIGNALS
+from launcher.process import RUN_ID, STOP_SIGNALS
 from launcher.quantities import count
 from launcher.rundir import records
 from launcher.rundir.fencing import Fence, Incarnation
@@ -232,7 +232,7 @@ def _start_agent(plan: LaunchPlan, plan_file: Path, own: Incarnation) -> subproc
     with plan.paths.node_log(plan.node).open("ab") as log:
         return subprocess.Popen(
             [*AGENT, plan.run.dir, plan_file.name, str(os.getpid()), str(own)],
-            env=allowed_env(os.environ, (*plan.env.allow, *WANDB_ENV)),
+            env=allowed_env(os.environ, (*plan.env.allow, *WANDB_ENV)) | {RUN_ID: plan.run.id},
             cwd=plan.cluster.cwd,
             stdin=subprocess.DEVNULL,
             stdout=log,

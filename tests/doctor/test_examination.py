@@ -6,12 +6,17 @@ import json
 import os
 import signal
 import subprocess
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from launcher.config.hydra import compose
+from launcher.doctor import examination
+from launcher.doctor.check import State
+from launcher.doctor.probe import Exchange, Question
 from launcher.plan.host import file_system
 from tests.conftest import Launch
 from tests.helpers import launch_command, patience
@@ -35,6 +40,27 @@ def test_this_machine_passes(launch: Launch, tmp_path: Path) -> None:
     assert {"python", "packages", "gpu", "shared memory", "open files", "run directory", "W&B"} <= checks.keys()
     assert "Gbit/s of 2 workers (gloo" in checks["all-reduce"]["found"]
     assert "failure" not in {check["state"] for check in checks.values()}
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_a_probe_that_does_not_end_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent: bool) -> None:
+    """A call to a dead network disk blocks the probe, perhaps before its first answer."""
+    over = threading.Event()
+
+    def blocked(_: Question, folder: Path, node: int, host: str) -> None:
+        exchange = Exchange(folder, node, 1)
+        if not silent:
+            exchange.publish(host=host)
+        over.wait(patience(20))
+        exchange.publish(host=host, done=True)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(examination, "answer", blocked)
+    monkeypatch.setattr(examination, "_LOCAL_WITHIN_S", 0.1)
+    checks = examination.examine(compose(["cluster.device=cpu"]), lambda _: None)
+    assert not over.is_set()
+    over.set()
+    assert [check.state for check in checks if check.name == "probe"] == [State.failure]
 
 
 def test_the_output_is_a_table_by_default(launch: Launch) -> None:

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import secrets
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from launcher.drill import processes
+from launcher.drill.backends import LocalBackend
 from launcher.drill.processes import describe_survivors, kill_all, kill_rank, main, processes_of, workers_of
-from launcher.process import AGENT_PID
+from launcher.launch import local
+from launcher.launch.agent import finish_mirror, start_mirror
+from launcher.process import AGENT_PID, RUN_ID
+from launcher.rundir.fencing import Incarnation
+from tests.helpers import make_plan
 from tests.infra.runs import wait_for
 
 # an agent with two workers, one of which has a loader, and with a child of its own, such as the mirror
-WORKER = f"{AGENT_PID}=$$ TORCHELASTIC_RUN_ID=mine RANK={{rank}} sh -c '{{command}}' &"
+WORKER = f"{AGENT_PID}=$$ RANK={{rank}} sh -c '{{command}}' &"
 LOADER = "sleep 1000 & wait"
 AGENT = f"{WORKER.format(rank=0, command=LOADER)} {WORKER.format(rank=1, command='exec sleep 1000')} sleep 1000 & wait"
 
@@ -39,30 +48,73 @@ def test_a_kill_reaches_all_processes_of_the_run_and_no_reader_of_its_log(tmp_pa
     (tmp_path / "agent").write_text(AGENT)
     with (
         started("tail", "-f", str(tmp_path / "log")) as tail,
-        started("sleep", "1000", TORCHELASTIC_RUN_ID="yours", RANK="0") as foreign,
+        started("sleep", "1000", RANK="0", **{RUN_ID: "yours"}) as foreign,
         # a worker whose agent is gone, and the agent's id now belongs to another process
-        started("sleep", "1000", TORCHELASTIC_RUN_ID="mine", RANK="2", **{AGENT_PID: str(foreign.pid)}) as orphan,
+        started("sleep", "1000", RANK="2", **{RUN_ID: "mine", AGENT_PID: str(foreign.pid)}) as orphan,
     ):
         assert [each.pid for each in processes_of("mine")] == [orphan.pid]
-        with started("sh", "-c", f"sh {tmp_path / 'agent'} & wait") as launch:
+        with started("sh", str(tmp_path / "agent"), **{RUN_ID: "mine"}) as agent:
             wait_for(lambda: len(processes_of("mine")) == 6, "the agent, its workers and their children")
-            assert len(processes_of("mine", launch.pid)) == 7
             assert workers_of("mine").keys() == {0, 1}
             assert kill_rank("mine", 1)
             wait_for(lambda: len(processes_of("mine")) == 5, "rank 1 to die")
             assert not kill_rank("mine", 1), "it has ended"
-            count, left = kill_all("mine", launch.pid)
-            assert (count, left) == (6, [])
-            assert launch.wait(10) == -signal.SIGKILL
+            assert kill_all("mine") == (5, [])
+            assert agent.wait(10) == -signal.SIGKILL
             assert orphan.wait(10) == -signal.SIGKILL
             assert main("mine", "all") == 1, "nothing was left to kill"
             assert [one.poll() for one in (tail, foreign)] == [None] * 2
 
 
+def test_a_worker_whose_agent_dies_meanwhile_does_not_lead_to_its_new_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker's parent becomes PID 1 or the user's systemd; simulated by a process that is not of the run."""
+    worker = f"{AGENT_PID}=$$ {RUN_ID}=mine TORCHELASTIC_RUN_ID=mine RANK=0 sleep 1000 & wait"
+    with started("sh", "-c", worker) as agent, started("sleep", "1000") as init:
+        wait_for(lambda: workers_of("mine"), "the worker")
+        (worker_pid,) = [process.pid for process in workers_of("mine").values()]
+        parents = iter([agent.pid])
+        monkeypatch.setattr(psutil.Process, "ppid", lambda _: next(parents, init.pid))
+        assert [process.pid for process in processes_of("mine")] == [worker_pid]
+        monkeypatch.undo()
+        assert kill_all("mine")[1] == []
+        assert init.poll() is None
+
+
+def test_what_outlives_the_workers_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Agent, mirror and `launch` of a drill are started with the run's id in their environment."""
+    plan = make_plan("wandb.mode=offline", run_dir=str(tmp_path / "run"))
+    plan = dataclasses.replace(plan, run=dataclasses.replace(plan.run, id=secrets.token_hex(4)))
+    local.create(plan, "")
+    sleeping = [sys.executable, "-c", "import time; time.sleep(1000)"]
+    popen = subprocess.Popen
+    sleepers: list[subprocess.Popen[Any]] = []
+
+    def start(command: list[str], **options: Any) -> Any:
+        options["cwd"] = tmp_path
+        sleepers.append(popen([*sleeping, *command], **options))
+        return sleepers[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    drill = LocalBackend()
+    drill.plan = plan
+    try:
+        local._start_agent(plan, plan.paths.plan, Incarnation())
+        mirror = start_mirror(plan, Incarnation())
+        drill.resume()
+        pids = {process.pid for process in sleepers}
+        wait_for(lambda: {process.pid for process in processes_of(plan.run.id)} == pids, "agent, mirror and `launch`")
+        assert kill_all(plan.run.id) == (3, [])
+        finish_mirror(mirror, plan.paths, 10)
+        assert [process.wait(10) for process in sleepers] == [-signal.SIGKILL] * 3
+    finally:
+        for process in sleepers:
+            process.kill()
+
+
 def test_processes_that_survive_sigkill_are_named(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with started("sleep", "1000", TORCHELASTIC_RUN_ID="mine", RANK="0") as stuck:
+    with started("sleep", "1000", RANK="0", **{RUN_ID: "mine"}) as stuck:
         # nothing ends a process that is blocked in the kernel; simulated by signals that are not sent
         monkeypatch.setattr(psutil.Process, "kill", lambda _: None)
         began = time.monotonic()

@@ -75,7 +75,7 @@ class Chaos:
         return (read_json(self.paths.plan) or {}).get("run", {}).get("id", "-")
 
     def processes(self) -> list[psutil.Process]:
-        return processes_of(self.run_id(), self.launch())
+        return processes_of(self.run_id())
 
     def agent(self) -> int | None:
         return self.of_command("launcher.launch.agent")
@@ -130,7 +130,8 @@ class Chaos:
         return self.job.pid if self.job.poll() is None else None
 
     def tree(self) -> str:
-        count, left = kill_all(self.run_id(), self.launch())
+        self.kill(self.launch)
+        count, left = kill_all(self.run_id())
         self.problems += [describe_survivors(left)] if left else []
         return f"SIGKILL to all {count}"
 

@@ -24,6 +24,7 @@ from launcher.plan.host import OWN_MEMORY, batch_env, file_system
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.placement import SCRIPT_COMMAND
 from launcher.plan.run_plan import RunPlan
+from launcher.process import RUN_ID
 from launcher.rundir import code_snapshot, records
 from launcher.rundir.records import Submission
 
@@ -167,6 +168,8 @@ def _submit_function(
     try:
         # submitit prints sbatch's error, which the refusal contains too
         with _submitters_environment(plan), redirect_stderr(io.StringIO()):
+            if len(each) == 1:  # the jobs of an array share their environment
+                os.environ[RUN_ID] = plan.run.id
             executor = _executor(plan, srun, name, folder)
             executor.update_parameters(array_parallelism=at_once or len(each))
             return [job.job_id for job in executor.map_array(function, *zip(*each, strict=True))]
