@@ -16,7 +16,7 @@ from launcher.launch.slurm import client, submit
 from launcher.launch.slurm.client import ENDED, WAITING, Job
 from launcher.plan.host import Partition, torch_has_cuda
 from launcher.plan.launch_plan import LaunchPlan
-from launcher.plan.sbatch import clock, least_s
+from launcher.plan.sbatch_options import clock, least_s
 from launcher.plan.worlds import node_range
 from launcher.process import wait_until
 

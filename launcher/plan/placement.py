@@ -6,7 +6,7 @@ from launcher.config.schema import ClusterConfig, ClusterKind, Device, StrategyK
 from launcher.errors import ConfigError
 from launcher.plan.host import ALLOWED_ENV, Site, shares_gpus
 from launcher.plan.launch_plan import FORMAT, ClusterPlan, EnvPlan, LaunchPlan, RunInfo
-from launcher.plan.sbatch import names_gpus, solve_sbatch
+from launcher.plan.sbatch_options import names_gpus, solve_sbatch
 from launcher.plan.worlds import NodeRange, node_range
 
 CPU_WORKERS = 2

@@ -16,7 +16,7 @@ from datetime import datetime
 
 from launcher.errors import SiteError
 from launcher.plan.host import Partition
-from launcher.plan.sbatch import seconds
+from launcher.plan.sbatch_options import seconds
 
 _TIMEOUT_S = 60
 # final states of a job; an unknown state, perhaps newer than this list, counts as one in which the job continues

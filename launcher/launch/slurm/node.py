@@ -1,9 +1,9 @@
-"""Task that Slurm starts on each node of a job: runs the agent, finds the other nodes, and decides about a requeue.
+"""Task that Slurm starts on each node of a job: runs the agent and finds the other nodes.
 
 There is one task per node and one incarnation of the run per start of the job. Node 0 opens the incarnation and
 publishes where the nodes meet. All nodes use the plan for the node count of this start: plan.json or, with fewer nodes
 than the job may have, plan.nodesN.json, which is derived from it. When Slurm reclaims the nodes, or the time limit is
-near, the workers save and exit, and node 0 requeues the job.
+near, the workers save and exit, and node 0 requeues the job (outcome.py decides).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Submission to Slurm: freezes plan and code in the run's directory; submitit writes the script and calls sbatch."""
+"""Submission to Slurm: freezes plan and code in the run's directory; submitit writes and submits the sbatch script."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from launcher.errors import ConfigError, SiteError, UserError
 from launcher.launch import local
 from launcher.launch.slurm import client, node
-from launcher.plan import sbatch
+from launcher.plan import sbatch_options
 from launcher.plan.host import OWN_MEMORY, batch_env, file_system
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.placement import SCRIPT_COMMAND
@@ -48,7 +48,7 @@ def submit_job(plan: P, config_yaml: str) -> tuple[P, str]:
     """
     client.require()
     require_shared(plan.paths.root)
-    sbatch.srun_options(plan, os.environ)  # raises for paths that cannot be mounted
+    sbatch_options.srun_options(plan, os.environ)  # raises for paths that cannot be mounted
     roots = _roots(plan)
     local.create(plan, config_yaml)
     try:
@@ -195,8 +195,8 @@ def _executor(plan: LaunchPlan, srun: Sequence[str], name: str, folder: Path) ->
 
     slurm = plan.cluster.slurm
     assert slurm is not None
-    options = {name: value for name, value in slurm.options.items() if not sbatch.is_option(name)}
-    python = sys.executable if slurm.container is None else sbatch.PYTHON
+    options = {name: value for name, value in slurm.options.items() if not sbatch_options.is_option(name)}
+    python = sys.executable if slurm.container is None else sbatch_options.PYTHON
     limit = options.pop("time", None)
     del options["job-name"]  # the run's name; an array has another one
     executor = Executor(folder, python=_PYTHON.format(shlex.quote(python)))
@@ -210,7 +210,7 @@ def _executor(plan: LaunchPlan, srun: Sequence[str], name: str, folder: Path) ->
         wckey=None,  # a cluster that checks keys rejects submitit's default
         additional_parameters=options,
         # srun does not inherit the core count from sbatch
-        srun_args=[*srun, f"--cpus-per-task={slurm.cpus_per_node}", *sbatch.srun_options(plan, os.environ)],
+        srun_args=[*srun, f"--cpus-per-task={slurm.cpus_per_node}", *sbatch_options.srun_options(plan, os.environ)],
     )
     return executor
 

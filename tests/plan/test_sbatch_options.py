@@ -15,7 +15,7 @@ from launcher.launch.slurm.client import count_gpus
 from launcher.plan.host import Partition, Site
 from launcher.plan.launch_plan import ClusterPlan
 from launcher.plan.placement import solve_cluster
-from launcher.plan.sbatch import clock, seconds
+from launcher.plan.sbatch_options import clock, seconds
 from tests.helpers import make_plan
 
 GPUS = Partition(

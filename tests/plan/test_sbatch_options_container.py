@@ -16,13 +16,13 @@ from launcher.launch.slurm import client, node, outcome, submit
 from launcher.launch.slurm.client import Task
 from launcher.plan import host
 from launcher.plan.run_plan import RunPlan
-from launcher.plan.sbatch import srun_options
+from launcher.plan.sbatch_options import srun_options
 from launcher.rundir import fencing, records
 from launcher.rundir.files import write_json
 from tests.doctor.test_host_checks import facts, two
 from tests.helpers import make_plan
 from tests.launch.slurm.test_node import PEER_GONE, STOPPED, Situation, broken
-from tests.plan.test_sbatch import GPUS
+from tests.plan.test_sbatch_options import GPUS
 
 IMAGE = 'cluster.container="me.example#team/launcher:1"'  # Hydra wants quotes around a #
 
