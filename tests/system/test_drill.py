@@ -84,6 +84,6 @@ def test_a_job_that_remembers_what_no_checkpoint_holds_does_not_survive(
 
 def test_a_job_that_fails_by_itself_is_not_drilled(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drill = drilled(project, monkeypatch, "raise", Failing())
-    with pytest.raises(RunError, match=r"was not disturbed(.|\n)*the eleventh utterance is cursed"):
+    with pytest.raises(RunError, match=r"was not interrupted(.|\n)*the eleventh utterance is cursed"):
         drill.run(Length(4))
     assert processes_of(project / "runs") == []

@@ -78,7 +78,7 @@ def test_an_interface_that_the_other_host_does_not_reach(pair: Hosts, tmp_path: 
         each = tuple(("cluster.interface=eth1",) if host == wrong else () for host in range(2))
         for text in finish(start(pair, tmp_path, "train.steps=2", each=each), 2, 2):
             assert text.count("launch: error: ") == 1
-            assert f"does not reach 10.99.0.1, where node {wrong}" in text
+            assert f"does not reach 10.99.0.1, the address of node {wrong}" in text
         assert not list(tmp_path.glob("*/runs/*")), "nothing is left behind"
 
 

@@ -58,13 +58,15 @@ def test_a_scheduler_around_it_finds_a_run_that_goes_on(project: Path, launch: L
 
 
 def test_a_scheduler_that_is_quicker_than_the_workers_finds_one_too(project: Path, launch: Launch) -> None:
-    job = start(project, "train.steps=2")
+    (project / "hold").touch()  # keeps the workers before their first step
+    job = start(project, "train.steps=2", "task.trouble=held at the start", "cluster.grace_s=2")
     run = project / "runs" / "own"
     wait_for(lambda: (run / "logs" / "node0.log").exists(), "the agent")
     job.send_signal(signal.SIGTERM)
     out, _ = job.communicate(timeout=patience(60))
     assert job.returncode == 75, out
     assert not (run / "metrics.jsonl").exists()
+    (project / "hold").unlink()
     done = launch("resume", "own")
     assert done.returncode == 0, done.stderr
     assert [record["step"] for record in records(run)] == [1, 2]
