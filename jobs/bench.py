@@ -130,7 +130,7 @@ def by_engine(case: Case, plan: RunPlan, directory: Path, *, without: str | None
     if without == "noise":
         engine.parallel.own = Unmeasured()
     start = time.perf_counter()
-    record = Record(directory / "metrics.jsonl", waits=False) if engine.world.rank == 0 else None
+    record = Record(directory / "metrics.jsonl", wait_for_space=False) if engine.world.rank == 0 else None
     for window in engine.windows(case.data):
         for batch in window:
             engine.backward(*case.loss(engine.model, batch))

@@ -18,7 +18,7 @@ import time
 from launcher.config.hydra import compose_with_yaml
 from launcher.drill.backends import LocalBackend
 from launcher.drill.runner import POLL_S, next_step
-from launcher.drill.verdict import Kind, Record
+from launcher.drill.verdict import Interruption, RecordLines
 from launcher.errors import UserError
 from launcher.launch.planner import plan_job
 
@@ -26,12 +26,12 @@ MAX_RATIO = 1.5
 STEPS_BETWEEN = 4
 
 
-def wait_for_step(backend: LocalBackend, record: Record, step: int) -> Record:
+def wait_for_step(backend: LocalBackend, record: RecordLines, step: int) -> RecordLines:
     while record.step < step:
         if backend.ended():
             sys.exit(f"the run was over at step {record.step}: {backend.problem(None) or 'raise train.steps'}")
         time.sleep(POLL_S)
-        record = Record.of(backend.plan.paths.metrics)
+        record = RecordLines.of(backend.plan.paths.metrics)
     return record
 
 
@@ -46,18 +46,18 @@ def measure(overrides: list[str], deaths: int) -> tuple[float, list[float]]:
         start = time.monotonic()
         backend.start(dataclasses.replace(plan, notes=()), yaml)
         try:
-            record = wait_for_step(backend, Record(), 1)
+            record = wait_for_step(backend, RecordLines(), 1)
             cold_s = time.monotonic() - start
             for _ in range(deaths):
                 record = wait_for_step(backend, record, record.step + STEPS_BETWEEN)
                 died = time.monotonic()
-                event = backend.interrupt(Kind.worker)
+                event = backend.interrupt(Interruption.worker)
                 _, after, recovery_s = next_step(backend, plan.paths, record, died, None)
                 if recovery_s is None:
                     sys.exit(f"{event}: the run did not recover: {backend.problem(None)}")
                 print(f"{event}: resumed after step {after}; the next step came after {recovery_s:.2f} s", flush=True)
                 recoveries.append(recovery_s)
-                record = Record.of(plan.paths.metrics)
+                record = RecordLines.of(plan.paths.metrics)
             return cold_s, recoveries
         finally:
             backend.abandon()

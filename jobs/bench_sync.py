@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from launcher import Engine, Loss, make_plan
 from launcher.tasks.bytes_gpt import BytesGPT
 from launcher.train.engine import calibration
-from launcher.train.engine.calibration import WARM_UP_WINDOWS, Calibrated, Kind
+from launcher.train.engine.calibration import WARM_UP_WINDOWS, Calibrated, WindowSync
 from launcher.train.measure.comm_meter import CommStats
 
 ACCUMULATIONS = (1, 2, 4, 8, 16)
@@ -107,7 +107,10 @@ def cell(
     torch.manual_seed(0)
     engine = Engine(task.model, lambda p: torch.optim.AdamW(p, 1e-3), plan, shard_units=task.shard_units)
     calibration.MAX_ROUNDS = windows
-    engine._calibration._kinds = lambda: [Kind.silent, Kind.own]  # sync=every is measured in cells of its own
+    engine._calibration._kinds = lambda: [
+        WindowSync.silent,
+        WindowSync.own,
+    ]  # sync=every is measured in cells of its own
 
     def loss(model: Any, batch: Tensor) -> tuple[Tensor, int | Tensor]:
         summed: Loss = task.loss(model, batch)

@@ -11,7 +11,7 @@ import sys
 
 from launcher import submit
 from launcher.errors import UserError
-from launcher.runs.status import Run, State
+from launcher.runs.status import Run, RunState
 
 
 def main(overrides: list[str]) -> int:
@@ -29,7 +29,7 @@ def main(overrides: list[str]) -> int:
 
     run = job.wait(watch)
     print(f"{run.name}: {run.state.value} {run.detail}".rstrip())
-    if run.state is not State.done:
+    if run.state is not RunState.done:
         return 1
     summary = job.summary()
     print(f"loss {summary['train/loss']:.4f}, {summary['throughput/samples_per_s']:,.1f} samples/s")

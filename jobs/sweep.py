@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from launcher import sweep
 from launcher.errors import UserError
-from launcher.runs.status import Run, State
+from launcher.runs.status import Run, RunState
 
 OVER = {"batch.accumulation": [1, 2, 4, 8], "cluster.workers_per_node": [1, 2]}
 FIXED = ["batch.global_size=64", "train.steps=30"]
@@ -35,7 +35,7 @@ def main(overrides: list[str]) -> int:
         loss = "" if cell.loss is None else f"loss {cell.loss:.4f}"
         print(f"{cell.cell}: {cell.state.value} {loss} {cell.detail}".rstrip())
     print(f"{states(cells)}; the page: {study.report()}")
-    return int(any(cell.state not in (State.done, State.impossible) for cell in cells))
+    return int(any(cell.state not in (RunState.done, RunState.impossible) for cell in cells))
 
 
 if __name__ == "__main__":

@@ -25,8 +25,7 @@ from launcher.plan.host import Site
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan, TaskPlan
 from launcher.plan.solve import solve
-from launcher.report.compare import Comparison, Entry
-from launcher.report.compare import compare as side_by_side
+from launcher.report.compare import Entry, RunComparison, side_by_side
 from launcher.report.live import Silence
 from launcher.report.measurements import read_all
 from launcher.rundir.files import read_json, write_text
@@ -167,7 +166,7 @@ def sweep(
     return Study(conductor.paths.root)
 
 
-def compare_runs(asked: Sequence[RunPaths | SweepPaths], *, title: str, loss: float | None = None) -> Comparison:
+def compare_runs(asked: Sequence[RunPaths | SweepPaths], *, title: str, loss: float | None = None) -> RunComparison:
     """Return a comparison of runs and of the cells of sweeps, with all figures of `launch report`.
 
     Args:
@@ -196,7 +195,7 @@ def compare_runs(asked: Sequence[RunPaths | SweepPaths], *, title: str, loss: fl
     return side_by_side(title, entries, read_all(places), loss)
 
 
-def write_page(compared: Comparison, place: Path) -> None:
+def write_page(compared: RunComparison, place: Path) -> None:
     """Write the HTML page of a comparison.
 
     Raises:

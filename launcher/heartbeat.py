@@ -116,7 +116,7 @@ def size_of(ranks: int) -> int:
     return ranks * _RECORD.size
 
 
-def read(memory: mmap.mmap, local_rank: int) -> Progress:
+def read_progress(memory: mmap.mmap, local_rank: int) -> Progress:
     """Return the last progress that a worker published."""
     beats, phase, number, window, step, role, thread = _RECORD.unpack_from(memory, local_rank * _RECORD.size)
     return Progress(beats, Phase(phase), number, window, step, Role(role), thread)

@@ -49,7 +49,7 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
 
 
 class StopShield:
-    """Context in which a parent of workers keeps the first stop signal in ``asked`` instead of raising an exception.
+    """Context in which a parent of workers keeps the first stop signal in ``received`` instead of raising an exception.
 
     An exception could surface in any code, such as logging or an import, which would take it for its own error.
 
@@ -59,7 +59,7 @@ class StopShield:
     """
 
     def __init__(self) -> None:
-        self.asked: signal.Signals | None = None
+        self.received: signal.Signals | None = None
         self._over = threading.Event()
         self._taker = threading.Thread(target=self._take, daemon=True)
 
@@ -68,7 +68,7 @@ class StopShield:
         self._over.wait()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        self.asked = self.asked or signal.Signals(number)
+        self.received = self.received or signal.Signals(number)
 
     def __enter__(self) -> Self:
         self._before = {number: signal.signal(number, self._handle) for number in STOP_SIGNALS}

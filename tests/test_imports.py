@@ -138,6 +138,17 @@ def test_no_two_modules_share_a_name() -> None:
     assert {name: modules for name, modules in names.items() if len(modules) > 1} == {}
 
 
+def test_no_two_modules_define_the_same_public_name() -> None:
+    """But ``main``, which each program has."""
+    definition = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    names: dict[str, list[str]] = defaultdict(list)
+    for module, path in MODULES.items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, definition) and not node.name.startswith("_") and node.name != "main":
+                names[node.name].append(module)
+    assert {name: modules for name, modules in names.items() if len(modules) > 1} == {}
+
+
 def test_no_module_is_too_long() -> None:
     lines = {module: len(path.read_text().splitlines()) for module, path in MODULES.items()}
     assert {module: count for module, count in lines.items() if count > 400} == {}

@@ -158,7 +158,7 @@ def _drill(config: Config, yaml: str, windows: int, *, as_json: bool) -> int:
         print(f"launch: {error}\n  Its runs are in {paths.root}.", file=sys.stderr)
         return error.exit_status
     fields = dataclasses.asdict(result) | {"exit_status": result.exit_status, "dir": str(paths.root)}
-    write_json(paths.found, fields)
+    write_json(paths.result, fields)
     _show(fields, verdicts.drill_parts(result, paths.root), as_json=as_json)
     return result.exit_status
 

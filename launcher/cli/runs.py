@@ -22,13 +22,13 @@ from launcher.report.tables import near
 from launcher.rundir import records
 from launcher.rundir.paths import RunPaths, SweepPaths, find, find_sweeps, is_run, is_sweep
 from launcher.runs import control
-from launcher.runs.status import ACTIVE, Run, State, look
+from launcher.runs.status import ACTIVE, Run, RunState, look
 from launcher.sweeps.reuse import look_at_sweeps
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from launcher.report.compare import Comparison
+    from launcher.report.compare import RunComparison
 
 _DIR = "directory of the runs (default: runs)"
 
@@ -122,7 +122,7 @@ def launch_cancel(arguments: list[str]) -> int:
     return EXIT_DONE
 
 
-def _chosen(paths: RunPaths | SweepPaths, states: Container[State], otherwise: str) -> list[Run]:
+def _chosen(paths: RunPaths | SweepPaths, states: Container[RunState], otherwise: str) -> list[Run]:
     """Return the run with its state; for a sweep, the runs in one of ``states``.
 
     Raises:
@@ -144,7 +144,7 @@ def launch_resume(arguments: list[str]) -> int:
     parser.add_argument("--force", action="store_true", help="allow changes of keys that affect what is learned")
     options = parser.parse_intermixed_args(arguments)
     if not options.overrides and not options.force:
-        states = frozenset(State) - ACTIVE - {State.done, State.unknown, State.impossible}
+        states = frozenset(RunState) - ACTIVE - {RunState.done, RunState.unknown, RunState.impossible}
         return _restart("resume", options, states, control.to_resume)
     target = resolve_any(options.run, options.dir)
     if isinstance(target, SweepPaths) or is_sweep(target.root.parent):
@@ -159,7 +159,7 @@ def launch_resume(arguments: list[str]) -> int:
 def launch_retry(arguments: list[str]) -> int:
     does = "Start a run again from step 0 under another name, with its plan and code; of a sweep, the failed runs."
     options = _restart_parser("retry", does).parse_args(arguments)
-    return _restart("retry", options, {State.failed, State.lost}, control.to_retry)
+    return _restart("retry", options, {RunState.failed, RunState.lost}, control.to_retry)
 
 
 def _restart_parser(verb: str, does: str) -> Parser:
@@ -169,7 +169,7 @@ def _restart_parser(verb: str, does: str) -> Parser:
     return parser
 
 
-def _restart(verb: str, options: Namespace, states: Container[State], planned: Callable[[Run], LaunchPlan]) -> int:
+def _restart(verb: str, options: Namespace, states: Container[RunState], planned: Callable[[Run], LaunchPlan]) -> int:
     """Restart a run, or runs of a sweep.
 
     Args:
@@ -198,10 +198,10 @@ def _resume_changed(paths: RunPaths, overrides: list[str], console: Console, for
     old = control.to_change(run)
     if not isinstance(old, RunPlan):
         raise UserError(f"{run.name}: is a script of `launch run`, which takes no overrides.\n  Resume it without.")
-    new = replan(paths, old, overrides, force=force, done=run.state is State.done)
+    new = replan(paths, old, overrides, force=force, done=run.state is RunState.done)
     with changed(new.plan, new.yaml):
         if new.changed:
-            console.print(f"{run.name} continues with {new.words}.", markup=False, highlight=False)
+            console.print(f"{run.name} continues with {new.text}.", markup=False, highlight=False)
             records.note_event(paths, "changed", **{each.key: f"{each.before} -> {each.after}" for each in new.changed})
         return restart(new.plan, console, wait=wait)
 
@@ -266,7 +266,7 @@ def _page_of(words: Sequence[str], chosen: Sequence[RunPaths | SweepPaths], runs
     return first.report if isinstance(first, SweepPaths) and len(chosen) == 1 else first.root.parent / "report.html"
 
 
-def _show_comparison(compared: Comparison) -> None:
+def _show_comparison(compared: RunComparison) -> None:
     from launcher.report import comparison_tables
 
     console = live.console()
@@ -274,7 +274,7 @@ def _show_comparison(compared: Comparison) -> None:
     lines = [f"{row.entry.label}: {row.entry.state}: {row.entry.detail}" for row in compared.rows if row.entry.detail]
     for group in compared.groups:
         if group.loss is not None:
-            which = "given by --loss" if group.given else "the lowest that every finished run reached"
+            which = "given by --loss" if group.loss_given else "the lowest that every finished run reached"
             of = f" of {group.target}" if len(compared.groups) > 1 else ""
             lines.append(f"Hours to a smoothed training loss{of} of {group.loss:.4g} ({which}).")
     for line in [*lines, *compared.notes]:

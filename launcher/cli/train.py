@@ -214,8 +214,8 @@ def _train_sweep(arguments: list[str], console: Console, *, wait: bool, confirme
     except RunError as error:  # raised by a sweeper that needs the cell's result
         print(f"launch: {error}", file=sys.stderr)
         status = EXIT_FAILED
-    if conductor.paths is not None and conductor.paths.book.exists():
-        _show_sweep(conductor.paths, conductor.submitted, len(conductor.known), console)
+    if conductor.paths is not None and conductor.paths.manifest.exists():
+        _show_sweep(conductor.paths, conductor.submitted, len(conductor.reused), console)
     return max(status, conductor.status)
 
 
@@ -255,10 +255,10 @@ def _state_printer(console: Console) -> Callable[[Sequence[Run]], None]:
     return watch
 
 
-def _show_sweep(paths: SweepPaths, jobs: Sequence[str], known: int, console: Console) -> None:
+def _show_sweep(paths: SweepPaths, jobs: Sequence[str], reused: int, console: Console) -> None:
     cells = look_at_sweeps([paths])[str(paths.root)]
     console.print(run_list.sweep_table(paths, cells))
-    _plain(console)(run_list.sweep_text(paths, jobs, known))
+    _plain(console)(run_list.sweep_text(paths, jobs, reused))
     if console.quiet:
         for line in run_list.impossible_lines(cells):
             print(line, file=sys.stderr)

@@ -10,7 +10,7 @@ from enum import StrEnum
 from launcher.errors import EXIT_DONE, EXIT_FAILED
 
 
-class State(StrEnum):
+class CheckState(StrEnum):
     ok = "ok"
     warning = "warning"
     failure = "failure"
@@ -21,22 +21,22 @@ class Check:
     """Result of one check. ``remedy``: empty if ok. ``node``: host, or comma-separated hosts; None for all of them."""
 
     name: str
-    state: State
+    state: CheckState
     found: str
     remedy: str = ""
     node: str | None = None
 
 
 def ok(name: str, found: str, node: str | None = None) -> Check:
-    return Check(name, State.ok, found, node=node)
+    return Check(name, CheckState.ok, found, node=node)
 
 
 def warning(name: str, found: str, remedy: str, node: str | None = None) -> Check:
-    return Check(name, State.warning, found, remedy, node)
+    return Check(name, CheckState.warning, found, remedy, node)
 
 
 def failure(name: str, found: str, remedy: str, node: str | None = None) -> Check:
-    return Check(name, State.failure, found, remedy, node)
+    return Check(name, CheckState.failure, found, remedy, node)
 
 
 def merge(checks: Iterable[tuple[str, Check]], hosts: Sequence[str]) -> list[Check]:
@@ -56,4 +56,4 @@ def merge(checks: Iterable[tuple[str, Check]], hosts: Sequence[str]) -> list[Che
 
 def exit_status(checks: Iterable[Check]) -> int:
     """Return 1 if any check is a failure, else 0."""
-    return EXIT_FAILED if any(check.state is State.failure for check in checks) else EXIT_DONE
+    return EXIT_FAILED if any(check.state is CheckState.failure for check in checks) else EXIT_DONE

@@ -18,7 +18,7 @@ from launcher.doctor import host_checks, slurm_checks
 from launcher.doctor.check import Check, merge
 from launcher.doctor.probe import Answer, Question, answer, directory_facts, host_facts, read_answers
 from launcher.errors import ConfigError
-from launcher.launch.planner import partitions, site_of
+from launcher.launch.planner import partitions_of, site_of
 from launcher.launch.slurm import client
 from launcher.plan.host import OWN_MEMORY, Partition, Site
 from launcher.plan.launch_plan import FORMAT, LaunchPlan, RunInfo
@@ -56,7 +56,7 @@ def _check_slurm(config: Config, joined: Partition) -> list[Check]:
         )
     settings = client.settings()
     checks: list[Check] = []
-    for partition in partitions(config.cluster):
+    for partition in partitions_of(config.cluster):
         own_settings = client.partition_settings(partition.name)
         checks += [
             slurm_checks.partition(partition, own_settings.get("State", "UP")),
@@ -64,9 +64,9 @@ def _check_slurm(config: Config, joined: Partition) -> list[Check]:
         ]
     return [
         *checks,
-        *slurm_checks.gpus(joined, metadata.version("torch")),
+        *slurm_checks.cuda_build(joined, metadata.version("torch")),
         slurm_checks.time_limits(joined, config.cluster),
-        slurm_checks.requeue(settings),
+        slurm_checks.requeueing(settings),
         slurm_checks.accounting(settings, sacct=shutil.which("sacct") is not None),
     ]
 
@@ -100,7 +100,7 @@ def _check_hosts(config: Config, site: Site, say: Callable[[str], None]) -> list
             of_job, answers = slurm_checks.judge_job(job, cluster.nodes, folder), job.answers
         else:
             answers = _ask_here(question, folder, login["host"])
-        checks = judge(config, plan, login, answers, unwritten)
+        checks = judge_hosts(config, plan, login, answers, unwritten)
     # drop the checks of the directory that was used instead
     return [*of_job, *unusable, *(one for one in checks if not unusable or one.name != unusable[0].name)]
 
@@ -170,7 +170,9 @@ def _folder_in(run_dir: Path) -> Generator[tuple[Path, str]]:
                 path.rmdir()
 
 
-def judge(config: Config, plan: LaunchPlan, login: Answer, answers: dict[int, Answer], unwritten: str) -> list[Check]:
+def judge_hosts(
+    config: Config, plan: LaunchPlan, login: Answer, answers: dict[int, Answer], unwritten: str
+) -> list[Check]:
     """Return the checks of the hosts; results that are equal on all hosts occur once.
 
     Args:
@@ -197,7 +199,7 @@ def judge(config: Config, plan: LaunchPlan, login: Answer, answers: dict[int, An
         *on_each(host_checks.limits),
         *on_each(partial(host_checks.run_dir, run_dir, submitter, with_facts)),
         *on_each(partial(host_checks.working_directory, submitter, unwritten)),
-        *on_each(host_checks.interfaces),
+        *on_each(host_checks.named_interfaces),
         *host_checks.addresses(with_facts),
         *on_each(host_checks.unfinished, answers),
         *host_checks.connections(with_facts),

@@ -186,7 +186,7 @@ _CLOCK_WARNING_S, _CLOCK_FAILURE_S = 0.1, 2.0
 _FAR_BELOW = 0.5
 
 
-def interfaces(answer: Answer) -> Iterator[Check]:
+def named_interfaces(answer: Answer) -> Iterator[Check]:
     """Check that a host has the interfaces that its environment names."""
     present: list[str] = answer.get("interfaces", [])
     for name, value in answer.get("named_interfaces", {}).items():

@@ -38,7 +38,7 @@ from launcher.doctor.bandwidth import Worker
 from launcher.errors import LauncherError, SiteError
 from launcher.launch.network import GLOO, NCCL, Route, free_port, interfaces, socket_names
 from launcher.launch.planner import require_wandb_key
-from launcher.launch.slurm.client import Task
+from launcher.launch.slurm.client import SlurmTask
 from launcher.launch.slurm.node import route_to, route_to_others
 from launcher.plan.host import allowed_env, file_system, visible_gpus
 from launcher.plan.launch_plan import EnvPlan
@@ -257,7 +257,7 @@ class Question:
 def run_slurm_task(question: Question, folder: str) -> None:
     """Run the probe as a task of a Slurm job."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # submitit ignores it; the probe has nothing to save
-    answer(question, Path(folder), Task.here().node, os.environ["SLURMD_NODENAME"])
+    answer(question, Path(folder), SlurmTask.here().node, os.environ["SLURMD_NODENAME"])
 
 
 def answer(question: Question, folder: Path, node: int, host: str) -> None:

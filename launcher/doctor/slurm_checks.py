@@ -13,7 +13,7 @@ from launcher.config.schema import ClusterConfig
 from launcher.doctor.check import Check, failure, ok, warning
 from launcher.doctor.probe import Answer, Question, read_answers, run_slurm_task
 from launcher.launch.slurm import client, submit
-from launcher.launch.slurm.client import ENDED, WAITING, Job
+from launcher.launch.slurm.client import ENDED, WAITING, SlurmJob
 from launcher.plan.host import Partition, torch_has_cuda
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.sbatch_options import clock, least_s
@@ -32,7 +32,7 @@ def partition(found: Partition, state: str) -> Check:
     return ok("partition", shown)
 
 
-def gpus(found: Partition, torch: str) -> list[Check]:
+def cuda_build(found: Partition, torch: str) -> list[Check]:
     """Return a warning if the nodes have GPUs and the torch installed here is a CPU build."""
     if not found.gpus or torch_has_cuda(torch):
         return []
@@ -59,7 +59,7 @@ def time_limits(found: Partition, config: ClusterConfig) -> Check:
     return ok("time limit", shown)
 
 
-def requeue(settings: Mapping[str, str]) -> Check:
+def requeueing(settings: Mapping[str, str]) -> Check:
     by_default = "requeued by default" if settings.get("JobRequeue") == "1" else "not requeued by default"
     return ok(
         "requeue",
@@ -132,7 +132,7 @@ class ProbeJob:
     """
 
     id: str
-    job: Job | None
+    job: SlurmJob | None
     hosts: list[str]
     answers: dict[int, Answer]
     output: dict[int, str]
@@ -178,7 +178,7 @@ def _without_requeue(plan: LaunchPlan) -> LaunchPlan:
     return dataclasses.replace(plan, cluster=dataclasses.replace(plan.cluster, slurm=slurm))
 
 
-def _follow(job_id: str, folder: Path, nodes: int, say: Callable[[str], None]) -> Job | None:
+def _follow(job_id: str, folder: Path, nodes: int, say: Callable[[str], None]) -> SlurmJob | None:
     """Wait until the job is over, all nodes that see the directory are done, or the job was pending for too long."""
     shown = ""
     end = time.monotonic() + QUEUED_AT_MOST_S

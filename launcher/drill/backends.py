@@ -12,7 +12,7 @@ from functools import partial
 from typing import Protocol
 
 from launcher.drill.processes import describe, describe_survivors, kill_all, kill_rank, processes_of
-from launcher.drill.verdict import Kind
+from launcher.drill.verdict import Interruption
 from launcher.errors import EXIT_DONE, EXIT_RESUMABLE, SiteError, UserError
 from launcher.launch import local
 from launcher.launch.slurm import client, submit
@@ -22,7 +22,7 @@ from launcher.rundir.fencing import Fence, Incarnation
 from launcher.rundir.files import last_lines, read_json
 from launcher.rundir.paths import RunPaths
 from launcher.runs import control
-from launcher.runs.status import ACTIVE, State
+from launcher.runs.status import ACTIVE, RunState
 
 
 class Backend(Protocol):
@@ -33,25 +33,25 @@ class Backend(Protocol):
         least_remaining_s: seconds of training that must remain after an interruption, so that it is not too late.
     """
 
-    kinds: tuple[Kind, ...]
+    kinds: tuple[Interruption, ...]
     least_remaining_s: float
 
     def start(self, plan: RunPlan, yaml: str) -> None:
         """Make the run's directory and start the run. ``yaml``: text of its config.yaml."""
         ...
 
-    def interrupt(self, kind: Kind) -> str:
+    def interrupt(self, kind: Interruption) -> str:
         """Interrupt the run. Return a description of what was done; empty if no process was left."""
         ...
 
-    def needs_resume(self, kind: Kind) -> bool:
+    def needs_resume(self, kind: Interruption) -> bool:
         """Return True if the run must be resumed by `launch resume` after this interruption."""
         ...
 
     def resume(self) -> None: ...
     def ended(self) -> bool: ...
 
-    def problem(self, kind: Kind | None) -> str:
+    def problem(self, kind: Interruption | None) -> str:
         """Return what is wrong with the end of a run that ``kind``, or None, interrupted; empty if nothing is."""
         ...
 
@@ -82,7 +82,7 @@ _LEAVES_WITHIN_S = 15
 class LocalBackend:
     """Backend for this machine: each start is a `launch resume` process, as a user would type it."""
 
-    kinds: tuple[Kind, ...] = (Kind.preempt, Kind.worker, Kind.tree)
+    kinds: tuple[Interruption, ...] = (Interruption.preempt, Interruption.worker, Interruption.tree)
     least_remaining_s = 0.5
 
     def start(self, plan: RunPlan, yaml: str) -> None:
@@ -103,28 +103,28 @@ class LocalBackend:
                 preexec_fn=partial(die_with_parent, os.getpid(), signal.SIGTERM),
             )
 
-    def interrupt(self, kind: Kind) -> str:
+    def interrupt(self, kind: Interruption) -> str:
         plan = self.plan
-        if kind is Kind.preempt:
+        if kind is Interruption.preempt:
             self._launch.send_signal(signal.SIGUSR2)
             return "SIGUSR2, as of a scheduler"
-        if kind is Kind.worker:
+        if kind is Interruption.worker:
             rank = random.randrange(plan.batch.world_size)
             return f"SIGKILL to rank {rank}" if kill_rank(plan.run.id, rank) else ""
         killed, left = kill_all(plan.run.id)
         survivors = f"; {describe_survivors(left)}" if left else ""
         return f"SIGKILL to launch, agent and workers ({killed} processes{survivors})" if killed else ""
 
-    def needs_resume(self, kind: Kind) -> bool:
-        return kind is not Kind.worker
+    def needs_resume(self, kind: Interruption) -> bool:
+        return kind is not Interruption.worker
 
     def ended(self) -> bool:
         return self._launch.poll() is not None
 
-    def problem(self, kind: Kind | None) -> str:
+    def problem(self, kind: Interruption | None) -> str:
         expected = EXIT_DONE
         if kind is not None:
-            expected = {Kind.preempt: EXIT_RESUMABLE, Kind.tree: -signal.SIGKILL}.get(kind, EXIT_DONE)
+            expected = {Interruption.preempt: EXIT_RESUMABLE, Interruption.tree: -signal.SIGKILL}.get(kind, EXIT_DONE)
         status = self._launch.wait()
         if status == expected:
             return ""
@@ -153,7 +153,7 @@ _LEAVES_QUEUE_WITHIN_S = 120
 class SlurmBackend:
     """Backend for Slurm: each run is a job. A run that needs no resume is restarted by Slurm in the same job."""
 
-    kinds: tuple[Kind, ...] = (Kind.preempt, Kind.worker, Kind.tree, Kind.requeue)
+    kinds: tuple[Interruption, ...] = tuple(Interruption)
     least_remaining_s = 4.0  # srun has to get to the node
 
     def start(self, plan: RunPlan, yaml: str) -> None:
@@ -164,19 +164,19 @@ class SlurmBackend:
         self._asked_at, self._ended = 0.0, False
         self._job = control.resubmit(control.to_resume(control.one(self._plan.paths)))
 
-    def interrupt(self, kind: Kind) -> str:
+    def interrupt(self, kind: Interruption) -> str:
         match kind:
-            case Kind.preempt:
+            case Interruption.preempt:
                 client.ask("scancel", "--signal=USR2", self._job)
                 return "scancel --signal=USR2"
-            case Kind.worker:
+            case Interruption.worker:
                 rank = random.randrange(self._plan.batch.world_size)
                 node = self._nodes()[rank // self._plan.cluster.workers_per_node]
                 return f"SIGKILL to rank {rank} on {node}" if self._kill(str(rank), [node]) else ""
-            case Kind.tree:
+            case Interruption.tree:
                 nodes = self._nodes()
                 return f"SIGKILL to agents and workers on {', '.join(nodes)}" if self._kill("all", nodes) else ""
-            case Kind.requeue:
+            case Interruption.requeue:
                 client.requeue(self._job)
                 return "scontrol requeue"
 
@@ -201,20 +201,20 @@ class SlurmBackend:
             return target == "all"
         return True
 
-    def needs_resume(self, kind: Kind) -> bool:
-        return kind is Kind.tree
+    def needs_resume(self, kind: Interruption) -> bool:
+        return kind is Interruption.tree
 
     def ended(self) -> bool:
         if not self._ended and time.monotonic() - self._asked_at >= _ASK_EVERY_S:
             self._asked_at = time.monotonic()
-            self._ended = control.one(self._plan.paths).state not in ACTIVE | {State.unknown}
+            self._ended = control.one(self._plan.paths).state not in ACTIVE | {RunState.unknown}
         return self._ended
 
-    def problem(self, kind: Kind | None) -> str:
+    def problem(self, kind: Interruption | None) -> str:
         run = control.one(self._plan.paths)
-        if kind is Kind.tree:  # the kill was intended
-            return "" if run.state is not State.done else "it was done before"
-        if run.state is State.done:
+        if kind is Interruption.tree:  # the kill was intended
+            return "" if run.state is not RunState.done else "it was done before"
+        if run.state is RunState.done:
             return ""
         return f"job {self._job} is {run.state.value}: {_failure(self._plan.paths, run.detail)}"
 

@@ -19,10 +19,10 @@ from launcher.drill.verdict import (
     Difference,
     DrillResult,
     InterruptedRun,
-    Kind,
-    Record,
+    Interruption,
+    RecordLines,
     first_difference,
-    judge,
+    judge_drill,
     wrong_steps,
 )
 from launcher.errors import RunError
@@ -91,7 +91,7 @@ def job_lines(plan: RunPlan) -> dict[str, str]:
     steps = "" if schedule.steps is None else f" over {schedule.steps} steps"
     return {
         "task": plan.task.target,
-        "batch": plan.batch.words,
+        "batch": plan.batch.text,
         "strategy": f"{plan.strategy.kind.value}, sync {plan.strategy.sync.value}",
         "precision": plan.precision.kind.value,
         "cluster": f"{cluster.kind.value}, {cluster.nodes} × {cluster.workers_per_node}, {cluster.device.value}",
@@ -149,7 +149,7 @@ class Drill:
             if any(result.difference is not None and not result.difference.identical for result in results):
                 self._undisturbed("undisturbed again", length)
                 by_itself = self._difference("undisturbed again", length)
-            outcome, reason = judge(results, by_itself)
+            outcome, reason = judge_drill(results, by_itself)
             return DrillResult(
                 job=job_lines(self.plan), changed=self._changed, windows=length.windows, every=length.every,
                 cold_start_s=cold_start_s, run_s=run_s, interrupted=results, by_itself=by_itself, outcome=outcome,
@@ -186,18 +186,18 @@ class Drill:
         try:
             while not ended:
                 ended = self._backend.ended()  # asked first, so that the last reading of the record is complete
-                step = Record.of(paths.metrics).step
+                step = RecordLines.of(paths.metrics).step
                 recorded_at |= {known: time.monotonic() for known in range(len(recorded_at) + 1, step + 1)}
                 time.sleep(POLL_S)
         except BaseException:
             self._backend.abandon()
             raise
-        if problem := self._backend.problem(None) or wrong_steps(Record.of(paths.metrics), length.windows):
+        if problem := self._backend.problem(None) or wrong_steps(RecordLines.of(paths.metrics), length.windows):
             raise RunError(f"The reference run failed, although it was not interrupted.\n  {problem}")
         remaining_s = recorded_at[length.windows] - recorded_at[length.until]
         return recorded_at[1] - started, remaining_s, time.monotonic() - started
 
-    def _disturbed(self, kind: Kind, length: Length, cold_start_s: float) -> InterruptedRun:
+    def _disturbed(self, kind: Interruption, length: Length, cold_start_s: float) -> InterruptedRun:
         """Run the job with an interruption, and compare it with the undisturbed run."""
         self._say(f"{kind.value} ...")
         paths = self._start(kind.value, length)
@@ -216,11 +216,11 @@ class Drill:
             result.problem = str(error)
         return result
 
-    def _interrupt(self, kind: Kind, paths: RunPaths, length: Length, cold_start_s: float) -> InterruptedRun:
+    def _interrupt(self, kind: Interruption, paths: RunPaths, length: Length, cold_start_s: float) -> InterruptedRun:
         """Interrupt a run that has just started, resume it if necessary, and follow it to its end."""
         backend, limit_s = self._backend, self._backend.recovery_limit_s(cold_start_s)
-        wait_until(lambda: backend.ended() or Record.of(paths.metrics).step >= length.until, every_s=POLL_S)
-        record = Record.of(paths.metrics)
+        wait_until(lambda: backend.ended() or RecordLines.of(paths.metrics).step >= length.until, every_s=POLL_S)
+        record = RecordLines.of(paths.metrics)
         if record.step < length.until:
             if problem := backend.problem(None):
                 raise RunError(f"The job ended before it was interrupted.\n  {problem}")
@@ -231,9 +231,9 @@ class Drill:
             raise TooLate
         if backend.needs_resume(kind):
             wait_until(backend.ended, every_s=POLL_S)
-            if kind is Kind.preempt:
+            if kind is Interruption.preempt:
                 result.saving_s, died = time.monotonic() - died, time.monotonic()
-            record = Record.of(paths.metrics)
+            record = RecordLines.of(paths.metrics)
             result.at_step = record.step
             if record.step >= length.windows:
                 raise TooLate
@@ -265,17 +265,17 @@ class Drill:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RunError(f"The checkpoints of {name} cannot be compared.\n  {done.stderr.strip()}")
-        record = Record.of(ours.metrics)
+        record = RecordLines.of(ours.metrics)
         return Difference(
             **json.loads(done.stdout),
             steps=wrong_steps(record, length.windows),
-            figure=first_difference(record, Record.of(theirs.metrics)),
+            figure=first_difference(record, RecordLines.of(theirs.metrics)),
         )
 
 
 def next_step(
-    backend: Backend, paths: RunPaths, before: Record, died: float, limit_s: float | None
-) -> tuple[Record, int | None, float | None]:
+    backend: Backend, paths: RunPaths, before: RecordLines, died: float, limit_s: float | None
+) -> tuple[RecordLines, int | None, float | None]:
     """Wait for the first step of a run after an interruption.
 
     Args:
@@ -289,7 +289,7 @@ def next_step(
     """
     while True:
         ended = backend.ended()
-        record = Record.of(paths.metrics)
+        record = RecordLines.of(paths.metrics)
         if record.file == before.file:
             before = record
         elif len(record.lines) > (kept := record.shared_lines(before)):

@@ -25,7 +25,7 @@ from launcher.errors import EXIT_DONE, EXIT_FAILED
 BY_ITSELF_TIMES = 4
 
 
-class Kind(StrEnum):
+class Interruption(StrEnum):
     """Kind of interruption."""
 
     preempt = "preempt"
@@ -89,7 +89,7 @@ class InterruptedRun:
         difference: from the undisturbed run; None if it did not reach the end.
     """
 
-    kind: Kind
+    kind: Interruption
     what: str
     at_step: int | None = None
     from_step: int | None = None
@@ -146,7 +146,7 @@ class DrillResult:
         return EXIT_FAILED if self.outcome is DrillOutcome.damaged else EXIT_DONE
 
 
-def judge(interrupted: Sequence[InterruptedRun], by_itself: Difference | None) -> tuple[DrillOutcome, str]:
+def judge_drill(interrupted: Sequence[InterruptedRun], by_itself: Difference | None) -> tuple[DrillOutcome, str]:
     """Return the verdict and a sentence with its reason. ``by_itself``: see ``DrillResult``."""
     faults = [f"{one.kind.value}: {fault}" for one in interrupted if (fault := one.fault(by_itself))]
     if faults:
@@ -165,14 +165,14 @@ _REPRODUCIBLE = ("train/", "eval/", "batch/", "progress/", "noise/", "amp/")
 
 
 @dataclass(frozen=True)
-class Record:
+class RecordLines:
     """Complete lines of a record. ``file``: inode, which a resumed run replaces; 0 if there is no file."""
 
     file: int = 0
     lines: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, metrics: Path) -> Record:
+    def of(cls, metrics: Path) -> RecordLines:
         try:
             with metrics.open("rb") as stream:
                 file = os.fstat(stream.fileno()).st_ino
@@ -186,13 +186,13 @@ class Record:
         """Last recorded step; 0 without one."""
         return int(json.loads(self.lines[-1])["step"]) if self.lines else 0
 
-    def shared_lines(self, before: Record) -> int:
+    def shared_lines(self, before: RecordLines) -> int:
         """Return how many first lines equal those of ``before``; lines contain times, so a repeated step differs."""
         pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(self.lines, before.lines, strict=False))
         return sum(1 for _ in pairs)
 
 
-def wrong_steps(record: Record, steps: int) -> str:
+def wrong_steps(record: RecordLines, steps: int) -> str:
     """Return what is wrong with the record's steps; empty if each of 1 to ``steps`` occurs once, in order."""
     seen = [int(json.loads(line)["step"]) for line in record.lines]
     if seen == list(range(1, steps + 1)):
@@ -204,7 +204,7 @@ def wrong_steps(record: Record, steps: int) -> str:
     return f"the record's steps: {'; '.join(parts) or 'out of order'}"
 
 
-def first_difference(ours: Record, theirs: Record) -> str:
+def first_difference(ours: RecordLines, theirs: RecordLines) -> str:
     """Return the first reproducible metric that differs, with both values; empty if none does."""
     by_step: dict[int, dict[str, Any]] = {fields["step"]: fields for fields in map(json.loads, theirs.lines)}
     for fields in map(json.loads, ours.lines):

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class NodeOutcome:
     """Outcome of this node's workers. ``status``: exit status. ``fields``: what to add to the workers' summary."""
 
     status: int
@@ -78,7 +78,7 @@ def open_incarnation(fence: Fence, **fields: Any) -> None:
         file.unlink(missing_ok=True)
 
 
-def serve(plan: LaunchPlan, plan_file: Path, own: Incarnation, shield: StopShield) -> Outcome:
+def serve(plan: LaunchPlan, plan_file: Path, own: Incarnation, shield: StopShield) -> NodeOutcome:
     """Run this node's workers, and on node 0 the W&B mirror, until they end.
 
     Replaces ``os.environ`` by the workers' environment during the call. Must be called from the main thread, inside
@@ -98,7 +98,7 @@ def serve(plan: LaunchPlan, plan_file: Path, own: Incarnation, shield: StopShiel
         return ended
     finally:
         # a scheduler that reclaims the node does not wait for the W&B server: the next mirror sends what is missing
-        hurried = shield.asked is not None and plan.cluster.slurm is not None
+        hurried = shield.received is not None and plan.cluster.slurm is not None
         finish_mirror(mirror, plan.paths, MIRROR_HURRIED_S if hurried else MIRROR_GRACE_S)
         os.environ.clear()
         os.environ |= environment
@@ -114,12 +114,12 @@ def _watch(plan: LaunchPlan, shield: StopShield) -> HangWatch | NoWatch:
     """Return the hang watch; a `launch run` script has no heartbeat, so nothing watches it."""
     if not isinstance(plan, RunPlan) or plan.train.hang_timeout is None or not sys.platform.startswith("linux"):
         return NoWatch()
-    return HangWatch(plan, plan.cluster.place or rendezvous.ALONE, plan.train.hang_timeout, lambda: shield.asked)
+    return HangWatch(plan, plan.cluster.place or rendezvous.ALONE, plan.train.hang_timeout, lambda: shield.received)
 
 
 def _run_workers(
     plan: LaunchPlan, plan_file: Path, attempt: int, shield: StopShield, watch: HangWatch | NoWatch
-) -> Outcome:
+) -> NodeOutcome:
     """Run torchrun's elastic agent until the workers end. ``attempt``: number of this incarnation's first attempt."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -127,7 +127,7 @@ def _run_workers(
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     place = plan.cluster.place or rendezvous.ALONE
-    rendezvous.register(plan, place, lambda: shield.asked)
+    rendezvous.register(plan, place, lambda: shield.received)
     arguments = (*plan.command, str(plan_file)) if isinstance(plan, RunPlan) else plan.command
     config = LaunchConfig(
         min_nodes=plan.cluster.nodes,
@@ -150,23 +150,23 @@ def _run_workers(
         return _outcome_of_stop(plan, stop.sigval)
     except ChildFailedError as failed:
         # a scheduler may signal every process of a job, which kills a script that has no handler
-        if shield.asked is not None and failed.get_first_failure()[1].exitcode == -shield.asked:
-            return _outcome_of_stop(plan, shield.asked)
+        if shield.received is not None and failed.get_first_failure()[1].exitcode == -shield.received:
+            return _outcome_of_stop(plan, shield.received)
         return _outcome_of_failure(plan, failed, deaths, watch)
     except RendezvousClosedError as closed:
         return _outcome_without_rendezvous(plan, str(closed))
-    if shield.asked is not None:  # the workers stopped before the agent saw the signal
-        return _outcome_of_stop(plan, shield.asked)
+    if shield.received is not None:  # the workers stopped before the agent saw the signal
+        return _outcome_of_stop(plan, shield.received)
     if isinstance(plan, RunPlan) and plan.node == 0 and not plan.paths.summary.exists():
         return _outcome_without_summary(plan.paths)
-    return Outcome(EXIT_DONE, {})
+    return NodeOutcome(EXIT_DONE, {})
 
 
-def _outcome_of_stop(plan: LaunchPlan, by: int) -> Outcome:
+def _outcome_of_stop(plan: LaunchPlan, by: int) -> NodeOutcome:
     """Return the outcome of a stop request; the run counts as done if it had already finished."""
     if (read_json(plan.paths.summary) or {}).get("verdict") == "done":
-        return Outcome(EXIT_DONE, {})
-    return Outcome(EXIT_INTERRUPTED, {"stopped_by": signal.Signals(by).name})
+        return NodeOutcome(EXIT_DONE, {})
+    return NodeOutcome(EXIT_INTERRUPTED, {"stopped_by": signal.Signals(by).name})
 
 
 def _logs(paths: RunPaths, first: int, watch: HangWatch | NoWatch) -> LogsSpecs:
@@ -202,13 +202,13 @@ def _logs(paths: RunPaths, first: int, watch: HangWatch | NoWatch) -> LogsSpecs:
     return RankLogs()
 
 
-def _failed(record: Failure) -> Outcome:
-    return Outcome(EXIT_FAILED, {"verdict": "failed", "failure": record})
+def _failed(record: Failure) -> NodeOutcome:
+    return NodeOutcome(EXIT_FAILED, {"verdict": "failed", "failure": record})
 
 
 def _outcome_of_failure(
     plan: LaunchPlan, error: ChildFailedError, deaths: DeathWatch, watch: HangWatch | NoWatch
-) -> Outcome:
+) -> NodeOutcome:
     """Return the outcome for the earliest failure: later ones lost their peer, or were ended by torch itself."""
     rank, first = min(error.failures.items(), key=lambda item: _time_of_failure(item[1], deaths))
     if (hang := watch.hang_of(first.pid)) is not None:
@@ -230,15 +230,15 @@ def _outcome_of_failure(
     return _failed(record)
 
 
-def _outcome_without_rendezvous(plan: LaunchPlan, why: str) -> Outcome:
+def _outcome_without_rendezvous(plan: LaunchPlan, why: str) -> NodeOutcome:
     """Return the outcome of a closed rendezvous: the hosts could not start, or restart, their workers together."""
     if why == rendezvous.GIVEN_UP:
-        return Outcome(EXIT_FAILED, {"verdict": "killed"})
+        return NodeOutcome(EXIT_FAILED, {"verdict": "killed"})
     error = f"the hosts' agents did not come together: {why}"
     return _failed(failure_record(error, plan.paths.node_log(plan.node), at=datetime.now(UTC)))
 
 
-def _outcome_without_summary(paths: RunPaths) -> Outcome:
+def _outcome_without_summary(paths: RunPaths) -> NodeOutcome:
     """Return the outcome if all workers exited with status 0 but rank 0 wrote no summary."""
     error = "the workers left before the run was over, with status 0: does the task call sys.exit or os._exit?"
     return _failed(failure_record(error, paths.newest_rank_log(0), exit_code=0))

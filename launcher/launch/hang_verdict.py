@@ -110,7 +110,7 @@ def _limit_s(progress: Progress, timeout_s: float) -> float:
     return max(timeout_s, _IMPORTS_WITHIN_S) if imports else timeout_s
 
 
-def judge(behind: Sequence[RankState], answers: Sequence[Answer], timeout_s: float) -> Hang:
+def judge_hang(behind: Sequence[RankState], answers: Sequence[Answer], timeout_s: float) -> Hang:
     """Return the verdict on ``behind``.
 
     The hanging rank is one that does not wait for others. If all ranks that answered do, it is one without an answer.

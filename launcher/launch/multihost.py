@@ -59,7 +59,7 @@ def gather(plan: P, config_yaml: str, run_name: str | None, say: Say) -> tuple[P
     route = find_route(plan.cluster.rendezvous, plan.cluster.interface)
     names = socket_names(route, plan.cluster.interface)
     plan = dataclasses.replace(plan, env=dataclasses.replace(plan.env, default=names | plan.env.default))
-    return (lead if route.here else join)(plan, config_yaml, route, job_facts(plan, run_name), say)
+    return (lead if route.here else join_node_0)(plan, config_yaml, route, job_facts(plan, run_name), say)
 
 
 @dataclass
@@ -81,7 +81,7 @@ class _Gathering:
             SiteError: Too few hosts came within MEET_WITHIN_S.
         """
         allowed, shown = self.allowed, self.route.shown
-        self.say(f"This is node 0 of {allowed.words}, waiting at {shown} for the others.")
+        self.say(f"This is node 0 of {allowed.text}, waiting at {shown} for the others.")
         start = last_change = time.monotonic()
         announced = 0
         while (hosts := len(self.channels) + 1) < allowed.most:
@@ -95,7 +95,7 @@ class _Gathering:
             elif time.monotonic() - start > MEET_WITHIN_S:
                 typed = allowed.most if allowed.fixed else f"{allowed.least}:{allowed.most}"
                 raise SiteError(
-                    f"cluster.nodes={typed}: {hosts} of {allowed.words} hosts connected to {shown} within "
+                    f"cluster.nodes={typed}: {hosts} of {allowed.text} hosts connected to {shown} within "
                     f"{MEET_WITHIN_S // 60} minutes.\n  Type the same command on each of them."
                 )
             wait([*self.listener.sources(), *self.channels], 1.0)
@@ -115,7 +115,7 @@ class _Gathering:
             differing = differences(self.facts, hello.get("facts"), self.route.rendezvous[0], channel.peer)
             if differing:
                 raise UserError(differing)
-            self.say(f"{channel.peer} has joined: {len(self.channels) + 1} of {self.allowed.words} hosts.")
+            self.say(f"{channel.peer} has joined: {len(self.channels) + 1} of {self.allowed.text} hosts.")
         for channel in self.channels.copy():
             if channel.receive() or not channel.open:
                 channel.close()
@@ -198,7 +198,7 @@ def _require_ready(channels: list[Channel], plan: LaunchPlan, port: int) -> None
             )
 
 
-def join(plan: P, config_yaml: str, route: Route, facts: Message, say: Say) -> tuple[P, Peers]:
+def join_node_0(plan: P, config_yaml: str, route: Route, facts: Message, say: Say) -> tuple[P, Peers]:
     """Join node 0 as one of the other hosts."""
     channel, created = _connect(route, say), False
     try:

@@ -132,10 +132,10 @@ def site_of(config: ClusterConfig) -> Site:
 
     if config.kind is not ClusterKind.slurm or not client.available():
         return Site.here()
-    return Site.of(Partition.joined(partitions(config)), config.container)
+    return Site.of(Partition.joined(partitions_of(config)), config.container)
 
 
-def partitions(config: ClusterConfig) -> list[Partition]:
+def partitions_of(config: ClusterConfig) -> list[Partition]:
     """Return the Slurm partitions in which a job may run; Slurm takes the one that is free first.
 
     Raises:

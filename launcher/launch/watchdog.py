@@ -168,7 +168,7 @@ class HangWatch(threading.Thread):
     def _rank_states(self, attempt: _Attempt, passed_s: float) -> list[RankState]:
         states: list[RankState] = []
         for local_rank, (rank, _) in attempt.ranks.items():
-            progress = heartbeat.read(self._memory, local_rank)
+            progress = heartbeat.read_progress(self._memory, local_rank)
             moved = attempt.progress.get(rank) != progress
             attempt.progress[rank] = progress
             attempt.quiet_s[rank] = 0.0 if moved else attempt.quiet_s[rank] + passed_s
@@ -200,7 +200,9 @@ class HangWatch(threading.Thread):
         if not behind:
             return None
         answers = self._request_stacks(attempt, behind)
-        return None if any(answer.moved for answer in answers) else hang_verdict.judge(behind, answers, self._timeout_s)
+        if any(answer.moved for answer in answers):
+            return None
+        return hang_verdict.judge_hang(behind, answers, self._timeout_s)
 
     def _request_stacks(self, attempt: _Attempt, behind: list[RankState]) -> list[Answer]:
         """Request the stacks of ``behind`` from the nodes on which they run."""
@@ -237,7 +239,7 @@ class HangWatch(threading.Thread):
         stacks = request_all_stacks({rank: (attempt.pids[rank], log) for rank, (_, log) in workers.items()})
         answers: list[Answer] = []
         for rank, answer in stacks.items():
-            progress = heartbeat.read(self._memory, workers[rank][0])
+            progress = heartbeat.read_progress(self._memory, workers[rank][0])
             shown = dataclasses.replace(answer, role=progress.role, thread=progress.thread)
             moved = progress.beats != expected[rank]
             answers.append(Answer(rank, shown.text, shown.location, shown.waits, shown.why, moved))

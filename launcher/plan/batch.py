@@ -74,7 +74,7 @@ class Batch:
         return self.global_size_at(index) % (self.micro_size * self.world_size) == 0
 
     @property
-    def words(self) -> str:
+    def text(self) -> str:
         """Return a text such as "64 samples = 4 micro-batch × 8 accumulation × 2 ranks"."""
         ranks = f"{self.world_size} rank{'' if self.world_size == 1 else 's'}"
         product = f"{self.micro_size} micro-batch × {self.accumulation} accumulation × {ranks}"

@@ -167,7 +167,7 @@ class LaunchPlan:
         """
         planned = self.cluster.range
         if not planned.least <= nodes <= planned.most:
-            raise UserError(f"The job has {nodes} hosts, but was planned for {planned.words} (cluster.nodes).")
+            raise UserError(f"The job has {nodes} hosts, but was planned for {planned.text} (cluster.nodes).")
         return dataclasses.replace(self, cluster=dataclasses.replace(self.cluster, nodes=nodes))
 
     def worlds(self) -> list[Self]:

@@ -26,7 +26,7 @@ class NodeRange(NamedTuple):
         return self.least == self.most
 
     @property
-    def words(self) -> str:
+    def text(self) -> str:
         return str(self.most) if self.fixed else f"{self.least} to {self.most}"
 
 

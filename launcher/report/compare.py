@@ -11,7 +11,7 @@ from typing import Any
 
 from launcher.quantities import NO_INTERVAL, Interval
 from launcher.report.measurements import SMOOTHED_OVER, RunData
-from launcher.runs.status import State
+from launcher.runs.status import RunState
 
 # (setting, value) pairs that runs on one line of a plot have in common
 Key = tuple[tuple[str, str], ...]
@@ -61,7 +61,7 @@ class Row:
 
     @property
     def done(self) -> bool:
-        return self.entry.state == State.done
+        return self.entry.state == RunState.done
 
     @property
     def name(self) -> str:
@@ -97,7 +97,7 @@ class TaskGroup:
     rows: tuple[Row, ...]
     varying: tuple[str, ...]
     loss: float | None
-    given: bool
+    loss_given: bool
 
     def describe(self, row: Row) -> str:
         """Return the run's name, with the varying settings unless its label contains them."""
@@ -121,7 +121,7 @@ class TaskGroup:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class RunComparison:
     """Compared runs.
 
     Attributes:
@@ -143,7 +143,9 @@ class Comparison:
         return "/".join(sorted({f"{group.worker}-hours" for group in self.groups})) or "worker-hours"
 
 
-def compare(title: str, entries: Sequence[Entry], data: Mapping[Path, RunData], loss: float | None) -> Comparison:
+def side_by_side(
+    title: str, entries: Sequence[Entry], data: Mapping[Path, RunData], loss: float | None
+) -> RunComparison:
     """Return the comparison of ``entries``.
 
     Args:
@@ -159,7 +161,7 @@ def compare(title: str, entries: Sequence[Entry], data: Mapping[Path, RunData], 
         first.setdefault(entry.dir, rows[-1])
     targets = dict.fromkeys(row["task"] for row in rows if row.counts)
     groups = [_group(target, [row for row in rows if row["task"] == target], loss) for target in targets]
-    return Comparison(title=title, rows=tuple(rows), groups=tuple(groups), notes=tuple(_notes(rows, groups)))
+    return RunComparison(title=title, rows=tuple(rows), groups=tuple(groups), notes=tuple(_notes(rows, groups)))
 
 
 def _group(target: str, rows: Sequence[Row], given: float | None) -> TaskGroup:
@@ -167,7 +169,7 @@ def _group(target: str, rows: Sequence[Row], given: float | None) -> TaskGroup:
     counted = tuple(row for row in rows if row.counts)
     lowest = [row["train/loss_smoothed_min"] for row in counted if row.done]
     loss = given if given is not None else max((each for each in lowest if each is not None), default=None)
-    group = TaskGroup(target=target, rows=counted, varying=varying(counted), loss=loss, given=given is not None)
+    group = TaskGroup(target=target, rows=counted, varying=varying(counted), loss=loss, loss_given=given is not None)
     set_efficiencies(counted)
     for row in rows:
         row.figures.update({"loss/target": loss, "loss/hours_unit": f"{group.worker}-hours"})

@@ -11,7 +11,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from launcher.report.compare import Comparison, Row
+from launcher.report.compare import Row, RunComparison
 from launcher.report.measurements import SMOOTHED_OVER
 from launcher.report.run_list import COLOURS
 
@@ -63,7 +63,7 @@ class Column:
         """Return the row's value as text; "" if it is unknown."""
         value = row[self.figure]
         if self.figure == "comm/speedup":
-            return speedup_text(row)
+            return speedup_cell(row)
         if value is None:
             reachable = self.figure == "loss/hours" and row["loss/target"] is not None and row["step"] is not None
             return "not reached" if reachable else ""
@@ -96,7 +96,7 @@ COLUMNS = (
 )
 
 
-def speedup_text(row: Row) -> str:
+def speedup_cell(row: Row) -> str:
     """Return the speed-up if it may be claimed, its interval if not, and nothing if it was not measured."""
     if row.speedup is None:
         return ""
@@ -105,7 +105,7 @@ def speedup_text(row: Row) -> str:
     return f"{row.speedup.low:.2f}–{row.speedup.high:.2f}"
 
 
-def terminal_table(comparison: Comparison) -> Table:
+def terminal_table(comparison: RunComparison) -> Table:
     """Return a table with one line per run; a value that was not measured is empty."""
     columns = [column for column in COLUMNS if column.short]
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
@@ -119,7 +119,7 @@ def terminal_table(comparison: Comparison) -> Table:
     return table
 
 
-def page_headings(comparison: Comparison) -> list[tuple[str, str]]:
+def page_headings(comparison: RunComparison) -> list[tuple[str, str]]:
     """Return (heading, unit) of each column of the page's table."""
     figures = [(column.heading.format(hours=comparison.hours_unit), column.unit) for column in COLUMNS]
     return [("run", ""), ("state", ""), *figures]
@@ -138,7 +138,7 @@ def page_line(row: Row) -> dict[str, Any]:
     return {"label": entry.label, "state": entry.state, "remarks": "; ".join(filter(None, remarks)), "cells": cells}
 
 
-def _records(comparison: Comparison) -> list[dict[str, Any]]:
+def _records(comparison: RunComparison) -> list[dict[str, Any]]:
     """Return each row as a JSON object; None: unknown or not measured."""
     return [
         {
@@ -155,7 +155,7 @@ def _records(comparison: Comparison) -> list[dict[str, Any]]:
     ]
 
 
-def as_json(comparison: Comparison) -> str:
+def as_json(comparison: RunComparison) -> str:
     varying, settings = comparison.varying, [row.data.settings for row in comparison.rows]
     runs = [
         record | {"settings": {key: its.get(key) for key in varying} if its else {}}
@@ -165,7 +165,7 @@ def as_json(comparison: Comparison) -> str:
     return json.dumps(content, indent=2, allow_nan=False)
 
 
-def as_csv(comparison: Comparison) -> str:
+def as_csv(comparison: RunComparison) -> str:
     """Return CSV with a header and one line per run; an unknown value is an empty cell."""
     records = _records(comparison)
     text = io.StringIO()

@@ -87,13 +87,13 @@ def read_all(runs: Sequence[Path]) -> dict[Path, RunData]:
     sizes = {run: _size(run) for run in runs}
     cores = min(len(os.sched_getaffinity(0)), len(sizes))
     if cores < 2 or sum(sizes.values()) < _ALONE_BYTES:
-        return {run: read(run) for run in sizes}
+        return {run: read_run(run) for run in sizes}
     largest_first = sorted(sizes, key=lambda run: -sizes[run])
     # spawn: a forked process would inherit locks that another thread of this one may hold
     # initializer: without it a worker would outlive this process, because it holds both ends of its own queue
     context, end = multiprocessing.get_context("spawn"), partial(die_with_parent, os.getpid())
     with ProcessPoolExecutor(cores, mp_context=context, initializer=end) as pool:
-        return dict(zip(largest_first, pool.map(read, largest_first), strict=True))
+        return dict(zip(largest_first, pool.map(read_run, largest_first), strict=True))
 
 
 def _size(run: Path) -> int:
@@ -103,7 +103,7 @@ def _size(run: Path) -> int:
         return 0
 
 
-def read(run: Path) -> RunData:
+def read_run(run: Path) -> RunData:
     """Return the data in the directory ``run``. Never raises: errors are described in ``problem``."""
     paths = RunPaths(run)
     try:

@@ -10,7 +10,7 @@ from importlib import metadata
 from typing import Any
 
 from launcher.quantities import NO_INTERVAL, count
-from launcher.report.compare import Comparison, Row, TaskGroup, natural
+from launcher.report.compare import Row, RunComparison, TaskGroup, natural
 from launcher.report.comparison_tables import DEFINITIONS, page_headings, page_line
 from launcher.report.plots import Plot, plots
 
@@ -22,7 +22,7 @@ _CONSTANT = {
 _VALUES_SHOWN = 8
 
 
-def page(comparison: Comparison, now: datetime) -> str:
+def page(comparison: RunComparison, now: datetime) -> str:
     """Return the HTML text.
 
     Args:
@@ -65,7 +65,7 @@ def page(comparison: Comparison, now: datetime) -> str:
     )
 
 
-def _varied(comparison: Comparison) -> list[tuple[str, str]]:
+def _varied(comparison: RunComparison) -> list[tuple[str, str]]:
     """Return the settings that vary, with their values."""
     settings = [row.data.settings for row in comparison.rows if row.data.settings]
     varied: list[tuple[str, str]] = []
@@ -76,7 +76,7 @@ def _varied(comparison: Comparison) -> list[tuple[str, str]]:
     return varied
 
 
-def _constant(comparison: Comparison) -> list[tuple[str, str]]:
+def _constant(comparison: RunComparison) -> list[tuple[str, str]]:
     """Return the settings that all runs share."""
     rows = [row for row in comparison.rows if row.data.settings]
     if not rows:

@@ -168,7 +168,11 @@ def _cost(group: TaskGroup, style: _Style) -> list[Plot]:
     ]
     layout = _bar_layout(group.rows, f"{unit} to a training loss of {group.loss:.4g}", legend=False)
     layout["xaxis"]["range"] = [0, 1.15 * max(cost or 0 for cost in costs.values()) or 1]
-    which = "the loss given by --loss" if group.given else "the lowest loss that every finished run of the task reached"
+    which = (
+        "the loss given by --loss"
+        if group.loss_given
+        else "the lowest loss that every finished run of the task reached"
+    )
     bars = {
         "type": "bar", "orientation": "h", "showlegend": False, "cliponaxis": False,
         "x": [cost or 0.0 for cost in costs.values()], "y": list(range(len(costs))),

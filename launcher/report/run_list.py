@@ -15,12 +15,12 @@ from launcher.plan.launch_plan import LaunchPlan
 from launcher.quantities import count
 from launcher.report.tables import failure_text, named_lines, near
 from launcher.rundir.paths import SweepPaths
-from launcher.runs.status import Run, State
+from launcher.runs.status import Run, RunState
 
 COLOURS: dict[str, str] = {
-    State.done: "green", State.running: "cyan", State.failed: "red", State.lost: "red", State.pending: "yellow",
-    State.requeued: "yellow", State.stopped: "yellow", State.cancelled: "dim", State.unknown: "magenta",
-    State.impossible: "magenta",
+    RunState.done: "green", RunState.running: "cyan", RunState.failed: "red", RunState.lost: "red",
+    RunState.pending: "yellow", RunState.requeued: "yellow", RunState.stopped: "yellow",
+    RunState.cancelled: "dim", RunState.unknown: "magenta", RunState.impossible: "magenta",
 }  # fmt: skip
 
 
@@ -34,7 +34,7 @@ def runs_table(runs: Sequence[Run], sweeps: Mapping[str, Sequence[Run]]) -> Tabl
         )
     for sweep, cells in sorted(sweeps.items()):
         counted = Counter(cell.state for cell in cells)
-        states = ", ".join(_colour(state, f"{counted[state]} {state.value}") for state in State if counted[state])
+        states = ", ".join(_colour(state, f"{counted[state]} {state.value}") for state in RunState if counted[state])
         users = ",".join(sorted({cell.user for cell in cells if cell.user}))
         created = _time(min((cell.created for cell in cells if cell.created), default=""))
         summary = f"{count(len(cells), 'cell')}: {states}"
@@ -66,7 +66,7 @@ def _progress(run: Run) -> tuple[str, str, str]:
     return _colour(run.state, run.state.value), _step(run), "" if run.loss is None else f"{run.loss:.4f}"
 
 
-def _colour(state: State, text: str) -> str:
+def _colour(state: RunState, text: str) -> str:
     return f"[{COLOURS[state]}]{text}[/]"
 
 
@@ -83,7 +83,7 @@ def _time(iso: str) -> str:
 def states_text(runs: Sequence[Run]) -> str:
     """Return ``8 cells: 6 done, 1 failed, 1 impossible``."""
     counted = Counter(run.state for run in runs)
-    parts = [f"{counted[state]} {state.value}" for state in State if counted[state]]
+    parts = [f"{counted[state]} {state.value}" for state in RunState if counted[state]]
     return f"{count(len(runs), 'cell')}: {', '.join(parts)}"
 
 
@@ -128,7 +128,7 @@ def submitted_text(plan: LaunchPlan, job: str) -> str:
     assert plan.cluster.slurm is not None
     name, options = command_name(plan.paths.root), plan.cluster.slurm.options
     queue = f", partition {options['partition']}" if "partition" in options else ""
-    nodes = f"{plan.cluster.range.words} node{'' if plan.cluster.nodes == 1 else 's'}"
+    nodes = f"{plan.cluster.range.text} node{'' if plan.cluster.nodes == 1 else 's'}"
     return (
         f"Submitted {plan.run.name} as Slurm job {job}: {nodes} × {plan.cluster.workers_per_node}{queue}.\n"
         f"  launch status {name}\n  launch logs {name} --follow\n  launch cancel {name}"
@@ -155,7 +155,7 @@ def sweep_text(paths: SweepPaths, submitted: Sequence[str], reused: int) -> str:
 
 
 def impossible_lines(cells: Sequence[Run]) -> list[str]:
-    return [f"launch: {cell.cell}: {cell.detail}" for cell in cells if cell.state is State.impossible]
+    return [f"launch: {cell.cell}: {cell.detail}" for cell in cells if cell.state is RunState.impossible]
 
 
 def command_name(directory: Path) -> str:

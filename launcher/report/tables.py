@@ -41,11 +41,11 @@ def plan_table(plan: RunPlan) -> Table:
     """Return the plan as a table with one row per decision."""
     table, add = named_lines(f"Plan: {plan.run.name}")
     batch, epoch, cluster, strategy = plan.batch, plan.epoch, plan.cluster, plan.strategy
-    hosts = f"{cluster.range.words} host{'' if cluster.nodes == 1 else 's'}"
+    hosts = f"{cluster.range.text} host{'' if cluster.nodes == 1 else 's'}"
     add("workers", f"{hosts} × {count(cluster.workers_per_node, 'worker')}, {cluster.device.value}")
     for world in plan.worlds():
         where = "" if cluster.range.fixed else f"on {count(world.cluster.nodes, 'host')}: "
-        add("global batch" if world.batch is batch else "", f"{where}{world.batch.words}")
+        add("global batch" if world.batch is batch else "", f"{where}{world.batch.text}")
     if batch.on_oom is OnOom.shrink:
         add("", "out of memory: micro-batches are halved and the window is repeated")
     if batch.ramp:

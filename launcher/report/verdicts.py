@@ -12,13 +12,22 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from launcher.doctor.check import Check, State
+from launcher.doctor.check import Check, CheckState
 from launcher.drill.verdict import Difference, DrillOutcome, DrillResult, InterruptedRun
 from launcher.quantities import count
 from launcher.report.tables import named_lines, near
-from launcher.verify.certificate import Certificate, Comparison, Deviation, Effect, Hazard, Outcome, WindowCheck, words
+from launcher.verify.certificate import (
+    Certificate,
+    Comparison,
+    Deviation,
+    Effect,
+    Hazard,
+    VerifyOutcome,
+    WindowCheck,
+    comparison_text,
+)
 
-_CERTIFICATE_COLOURS = {Outcome.exact: "bold green", Outcome.undecided: "bold yellow"}
+_CERTIFICATE_COLOURS = {VerifyOutcome.exact: "bold green", VerifyOutcome.undecided: "bold yellow"}
 _EFFECTS = {
     Effect.noted: "[yellow]noted[/]", Effect.suspect: "[yellow]suspect[/]", Effect.breaks: "[red]breaks it[/]",
     Effect.blinds: "[yellow]blinds[/]",
@@ -61,7 +70,7 @@ def _window(window: WindowCheck) -> Iterator[RenderableType]:
     if not window.counts_agree:
         yield Text(f"  Counted as one batch it has {window.reference_items:g} items.", style="red")
     for comparison in window.comparisons:
-        yield Text(f"  {words(comparison)}", style="" if comparison.agrees else "red")
+        yield Text(f"  {comparison_text(comparison)}", style="" if comparison.agrees else "red")
         if comparison is window.comparisons[0] or not comparison.agrees:
             yield _comparison_table(comparison)
 
@@ -168,7 +177,7 @@ def _difference(difference: Difference) -> str:
     return "; ".join(parts)
 
 
-_CHECK_COLOURS = {State.ok: "green", State.warning: "yellow", State.failure: "red"}
+_CHECK_COLOURS = {CheckState.ok: "green", CheckState.warning: "yellow", CheckState.failure: "red"}
 
 
 def checks_table(checks: Sequence[Check]) -> Table:
@@ -189,6 +198,8 @@ def checks_table(checks: Sequence[Check]) -> Table:
 
 def checks_verdict(checks: Sequence[Check]) -> str:
     counted = Counter(check.state for check in checks)
-    problems = [count(counted[state], state.value) for state in (State.failure, State.warning) if counted[state]]
-    fit = "Not fit to run" if counted[State.failure] else "Fit to run"
+    problems = [
+        count(counted[state], state.value) for state in (CheckState.failure, CheckState.warning) if counted[state]
+    ]
+    fit = "Not fit to run" if counted[CheckState.failure] else "Fit to run"
     return f"{fit}: {' and '.join(problems)}." if problems else f"{fit}."

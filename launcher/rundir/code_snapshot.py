@@ -182,7 +182,7 @@ class _Omitted:
 def _is_run_or_sweep(folder: Path) -> bool:
     """Return whether ``folder`` is a run or a sweep. plan.json alone may be a user's own file."""
     paths = RunPaths(folder)
-    return SweepPaths(folder).book.is_file() or (paths.plan.is_file() and paths.config.is_file())
+    return SweepPaths(folder).manifest.is_file() or (paths.plan.is_file() and paths.config.is_file())
 
 
 def _copy(root: Path, copy: Path, omitted: _Omitted) -> int:

@@ -208,7 +208,7 @@ class SweepPaths:
     root: Path
 
     @property
-    def book(self) -> Path:
+    def manifest(self) -> Path:
         """Return the manifest: the cells, and the run of each."""
         return self.root / "sweep.json"
 
@@ -235,7 +235,7 @@ class DrillPaths:
     root: Path
 
     @property
-    def found(self) -> Path:
+    def result(self) -> Path:
         """Return the result, in the format of `launch drill --json`."""
         return self.root / "drill.json"
 

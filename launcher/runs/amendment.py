@@ -37,24 +37,24 @@ class Replanned:
     changed: tuple[Change, ...]
 
     @property
-    def words(self) -> str:
+    def text(self) -> str:
         return ", ".join(f"{each.key} {shown(each.before)} -> {shown(each.after)}" for each in self.changed)
 
 
 @dataclass(frozen=True)
-class Standing:
+class SavedProgress:
     """Progress in the newest checkpoint: optimizer steps done, and windows."""
 
     steps: int
     windows: int
 
 
-def standing(paths: RunPaths) -> Standing | None:
+def standing(paths: RunPaths) -> SavedProgress | None:
     """Return the progress in the newest readable checkpoint; None if there is none."""
     for checkpoint in paths.committed_checkpoints():
         try:
             engine = (read_json(checkpoint / STATE) or {})["engine"]
-            return Standing(int(engine["progress"]["steps"]), int(engine["place"]["index"]))
+            return SavedProgress(int(engine["progress"]["steps"]), int(engine["place"]["index"]))
         except (OSError, ValueError, LookupError, TypeError):  # damaged: the workers report that and take the next one
             continue
     return None
@@ -128,7 +128,7 @@ def _fitted_batch(config: Config, old: RunPlan, site: Site, touched: set[str]) -
     return dataclasses.replace(batch, uneven=True, micro_size=largest if batch.micro_size is None else batch.micro_size)
 
 
-def _solved(config: Config, old: RunPlan, site: Site, touched: set[str], at: Standing | None) -> RunPlan:
+def _solved(config: Config, old: RunPlan, site: Site, touched: set[str], at: SavedProgress | None) -> RunPlan:
     run = dataclasses.replace(old.run, version=metadata.version("launcher"))
     task, shards = old.task, config.strategy.kind in SHARDED
     if {key for key in touched if key.startswith("task.")} or (shards and old.strategy.kind not in SHARDED):
@@ -147,7 +147,7 @@ def _solved(config: Config, old: RunPlan, site: Site, touched: set[str], at: Sta
     return with_sync_policy(solve(config, site, task, run, rebatch=continued_ramp), config)
 
 
-def _require_something_to_do(plan: RunPlan, old: RunPlan, at: Standing | None, *, done: bool) -> None:
+def _require_something_to_do(plan: RunPlan, old: RunPlan, at: SavedProgress | None, *, done: bool) -> None:
     steps, end = (at.steps if at else 0), plan.train.steps
     if plan.train.epochs is None and end is not None and end < steps:
         raise ConfigError(
@@ -171,7 +171,7 @@ def _require_something_to_do(plan: RunPlan, old: RunPlan, at: Standing | None, *
         )
 
 
-def _notes(plan: RunPlan, old: RunPlan, at: Standing | None, touched: set[str]) -> list[str]:
+def _notes(plan: RunPlan, old: RunPlan, at: SavedProgress | None, touched: set[str]) -> list[str]:
     """Return notes on consequences that the user may not expect."""
     notes: list[str] = []
     steps = at.steps if at else 0

@@ -22,14 +22,14 @@ from launcher.plan.launch_plan import LaunchPlan
 from launcher.rundir import records
 from launcher.rundir.paths import RunPaths
 from launcher.rundir.records import Submission
-from launcher.runs.status import ACTIVE, Run, State, look
+from launcher.runs.status import ACTIVE, Run, RunState, look
 
 _LOOK_EVERY_S = 0.5
 _ASK_SLURM_EVERY_S = 2.0
 # in addition to the time that Slurm (KillWait) or the launcher (cluster.grace_s) gives the workers
 _ENDS_WITHIN_S = 60
-_EXIT_STATUS = {State.done: EXIT_DONE, State.stopped: EXIT_RESUMABLE}
-_MAY_CONTINUE = ACTIVE | {State.unknown}
+_EXIT_STATUS = {RunState.done: EXIT_DONE, RunState.stopped: EXIT_RESUMABLE}
+_MAY_CONTINUE = ACTIVE | {RunState.unknown}
 
 
 def one(paths: RunPaths) -> Run:
@@ -47,7 +47,7 @@ def cancel_runs(runs: Sequence[Run], say: Callable[[str], None]) -> list[Run]:
         SiteError: A run belongs to another host, or does not end.
     """
     for run in runs:
-        if run.state is State.unknown:
+        if run.state is RunState.unknown:
             raise SiteError(f"{run.name}: cannot be cancelled from this host: {run.detail}.")
         if run.state not in ACTIVE:
             raise UserError(f"{run.name}: is {run.state.value}; there is nothing to cancel.")
@@ -119,7 +119,7 @@ def to_resume(run: Run) -> LaunchPlan:
         UserError: The run is still active, or done.
         SiteError: It used several hosts without a scheduler.
     """
-    if run.state is State.done:
+    if run.state is RunState.done:
         raise UserError(
             f"{run.name}: is done. `launch retry {run.name}` starts it again under another name; with a later end, "
             f"such as `launch resume {run.name} train.steps=...`, it continues."

@@ -22,7 +22,7 @@ from launcher.rundir.paths import RunPaths
 from launcher.rundir.records import Submission
 
 
-class State(StrEnum):
+class RunState(StrEnum):
     """State of a run.
 
     ``requeued``: it has run, and Slurm will restart it. ``stopped``: it was stopped and can resume. ``lost``: no
@@ -42,7 +42,7 @@ class State(StrEnum):
     impossible = "impossible"
 
 
-ACTIVE = frozenset({State.pending, State.running, State.requeued})
+ACTIVE = frozenset({RunState.pending, RunState.running, RunState.requeued})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class Run:
     name: str
     dir: str
     kind: str
-    state: State
+    state: RunState
     detail: str
     user: str
     created: str
@@ -135,7 +135,7 @@ class _Read:
         return self.submissions[self.number] if self.number >= 0 else None
 
     @property
-    def begun(self) -> bool:
+    def has_started(self) -> bool:
         """True if the last submission has started."""
         return self.incarnation.get("incarnation", "").partition(".")[0] == str(self.number)
 
@@ -144,7 +144,7 @@ class _Read:
         """Slurm's id of the last submission; if `launch` was killed before noting it, the id that the job wrote."""
         if self.last is None or self.kind != ClusterKind.slurm:
             return None
-        return self.last.job or (self.incarnation.get("job") if self.begun else None)
+        return self.last.job or (self.incarnation.get("job") if self.has_started else None)
 
     @property
     def job_name(self) -> str:
@@ -162,7 +162,7 @@ class _Read:
     @property
     def verdict(self) -> str | None:
         """Verdict of the last submission; None until it starts, because the summary is that of an earlier one."""
-        return self.summary.get("verdict") if self.begun or self.last is None else None
+        return self.summary.get("verdict") if self.has_started or self.last is None else None
 
     @property
     def is_over(self) -> bool:
@@ -193,63 +193,63 @@ class _Read:
             step=record.get("step"),
             steps=self.plan.get("train", {}).get("steps"),
             loss=record.get("train/loss"),
-            failure=self.summary.get("failure") if state is State.failed else None,
+            failure=self.summary.get("failure") if state is RunState.failed else None,
             precision=self.precision,
         )
 
-    def _of_slurm(self, listed: Listed | None, silent: bool) -> tuple[State, str]:
+    def _of_slurm(self, listed: Listed | None, silent: bool) -> tuple[RunState, str]:
         if self.is_over:
-            return State.done, ""
+            return RunState.done, ""
         if listed is not None and listed.state not in client.ENDED:
             return self._active(listed)
         if silent:
-            return State.unknown, "Slurm does not answer here"
+            return RunState.unknown, "Slurm does not answer here"
         ended = listed.state if listed is not None else ""
         if ended == "CANCELLED" or (self.last is not None and self.last.cancelled):
-            return State.cancelled, ""
+            return RunState.cancelled, ""
         if self.verdict == "failed":
-            return State.failed, _first_line(self.summary)
+            return RunState.failed, _first_line(self.summary)
         if self.verdict in ("stopped", "killed") or ended == "PREEMPTED":
             unsaved = ", before it could save" if self.verdict == "killed" else ""
-            return State.stopped, f"by {self.summary.get('stopped_by', 'Slurm')}{unsaved}; `launch resume` continues"
+            return RunState.stopped, f"by {self.summary.get('stopped_by', 'Slurm')}{unsaved}; `launch resume` continues"
         if ended:
-            began = "" if self.begun else " before its first line: does the node see the run's directory?"
-            return State.failed, f"Slurm reports {ended}{began}"
+            began = "" if self.has_started else " before its first line: does the node see the run's directory?"
+            return RunState.failed, f"Slurm reports {ended}{began}"
         if self.job is None:
-            return State.lost, "it was never submitted"
-        return State.lost, "Slurm no longer knows the job, and it left no verdict"
+            return RunState.lost, "it was never submitted"
+        return RunState.lost, "Slurm no longer knows the job, and it left no verdict"
 
-    def _active(self, listed: Listed) -> tuple[State, str]:
+    def _active(self, listed: Listed) -> tuple[RunState, str]:
         reason = "" if listed.reason in ("", "None") else listed.reason
         if "held" in reason.lower():  # by Slurm after a failed launch, or by a person
             reason += f": `scontrol release {self.job}` releases it"
         if listed.state in client.WAITING:
-            return (State.requeued if self.begun else State.pending), reason
+            return (RunState.requeued if self.has_started else RunState.pending), reason
         if listed.state == "COMPLETING":
-            return State.running, "ending"
-        if not self.begun:
-            return State.running, "starting"
-        return State.running, "its nodes lost contact; waiting for Slurm" if self.verdict == "failed" else ""
+            return RunState.running, "ending"
+        if not self.has_started:
+            return RunState.running, "starting"
+        return RunState.running, "its nodes lost contact; waiting for Slurm" if self.verdict == "failed" else ""
 
-    def _of_this_host(self) -> tuple[State, str]:
+    def _of_this_host(self) -> tuple[RunState, str]:
         alive = self.last.runs_here() if self.last is not None else False
         if alive:
-            return State.running, ""
+            return RunState.running, ""
         if self.verdict is None and alive is None:
-            return State.unknown, f"only {self.last.host} can tell: run the command there" if self.last else ""
+            return RunState.unknown, f"only {self.last.host} can tell: run the command there" if self.last else ""
         if self.last is not None and self.last.cancelled and self.verdict != "done":
-            return State.cancelled, ""
+            return RunState.cancelled, ""
         match self.verdict:
             case "done":
-                return State.done, ""
+                return RunState.done, ""
             case "stopped":
-                return State.stopped, "`launch resume` continues"
+                return RunState.stopped, "`launch resume` continues"
             case "failed":
-                return State.failed, _first_line(self.summary)
+                return RunState.failed, _first_line(self.summary)
             case "killed":
-                return State.failed, "killed"
+                return RunState.failed, "killed"
             case _:
-                return State.lost, "its `launch` is gone, and it left no verdict"
+                return RunState.lost, "its `launch` is gone, and it left no verdict"
 
 
 def _object(path: Path) -> dict[str, Any]:

@@ -125,7 +125,7 @@ class Conductor:
         self.paths: SweepPaths | None = None
         self.status = EXIT_DONE
         self.submitted: list[str] = []
-        self.known: list[RunPaths] = []
+        self.reused: list[RunPaths] = []
         self._arguments = tuple(arguments)
         self._run_here, self._watch, self._say, self._wait = run_here, watch, say, wait
         self._once = Once()
@@ -195,8 +195,8 @@ class Conductor:
             sweep = self._opened(paths, requested)
             self._look_at_replaced(paths, sweep, entries)
             existing = recognise([entry for entry in entries if entry.content], paths)
-            run_of = existing.standing
-            self.known += run_of.values()
+            run_of = existing.reusable
+            self.reused += run_of.values()
             new: dict[str, _Planned] = {}
             for number, cell in enumerate(cells):
                 if not isinstance(cell, _Planned):

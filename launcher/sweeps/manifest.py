@@ -71,7 +71,7 @@ class Sweep:
         return {cell.overrides: RunPaths((paths.root / cell.run).resolve()) for cell in self.cells if cell.run}
 
     def save(self, paths: SweepPaths) -> None:
-        write_json(paths.book, dataclasses.asdict(self))
+        write_json(paths.manifest, dataclasses.asdict(self))
 
 
 def load_sweep(paths: SweepPaths) -> Sweep:
@@ -81,12 +81,12 @@ def load_sweep(paths: SweepPaths) -> Sweep:
         UserError: it was written by another version, or cannot be read.
     """
     try:
-        fields: dict[str, Any] = read_json(paths.book) or {}
+        fields: dict[str, Any] = read_json(paths.manifest) or {}
         if fields.get("format") == FORMAT:
             return value_from_json(Sweep, fields)
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise UserError(f"{paths.book}: cannot be read: {type(error).__name__}: {error}.") from None
-    raise UserError(f"{paths.book} does not have format {FORMAT}: another version of launcher wrote it.")
+        raise UserError(f"{paths.manifest}: cannot be read: {type(error).__name__}: {error}.") from None
+    raise UserError(f"{paths.manifest} does not have format {FORMAT}: another version of launcher wrote it.")
 
 
 def opened(paths: SweepPaths, fixed: tuple[str, ...], varying: set[str], at_once: int | None) -> Sweep:
@@ -99,7 +99,7 @@ def opened(paths: SweepPaths, fixed: tuple[str, ...], varying: set[str], at_once
     Raises:
         ConfigError: the existing sweep has other keys or values.
     """
-    if not paths.book.exists():
+    if not paths.manifest.exists():
         return Sweep(format=FORMAT, fixed=fixed, at_once=at_once, cells=())
     sweep = load_sweep(paths)
     before = {override_key(word) for cell in sweep.cells[:1] for word in cell.overrides}

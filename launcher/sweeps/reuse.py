@@ -13,7 +13,7 @@ from launcher.errors import EXIT_INTERRUPTED, EXIT_RESUMABLE, EXIT_USER, UserErr
 from launcher.launch.slurm import submit
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.rundir.paths import RunPaths, SweepPaths, find_sweeps, is_run
-from launcher.runs.status import ACTIVE, Run, State, look
+from launcher.runs.status import ACTIVE, Run, RunState, look
 from launcher.sweeps import manifest
 from launcher.sweeps.manifest import Cell
 
@@ -25,7 +25,7 @@ def look_at_sweeps(several: Sequence[SweepPaths]) -> dict[str, list[Run]]:
         try:
             cells_of[str(paths.root)] = _cells(paths)
         except UserError as error:
-            cells_of[str(paths.root)] = _without_run(State.unknown, str(error), paths, paths.root.name)
+            cells_of[str(paths.root)] = _without_run(RunState.unknown, str(error), paths, paths.root.name)
     runs = look([run for cells in cells_of.values() if isinstance(cells, list) for _, run in cells if run is not None])
     by_dir = {run.dir: run for run in runs}
     return {
@@ -46,11 +46,11 @@ def _line(cell: Cell, run: RunPaths | None, by_dir: dict[str, Run], paths: Sweep
     if run is not None:
         return dataclasses.replace(by_dir[str(run.root)], cell=cell.label, sweep=str(paths.root))
     if cell.problem is not None:
-        return _without_run(State.impossible, " ".join(cell.problem.split()), paths, cell.label)
-    return _without_run(State.pending, "not started: the same command continues with it", paths, cell.label)
+        return _without_run(RunState.impossible, " ".join(cell.problem.split()), paths, cell.label)
+    return _without_run(RunState.pending, "not started: the same command continues with it", paths, cell.label)
 
 
-def _without_run(state: State, detail: str, paths: SweepPaths, cell: str) -> Run:
+def _without_run(state: RunState, detail: str, paths: SweepPaths, cell: str) -> Run:
     return Run(
         name="",
         dir="",
@@ -73,12 +73,12 @@ def _without_run(state: State, detail: str, paths: SweepPaths, cell: str) -> Run
 
 
 _LONGEST_LABEL = 80
-_UNDER_WAY = ACTIVE | {State.unknown}
-_SAVED = frozenset({State.stopped, State.cancelled})
+_UNDER_WAY = ACTIVE | {RunState.unknown}
+_SAVED = frozenset({RunState.stopped, RunState.cancelled})
 
 
 @dataclass(frozen=True)
-class Known:
+class ExistingRuns:
     """Existing runs by content.
 
     Attributes:
@@ -86,7 +86,7 @@ class Known:
         resumable: stopped in this one, with a checkpoint.
     """
 
-    standing: dict[str, RunPaths]
+    reusable: dict[str, RunPaths]
     resumable: dict[str, RunPaths]
 
 
@@ -96,20 +96,20 @@ def run_name(cell: Cell) -> str:
     return f"{label or 'cell'}-{str(cell.content)[:8]}"
 
 
-def recognise(wanted: Iterable[Cell], paths: SweepPaths) -> Known:
+def recognise(wanted: Iterable[Cell], paths: SweepPaths) -> ExistingRuns:
     """Return the existing runs of the ``wanted`` cells; a run of this sweep takes precedence."""
     own = {str(cell.content): _of_name(paths.root / run_name(cell)) for cell in wanted}
     recorded = _recorded(paths, set(own))
     every = {str(run.root): run for several in (*own.values(), *recorded.values()) for run in several}
     state = {run.dir: run.state for run in look(every.values())}
-    existing = Known({}, {})
+    existing = ExistingRuns({}, {})
     for content, runs in own.items():
         newest_first = runs[::-1]
-        done = [run for run in (*newest_first, *recorded.get(content, ())) if state[str(run.root)] is State.done]
+        done = [run for run in (*newest_first, *recorded.get(content, ())) if state[str(run.root)] is RunState.done]
         active = [run for run in newest_first if state[str(run.root)] in _UNDER_WAY]
         saved = [run for run in newest_first if state[str(run.root)] in _SAVED and run.newest_step()]
         if done or active:
-            existing.standing[content] = (done or active)[0]
+            existing.reusable[content] = (done or active)[0]
         elif saved:
             existing.resumable[content] = saved[0]
     return existing

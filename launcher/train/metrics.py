@@ -52,11 +52,11 @@ class Record:
     """Writer that appends to metrics.jsonl. Each line reaches the operating system before the next step starts.
 
     Args:
-        waits: if the disk is full, keep lines in memory until there is space; otherwise raise an error.
+        wait_for_space: if the disk is full, keep lines in memory until there is space; otherwise raise an error.
     """
 
-    def __init__(self, path: Path, *, waits: bool) -> None:
-        self._path, self._waits = path, waits
+    def __init__(self, path: Path, *, wait_for_space: bool) -> None:
+        self._path, self._wait_for_space = path, wait_for_space
         self._file = path.open("ab", buffering=0)
         self._size = self._file.seek(0, os.SEEK_END)
         self._pending: list[bytes] = []
@@ -65,7 +65,7 @@ class Record:
         """Append one line.
 
         Raises:
-            RecordFailed: it cannot be written, and ``waits`` is false.
+            RecordFailed: it cannot be written, and ``wait_for_space`` is false.
         """
         self._pending.append(orjson.dumps(as_record(step, metrics), option=orjson.OPT_APPEND_NEWLINE))
         self._flush()
@@ -79,7 +79,7 @@ class Record:
             except OSError as error:
                 # remove an incomplete line; not by path, which names another file once a newer attempt has started
                 self._file.truncate(self._size)
-                if not self._waits:
+                if not self._wait_for_space:
                     raise self._failed(error) from None
                 if len(self._pending) == 1:
                     print(
@@ -145,7 +145,7 @@ def open_record(
         raise RecordFailed(
             f"{path} cannot be truncated to step {step}: {error.strerror}.\n  Free space on that disk."
         ) from None
-    return Record(path, waits=plan.checkpoint.on_error is not OnError.stop)
+    return Record(path, wait_for_space=plan.checkpoint.on_error is not OnError.stop)
 
 
 def truncate_record(path: Path, step: int, last: dict[str, Any] | None) -> None:

@@ -141,7 +141,7 @@ class Precision:
         """Update the loss scale. Also called after a skipped step, which makes it smaller."""
         self.scaler.update()
 
-    def stay(self) -> None:
+    def keep_scale(self) -> None:
         """Keep the loss scale after a window that does not count, and do not advance its growth interval."""
         self.scaler.update(self.scaler.get_scale())
 

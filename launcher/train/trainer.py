@@ -217,7 +217,7 @@ class TrainingLoop:
         if engine.shrinks(error):
             if engine.world.rank == 0:
                 oom.note(self.plan, engine.plan.batch)
-                print(f"step {engine.steps + 1}: out of memory. Continuing with {engine.plan.batch.words}", flush=True)
+                print(f"step {engine.steps + 1}: out of memory. Continuing with {engine.plan.batch.text}", flush=True)
             return
         if not oom.is_out_of_memory(error):
             raise error

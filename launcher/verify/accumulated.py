@@ -22,7 +22,7 @@ from launcher.plan.batch import Batch
 from launcher.plan.run_plan import EpochPlan, RunPlan
 from launcher.task import Task, load_task, seed_everything, train_data
 from launcher.train.data.randomness import Permutation, SampleRandom
-from launcher.train.data.window_feed import Block, Place, Shard, blocks_in_turn, blocks_of_windows
+from launcher.train.data.window_feed import SampleBlock, Shard, WindowPosition, blocks_in_turn, blocks_of_windows
 from launcher.train.engine.engine import Engine
 from launcher.train.engine.preserved_state import SavedState
 from launcher.train.engine.window_totals import StepResult
@@ -39,13 +39,13 @@ class Trial:
     """Window to verify.
 
     Attributes:
-        place: place of the window in ``dataset``.
+        position: position of the window in ``dataset``.
         length: number of samples of a ``dataset`` that was cut to have a short window; None for the task's own data.
         samples: the window's samples in order, on rank 0; on other ranks at most those that the rank itself reads.
     """
 
     name: str
-    place: Place
+    position: WindowPosition
     dataset: Any
     length: int | None
     samples: list[Any]
@@ -75,7 +75,7 @@ def _windows_of_mapped(dataset: Any, plan: RunPlan, world: World) -> list[Trial]
         first = number * full_size
         indices = Permutation(length or count, seed, 0).take(first, size)
         samples = [*read_mapped(dataset, indices, seed, first)] if world.rank == 0 else []
-        return Trial(name, Place(number, 0, number), data, length, samples)
+        return Trial(name, WindowPosition(number, 0, number), data, length, samples)
 
     short, windows, artificial = plan.epoch.short_window, plan.epoch.windows, short_size(plan.batch)
     trials = [trial(f"window {n + 1}", n, full_size) for n in range(min(FULL_WINDOWS, windows - bool(short)))]
@@ -107,7 +107,7 @@ def _windows_of_stream(dataset: Any, plan: RunPlan, world: World) -> list[Trial]
         samples = _read_window(data, number, plan, world)
         if count := world.of_rank_0(len(samples)):
             short = ", short" if data is dataset and count < size else ""
-            trials.append(Trial(name + short, Place(number, 0, number), data, None, samples))
+            trials.append(Trial(name + short, WindowPosition(number, 0, number), data, None, samples))
     return trials
 
 
@@ -129,7 +129,7 @@ def _read_window(dataset: Any, window: int, plan: RunPlan, world: World) -> list
     return [*itertools.chain.from_iterable(all_ranks)]
 
 
-def read_stream(dataset: Any, blocks: Iterator[Block], seed: int) -> Iterator[list[Any]]:
+def read_stream(dataset: Any, blocks: Iterator[SampleBlock], seed: int) -> Iterator[list[Any]]:
     """Yield the samples of each of this rank's ``blocks`` in epoch 0 of a stream."""
     if callable(getattr(dataset, "set_epoch", None)):
         dataset.set_epoch(0)
@@ -283,7 +283,7 @@ def _run_window(engine: Engine, task: Task, trial: Trial) -> StepResult | str:
     kept = SavedState(engine.parallel.module, engine.device)
     raised_on_all_ranks = (UnusedParameters, NotFinite, PolicyNotObserved, DataError, TaskError)
     while True:
-        engine.place = trial.place
+        engine.position = trial.position
         collate = getattr(task, "collate", None)
         stream = cast("Generator[Any]", engine.windows(trial.dataset, collate, forward=loss_of, compare_data=False))
         for batch in next(stream):

@@ -75,7 +75,7 @@ class Effect(StrEnum):
     blinds = "blinds"
 
 
-class Outcome(StrEnum):
+class VerifyOutcome(StrEnum):
     exact = "exact"
     differs = "not the big batch"
     refused = "training would fail"
@@ -204,40 +204,42 @@ class Certificate:
     hazards: tuple[Hazard, ...]
     notes: tuple[str, ...]
     refused: str | None
-    outcome: Outcome
+    outcome: VerifyOutcome
     reason: str
 
     @property
     def exit_status(self) -> int:
-        return EXIT_DONE if self.outcome is Outcome.exact else EXIT_FAILED
+        return EXIT_DONE if self.outcome is VerifyOutcome.exact else EXIT_FAILED
 
 
-def judge(windows: Sequence[WindowCheck], hazards: Sequence[Hazard], refused: str | None) -> tuple[Outcome, str]:
+def judge_windows(
+    windows: Sequence[WindowCheck], hazards: Sequence[Hazard], refused: str | None
+) -> tuple[VerifyOutcome, str]:
     """Return the verdict, and the sentences that give its reason."""
     named = {effect: [hazard.name for hazard in hazards if hazard.effect is effect] for effect in Effect}
     if refused is not None:
-        return Outcome.refused, refused
+        return VerifyOutcome.refused, refused
     if named[Effect.breaks]:
-        return Outcome.differs, f"Because of: {', '.join(named[Effect.breaks])}."
+        return VerifyOutcome.differs, f"Because of: {', '.join(named[Effect.breaks])}."
     suspects = ", ".join(named[Effect.suspect])
     if all(window.agrees for window in windows):
         # a reference that was itself summed over batches cannot refute a suspicion
         if suspects and any(window.reference_batches > 1 for window in windows):
-            return Outcome.differs, f"Because of: {suspects}. A window's reference is not one batch."
+            return VerifyOutcome.differs, f"Because of: {suspects}. A window's reference is not one batch."
         exact = "The accumulated gradient is that of one big batch, to rounding"
         warning = f" With other micro-batches or another world it may not be: {suspects}." if suspects else ""
-        return Outcome.exact, f"{exact}: {'; '.join(_largest(windows))}.{warning}"
+        return VerifyOutcome.exact, f"{exact}: {'; '.join(_largest(windows))}.{warning}"
     if named[Effect.blinds]:
-        return Outcome.undecided, f"Two computations differ by themselves: {', '.join(named[Effect.blinds])}."
+        return VerifyOutcome.undecided, f"Two computations differ by themselves: {', '.join(named[Effect.blinds])}."
     differing = list(_differing(windows))
     # with hidden state the rounding error cannot be measured
     if not suspects and all(comparison is not None and comparison.drowned for _, comparison in differing):
-        return Outcome.undecided, f"Rounding is too large to tell: {_listed(differing)}."
+        return VerifyOutcome.undecided, f"Rounding is too large to tell: {_listed(differing)}."
     clues = ", ".join(hazard.name for hazard in hazards)
-    return Outcome.differs, f"Beyond rounding: {_listed(differing)}.{f' See: {clues}.' if clues else ''}"
+    return VerifyOutcome.differs, f"Beyond rounding: {_listed(differing)}.{f' See: {clues}.' if clues else ''}"
 
 
-def words(comparison: Comparison) -> str:
+def comparison_text(comparison: Comparison) -> str:
     """Return the deviation of the whole gradient, its limit, and the rounding error behind the limit, as one phrase."""
     whole = comparison.whole
     off = "not zero, as one big batch's is," if whole.share is None else f"{whole.share:.1e} off"
@@ -248,7 +250,7 @@ def words(comparison: Comparison) -> str:
 def _largest(windows: Sequence[WindowCheck]) -> Iterator[str]:
     """Yield, for each arithmetic, the comparison closest to its limit."""
     for same in zip(*(window.comparisons for window in windows), strict=True):
-        yield words(max(same, key=lambda comparison: comparison.whole.excess))
+        yield comparison_text(max(same, key=lambda comparison: comparison.whole.excess))
 
 
 def _differing(windows: Sequence[WindowCheck]) -> Iterator[tuple[WindowCheck, Comparison | None]]:
@@ -269,5 +271,5 @@ def _listed(differing: Sequence[tuple[WindowCheck, Comparison | None]]) -> str:
             continue
         groups = [group.name for group in comparison.groups if not group.within]
         inside = f", in {', '.join(groups[:4])}{' and more' if len(groups) > 4 else ''}" if groups else ""
-        parts.append(f"{window.name}, {words(comparison)}{inside}")
+        parts.append(f"{window.name}, {comparison_text(comparison)}{inside}")
     return "; ".join(parts)

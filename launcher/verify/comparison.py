@@ -108,7 +108,7 @@ def distance(one: Gradient, two: Gradient) -> float:
     return math.inf if ratio is None else ratio
 
 
-def compare(arithmetic: str, got: Gradient, wanted: Gradient, rounded: Gradient, rule: Rule) -> Comparison:
+def compare_gradients(arithmetic: str, got: Gradient, wanted: Gradient, rounded: Gradient, rule: Rule) -> Comparison:
     """Return the deviation of the gradient ``got`` from ``wanted``, judged by ``rule``.
 
     Args:

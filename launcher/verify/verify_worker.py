@@ -37,10 +37,10 @@ from launcher.verify.certificate import (
     Hazard,
     Rule,
     WindowCheck,
-    judge,
+    judge_windows,
     narrow_rule,
 )
-from launcher.verify.comparison import Gradient, compare, without_dropout
+from launcher.verify.comparison import Gradient, compare_gradients, without_dropout
 from launcher.verify.hazards import probe_data, probe_length, probe_task
 from launcher.verify.reference import Reference, ReferenceWindow
 
@@ -194,7 +194,7 @@ def _compare_in_fp32(
     backwards = [of_window[::-1] for of_window in samples]
     with second.perturbed():
         comparisons = [
-            [compare("fp32", own.gradient, window.gradient, other.gradient, FP32)]
+            [compare_gradients("fp32", own.gradient, window.gradient, other.gradient, FP32)]
             for own, window, other in zip(run.windows, windows, _in_turn(second, backwards), strict=False)
         ]
     return windows, comparisons, reference.most
@@ -218,10 +218,10 @@ def _compare_as_configured(
     windows = _in_turn(Reference(plan, own.initial, device, most), [trial.samples for trial in measured.trials])
     for window, reference, narrow in zip(own.windows, wide, windows, strict=False):
         sent = _as_sent(narrow.gradient, _sent_as(plan), plan.batch.world_size)
-        comparison = compare(arithmetic, window.gradient, reference.gradient, sent, rule)
+        comparison = compare_gradients(arithmetic, window.gradient, reference.gradient, sent, rule)
         if not comparison.agrees:
             moved = _moved(narrow.gradient, reference.gradient, sent)
-            other = compare(arithmetic, window.gradient, narrow.gradient, moved, rule)
+            other = compare_gradients(arithmetic, window.gradient, narrow.gradient, moved, rule)
             comparison = other if other.agrees else comparison
         yield comparison
 
@@ -264,7 +264,7 @@ def _moved(gradient: Gradient, start: Gradient, end: Gradient) -> Gradient:
 def _certificate(
     plan: RunPlan, windows: list[WindowCheck], hazards: list[Hazard], notes: list[str], refused: str | None
 ) -> Certificate:
-    outcome, reason = judge(windows, hazards, refused)
+    outcome, reason = judge_windows(windows, hazards, refused)
     return Certificate(
         job=_job(plan), windows=tuple(windows), hazards=tuple(hazards), notes=tuple(notes), refused=refused,
         outcome=outcome, reason=reason,
@@ -351,7 +351,7 @@ def _job(plan: RunPlan) -> dict[str, str]:
     compress = "" if strategy.compress is Compress.none else f", gradients sent as {strategy.compress.value}"
     return {
         "task": plan.task.target,
-        "batch": plan.batch.words,
+        "batch": plan.batch.text,
         "strategy": f"{strategy.kind.value}, sync {strategy.sync.value}{compress}",
         "precision": plan.precision.kind.value,
         "device": plan.cluster.device.value,

@@ -15,7 +15,7 @@ import pytest
 
 from launcher.config.hydra import compose
 from launcher.doctor import examination
-from launcher.doctor.check import State
+from launcher.doctor.check import CheckState
 from launcher.doctor.probe import Exchange, Question
 from launcher.plan.host import file_system
 from tests.conftest import Launch
@@ -60,7 +60,7 @@ def test_a_probe_that_does_not_end_is_a_failure(tmp_path: Path, monkeypatch: pyt
     checks = examination.examine(compose(["cluster.device=cpu"]), lambda _: None)
     assert not over.is_set()
     over.set()
-    assert [check.state for check in checks if check.name == "probe"] == [State.failure]
+    assert [check.state for check in checks if check.name == "probe"] == [CheckState.failure]
 
 
 def test_the_output_is_a_table_by_default(launch: Launch) -> None:

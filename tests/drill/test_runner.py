@@ -14,10 +14,10 @@ from launcher.drill.verdict import (
     Difference,
     DrillOutcome,
     InterruptedRun,
-    Kind,
-    Record,
+    Interruption,
+    RecordLines,
     first_difference,
-    judge,
+    judge_drill,
     wrong_steps,
 )
 from launcher.plan.run_plan import RunPlan
@@ -34,7 +34,7 @@ def off_by(norm: float, steps: str = "") -> Difference:
 
 def disturbed(difference: Difference | None = SAME, problem: str = "", left: tuple[str, ...] = ()) -> InterruptedRun:
     return InterruptedRun(
-        kind=Kind.tree, what="", at_step=7, from_step=6, difference=difference, problem=problem, left=left
+        kind=Interruption.tree, what="", at_step=7, from_step=6, difference=difference, problem=problem, left=left
     )
 
 
@@ -51,14 +51,14 @@ def disturbed(difference: Difference | None = SAME, problem: str = "", left: tup
     ],
 )
 def test_the_verdict(one: InterruptedRun, by_itself: Difference | None, outcome: DrillOutcome, words: str) -> None:
-    found, reason = judge([disturbed(), one], by_itself)
+    found, reason = judge_drill([disturbed(), one], by_itself)
     assert found is outcome
     assert words in reason
 
 
-def record(path: Path, steps: list[int], **figures: float) -> Record:
+def record(path: Path, steps: list[int], **figures: float) -> RecordLines:
     path.write_text("".join(json.dumps({"step": step, "time/step_s": step / 7, **figures}) + "\n" for step in steps))
-    return Record.of(path)
+    return RecordLines.of(path)
 
 
 def test_gaps_repetitions_and_other_figures_in_a_record_are_found(tmp_path: Path) -> None:
@@ -70,14 +70,14 @@ def test_gaps_repetitions_and_other_figures_in_a_record_are_found(tmp_path: Path
     other = record(tmp_path / "d", [1, 2, 3], **{"train/loss": 1.25})
     assert first_difference(other, whole) == "train/loss of step 1: 1.25 instead of 1.5"
     assert first_difference(record(tmp_path / "e", [1, 2, 3], **{"train/loss": 1.5, "time/data_s": 1}), whole) == ""
-    assert Record.of(tmp_path / "none").step == 0
+    assert RecordLines.of(tmp_path / "none").step == 0
 
 
 def test_a_run_resumes_after_the_steps_that_its_new_record_shares_with_the_old_one(tmp_path: Path) -> None:
     before = record(tmp_path / "metrics", [1, 2, 3, 4, 5])
     (tmp_path / "new").write_text("".join(f"{line}\n" for line in before.lines[:4]) + '{"step": 5, "time/step_s": 9}\n')
     (tmp_path / "new").rename(tmp_path / "metrics")
-    after = Record.of(tmp_path / "metrics")
+    after = RecordLines.of(tmp_path / "metrics")
     assert after.file != before.file
     assert (after.shared_lines(before), len(after.lines)) == (4, 5)
 
@@ -106,7 +106,7 @@ def test_the_schedule_is_that_of_the_whole_job_and_survives_the_plan_file() -> N
 def test_the_batch_is_described_as_in_the_plan() -> None:
     plan = make_plan("batch.uneven=true", "batch.global_size=10", "batch.micro_size=3", "cluster.workers_per_node=2")
     job = job_lines(plan)
-    assert job["batch"] == plan.batch.words
+    assert job["batch"] == plan.batch.text
     assert "shared by 3 micro-batch × 2 accumulation × 2 ranks" in job["batch"]
 
 

@@ -12,7 +12,7 @@ import pytest
 from launcher import heartbeat
 from launcher.heartbeat import Phase, Progress
 from launcher.launch import rendezvous
-from launcher.launch.hang_verdict import Answer, Hang, RankState, from_json, judge, silent_host, suspects, to_json
+from launcher.launch.hang_verdict import Answer, Hang, RankState, from_json, judge_hang, silent_host, suspects, to_json
 from launcher.launch.stacks import request_stacks
 from launcher.launch.watchdog import HangWatch
 from tests.helpers import make_plan
@@ -52,33 +52,35 @@ def test_imports_may_take_longer_than_a_short_limit() -> None:
 
 def test_of_ranks_at_one_place_the_one_that_does_not_wait_is_named() -> None:
     behind = [seen(0, 3, 8), seen(1, 3, 8), seen(2, 3, 8)]
-    verdict = judge(behind, [waits(0), Answer(1, "its stack", "my.py:7 in loss", waits=False), waits(2)], T)
+    verdict = judge_hang(behind, [waits(0), Answer(1, "its stack", "my.py:7 in loss", waits=False), waits(2)], T)
     assert (verdict.rank, verdict.victim, verdict.node, verdict.host) == (1, 1, 0, "host0")
     assert "host0 in step 3, micro-batch 8, forward and backward pass: nothing moved for 10 s" in verdict.text
     assert verdict.text.endswith("at my.py:7 in loss")
     assert verdict.stack == "its stack"
     assert Hang.from_json(verdict.to_json()) == verdict
-    stopped = judge(behind, [waits(0), waits(1), Answer(2, "", "", waits=False, silent="the process is stopped")], T)
+    stopped = judge_hang(
+        behind, [waits(0), waits(1), Answer(2, "", "", waits=False, silent="the process is stopped")], T
+    )
     assert (stopped.rank, stopped.text.rpartition("; ")[2]) == (2, "the process is stopped")
 
 
 def test_one_whose_agent_gave_no_answer_is_named_only_where_nobody_else_can_be() -> None:
     behind = [seen(0, 3, 8), seen(1, 3, 8), seen(2, 3, 8)]
     stopped = Answer(2, "", "", waits=False, silent="the process is stopped")
-    assert judge(behind, [waits(0), stopped], T).rank == 2, "and not rank 1, of which nothing is known"
-    assert judge(behind, [Answer(2, "its stack", "my.py:7 in loss", waits=False)], T).rank == 2
-    verdict = judge(behind, [waits(0), waits(1)], T)
+    assert judge_hang(behind, [waits(0), stopped], T).rank == 2, "and not rank 1, of which nothing is known"
+    assert judge_hang(behind, [Answer(2, "its stack", "my.py:7 in loss", waits=False)], T).rank == 2
+    verdict = judge_hang(behind, [waits(0), waits(1)], T)
     assert (verdict.rank, verdict.host) == (2, "host1")
     unknown = "; its agent did not send its stack"
     assert verdict.text.endswith(f"{unknown}, and the ranks that answered wait for others")
-    verdict = judge(behind, [waits(0)], T)
+    verdict = judge_hang(behind, [waits(0)], T)
     assert verdict.rank == 1
     assert verdict.text.endswith("No stack came from rank 2 either, which may be the cause instead.")
-    assert judge([seen(2, 3, 8)], [], T).text.endswith(unknown), "it alone is behind"
+    assert judge_hang([seen(2, 3, 8)], [], T).text.endswith(unknown), "it alone is behind"
 
 
 def test_where_all_wait_all_are_named() -> None:
-    verdict = judge([seen(0, 3, 8), seen(3, 3, 8)], [waits(0), waits(3)], T)
+    verdict = judge_hang([seen(0, 3, 8), seen(3, 3, 8)], [waits(0), waits(3)], T)
     assert (verdict.rank, verdict.victim) == (None, 0)
     assert "rank 0 on host0: at loop.py:1 in f" in verdict.text
     assert "rank 3 on host1: at loop.py:1 in f" in verdict.text
@@ -91,7 +93,7 @@ def test_where_all_wait_all_are_named() -> None:
 
 def test_one_that_waits_where_nobody_else_is_as_far_behind_is_named() -> None:
     """Such as the only rank of a job, whose GPU kernel does not end."""
-    verdict = judge([seen(0, 3, 8, Phase.waiting)], [waits(0)], T)
+    verdict = judge_hang([seen(0, 3, 8, Phase.waiting)], [waits(0)], T)
     assert (verdict.rank, verdict.victim, verdict.host) == (0, 0, "host0")
     assert "nothing moved for 10 s (train.hang_timeout); it waits at loop.py:1 in f. A GPU kernel" in verdict.sentence
     assert "each other" not in verdict.sentence
@@ -197,10 +199,10 @@ def test_a_rank_whose_disk_is_dead_hangs_and_does_not_wait_for_others(
         attempt = watch._attempt
         assert attempt is not None
         attempt.pids = {0: process.pid}
-        (answer,) = watch._answers(attempt, [(0, heartbeat.read(watch._memory, 0).beats)])
+        (answer,) = watch._answers(attempt, [(0, heartbeat.read_progress(watch._memory, 0).beats)])
         assert answer.location.endswith(" in hung_disk")
         assert not answer.waits
-        assert judge([seen(0, 3, 8), seen(1, 3, 8)], [answer, waits(1)], T).rank == 0
+        assert judge_hang([seen(0, 3, 8), seen(1, 3, 8)], [answer, waits(1)], T).rank == 0
     finally:
         process.kill()
         process.wait()

@@ -33,7 +33,7 @@ class Member(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        meet = multihost.lead if self._first else multihost.join
+        meet = multihost.lead if self._first else multihost.join_node_0
         try:
             known = self._known or job_facts(self._plan, None)
             self.result = meet(self._plan, "yaml", self._route, known, self.said.append)

@@ -10,10 +10,10 @@ import pytest
 
 from launcher.config.schema import ClusterConfig, Config
 from launcher.doctor.check import exit_status
-from launcher.doctor.examination import judge
+from launcher.doctor.examination import judge_hosts
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, ConfigError, SiteError
 from launcher.launch.slurm import client, node, outcome, submit
-from launcher.launch.slurm.client import Task
+from launcher.launch.slurm.client import SlurmTask
 from launcher.plan import host
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.sbatch_options import srun_options
@@ -137,8 +137,8 @@ def silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Situation:
     return situation
 
 
-def task_of(situation: Situation) -> Task:
-    task = Task(job="7", node=0, nodes=2, node_list="node[1-2]", restart=0, can_ask=False)
+def task_of(situation: Situation) -> SlurmTask:
+    task = SlurmTask(job="7", node=0, nodes=2, node_list="node[1-2]", restart=0, can_ask=False)
     situation.fence = fencing.Fence(situation.paths, fencing.Incarnation())
     node._open_incarnation(situation.plan, task, situation.fence)
     return task
@@ -192,6 +192,6 @@ def test_the_gpus_are_for_the_torch_in_the_image(monkeypatch: pytest.MonkeyPatch
 def test_the_doctor_compares_images_with_each_other_only() -> None:
     inside = {"of": {"python": "3.12.3", "package_dir": "/opt/launcher"}}
     config = Config(cluster=ClusterConfig(container="launcher:1"))
-    assert exit_status(judge(config, make_plan(), facts(), two(inside, inside), "")) == 0
-    assert exit_status(judge(config, make_plan(), facts(), two(inside, {}), "")) == 1
-    assert exit_status(judge(Config(), make_plan(), facts(), two(inside, inside), "")) == 1
+    assert exit_status(judge_hosts(config, make_plan(), facts(), two(inside, inside), "")) == 0
+    assert exit_status(judge_hosts(config, make_plan(), facts(), two(inside, {}), "")) == 1
+    assert exit_status(judge_hosts(Config(), make_plan(), facts(), two(inside, inside), "")) == 1

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from launcher.drill.verdict import Difference, DrillOutcome, DrillResult, InterruptedRun, Kind
+from launcher.drill.verdict import Difference, DrillOutcome, DrillResult, InterruptedRun, Interruption
 from launcher.process import EXCEPTION_MARK
 from launcher.quantities import count
 from launcher.report import live
@@ -124,11 +124,11 @@ def test_the_drill() -> None:
         job={"task": "a.Task"}, changed=(), windows=32, every=8, cold_start_s=4.0, run_s=6.5, by_itself=same,
         outcome=DrillOutcome.damaged, reason="not the undisturbed run",
         interrupted=(
-            InterruptedRun(kind=Kind.preempt, what="SIGUSR2", at_step=23, from_step=23, saving_s=0.5, recovery_s=5.0,
-                        difference=same),
-            InterruptedRun(kind=Kind.worker, what="SIGKILL to rank 1", at_step=18, from_step=16, recovery_s=4.0,
+            InterruptedRun(kind=Interruption.preempt, what="SIGUSR2", at_step=23, from_step=23, saving_s=0.5,
+                        recovery_s=5.0, difference=same),
+            InterruptedRun(kind=Interruption.worker, what="SIGKILL to rank 1", at_step=18, from_step=16, recovery_s=4.0,
                         difference=other),
-            InterruptedRun(kind=Kind.tree, what="SIGKILL", problem="exit status 1", left=("process 7",)),
+            InterruptedRun(kind=Interruption.tree, what="SIGKILL", problem="exit status 1", left=("process 7",)),
         ),
     )  # fmt: skip
     text = "\n".join(shown(part) for part in drill_parts(drilled, Path("/nowhere/drill")))

@@ -10,7 +10,7 @@ import pytest
 
 from launcher.cli.runs import launch_report
 from launcher.report.compare import Entry, Row, lines_over_accumulation, set_efficiencies
-from launcher.report.measurements import POINTS, Point, read, thinned
+from launcher.report.measurements import POINTS, Point, read_run, thinned
 from launcher.rundir.paths import RunPaths
 from tests.infra.made_runs import make_run, read_records, write_records
 
@@ -25,7 +25,7 @@ def test_a_run_resumed_with_another_strategy_has_the_figures_of_the_later_one(
     for line in lines[30:]:
         line |= {"progress/measured_since": 30, "time/step_s": 0.5, "comm/wire_bytes": 9000, **half}
     write_records(paths, lines)
-    data = read(paths.root)
+    data = read_run(paths.root)
     assert data.resumed_after == 30
     names = ("own_windows", "time/step_s", "comm/wire_bytes")
     assert [data.figures[name] for name in names] == [10, 0.5, 9000]
@@ -41,16 +41,16 @@ def test_a_run_resumed_with_another_strategy_has_the_figures_of_the_later_one(
 def test_a_damaged_line_changes_nothing(name: str, value: str | None, tmp_path: Path) -> None:
     paths = make_run(tmp_path, "one", "cluster.workers_per_node=2", steps=40, step_s=0.2)
     lines = read_records(paths)
-    without = read(paths.root)
+    without = read_run(paths.root)
     damaged = {**lines[-1], "progress/measured_since": 30, "batch/global_size": 10**6, name: value}
     write_records(paths, [*lines, damaged])
-    data = read(paths.root)
+    data = read_run(paths.root)
     assert dataclasses.replace(data, damaged_lines=0) == without
     assert data.damaged_lines == 1
 
 
 def row(paths: RunPaths, samples_per_s: float | None = None, state: str = "done") -> Row:
-    data = read(paths.root)
+    data = read_run(paths.root)
     entry = Entry(label=paths.root.name, state=state, detail="", dir=paths.root)
     return Row(entry=entry, data=data, figures=data.figures | {"throughput/samples_per_s": samples_per_s})
 

@@ -17,7 +17,7 @@ from launcher.rundir.files import write_json
 from launcher.rundir.paths import RunPaths
 from launcher.rundir.records import Submission
 from launcher.runs import control, status
-from launcher.runs.status import State
+from launcher.runs.status import RunState
 from tests.helpers import make_plan
 
 
@@ -44,30 +44,35 @@ def slurm_says(monkeypatch: pytest.MonkeyPatch, state: str | None, name: str = "
 @pytest.mark.parametrize(
     ("slurm", "begun", "verdict", "state"),
     [
-        ("PENDING", False, None, State.pending),
-        ("PENDING", True, None, State.requeued),
-        ("PENDING", True, "stopped", State.requeued),
-        ("PENDING", True, "failed", State.requeued),  # a node that was lost said so before Slurm began it again
-        ("RUNNING", True, None, State.running),
-        ("RUNNING", True, "failed", State.running),
-        ("RUNNING", True, "done", State.done),
-        ("COMPLETED", True, "done", State.done),
-        ("COMPLETED", True, None, State.failed),
-        ("FAILED", True, "failed", State.failed),
-        ("FAILED", False, None, State.failed),
-        ("TIMEOUT", True, None, State.failed),
-        ("NODE_FAIL", True, None, State.failed),
-        ("CANCELLED", True, "stopped", State.cancelled),
-        ("PREEMPTED", True, None, State.stopped),
-        ("FAILED", True, "stopped", State.stopped),
-        (None, True, "failed", State.failed),
-        (None, True, "stopped", State.stopped),
-        (None, True, None, State.lost),
-        (None, False, None, State.lost),
+        ("PENDING", False, None, RunState.pending),
+        ("PENDING", True, None, RunState.requeued),
+        ("PENDING", True, "stopped", RunState.requeued),
+        ("PENDING", True, "failed", RunState.requeued),  # a node that was lost said so before Slurm began it again
+        ("RUNNING", True, None, RunState.running),
+        ("RUNNING", True, "failed", RunState.running),
+        ("RUNNING", True, "done", RunState.done),
+        ("COMPLETED", True, "done", RunState.done),
+        ("COMPLETED", True, None, RunState.failed),
+        ("FAILED", True, "failed", RunState.failed),
+        ("FAILED", False, None, RunState.failed),
+        ("TIMEOUT", True, None, RunState.failed),
+        ("NODE_FAIL", True, None, RunState.failed),
+        ("CANCELLED", True, "stopped", RunState.cancelled),
+        ("PREEMPTED", True, None, RunState.stopped),
+        ("FAILED", True, "stopped", RunState.stopped),
+        (None, True, "failed", RunState.failed),
+        (None, True, "stopped", RunState.stopped),
+        (None, True, None, RunState.lost),
+        (None, False, None, RunState.lost),
     ],
 )
 def test_states_of_a_slurm_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slurm: str | None, begun: bool, verdict: str | None, state: State
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    slurm: str | None,
+    begun: bool,
+    verdict: str | None,
+    state: RunState,
 ) -> None:
     paths = make_run(tmp_path, "a", "cluster=slurm")
     if begun:
@@ -83,10 +88,10 @@ def test_what_an_earlier_submission_said_is_over(tmp_path: Path, monkeypatch: py
     begin(paths, "0.3")
     write_json(paths.summary, {"verdict": "failed"})
     slurm_says(monkeypatch, "PENDING")
-    assert status.look([paths])[0].state is State.pending
+    assert status.look([paths])[0].state is RunState.pending
     begin(paths, "1.0")
     slurm_says(monkeypatch, "FAILED")
-    assert status.look([paths])[0].state is State.failed
+    assert status.look([paths])[0].state is RunState.failed
 
 
 def test_another_clusters_job_of_the_same_number_is_not_this_one(
@@ -94,7 +99,7 @@ def test_another_clusters_job_of_the_same_number_is_not_this_one(
 ) -> None:
     paths = make_run(tmp_path, "a", "cluster=slurm")
     slurm_says(monkeypatch, "RUNNING", name="somebody's")
-    assert status.look([paths])[0].state is State.lost
+    assert status.look([paths])[0].state is RunState.lost
 
 
 def test_a_slurm_that_does_not_answer_is_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,21 +112,21 @@ def test_a_slurm_that_does_not_answer_is_no_verdict(tmp_path: Path, monkeypatch:
         raise SlurmSilent("no answer")
 
     monkeypatch.setattr(client, "jobs", silent)
-    assert [run.state for run in status.look([over, open_])] == [State.done, State.unknown]
+    assert [run.state for run in status.look([over, open_])] == [RunState.done, RunState.unknown]
 
 
 def test_local_runs(tmp_path: Path) -> None:
     paths = make_run(tmp_path, "a", job=None, submissions=0)
     records.add_submission(paths, Submission.now().by_this_process())
-    assert status.look([paths])[0].state is State.running
+    assert status.look([paths])[0].state is RunState.running
     records.amend_submission(paths, born="another process of this number")
-    assert status.look([paths])[0].state is State.lost
+    assert status.look([paths])[0].state is RunState.lost
     records.amend_submission(paths, host="elsewhere")
-    assert status.look([paths])[0].state is State.unknown
+    assert status.look([paths])[0].state is RunState.unknown
     begin(paths)
     write_json(paths.summary, {"verdict": "failed", "failure": {"rank": 1, "error": "KeyError: 3\nmore"}})
     (run,) = status.look([paths])
-    assert (run.state, run.detail) == (State.failed, "rank 1: KeyError: 3")
+    assert (run.state, run.detail) == (RunState.failed, "rank 1: KeyError: 3")
 
 
 def test_what_was_asked_to_end_before_an_error_stays_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from launcher.rundir import code_snapshot, records
 from launcher.rundir.files import write_json
 from launcher.rundir.paths import RunPaths, SweepPaths
 from launcher.rundir.records import Submission
-from launcher.runs.status import State, look
+from launcher.runs.status import RunState, look
 from launcher.sweeps import manifest
 from launcher.sweeps.manifest import Cell, Sweep, content_of
 from launcher.sweeps.reuse import look_at_sweeps, recognise, run_name
@@ -104,9 +104,9 @@ def test_a_finished_run_is_known_by_its_content_in_any_sweep(tmp_path: Path, ver
     keep(tmp_path / "first", cell("optimizer.lr=1", run="lr=1-c0ffee00"))
     there = recognise([cell("optimizer.lr=1.0")], SweepPaths(tmp_path / "second"))
     assert not there.resumable  # another sweep's is not this one's to go on with
-    assert set(there.standing) == ({"c0ffee00c0ffee00"} if verdict == "done" else set())
+    assert set(there.reusable) == ({"c0ffee00c0ffee00"} if verdict == "done" else set())
     another = recognise([cell("optimizer.lr=1.0", content="another000000000")], SweepPaths(tmp_path / "second"))
-    assert not another.standing
+    assert not another.reusable
 
 
 def test_of_a_sweep_cut_off_before_its_book_was_written_the_runs_are_known(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_of_a_sweep_cut_off_before_its_book_was_written_the_runs_are_known(tmp_p
     make_run(tmp_path / "s" / run_name(wanted), "failed")
     make_run(tmp_path / "s" / f"{run_name(wanted)}.retry1", "done")
     found = recognise([wanted], SweepPaths(tmp_path / "s"))
-    assert found.standing[str(wanted.content)].root.name.endswith(".retry1")
+    assert found.reusable[str(wanted.content)].root.name.endswith(".retry1")
 
 
 @pytest.mark.parametrize("saved", [True, False])
@@ -126,7 +126,7 @@ def test_a_cell_that_was_stopped_goes_on_if_it_has_saved(tmp_path: Path, saved: 
         (RunPaths(place).checkpoints / "step_000007").mkdir(parents=True)
     found = recognise([wanted], SweepPaths(tmp_path / "s"))
     assert found.resumable == ({"c0ffee00c0ffee00": RunPaths(place)} if saved else {})
-    assert not found.standing
+    assert not found.reusable
 
 
 def test_names_are_short_plain_and_never_shared() -> None:
@@ -144,28 +144,28 @@ def test_cells_that_cannot_run_or_have_not_begun_are_shown_as_that(tmp_path: Pat
         tmp_path / "s", cell("x=1", run="a"), impossible, cell("x=2", content="other"), cell("x=3", run="gone")
     )
     runs = look_at_sweeps([paths])[str(paths.root)]
-    assert [run.state for run in runs] == [State.done, State.impossible, State.pending, State.pending]
+    assert [run.state for run in runs] == [RunState.done, RunState.impossible, RunState.pending, RunState.pending]
     assert [run.cell for run in runs] == ["x=1", "accumulation=3", "x=2", "x=3"]
     assert runs[1].detail == "64 samples ... Use 4."
 
 
 def test_a_sweep_that_cannot_be_read_stands_beside_the_others(tmp_path: Path) -> None:
     broken, whole = keep(tmp_path / "broken"), keep(tmp_path / "whole", cell("x=1"))
-    broken.book.write_text("{")
+    broken.manifest.write_text("{")
     found = look_at_sweeps([broken, whole])
     (line,) = found[str(broken.root)]
-    assert line.state is State.unknown
+    assert line.state is RunState.unknown
     assert "cannot be read" in line.detail
-    assert [run.state for run in found[str(whole.root)]] == [State.pending]
+    assert [run.state for run in found[str(whole.root)]] == [RunState.pending]
 
 
 def test_a_run_is_over_when_its_launch_says_so_though_the_process_runs_others(tmp_path: Path) -> None:
     make_run(tmp_path / "s" / "a", "done")
     paths = RunPaths(tmp_path / "s" / "a")
     records.amend_submission(paths, pid=os.getpid(), born=records.born(os.getpid()))
-    assert look([paths])[0].state is State.running
+    assert look([paths])[0].state is RunState.running
     records.amend_submission(paths, ended=True)
-    assert look([paths])[0].state is State.done
+    assert look([paths])[0].state is RunState.done
 
 
 def test_words_for_sweeps_and_their_cells(tmp_path: Path) -> None:

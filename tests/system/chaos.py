@@ -22,7 +22,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from launcher.drill.processes import describe
-from launcher.drill.verdict import Record, first_difference, wrong_steps
+from launcher.drill.verdict import RecordLines, first_difference, wrong_steps
 from launcher.rundir.paths import RunPaths
 from tests.helpers import launch_command, patience
 from tests.infra import warm
@@ -55,9 +55,9 @@ def judge(chaos: Chaos, whole: RunPaths) -> list[str]:
     refused = len([*paths.checkpoints.glob("refused_*")])
     if refused != chaos.damaged:
         problems.append(f"{refused} checkpoints were refused, and {chaos.damaged} were damaged")
-    record = Record.of(paths.metrics)
+    record = RecordLines.of(paths.metrics)
     problems += [text for text in (wrong_steps(record, chaos.steps),) if text]
-    problems += [text for text in (first_difference(record, Record.of(whole.metrics)),) if text]
+    problems += [text for text in (first_difference(record, RecordLines.of(whole.metrics)),) if text]
     checkpoints = [str(each.checkpoint(chaos.steps)) for each in (paths, whole)]
     command = [sys.executable, "-P", "-m", "launcher.train.checkpoint.diff", *checkpoints, str(os.getpid())]
     done = warm.run(command, patience(120))

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from launcher.drill.processes import describe_survivors, kill_all, processes_of, workers_of
-from launcher.drill.verdict import Record
+from launcher.drill.verdict import RecordLines
 from launcher.rundir.files import read_json
 from launcher.rundir.paths import RunPaths
 from tests.helpers import launch_command, patience
@@ -113,7 +113,7 @@ class Chaos:
 
     @property
     def step(self) -> int:
-        return Record.of(self.paths.metrics).step
+        return RecordLines.of(self.paths.metrics).step
 
     # -- deaths: each returns a description of what it did; empty if its victim did not exist
 
@@ -232,8 +232,8 @@ class Chaos:
     def settle(self, kind: str) -> None:
         """Resume the run if `launch` did not survive the death."""
         if kind in ("two in a row", "in a save", "at the start"):
-            before = Record.of(self.paths.metrics)
-            ended = lambda: self.job.poll() is not None or Record.of(self.paths.metrics).file != before.file  # noqa: E731
+            before = RecordLines.of(self.paths.metrics)
+            ended = lambda: self.job.poll() is not None or RecordLines.of(self.paths.metrics).file != before.file  # noqa: E731
             self.wait(ended, "what follows a death")
             if self.job.poll() is None:
                 return

@@ -11,7 +11,7 @@ import pytest
 from launcher.config.hydra import compose_with_yaml
 from launcher.drill.backends import LocalBackend
 from launcher.drill.runner import Drill, Length, shortened
-from launcher.drill.verdict import DrillOutcome, Kind
+from launcher.drill.verdict import DrillOutcome, Interruption
 from launcher.errors import RunError
 from launcher.launch.planner import plan_job
 from launcher.rundir.files import write_json
@@ -27,7 +27,7 @@ FALLING = (*(word for word in OWN if not word.startswith("schedule")), "schedule
 
 
 class OnlyTheTree(LocalBackend):
-    kinds = (Kind.tree,)
+    kinds = (Interruption.tree,)
     least_remaining_s = 0.1  # if that is too little, the drill repeats itself with more windows
 
 

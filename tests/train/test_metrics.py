@@ -43,7 +43,7 @@ def test_numbers_that_tasks_return(tmp_path: Path) -> None:
     """A task's formula may return NumPy's scalars, or count more than 64 bits hold."""
     path = tmp_path / "metrics.jsonl"
     numbers = {"double": np.float64(1.5), "single": np.float32(0.5), "int": np.int64(3), "many": 2**70, "nan": math.nan}
-    record = Record(path, waits=False)
+    record = Record(path, wait_for_space=False)
     record.write(1, numbers)
     record.close()
     assert json.loads(path.read_bytes()) == {
@@ -56,7 +56,7 @@ def test_full_disk_of_a_superseded_attempt_does_not_change_the_new_record(
     newer: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "metrics.jsonl"
-    record = Record(path, waits=False)
+    record = Record(path, wait_for_space=False)
     record.write(1, {"train/loss": 1.0})
     old, new = tmp_path / "old", tmp_path / "new"
     old.hardlink_to(path)

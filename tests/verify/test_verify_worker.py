@@ -17,13 +17,13 @@ from launcher.verify.certificate import (
     Comparison,
     Effect,
     Hazard,
-    Outcome,
     Rule,
+    VerifyOutcome,
     WindowCheck,
-    judge,
+    judge_windows,
     narrow_rule,
 )
-from launcher.verify.comparison import Gradient, compare
+from launcher.verify.comparison import Gradient, compare_gradients
 from launcher.verify.verify_worker import Measured, _notes
 from tests.helpers import make_plan, torchrun
 
@@ -116,7 +116,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize("line", EXACT)
 def test_exact(answers: dict[str, dict[str, Any]], line: str) -> None:
     found = certificate(answers, line)
-    assert (found.outcome, found.exit_status) == (Outcome.exact, 0), found
+    assert (found.outcome, found.exit_status) == (VerifyOutcome.exact, 0), found
     assert found.windows
     assert found.windows[-1].samples < 12 or "drop" in line or "global_size" in line, "a short one is among them"
     narrow = any(word in line for word in NARROW)
@@ -145,7 +145,7 @@ def test_exact(answers: dict[str, dict[str, Any]], line: str) -> None:
 @pytest.mark.parametrize("line", CAUGHT)
 def test_caught(answers: dict[str, dict[str, Any]], line: str) -> None:
     found = certificate(answers, line)
-    assert (found.outcome, found.exit_status) == (Outcome.differs, 1), found
+    assert (found.outcome, found.exit_status) == (VerifyOutcome.differs, 1), found
     assert CAUGHT[line] in found.reason
     assert CAUGHT[line] in {hazard.name for hazard in found.hazards}
     # the numbers say it too, where the windows that are looked at can show it
@@ -155,7 +155,7 @@ def test_caught(answers: dict[str, dict[str, Any]], line: str) -> None:
 def test_a_fault_of_the_jobs_own_arithmetic_is_caught_where_it_is(answers: dict[str, dict[str, Any]]) -> None:
     """Two single samples of the short window are five percent off, and only in bf16."""
     found = certificate(answers, COARSE)
-    assert (found.outcome, found.exit_status) == (Outcome.differs, 1), found
+    assert (found.outcome, found.exit_status) == (VerifyOutcome.differs, 1), found
     *full, short = found.windows
     assert all(window.agrees for window in full)
     wide, own = short.comparisons
@@ -172,7 +172,7 @@ def test_a_fault_of_the_jobs_own_arithmetic_is_caught_where_it_is(answers: dict[
 @pytest.mark.parametrize("line", BLIND)
 def test_what_cannot_be_compared_is_not_certified(answers: dict[str, dict[str, Any]], line: str) -> None:
     found = certificate(answers, line)
-    assert (found.outcome, found.exit_status) == (Outcome.undecided, 1), found
+    assert (found.outcome, found.exit_status) == (VerifyOutcome.undecided, 1), found
     assert BLIND[line] in found.reason
     assert [hazard.name for hazard in found.hazards] == [BLIND[line]], "nothing is blamed for what may be chance"
 
@@ -180,7 +180,7 @@ def test_what_cannot_be_compared_is_not_certified(answers: dict[str, dict[str, A
 @pytest.mark.parametrize("line", REFUSED)
 def test_refused(answers: dict[str, dict[str, Any]], line: str) -> None:
     found = certificate(answers, line)
-    assert (found.outcome, found.exit_status) == (Outcome.refused, 1), found
+    assert (found.outcome, found.exit_status) == (VerifyOutcome.refused, 1), found
     assert REFUSED[line] in found.reason
 
 
@@ -197,7 +197,7 @@ R = gradients(3.0, 4.0, 0.001)
 
 
 def comparison(got: Gradient, rounded: Gradient = R, rule: Rule = FP32) -> Comparison:
-    return compare("fp32", got, R, rounded, rule)
+    return compare_gradients("fp32", got, R, rounded, rule)
 
 
 def window(*comparisons: Comparison, items: int = 1, batches: int = 1) -> WindowCheck:
@@ -218,22 +218,22 @@ BF16 = narrow_rule(2**-8)
 @pytest.mark.parametrize(
     ("check", "effect", "outcome"),
     [
-        (window(AGREES), None, Outcome.exact),
-        (window(AGREES, items=2), None, Outcome.differs),
-        (window(OFF), None, Outcome.differs),
-        (window(AGREES, OFF), None, Outcome.differs),
-        (window(AGREES), Effect.blinds, Outcome.exact),
-        (window(OFF), Effect.blinds, Outcome.undecided),
-        (window(AGREES), Effect.breaks, Outcome.differs),
+        (window(AGREES), None, VerifyOutcome.exact),
+        (window(AGREES, items=2), None, VerifyOutcome.differs),
+        (window(OFF), None, VerifyOutcome.differs),
+        (window(AGREES, OFF), None, VerifyOutcome.differs),
+        (window(AGREES), Effect.blinds, VerifyOutcome.exact),
+        (window(OFF), Effect.blinds, VerifyOutcome.undecided),
+        (window(AGREES), Effect.breaks, VerifyOutcome.differs),
         # windows outweigh what is suspected, if they were compared with one batch
-        (window(AGREES), Effect.suspect, Outcome.exact),
-        (window(AGREES, batches=2), Effect.suspect, Outcome.differs),
-        (window(AGREES, batches=2), Effect.noted, Outcome.exact),
-        (window(OFF), Effect.suspect, Outcome.differs),
+        (window(AGREES), Effect.suspect, VerifyOutcome.exact),
+        (window(AGREES, batches=2), Effect.suspect, VerifyOutcome.differs),
+        (window(AGREES, batches=2), Effect.noted, VerifyOutcome.exact),
+        (window(OFF), Effect.suspect, VerifyOutcome.differs),
     ],
 )
-def test_the_verdict(check: WindowCheck, effect: Effect | None, outcome: Outcome) -> None:
-    assert judge([check], [] if effect is None else [hazard(effect)], None)[0] is outcome
+def test_the_verdict(check: WindowCheck, effect: Effect | None, outcome: VerifyOutcome) -> None:
+    assert judge_windows([check], [] if effect is None else [hazard(effect)], None)[0] is outcome
 
 
 @pytest.mark.parametrize(
@@ -266,11 +266,11 @@ def test_the_limit_follows_from_the_error_of_one_big_batch(
 def test_rounding_beyond_the_largest_limit_proves_nothing() -> None:
     """18% off, where one big batch is 9% off: neither exact nor a mistake."""
     drowned = comparison(gradients(3.9, 4.0, 0.001), gradients(3.45, 4.0, 0.001), BF16)
-    outcome, reason = judge([window(AGREES, drowned)], [], None)
-    assert outcome is Outcome.undecided
+    outcome, reason = judge_windows([window(AGREES, drowned)], [], None)
+    assert outcome is VerifyOutcome.undecided
     assert "1.8e-01 off (limit 1.2e-01; one big batch rounds by 9.0e-02)" in reason
     beyond = comparison(gradients(4.8, 4.0, 0.001), gradients(3.45, 4.0, 0.001), BF16)
-    assert judge([window(AGREES, beyond)], [], None)[0] is Outcome.differs
+    assert judge_windows([window(AGREES, beyond)], [], None)[0] is VerifyOutcome.differs
 
 
 def test_what_overflows_in_one_batch_is_held_to_the_largest_limit() -> None:

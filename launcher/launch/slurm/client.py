@@ -32,7 +32,7 @@ class SlurmSilent(SiteError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class SlurmJob:
     """A job as shown by `scontrol show job`.
 
     Args:
@@ -133,7 +133,7 @@ def count_gpus(gres: str) -> int:
     return total
 
 
-def job(job_id: str) -> Job | None:
+def job(job_id: str) -> SlurmJob | None:
     """Return a job, or None if Slurm has forgotten it. Raises SlurmSilent if the controller does not answer."""
     try:
         text = ask("scontrol", "--oneliner", "show", "job", job_id)
@@ -147,7 +147,7 @@ def job(job_id: str) -> Job | None:
     fields = dict(re.findall(r"(?:^| )([A-Z][A-Za-z/:]*)=(\S*)", text))
     if "JobState" not in fields:
         return None
-    return Job(
+    return SlurmJob(
         state=fields["JobState"],
         reason=fields.get("Reason", "None"),
         nodes=fields.get("NodeList", "").replace("(null)", ""),
@@ -260,7 +260,7 @@ def cancel_named(name: str, user: str) -> None:
 
 
 @dataclass(frozen=True)
-class Task:
+class SlurmTask:
     """This node's task of the Slurm job.
 
     Args:
@@ -278,7 +278,7 @@ class Task:
     can_ask: bool = True
 
     @classmethod
-    def here(cls) -> Task:
+    def here(cls) -> SlurmTask:
         env = os.environ
         return cls(
             job=_job_id(env),

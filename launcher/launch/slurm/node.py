@@ -22,7 +22,7 @@ from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, LauncherErro
 from launcher.launch.agent import load_plan, open_incarnation, serve
 from launcher.launch.network import Route, find_route, free_port, socket_names
 from launcher.launch.slurm import client
-from launcher.launch.slurm.client import Task
+from launcher.launch.slurm.client import SlurmTask
 from launcher.launch.slurm.outcome import cancelled, conclude, conclude_failure, reason_to_requeue
 from launcher.plan.launch_plan import HostPosition, LaunchPlan
 from launcher.process import StopShield, die_with_parent, wait_until
@@ -41,7 +41,7 @@ def run_node(run_dir: str, submission: int) -> NoReturn:
     """Run the task. Exits with status 0 if the run is done or will continue, 1 if it failed, 75 if it was stopped."""
     die_with_parent(os.getppid(), signal.SIGTERM)  # the parent is slurmstepd
     with StopShield() as shield:
-        task, paths = Task.here(), RunPaths(Path(run_dir))
+        task, paths = SlurmTask.here(), RunPaths(Path(run_dir))
         _write_to(paths, task.node)
         fence = Fence(paths, Incarnation(submission, task.restart))
         task = dataclasses.replace(task, can_ask=_can_ask(load_plan(paths.plan), task))
@@ -55,7 +55,7 @@ def run_node(run_dir: str, submission: int) -> NoReturn:
     sys.exit(status)
 
 
-def _can_ask(plan: LaunchPlan, task: Task) -> bool:
+def _can_ask(plan: LaunchPlan, task: SlurmTask) -> bool:
     """Return True if Slurm answers from here.
 
     A container may lack Slurm's commands, or have an incompatible version; Slurm then never answers, and waiting for
@@ -73,7 +73,7 @@ def _can_ask(plan: LaunchPlan, task: Task) -> bool:
     return True
 
 
-def _stay_if_replaced(task: Task, status: int) -> None:
+def _stay_if_replaced(task: SlurmTask, status: int) -> None:
     """Do not return while Slurm has restarted the job without this node.
 
     The end of this task would be taken for the end of the new start, whose step has the same number. A node that was
@@ -99,7 +99,7 @@ def _write_to(paths: RunPaths, node: int) -> None:
         os.dup2(log.fileno(), 2)
 
 
-def _run(task: Task, fence: Fence, shield: StopShield) -> int:
+def _run(task: SlurmTask, fence: Fence, shield: StopShield) -> int:
     paths = fence.paths
     print(f"--- {datetime.now():%Y-%m-%d %H:%M:%S} incarnation {fence.own} on {socket.gethostname()}", flush=True)
     if cancelled(paths):
@@ -107,14 +107,14 @@ def _run(task: Task, fence: Fence, shield: StopShield) -> int:
     plan, plan_file = _plan_for(task, fence)
     plan = _join_nodes(plan, task, fence)
     # a signal that came before there were handlers is lost, but Slurm still knows its cause
-    if task.node == 0 and shield.asked is None and reason_to_requeue(plan, task):
-        shield.asked = signal.SIGUSR2
+    if task.node == 0 and shield.received is None and reason_to_requeue(plan, task):
+        shield.received = signal.SIGUSR2
     ended = serve(plan, plan_file, fence.own, shield)
     fence.check()
     return conclude(plan, task, fence, ended)
 
 
-def _run_or_report(task: Task, fence: Fence, shield: StopShield) -> int:
+def _run_or_report(task: SlurmTask, fence: Fence, shield: StopShield) -> int:
     """Run the task, and report an error that ends it. Raises Superseded if Slurm has restarted the job meanwhile."""
     try:
         return _run(task, fence, shield)
@@ -127,7 +127,7 @@ def _run_or_report(task: Task, fence: Fence, shield: StopShield) -> int:
         return conclude_failure(load_plan(fence.paths.plan), task, fence, record)
 
 
-def _plan_for(task: Task, fence: Fence) -> tuple[LaunchPlan, Path]:
+def _plan_for(task: SlurmTask, fence: Fence) -> tuple[LaunchPlan, Path]:
     """Return the plan for the node count of this start, and its file, which node 0 writes before any node needs it.
 
     Raises:
@@ -145,7 +145,7 @@ def _plan_for(task: Task, fence: Fence) -> tuple[LaunchPlan, Path]:
     return plan, file
 
 
-def _join_nodes(plan: LaunchPlan, task: Task, fence: Fence) -> LaunchPlan:
+def _join_nodes(plan: LaunchPlan, task: SlurmTask, fence: Fence) -> LaunchPlan:
     """Return the plan with this node's place; node 0 opens the incarnation and publishes where the nodes meet.
 
     Raises:
@@ -176,7 +176,7 @@ def _join_nodes(plan: LaunchPlan, task: Task, fence: Fence) -> LaunchPlan:
     )
 
 
-def _open_incarnation(plan: LaunchPlan, task: Task, fence: Fence) -> None:
+def _open_incarnation(plan: LaunchPlan, task: SlurmTask, fence: Fence) -> None:
     paths, before = fence.paths, fence.newest()
     steps = paths.newest_step()
     # count within this submission only: whoever resumes a run may have fixed the cause

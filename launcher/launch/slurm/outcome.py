@@ -13,9 +13,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, SiteError
-from launcher.launch.agent import Outcome
+from launcher.launch.agent import NodeOutcome
 from launcher.launch.slurm import client
-from launcher.launch.slurm.client import Task
+from launcher.launch.slurm.client import SlurmTask
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan
 from launcher.rundir import records
@@ -30,7 +30,7 @@ _REQUEUE_WITHIN_S = 120
 _MOST_FRUITLESS_STARTS = 3
 
 
-def conclude(plan: LaunchPlan, task: Task, fence: Fence, ended: Outcome) -> int:
+def conclude(plan: LaunchPlan, task: SlurmTask, fence: Fence, ended: NodeOutcome) -> int:
     """Write the verdict, requeue the job if it is to continue, and return this task's exit status."""
     paths = fence.paths
     summary = read_json(paths.summary) or {}
@@ -59,7 +59,7 @@ def conclude(plan: LaunchPlan, task: Task, fence: Fence, ended: Outcome) -> int:
     return _requeue(plan, task, fence, why) if why else EXIT_RESUMABLE
 
 
-def reason_to_requeue(plan: LaunchPlan, task: Task, signal_name: str = "") -> str:
+def reason_to_requeue(plan: LaunchPlan, task: SlurmTask, signal_name: str = "") -> str:
     """Return why the job is to stop now and continue later, as reported by Slurm; empty if it is not to continue."""
     assert plan.cluster.slurm is not None
     try:
@@ -77,7 +77,7 @@ def reason_to_requeue(plan: LaunchPlan, task: Task, signal_name: str = "") -> st
     return "SIGUSR2" if signal_name == "SIGUSR2" else ""
 
 
-def _requeue(plan: LaunchPlan, task: Task, fence: Fence, why: str) -> int:
+def _requeue(plan: LaunchPlan, task: SlurmTask, fence: Fence, why: str) -> int:
     """Requeue the job, upon which Slurm ends this process. Returns an exit status only if that did not happen."""
     paths, newest = fence.paths, fence.newest()
     if isinstance(plan, RunPlan):
@@ -112,7 +112,7 @@ def cancelled(paths: RunPaths) -> bool:
     return records.submissions(paths)[-1].cancelled
 
 
-def _report(task: Task, fence: Fence, own: Failure) -> Reports:
+def _report(task: SlurmTask, fence: Fence, own: Failure) -> Reports:
     reports = Reports(fence, task.node, task.nodes)
     reports.add(own)
     event = "disconnected" if reports.only_lost_connections() else "failed"
@@ -120,7 +120,7 @@ def _report(task: Task, fence: Fence, own: Failure) -> Reports:
     return reports
 
 
-def conclude_failure(plan: LaunchPlan, task: Task, fence: Fence, own: Failure) -> int:
+def conclude_failure(plan: LaunchPlan, task: SlurmTask, fence: Fence, own: Failure) -> int:
     """Return the exit status after a failure; if only connections were lost, have Slurm replace the lost nodes."""
     reports = _report(task, fence, own)
     if not reports.only_lost_connections():

@@ -20,7 +20,7 @@ from launcher.train.parallel.base import local
 from launcher.train.world import World
 
 
-def tensors(engine: Engine, changing_buffers: list[str]) -> dict[str, Any]:
+def checkpoint_tensors(engine: Engine, changing_buffers: list[str]) -> dict[str, Any]:
     """Return the checkpoint's tensors (and the optimizer's options) by name.
 
     Args:

@@ -41,7 +41,7 @@ class CheckpointDiff:
     norm: float = 0.0
 
 
-def compare(directory: Path, reference: Path) -> CheckpointDiff:
+def diff_checkpoints(directory: Path, reference: Path) -> CheckpointDiff:
     """Compare all tensors (parameters, buffers, the optimizer's state, each rank's random state), and the optimizer's
     other values."""
     ours, theirs = (Reader(path).read_metadata().state_dict_metadata for path in (directory, reference))
@@ -113,4 +113,4 @@ if __name__ == "__main__":
     die_with_parent(int(sys.argv[3]))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "torch.distributed is disabled" is intended here
-        print(json.dumps(asdict(compare(Path(sys.argv[1]), Path(sys.argv[2])))))
+        print(json.dumps(asdict(diff_checkpoints(Path(sys.argv[1]), Path(sys.argv[2])))))

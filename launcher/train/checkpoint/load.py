@@ -163,7 +163,7 @@ def require_same_shards(engine: Engine, restored: Restored, dataset: Any) -> Non
         WrongCheckpoint: the number of ranks differs.
     """
     before, ranks = restored.ranks, engine.world.size
-    if ranks != before and engine.place.window and getattr(dataset, "sharded", False):
+    if ranks != before and engine.position.window and getattr(dataset, "sharded", False):
         raise WrongCheckpoint(
             f"{restored.directory} was saved within an epoch of a stream that shards itself for {before} ranks; its "
             f"shares for {ranks} are different.\n  Resume with {before} ranks; or leave `sharded` out, so that every "
@@ -184,7 +184,7 @@ def load(engine: Engine, directory: Path) -> Restored:
     origin, saved, plan = state.get("origin", {}), state["engine"], engine.plan
     require_same_run(directory, origin, saved["place"]["index"], plan)
     buffers = dict(engine.parallel.module.named_buffers())
-    tensors = contents.tensors(engine, [name for name in saved["changing_buffers"] if name in buffers])
+    tensors = contents.checkpoint_tensors(engine, [name for name in saved["changing_buffers"] if name in buffers])
     unknown = [name for name in saved["changing_buffers"] if name not in buffers]
     require_same_model(directory, tensors["model"], stored, unknown)
 

@@ -145,7 +145,7 @@ def take_snapshot(engine: Engine, fence: Fence, keep: int | None = None, run: di
     state = {"origin": origin_of(engine.plan), "engine": engine.state_dict(), "run": run or {}}
     return Snapshot(
         step=engine.steps,
-        tensors=own_share(contents.tensors(engine, engine.buffers.changing), engine.world),
+        tensors=own_share(contents.checkpoint_tensors(engine, engine.buffers.changing), engine.world),
         state=json.dumps(state, indent=2, allow_nan=False) + "\n",
         world=engine.world,
         fence=fence,

@@ -31,7 +31,7 @@ POSITIONS_AHEAD = 4096
 
 
 @dataclass(frozen=True)
-class Place:
+class WindowPosition:
     """Position of a window: ``index`` in the run, ``window`` in its epoch."""
 
     index: int = 0
@@ -39,7 +39,7 @@ class Place:
     window: int = 0
 
 
-BEGINNING = Place()
+BEGINNING = WindowPosition()
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Feed(Protocol):
         """Return whether this rank has a sample for the window after the current one."""
         ...
 
-    def settle(self, anyone_has_next: bool) -> Place:
+    def settle(self, anyone_has_next: bool) -> WindowPosition:
         """Return the position of the next window. ``anyone_has_next``: the result of ``has_next`` on any rank."""
         ...
 
@@ -74,7 +74,7 @@ def open_feed(
     world: World,
     device: torch.device,
     collate: Collate | None = None,
-    start: Place = BEGINNING,
+    start: WindowPosition = BEGINNING,
     *,
     compare: bool = False,
 ) -> Feed:
@@ -145,9 +145,9 @@ class MapFeed:
     def has_next(self) -> bool:
         return True
 
-    def settle(self, anyone_has_next: bool) -> Place:  # noqa: ARG002 (every rank can count)
+    def settle(self, anyone_has_next: bool) -> WindowPosition:  # noqa: ARG002 (every rank can count)
         following = self._spans.at(self._index + 1)
-        return Place(self._index + 1, following.epoch, following.window)
+        return WindowPosition(self._index + 1, following.epoch, following.window)
 
     def close(self) -> None:
         self._source.close()
@@ -225,24 +225,24 @@ class StreamFeed:
         world: World,
         device: torch.device,
         collate: Collate,
-        start: Place,
+        start: WindowPosition,
         *,
         compare: bool = False,
     ) -> None:
         self._dataset, self._plan, self._world, self._device, self._collate = dataset, plan, world, device, collate
-        self._place = start
+        self._position = start
         self._compare = compare
         self._stand_in: MicroBatch | None = None
         self._open()
 
     def _open(self) -> None:
         if callable(getattr(self._dataset, "set_epoch", None)):
-            self._dataset.set_epoch(self._place.epoch)
+            self._dataset.set_epoch(self._position.epoch)
         batch, seed = self._plan.batch, self._plan.train.seed
-        window = self._place.index - self._place.window  # index of the epoch's first window
-        skip = sum(batch.accumulation_at(index) for index in range(window, self._place.index))
+        window = self._position.index - self._position.window  # index of the epoch's first window
+        skip = sum(batch.accumulation_at(index) for index in range(window, self._position.index))
         blocks = blocks_of_windows(batch, window, self._world.rank)
-        shard = Shard(self._dataset, blocks, self._collate, seed, self._place.epoch, skip, outlined=self._compare)
+        shard = Shard(self._dataset, blocks, self._collate, seed, self._position.epoch, skip, outlined=self._compare)
         self._source = prefetch(shard, self._plan, self._device, seed)
         if self._compare:
             self._compare = False
@@ -254,9 +254,9 @@ class StreamFeed:
 
     def windows(self) -> Iterator[Window]:
         while True:
-            count = self._plan.batch.accumulation_at(self._place.index)
-            yield Window(self._place.index, self._place.epoch, count, self._micro_batches(count))
-            if not self._place.window:
+            count = self._plan.batch.accumulation_at(self._position.index)
+            yield Window(self._position.index, self._position.epoch, count, self._micro_batches(count))
+            if not self._position.window:
                 self._open()
 
     def _micro_batches(self, count: int) -> Iterator[MicroBatch]:
@@ -277,35 +277,36 @@ class StreamFeed:
     def has_next(self) -> bool:
         return self._next is not None
 
-    def settle(self, anyone_has_next: bool) -> Place:
-        index, epoch, window = dataclasses.astuple(self._place)
-        self._place = Place(index + 1, epoch, window + 1) if anyone_has_next else Place(index + 1, epoch + 1)
-        return self._place
+    def settle(self, anyone_has_next: bool) -> WindowPosition:
+        index, epoch, window = dataclasses.astuple(self._position)
+        epoch, window = (epoch, window + 1) if anyone_has_next else (epoch + 1, 0)
+        self._position = WindowPosition(index + 1, epoch, window)
+        return self._position
 
     def close(self) -> None:
         self._source.close()
 
 
-class Block(NamedTuple):
+class SampleBlock(NamedTuple):
     """The next ``size`` samples of a stream; ``own``: they belong to this rank."""
 
     size: int
     own: bool
 
 
-def blocks_in_turn(size: int, world_size: int, rank: int) -> Iterator[Block]:
+def blocks_in_turn(size: int, world_size: int, rank: int) -> Iterator[SampleBlock]:
     """Yield blocks of equal size that belong to the ranks in turn."""
     for number in itertools.count():
-        yield Block(size, number % world_size == rank)
+        yield SampleBlock(size, number % world_size == rank)
 
 
-def blocks_of_windows(batch: Batch, first: int, rank: int) -> Iterator[Block]:
+def blocks_of_windows(batch: Batch, first: int, rank: int) -> Iterator[SampleBlock]:
     """Yield the micro-batches of all ranks in full windows, from window ``first`` of the run on."""
     for index in itertools.count(first):
         size, ranks = batch.global_size_at(index), range(batch.world_size)
         shares = [share_of_window(size, batch, each) for each in ranks]
         for number in range(batch.accumulation_at(index)):
-            yield from (Block(len(shares[each][number]), each == rank) for each in ranks)
+            yield from (SampleBlock(len(shares[each][number]), each == rank) for each in ranks)
 
 
 # marks, instead of a number of samples, a batch to be used as a stand-in: this rank's share has no more samples
@@ -328,7 +329,7 @@ class Shard(IterableDataset[tuple[Any, int]]):
     def __init__(
         self,
         dataset: Iterable[Any],
-        blocks: Iterator[Block],
+        blocks: Iterator[SampleBlock],
         collate: Collate,
         seed: int,
         epoch: int,
@@ -346,7 +347,7 @@ class Shard(IterableDataset[tuple[Any, int]]):
         assert info is None or info.num_workers == 1
         with self._reading.continued(self._epoch):
             samples = iter(self._dataset)
-        blocks = (Block(size, True) for size, own in self._blocks if own) if sharded else self._blocks
+        blocks = (SampleBlock(size, True) for size, own in self._blocks if own) if sharded else self._blocks
         newest: list[Any] = []  # this rank's last block; before it has one, any rank's
         left_out, skip, position = False, self._skip, 0
         outlined = self._outlined

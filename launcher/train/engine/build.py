@@ -16,8 +16,7 @@ from launcher.plan.run_plan import RunPlan
 from launcher.plan.sync_policy import SHARDED
 from launcher.train.data.randomness import random_state, restore_random_state
 from launcher.train.parallel.base import Parallel, ShardUnits
-from launcher.train.parallel.deferred_init import Recipe
-from launcher.train.parallel.deferred_init import build as build_deferred
+from launcher.train.parallel.deferred_init import Recipe, build_deferred
 from launcher.train.parallel.init_recorder import NotDeferrable
 from launcher.train.parallel.replicas import require_same_structure, share_model, share_values
 from launcher.train.parallel.shard_units import find_units, require_parameters
@@ -29,7 +28,7 @@ ModelFrom = nn.Module | Callable[[], nn.Module]
 OptimizerFrom = Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
-def build(
+def build_parallel(
     model: ModelFrom,
     optimizer: OptimizerFrom,
     plan: RunPlan,

@@ -123,7 +123,7 @@ def measured_as(plan: RunPlan) -> dict[str, Any]:
     }
 
 
-class Kind(Enum):
+class WindowSync(Enum):
     """Communication during a window's passes: by the job's own policy, by sync=every, or none."""
 
     own = auto()
@@ -191,12 +191,12 @@ class Calibration:
             finally:  # free the copies of tensors, and the batches
                 del self._kept, self._attributes, self._micro_batches
 
-    def _kinds(self) -> list[Kind]:
+    def _kinds(self) -> list[WindowSync]:
         strategy = self._plan.strategy
         sent = [passes(strategy.kind, sync, self._count) for sync in (strategy.sync, Sync.every)]
-        return [Kind.silent] * strategy.rehearses + [Kind.own] + [Kind.every] * (sent[0] != sent[1])
+        return [WindowSync.silent] * strategy.rehearses + [WindowSync.own] + [WindowSync.every] * (sent[0] != sent[1])
 
-    def _measure(self, kinds: list[Kind]) -> Calibrated:
+    def _measure(self, kinds: list[WindowSync]) -> Calibrated:
         # the first micro-batch compiles, tunes and allocates, which the first window needs anyway: it is not timed
         cold_s = self._time(kinds[0], 1)
         if math.isinf(cold_s):
@@ -209,15 +209,15 @@ class Calibration:
         if needed_s > limit_s:
             return self._too_long(needed_s, limit_s)
         # the second synchronised forward pass is the one in which DDP rebuilds its buckets
-        for kind in kinds if Kind.every in kinds else [*kinds, Kind.own]:
+        for kind in kinds if WindowSync.every in kinds else [*kinds, WindowSync.own]:
             if math.isinf(self._time(kind, self._count)):
                 return self._without("a window without communication does not fit into memory")
         self._comm_s.clear()
         return self._rounds(kinds, limit_s)
 
-    def _rounds(self, kinds: list[Kind], limit_s: float) -> Calibrated:
+    def _rounds(self, kinds: list[WindowSync], limit_s: float) -> Calibrated:
         order = random.Random(0)  # the same on every rank, without drawing from the user's generators
-        times: dict[Kind, list[float]] = {kind: [] for kind in kinds}
+        times: dict[WindowSync, list[float]] = {kind: [] for kind in kinds}
         elapsed_s = self._agree(time.perf_counter() - self._started)[0]
         round_s = 0.0
         for rounds in range(MAX_ROUNDS):
@@ -230,11 +230,11 @@ class Calibration:
                     return self._without("a window without communication does not fit into memory")
             elapsed_s = self._agree(time.perf_counter() - self._started)[0]
             round_s = elapsed_s - before_s
-        rounds = len(times[Kind.own])
+        rounds = len(times[WindowSync.own])
         if rounds < MIN_ROUNDS:
             return self._too_long(elapsed_s + (MIN_ROUNDS - rounds + 1) * round_s, limit_s)
 
-        def difference(more: Kind, less: Kind) -> Interval | None:
+        def difference(more: WindowSync, less: WindowSync) -> Interval | None:
             if more not in times or less not in times:
                 return None
             return interval([a - b for a, b in zip(times[more], times[less], strict=True)])
@@ -242,8 +242,8 @@ class Calibration:
         return Calibrated(
             asked_s=self._plan.train.calibrate_s,
             rounds=rounds,
-            gain=difference(Kind.every, Kind.own),
-            exposed=difference(Kind.own, Kind.silent),
+            gain=difference(WindowSync.every, WindowSync.own),
+            exposed=difference(WindowSync.own, WindowSync.silent),
             comm_s=statistics.median(self._comm_s),
         )
 
@@ -262,11 +262,11 @@ class Calibration:
     def _without(self, reason: str) -> Calibrated:
         return Calibrated(asked_s=self._plan.train.calibrate_s, not_measured=reason)
 
-    def _time(self, kind: Kind, count: int) -> float:
+    def _time(self, kind: WindowSync, count: int) -> float:
         """Run ``count`` micro-batches, and return the seconds on the slowest rank: infinite if silent passes ran out of
         memory on some rank. That is possible without blocking the others, since silent passes wait for no rank."""
-        silent, meter = kind is Kind.silent, self._parallel.meter
-        sync = Sync.every if kind is Kind.every else self._plan.strategy.sync
+        silent, meter = kind is WindowSync.silent, self._parallel.meter
+        sync = Sync.every if kind is WindowSync.every else self._plan.strategy.sync
         with ExitStack() as contexts:
             entered_s = 0.0
             try:
@@ -299,7 +299,7 @@ class Calibration:
                 "  Make it a buffer of the model (register_buffer), or do not calibrate: run.calibrate_s=0."
             )
         took_s, comm_s = self._agree(took_s, comm_s)
-        if kind is Kind.own:
+        if kind is WindowSync.own:
             self._comm_s.append(comm_s)
         return took_s
 

@@ -28,9 +28,9 @@ from launcher.plan.run_plan import RunPlan
 from launcher.plan.sync_policy import REDUCES_EACH
 from launcher.train import precision
 from launcher.train.data.loader import Collate, MicroBatch, to_device
-from launcher.train.data.window_feed import BEGINNING, Place, Window, open_feed
+from launcher.train.data.window_feed import BEGINNING, Window, WindowPosition, open_feed
 from launcher.train.engine import oom, window_totals
-from launcher.train.engine.build import ModelFrom, OptimizerFrom, TrainedParameters, build
+from launcher.train.engine.build import ModelFrom, OptimizerFrom, TrainedParameters, build_parallel
 from launcher.train.engine.calibration import Calibrated, Calibration, measured_as
 from launcher.train.engine.optimizer_step import Update
 from launcher.train.engine.window import CurrentWindow, Forward
@@ -61,7 +61,7 @@ class Engine:
 
     Attributes:
         buffers: the model's buffers that training changes.
-        place: position of the next window in the data; the same on all ranks.
+        position: that of the next window in the data; the same on all ranks.
         schedule: learning rate schedule of the plan; the engine steps it.
 
     Raises:
@@ -90,7 +90,7 @@ class Engine:
         self.device = device_of(self.world, plan.cluster.device)
         join(self.world, self.device, plan.train.hang_timeout)
         self.plan = plan = precision.decided(plan, self.world, self.device)
-        self.parallel, self.optimizer = build(model, optimizer, plan, self.device, shard_units, self.world)
+        self.parallel, self.optimizer = build_parallel(model, optimizer, plan, self.device, shard_units, self.world)
         self._trained = TrainedParameters(self.parallel.module)
         self.buffers = Buffers(self.parallel.module, self.world, self.device)
         offloads = torch.device("cpu") if plan.strategy.cpu_offload else None
@@ -111,7 +111,7 @@ class Engine:
         self._totals = WindowTotals(self.world, self.device, self._observers)
         # a sharded gradient's norm is summed too
         self._flags_bytes = self._totals.payload_bytes + (8 if plan.strategy.shard_size > 1 else 0)
-        self.place = BEGINNING
+        self.position = BEGINNING
 
     @property
     def model(self) -> Callable[..., Any]:
@@ -142,7 +142,7 @@ class Engine:
         while self._again:
             self._again = False
             self._feed = feed = open_feed(
-                dataset, self.plan, self.world, self.device, collate, self.place, compare=compare_data
+                dataset, self.plan, self.world, self.device, collate, self.position, compare=compare_data
             )
             compare_data = False
             try:
@@ -244,8 +244,8 @@ class Engine:
         )  # fmt: skip
         for observer in self._observers:
             observer.window_ended(ended)
-        self.place = self._feed.settle(agreed.more)
-        self._update.count(agreed, window.epoch, epoch_over=self.place.epoch > window.epoch)
+        self.position = self._feed.settle(agreed.more)
+        self._update.count(agreed, window.epoch, epoch_over=self.position.epoch > window.epoch)
         stopped = agreed.stop and not self.over
         self._finished = stopped or self.over
         return StepResult(
@@ -313,7 +313,7 @@ class Engine:
         """Whether the plan's steps or epochs are done."""
         steps, epochs = self.plan.train.steps, self.plan.train.epochs
         if epochs is not None:
-            return self.place.epoch >= epochs
+            return self.position.epoch >= epochs
         return steps is not None and self.steps >= steps
 
     def share_buffers(self, *, watch: bool = True) -> None:
@@ -355,7 +355,7 @@ class Engine:
     @property
     def window_index(self) -> int:
         """Index of the next window in the run, from 0."""
-        return self.place.index
+        return self.position.index
 
     @property
     def calibrated(self) -> Calibrated | None:
@@ -373,7 +373,7 @@ class Engine:
             self._noise.receive(self._totals.sum_of(self._noise))
         return {
             **self._update.state_dict(),
-            "place": dataclasses.asdict(self.place),
+            "place": dataclasses.asdict(self.position),
             "calibration": self.calibrated and dataclasses.asdict(self.calibrated),
             "measured_as": measured_as(self.plan),
             "noise": self._noise.state_dict(),
@@ -390,7 +390,7 @@ class Engine:
             same_order: whether gradients are summed over as many ranks, so that the order of the sums can be kept.
         """
         self._update.load_state_dict(state)
-        self.place = Place(**state["place"])
+        self.position = WindowPosition(**state["place"])
         if alike:
             self._calibration.result = Calibrated.restored(state["calibration"], self.plan)
             self.parallel.meter.gathered_by_every = state["gathered_by_every"]

@@ -159,7 +159,7 @@ class Update:
                 "  Remove samples without items from train_data(), or use another strategy.compress."
             )
         self.empty_windows += 1
-        self._precision.stay()
+        self._precision.keep_scale()
         self._parallel.zero_grad()
 
     def count(self, agreed: Agreed, epoch: int, *, epoch_over: bool) -> None:

@@ -39,7 +39,7 @@ from launcher.plan.run_plan import Forecast, RunPlan
 from launcher.plan.sync_policy import POLICIES, Collective, passes
 from launcher.process import die_with_parent
 from launcher.task import Task, as_loss, build_model, first_batch, load_task, train_data
-from launcher.train.engine.build import build
+from launcher.train.engine.build import build_parallel
 from launcher.train.parallel.base import Parallel
 from launcher.train.parallel.fsdp import mesh_of
 from launcher.train.precision import Precision
@@ -79,7 +79,7 @@ def _forecast(plan: RunPlan, sync: Sync, task: Task, batch: Any, device: torch.d
     model = _model_without_memory(plan, task, fake, device)
     with fake:
         with patch.object(torch.utils, "swap_tensors", _set_data):
-            parallel, optimizer = build(
+            parallel, optimizer = build_parallel(
                 model, lambda p: build_optimizer(p, plan.optimizer, plan.cluster.device), plan, device,
                 getattr(task, "shard_units", None),
             )  # fmt: skip

@@ -67,7 +67,7 @@ class Straggler:
         return self.share >= share and self.excess_s >= excess_s
 
     @property
-    def words(self) -> str:
+    def text(self) -> str:
         doing = "computing" if self.of == "compute" else "waiting for data"
         return (
             f"rank {self.rank} on {self.host} makes a step {self.share:.0%} longer: {self.own_s:.3g} s of {doing} "
@@ -141,7 +141,7 @@ class StragglerDetector:
             self.straggler = self.named = now
         elif agree and verdict is not None:
             self.straggler = self.named = now
-            self.news = f"Straggler: {now.words}."
+            self.news = f"Straggler: {now.text}."
         elif agree and before is not None:
             self.straggler = None
             self.news = f"Straggler: no more. Rank {before.rank} on {before.host} no longer holds the others up."

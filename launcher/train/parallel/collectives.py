@@ -25,7 +25,7 @@ _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or di
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class Exchange(dist.Work):
+class ExchangeWork(dist.Work):
     """Work handle of one exchange: a set of sends and receives in progress."""
 
     def __init__(self, done: Future[None], meter: Meter) -> None:
@@ -48,7 +48,7 @@ class Exchanger:
 
     def start(
         self, received: Sequence[Tensor], sent: Sequence[Tensor], group: dist.ProcessGroup, timer: Timer
-    ) -> Exchange:
+    ) -> ExchangeWork:
         """Start to send ``sent[i]`` to rank ``i`` of ``group`` and to receive ``received[i]`` from it, for every rank
         but this one. ``timer`` ends when all transfers have."""
         peers = [peer for peer in range(group.size()) if peer != group.rank()]
@@ -61,7 +61,7 @@ class Exchanger:
                     work.wait()
             timer.stop()
 
-        return Exchange(self._waiter.submit(finish), self._meter)
+        return ExchangeWork(self._waiter.submit(finish), self._meter)
 
 
 class Gather:
@@ -102,7 +102,7 @@ class Scatter:
     def __init__(self, meter: Meter, device: torch.device, own: OwnGradient) -> None:
         self._meter, self._own_gradient = meter, own
         self._exchanger = Exchanger(2, meter) if device.type == "cpu" else None
-        self._pending: tuple[Exchange, Tensor, Tensor] | None = None
+        self._pending: tuple[ExchangeWork, Tensor, Tensor] | None = None
         self._between_replicas: Timer | None = None
         self.defers = False  # the sum may be computed later, by `finish`
         self.sends_on = False  # an all-reduce between replicas follows

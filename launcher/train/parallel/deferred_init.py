@@ -21,12 +21,19 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._pytree import tree_map
 
-from launcher.train.parallel.init_recorder import Call, NotDeferrable, Place, PretendCpu, Recorder, tensors
+from launcher.train.parallel.init_recorder import (
+    NotDeferrable,
+    OperatorCall,
+    PretendCpu,
+    Recorder,
+    StorageView,
+    tensors_of,
+)
 
-__all__ = ["NotDeferrable", "Recipe", "build", "fill"]
+__all__ = ["NotDeferrable", "Recipe", "build_deferred", "fill"]
 
 
-def build(make: Callable[[], nn.Module]) -> tuple[nn.Module, Recipe]:
+def build_deferred(make: Callable[[], nn.Module]) -> tuple[nn.Module, Recipe]:
     """Run ``make()`` on the meta device; return its model and the recipe for the values of an ordinary build.
 
     Leaves the state of torch's generators unchanged: only the replay draws from them. Python's and numpy's generators
@@ -69,7 +76,10 @@ class Recipe:
     agree: Callable[[Tensor], None] = staticmethod(lambda _: None)
 
     def __init__(
-        self, calls: list[Call], sizes: dict[int, int], values: list[tuple[tuple[str, ...], Place | Tensor]]
+        self,
+        calls: list[OperatorCall],
+        sizes: dict[int, int],
+        values: list[tuple[tuple[str, ...], StorageView | Tensor]],
     ) -> None:
         self._calls, self._sizes, self._values = calls, sizes, values
         self.ties = [names for names, _ in values]
@@ -89,7 +99,7 @@ class Recipe:
         be called once. A tensor's memory is freed when ``place`` returns, unless ``place`` keeps a reference.
         """
         real: dict[int, torch.UntypedStorage] = {}
-        kept: defaultdict[int, list[tuple[tuple[str, ...], Place]]] = defaultdict(list)
+        kept: defaultdict[int, list[tuple[tuple[str, ...], StorageView]]] = defaultdict(list)
         for names, value in self._values:
             if isinstance(value, Tensor):
                 place(names, value)
@@ -113,14 +123,14 @@ class Recipe:
                     place(names, self._view(real, value))
                 real.pop(storage, None)
 
-    def _run(self, call: Call, real: dict[int, torch.UntypedStorage]) -> None:
+    def _run(self, call: OperatorCall, real: dict[int, torch.UntypedStorage]) -> None:
         def value(leaf: Any) -> Any:
-            return self._view(real, leaf) if isinstance(leaf, Place) else leaf
+            return self._view(real, leaf) if isinstance(leaf, StorageView) else leaf
 
         before = torch.get_default_dtype()
         torch.set_default_dtype(call.default_dtype)
         try:
-            results = tensors(call.run(*tree_map(value, call.args), **tree_map(value, call.kwargs)))
+            results = tensors_of(call.run(*tree_map(value, call.args), **tree_map(value, call.kwargs)))
         finally:
             torch.set_default_dtype(before)
         for position, place in call.fresh.items():
@@ -132,14 +142,14 @@ class Recipe:
             else:  # an operator's result may have other strides on the meta device
                 self._view(real, place).copy_(result)
 
-    def _view(self, real: dict[int, torch.UntypedStorage], place: Place) -> Tensor:
+    def _view(self, real: dict[int, torch.UntypedStorage], place: StorageView) -> Tensor:
         if place.storage not in real:
             real[place.storage] = torch.UntypedStorage(self._sizes[place.storage], device="cpu")
         empty = torch.empty(0, dtype=place.dtype, device="cpu")
         return empty.set_(real[place.storage], place.offset, place.size, place.stride)
 
 
-def _order(calls: list[Call], wanted: set[int]) -> list[tuple[Call, bool]]:
+def _order(calls: list[OperatorCall], wanted: set[int]) -> list[tuple[OperatorCall, bool]]:
     """Return the calls to run, each with True if its result is used, or False if it only advances the random numbers.
 
     Random calls keep their order. Any other call runs right after the last random call that it depends on, so that a

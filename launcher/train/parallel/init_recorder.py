@@ -30,7 +30,7 @@ class NotDeferrable(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StorageView:
     """Storage and layout of a deferred tensor: what is needed to create the same view of the real storage."""
 
     storage: int
@@ -41,7 +41,7 @@ class Place:
 
 
 @dataclass(slots=True)
-class Call:
+class OperatorCall:
     """One operator call. In ``args`` and ``kwargs``, deferred tensors are replaced by places and real ones copied.
 
     Args:
@@ -57,7 +57,7 @@ class Call:
     needs: set[int]
     writes: set[int]
     covers: set[int]
-    fresh: dict[int, Place]
+    fresh: dict[int, StorageView]
     random: bool
     default_dtype: torch.dtype
 
@@ -72,7 +72,7 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[Call] = []
+        self.calls: list[OperatorCall] = []
         self.storages: dict[int, torch.UntypedStorage] = {}  # kept alive, so that no address is reused
         self.refusal: NotDeferrable | None = None
         self._generators: dict[int, tuple[torch.Generator, Tensor, Tensor]] = {}
@@ -83,7 +83,7 @@ class Recorder(TorchDispatchMode):
             return self._call(func, args, dict(kwargs or {}))
 
     def _call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        name, inputs = func.overloadpacket.__name__, tensors((args, kwargs))
+        name, inputs = func.overloadpacket.__name__, tensors_of((args, kwargs))
         draws = torch.Tag.nondeterministic_seeded in func.tags
         # torch.load creates a tensor without elements and then sets its storage: that one must stay real
         if not inputs and (draws or name in _CONSTANT or (name in _EMPTY and 0 not in args[0])):
@@ -105,9 +105,9 @@ class Recorder(TorchDispatchMode):
         needs, writes, covers = self._effects(func, name, args, kwargs)
         stored_args, stored_kwargs = tree_map(self._stored, (args, kwargs))
         meta_args, meta_kwargs = tree_map(lambda x: x.to(_META) if isinstance(x, Tensor) else x, (args, kwargs))
-        held = {self.place(tensor).storage for tensor in tensors((args, kwargs)) if tensor.is_meta}
+        held = {self.place(tensor).storage for tensor in tensors_of((args, kwargs)) if tensor.is_meta}
         result = func(*meta_args, **meta_kwargs)
-        outputs = tensors(result)
+        outputs = tensors_of(result)
         if not all(output.is_meta for output in outputs):
             raise self.refuse(f"{func} moves a tensor to another device")
         places = [self.place(output) for output in outputs]
@@ -118,7 +118,9 @@ class Recorder(TorchDispatchMode):
                 generators = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Generator)]
                 self._drawn_from(generators[0] if generators else torch.default_generator)
             effects = (needs, writes | made, covers | made, fresh)
-            self.calls.append(Call(func, stored_args, stored_kwargs, *effects, draws, torch.get_default_dtype()))
+            self.calls.append(
+                OperatorCall(func, stored_args, stored_kwargs, *effects, draws, torch.get_default_dtype())
+            )
         return result
 
     def _effects(self, func: Any, name: str, args: Any, kwargs: Any) -> tuple[set[int], set[int], set[int]]:
@@ -127,7 +129,7 @@ class Recorder(TorchDispatchMode):
         for position, argument in enumerate(func._schema.arguments):
             written = argument.alias_info is not None and argument.alias_info.is_write
             blind = written and (argument.is_out or name in _OVERWRITE)
-            for tensor in tensors(args[position] if position < len(args) else kwargs.get(argument.name)):
+            for tensor in tensors_of(args[position] if position < len(args) else kwargs.get(argument.name)):
                 if not tensor.is_meta:
                     if written:
                         raise self.refuse(f"{func} writes deferred values into a tensor that has its memory already")
@@ -146,7 +148,7 @@ class Recorder(TorchDispatchMode):
         """Return whether ``tensor``, on the meta device, is one of the deferred ones."""
         return tensor.layout == torch.strided and tensor.untyped_storage()._cdata in self.storages
 
-    def place(self, tensor: Tensor) -> Place:
+    def place(self, tensor: Tensor) -> StorageView:
         """Return the place of ``tensor``.
 
         Raises:
@@ -159,7 +161,7 @@ class Recorder(TorchDispatchMode):
             raise self.refuse("it makes a lazily conjugated tensor")
         storage = tensor.untyped_storage()
         self.storages.setdefault(storage._cdata, storage)
-        return Place(storage._cdata, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        return StorageView(storage._cdata, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def _stored(self, leaf: Any) -> Any:
         if isinstance(leaf, Tensor):  # a real one is copied, since it may change before the replay
@@ -238,6 +240,6 @@ class PretendCpu(TorchFunctionMode):
             raise
 
 
-def tensors(tree: Any) -> list[Tensor]:
+def tensors_of(tree: Any) -> list[Tensor]:
     """Return the tensors among an operator's arguments or results, in order."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]

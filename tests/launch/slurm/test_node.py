@@ -12,9 +12,9 @@ import pytest
 
 from launcher import process
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, SiteError, Superseded, UserError
-from launcher.launch.agent import Outcome
+from launcher.launch.agent import NodeOutcome
 from launcher.launch.slurm import client, node, outcome
-from launcher.launch.slurm.client import Job, SlurmSilent, Task
+from launcher.launch.slurm.client import SlurmJob, SlurmSilent, SlurmTask
 from launcher.launch.slurm.outcome import Reports, lost_its_peers
 from launcher.plan.run_plan import RunPlan
 from launcher.rundir import records
@@ -25,12 +25,12 @@ from launcher.rundir.records import Failure, Submission, failure_record
 from tests.helpers import make_plan
 
 PEER_GONE = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:4711."
-STOPPED = Outcome(EXIT_RESUMABLE, {"stopped_by": "SIGUSR2"})
+STOPPED = NodeOutcome(EXIT_RESUMABLE, {"stopped_by": "SIGUSR2"})
 
 
-def slurms_job(state: str = "RUNNING", restarts: int = 0, left_s: float = 9999, preempted: bool = False) -> Job:
+def slurms_job(state: str = "RUNNING", restarts: int = 0, left_s: float = 9999, preempted: bool = False) -> SlurmJob:
     end = datetime.now() + timedelta(seconds=left_s)
-    return Job(state=state, reason="None", nodes="node[1-2]", restarts=restarts, end=end, preempted=preempted)
+    return SlurmJob(state=state, reason="None", nodes="node[1-2]", restarts=restarts, end=end, preempted=preempted)
 
 
 class Situation:
@@ -42,7 +42,7 @@ class Situation:
         self.paths.checkpoints.mkdir()
         self.plan: RunPlan = make_plan("cluster=slurm", "cluster.nodes=2", *overrides, run_dir=str(root))
         records.add_submission(self.paths, Submission.now())
-        self.job: Job | None = slurms_job()
+        self.job: SlurmJob | None = slurms_job()
         self.requeued: list[str] = []
         monkeypatch.setattr(client, "job", lambda _: self.answer())
         monkeypatch.setattr(client, "requeue", self.requeued.append)
@@ -52,7 +52,7 @@ class Situation:
             monkeypatch.setattr(module, name, 0)
         monkeypatch.setattr(outcome, "_LOOK_EVERY_S", 0.01)
 
-    def answer(self) -> Job | None:
+    def answer(self) -> SlurmJob | None:
         if self.job is None:
             raise SlurmSilent("no answer")
         return self.job
@@ -63,10 +63,10 @@ class Situation:
         self.fence = Fence(self.paths, Incarnation(submission, restart))
         node._open_incarnation(self.plan, self.task(0, restart), self.fence)
 
-    def task(self, number: int = 0, restart: int = 0) -> Task:
-        return Task(job="7", node=number, nodes=2, node_list="node[1-2]", restart=restart)
+    def task(self, number: int = 0, restart: int = 0) -> SlurmTask:
+        return SlurmTask(job="7", node=number, nodes=2, node_list="node[1-2]", restart=restart)
 
-    def conclude(self, ended: Outcome, number: int = 0) -> int:
+    def conclude(self, ended: NodeOutcome, number: int = 0) -> int:
         return outcome.conclude(self.plan, self.task(number), self.fence, ended)
 
     def told(self) -> list[str]:
@@ -80,8 +80,8 @@ def now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Situation:
     return situation
 
 
-def broken(error: str, **known: Any) -> Outcome:
-    return Outcome(EXIT_FAILED, {"verdict": "failed", "failure": failure_record(error, None, rank=1, **known)})
+def broken(error: str, **known: Any) -> NodeOutcome:
+    return NodeOutcome(EXIT_FAILED, {"verdict": "failed", "failure": failure_record(error, None, rank=1, **known)})
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def broken(error: str, **known: Any) -> Outcome:
         (slurms_job(left_s=60), "", ""),
     ],
 )
-def test_why_a_job_is_to_go_on_later(now: Situation, job: Job, signal: str, why: str) -> None:
+def test_why_a_job_is_to_go_on_later(now: Situation, job: SlurmJob, signal: str, why: str) -> None:
     now.job = job
     assert outcome.reason_to_requeue(now.plan, now.task(), signal) == why
 
@@ -119,7 +119,7 @@ def test_what_could_not_be_saved_is_not_called_stopped(now: Situation) -> None:
 
 def test_a_run_that_is_done_is_not_queued_again(now: Situation) -> None:
     write_json(now.paths.summary, {"verdict": "done", "steps": 300})
-    assert now.conclude(Outcome(EXIT_DONE, {})) == EXIT_DONE
+    assert now.conclude(NodeOutcome(EXIT_DONE, {})) == EXIT_DONE
     assert now.requeued == []
     assert now.told() == ["started", "done"]
 
@@ -217,9 +217,9 @@ def test_a_start_takes_the_plan_for_as_many_nodes_as_it_has(tmp_path: Path, monk
     now.plan.save()
     served: list[tuple[RunPlan, Path]] = []
 
-    def serve(plan: RunPlan, plan_file: Path, *_: object) -> Outcome:
+    def serve(plan: RunPlan, plan_file: Path, *_: object) -> NodeOutcome:
         served.append((plan, plan_file))
-        return Outcome(EXIT_DONE, {})
+        return NodeOutcome(EXIT_DONE, {})
 
     monkeypatch.setattr(node, "serve", serve)
     now.fence = Fence(now.paths, Incarnation())
@@ -258,7 +258,7 @@ def test_ncccls_watchdog_is_heard(tmp_path: Path) -> None:
 
 
 def test_a_replaced_start_does_not_return(now: Situation, monkeypatch: pytest.MonkeyPatch) -> None:
-    answers: list[Job | None] = [None, slurms_job(restarts=1), slurms_job("CANCELLED", restarts=1)]
+    answers: list[SlurmJob | None] = [None, slurms_job(restarts=1), slurms_job("CANCELLED", restarts=1)]
 
     def next_answer(_: float) -> None:
         now.job = answers.pop(0)
@@ -282,7 +282,7 @@ def test_a_start_that_is_replaced_while_it_reports_an_error_does_not_return(
 
     for name, does in (("die_with_parent", lambda *_: None), ("_write_to", lambda *_: None), ("_run", replaced)):
         monkeypatch.setattr(node, name, does)
-    monkeypatch.setattr(Task, "here", now.task)
+    monkeypatch.setattr(SlurmTask, "here", now.task)
     monkeypatch.setattr(node, "_stay_if_replaced", lambda _, status: stayed.append(status))
     with pytest.raises(SystemExit) as ended:
         node.run_node(str(now.paths.root), 0)

@@ -15,7 +15,7 @@ from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan
 from launcher.rundir import records
 from launcher.rundir.paths import SweepPaths
-from launcher.runs.status import Run, State
+from launcher.runs.status import Run, RunState
 from launcher.sweeps import manifest, reuse
 from launcher.sweeps.reuse import look_at_sweeps
 from tests.helpers import make_plan
@@ -81,7 +81,7 @@ def test_a_cell_that_is_refused_again_leaves_the_book_as_it_was(
     make_sweep(tmp_path / "s", cell("x=0", run="r0"), cell("x=1", run="r1"))
     paths = SweepPaths(tmp_path / "s")
     runs = [
-        dataclasses.replace(run, job="7_0", state=State.failed) for run in look_at_sweeps([paths])[str(paths.root)]
+        dataclasses.replace(run, job="7_0", state=RunState.failed) for run in look_at_sweeps([paths])[str(paths.root)]
     ]  # no Slurm has them here
 
     def retry(run: Run) -> RunPlan:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from launcher.train.checkpoint.diff import compare
+from launcher.train.checkpoint.diff import diff_checkpoints
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -23,7 +23,7 @@ def saved(place: Path, **changed: Any) -> Path:
 
 
 def test_equal_checkpoints_are_equal_to_the_last_bit(tmp_path: Path) -> None:
-    found = compare(saved(tmp_path / "1"), saved(tmp_path / "2"))
+    found = diff_checkpoints(saved(tmp_path / "1"), saved(tmp_path / "2"))
     assert (found.tensors, found.differing, found.first, found.norm) == (6, 0, None, 0.0)
 
 
@@ -40,5 +40,5 @@ def test_equal_checkpoints_are_equal_to_the_last_bit(tmp_path: Path) -> None:
     ],
 )
 def test_what_differs_is_named(tmp_path: Path, changed: dict[str, Any], first: str, absolute: float) -> None:
-    found = compare(saved(tmp_path / "1", **changed), saved(tmp_path / "2"))
+    found = diff_checkpoints(saved(tmp_path / "1", **changed), saved(tmp_path / "2"))
     assert (found.differing, found.first, found.absolute) == (1, first, absolute)

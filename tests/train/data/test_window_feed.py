@@ -17,7 +17,7 @@ from launcher.errors import DataError
 from launcher.plan.run_plan import RunPlan
 from launcher.task import seed_everything
 from launcher.train.data.randomness import SampleRandom, Seed
-from launcher.train.data.window_feed import BEGINNING, Feed, Place, open_feed
+from launcher.train.data.window_feed import BEGINNING, Feed, WindowPosition, open_feed
 from launcher.train.evaluation import eval_batches
 from launcher.train.world import World
 from tests.helpers import make_plan
@@ -37,7 +37,7 @@ class Stream(IterableDataset[int]):
         return iter(range(self.length))
 
 
-def read(plan: RunPlan, dataset: Any, start: Place = BEGINNING) -> list[list[int]]:
+def read(plan: RunPlan, dataset: Any, start: WindowPosition = BEGINNING) -> list[list[int]]:
     """All windows of all ranks, merged as the ranks would run them together: the samples that count, sorted."""
     size = plan.batch.world_size
     feeds = [open_feed(dataset, plan, World(rank, size, rank), CPU, start=start) for rank in range(size)]
@@ -68,7 +68,7 @@ def read(plan: RunPlan, dataset: Any, start: Place = BEGINNING) -> list[list[int
     return merged
 
 
-def settle(feeds: list[Feed]) -> Place:
+def settle(feeds: list[Feed]) -> WindowPosition:
     """What the window's collective does: share who has data, and ask each feed where the next window lies."""
     more = any(feed.has_next() for feed in feeds)
     places = {feed.settle(more) for feed in feeds}
@@ -76,7 +76,7 @@ def settle(feeds: list[Feed]) -> Place:
     return places.pop()
 
 
-def over(plan: RunPlan, place: Place) -> bool:
+def over(plan: RunPlan, place: WindowPosition) -> bool:
     return plan.train.epochs is not None and place.epoch >= plan.train.epochs
 
 
@@ -104,7 +104,7 @@ def test_members_of_a_window_are_the_same_in_every_world(loader_workers: int) ->
 def test_a_resume_needs_one_integer() -> None:
     data = list(range(103))
     plan = plan_for(3, 2, "train.epochs=2")
-    assert read(plan, data, Place(7)) == read(plan, data)[7:]
+    assert read(plan, data, WindowPosition(7)) == read(plan, data)[7:]
 
 
 @pytest.mark.parametrize("loader_workers", [0, 1])
@@ -114,7 +114,7 @@ def test_a_stream_goes_on_where_it_was(loader_workers: int) -> None:
     for micro, ranks in ((4, 1), (2, 3), (6, 4), (4, 5), (1, 7)):
         plan = plan_for(micro, ranks, *options, "batch.uneven=true", samples=None)
         whole = read(plan, Stream(40))
-        places = [Place(0), Place(1, 0, 1), Place(2, 1, 0), Place(3, 1, 1)]
+        places = [WindowPosition(0), WindowPosition(1, 0, 1), WindowPosition(2, 1, 0), WindowPosition(3, 1, 1)]
         assert [read(plan, Stream(40), place) for place in places] == [whole[n:] for n in range(4)]
 
 
@@ -123,7 +123,7 @@ def test_a_rank_whose_share_of_a_stream_has_ended_keeps_its_stand_in() -> None:
         sharded = True
 
     plan = plan_for(4, 2, "train.epochs=1", "schedule=constant", samples=None)
-    feed = open_feed(Uneven(9), plan, World(1, 2, 1), CPU, start=Place(2, 0, 2))
+    feed = open_feed(Uneven(9), plan, World(1, 2, 1), CPU, start=WindowPosition(2, 0, 2))
     window = next(feed.windows())
     assert not feed.has_next()
     assert [(batch.samples, batch.data.tolist()) for batch in window.micro_batches] == [(0, [8])] * 3
@@ -158,7 +158,7 @@ def drawn(
     plan = plan_for(micro, ranks, f"train.loader_workers={loader_workers}", "batch.uneven=true")
     seen: dict[int, Any] = {}
     for rank in range(ranks):
-        feed = open_feed(dataset, plan, World(rank, ranks, rank), CPU, collate=list, start=Place(start))
+        feed = open_feed(dataset, plan, World(rank, ranks, rank), CPU, collate=list, start=WindowPosition(start))
         for window in itertools.islice(feed.windows(), 4 - start):
             for batch in window.micro_batches:
                 seen |= {index: rest for index, *rest in batch.data}
@@ -234,7 +234,7 @@ def test_a_stream_that_draws_comes_alike_in_every_world() -> None:
     for micro, ranks in ((4, 1), (4, 2), (3, 4), (4, 5)):
         plan = plan_for(micro, ranks, *options, samples=None)
         assert read(plan, Shuffling()) == alone
-        assert read(plan, Shuffling(), Place(1, 0, 1)) == alone[1:]
+        assert read(plan, Shuffling(), WindowPosition(1, 0, 1)) == alone[1:]
 
 
 def test_a_rank_may_have_no_sample_of_a_window_and_some_of_the_next() -> None:
@@ -325,7 +325,7 @@ def test_a_run_that_is_resumed_within_a_ramp_goes_on_with_the_next_window() -> N
     data = list(range(100))
     whole = read(plan, data)
     for at in (1, 3, 7, 8, 12, 15):
-        assert read(plan, data, Place(at)) == whole[at:]
+        assert read(plan, data, WindowPosition(at)) == whole[at:]
 
 
 def state_drawn(state: Any) -> float:

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from launcher.tasks.bytes_model import GPT
-from launcher.train.parallel.deferred_init import build, fill
+from launcher.train.parallel.deferred_init import build_deferred, fill
 
 
 class Uneven(nn.Module):
@@ -53,7 +53,7 @@ def values(hybrid: bool) -> bool:
     ordinary = Uneven()
     after = torch.get_rng_state()
     torch.manual_seed(1)
-    model, recipe = build(Uneven)
+    model, recipe = build_deferred(Uneven)
     sharded(model, model.gpt, hybrid).to_empty(device="cpu")  # pyright: ignore[reportArgumentType]
     fill(model, recipe)
     same = torch.equal(after, torch.get_rng_state()) and all(
@@ -91,7 +91,7 @@ def memory() -> dict[str, float]:
     sharded(small := GPT(16, 8, 1, 1, 8, 0.0), small)(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     torch.manual_seed(1)
-    model, recipe = build(make)
+    model, recipe = build_deferred(make)
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     sharded(model, model).to_empty(device="cpu")  # pyright: ignore[reportArgumentType]
     fill(model, recipe)

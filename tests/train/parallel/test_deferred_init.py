@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from launcher.tasks.bytes_model import GPT
-from launcher.train.parallel.deferred_init import build, fill
+from launcher.train.parallel.deferred_init import build_deferred, fill
 from launcher.train.parallel.init_recorder import NotDeferrable
 from tests.helpers import torchrun
 from tests.train.parallel.deferred_models import MODELS, Make, instructed, module, tied
@@ -64,7 +64,7 @@ def test_values_and_random_numbers_are_those_of_an_ordinary_build(make: Make) ->
     ordinary = make()
     after = states()
     seed()
-    model, recipe = build(make)
+    model, recipe = build_deferred(make)
     fill(model.to_empty(device="cpu"), recipe)
     assert states() == after
     assert_same(state_of(model), state_of(ordinary))
@@ -79,13 +79,13 @@ def test_any_sequence_of_operators(instructions: list[tuple[int, int, int]]) -> 
 def test_recording_draws_nothing() -> None:
     seed()
     before = states()
-    model, _ = build(MODELS["gpt"])
+    model, _ = build_deferred(MODELS["gpt"])
     assert states() == before
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
 def test_tied_parameters_come_once_with_all_their_names() -> None:
-    _, recipe = build(module(tied))
+    _, recipe = build_deferred(module(tied))
     assert recipe.ties == [("emb.weight", "head.weight"), ("a", "b")]
     seen: list[tuple[str, ...]] = []
     recipe.replay(lambda names, _: seen.append(names))
@@ -93,7 +93,7 @@ def test_tied_parameters_come_once_with_all_their_names() -> None:
 
 
 def test_a_model_of_other_names_is_not_filled() -> None:
-    _, recipe = build(lambda: nn.Linear(2, 2))
+    _, recipe = build_deferred(lambda: nn.Linear(2, 2))
     with pytest.raises(ValueError, match=r"not the names that were recorded: bias"):
         fill(nn.Linear(2, 2, bias=False), recipe)
 
@@ -136,7 +136,7 @@ def rescaled_gpt() -> nn.Module:
     ids=["gpt", "rescaled", "converted", "copied"],
 )
 def test_memory_is_that_of_the_largest_parameters(make: Make) -> None:
-    model, recipe = build(make)
+    model, recipe = build_deferred(make)
     sizes = sorted(p.numel() * p.element_size() for p in model.parameters())
     with Live() as live:
         recipe.replay(lambda *_: None)
@@ -146,7 +146,7 @@ def test_memory_is_that_of_the_largest_parameters(make: Make) -> None:
 
 def test_recording_takes_no_memory() -> None:
     with Live() as live:
-        build(lambda: GPT(256, 64, 8, 4, 32, 0.0))
+        build_deferred(lambda: GPT(256, 64, 8, 4, 32, 0.0))
     assert live.peak < 64 * 64 * 4
 
 
@@ -254,7 +254,7 @@ def test_what_cannot_be_deferred_says_why_and_leaves_no_trace(make: Make, reason
 
     before = states()
     with pytest.raises(NotDeferrable, match=reason):
-        build(draws_first)
+        build_deferred(draws_first)
     assert states() == before
 
 

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from launcher.plan.run_plan import TaskPlan
 from launcher.plan.solve import _mode_notes
-from launcher.train.engine.build import build
+from launcher.train.engine.build import build_parallel
 from launcher.train.inspection.task_probe import in_eval_mode
 from launcher.train.parallel import replicas
 from launcher.train.world import World
@@ -140,7 +140,7 @@ def test_one_rank_tells_of_parameters_that_become_fp32(
     plan = make_plan("strategy=single", "precision=fp32")
     plan = dataclasses.replace(plan, task=dataclasses.replace(plan.task, target=""))
     model = nn.Linear(2, 3, dtype=torch.bfloat16)
-    build(model, lambda p: torch.optim.SGD(p, 0.1), plan, torch.device("cpu"), None, World(rank, 2, rank))
+    build_parallel(model, lambda p: torch.optim.SGD(p, 0.1), plan, torch.device("cpu"), None, World(rank, 2, rank))
     assert model.weight.dtype is torch.float32
     assert ("9 trained parameters are converted to fp32" in capsys.readouterr().out) is (rank == 0)
 
