@@ -14,16 +14,42 @@ from pathlib import Path
 STATE = "state.json"
 
 
+class _Path:
+    """Attribute of a class with a ``root``: the path ``name`` below it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, paths: RunPaths | SweepPaths | DrillPaths, owner: object) -> Path:
+        return paths.root / self._name
+
+
 @dataclass(frozen=True)
 class RunPaths:
     """Files of one run in its directory ``root``."""
 
     root: Path
 
-    @property
-    def plan(self) -> Path:
-        """Return the path of the plan, the only input of a worker."""
-        return self.root / "plan.json"
+    plan = _Path("plan.json")  # the only input of a worker
+    config = _Path("config.yaml")  # the composed config, with which the run can be repeated
+    metrics = _Path("metrics.jsonl")  # the record: one JSON object per logged step, appended by rank 0
+    summary = _Path("summary.json")  # verdict and last values
+    fitted = _Path("fitted.json")  # micro-batch sizes that were found to fit into memory
+    precision = _Path("precision.json")  # number format that the run's first start chose for precision=auto
+    certificate = _Path("certificate.json")  # result of `launch verify`
+    job = _Path("job.json")  # list of submissions: who, when, as which job
+    events = _Path("events.jsonl")  # one JSON object per start, stop, requeue, ...
+    incarnation = _Path("incarnation.json")  # the newest start: only that start may write
+    wandb_status = _Path("wandb.json")  # status of the W&B mirror: mode, directory or URL, the first problem
+    code = _Path("code")  # directory of the code snapshot taken at submission
+    slurm = _Path("slurm")  # submitit's folder: batch scripts, and output from before the agent's log starts
+    logs = _Path("logs")
+    launch_log = _Path("logs/launch.log")  # output of a `launch` without a terminal: of a drill's runs
+    wandb_log = _Path("logs/wandb.log")
+    checkpoints = _Path("checkpoints")
+    # name of the newest complete checkpoint, for users and their scripts; may be outdated after a crash, and a resume
+    # looks at the directories instead
+    latest = _Path("checkpoints/latest")
 
     def plan_of(self, node: int) -> Path:
         """Return the plan of one host's agent and workers.
@@ -40,11 +66,6 @@ class RunPaths:
         """
         return self.root / f"plan.nodes{nodes}{f'.node{node}' if node else ''}.json"
 
-    @property
-    def config(self) -> Path:
-        """Return the path of the composed config, with which the run can be repeated."""
-        return self.root / "config.yaml"
-
     def plan_until(self, submission: int) -> Path:
         """Return the plan that was valid up to and including a submission, kept when the next one changed it."""
         return self.root / f"plan.{submission}.json"
@@ -52,71 +73,17 @@ class RunPaths:
     def config_until(self, submission: int) -> Path:
         return self.root / f"config.{submission}.yaml"
 
-    @property
-    def metrics(self) -> Path:
-        """Return the path of the record: one JSON object per logged step, appended by rank 0."""
-        return self.root / "metrics.jsonl"
-
-    @property
-    def summary(self) -> Path:
-        """Return the path of the verdict and the last values."""
-        return self.root / "summary.json"
-
-    @property
-    def fitted(self) -> Path:
-        """Return the path of the micro-batch sizes that were found to fit into memory."""
-        return self.root / "fitted.json"
-
-    @property
-    def precision(self) -> Path:
-        """Return the path of the number format that the run's first start chose for precision=auto."""
-        return self.root / "precision.json"
-
-    @property
-    def certificate(self) -> Path:
-        """Return the path of the result of `launch verify`."""
-        return self.root / "certificate.json"
-
     def summary_of(self, node: int) -> Path:
         """Return the path of one host's summary; node 0's is the run's."""
         return self.summary if node == 0 else self.root / f"summary.node{node}.json"
-
-    @property
-    def job(self) -> Path:
-        """Return the path of the list of submissions: who, when, as which job."""
-        return self.root / "job.json"
 
     def submission(self, number: int) -> Path:
         """Return the marker file that reserves a submission number."""
         return self.root / f".submission.{number}"
 
-    @property
-    def events(self) -> Path:
-        """Return the path of the event log: one JSON object per start, stop, requeue, ..."""
-        return self.root / "events.jsonl"
-
-    @property
-    def code(self) -> Path:
-        """Return the directory of the code snapshot taken at submission."""
-        return self.root / "code"
-
-    @property
-    def slurm(self) -> Path:
-        """Return submitit's folder: each submission's batch script, and output from before the agent's log starts."""
-        return self.root / "slurm"
-
-    @property
-    def incarnation(self) -> Path:
-        """Return the path of the newest start's record: only that start may write."""
-        return self.root / "incarnation.json"
-
     def failure_of(self, node: int) -> Path:
         """Return the failure of one Slurm node's workers; the summary has the earliest of all nodes."""
         return self.root / f"failure.node{node}.json"
-
-    @property
-    def logs(self) -> Path:
-        return self.root / "logs"
 
     def node_log(self, node: int) -> Path:
         return self.logs / f"node{node}.log"
@@ -141,34 +108,8 @@ class RunPaths:
         """Return the file in which torch's ``@record`` stores a rank's exception."""
         return self.logs / f"rank{rank}.attempt{attempt}.error.json"
 
-    @property
-    def launch_log(self) -> Path:
-        """Return the output of a `launch` without a terminal: of a drill's runs."""
-        return self.logs / "launch.log"
-
-    @property
-    def wandb_log(self) -> Path:
-        return self.logs / "wandb.log"
-
-    @property
-    def wandb_status(self) -> Path:
-        """Return the W&B mirror's status: mode, directory or URL, the first problem."""
-        return self.root / "wandb.json"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
-
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step_{step:06d}"
-
-    @property
-    def latest(self) -> Path:
-        """Return the file with the name of the newest complete checkpoint, for users and their scripts.
-
-        It may be outdated after a crash; a resume looks at the directories instead.
-        """
-        return self.checkpoints / "latest"
 
     def partial_checkpoint(self, step: int, incarnation: object) -> Path:
         """Return the directory of a checkpoint being written. Two incarnations never share one."""
@@ -207,25 +148,10 @@ class SweepPaths:
 
     root: Path
 
-    @property
-    def manifest(self) -> Path:
-        """Return the manifest: the cells, and the run of each."""
-        return self.root / "sweep.json"
-
-    @property
-    def code(self) -> Path:
-        """Return the directory of code snapshots: one for each version of the code."""
-        return self.root / "code"
-
-    @property
-    def slurm(self) -> Path:
-        """Return submitit's folder for the arrays."""
-        return self.root / "slurm"
-
-    @property
-    def report(self) -> Path:
-        """Return the path of the page that `launch report` writes."""
-        return self.root / "report.html"
+    manifest = _Path("sweep.json")  # the cells, and the run of each
+    code = _Path("code")  # directory of code snapshots: one for each version of the code
+    slurm = _Path("slurm")  # submitit's folder for the arrays
+    report = _Path("report.html")  # page that `launch report` writes
 
 
 @dataclass(frozen=True)
@@ -234,10 +160,7 @@ class DrillPaths:
 
     root: Path
 
-    @property
-    def result(self) -> Path:
-        """Return the result, in the format of `launch drill --json`."""
-        return self.root / "drill.json"
+    result = _Path("drill.json")  # in the format of `launch drill --json`
 
 
 def find(runs: Path) -> list[RunPaths]:
