@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import IterableDataset
+from torch import Tensor
+from torch.utils.data import IterableDataset, default_collate
 
 from launcher.errors import DataError
 from launcher.plan.run_plan import RunPlan
 from launcher.task import seed_everything
+from launcher.train.data import window_feed
 from launcher.train.data.randomness import SampleRandom, Seed
 from launcher.train.data.window_feed import BEGINNING, Feed, WindowPosition, open_feed
 from launcher.train.evaluation import eval_batches
@@ -199,6 +201,59 @@ def test_a_data_set_that_draws_nothing_is_read_once() -> None:
             return index, None
 
     assert sorted(drawn(1, loader_workers=0, dataset=Counting())) == sorted(reads)
+
+
+class ReadsSeveral(torch.utils.data.Dataset[float]):
+    """``__getitems__`` reads a micro-batch at once, as torch's DataLoader allows. ``draws``: samples are noisy."""
+
+    def __init__(self, *, draws: bool) -> None:
+        self.draws, self.calls = draws, 0
+
+    def __len__(self) -> int:
+        return 103
+
+    def __getitem__(self, index: int) -> float:
+        return index + (random.random() if self.draws else 0.0)
+
+    def __getitems__(self, indices: list[int]) -> list[float]:
+        self.calls += 1
+        return [self[index] for index in indices]
+
+
+def values(dataset: Any, ranks: int) -> Tensor:
+    plan = plan_for(4, ranks, "train.steps=5", "train.loader_workers=0")
+    feeds = [open_feed(dataset, plan, World(rank, ranks, rank), CPU) for rank in range(ranks)]
+    windows = [itertools.islice(feed.windows(), 5) for feed in feeds]
+    batches = [[b.data for window in stream for b in window.micro_batches] for stream in windows]
+    rows = torch.cat([torch.as_tensor(batch) for of_rank in batches for batch in of_rank])
+    return rows.sort().values
+
+
+@pytest.mark.parametrize("draws", [False, True])
+@pytest.mark.parametrize("part", [False, True])
+def test_a_dataset_may_read_several_samples_at_once(draws: bool, part: bool) -> None:
+    """Then with the numbers that each sample draws when it is read alone."""
+    data = ReadsSeveral(draws=draws)
+    dataset = torch.utils.data.Subset(data, [*reversed(range(103))]) if part else data
+    first = values(dataset, 1)
+    assert data.calls == 1 if draws else data.calls >= len(first) // 4
+    assert torch.equal(first, values(dataset, 2))
+    assert draws or torch.equal(first, first.round())
+
+
+@pytest.mark.parametrize("kind", ["tensor", "parameter"])
+def test_tensors_are_the_batch_of_their_samples(kind: str) -> None:
+    inputs, labels = torch.randn(103, 3, 2), torch.randint(9, (103,))
+    inputs = torch.nn.Parameter(inputs) if kind == "parameter" else inputs
+    data = torch.utils.data.TensorDataset(inputs, labels)
+    part = torch.utils.data.Subset(torch.utils.data.Subset(data, [*range(3, 103)]), [*range(0, 100, 7)])
+    for dataset in (data, part):
+        indices = [0, 5, 2, 5]
+        batch = window_feed.Samples(dataset, default_collate, 0).batch(indices, 0, range(4))
+        wanted = default_collate([dataset[index] for index in indices])
+        assert [type(tensor) for tensor in batch] == [type(tensor) for tensor in wanted]
+        assert [tensor.dtype for tensor in batch] == [tensor.dtype for tensor in wanted]
+        assert all(torch.equal(a, b) for a, b in zip(batch, wanted, strict=True))
 
 
 def test_another_length_than_the_plans_is_refused() -> None:
