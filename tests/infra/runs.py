@@ -41,11 +41,11 @@ def processes_of(run: Path) -> list[str]:
     return found
 
 
-def wait_for(condition: Any, what: str, seconds: float = 60) -> None:
+def wait_for(condition: Any, what: str, seconds: float = 60, every_s: float = 0.05) -> None:
     end = time.monotonic() + patience(seconds)
     while not condition():
         assert time.monotonic() < end, f"waited {patience(seconds):.0f} s for {what}"
-        time.sleep(0.05)
+        time.sleep(every_s)
 
 
 def start(project: Path, *arguments: str) -> subprocess.Popen[str]:

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 import pytest
 
-from tests.infra import slurm_conf
+from tests.infra import slurm_conf, slurm_warm, warm
 from tests.infra.hosts import NET, Hosts, hosts, ip
 from tests.infra.netns import can_make_namespaces
 from tests.infra.runs import wait_for
@@ -42,12 +42,14 @@ class Cluster:
     env: dict[str, str] = field(init=False)  # what a login shell has set
     gate: Login = field(init=False)
     members: dict[str, Node] = field(init=False)
+    python: str = field(init=False)  # what a job's tasks run
 
     def __post_init__(self) -> None:
         shim = f"{self.root}/bin:" if self.shape.accounting == "shim" else ""
         path = f"{shim}{os.environ['PATH']}:{SBIN}"
         self.env = {"SLURM_CONF": f"{self.root}/etc/slurm.conf", "PATH": path}
         self.gate = Login(self.network.switch, self.root / "etc/hosts", self.env)
+        self.python = sys.executable
         self.members = {}
         for name, namespace in zip(self.shape.names, self.network.names, strict=True):
             cgroup = FREEZER / f"{self.network.stem}-{name}" if self.shape.proctrack == "cgroup" else None
@@ -69,7 +71,11 @@ class Cluster:
         check: bool = True,
         timeout: float = 60,
     ) -> Done:
-        """Run a command on the login host."""
+        """Run a command on the login host. Python's programs are those of ``python``."""
+        if warm.COMMAND_LINE in argv:
+            return self.gate.run_warm(argv, self.python, self.gate.environment(env), cwd, check, timeout)
+        if argv[0] == sys.executable:
+            argv = (self.python, *argv[1:])
         return run(self.gate.command(*argv), self.gate.environment(env), cwd, check, timeout)
 
     def start(self, *argv: str, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> Any:
@@ -103,13 +109,14 @@ class Cluster:
         if not member.init:
             member.start()
             member.wait()
+            self._serve(node)
         if member.slurmd() is None:
             member.start_slurmd()
 
     def pids(self, node: str) -> list[int]:
         """Processes of the node's jobs, Slurm's own slurmstepd included, as seen from here."""
         member = self.members[node]
-        return [pid for pid in member.processes() if pid not in (member.init, member.slurmd())]
+        return [pid for pid in member.processes() if pid not in (member.init, member.slurmd(), member.warm())]
 
     def jobs(self) -> list[str]:
         """Ids of the jobs that have not ended: pending, running, completing."""
@@ -128,7 +135,7 @@ class Cluster:
     def wait(self, condition: Callable[[], object], what: str, seconds: float = 30) -> None:
         """Until ``condition`` holds; the error that it does not ends with the daemons' logs."""
         try:
-            wait_for(condition, what, seconds)
+            wait_for(condition, what, seconds, 0.2)  # it may ask Slurm, which takes six processes
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.logs()}") from None
 
@@ -145,6 +152,8 @@ class Cluster:
     def up(self) -> None:
         slurm_conf.write(self.root, self.shape, f"{NET}.1", {node: self.address(node) for node in self.nodes})
         ip("-n", self.network.switch, "addr", "add", f"{NET}.1/24", "dev", "bridge")
+        if self.shape.proctrack == "cgroup":
+            self.python = str(slurm_warm.write_client(self.root))
         for node in self.members.values():
             node.start()
         munge = self.root / "munge"
@@ -153,8 +162,9 @@ class Cluster:
         munged = self._daemon("munged", "--foreground", f"--socket={socket}", "--num-threads=2", *files)
         wait_for(lambda: socket.exists() or munged.poll() is not None, "munged", 10)
         slurmctld = self._daemon("slurmctld", "-D")
-        for node in self.members.values():
+        for name, node in self.members.items():
             node.wait()
+            self._serve(name)
             node.start_slurmd()
 
         def is_up() -> bool:
@@ -162,7 +172,7 @@ class Cluster:
             assert munged.poll() is None, "munged has ended"
             return self.idle() == self.nodes
 
-        wait_for(is_up, "idle nodes", 30)
+        wait_for(is_up, "idle nodes", 30, 0.2)
 
     def down(self) -> None:
         for node in self.members.values():
@@ -170,6 +180,14 @@ class Cluster:
         self.network.end()
         for node in self.members.values():
             node.remove_cgroup()
+
+    def _serve(self, node: str) -> None:
+        """Start the node's server of warm processes, where its tasks can be forked."""
+        if self.python != sys.executable:
+            socket = self.root / "spool" / node / slurm_warm.SERVER
+            socket.unlink(missing_ok=True)
+            slurm_warm.start_server(self.root, node, self.members[node].init)
+            wait_for(socket.exists, f"the server of {node}", 30)
 
     def _daemon(self, *argv: str) -> Any:
         process = self.gate.daemon(argv, self.root / f"log/{argv[0]}.out")

@@ -7,10 +7,13 @@ import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tests.infra import warm
 from tests.infra.slurm_conf import LOGIN
+from tests.infra.slurm_warm import enter_login
 
 Done = subprocess.CompletedProcess[str]
 # what Slurm's commands take their options from; a Slurm job around the tests has set them
@@ -30,7 +33,11 @@ def run(command: Sequence[str], env: Mapping[str, str], cwd: Path | None, check:
         timeout=timeout,
         check=False,
     )
-    assert not check or done.returncode == 0, f"{command} ended with {done.returncode}\n{done.stdout}{done.stderr}"
+    return checked(done) if check else done
+
+
+def checked(done: Done) -> Done:
+    assert done.returncode == 0, f"{done.args} ended with {done.returncode}\n{done.stdout}{done.stderr}"
     return done
 
 
@@ -48,6 +55,14 @@ class Login:
         """What runs ``argv`` there. It becomes ``argv``, with its directory, and gets its signals."""
         enter = ["unshare", "--mount", "--uts", "sh", "-c", ENTER, LOGIN, str(self.hosts_file)]
         return ["nsenter", f"--net=/run/netns/{self.namespace}", *enter, *argv]
+
+    def run_warm(
+        self, argv: Sequence[str], python: str, env: Mapping[str, str], cwd: Path | None, check: bool, timeout: float
+    ) -> Done:
+        """Run `launch` there. ``python``: what the tasks of the jobs run that it submits."""
+        enter = partial(enter_login, self.namespace, str(self.hosts_file), python)
+        done = warm.run([*argv], timeout, cwd=cwd, env=env, stdin=subprocess.DEVNULL, preexec_fn=enter)
+        return checked(done) if check else done
 
     def start(
         self, argv: Sequence[str], cwd: Path | None = None, env: Mapping[str, str] | None = None, **options: Any

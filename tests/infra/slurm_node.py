@@ -14,6 +14,7 @@ from pathlib import Path
 from tests.helpers import patience
 from tests.infra.netns import pids_in
 from tests.infra.slurm_conf import FREEZER
+from tests.infra.slurm_warm import is_server
 
 # Process 1 of a node. It ignores SIGCHLD, so that the kernel reaps the orphans that Slurm's double forks leave to it.
 # slurmd names its cgroup after the node only, so that the nodes of two clusters would share it: each sees a freezer
@@ -118,6 +119,14 @@ class Node:
             facts = status(pid)
             if facts.get("Name") == "slurmd" and facts["PPid"] == str(self.init):
                 return pid
+        return None
+
+    def warm(self) -> int | None:
+        """Its server of warm processes; a process that was forked from it has another parent."""
+        for pid in self.processes():
+            with suppress(FileNotFoundError, ProcessLookupError):
+                if status(pid).get("PPid") == str(self.init) and is_server(pid):
+                    return pid
         return None
 
     def kill(self) -> None:

@@ -35,7 +35,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
 COLD = "LAUNCHER_TEST_COLD"
@@ -46,7 +46,7 @@ PRELOADED = (
 )  # fmt: skip
 COMMAND_LINE = "from launcher.cli import main; main()"
 # they start no Python programs, and so need no server
-LEAVES = ("launcher.train.worker", "launcher.launch.script")
+LEAVES = ("launcher.train.worker", "launcher.launch.script", "tests.infra.slurm_warm")
 # variables that are read when Python or torch start, which is over in a fork
 READ_AT_START = ("PYTHONWARNINGS", "PYTHONNOUSERSITE", "TORCH_LOGS", COLD)
 SPACE = 100_000  # bytes for a command line, and as many for an environment
@@ -186,19 +186,16 @@ def _first_server() -> socket.socket:
     return _server
 
 
-def main(descriptor: int) -> None:
-    """Import what the programs need, and serve until the client ends. In a new process: run its program."""
+def main(descriptor: int) -> NoReturn:
+    """Import what the programs need, and serve until the client ends."""
     for module in PRELOADED:
         importlib.import_module(module)
     gc.freeze()  # a collection would copy every page of theirs
-    program = _serve(socket.socket(fileno=descriptor))
-    _show(program)
-    _leave(_run(program))
+    _serve(socket.socket(fileno=descriptor))
 
 
-def _serve(channel: socket.socket) -> Program:
-    """Fork a process for each request; return in the new process, which has a server of its own by then."""
-    global _server
+def _serve(channel: socket.socket) -> NoReturn:
+    """Fork a process for each request; each has a server of its own."""
     while True:
         _silence(channel)
         header, files, _, _ = socket.recv_fds(channel, 8, 16)
@@ -211,16 +208,23 @@ def _serve(channel: socket.socket) -> Program:
                 os.close(file)
             channel.sendall(pid.to_bytes(8, "big"))
             continue
-        channel.detach()  # the next line closes it, and its number may be taken again
-        _inherit(program, files)
-        if program.command[0][1] in LEAVES:
-            _server = None
-            return program
+        channel.detach()  # the program's files may take its number
+        become(program, files)
+
+
+def become(program: Program, files: list[int]) -> NoReturn:
+    """Run the program in this process, which was forked for it. ``files``: the program's, by ``descriptors``."""
+    global _server
+    _inherit(program, files)
+    _server = None
+    if program.command[0][1] not in LEAVES:
         _server, channel = socket.socketpair()
-        if os.fork():
-            channel.close()
-            return program
-        _server.close()
+        if not os.fork():
+            _server.close()
+            _serve(channel)
+        channel.close()
+    _show(program)
+    _leave(_run(program))
 
 
 def _silence(channel: socket.socket) -> None:
@@ -311,7 +315,7 @@ def _run(program: Program) -> int:
     return 0
 
 
-def _leave(status: int) -> None:
+def _leave(status: int) -> NoReturn:
     """End as the interpreter would, but for the teardown of its modules."""
     threading._shutdown()  # pyright: ignore
     atexit._run_exitfuncs()  # pyright: ignore

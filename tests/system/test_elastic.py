@@ -28,9 +28,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train_undisturbed(tmp_path_factory.mktemp("undisturbed"), *MINE)
 
 
-def test_a_job_goes_on_with_the_nodes_that_are_left(by_process_tree: Cluster, project: Path, undisturbed: Path) -> None:
+def test_a_job_goes_on_with_the_nodes_that_are_left(by_cgroup: Cluster, project: Path, undisturbed: Path) -> None:
     """22 samples cannot be shared alike by three ranks, and can by two: both worlds learn the same."""
-    three, mine = by_process_tree, Project(by_process_tree, project)
+    three, mine = by_cgroup, Project(by_cgroup, project)
     job = mine.submit(*MINE, "cluster.nodes=2:3")
     mine.wait_for_step(6)
     assert mine.events()[-1]["ranks"] == 3

@@ -75,6 +75,9 @@ def test_cancelling_leaves_nothing_and_resuming_loses_nothing(
     mine.nothing_is_left()
 
 
+@pytest.mark.parametrize(
+    "either", ["by_cgroup", pytest.param("by_process_tree", marks=pytest.mark.nightly)], indirect=True
+)
 def test_the_ledger_tells_the_truth_of_a_failure(either: Cluster, project: Path) -> None:
     mine = Project(either, project)
     done = mine.launch(

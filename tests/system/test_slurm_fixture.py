@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import patience
+from tests.helpers import launch_command, patience
 from tests.infra.netns import pids_in
 from tests.infra.slurm import Cluster, cluster, needs_slurm
-from tests.infra.slurm_conf import FREEZER
+from tests.infra.slurm_conf import FREEZER, best_proctrack
 
 pytestmark = [pytest.mark.slow, pytest.mark.root, needs_slurm]
 
@@ -136,6 +136,17 @@ def test_a_signal_reaches_the_tasks_of_one_cluster(tmp_path: Path) -> None:
         left = other.start("sleep", "600")  # and a job that still runs
         other.wait(lambda: left.pid in pids_in(other.network.switch), "it to be on the switch", 10)
     assert remains(one, other, plain) == []
+
+
+def test_a_task_of_a_job_is_forked(tmp_path: Path) -> None:
+    """From its node's server, which alone has imported this module: everything works without it too, but slowly."""
+    if best_proctrack() != "cgroup":
+        pytest.skip("only a cgroup keeps a forked task among the processes of its job")
+    (tmp_path / "show.py").write_text("import sys; print(*sys.modules)")
+    with cluster(1) as there:
+        there.login(*launch_command("run", "cluster=slurm", "run.name=it", "--wait", "--", "show.py"), cwd=tmp_path)
+    shown = (tmp_path / "runs/it/logs/rank0.log").read_text()
+    assert "launcher.launch.slurm.node" in shown.split()
 
 
 def test_an_error_shows_the_logs(tmp_path: Path) -> None:

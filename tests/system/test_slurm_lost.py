@@ -20,8 +20,8 @@ pytestmark = [
 ]
 
 
-def test_a_node_that_loses_power_is_replaced(by_process_tree: Cluster, project: Path, undisturbed: Path) -> None:
-    there, mine = by_process_tree, Project(by_process_tree, project)
+def test_a_node_that_loses_power_is_replaced(by_cgroup: Cluster, project: Path, undisturbed: Path) -> None:
+    there, mine = by_cgroup, Project(by_cgroup, project)
     mine.submit("cluster.nodes=2", "cluster.workers_per_node=1")
     mine.wait_for_step(15)
     lost = mine.events()[-1]["nodes"][random.randrange(2)]
@@ -54,10 +54,10 @@ def test_a_link_that_heals_does_not_end_what_goes_on_elsewhere(
 
 
 def test_a_node_that_slurm_has_given_up_overwrites_nothing(
-    by_process_tree: Cluster, project: Path, undisturbed: Path
+    by_cgroup: Cluster, project: Path, undisturbed: Path
 ) -> None:
     """The whole job is on a node whose slurmd dies: it trains on, while Slurm begins it again elsewhere."""
-    there, mine = by_process_tree, Project(by_process_tree, project)
+    there, mine = by_cgroup, Project(by_cgroup, project)
     mine.submit("cluster.workers_per_node=2")
     mine.wait_for_step(5)
     (node,) = mine.events()[-1]["nodes"]
