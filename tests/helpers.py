@@ -13,13 +13,14 @@ from launcher.plan.host import Site
 from launcher.plan.launch_plan import RunInfo
 from launcher.plan.run_plan import RunPlan, TaskPlan
 from launcher.plan.solve import solve
-from tests.infra import warm
+from tests.infra import composition, warm
 
 ROOT = Path(__file__).resolve().parent.parent
 # how many times longer this machine takes than the one that the limits were chosen on; measured once by conftest.py
 SLOWNESS = "LAUNCHER_TEST_SLOWNESS"
 # two cores serve several ranks here: more threads than cores only wait for each other
 os.environ["OMP_NUM_THREADS"] = "1"
+composition.install()
 # a stranger's settings must not decide a test
 for name in [name for name in os.environ if name.startswith("WANDB_")]:
     del os.environ[name]

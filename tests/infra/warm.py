@@ -4,8 +4,9 @@ What costs a test of real processes most is `import torch`, in each of them. ``r
 ``subprocess``, but a Python program that they recognise (``python -m launcher...``, torchrun, the command line) is
 forked from a server, and so are the programs that it starts in its turn. Such a process is as real as any other: it
 has a parent, a session, signals, files and memory of its own, and /proc shows the command line and the environment
-that it was given. It differs in what is imported already, and its hashes have the seed 0. Everything else is executed
-as usual, and so is every program if ``COLD`` is set in its environment.
+that it was given. It differs in what is imported already, its configs come from a cache (tests/infra/composition.py),
+and its hashes have the seed 0. Everything else is executed as usual, and so is every program if ``COLD`` is set in its
+environment.
 
 The server clones with CLONE_PARENT, so that the new process is a child of the one that asked for it; for this each
 process has a server of its own, forked from it before it does anything else and starts threads.
@@ -190,6 +191,9 @@ def main(descriptor: int) -> NoReturn:
     """Import what the programs need, and serve until the client ends."""
     for module in PRELOADED:
         importlib.import_module(module)
+    composition = importlib.import_module("tests.infra.composition")
+    composition.install()
+    composition.fill()
     gc.freeze()  # a collection would copy every page of theirs
     _serve(socket.socket(fileno=descriptor))
 
