@@ -21,7 +21,7 @@ from launcher.task import as_loss, load_task
 from launcher.train.engine.engine import Engine
 from launcher.train.trainer import build_optimizer
 
-WINDOWS = 3
+WINDOWS = 2  # the optimizer's state exists from the second one on
 
 
 def peak(plan: RunPlan, sync: Sync) -> int:

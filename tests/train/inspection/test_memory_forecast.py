@@ -21,7 +21,7 @@ from tests.train.inspection.forecast_tasks import MODELS
 WORKER = Path(__file__).parent / "memory_worker.py"
 BYTES_WORKER = Path(__file__).parent / "forecast_worker.py"
 JOB = (
-    "task.width=256", "task.depth=4", "task.heads=4", "task.seq_len=32", "batch.global_size=32", "batch.micro_size=2",
+    "task.width=256", "task.depth=4", "task.heads=4", "task.seq_len=32", "batch.micro_size=2", "batch.accumulation=2",
     "train.loader_workers=0", "run.calibrate_s=0",
 )  # fmt: skip
 
@@ -100,26 +100,32 @@ def test_memory_is_what_was_predicted(ranks: int, extra: str, launch: Launch, tm
     assert largest > 1.1 * smallest, "the policies differ in what they hold, or nothing was tested"
 
 
-def bytes_cases(ranks: int) -> list[tuple[list[str], str]]:
+def bytes_cases(ranks: int, *, complete: bool) -> list[tuple[list[str], str]]:
     """(overrides, model) of each job that is predicted and then run."""
     common = [
-        "batch.global_size=16", "batch.micro_size=2", "train.loader_workers=0", "run.calibrate_s=0",
+        "batch.accumulation=3", "batch.micro_size=2", "train.loader_workers=0", "run.calibrate_s=0",
         "wandb.mode=disabled", f"cluster.workers_per_node={ranks}",
     ]  # fmt: skip
     if ranks == 4:
         hsdp = [*common, "strategy=hsdp", "strategy.shard_size=2"]
         return [([*hsdp, "precision=fp32"], "adapters"), ([*hsdp, "precision=bf16"], "Distilled")]
-    cases = [([*common, f"strategy={kind}", "precision=fp32"], model) for model in MODELS for kind in ("fsdp", "ddp")]
-    narrow = [*common, "strategy=fsdp", "precision=bf16"]
-    models = ("narrow", "narrow_base", "adapters", "Distilled", "loaded")
-    return [*((narrow, model) for model in models), *cases]  # a process predicts one model: the first
+    narrow, full, ddp = (
+        [*common, *words]
+        for words in (("strategy=fsdp", "precision=bf16"), ("strategy=fsdp", "precision=fp32"), ("precision=fp32",))
+    )
+    cases = [(narrow, "narrow"), (narrow, "narrow_base"), *((full, model) for model in MODELS)]
+    cases += [(ddp, model) for model in (MODELS if complete else ("adapters", "shared", "Recurrent"))]
+    # a process predicts one model: the first
+    return cases + [(narrow, model) for model in ("adapters", "Distilled", "loaded") if complete]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_bytes_are_what_the_ranks_then_send(ranks: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "complete"), [(2, False), (4, False), pytest.param(2, True, marks=pytest.mark.nightly)]
+)
+def test_bytes_are_what_the_ranks_then_send(ranks: int, complete: bool, tmp_path: Path) -> None:
     """Of each policy, to the byte, whatever is frozen, loaded, converted or shared."""
-    plans, cases = tmp_path / "plans", bytes_cases(ranks)
+    plans, cases = tmp_path / "plans", bytes_cases(ranks, complete=complete)
     arguments = [json.dumps([overrides, {"model": model}]) for overrides, model in cases]
     command = [sys.executable, "-m", "tests.train.inspection.forecast_worker", "predict", str(plans), *arguments]
     done = warm.run(command, patience(240), cwd=ROOT)
