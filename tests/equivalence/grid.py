@@ -10,7 +10,8 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-STEPS = 20
+# steps of a run, by selection
+STEPS = {"whole": 20, "covering": 12, "mutated": 12}
 GRADIENT, PARAMETERS = 1e-6, 1e-5  # relative, against fp64
 GLOBAL_SIZE = 96  # of which each world and accumulation of the grid has its share
 SHORT = 13  # samples of a short window: no world divides it

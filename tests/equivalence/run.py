@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.equivalence.grid import STRATEGIES, Outcome
+from tests.equivalence.grid import STEPS, STRATEGIES, Outcome
 from tests.helpers import torchrun
 
 WORKER = Path(__file__).parent / "worker.py"
@@ -37,7 +37,10 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as where:
             outcomes = run(world, options.cells, Path(where))
         took = time.perf_counter() - began
-        print(f"world {world}: {len(outcomes)} cells of 20 steps in {took:.0f} s; largest relative errors")
+        print(
+            f"world {world}: {len(outcomes)} cells of {STEPS[options.cells]} steps in {took:.0f} s; "
+            "largest relative errors"
+        )
         for group in dict.fromkeys(outcome.cell.split(",")[0] for outcome in outcomes):
             cells = [outcome for outcome in outcomes if outcome.cell.startswith(f"{group},")]
             full, short, norm, parameters = (

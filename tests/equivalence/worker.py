@@ -24,9 +24,11 @@ from launcher.config.schema import Config, StrategyKind, Sync
 from launcher.errors import LauncherError
 from launcher.plan.run_plan import RunPlan, SchedulePlan
 from launcher.train.data.randomness import Permutation
-from tests.equivalence.grid import GLOBAL_SIZE, SELECTIONS, SHORT, STEPS, Cell, Outcome, Problem
+from tests.equivalence import grid
+from tests.equivalence.grid import GLOBAL_SIZE, SELECTIONS, SHORT, Cell, Outcome, Problem
 from tests.equivalence.mistakes import MISTAKES
 
+STEPS = grid.STEPS[sys.argv[1]]
 # no world divides the vocabulary, so shards are padded; narrower matrices are summed without blocks, and one process
 # with one fp32 batch is then itself more than 1e-6 away from fp64
 VOCABULARY, WIDTH, LONGEST, SAMPLES = 17, 12, 10, GLOBAL_SIZE + SHORT

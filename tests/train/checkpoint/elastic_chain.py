@@ -19,7 +19,7 @@ WORKER = Path(__file__).parent / "elastic_worker.py"
 STEPS = 20
 COMMON = (
     "batch.global_size=16", "precision=fp32", f"train.steps={STEPS}", "run.calibrate_s=1", "optimizer.lr=0.01",
-    "train.clip_norm=0.5", "batch.uneven=true",
+    "train.clip_norm=0.5", "batch.uneven=true", "train.loader_workers=0",
 )  # fmt: skip
 
 

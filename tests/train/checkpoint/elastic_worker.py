@@ -23,12 +23,14 @@ from launcher.plan.run_plan import RunPlan
 from launcher.task import Task
 from launcher.train import trainer
 from launcher.train.checkpoint import load
+from launcher.train.engine import calibration
 from launcher.train.engine.engine import Engine
 from launcher.train.world import World
 from tests.helpers import make_plan
 from tests.train.checkpoint.elastic_task import Words
 
 torch.set_num_threads(1)
+calibration.MAX_ROUNDS = 3
 
 
 def plan_of(job: dict[str, Any]) -> RunPlan:

@@ -23,11 +23,13 @@ from launcher.plan.run_plan import RunPlan
 from launcher.rundir.fencing import INCARNATION, Fence, Incarnation
 from launcher.rundir.paths import RunPaths
 from launcher.train.checkpoint import file_format
+from launcher.train.engine import calibration
 from launcher.train.trainer import train
 from launcher.train.world import World
 from tests.helpers import make_plan
 
 torch.set_num_threads(1)
+calibration.MAX_ROUNDS = 3
 
 
 def plan_of(job: dict[str, Any]) -> RunPlan:

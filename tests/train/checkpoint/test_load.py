@@ -25,28 +25,29 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distrib
 
 COMMON = ("batch.global_size=16", "precision=fp32", "train.steps=10", "checkpoint.every=3", "run.calibrate_s=1")
 DDP = ("strategy.bucket_mb=0.002",)
+HERE = ("train.loader_workers=0",)
 PLAIN = {"norm": False}  # torch has no BatchNorm in bf16 on a CPU
 STREAM = {"streams": True, "samples": 50}
-POWERSGD = (*DDP, "strategy.compress=powersgd", "strategy.powersgd_start=3")
-FP16 = (*DDP, "precision=fp16", "precision.init_scale=1e6", "precision.growth_interval=3")
+POWERSGD = (*DDP, *HERE, "strategy.compress=powersgd", "strategy.powersgd_start=3")
+FP16 = (*DDP, *HERE, "precision=fp16", "precision.init_scale=1e6", "precision.growth_interval=3")
 CASES: dict[int, dict[str, tuple[tuple[str, ...], dict[str, Any], tuple[int, ...]]]] = {
     2: {
         "ddp": ((*DDP, "batch.micro_size=2", "train.epochs=2", "train.steps=null"), {}, (1, 4)),
-        "here": ((*DDP, "batch.micro_size=2", "train.loader_workers=0", "train.eval_every=3"), {}, (7,)),
+        "here": ((*DDP, *HERE, "batch.micro_size=2", "train.eval_every=3"), {}, (7,)),
         "fsdp": (("strategy=fsdp", "batch.micro_size=2", "precision=bf16"), PLAIN, (5,)),
         "powersgd": ((*POWERSGD, "batch.micro_size=4"), {}, (2, 3)),
-        "window": (("strategy=fsdp", "batch.micro_size=4", "batch.norm=window", "precision=bf16"), {}, (5,)),
+        "window": (("strategy=fsdp", *HERE, "batch.micro_size=4", "batch.norm=window", "precision=bf16"), {}, (5,)),
         "fp16": ((*FP16, "batch.micro_size=4", "train.log_every=2"), {}, (8, 4)),
         "stream": (("batch.micro_size=4",), STREAM, (2, 3)),
         "stream here": (
-            ("batch.micro_size=4", "train.epochs=3", "train.steps=null", "schedule=constant", "train.loader_workers=0"),
+            ("batch.micro_size=4", "train.epochs=3", "train.steps=null", "schedule=constant", *HERE),
             STREAM,
             (4, 3),
         ),
     },
     4: {
         "ddp": ((*DDP, "batch.micro_size=2"), {}, (1, 3)),
-        "fsdp": (("strategy=fsdp", "batch.micro_size=4"), {}, (4,)),
+        "fsdp": (("strategy=fsdp", "batch.micro_size=4", *HERE), {}, (4,)),
         "hsdp": (("strategy=hsdp", "strategy.shard_size=2", "batch.micro_size=1", "precision=bf16"), PLAIN, (3,)),
         "powersgd": ((*POWERSGD, "batch.micro_size=2"), {}, (4,)),
         "fp16": ((*FP16, "batch.micro_size=2"), {}, (9,)),
@@ -99,22 +100,28 @@ def assert_same(run: Path, undisturbed: Path, resumed: int) -> None:
     assert summaries[0]["verdict"] == "done"
 
 
-@pytest.mark.parametrize("ranks", CASES)
-def test_in_pieces_it_is_the_same_run(ranks: int, tmp_path: Path) -> None:
+# what four ranks add are the replicas of shard groups; their other cases are nightly
+@pytest.mark.parametrize(
+    ("ranks", "names"),
+    [(2, [*CASES[2]]), (4, ["ddp", "hsdp"]), pytest.param(4, [*CASES[4]], marks=pytest.mark.nightly)],
+    ids=["2", "4", "4-all"],
+)
+def test_in_pieces_it_is_the_same_run(ranks: int, names: list[str], tmp_path: Path) -> None:
+    cases = {name: CASES[ranks][name] for name in names}
     jobs = {
         name: {"run": str(tmp_path / name), "overrides": [*COMMON, *overrides], "task": task}
-        for name, (overrides, task, _) in CASES[ranks].items()
+        for name, (overrides, task, _) in cases.items()
     }
     whole = [job | {"run": f"{job['run']} whole"} for job in jobs.values()]
-    first = [jobs[name] | {"stop": stops[0]} for name, (_, _, stops) in CASES[ranks].items()]
+    first = [jobs[name] | {"stop": stops[0]} for name, (_, _, stops) in cases.items()]
     run([*whole, *first], ranks, tmp_path)
     # each further piece in a process that has seen nothing of the run
-    second = [jobs[name] | {"stop": stops[1]} for name, (_, _, stops) in CASES[ranks].items() if len(stops) > 1]
+    second = [jobs[name] | {"stop": stops[1]} for name, (_, _, stops) in cases.items() if len(stops) > 1]
     rest = [job for job in jobs.values() if job["run"] not in {piece["run"] for piece in second}]
     run([*second, *rest], ranks, tmp_path)
     if second:
         run([jobs[Path(piece["run"]).name] for piece in second], ranks, tmp_path)
-    for name, (_, _, stops) in CASES[ranks].items():
+    for name, (_, _, stops) in cases.items():
         assert_same(tmp_path / name, tmp_path / f"{name} whole", resumed=len(stops))
         saved = sorted((tmp_path / name / "checkpoints").glob("step_*/state.json"))
         each = [json.loads(path.read_text())["engine"]["calibration"] for path in saved]
@@ -146,7 +153,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], None], str]] = {
 
 
 def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_serves(tmp_path: Path) -> None:
-    job = {"overrides": [*COMMON, *DDP, "batch.micro_size=4", "checkpoint.keep=3"], "task": {}}
+    job = {"overrides": [*COMMON, *DDP, *HERE, "batch.micro_size=4", "checkpoint.keep=3"], "task": {}}
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     run([job | {"run": str(whole)}, job | {"run": str(stopped), "stop": 7}], 2, tmp_path)
     for name, (file, damage, _) in DAMAGES.items():
@@ -183,7 +190,7 @@ def contents(place: Path) -> dict[str, bytes]:
 
 
 def test_what_is_left_of_an_earlier_start_changes_nothing(tmp_path: Path) -> None:
-    job = {"overrides": [*COMMON, "strategy=single", "batch.micro_size=4"], "task": {}}
+    job = {"overrides": [*COMMON, *HERE, "strategy=single", "batch.micro_size=4"], "task": {}}
     whole, killed, late, never = (job | {"run": str(tmp_path / name)} for name in ("whole", "killed", "late", "never"))
     never["overrides"] = [*job["overrides"], "checkpoint.enabled=false"]
     # written beside the steps, that of step 3 could still be under way when the newer incarnation begins

@@ -21,7 +21,7 @@ from tests.train.inspection.forecast_tasks import MODELS
 WORKER = Path(__file__).parent / "memory_worker.py"
 BYTES_WORKER = Path(__file__).parent / "forecast_worker.py"
 JOB = (
-    "task.width=256", "task.depth=4", "task.heads=4", "task.seq_len=32", "batch.micro_size=2", "batch.accumulation=2",
+    "task.width=256", "task.depth=3", "task.heads=4", "task.seq_len=32", "batch.micro_size=2", "batch.accumulation=2",
     "train.loader_workers=0", "run.calibrate_s=0",
 )  # fmt: skip
 
