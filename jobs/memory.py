@@ -53,9 +53,10 @@ def measure(task: BytesGPT, strategy: str, accumulation: int, factor: int) -> tu
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=int, default=192)
+    parser.add_argument("--depth", type=int, default=4)
     parser.add_argument("--strategies", nargs="+", default=["ddp", "fsdp"])
     options = parser.parse_args()
-    task = BytesGPT(width=options.width, depth=4, heads=3)
+    task = BytesGPT(width=options.width, depth=options.depth, heads=3)
     for strategy in options.strategies:
         measured = {name: measure(task, strategy, *shape) for name, shape in SHAPES.items()}
         one, eight, large = (peak / 1e6 for peak, _, _ in measured.values())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -14,12 +13,13 @@ import torch
 from jobs.gpu import acceptance, checks, wheels
 from jobs.gpu.registry import CHECKS, ROOT, Check, Environment
 from jobs.gpu.tasks import Nested, Words
-from tests.helpers import make_plan
+from tests.helpers import make_plan, patience
+from tests.infra import warm
 
 
 def accept(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "jobs.gpu.acceptance", "--device", "cpu", "--out", str(out), *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env={**os.environ})
+    return warm.run(command, patience(240), cwd=ROOT)
 
 
 def rows(out: Path) -> dict[str, str]:

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers import patience
-from tests.infra.netns import namespace_named, pids_in
+from tests.infra import warm
+from tests.infra.netns import inside, namespace_named, pids_in
 
 NET = "10.213.7"
 # 50 ms of queue; a burst never below two of the kernel's 64 KiB packets, or the rate is never reached
@@ -48,8 +49,9 @@ class Hosts:
 
     def start(self, host: int, command: list[str], cwd: Path, env: Mapping[str, str] | None = None) -> Any:
         """``command`` on a host, as a process; its output and errors together in ``stdout``."""
-        process = subprocess.Popen(
-            ["ip", "netns", "exec", self.names[host], *command],
+        process = warm.Popen(
+            command,
+            preexec_fn=inside(self.names[host]),
             cwd=cwd,
             env={**os.environ, **(env or {})},
             stdin=subprocess.DEVNULL,

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.helpers import launch_command, patience
+from tests.helpers import CORPUS, launch_command, patience
 from tests.infra.hosts import Hosts
 
 SMALL = (
-    "task.width=64", "task.depth=1", "task.heads=2", "task.seq_len=16", "task.eval_samples=32", "precision=fp32",
+    CORPUS, "precision=fp32", "task.width=64", "task.depth=1", "task.heads=2", "task.seq_len=16",
+    "task.eval_samples=32",
     "batch.global_size=16", "batch.micro_size=1", "wandb.mode=disabled", "run.calibrate_s=0",
     "checkpoint.enabled=false", "schedule=constant", "schedule.warmup_steps=0", "run.name=job",
 )  # fmt: skip

@@ -5,16 +5,24 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
+
+from tests.infra import warm
 
 
 def namespace_named(name: str) -> None:
     """Make one with its loopback up; `ip netns del` ends it."""
     subprocess.run(["ip", "netns", "add", name], check=True, capture_output=True)
     subprocess.run(["ip", "-n", name, "link", "set", "lo", "up"], check=True)
+
+
+def inside(name: str) -> Callable[[], None]:
+    """Return the ``preexec_fn`` with which a process starts in a namespace."""
+    return partial(warm.join_network, f"/run/netns/{name}")
 
 
 @contextmanager

@@ -52,6 +52,7 @@ LEAVES = ("launcher.train.worker", "launcher.launch.script", "tests.infra.slurm_
 READ_AT_START = ("PYTHONWARNINGS", "PYTHONNOUSERSITE", "TORCH_LOGS", COLD)
 SPACE = 100_000  # bytes for a command line, and as many for an environment
 CLONE_PARENT, CLONE = 0x8000, {"x86_64": 56, "aarch64": 220}.get(platform.machine(), 0)
+CLONE_NEWNET = 0x40000000
 FAR = 512  # file descriptors from here on are in nobody's way
 
 
@@ -94,7 +95,7 @@ class Program:
         if self.env.get("PYTHONHASHSEED", "0") != "0" or any(has_another(p) for p in self.library):
             return False
         return words[:2] == ["-c", COMMAND_LINE] or (
-            words[0] == "-m" and words[1].startswith(("launcher", "tests.", "torch.distributed.run"))
+            words[0] == "-m" and words[1].startswith(("launcher", "jobs.", "tests.", "torch.distributed.run"))
         )
 
 
@@ -103,6 +104,14 @@ class Popen(subprocess.Popen[Any]):
 
     def _execute_child(self, *arguments: Any) -> None:
         _start(self, *arguments)
+
+
+def join_network(path: str) -> None:
+    """Move this process to the network namespace of ``path``: a ``preexec_fn``, for a program and what it starts."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    if ctypes.CDLL(None, use_errno=True).setns(descriptor, CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), f"setns: {path}")
+    os.close(descriptor)
 
 
 def run(command: list[str], timeout: float, **options: Any) -> subprocess.CompletedProcess[str]:

@@ -171,7 +171,7 @@ def test_a_job_goes_on_with_the_hosts_that_are_left(tmp_path: Path, launch: Laun
         for pid in three.pids(lost):
             os.kill(pid, signal.SIGKILL)
         outputs = finish(processes, *(-signal.SIGKILL if host == lost else 0 for host in range(3)))
-        assert not [pid for host in range(3) for pid in three.pids(host)]
+        wait_for(lambda: not [pid for host in range(3) for pid in three.pids(host)], "every process to end")
     (event,) = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     step = event["from_step"]
     assert (event["event"], event["host"], event["ranks"]) == ("lost", f"node 1 ({lost_address})", 2)

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 
 import pytest
 
 from tests.conftest import Launch
-from tests.helpers import ROOT, patience
+from tests.helpers import CORPUS, ROOT, patience
+from tests.infra import warm
 
 pytestmark = pytest.mark.slow
 
 
 def test_one_loss_curve_for_every_shape() -> None:
-    job = [sys.executable, str(ROOT / "jobs" / "invariance.py"), "--within", "1e-6"]
-    small = ["train.steps=20", "task.width=32", "task.depth=1", "task.heads=2", "task.seq_len=16"]
+    job = [sys.executable, "-m", "jobs.invariance", "--within", "1e-6"]
+    small = [CORPUS, "train.steps=20", "task.width=32", "task.depth=1", "task.heads=2", "task.seq_len=16"]
     command = [*job, "--shapes", "1x8", "4x1, micro-batch x2", "--", *small]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=patience(240), check=False)
+    done = warm.run(command, patience(240), cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     losses = [float(loss) for loss in re.findall(r"loss ([0-9.]+) after 20 steps", done.stdout)]
     assert len(losses) == 2
@@ -26,7 +26,7 @@ def test_one_loss_curve_for_every_shape() -> None:
 
 
 def test_accumulation_holds_one_micro_batch_and_the_gradients(launch: Launch) -> None:
-    job = ["--", str(ROOT / "jobs" / "memory.py"), "--width", "48", "--strategies", "fsdp"]
+    job = ["--", str(ROOT / "jobs" / "memory.py"), "--width", "48", "--depth", "2", "--strategies", "fsdp"]
     done = launch("run", "cluster.workers_per_node=2", *job)
     assert done.returncode == 0, done.stderr
     peaks = r"fsdp: peak of 1 micro-batch (\S+) MB; 8 micro-batches (\S+) MB; .* large (\S+) MB; gradients (\S+) MB"

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import launch_command
+from tests.infra import warm
 from tests.infra.runs import wait_for
 
 pytestmark = pytest.mark.slow
@@ -96,9 +97,7 @@ def test_no_helper_outlives_the_launcher(number: signal.Signals, tmp_path: Path)
                 shutil.move(tmp_path / "report.py", cwd)
             env = {**os.environ, MARK: values[name], "TMPDIR": str(cwd / "tmp")}
             with (cwd / "output").open("wb") as output:
-                job = subprocess.Popen(
-                    case.command, cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output
-                )
+                job = warm.Popen(case.command, cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
             started[name] = job
 
             def helps(case: Case = case, cwd: Path = cwd, value: str = values[name], job: object = job) -> bool:

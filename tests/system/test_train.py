@@ -13,13 +13,14 @@ from torch.nn import functional
 
 from launcher.train.data.randomness import Permutation
 from tests.conftest import Launch
+from tests.helpers import CORPUS
 from tests.infra.runs import OWN, processes_of, records, summary
 
 pytestmark = pytest.mark.slow
 
 
 def test_the_main_job_learns_and_writes_everything_down(launch: Launch, tmp_path: Path) -> None:
-    size = ("task.width=32", "task.depth=1", "task.heads=1", "task.seq_len=32", "task.eval_samples=64")
+    size = (CORPUS, "task.width=32", "task.depth=1", "task.heads=1", "task.seq_len=32", "task.eval_samples=64")
     done = launch(
         "train", *size, "train.steps=24", "run.calibrate_s=1000", "run.name=main", "wandb.mode=disabled",
         "optimizer.lr=1e-2", "train.eval_every=12", "checkpoint.every=10", "checkpoint.keep=2",
