@@ -152,7 +152,7 @@ class Cluster:
     def up(self) -> None:
         slurm_conf.write(self.root, self.shape, f"{NET}.1", {node: self.address(node) for node in self.nodes})
         ip("-n", self.network.switch, "addr", "add", f"{NET}.1/24", "dev", "bridge")
-        if self.shape.proctrack == "cgroup":
+        if self.shape.proctrack == "cgroup" and warm.COLD not in os.environ:
             self.python = str(slurm_warm.write_client(self.root))
         for node in self.members.values():
             node.start()
