@@ -17,9 +17,7 @@ from tests.helpers import ROOT, launch, launch_command, patience
 from tests.infra.runs import OWN, records, wait_for
 from tests.infra.slurm import Cluster, cluster, needs_slurm
 
-CELL = (
-    *(word for word in OWN if not word.startswith(("run.name", "batch.micro"))), "train.steps=6", "run.calibrate_s=5",
-)  # fmt: skip
+CELL = (*(word for word in OWN if not word.startswith(("run.name", "batch.micro"))), "train.steps=6")
 pytestmark = pytest.mark.slow
 
 
@@ -106,12 +104,17 @@ def test_a_cell_that_is_requeued_takes_no_other_one_with_it(typed: Typed) -> Non
         "train", "-m", "cluster=slurm", "train.seed=1,2", *CELL, "train.steps=150", "checkpoint.every=10",
         "task.trouble=slow", "cluster.workers_per_node=1", "sweep.name=pair", "--quiet",
     )  # fmt: skip
-    wait_for(lambda: all((cell["step"] or 0) >= 10 for cell in typed.cells("pair").values()), "both to be under way")
+    wait_for(
+        lambda: all((cell["step"] or 0) >= 10 for cell in typed.cells("pair").values()),
+        "both to be under way",
+        every_s=1,
+    )
     jobs = {cell["cell"]: cell["job"] for cell in typed.cells("pair").values()}
+    runs = {cell["cell"]: Path(cell["dir"]) for cell in typed.cells("pair").values()}
     typed.there.login("scancel", "--signal=USR2", jobs["seed=2"], cwd=typed.place)
     # saved, and queued again by the agent itself
-    wait_for(lambda: "requeued" in events(typed, "seed=2"), "it to be queued again")
-    assert "requeued" not in events(typed, "seed=1")
+    wait_for(lambda: "requeued" in events(runs["seed=2"]), "it to be queued again")
+    assert "requeued" not in events(runs["seed=1"])
     typed("cancel", "pair")
     assert set(typed.states("pair").values()) == {"cancelled"}
     typed("resume", "pair", "--wait")
@@ -120,9 +123,8 @@ def test_a_cell_that_is_requeued_takes_no_other_one_with_it(typed: Typed) -> Non
         assert [line["step"] for line in records(Path(cell["dir"]))] == list(range(1, 151))
 
 
-def events(typed: Typed, name: str) -> list[str]:
-    lines = (Path(typed.cells("pair")[name]["dir"]) / "events.jsonl").read_text().splitlines()
-    return [json.loads(line)["event"] for line in lines]
+def events(run: Path) -> list[str]:
+    return [json.loads(line)["event"] for line in (run / "events.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.root
@@ -135,7 +137,7 @@ def test_a_shape_that_slurm_refuses_leaves_the_rest_in_the_queue(typed: Typed) -
     states = typed.states("half")
     assert sorted(states.values())[0] == "impossible"
     assert len([place for place in (typed.place / "runs" / "half").iterdir() if (place / "plan.json").exists()]) == 1
-    wait_for(lambda: "done" in typed.states("half").values(), "the other one")
+    wait_for(lambda: "done" in typed.states("half").values(), "the other one", every_s=1)
 
 
 @pytest.mark.root
