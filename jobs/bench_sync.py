@@ -108,8 +108,8 @@ def cell(
     engine = Engine(task.model, lambda p: torch.optim.AdamW(p, 1e-3), plan, shard_units=task.shard_units)
     calibration.MAX_ROUNDS = windows
     engine._calibration._kinds = lambda: [
-        WindowSync.silent,
-        WindowSync.own,
+        WindowSync.none,
+        WindowSync.policy,
     ]  # sync=every is measured in cells of its own
 
     def loss(model: Any, batch: Tensor) -> tuple[Tensor, int | Tensor]:

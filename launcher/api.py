@@ -31,7 +31,7 @@ from launcher.report.measurements import read_all
 from launcher.rundir.files import read_json, write_text
 from launcher.rundir.paths import RunPaths, SweepPaths
 from launcher.runs import control
-from launcher.runs.status import Run, look
+from launcher.runs.status import Run, statuses_of
 from launcher.sweeps.conductor import Conductor
 from launcher.sweeps.reuse import look_at_sweeps
 
@@ -173,7 +173,7 @@ def compare_runs(asked: Sequence[RunPaths | SweepPaths], *, title: str, loss: fl
         loss: training loss up to which hours are counted; None: the lowest that all finished runs of a task reached.
     """
     sweeps = look_at_sweeps([paths for paths in asked if isinstance(paths, SweepPaths)])
-    runs = {run.dir: run for run in look([paths for paths in asked if isinstance(paths, RunPaths)])}
+    runs = {run.dir: run for run in statuses_of([paths for paths in asked if isinstance(paths, RunPaths)])}
     entries: list[Entry] = []
     for paths in asked:
         for run in sweeps.get(str(paths.root)) or [runs[str(paths.root)]]:

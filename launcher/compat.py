@@ -18,9 +18,10 @@ from types import CodeType, ModuleType
 MOVED: dict[str, str | None] = {
     "launcher.cluster": None,
     "launcher.cluster.agent": "launcher.launch.agent",
-    "launcher.cluster.script": "launcher.launch.script",
+    "launcher.cluster.script": "launcher.launch.script_worker",
     "launcher.cluster.slurm": None,
     "launcher.cluster.slurm.node": "launcher.launch.slurm.node",
+    "launcher.launch.script": "launcher.launch.script_worker",
     "launcher.report.mirror": "launcher.report.trackers",
 }
 

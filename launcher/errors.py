@@ -9,7 +9,7 @@ LauncherError
     ├── NotFinite           a loss or a gradient is inf or nan
     ├── OutOfMemory         a micro-batch, or the optimizer's state, does not fit into a rank's memory
     ├── RecordFailed        the disk takes no more of metrics.jsonl, or of the verdict
-    ├── PolicyNotObserved   the collectives that ran are not those of the sync policy
+    ├── SyncPolicyViolated  the collectives that ran are not those of the sync policy
     ├── UnusedParameters    the backward pass reached only part of the model
     ├── DataError           the dataset is not what the plan says
     ├── EngineMisuse        the user's loop left out a call
@@ -76,7 +76,7 @@ class RecordFailed(RunError):
     pass
 
 
-class PolicyNotObserved(RunError):
+class SyncPolicyViolated(RunError):
     pass
 
 

@@ -261,8 +261,9 @@ def _require_samples_of_dataset(loader: Any, where: str) -> None:
     sampler, samples = loader.sampler, len(loader.dataset)
     if isinstance(sampler, WeightedRandomSampler) or (isinstance(sampler, RandomSampler) and sampler.replacement):
         raise TaskError(
-            f"{name} with a {type(sampler).__name__} that draws with replacement: training reads each sample once an "
-            f"epoch.\n{instead}, with weights in the loss, or repeated samples in a Subset."
+            f"{name} with a {type(sampler).__name__} that draws with replacement, which is not supported: training "
+            f"reads each sample once per epoch.\n{instead}, and scale the losses of samples, or repeat their indices "
+            "in a Subset."
         )
     if isinstance(sampler, SequentialSampler | DistributedSampler):
         return

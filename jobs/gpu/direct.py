@@ -50,13 +50,13 @@ def collectives(environment: Environment) -> str:
     from launcher.plan.sync_policy import Layout
     from launcher.train.engine.window_totals import WindowTotals
     from launcher.train.measure.comm_meter import Meter, _union_s
-    from launcher.train.measure.noise_scale import NoiseScale, OwnGradient
+    from launcher.train.measure.noise_scale import LocalGradNorm, NoiseScale
     from launcher.train.parallel.collectives import Gather, Scatter
     from launcher.train.world import World
 
     _, device = _joined(environment)
     meter = Meter(StrategyKind.fsdp, Layout.replicated(0, 1), device)
-    gather, scatter = Gather(meter, device), Scatter(meter, device, OwnGradient())
+    gather, scatter = Gather(meter, device), Scatter(meter, device, LocalGradNorm())
     source, group = torch.randn(2**22, device=device), dist.group.WORLD
     assert group is not None
     start = time.perf_counter()
@@ -76,7 +76,7 @@ def collectives(environment: Environment) -> str:
     if len(meter._timers) != 3 or not 0 < in_flight_s <= elapsed_s:
         raise AssertionError(f"{len(meter._timers)} collectives took {in_flight_s} s of {elapsed_s} s")
 
-    noise = NoiseScale(2, device, OwnGradient())
+    noise = NoiseScale(2, device, LocalGradNorm())
     noise.own = torch.tensor(0.25, device=device)
     totals = WindowTotals(World(0, 2, 0), device, [noise])  # as if of two ranks, so that the flags are sent
     totals.add(torch.tensor(3.5, device=device), torch.tensor(7, device=device), 4)

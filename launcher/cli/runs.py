@@ -22,7 +22,7 @@ from launcher.report.tables import near
 from launcher.rundir import records
 from launcher.rundir.paths import RunPaths, SweepPaths, find, find_sweeps, is_run, is_sweep
 from launcher.runs import control
-from launcher.runs.status import ACTIVE, Run, RunState, look
+from launcher.runs.status import ACTIVE, Run, RunState, statuses_of
 from launcher.sweeps.reuse import look_at_sweeps
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def launch_runs(arguments: list[str]) -> int:
         if not isinstance(paths, SweepPaths):
             raise UserError(f"{options.sweep}: is a run, not a sweep.\n  `launch status {options.sweep}` shows it.")
         return _show_cells(paths, as_json=options.json)
-    runs, sweeps = look(find(options.dir)), look_at_sweeps(find_sweeps(options.dir))
+    runs, sweeps = statuses_of(find(options.dir)), look_at_sweeps(find_sweeps(options.dir))
     if options.json:
         cells = [cell for several in sweeps.values() for cell in several]
         print(json.dumps([run.to_json() for run in [*runs, *cells]], indent=2))

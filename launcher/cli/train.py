@@ -70,7 +70,7 @@ def launch_plan(arguments: list[str]) -> int:
         else:
             live.console().print(tables.plan_table(solved))
             if solved.cluster.slurm is not None:
-                print(f"\nThe batch script:\n\n{submit.script(solved)}", end="")
+                print(f"\nThe batch script:\n\n{submit.batch_script(solved)}", end="")
         return EXIT_DONE
 
     def cells(requested: Sequence[RequestedCell], with_results: bool) -> Sequence[Result]:

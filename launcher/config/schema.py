@@ -2,8 +2,9 @@
 
 Types and defaults are here, values in ``conf/``; Hydra composes them. A default of None is decided by the plan, or
 belongs to another option of the group. Null for any other key means its default, or is refused where that would be
-ambiguous. The plan's parts extend the groups (launcher/plan/run_plan.py). docs/reference/configuration.md is generated
-from this file.
+ambiguous. The plan's parts extend the groups (launcher/plan/run_plan.py). A new key may also need a
+bound (launcher/plan/validation.py) and a rule for resuming (launcher/plan/resumable.py).
+docs/reference/configuration.md is generated from this file.
 """
 
 from __future__ import annotations

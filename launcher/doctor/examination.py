@@ -21,7 +21,7 @@ from launcher.errors import ConfigError
 from launcher.launch.planner import partitions_of, site_of
 from launcher.launch.slurm import client
 from launcher.plan.host import OWN_MEMORY, Partition, Site
-from launcher.plan.launch_plan import FORMAT, LaunchPlan, RunInfo
+from launcher.plan.launch_plan import PLAN_FORMAT, LaunchPlan, RunInfo
 from launcher.plan.placement import solve_cluster, solve_env
 from launcher.plan.validation import check
 
@@ -130,7 +130,7 @@ def _plan(config: Config, site: Site, folder: Path) -> LaunchPlan:
     version = metadata.version("launcher")
     run = RunInfo(name=slurm_checks.NAME, id=secrets.token_hex(4), dir=str(folder), created="", version=version)
     env = solve_env(cluster, solved, site)
-    return LaunchPlan(format=FORMAT, run=run, cluster=solved, env=env, command=())
+    return LaunchPlan(format=PLAN_FORMAT, run=run, cluster=solved, env=env, command=())
 
 
 @contextmanager

@@ -36,7 +36,7 @@ from launcher.config.hydra import CONF
 from launcher.doctor import bandwidth
 from launcher.doctor.bandwidth import Worker
 from launcher.errors import LauncherError, SiteError
-from launcher.launch.network import GLOO, NCCL, Route, free_port, interfaces, socket_names
+from launcher.launch.network import GLOO, NCCL, Route, free_port, interface_env, interfaces
 from launcher.launch.planner import require_wandb_key
 from launcher.launch.slurm.client import SlurmTask
 from launcher.launch.slurm.node import route_to, route_to_others
@@ -310,7 +310,7 @@ class Network:
 def _connect(question: Question, exchange: Exchange) -> Network:
     """Publish this host's address, and which of the others it reaches."""
     route = _route(question, exchange)
-    names = socket_names(route, question.interface)
+    names = interface_env(route, question.interface)
     address, nodes = route.interface.address, set(range(question.nodes))
     with clock_server(address) as clock:
         store = f"{address}:{free_port(address)}"

@@ -24,7 +24,7 @@ class RankState:
 
 
 @dataclass(frozen=True)
-class Answer:
+class StackReport:
     """Answer of a rank that was asked for its stack.
 
     Args:
@@ -38,7 +38,7 @@ class Answer:
     stack: str
     location: str
     waits: bool
-    silent: str = ""
+    missing_reason: str = ""
     moved: bool = False
 
 
@@ -110,7 +110,7 @@ def _limit_s(progress: Progress, timeout_s: float) -> float:
     return max(timeout_s, _IMPORTS_WITHIN_S) if imports else timeout_s
 
 
-def judge_hang(behind: Sequence[RankState], answers: Sequence[Answer], timeout_s: float) -> Hang:
+def judge_hang(behind: Sequence[RankState], answers: Sequence[StackReport], timeout_s: float) -> Hang:
     """Return the verdict on ``behind``.
 
     The hanging rank is one that does not wait for others. If all ranks that answered do, it is one without an answer.
@@ -123,7 +123,7 @@ def judge_hang(behind: Sequence[RankState], answers: Sequence[Answer], timeout_s
     quiet = f"nothing moved for {timeout_s:g} s (train.hang_timeout)"
     if not_waiting := [(state, answer) for state, answer in answered if not answer.waits]:
         (state, answer), *others = not_waiting
-        what = answer.silent or f"at {answer.location}"
+        what = answer.missing_reason or f"at {answer.location}"
         also = f"\n  So does rank {_ranks(state for state, _ in others)}." if others else ""
         return _hang_of(state, quiet, what + also, answer.stack)
     if unanswered:

@@ -20,7 +20,7 @@ from launcher.errors import SiteError, UserError
 from launcher.launch import local
 from launcher.launch.channel import PROTOCOL, Channel, Listener, Message, wait
 from launcher.launch.job_facts import differences, job_facts
-from launcher.launch.network import Route, find_route, free_port, require_reach, socket_names
+from launcher.launch.network import Route, find_route, free_port, interface_env, require_reach
 from launcher.launch.peers import FirstHost, OtherHost, Peers
 from launcher.plan.launch_plan import HostPosition, LaunchPlan, RunInfo
 from launcher.plan.run_plan import RunPlan
@@ -57,7 +57,7 @@ def gather(plan: P, config_yaml: str, run_name: str | None, say: Say) -> tuple[P
     """
     assert plan.cluster.rendezvous is not None
     route = find_route(plan.cluster.rendezvous, plan.cluster.interface)
-    names = socket_names(route, plan.cluster.interface)
+    names = interface_env(route, plan.cluster.interface)
     plan = dataclasses.replace(plan, env=dataclasses.replace(plan.env, default=names | plan.env.default))
     return (lead if route.here else join_node_0)(plan, config_yaml, route, job_facts(plan, run_name), say)
 

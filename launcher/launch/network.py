@@ -82,7 +82,7 @@ def find_route(rendezvous: str, wanted: str | None) -> Route:
     return Route((addresses[0], port), False, chosen)
 
 
-def socket_names(route: Route, wanted: str | None) -> dict[str, str]:
+def interface_env(route: Route, wanted: str | None) -> dict[str, str]:
     """Return the environment variables that select the interface for gloo and NCCL, as defaults.
 
     Raises:

@@ -24,7 +24,7 @@ from typing import Self
 
 from launcher import heartbeat
 from launcher.launch import hang_verdict
-from launcher.launch.hang_verdict import Answer, Hang, RankState
+from launcher.launch.hang_verdict import Hang, RankState, StackReport
 from launcher.launch.rendezvous import AgentStore, StoreLost
 from launcher.launch.stacks import request_all_stacks
 from launcher.plan.launch_plan import HostPosition
@@ -204,7 +204,7 @@ class HangWatch(threading.Thread):
             return None
         return hang_verdict.judge_hang(behind, answers, self._timeout_s)
 
-    def _request_stacks(self, attempt: _Attempt, behind: list[RankState]) -> list[Answer]:
+    def _request_stacks(self, attempt: _Attempt, behind: list[RankState]) -> list[StackReport]:
         """Request the stacks of ``behind`` from the nodes on which they run."""
         attempt.requests += 1
         beats = [(state.rank, state.progress.beats) for state in behind]
@@ -213,7 +213,7 @@ class HangWatch(threading.Thread):
         keys = {attempt.key(f"stacks {attempt.requests}", state.node) for state in behind if state.node}
         wait_until(lambda: len(self._store.read(keys)) == len(keys), _STACKS_WITHIN_S + self._every_s)
         texts = self._store.read(keys).values()
-        return answers + [Answer(**fields) for text in texts for fields in json.loads(text)]
+        return answers + [StackReport(**fields) for text in texts for fields in json.loads(text)]
 
     def _follow_node_0(self, attempt: _Attempt) -> Hang | None:
         """Answer a request for stacks and return node 0's verdict, if any; runs on nodes other than 0."""
@@ -228,7 +228,7 @@ class HangWatch(threading.Thread):
                 attempt.requests = number
         return None
 
-    def _answers(self, attempt: _Attempt, beats: Iterable[Sequence[int]]) -> list[Answer]:
+    def _answers(self, attempt: _Attempt, beats: Iterable[Sequence[int]]) -> list[StackReport]:
         """Return the answers of those ranks that run on this host; the stacks go to their logs.
 
         Args:
@@ -237,12 +237,12 @@ class HangWatch(threading.Thread):
         expected = {rank: count for rank, count in beats if rank in attempt.pids}
         workers = {rank: (local_rank, log) for local_rank, (rank, log) in attempt.ranks.items() if rank in expected}
         stacks = request_all_stacks({rank: (attempt.pids[rank], log) for rank, (_, log) in workers.items()})
-        answers: list[Answer] = []
+        answers: list[StackReport] = []
         for rank, answer in stacks.items():
             progress = heartbeat.read_progress(self._memory, workers[rank][0])
             shown = dataclasses.replace(answer, role=progress.role, thread=progress.thread)
             moved = progress.beats != expected[rank]
-            answers.append(Answer(rank, shown.text, shown.location, shown.waits, shown.why, moved))
+            answers.append(StackReport(rank, shown.text, shown.location, shown.waits, shown.why, moved))
         return answers
 
     def _end_attempt(self, attempt: _Attempt, verdict: Hang) -> None:

@@ -121,13 +121,18 @@ def solve_batch(config: BatchConfig, world_size: int) -> Batch:
     if accumulation is None:
         accumulation = rounds if config.uneven else _divide(total, micro, world_size, "micro_size", micro)
     if accumulation != rounds or (not config.uneven and micro * accumulation * world_size != total):
+        product = micro * accumulation * world_size
+        if config.uneven:
+            raise ConfigError(
+                "batch.accumulation", accumulation,
+                f"must be {rounds}: {total} samples, {count(world_size, 'rank')}, micro-batches of at most {micro}.",
+                f"Use batch.accumulation={rounds}, or leave it out (=null).",
+            )  # fmt: skip
         raise ConfigError(
-            "batch.global_size",
-            total,
-            f"micro_size {micro} x accumulation {accumulation} x {world_size} ranks is "
-            f"{micro * accumulation * world_size}, not {total}{' or the smallest number above it' * config.uneven}.",
+            "batch.global_size", total,
+            f"micro_size {micro} x accumulation {accumulation} x {world_size} ranks is {product}, and must be {total}.",
             "Leave one of the three out (=null) and it is derived from the other two.",
-        )
+        )  # fmt: skip
     ramp = _solve_ramp(config.ramp, 1 if config.uneven else micro * world_size, total)
     return Batch(
         global_size=total, micro_size=micro, accumulation=accumulation, world_size=world_size, ramp=ramp,

@@ -14,7 +14,7 @@ from launcher.plan.worlds import NodeRange
 from launcher.rundir.files import Absent, value_from_json, write_text
 from launcher.rundir.paths import RunPaths
 
-FORMAT = 1
+PLAN_FORMAT = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,16 +186,17 @@ class LaunchPlan:
             UserError: not a plan, a plan of another format, or an incomplete one.
         """
         fields = json.loads(text)
-        if not isinstance(fields, dict) or fields.get("format") != FORMAT:  # pyright: ignore[reportUnknownMemberType]
+        if not isinstance(fields, dict) or fields.get("format") != PLAN_FORMAT:  # pyright: ignore[reportUnknownMemberType]
             raise UserError(
-                f"plan.json does not have format {FORMAT}: another version of launcher wrote it.\n  Use that version."
+                f"plan.json does not have format {PLAN_FORMAT}: another version of launcher wrote it.\n"
+                "  Use that version."
             )
         try:
             return value_from_json(cls, fields, cls.absent)
         except KeyError as error:
             raise UserError(
-                f"plan.json lacks the key {error}, which every plan of format {FORMAT} has: the file was changed.\n"
-                "  Restore it."
+                f"plan.json lacks the key {error}, which every plan of format {PLAN_FORMAT} has: the file was "
+                "changed.\n  Restore it."
             ) from None
 
     def save(self) -> None:

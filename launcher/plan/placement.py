@@ -5,19 +5,19 @@ from __future__ import annotations
 from launcher.config.schema import ClusterConfig, ClusterKind, Device, StrategyKind
 from launcher.errors import ConfigError
 from launcher.plan.host import ALLOWED_ENV, Site, shares_gpus
-from launcher.plan.launch_plan import FORMAT, ClusterPlan, EnvPlan, LaunchPlan, RunInfo
+from launcher.plan.launch_plan import PLAN_FORMAT, ClusterPlan, EnvPlan, LaunchPlan, RunInfo
 from launcher.plan.sbatch_options import names_gpus, solve_sbatch
 from launcher.plan.worlds import NodeRange, node_range
 
 CPU_WORKERS = 2
-SCRIPT_COMMAND = ("-P", "-m", "launcher.launch.script")
+SCRIPT_COMMAND = ("-P", "-m", "launcher.launch.script_worker")
 
 
 def solve_script(config: ClusterConfig, site: Site, run: RunInfo, arguments: list[str]) -> LaunchPlan:
     """Return the plan of `launch run`: the user's torchrun script with the cluster options, without the engine."""
     cluster = solve_cluster(config, site, run.name)
     return LaunchPlan(
-        format=FORMAT,
+        format=PLAN_FORMAT,
         run=run,
         cluster=cluster,
         env=solve_env(config, cluster, site),

@@ -12,7 +12,7 @@ from enum import Enum, auto
 from typing import Any
 
 
-class May(Enum):
+class Permission(Enum):
     """Permission to change a key.
 
     Attributes:
@@ -41,53 +41,53 @@ _OF_THE_MIRROR = "W&B stores the run there"
 _NEW_RUN = "start a new run: launch train"
 
 # key -> (permission, consequence of a change); a group's entry covers its keys that have none of their own
-RULES: dict[str, tuple[May, str]] = {
-    "cluster": (May.change, ""),
-    "cluster.kind": (May.never, "its code and files are there; " + _NEW_RUN),
-    "strategy": (May.change, ""),
-    "precision": (May.change, ""),
-    "checkpoint": (May.change, ""),
-    "batch.micro_size": (May.change, ""),
-    "batch.accumulation": (May.change, ""),
-    "batch.uneven": (May.change, ""),
-    "batch.on_oom": (May.change, ""),
-    "batch.global_size": (May.force, "it defines what a step and its learning rate mean"),
-    "batch.ramp": (May.force, "it defines what a step and its learning rate mean"),
-    "batch.norm": (May.force, "it changes what the model computes"),
-    "batch.short_window": (May.never, "the windows so far were counted with it; " + _NEW_RUN),
-    "optimizer": (May.force, _OF_THE_UPDATE),
-    "optimizer.kind": (May.never, "the checkpoint's optimizer state does not fit another one; " + _NEW_RUN),
-    "schedule": (May.force, _OF_THE_UPDATE),
-    "train.steps": (May.change, ""),
-    "train.epochs": (May.change, ""),
-    "train.clip_norm": (May.force, _OF_THE_UPDATE),
-    "train.seed": (May.never, "the order of the samples is drawn from it; " + _NEW_RUN),
-    "train.deterministic": (May.change, ""),
-    "train.compile": (May.change, ""),
-    "train.log_every": (May.change, ""),
-    "train.hang_timeout": (May.change, ""),
-    "train.straggler_share": (May.change, ""),
-    "train.eval_every": (May.change, ""),
-    "train.loader_workers": (May.change, ""),
-    "task": (May.force, "another task, or other data, would be learned from here on"),
-    "task._target_": (May.never, "another model has other parameters; " + _NEW_RUN),
-    "wandb.mode": (May.change, ""),
-    "wandb.tags": (May.change, ""),
-    "wandb.notes": (May.change, ""),
-    "wandb.job_type": (May.change, ""),
-    "wandb.project": (May.never, _OF_THE_MIRROR),
-    "wandb.entity": (May.never, _OF_THE_MIRROR),
-    "wandb.group": (May.never, _OF_THE_MIRROR),
-    "run.name": (May.never, _OF_THE_RUN),
-    "run.dir": (May.never, _OF_THE_RUN),
-    "run.calibrate_s": (May.change, ""),
-    "sweep": (May.never, "it has no effect on an existing run"),
+RULES: dict[str, tuple[Permission, str]] = {
+    "cluster": (Permission.change, ""),
+    "cluster.kind": (Permission.never, "its code and files are there; " + _NEW_RUN),
+    "strategy": (Permission.change, ""),
+    "precision": (Permission.change, ""),
+    "checkpoint": (Permission.change, ""),
+    "batch.micro_size": (Permission.change, ""),
+    "batch.accumulation": (Permission.change, ""),
+    "batch.uneven": (Permission.change, ""),
+    "batch.on_oom": (Permission.change, ""),
+    "batch.global_size": (Permission.force, "it defines what a step and its learning rate mean"),
+    "batch.ramp": (Permission.force, "it defines what a step and its learning rate mean"),
+    "batch.norm": (Permission.force, "it changes what the model computes"),
+    "batch.short_window": (Permission.never, "the windows so far were counted with it; " + _NEW_RUN),
+    "optimizer": (Permission.force, _OF_THE_UPDATE),
+    "optimizer.kind": (Permission.never, "the checkpoint's optimizer state does not fit another one; " + _NEW_RUN),
+    "schedule": (Permission.force, _OF_THE_UPDATE),
+    "train.steps": (Permission.change, ""),
+    "train.epochs": (Permission.change, ""),
+    "train.clip_norm": (Permission.force, _OF_THE_UPDATE),
+    "train.seed": (Permission.never, "the order of the samples is drawn from it; " + _NEW_RUN),
+    "train.deterministic": (Permission.change, ""),
+    "train.compile": (Permission.change, ""),
+    "train.log_every": (Permission.change, ""),
+    "train.hang_timeout": (Permission.change, ""),
+    "train.straggler_share": (Permission.change, ""),
+    "train.eval_every": (Permission.change, ""),
+    "train.loader_workers": (Permission.change, ""),
+    "task": (Permission.force, "another task, or other data, would be learned from here on"),
+    "task._target_": (Permission.never, "another model has other parameters; " + _NEW_RUN),
+    "wandb.mode": (Permission.change, ""),
+    "wandb.tags": (Permission.change, ""),
+    "wandb.notes": (Permission.change, ""),
+    "wandb.job_type": (Permission.change, ""),
+    "wandb.project": (Permission.never, _OF_THE_MIRROR),
+    "wandb.entity": (Permission.never, _OF_THE_MIRROR),
+    "wandb.group": (Permission.never, _OF_THE_MIRROR),
+    "run.name": (Permission.never, _OF_THE_RUN),
+    "run.dir": (Permission.never, _OF_THE_RUN),
+    "run.calibrate_s": (Permission.change, ""),
+    "sweep": (Permission.never, "it has no effect on an existing run"),
     # a property of the data, not a config key
-    "task: samples": (May.never, "the position in the data is counted in samples; " + _NEW_RUN),
+    "task: samples": (Permission.never, "the position in the data is counted in samples; " + _NEW_RUN),
 }
 
 
-def rule(key: str) -> tuple[May, str] | None:
+def rule(key: str) -> tuple[Permission, str] | None:
     """Return the rule of a dotted key, or else of its group; None if there is neither."""
     return RULES.get(key) or RULES.get(key.partition(".")[0])
 
@@ -95,7 +95,7 @@ def rule(key: str) -> tuple[May, str] | None:
 def forced_by(changes: Iterable[Change]) -> tuple[str, ...]:
     """Return the keys of those changes that only --force allows."""
     listed = list(changes)
-    return tuple(change.key for change in listed if _judged(change, listed)[0] is May.force)
+    return tuple(change.key for change in listed if _judged(change, listed)[0] is Permission.force)
 
 
 def refusals(changes: Iterable[Change], forced: Container[str]) -> list[str]:
@@ -108,13 +108,13 @@ def refusals(changes: Iterable[Change], forced: Container[str]) -> list[str]:
     listed = list(changes)
     for change in listed:
         may, why = _judged(change, listed)
-        if may is May.never or (may is May.force and change.key not in forced):
-            remedy = "; --force allows it" if may is May.force else ""
+        if may is Permission.never or (may is Permission.force and change.key not in forced):
+            remedy = "; --force allows it" if may is Permission.force else ""
             lines.append(f"{change.key}={shown(change.after)} (was {shown(change.before)}): {why}{remedy}.")
     return lines
 
 
-def _judged(change: Change, beside: Iterable[Change]) -> tuple[May, str]:
+def _judged(change: Change, beside: Iterable[Change]) -> tuple[Permission, str]:
     """Return the permission for ``change`` and its reason.
 
     Args:
@@ -122,13 +122,13 @@ def _judged(change: Change, beside: Iterable[Change]) -> tuple[May, str]:
     """
     key, before, after = change.key, change.before, change.after
     if key == "strategy.compress" and before == "powersgd":
-        return May.force, "the residue that PowerSGD keeps of earlier gradients would be lost"
+        return Permission.force, "the residue that PowerSGD keeps of earlier gradients would be lost"
     of_the_scale = key in ("precision.init_scale", "precision.growth_interval")
     if of_the_scale and not any(each.key == "precision.kind" for each in beside):
-        return May.never, "the loss scale continues from the checkpoint"
+        return Permission.never, "the loss scale continues from the checkpoint"
     if key == "checkpoint.enabled" and not after:
-        return May.never, "a run resumes from checkpoints only"
-    return rule(key) or (May.force, "it has no rule")
+        return Permission.never, "a run resumes from checkpoints only"
+    return rule(key) or (Permission.force, "it has no rule")
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -28,7 +28,7 @@ from launcher.errors import ConfigError, TaskError
 from launcher.plan import worlds
 from launcher.plan.batch import Batch, solve_batch
 from launcher.plan.host import Site
-from launcher.plan.launch_plan import FORMAT, ClusterPlan, RunInfo
+from launcher.plan.launch_plan import PLAN_FORMAT, ClusterPlan, RunInfo
 from launcher.plan.placement import solve_cluster, solve_env
 from launcher.plan.run_plan import (
     EpochPlan,
@@ -150,7 +150,7 @@ def _on_cluster(
     schedule = _schedule(config.schedule, steps)
     optimizer = _optimizer(config.optimizer, batch.global_size)
     return RunPlan(
-        format=FORMAT,
+        format=PLAN_FORMAT,
         run=run,
         cluster=cluster,
         env=solve_env(config.cluster, cluster, site),

@@ -21,7 +21,7 @@ from launcher.plan import host
 from launcher.plan.batch import Batch
 from launcher.plan.launch_plan import ClusterPlan
 from launcher.plan.run_plan import Forecast, PrecisionPlan, StrategyPlan, TaskPlan, extended
-from launcher.plan.sync_policy import POLICIES, SHARDED, Collective, Layout, passes
+from launcher.plan.sync_policy import POLICIES, SHARDED, Collective, Layout, transfers_per_window
 
 # fraction of a rank's memory; the allocator's rounding and the communication library's buffers need the rest
 USABLE_MEMORY = 0.92
@@ -52,7 +52,8 @@ def solve_strategy(
         )  # fmt: skip
     if config.compress is Compress.powersgd and precision.kind is PrecisionKind.fp16:
         raise ConfigError(
-            "strategy.compress", "powersgd", "keeps a residue between steps, in which an overflow of fp16 would stay.",
+            "strategy.compress", "powersgd", "cannot be combined with precision=fp16: PowerSGD "
+            "adds what it did not send to the next gradient, so one overflow of fp16 would spoil all later steps.",
             "Use precision=bf16 or fp32, or strategy.compress=bf16.",
         )  # fmt: skip
     if config.compress is Compress.fp16:
@@ -231,7 +232,7 @@ def _layout(config: StrategyConfig, batch: Batch, shard_size: int, precision: Pr
 
 
 def _forecast(kind: StrategyKind, sync: Sync, batch: Batch, layout: Layout, cluster: ClusterPlan) -> Forecast:
-    payload = layout.payload(passes(kind, sync, batch.accumulation))
+    payload = layout.payload(transfers_per_window(kind, sync, batch.accumulation))
     wire_s = None
     if cluster.link_gbit is not None:
         wire_s = _link_bytes(payload, layout, cluster) * 8 / (cluster.link_gbit * 1e9)

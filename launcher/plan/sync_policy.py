@@ -1,6 +1,7 @@
-"""Sync policies: which ones each strategy has, and how often a window sends each part of the model under them.
+"""Sync policies: which micro-batches synchronise, and how often a window sends each part of the model.
 
-The plan predicts with this table, the wrapped model acts on it, and the meter checks measured traffic against it.
+The plan predicts with these functions, the wrapped model acts on them (``micro_batch`` in train/parallel/ddp.py and
+fsdp.py), and the meter checks measured traffic against them.
 """
 
 from __future__ import annotations
@@ -14,14 +15,26 @@ from typing import Self
 from launcher.config.schema import StrategyKind, Sync
 
 SHARDED = (StrategyKind.fsdp, StrategyKind.hsdp)
-# policies under which each micro-batch's gradients are reduced over some ranks
-REDUCES_EACH = (Sync.every, Sync.replicas_at_boundary)
 POLICIES: Mapping[StrategyKind, tuple[Sync, ...]] = {
     StrategyKind.single: (Sync.every, Sync.boundary),
     StrategyKind.ddp: (Sync.every, Sync.boundary),
     StrategyKind.fsdp: (Sync.every, Sync.boundary, Sync.gather_once),
     StrategyKind.hsdp: (Sync.every, Sync.boundary, Sync.gather_once, Sync.replicas_at_boundary),
 }
+
+
+def reduces(sync: Sync, *, last: bool) -> bool:
+    """Return whether a micro-batch's gradients are reduced over some ranks: all of them, or the shard group.
+
+    Args:
+        last: whether it is the window's last micro-batch.
+    """
+    return last or sync in (Sync.every, Sync.replicas_at_boundary)
+
+
+def reduces_over_all(sync: Sync, *, last: bool) -> bool:
+    """Return whether a micro-batch's gradients are reduced over all ranks, replicas included."""
+    return last or sync is Sync.every
 
 
 class Collective(StrEnum):
@@ -42,8 +55,8 @@ class Collective(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Passes:
-    """Number of passes per window.
+class Transfers:
+    """How often a window sends each part.
 
     Attributes:
         all_reduce: all gradients between replicas.
@@ -59,16 +72,16 @@ class Passes:
 
 
 @functools.cache  # the meter asks for each window
-def passes(strategy: StrategyKind, sync: Sync, micro_batches: int) -> Passes:
-    """Return the passes of a window of ``micro_batches`` per rank."""
+def transfers_per_window(strategy: StrategyKind, sync: Sync, micro_batches: int) -> Transfers:
+    """Return the transfers of a window of ``micro_batches`` per rank."""
     k = micro_batches
-    reduce = k if sync is Sync.every else 1
+    reduce = k if reduces_over_all(sync, last=False) else 1
     if strategy not in SHARDED:
-        return Passes(all_reduce=reduce)
+        return Transfers(all_reduce=reduce)
     once = sync is Sync.gather_once
-    return Passes(
+    return Transfers(
         all_reduce=reduce if strategy is StrategyKind.hsdp else 0,
-        reduce_scatter=k if sync in REDUCES_EACH else 1,
+        reduce_scatter=k if reduces(sync, last=False) else 1,
         gather_units=1 if once else 2 * k,
         gather_root=1 if once else k,
     )
@@ -76,7 +89,7 @@ def passes(strategy: StrategyKind, sync: Sync, micro_batches: int) -> Passes:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Distribution of a model over the ranks. Bytes are payload: what one rank hands to a collective in one pass.
+    """Distribution of a model over the ranks. Bytes are payload: what one rank hands to a collective in one transfer.
 
     Args:
         shard_size: ranks that share one copy of the parameters; 1 for DDP.
@@ -96,7 +109,7 @@ class Layout:
         """Return the layout with a whole copy on each rank."""
         return cls(shard_size=1, replicas=replicas, unit_bytes=0, root_bytes=0, gradient_bytes=gradient_bytes)
 
-    def payload(self, sent: Passes) -> dict[Collective, int]:
+    def payload(self, sent: Transfers) -> dict[Collective, int]:
         """Return the payload bytes of ``sent`` by collective; a group of one rank sends nothing."""
         sharded, replicated = self.shard_size > 1, self.replicas > 1
         return {

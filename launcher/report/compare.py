@@ -90,7 +90,7 @@ class TaskGroup:
     Attributes:
         varying: settings that differ between the runs.
         loss: loss up to which hours are counted; None if no finished run has one.
-        given: whether the user specified that loss.
+        loss_given: whether the user specified that loss.
     """
 
     target: str

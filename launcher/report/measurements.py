@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from launcher.config.schema import PrecisionKind
-from launcher.plan.launch_plan import FORMAT
+from launcher.plan.launch_plan import PLAN_FORMAT
 from launcher.process import die_with_parent
 from launcher.quantities import Interval
 from launcher.rundir.files import read_json
@@ -108,7 +108,7 @@ def read_run(run: Path) -> RunData:
     paths = RunPaths(run)
     try:
         plan = json.loads(paths.plan.read_text(encoding="utf-8"))
-        if not isinstance(plan, dict) or plan.get("format") != FORMAT:  # pyright: ignore[reportUnknownMemberType]
+        if not isinstance(plan, dict) or plan.get("format") != PLAN_FORMAT:  # pyright: ignore[reportUnknownMemberType]
             return RunData(problem="its plan was written by another version of launcher")
         if "batch" not in plan:
             return RunData(problem="started by `launch run`, so it has no record")

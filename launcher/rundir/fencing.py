@@ -90,5 +90,6 @@ class Fence:
         if self.superseded:
             newest = self.newest()["incarnation"]
             raise Superseded(
-                f"The run continues as incarnation {newest}: this process belongs to {self.own} and stops writing."
+                f"A newer start of this run ({newest}, SUBMISSION.RESTART) has taken over. "
+                f"This process belongs to start {self.own} and stops writing."
             )

@@ -51,13 +51,13 @@ class Submission:
         return cls(datetime.now(UTC).isoformat(timespec="seconds"), socket.gethostname(), _user())
 
     def by_this_process(self) -> Submission:
-        return dataclasses.replace(self, pid=os.getpid(), born=born(os.getpid()))
+        return dataclasses.replace(self, pid=os.getpid(), born=process_start_id(os.getpid()))
 
     def runs_here(self) -> bool | None:
         """Return whether the `launch` of a local job is alive; None if only another host can tell."""
         if self.host != socket.gethostname():
             return None
-        return not self.ended and self.pid is not None and born(self.pid) == self.born
+        return not self.ended and self.pid is not None and process_start_id(self.pid) == self.born
 
 
 def submissions(paths: RunPaths) -> list[Submission]:
@@ -125,7 +125,7 @@ def _write(paths: RunPaths, entries: list[Submission]) -> None:
     write_json(paths.job, {"submissions": [dataclasses.asdict(entry) for entry in entries]})
 
 
-def born(pid: int) -> str | None:
+def process_start_id(pid: int) -> str | None:
     """Return boot id and start time, which identify a process beyond its id; None if it does not exist."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -22,7 +22,7 @@ from launcher.plan.launch_plan import LaunchPlan
 from launcher.rundir import records
 from launcher.rundir.paths import RunPaths
 from launcher.rundir.records import Submission
-from launcher.runs.status import ACTIVE, Run, RunState, look
+from launcher.runs.status import ACTIVE, Run, RunState, statuses_of
 
 _LOOK_EVERY_S = 0.5
 _ASK_SLURM_EVERY_S = 2.0
@@ -34,7 +34,7 @@ _MAY_CONTINUE = ACTIVE | {RunState.unknown}
 
 def one(paths: RunPaths) -> Run:
     """Return the status of one run."""
-    return look([paths])[0]
+    return statuses_of([paths])[0]
 
 
 def cancel_runs(runs: Sequence[Run], say: Callable[[str], None]) -> list[Run]:
@@ -68,7 +68,7 @@ def cancel_runs(runs: Sequence[Run], say: Callable[[str], None]) -> list[Run]:
     say(f"Cancelling {what}: {whose} workers finish their window and save.")
     wait_s = _patience_s([load_plan(paths.plan) for paths in places])
     end = time.monotonic() + wait_s
-    while left := [run for run in look(places) if run.state in _MAY_CONTINUE]:
+    while left := [run for run in statuses_of(places) if run.state in _MAY_CONTINUE]:
         if time.monotonic() > end:
             raise SiteError(
                 f"{left[0].name}: is still {left[0].state.value} ({left[0].detail}) {wait_s:.0f} s after it was "
@@ -78,7 +78,7 @@ def cancel_runs(runs: Sequence[Run], say: Callable[[str], None]) -> list[Run]:
     for paths in places:
         for _, partial in paths.partial_checkpoints():
             shutil.rmtree(partial, ignore_errors=True)
-    return look(places)
+    return statuses_of(places)
 
 
 def _end(runs: Sequence[Run]) -> Iterator[Run]:
@@ -180,7 +180,7 @@ def resubmit(plan: LaunchPlan) -> str:
     """
     first = not records.submissions(plan.paths)
     try:
-        return submit.send(plan)
+        return submit.submit_one(plan)
     except BaseException:
         if first:
             shutil.rmtree(plan.paths.root, ignore_errors=True)
@@ -257,7 +257,7 @@ def follow(paths: RunPaths, display: local.Display) -> Run:
 def wait_for(places: Sequence[RunPaths], say: Callable[[Sequence[Run]], None]) -> list[Run]:
     """Wait until all runs are over, through every requeue. ``say``: called with their status every two seconds."""
     while True:
-        runs = look(places)
+        runs = statuses_of(places)
         if not any(run.state in _MAY_CONTINUE for run in runs):
             return runs
         say(runs)

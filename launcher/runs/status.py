@@ -86,7 +86,7 @@ class Run:
 _TAIL_BYTES = 64 * 1024
 
 
-def look(runs: Iterable[RunPaths]) -> list[Run]:
+def statuses_of(runs: Iterable[RunPaths]) -> list[Run]:
     """Return the status of these runs, with one query to Slurm for all of them."""
     read = [_Read.of(paths) for paths in runs]
     jobs = [r.job for r in read if r.job is not None and not r.is_over]

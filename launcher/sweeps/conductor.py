@@ -19,7 +19,7 @@ from launcher.rundir import code_snapshot
 from launcher.rundir.files import read_json
 from launcher.rundir.paths import RunPaths, SweepPaths, is_run
 from launcher.runs import control
-from launcher.runs.status import ACTIVE, Run, look
+from launcher.runs.status import ACTIVE, Run, statuses_of
 from launcher.sweeps import manifest
 from launcher.sweeps.manifest import Cell, Sweep, content_of, digest
 from launcher.sweeps.reuse import recognise, run_name
@@ -239,7 +239,7 @@ class Conductor:
         replaced_cells = [cell for cell in sweep.cells if contents.get(cell.overrides, cell.content) != cell.content]
         runs = sweep.runs(paths)
         replaced = {str(runs[cell.overrides].root): cell.label for cell in replaced_cells if cell.overrides in runs}
-        old = look([RunPaths(Path(run)) for run in replaced if is_run(run)])
+        old = statuses_of([RunPaths(Path(run)) for run in replaced if is_run(run)])
         if active := [replaced[run.dir] for run in old if run.state in ACTIVE]:
             raise UserError(
                 f"sweep.name={paths.root.name}: {len(active)} of these cells are active with other code or another "
@@ -277,7 +277,9 @@ class Conductor:
         for cell in new:
             if not cell.resumes:
                 local.create(cell.plan, cell.request.yaml)
-        answers = submit.send_all([cell.plan for cell in new], paths.root.name, paths.slurm, most, sweep.at_once)
+        answers = submit.submit_in_arrays(
+            [cell.plan for cell in new], paths.root.name, paths.slurm, most, sweep.at_once
+        )
         refused: dict[str, str] = {}
         for cell, answer in zip(new, answers, strict=True):
             if isinstance(answer, UserError):
@@ -301,7 +303,7 @@ class Conductor:
         return statuses
 
     def _status_of(self, runs: Sequence[RunPaths]) -> int:
-        return max((control.run_exit_status(run) for run in look(runs)), default=EXIT_DONE)
+        return max((control.run_exit_status(run) for run in statuses_of(runs)), default=EXIT_DONE)
 
 
 def _resumed(cell: _Planned, run: RunPaths) -> _Planned:

@@ -13,7 +13,7 @@ from launcher.errors import EXIT_INTERRUPTED, EXIT_RESUMABLE, EXIT_USER, UserErr
 from launcher.launch.slurm import submit
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.rundir.paths import RunPaths, SweepPaths, find_sweeps, is_run
-from launcher.runs.status import ACTIVE, Run, RunState, look
+from launcher.runs.status import ACTIVE, Run, RunState, statuses_of
 from launcher.sweeps import manifest
 from launcher.sweeps.manifest import Cell
 
@@ -26,7 +26,9 @@ def look_at_sweeps(several: Sequence[SweepPaths]) -> dict[str, list[Run]]:
             cells_of[str(paths.root)] = _cells(paths)
         except UserError as error:
             cells_of[str(paths.root)] = _without_run(RunState.unknown, str(error), paths, paths.root.name)
-    runs = look([run for cells in cells_of.values() if isinstance(cells, list) for _, run in cells if run is not None])
+    runs = statuses_of(
+        [run for cells in cells_of.values() if isinstance(cells, list) for _, run in cells if run is not None]
+    )
     by_dir = {run.dir: run for run in runs}
     return {
         sweep: [_line(cell, run, by_dir, SweepPaths(Path(sweep))) for cell, run in cells]
@@ -101,7 +103,7 @@ def recognise(wanted: Iterable[Cell], paths: SweepPaths) -> ExistingRuns:
     own = {str(cell.content): _of_name(paths.root / run_name(cell)) for cell in wanted}
     recorded = _recorded(paths, set(own))
     every = {str(run.root): run for several in (*own.values(), *recorded.values()) for run in several}
-    state = {run.dir: run.state for run in look(every.values())}
+    state = {run.dir: run.state for run in statuses_of(every.values())}
     existing = ExistingRuns({}, {})
     for content, runs in own.items():
         newest_first = runs[::-1]
@@ -190,7 +192,7 @@ def _submit(paths: SweepPaths, runs: Sequence[Run], planned: Callable[[Run], Lau
     sent: list[str | UserError] = []
     try:
         plans += map(planned, runs)
-        sent += submit.send_all(plans, paths.root.name, paths.slurm, most, at_once)
+        sent += submit.submit_in_arrays(plans, paths.root.name, paths.slurm, most, at_once)
     finally:
         for number, (run, plan) in enumerate(zip(runs, plans, strict=False)):
             answer = sent[number] if sent else None

@@ -75,7 +75,11 @@ class BytesGPT:
                     chosen = held_out if int.from_bytes(digest, "big") % HELD_OUT_SHARE == 0 else train
                     chosen.append((Path(path), size))
         if not train or not held_out:
-            raise TaskError(f"task.corpus={self.corpus}: too few *.py files to train and hold out on.")
+            raise TaskError(
+                f"task.corpus={self.corpus}: {len(train)} training and {len(held_out)} held-out *.py files that are "
+                f"not empty; each must be at least 1 (one file in {HELD_OUT_SHARE} or so is held out).\n"
+                "  Use a directory with more Python files."
+            )
         least = min(sum(size for _, size in files) for files in (train, held_out))
         if least <= self.seq_len:
             raise TaskError(

@@ -249,7 +249,7 @@ def step_metrics(result: StepResult, plan: RunPlan, seen: tuple[int, int], total
         metrics |= noise_metrics(result.noise)
     if result.spent is not None:
         metrics["time/compute_s"] = result.spent.compute_s
-        metrics["time/compute_s_max"] = result.spent.compute_most_s
+        metrics["time/compute_s_max"] = result.spent.compute_max_s
         metrics["time/wait_s"] = result.spent.wait_s
     if result.straggler is not None:
         metrics["straggler/rank"] = float(result.straggler.rank)

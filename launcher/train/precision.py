@@ -200,7 +200,7 @@ def _seconds(dtype: torch.dtype, device: torch.device) -> float:
     return best
 
 
-def decided(plan: RunPlan, world: World, device: torch.device, record: Path | None = None) -> RunPlan:
+def resolve_precision(plan: RunPlan, world: World, device: torch.device, record: Path | None = None) -> RunPlan:
     """Return ``plan`` with a precision other than auto, the same on all ranks. All ranks call it.
 
     auto becomes bf16 if every rank's device computes it natively, otherwise fp32. A precision that some device emulates

@@ -50,8 +50,8 @@ def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
     world, fence = World.here(), Fence.here(plan.paths)
     device = device_of(world, plan.cluster.device)
     join(world, device, plan.train.hang_timeout)
-    submitted_plan = precision.decided(plan, world, device, plan.paths.precision)
-    plan = oom.fitted(submitted_plan, world)
+    submitted_plan = precision.resolve_precision(plan, world, device, plan.paths.precision)
+    plan = oom.apply_stored_micro_size(submitted_plan, world)
     if world.rank == 0:
         fence.check()
         save.delete_partial(plan.paths, fence)

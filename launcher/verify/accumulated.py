@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.data import IterableDataset, Subset
 
 from launcher.config.schema import Compress, Parameters, PrecisionKind, ShortWindow
-from launcher.errors import DataError, NotFinite, PolicyNotObserved, TaskError, UnusedParameters
+from launcher.errors import DataError, NotFinite, SyncPolicyViolated, TaskError, UnusedParameters
 from launcher.plan.batch import Batch
 from launcher.plan.run_plan import EpochPlan, RunPlan
 from launcher.task import Task, load_task, seed_everything, train_data
@@ -189,8 +189,9 @@ class EngineRun:
     """Result of ``run_windows``.
 
     Attributes:
-        windows: windows run before an error, if any.
-        refused: error that would end training in the following window; None if there was none.
+        initial: model before the first window.
+        windows: completed windows; fewer than requested if one failed.
+        refused: error of the window that failed, as text; None if all completed.
     """
 
     initial: InitialState
@@ -281,7 +282,7 @@ def _run_window(engine: Engine, task: Task, trial: Trial) -> StepResult | str:
     """Run one window, with fp16 until its loss scale has settled; return the error that would end training, if any."""
     loss_of = functools.partial(loss_and_items, task, engine)
     kept = SavedState(engine.parallel.module, engine.device)
-    raised_on_all_ranks = (UnusedParameters, NotFinite, PolicyNotObserved, DataError, TaskError)
+    raised_on_all_ranks = (UnusedParameters, NotFinite, SyncPolicyViolated, DataError, TaskError)
     while True:
         engine.position = trial.position
         collate = getattr(task, "collate", None)

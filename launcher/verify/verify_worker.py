@@ -67,7 +67,7 @@ def verify(plan: RunPlan, world: World) -> Certificate | None:
     """Return the certificate on rank 0, None on other ranks. All ranks must call it."""
     device = device_of(world, plan.cluster.device)
     join(world, device, plan.train.hang_timeout)
-    plan = precision.decided(plan, world, device, plan.paths.precision)
+    plan = precision.resolve_precision(plan, world, device, plan.paths.precision)
     measured = _measure(dataclasses.replace(plan, batch=dataclasses.replace(plan.batch, ramp=())), world)
     gc.collect()  # free the engines' memory for the reference
     disband()

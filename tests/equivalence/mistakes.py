@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from launcher import Engine
-from launcher.train.engine.window_totals import Agreed
+from launcher.train.engine.window_totals import ReducedTotals
 from tests.equivalence.grid import CLIP
 
 
@@ -23,10 +23,10 @@ def mean_of_means(engine: Engine) -> None:
     engine.backward = lambda loss_sum, items: backward(loss_sum / items, 1)
 
 
-def _with_items(engine: Engine, items: Callable[[Agreed], int]) -> None:
+def _with_items(engine: Engine, items: Callable[[ReducedTotals], int]) -> None:
     apply = engine._update.apply
 
-    def wrong(gradients: list[Tensor], agreed: Agreed) -> float:
+    def wrong(gradients: list[Tensor], agreed: ReducedTotals) -> float:
         return apply(gradients, dataclasses.replace(agreed, items=items(agreed)))
 
     engine._update.apply = wrong

@@ -47,7 +47,7 @@ PRELOADED = (
 )  # fmt: skip
 COMMAND_LINE = "from launcher.cli import main; main()"
 # they start no Python programs, and so need no server
-LEAVES = ("launcher.train.worker", "launcher.launch.script", "tests.infra.slurm_warm")
+LEAVES = ("launcher.train.worker", "launcher.launch.script_worker", "tests.infra.slurm_warm")
 # variables that are read when Python or torch start, which is over in a fork
 READ_AT_START = ("PYTHONWARNINGS", "PYTHONNOUSERSITE", "TORCH_LOGS", COLD)
 SPACE = 100_000  # bytes for a command line, and as many for an environment

@@ -12,7 +12,16 @@ import pytest
 from launcher import heartbeat
 from launcher.heartbeat import Phase, Progress
 from launcher.launch import rendezvous
-from launcher.launch.hang_verdict import Answer, Hang, RankState, from_json, judge_hang, silent_host, suspects, to_json
+from launcher.launch.hang_verdict import (
+    Hang,
+    RankState,
+    StackReport,
+    from_json,
+    judge_hang,
+    silent_host,
+    suspects,
+    to_json,
+)
 from launcher.launch.stacks import request_stacks
 from launcher.launch.watchdog import HangWatch
 from tests.helpers import make_plan
@@ -25,8 +34,8 @@ def seen(rank: int, window: int, number: int, phase: Phase = Phase.computing, qu
     return RankState(rank, rank // 2, f"host{rank // 2}", Progress(9, phase, number, window, window), quiet_s)
 
 
-def waits(rank: int) -> Answer:
-    return Answer(rank, f"stack {rank}", "loop.py:1 in f", waits=True)
+def waits(rank: int) -> StackReport:
+    return StackReport(rank, f"stack {rank}", "loop.py:1 in f", waits=True)
 
 
 def test_the_one_behind_is_suspected_and_not_those_who_wait_for_it() -> None:
@@ -52,23 +61,23 @@ def test_imports_may_take_longer_than_a_short_limit() -> None:
 
 def test_of_ranks_at_one_place_the_one_that_does_not_wait_is_named() -> None:
     behind = [seen(0, 3, 8), seen(1, 3, 8), seen(2, 3, 8)]
-    verdict = judge_hang(behind, [waits(0), Answer(1, "its stack", "my.py:7 in loss", waits=False), waits(2)], T)
+    verdict = judge_hang(behind, [waits(0), StackReport(1, "its stack", "my.py:7 in loss", waits=False), waits(2)], T)
     assert (verdict.rank, verdict.victim, verdict.node, verdict.host) == (1, 1, 0, "host0")
     assert "host0 in step 3, micro-batch 8, forward and backward pass: nothing moved for 10 s" in verdict.text
     assert verdict.text.endswith("at my.py:7 in loss")
     assert verdict.stack == "its stack"
     assert Hang.from_json(verdict.to_json()) == verdict
     stopped = judge_hang(
-        behind, [waits(0), waits(1), Answer(2, "", "", waits=False, silent="the process is stopped")], T
+        behind, [waits(0), waits(1), StackReport(2, "", "", waits=False, missing_reason="the process is stopped")], T
     )
     assert (stopped.rank, stopped.text.rpartition("; ")[2]) == (2, "the process is stopped")
 
 
 def test_one_whose_agent_gave_no_answer_is_named_only_where_nobody_else_can_be() -> None:
     behind = [seen(0, 3, 8), seen(1, 3, 8), seen(2, 3, 8)]
-    stopped = Answer(2, "", "", waits=False, silent="the process is stopped")
+    stopped = StackReport(2, "", "", waits=False, missing_reason="the process is stopped")
     assert judge_hang(behind, [waits(0), stopped], T).rank == 2, "and not rank 1, of which nothing is known"
-    assert judge_hang(behind, [Answer(2, "its stack", "my.py:7 in loss", waits=False)], T).rank == 2
+    assert judge_hang(behind, [StackReport(2, "its stack", "my.py:7 in loss", waits=False)], T).rank == 2
     verdict = judge_hang(behind, [waits(0), waits(1)], T)
     assert (verdict.rank, verdict.host) == (2, "host1")
     unknown = "; its agent did not send its stack"

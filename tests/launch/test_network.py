@@ -6,7 +6,7 @@ import pytest
 
 from launcher.errors import ConfigError, SiteError
 from launcher.launch import network
-from launcher.launch.network import Interface, Route, find_route, socket_names
+from launcher.launch.network import Interface, Route, find_route, interface_env
 from launcher.plan.placement import endpoint
 from launcher.plan.run_plan import RunPlan
 from tests.conftest import Launch
@@ -70,9 +70,9 @@ def test_the_owner_of_the_address_is_the_first_host(monkeypatch: pytest.MonkeyPa
     assert find_route("192.0.2.1:5", "ib0") == Route(("192.0.2.1", 5), True, ib0)
     monkeypatch.delenv(network.GLOO, raising=False)
     monkeypatch.setenv(network.NCCL, "=ib0")
-    assert socket_names(Route(("192.0.2.1", 5), True, ib0), "ib0") == {network.GLOO: "ib0", network.NCCL: "=ib0"}
+    assert interface_env(Route(("192.0.2.1", 5), True, ib0), "ib0") == {network.GLOO: "ib0", network.NCCL: "=ib0"}
     with pytest.raises(SiteError, match="the environment says NCCL_SOCKET_IFNAME==ib0"):
-        socket_names(Route(("192.0.2.1", 5), True, eth0), "eth0")
+        interface_env(Route(("192.0.2.1", 5), True, eth0), "eth0")
 
 
 @pytest.mark.parametrize(

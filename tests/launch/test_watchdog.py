@@ -13,7 +13,7 @@ import pytest
 from launcher import heartbeat
 from launcher.heartbeat import Phase, Pulse
 from launcher.launch import watchdog
-from launcher.launch.hang_verdict import Answer, Hang
+from launcher.launch.hang_verdict import Hang, StackReport
 from launcher.launch.rendezvous import ALONE, AgentStore
 from launcher.launch.stacks import Stacks
 from launcher.launch.watchdog import HangWatch
@@ -166,15 +166,15 @@ def test_another_node_answers_each_question_once(watched: Watched, monkeypatch: 
     watched.watch._node, store = 1, AgentStore(ALONE, 1)
     monkeypatch.setattr(watched.watch, "_store", store)
 
-    def answers(question: int) -> list[Answer]:
+    def answers(question: int) -> list[StackReport]:
         (text,) = store.read([f"0/stacks {question}/1"]).values()
-        return [Answer(**fields) for fields in json.loads(text)]
+        return [StackReport(**fields) for fields in json.loads(text)]
 
     store.post("0/request", json.dumps([1, [[1, 2], [7, 3]]]))
     watched.look()
     watched.look()
     assert len(asked) == 1, "although it has read the question twice"
-    assert answers(1) == [Answer(1, STUCK.text, "/me/my.py:7 in loss", waits=False)], "rank 7 is elsewhere"
+    assert answers(1) == [StackReport(1, STUCK.text, "/me/my.py:7 in loss", waits=False)], "rank 7 is elsewhere"
     watched.beat(1, 8)
     store.post("0/request", json.dumps([2, [[1, 2]]]))
     watched.look()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -62,9 +65,13 @@ def test_unequal_shares_hold_the_window_in_as_few_rounds_as_can_be(
     config = BatchConfig(global_size=total, micro_size=micro, accumulation=accumulation, uneven=True)
     try:
         solved = solve_batch(config, world)
-    except ConfigError:
+    except ConfigError as error:
         assert accumulation is not None
         assert accumulation != -(-total // ((micro or -(-total // (accumulation * world))) * world))
+        advised = re.search(r"Use batch\.accumulation=(\d+)", str(error))
+        assert advised
+        works = solve_batch(dataclasses.replace(config, accumulation=int(advised[1])), world)
+        assert works.accumulation == int(advised[1])
         return
     assert solved.global_size == total
     assert micro in (None, solved.micro_size)

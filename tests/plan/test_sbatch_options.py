@@ -35,7 +35,7 @@ def test_the_script() -> None:
         "cluster.dependency=afterok:12", "cluster.setup=[module load cuda,source env.sh]",
         "cluster.sbatch.reservation=night", "cluster.sbatch.exclusive=true",
     )  # fmt: skip
-    assert submit.script(plan).replace(shlex.quote(sys.executable), "PYTHON") == (
+    assert submit.batch_script(plan).replace(shlex.quote(sys.executable), "PYTHON") == (
         """\
 #!/bin/bash
 
@@ -70,7 +70,9 @@ srun --unbuffered --output /nowhere/run/slurm/%j_%t_log.out --kill-on-bad-exit=1
 
 def test_the_script_of_a_range() -> None:
     """With ntasks-per-node Slurm would count tasks by the fewest nodes, and never give more."""
-    lines = submit.script(make_plan("cluster=slurm", "cluster.nodes=2:4", "cluster.workers_per_node=1")).splitlines()
+    lines = submit.batch_script(
+        make_plan("cluster=slurm", "cluster.nodes=2:4", "cluster.workers_per_node=1")
+    ).splitlines()
     assert [line for line in lines if line.startswith("#SBATCH")] == [
         "#SBATCH --cpus-per-task=2", "#SBATCH --job-name=run", "#SBATCH --nodes=2-4", "#SBATCH --open-mode=append",
         "#SBATCH --output=/nowhere/run/slurm/%j_0_log.out", "#SBATCH --requeue", "#SBATCH --signal=USR2@45",

@@ -36,7 +36,7 @@ def test_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = planned(
         "cluster.nodes=2", "cluster.setup=[module load cuda]", "cluster.sbatch.container-mounts=/data:/data:ro"
     )
-    assert submit.script(plan) == (
+    assert submit.batch_script(plan) == (
         """\
 #!/bin/bash
 
@@ -67,7 +67,7 @@ srun --unbuffered --output /nowhere/runs/run/slurm/%j_%t_log.out --kill-on-bad-e
 def test_without_a_container_nothing_changes() -> None:
     plan = make_plan("cluster=slurm")
     assert srun_options(plan, {}) == []
-    assert f"{shlex.quote(sys.executable)} -P" in submit.script(plan)
+    assert f"{shlex.quote(sys.executable)} -P" in submit.batch_script(plan)
 
 
 def test_the_container_is_part_of_the_plan() -> None:
@@ -93,8 +93,8 @@ def test_what_the_tasks_read_and_write_is_where_it_is_outside(run_dir: str, moun
 def test_pyxis_other_options_go_to_the_step() -> None:
     plan = planned("cluster.sbatch.container-mount-home=true", "cluster.sbatch.container_name=mine")
     assert srun_options(plan, {})[-2:] == ["--container-mount-home", "--container-name=mine"]
-    assert "no-container-mount-home" not in submit.script(plan), "pyxis refuses the two together"
-    assert "#SBATCH --container" not in submit.script(plan)
+    assert "no-container-mount-home" not in submit.batch_script(plan), "pyxis refuses the two together"
+    assert "#SBATCH --container" not in submit.batch_script(plan)
 
 
 @pytest.mark.parametrize("run_dir", ["/a,b/run", "/a:b/run", "/a b/run", "/run"])

@@ -206,7 +206,7 @@ def test_schedules_in_numbers() -> None:
         ),
         (["strategy=hsdp", "cluster.workers_per_node=4", "strategy.shard_size=1"], "Use strategy.shard_size=2."),
         (["strategy.powersgd_rank=2"], "has an effect with strategy.compress=powersgd only"),
-        (["strategy.compress=powersgd", "precision=fp16"], "keeps a residue"),
+        (["strategy.compress=powersgd", "precision=fp16"], "cannot be combined with precision=fp16"),
         (["precision.tf32=true"], "precision.tf32=true: has no effect without GPUs"),
         (["strategy.compress=fp16"], "Use strategy.compress=bf16, which has the range of fp32"),
         (["strategy.compress=powersgd", "strategy.powersgd_start=1"], "strategy.powersgd_start=1: must be at least 2"),

@@ -16,7 +16,7 @@ def test_a_later_one_shuts_the_earlier_ones_out(tmp_path: Path) -> None:
     old.claim(job="17")
     old.check()
     new.claim(job="17")
-    with pytest.raises(Superseded, match=r"continues as incarnation 0\.2"):
+    with pytest.raises(Superseded, match=r"newer start of this run \(0\.2, "):
         old.check()
     with pytest.raises(Superseded):
         old.claim()

@@ -16,7 +16,7 @@ from launcher.config.hydra import compose_with_yaml, known_keys
 from launcher.launch import local
 from launcher.launch.planner import plan_job
 from launcher.launch.slurm import client
-from launcher.plan.resumable import May, rule
+from launcher.plan.resumable import Permission, rule
 from launcher.plan.run_plan import RunPlan
 from launcher.rundir import records
 from launcher.rundir.paths import RunPaths
@@ -223,7 +223,7 @@ def test_every_key_has_a_rule() -> None:
     without = [key for key in known_keys() if "." in key and rule(key) is None]
     assert not without
     assert rule("optimizer.lr") != rule("optimizer.kind")
-    assert {rule(key)[0] for key in ("cluster.nodes", "strategy.sync", "precision.kind")} == {May.change}  # pyright: ignore
+    assert {rule(key)[0] for key in ("cluster.nodes", "strategy.sync", "precision.kind")} == {Permission.change}  # pyright: ignore
 
 
 def test_a_fixed_number_of_nodes_becomes_a_range(sent: list[RunPlan], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,7 +80,7 @@ def test_states_of_a_slurm_job(
     if verdict is not None:
         write_json(paths.summary, {"verdict": verdict})
     slurm_says(monkeypatch, slurm)
-    assert status.look([paths])[0].state is state
+    assert status.statuses_of([paths])[0].state is state
 
 
 def test_what_an_earlier_submission_said_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,10 +88,10 @@ def test_what_an_earlier_submission_said_is_over(tmp_path: Path, monkeypatch: py
     begin(paths, "0.3")
     write_json(paths.summary, {"verdict": "failed"})
     slurm_says(monkeypatch, "PENDING")
-    assert status.look([paths])[0].state is RunState.pending
+    assert status.statuses_of([paths])[0].state is RunState.pending
     begin(paths, "1.0")
     slurm_says(monkeypatch, "FAILED")
-    assert status.look([paths])[0].state is RunState.failed
+    assert status.statuses_of([paths])[0].state is RunState.failed
 
 
 def test_another_clusters_job_of_the_same_number_is_not_this_one(
@@ -99,7 +99,7 @@ def test_another_clusters_job_of_the_same_number_is_not_this_one(
 ) -> None:
     paths = make_run(tmp_path, "a", "cluster=slurm")
     slurm_says(monkeypatch, "RUNNING", name="somebody's")
-    assert status.look([paths])[0].state is RunState.lost
+    assert status.statuses_of([paths])[0].state is RunState.lost
 
 
 def test_a_slurm_that_does_not_answer_is_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,20 +112,20 @@ def test_a_slurm_that_does_not_answer_is_no_verdict(tmp_path: Path, monkeypatch:
         raise SlurmSilent("no answer")
 
     monkeypatch.setattr(client, "jobs", silent)
-    assert [run.state for run in status.look([over, open_])] == [RunState.done, RunState.unknown]
+    assert [run.state for run in status.statuses_of([over, open_])] == [RunState.done, RunState.unknown]
 
 
 def test_local_runs(tmp_path: Path) -> None:
     paths = make_run(tmp_path, "a", job=None, submissions=0)
     records.add_submission(paths, Submission.now().by_this_process())
-    assert status.look([paths])[0].state is RunState.running
+    assert status.statuses_of([paths])[0].state is RunState.running
     records.amend_submission(paths, born="another process of this number")
-    assert status.look([paths])[0].state is RunState.lost
+    assert status.statuses_of([paths])[0].state is RunState.lost
     records.amend_submission(paths, host="elsewhere")
-    assert status.look([paths])[0].state is RunState.unknown
+    assert status.statuses_of([paths])[0].state is RunState.unknown
     begin(paths)
     write_json(paths.summary, {"verdict": "failed", "failure": {"rank": 1, "error": "KeyError: 3\nmore"}})
-    (run,) = status.look([paths])
+    (run,) = status.statuses_of([paths])
     assert (run.state, run.detail) == (RunState.failed, "rank 1: KeyError: 3")
 
 
@@ -145,7 +145,7 @@ def test_what_was_asked_to_end_before_an_error_stays_cancelled(tmp_path: Path, m
     monkeypatch.setattr(client, "cancel", asked.append)
     monkeypatch.setattr(control.os, "kill", kill)
     with pytest.raises(SiteError, match=r"foreign: belongs to .* can cancel it"):
-        control.cancel_runs(status.look(places), print)
+        control.cancel_runs(status.statuses_of(places), print)
     assert asked == ["7", "process", "process"]
     assert [records.submissions(place)[-1].cancelled for place in places] == [True, False, False, True]
 
@@ -169,7 +169,7 @@ def test_a_broken_directory_does_not_trip_the_others(tmp_path: Path) -> None:
     broken.plan.write_text("{")
     broken.job.write_text("")
     broken.metrics.write_text(json.dumps({"step": 3, "train/loss": 1.0}) + '\n{"step": 4, "tr')
-    runs = {run.name: run for run in status.look(paths.find(tmp_path))}
+    runs = {run.name: run for run in status.statuses_of(paths.find(tmp_path))}
     assert set(runs) == {"good", "broken"}
     assert runs["broken"].step == 3
 

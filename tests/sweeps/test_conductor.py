@@ -105,7 +105,7 @@ def test_an_edit_of_the_code_begins_anew_and_says_so_and_a_log_does_not(machine:
 def test_what_is_under_way_is_not_replaced(machine: Machine) -> None:
     begin(machine, "sweep.name=s", seeds=(1,))
     paths = RunPaths(Path("runs/s").resolve() / machine.ran[0])
-    records.amend_submission(paths, pid=os.getpid(), born=records.born(os.getpid()), ended=False)
+    records.amend_submission(paths, pid=os.getpid(), born=records.process_start_id(os.getpid()), ended=False)
     Path("made.py").write_text("class Task: edited = True")
     with pytest.raises(UserError, match=r"1 of these cells are active with other code.*seed=1.\n.*launch cancel"):
         begin(machine, "sweep.name=s", seeds=(1, 2))

@@ -15,7 +15,7 @@ from launcher.rundir import code_snapshot, records
 from launcher.rundir.files import write_json
 from launcher.rundir.paths import RunPaths, SweepPaths
 from launcher.rundir.records import Submission
-from launcher.runs.status import RunState, look
+from launcher.runs.status import RunState, statuses_of
 from launcher.sweeps import manifest
 from launcher.sweeps.manifest import Cell, Sweep, content_of
 from launcher.sweeps.reuse import look_at_sweeps, recognise, run_name
@@ -162,10 +162,10 @@ def test_a_sweep_that_cannot_be_read_stands_beside_the_others(tmp_path: Path) ->
 def test_a_run_is_over_when_its_launch_says_so_though_the_process_runs_others(tmp_path: Path) -> None:
     make_run(tmp_path / "s" / "a", "done")
     paths = RunPaths(tmp_path / "s" / "a")
-    records.amend_submission(paths, pid=os.getpid(), born=records.born(os.getpid()))
-    assert look([paths])[0].state is RunState.running
+    records.amend_submission(paths, pid=os.getpid(), born=records.process_start_id(os.getpid()))
+    assert statuses_of([paths])[0].state is RunState.running
     records.amend_submission(paths, ended=True)
-    assert look([paths])[0].state is RunState.done
+    assert statuses_of([paths])[0].state is RunState.done
 
 
 def test_words_for_sweeps_and_their_cells(tmp_path: Path) -> None:

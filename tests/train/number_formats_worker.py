@@ -20,7 +20,7 @@ from launcher.config.schema import PrecisionKind
 from launcher.plan.run_plan import RunPlan
 from launcher.rundir.paths import RunPaths
 from launcher.train import precision
-from launcher.train.precision import decided
+from launcher.train.precision import resolve_precision
 from launcher.train.world import World, device_of, join
 
 OPTIONS = ["run.calibrate_s=0", "train.loader_workers=0", "batch.global_size=8", "cluster.device=cpu", "train.steps=1"]
@@ -50,7 +50,7 @@ def main() -> None:
         paths.root.mkdir(parents=True, exist_ok=True)
         plan = plan_of(precision, paths.root)
         plan.save()
-        plan = decided(RunPlan.load(paths.plan), world, device, paths.precision if keep else None)
+        plan = resolve_precision(RunPlan.load(paths.plan), world, device, paths.precision if keep else None)
         later = RunPlan.load(paths.plan).precision
         found[name] = [plan.precision.kind.value, plan.precision.reason, later.kind.value, later.reason]
 

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, LauncherError, SiteError, Superseded, UserError
 from launcher.launch.agent import load_plan, open_incarnation, serve
-from launcher.launch.network import Route, find_route, free_port, socket_names
+from launcher.launch.network import Route, find_route, free_port, interface_env
 from launcher.launch.slurm import client
 from launcher.launch.slurm.client import SlurmTask
 from launcher.launch.slurm.outcome import cancelled, conclude, conclude_failure, reason_to_requeue
@@ -168,7 +168,7 @@ def _join_nodes(plan: LaunchPlan, task: SlurmTask, fence: Fence) -> LaunchPlan:
     place = HostPosition(
         node=task.node, address=route.interface.address, interface=route.interface.name, store=store, shared=True
     )
-    names = socket_names(route, cluster.interface)
+    names = interface_env(route, cluster.interface)
     return dataclasses.replace(
         plan,
         cluster=dataclasses.replace(cluster, place=place),

@@ -56,7 +56,7 @@ def conclude(plan: LaunchPlan, task: SlurmTask, fence: Fence, ended: NodeOutcome
     write_json(paths.summary, {"verdict": verdict} | summary | hang | {"stopped_by": stopped_by})
     why = reason_to_requeue(plan, task, stopped_by)
     records.note_event(paths, verdict, by=stopped_by, why=why or "Slurm ends the job", step=summary.get("steps"))
-    return _requeue(plan, task, fence, why) if why else EXIT_RESUMABLE
+    return _requeue_unless_futile(plan, task, fence, why) if why else EXIT_RESUMABLE
 
 
 def reason_to_requeue(plan: LaunchPlan, task: SlurmTask, signal_name: str = "") -> str:
@@ -77,7 +77,7 @@ def reason_to_requeue(plan: LaunchPlan, task: SlurmTask, signal_name: str = "") 
     return "SIGUSR2" if signal_name == "SIGUSR2" else ""
 
 
-def _requeue(plan: LaunchPlan, task: SlurmTask, fence: Fence, why: str) -> int:
+def _requeue_unless_futile(plan: LaunchPlan, task: SlurmTask, fence: Fence, why: str) -> int:
     """Requeue the job, upon which Slurm ends this process. Returns an exit status only if that did not happen."""
     paths, newest = fence.paths, fence.newest()
     if isinstance(plan, RunPlan):
@@ -130,7 +130,7 @@ def conclude_failure(plan: LaunchPlan, task: SlurmTask, fence: Fence, own: Failu
     # a `launch run` script reports no progress, so it might be restarted without end
     if not requeue or not isinstance(plan, RunPlan):
         return EXIT_FAILED
-    return _requeue(plan, task, fence, "the nodes lost each other")
+    return _requeue_unless_futile(plan, task, fence, "the nodes lost each other")
 
 
 _LOOK_EVERY_S = 1.0

@@ -1,4 +1,7 @@
-"""Submission to Slurm: freezes plan and code in the run's directory; submitit writes and submits the sbatch script."""
+"""Submission to Slurm: freezes plan and code in the run's directory; submitit writes and submits the sbatch script.
+
+Its #SBATCH options come from launcher/plan/sbatch_options.py.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ from launcher.rundir.records import Submission
 P = TypeVar("P", bound=LaunchPlan)
 
 # a failing task ends the others, which may wait for it
-_TOGETHER = ("--kill-on-bad-exit=1",)
+_SRUN_OPTIONS = ("--kill-on-bad-exit=1",)
 # a signal that comes before the agent has handlers must not kill the task, which asks Slurm later what it missed
 _PYTHON = '/bin/sh -c \'trap "" TERM USR2; exec "$0" "$@"\' {} -P'
 
@@ -54,21 +57,21 @@ def submit_job(plan: P, config_yaml: str) -> tuple[P, str]:
     try:
         plan = _freeze(plan, roots)
         plan.save()
-        return plan, send(plan)
+        return plan, submit_one(plan)
     except BaseException:
         shutil.rmtree(plan.paths.root, ignore_errors=True)
         raise
 
 
-def send(plan: LaunchPlan) -> str:
+def submit_one(plan: LaunchPlan) -> str:
     """Submit a run whose directory exists, for the first time or again. Return the job's id."""
-    return send_array([plan], plan.run.name, plan.paths.slurm)[0]
+    return submit_array([plan], plan.run.name, plan.paths.slurm)[0]
 
 
-def send_all(
+def submit_in_arrays(
     plans: Sequence[LaunchPlan], stem: str, folder: Path, most: int, at_once: int | None
 ) -> list[str | UserError]:
-    """Submit runs whose directories exist, those of one ``shape`` as one array.
+    """Submit runs whose directories exist as job arrays: runs with the same ``array_key`` share one.
 
     Args:
         stem: stem of the arrays' job names; a unique suffix is added.
@@ -81,20 +84,20 @@ def send_all(
     """
     by_shape: dict[str, list[int]] = {}
     for number, plan in enumerate(plans):
-        by_shape.setdefault(shape(plan), []).append(number)
+        by_shape.setdefault(array_key(plan), []).append(number)
     answers: dict[int, str | UserError] = {}
     for numbers in by_shape.values():
         for chunk in (numbers[at : at + most] for at in range(0, len(numbers), most)):
             name = f"{stem}.{secrets.token_hex(4)}"
             try:
-                jobs: Sequence[str | UserError] = send_array([plans[n] for n in chunk], name, folder, at_once)
+                jobs: Sequence[str | UserError] = submit_array([plans[n] for n in chunk], name, folder, at_once)
             except UserError as error:
                 jobs = [error] * len(chunk)
             answers |= zip(chunk, jobs, strict=True)
     return [answers[number] for number in range(len(plans))]
 
 
-def send_array(plans: Sequence[LaunchPlan], name: str, folder: Path, at_once: int | None = None) -> list[str]:
+def submit_array(plans: Sequence[LaunchPlan], name: str, folder: Path, at_once: int | None = None) -> list[str]:
     """Submit runs of one ``shape`` whose directories exist, several as one array. Return a job id for each.
 
     If Slurm refuses, none of them is submitted.
@@ -122,7 +125,7 @@ def send_array(plans: Sequence[LaunchPlan], name: str, folder: Path, at_once: in
     return jobs
 
 
-def shape(plan: LaunchPlan) -> str:
+def array_key(plan: LaunchPlan) -> str:
     """Return a key of what all jobs of one array must share: the request to Slurm, and the parent directory."""
     assert plan.cluster.slurm is not None
     slurm = dataclasses.asdict(plan.cluster.slurm)
@@ -136,7 +139,7 @@ def max_array_size() -> int:
 
 
 def submit_function(
-    plan: LaunchPlan, function: Callable[..., object], *arguments: object, srun: Sequence[str] = _TOGETHER
+    plan: LaunchPlan, function: Callable[..., object], *arguments: object, srun: Sequence[str] = _SRUN_OPTIONS
 ) -> str:
     """Submit a job that calls ``function(*arguments)`` once on each node. Return the job's id.
 
@@ -155,7 +158,7 @@ def _submit_function(
     *,
     name: str,
     folder: Path,
-    srun: Sequence[str] = _TOGETHER,
+    srun: Sequence[str] = _SRUN_OPTIONS,
     at_once: int | None = None,
 ) -> list[str]:
     """Submit one job per entry of ``each``, which holds its arguments, as ``submit_function`` does. Return the job ids.
@@ -177,7 +180,7 @@ def _submit_function(
         raise refusal(plan, str(error)) from None
 
 
-def script(plan: LaunchPlan, srun: Sequence[str] = _TOGETHER) -> str:
+def batch_script(plan: LaunchPlan, srun: Sequence[str] = _SRUN_OPTIONS) -> str:
     """Return the batch script that submitit would write."""
     executor = _executor(plan, srun, plan.run.name, plan.paths.slurm)
     return executor._make_submission_file_text(executor._submitit_command_str, "")
@@ -232,10 +235,10 @@ def _submitters_environment(plan: LaunchPlan) -> Generator[None, None, None]:
 def _roots(plan: LaunchPlan) -> list[Path]:
     if isinstance(plan, RunPlan):
         return code_snapshot.roots_of_task(plan.task.target, plan.cluster.cwd)
-    return code_snapshot.roots_of_script(_script_of(plan))
+    return code_snapshot.roots_of_script(_batch_script_file(plan))
 
 
-def _script_of(plan: LaunchPlan) -> Path:
+def _batch_script_file(plan: LaunchPlan) -> Path:
     return Path(plan.cluster.cwd) / plan.command[len(SCRIPT_COMMAND)]
 
 
@@ -245,9 +248,9 @@ def _freeze(plan: P, roots: Sequence[Path]) -> P:
     if not copies:
         return plan
     if not isinstance(plan, RunPlan):
-        name = _script_of(plan).resolve().name
+        name = _batch_script_file(plan).resolve().name
         if not (Path(copies[0]) / name).exists():  # ignored by git, but named by the user
-            shutil.copy2(_script_of(plan), copies[0])
+            shutil.copy2(_batch_script_file(plan), copies[0])
         at = len(SCRIPT_COMMAND)
         command = (*plan.command[:at], str(Path(copies[0]) / name), *plan.command[at + 1 :])
         env = plan.env
@@ -278,7 +281,11 @@ _OF_NODES = (
 
 
 def refusal(plan: LaunchPlan, output: str) -> UserError:
-    """Return the error for a refused job, with the config key it concerns and what is allowed. ``output``: sbatch's."""
+    """Return the error for a job that sbatch refused, naming the config key if that is recognised.
+
+    Args:
+        output: sbatch's error text.
+    """
     lines = [line.strip() for line in output.splitlines() if "error:" in line]
     message = "; ".join(re.sub(r"^sbatch: error: ", "", line) for line in lines) or " ".join(output.split())
     assert plan.cluster.slurm is not None

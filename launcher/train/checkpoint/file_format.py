@@ -30,8 +30,8 @@ from launcher.rundir.files import read_json, write_json
 from launcher.rundir.paths import STATE
 
 MANIFEST = "manifest.json"
-# version of a checkpoint's format: names and contents of its files
-FORMAT = 1
+# raised by an incompatible change to this module, contents.checkpoint_tensors or save.take_snapshot
+CHECKPOINT_FORMAT = 1
 _CHUNK = 1 << 22
 
 Files = dict[str, tuple[int, int]]  # (size in bytes, CRC-32) by name
@@ -45,7 +45,7 @@ def checksums(files: Iterable[Path]) -> Files:
 def write_manifest(directory: Path, files: Mapping[str, tuple[int, int]]) -> None:
     """Write the manifest of ``files`` into ``directory``."""
     listed = {name: {"bytes": size, "crc32": crc} for name, (size, crc) in sorted(files.items())}
-    write_json(directory / MANIFEST, {"format": FORMAT, "files": listed})
+    write_json(directory / MANIFEST, {"format": CHECKPOINT_FORMAT, "files": listed})
 
 
 def read_manifest(directory: Path) -> Files | str:
@@ -59,7 +59,7 @@ def read_manifest(directory: Path) -> Files | str:
         fields: dict[str, Any] | None = read_json(directory / MANIFEST)
         if fields is None:
             return f"it has no {MANIFEST}: it was copied in part, or is not a checkpoint of a launcher"
-        if fields.get("format", 1) > FORMAT:
+        if fields.get("format", 1) > CHECKPOINT_FORMAT:
             raise WrongCheckpoint(_too_new(directory, fields["format"]))
         return {name: (int(file["bytes"]), int(file["crc32"])) for name, file in fields["files"].items()}
     except PermissionError as error:
@@ -75,8 +75,8 @@ def _too_new(directory: Path, version: int) -> str:
     except (OSError, ValueError, TypeError, LookupError):
         writer = "a newer version"
     return (
-        f"{directory} has format {version}, and this launcher ({metadata.version('launcher')}) reads up to {FORMAT}: "
-        f"it was written by launcher {writer}.\n  Resume the run with that version."
+        f"{directory} has format {version}, and this launcher ({metadata.version('launcher')}) reads up to "
+        f"{CHECKPOINT_FORMAT}: it was written by launcher {writer}.\n  Resume the run with that version."
     )
 
 

@@ -17,7 +17,7 @@ from launcher.plan import windows
 from launcher.plan.batch import Batch, RampStage
 from launcher.plan.resumable import Change, refusals
 from launcher.plan.run_plan import RunPlan
-from launcher.train.checkpoint.file_format import FORMAT
+from launcher.train.checkpoint.file_format import CHECKPOINT_FORMAT
 
 Origin = dict[str, Any]
 _MAX_SHOWN = 4
@@ -31,7 +31,7 @@ def origin_of(plan: RunPlan) -> Origin:
     ``epochs``: None if steps were given.
     """
     return {
-        "format": FORMAT,
+        "format": CHECKPOINT_FORMAT,
         "run_id": plan.run.id,  # also the run's id in W&B
         "launcher_version": plan.run.version,
         "torch_version": torch.__version__,

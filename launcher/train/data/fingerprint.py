@@ -283,7 +283,7 @@ def _indices(count: int, seed: int) -> list[int]:
 
 
 def _all_agree(outlines: Iterable[Outline | None]) -> bool:
-    """Return whether all samples that were read agree."""
+    """Return whether all outlines agree; None, a sample that was not read, is ignored."""
     read = [each for each in outlines if each is not None]
     return all(each.agrees(read[0]) for each in read)
 

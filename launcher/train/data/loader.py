@@ -208,7 +208,10 @@ def _move_object(item: Any, device: torch.device) -> Any:
 
 
 def _mapped(value: Any, method: str, change: Callable[[Any], Any]) -> Any:
-    """Replace every object in ``value`` that has ``method`` by ``change(object)``; containers keep their type."""
+    """Return a copy of ``value`` with ``change(object)`` in place of each object that has a method ``method``.
+
+    Containers keep their types.
+    """
 
     def has_method(item: Any) -> bool:
         return callable(getattr(item, method, None)) and not isinstance(item, type)
@@ -240,7 +243,7 @@ def _mapped(value: Any, method: str, change: Callable[[Any], Any]) -> Any:
 
 
 class _Pinned:
-    """A batch whose tensors DataLoader's pinning thread copies to page-locked memory, in any container."""
+    """Wrapper that gives a batch a method ``pin_memory``, so that DataLoader pins tensors in any container."""
 
     def __init__(self, item: Any) -> None:
         self.item = item

@@ -26,10 +26,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from launcher.config.schema import StrategyKind, Sync
-from launcher.errors import EngineMisuse, PolicyNotObserved, TaskError
+from launcher.errors import EngineMisuse, SyncPolicyViolated, TaskError
 from launcher.heartbeat import PULSE, Phase
 from launcher.plan.run_plan import RunPlan
-from launcher.plan.sync_policy import passes
+from launcher.plan.sync_policy import transfers_per_window
 from launcher.quantities import Interval, interval
 from launcher.rundir.files import value_from_json as from_json
 from launcher.train.data.loader import MicroBatch
@@ -126,9 +126,9 @@ def measured_as(plan: RunPlan) -> dict[str, Any]:
 class WindowSync(Enum):
     """Communication during a window's passes: by the job's own policy, by sync=every, or none."""
 
-    own = auto()
+    policy = auto()
     every = auto()
-    silent = auto()
+    none = auto()
 
 
 class Calibration:
@@ -166,7 +166,7 @@ class Calibration:
             micro_batches: micro-batches of this rank, on the device; repeated if a full window has more.
 
         Raises:
-            PolicyNotObserved: the collectives that ran are not those of the policy.
+            SyncPolicyViolated: the collectives that ran are not those of the policy.
         """
         if not self.wanted(plan):
             return
@@ -182,7 +182,7 @@ class Calibration:
         if len(kinds) < 2:
             self.result = self._without("there is nothing to compare the job's policy with")
             return
-        with self._parallel.trial():
+        with self._parallel.without_effects():
             self._micro_batches = micro_batches
             self._kept = SavedState(self._parallel.module, self._device)
             self._attributes = SavedAttributes(self._parallel.module, self._owner)
@@ -193,8 +193,8 @@ class Calibration:
 
     def _kinds(self) -> list[WindowSync]:
         strategy = self._plan.strategy
-        sent = [passes(strategy.kind, sync, self._count) for sync in (strategy.sync, Sync.every)]
-        return [WindowSync.silent] * strategy.rehearses + [WindowSync.own] + [WindowSync.every] * (sent[0] != sent[1])
+        sent = [transfers_per_window(strategy.kind, sync, self._count) for sync in (strategy.sync, Sync.every)]
+        return [WindowSync.none] * strategy.rehearses + [WindowSync.policy] + [WindowSync.every] * (sent[0] != sent[1])
 
     def _measure(self, kinds: list[WindowSync]) -> Calibrated:
         # the first micro-batch compiles, tunes and allocates, which the first window needs anyway: it is not timed
@@ -209,7 +209,7 @@ class Calibration:
         if needed_s > limit_s:
             return self._too_long(needed_s, limit_s)
         # the second synchronised forward pass is the one in which DDP rebuilds its buckets
-        for kind in kinds if WindowSync.every in kinds else [*kinds, WindowSync.own]:
+        for kind in kinds if WindowSync.every in kinds else [*kinds, WindowSync.policy]:
             if math.isinf(self._time(kind, self._count)):
                 return self._without("a window without communication does not fit into memory")
         self._comm_s.clear()
@@ -230,7 +230,7 @@ class Calibration:
                     return self._without("a window without communication does not fit into memory")
             elapsed_s = self._agree(time.perf_counter() - self._started)[0]
             round_s = elapsed_s - before_s
-        rounds = len(times[WindowSync.own])
+        rounds = len(times[WindowSync.policy])
         if rounds < MIN_ROUNDS:
             return self._too_long(elapsed_s + (MIN_ROUNDS - rounds + 1) * round_s, limit_s)
 
@@ -242,8 +242,8 @@ class Calibration:
         return Calibrated(
             asked_s=self._plan.train.calibrate_s,
             rounds=rounds,
-            gain=difference(WindowSync.every, WindowSync.own),
-            exposed=difference(WindowSync.own, WindowSync.silent),
+            gain=difference(WindowSync.every, WindowSync.policy),
+            exposed=difference(WindowSync.policy, WindowSync.none),
             comm_s=statistics.median(self._comm_s),
         )
 
@@ -265,13 +265,13 @@ class Calibration:
     def _time(self, kind: WindowSync, count: int) -> float:
         """Run ``count`` micro-batches, and return the seconds on the slowest rank: infinite if silent passes ran out of
         memory on some rank. That is possible without blocking the others, since silent passes wait for no rank."""
-        silent, meter = kind is WindowSync.silent, self._parallel.meter
+        silent, meter = kind is WindowSync.none, self._parallel.meter
         sync = Sync.every if kind is WindowSync.every else self._plan.strategy.sync
         with ExitStack() as contexts:
             entered_s = 0.0
             try:
                 if silent:
-                    contexts.enter_context(self._parallel.silent())
+                    contexts.enter_context(self._parallel.without_collectives())
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
@@ -288,7 +288,7 @@ class Calibration:
                     raise
                 took_s = math.inf
             if silent and not meter.silent:
-                raise PolicyNotObserved("Passes without communication have run collectives.")
+                raise SyncPolicyViolated("Passes without communication have run collectives.")
         comm_s = 0.0 if silent else meter.close_window(count, sync).time_s
         self._parallel.zero_grad()
         self._kept.restore()
@@ -299,7 +299,7 @@ class Calibration:
                 "  Make it a buffer of the model (register_buffer), or do not calibrate: run.calibrate_s=0."
             )
         took_s, comm_s = self._agree(took_s, comm_s)
-        if kind is WindowSync.own:
+        if kind is WindowSync.policy:
             self._comm_s.append(comm_s)
         return took_s
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from launcher.errors import ConfigError, EngineMisuse
 from launcher.heartbeat import PULSE, Phase
 from launcher.plan.run_plan import RunPlan
-from launcher.plan.sync_policy import REDUCES_EACH
+from launcher.plan.sync_policy import reduces
 from launcher.train import precision
 from launcher.train.data.loader import Collate, MicroBatch, to_device
 from launcher.train.data.window_feed import BEGINNING, Window, WindowPosition, open_feed
@@ -89,7 +89,7 @@ class Engine:
             )  # fmt: skip
         self.device = device_of(self.world, plan.cluster.device)
         join(self.world, self.device, plan.train.hang_timeout)
-        self.plan = plan = precision.decided(plan, self.world, self.device)
+        self.plan = plan = precision.resolve_precision(plan, self.world, self.device)
         self.parallel, self.optimizer = build_parallel(model, optimizer, plan, self.device, shard_units, self.world)
         self._trained = TrainedParameters(self.parallel.module)
         self.buffers = Buffers(self.parallel.module, self.world, self.device)
@@ -106,7 +106,7 @@ class Engine:
         self._stop = stop
         self._save_due = save_due if self.world.rank == 0 else lambda: False
         self.stragglers = StragglerDetector(self.world, self.device, plan.train.straggler_share)
-        self._noise = NoiseScale(self.world.size, self.device, self.parallel.own)
+        self._noise = NoiseScale(self.world.size, self.device, self.parallel.local_norm)
         self._observers: list[Observer] = [self._noise, self.buffers, self.stragglers]
         self._totals = WindowTotals(self.world, self.device, self._observers)
         # a sharded gradient's norm is summed too
@@ -194,9 +194,9 @@ class Engine:
         weight = self._update.weight(items, samples)
         if samples:
             self._totals.add(loss_sum, items, samples)
-        if self.parallel.own.due:
+        if self.parallel.local_norm.due:
             self._noise.begin(*self._totals.own_part)
-        if self._current.last or self._current.sync in REDUCES_EACH:
+        if reduces(self._current.sync, last=self._current.last):
             self._trained.require_same()
         if self._current.last:
             self._totals.send(more=self._feed.has_next(), stop=self._stop(), save_due=self._save_due())
@@ -215,7 +215,7 @@ class Engine:
         Raises:
             DataError: no window of an epoch held an item.
             NotFinite: a loss, or a gradient that no smaller loss scale helps; on all ranks, before anything is applied.
-            PolicyNotObserved: other collectives ran than those of the sync policy.
+            SyncPolicyViolated: other collectives ran than those of the sync policy.
             UnusedParameters: a parameter has no gradient.
         """
         current, window = self._current, self._current.window

@@ -51,7 +51,7 @@ def can_abandon(plan: RunPlan, norms: Norms) -> bool:
     return batch.on_oom is OnOom.shrink and strategy.kind not in SHARDED and silent and isinstance(norms, PlainNorms)
 
 
-def fitted(plan: RunPlan, world: World) -> RunPlan:
+def apply_stored_micro_size(plan: RunPlan, world: World) -> RunPlan:
     """Return ``plan`` with the micro-batch size that an earlier attempt has stored. All ranks call it.
 
     A size is ignored if it was stored for another batch, world size, strategy, precision or task.

@@ -18,14 +18,14 @@ from torch.optim.lr_scheduler import LambdaLR
 from launcher.config.schema import Compress
 from launcher.errors import DataError, NotFinite
 from launcher.plan.run_plan import RunPlan
-from launcher.train.engine.window_totals import Agreed
+from launcher.train.engine.window_totals import ReducedTotals
 from launcher.train.parallel.base import Parallel, local
 from launcher.train.parallel.batchnorm import Norms
 from launcher.train.precision import Precision
 from launcher.train.world import World
 
 # most windows without items in a row; a stream may have no end
-MOST_EMPTY = 1000
+MAX_EMPTY_WINDOWS = 1000
 _PROGRESS = ("steps", "skipped_steps", "empty_windows", "samples", "items")
 
 
@@ -94,7 +94,7 @@ class Update:
         if not self.items:  # C was estimated from micro-batches of another size
             self._divisor = None
 
-    def apply(self, gradients: list[Tensor], agreed: Agreed) -> float:
+    def apply(self, gradients: list[Tensor], agreed: ReducedTotals) -> float:
         """Take the window's step, unless fp16 overflowed or the window holds no item.
 
         Returns:
@@ -162,7 +162,7 @@ class Update:
         self._precision.keep_scale()
         self._parallel.zero_grad()
 
-    def count(self, agreed: Agreed, epoch: int, *, epoch_over: bool) -> None:
+    def count(self, agreed: ReducedTotals, epoch: int, *, epoch_over: bool) -> None:
         """Add the window to the counters.
 
         Raises:
@@ -172,8 +172,8 @@ class Update:
         self.items += agreed.items
         self._items_in_epoch |= agreed.items > 0
         self._empty_in_a_row = 0 if agreed.items else self._empty_in_a_row + 1
-        if (epoch_over and not self._items_in_epoch) or self._empty_in_a_row >= MOST_EMPTY:
-            which = f"No window of epoch {epoch + 1}" if epoch_over else f"None of {MOST_EMPTY} windows in a row"
+        if (epoch_over and not self._items_in_epoch) or self._empty_in_a_row >= MAX_EMPTY_WINDOWS:
+            which = f"No window of epoch {epoch + 1}" if epoch_over else f"None of {MAX_EMPTY_WINDOWS} windows in a row"
             raise DataError(
                 f"{which} holds an item: the loss cannot be averaged.\n"
                 "  Check the data, and the number of items that the loss returns."

@@ -107,10 +107,10 @@ class CurrentWindow:
         self._arrived = time.perf_counter()
 
     def close(self) -> float:
-        """End the window, and return its duration in seconds.
+        """End the window and return its duration in seconds.
 
-        On a GPU the optimizer step is only queued at this point. It runs before the next window's passes, and its time
-        counts for that window, in which the host waits for the device anyway.
+        On a GPU the optimizer step has only been queued by now, so the time since ``gradients_arrived`` counts for the
+        next window.
         """
         self.window, ended = None, time.perf_counter()
         if self._device.type != "cuda":
@@ -184,7 +184,7 @@ class CurrentWindow:
             raise EngineMisuse("engine.backward(loss_sum, items) was not called for a micro-batch.")
 
     def run(self, forward: Forward, model: Callable[..., Any], micro: MicroBatch) -> tuple[Tensor, int | Tensor]:
-        """Return (loss_sum, items) of a micro-batch that training will use later: ``forward`` receives a copy of it."""
+        """Run ``forward`` on a copy of the micro-batch and return its (loss_sum, items); training uses the original."""
         self.micro = micro
         try:
             loss_sum, items = forward(model, copy.deepcopy(micro.data))

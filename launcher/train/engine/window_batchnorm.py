@@ -111,7 +111,10 @@ class WindowNorms:
         kept = SavedState(self._parallel.module, self._device)
         self._calls = []
         parallel = self._parallel
-        with parallel.meter.beside(), parallel.silent() if self._gathers_once else parallel.evaluation():
+        with (
+            parallel.meter.unchecked(),
+            parallel.without_collectives() if self._gathers_once else parallel.evaluation(),
+        ):
             number = 0
             while number < max(1, len(self._calls)):  # the first pass shows how many there are
                 sums = self._pass(Pass.statistics, number, micro_batches, loss, kept)

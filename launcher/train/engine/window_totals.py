@@ -18,7 +18,7 @@ from launcher.errors import NotFinite, TaskError
 from launcher.train.measure.comm_meter import CommStats
 from launcher.train.measure.noise_scale import Noise
 from launcher.train.measure.observer import Observer
-from launcher.train.measure.straggler import Spent, Straggler
+from launcher.train.measure.straggler import Straggler, TimeSplit
 from launcher.train.world import World
 
 
@@ -64,7 +64,7 @@ class StepResult:
     sync: Sync
     comm: CommStats
     noise: Noise | None
-    spent: Spent | None
+    spent: TimeSplit | None
     straggler: Straggler | None
     step_s: float
     data_s: float
@@ -75,7 +75,7 @@ class StepResult:
 
 
 @dataclass(frozen=True)
-class Agreed:
+class ReducedTotals:
     """Totals and flags of a window, equal on all ranks. ``grad_norm`` is the norm of the gradients before they are
     multiplied by C*W/N."""
 
@@ -194,7 +194,7 @@ class WindowTotals:
             self.waited_s += time.perf_counter() - began
         return self._shared
 
-    def receive(self, grad_norm: Tensor) -> Agreed:
+    def receive(self, grad_norm: Tensor) -> ReducedTotals:
         """Wait for the all-reduce, pass their sums to the observers, and return the rest.
 
         Raises:
@@ -206,7 +206,7 @@ class WindowTotals:
         for observer, (start, end) in zip(self._observers, itertools.pairwise(self._ends), strict=True):
             observer.receive(sums[start:end])
         flags = (sums[_MORE] > 0, sums[_STOP] > 0, sums[_SAVE_DUE] > 0)
-        return Agreed(round(sums[_ITEMS]), sums[_LOSS], round(sums[_SAMPLES]), *flags, grad_norm.item())
+        return ReducedTotals(round(sums[_ITEMS]), sums[_LOSS], round(sums[_SAMPLES]), *flags, grad_norm.item())
 
     def sum_of(self, observer: Observer) -> list[float]:
         """Return the sums that ``observer`` would receive with the next window. All ranks call it.

@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from launcher.config.schema import Device, Sync
 from launcher.errors import LauncherError
 from launcher.plan.run_plan import Forecast, RunPlan
-from launcher.plan.sync_policy import POLICIES, Collective, passes
+from launcher.plan.sync_policy import POLICIES, Collective, transfers_per_window
 from launcher.process import die_with_parent
 from launcher.task import Task, as_loss, build_model, first_batch, load_task, train_data
 from launcher.train.engine.build import build_parallel
@@ -87,7 +87,7 @@ def _forecast(plan: RunPlan, sync: Sync, task: Task, batch: Any, device: torch.d
         memory.add([*model.parameters(), *model.buffers()])
         inputs = tree_map(lambda x: fake.from_tensor(x).to(device) if isinstance(x, Tensor) else x, batch)
         # without a run, the payload follows from the policy table and the shapes of the sharded model
-        passes_of_window = passes(plan.strategy.kind, plan.strategy.sync, plan.batch.accumulation)
+        passes_of_window = transfers_per_window(plan.strategy.kind, plan.strategy.sync, plan.batch.accumulation)
         payload, problem = parallel.meter.layout.payload(passes_of_window), None
         try:
             with memory:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from launcher.config.schema import StrategyKind, Sync
-from launcher.errors import PolicyNotObserved
-from launcher.plan.sync_policy import Collective, Layout, passes
+from launcher.errors import SyncPolicyViolated
+from launcher.plan.sync_policy import Collective, Layout, transfers_per_window
 from launcher.quantities import count
 
 
@@ -139,7 +139,7 @@ class Meter:
         if not self._cuda:
             self.waited_s += time.perf_counter() - timer.began
 
-    def reduces(self) -> None:
+    def reduction_started(self) -> None:
         """Record that a backward pass has started a collective, for which it waits at its end."""
         self._reduces_since = time.perf_counter()
 
@@ -150,7 +150,7 @@ class Meter:
             self._reduces_since = None
 
     @contextmanager
-    def beside(self) -> Iterator[None]:
+    def unchecked(self) -> Iterator[None]:
         """Return a context for passes of a window that are the same under every sync policy: they are counted, but not
         checked against the policy."""
         self._beside = True
@@ -193,7 +193,7 @@ class Meter:
         """Return what this window sent. The device must have completed it.
 
         Raises:
-            PolicyNotObserved: it is not what ``sync`` requires for a window of ``micro_batches``.
+            SyncPolicyViolated: it is not what ``sync`` requires for a window of ``micro_batches``.
         """
         self._check(micro_batches, sync)
         if sync is Sync.every:
@@ -210,7 +210,7 @@ class Meter:
     def _had_it_been_every(self, micro_batches: int, sync: Sync) -> dict[Collective, int]:
         """Return the payload that the window would have had under `every`: each reduction once per micro-batch, gathers
         as measured when `every` ran, or by the policy table if it has not."""
-        ran, every = (passes(self._strategy, policy, micro_batches) for policy in (sync, Sync.every))
+        ran, every = (transfers_per_window(self._strategy, policy, micro_batches) for policy in (sync, Sync.every))
         payload = dict(self._payload)
         if ran.all_reduce:
             payload[Collective.all_reduce] = payload[Collective.all_reduce] * every.all_reduce // ran.all_reduce
@@ -224,7 +224,7 @@ class Meter:
         return payload
 
     def _check(self, micro_batches: int, sync: Sync) -> None:
-        expected = self.layout.payload(passes(self._strategy, sync, micro_batches))
+        expected = self.layout.payload(transfers_per_window(self._strategy, sync, micro_batches))
         for kind, wanted in expected.items():
             seen = self._covered[kind]
             if kind is Collective.all_gather and sync is not Sync.gather_once:
@@ -233,7 +233,7 @@ class Meter:
             else:
                 wrong = seen != wanted
             if wrong:
-                raise PolicyNotObserved(
+                raise SyncPolicyViolated(
                     f"strategy.sync={sync.value} means {kind.value} of {wanted:,} bytes in this window of "
                     f"{count(micro_batches, 'micro-batch', 'micro-batches')}; {seen:,} bytes were "
                     f"seen in {count(self._collectives[kind], 'collective')}.\n"

@@ -56,7 +56,7 @@ class Noise:
         return self.variance / self.grad_sq if self.variance > 0 and self.grad_sq > 0 else None
 
 
-class OwnGradient:
+class LocalGradNorm:
     """Norm of this rank's own gradient, taken by the strategy before other ranks' gradients are added.
 
     It is taken once per window, without blocking the host. Under a policy that reduces at the boundary it is the
@@ -97,7 +97,7 @@ class NoiseScale:
 
     width = 1
 
-    def __init__(self, ranks: int, device: torch.device, gradient: OwnGradient) -> None:
+    def __init__(self, ranks: int, device: torch.device, gradient: LocalGradNorm) -> None:
         self._ranks, self._device, self._gradient = ranks, device, gradient
         self._part: tuple[Tensor | float, int] | None = None
         self._waiting: _Measured | None = None

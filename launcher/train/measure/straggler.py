@@ -31,12 +31,12 @@ _KINDS = 3
 
 
 @dataclass(frozen=True)
-class Spent:
+class TimeSplit:
     """Use of time in a window, in seconds: computing (mean and maximum over the ranks), waiting for other ranks (mean),
     and waiting for data (maximum)."""
 
     compute_s: float
-    compute_most_s: float
+    compute_max_s: float
     wait_s: float
     data_most_s: float
 
@@ -95,7 +95,7 @@ class StragglerDetector:
         self._seconds = [0.0] * _KINDS
         self._windows = 0
         self._tables: deque[Sequence[float]] = deque(maxlen=WINDOWS)
-        self.spent: Spent | None = None
+        self.spent: TimeSplit | None = None
         self.straggler: Straggler | None = None
         self.named: Straggler | None = None
         self.measured, self.slow = 0, [0] * world.size
@@ -120,7 +120,7 @@ class StragglerDetector:
             return
         self._tables.append(sums)
         compute, data, wait = (sums[kind::_KINDS] for kind in range(_KINDS))
-        self.spent = Spent(fmean(compute), max(compute), fmean(wait), max(data))
+        self.spent = TimeSplit(fmean(compute), max(compute), fmean(wait), max(data))
         if self._share is None:
             return
         self.measured += 1

@@ -16,7 +16,7 @@ from launcher.errors import UnusedParameters
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.sync_policy import Layout
 from launcher.train.measure.comm_meter import Meter
-from launcher.train.measure.noise_scale import OwnGradient
+from launcher.train.measure.noise_scale import LocalGradNorm
 
 ShardUnits = Callable[[nn.Module], Sequence[nn.Module]]
 
@@ -30,7 +30,7 @@ class Parallel:
         module: the user's model, for evaluation and checkpoints.
         meter: counts and times the collectives that this strategy runs.
         averaged_over: number of ranks over which the collectives average the gradients; 1 if they sum.
-        own: this rank's gradient before the reduction, for the gradient noise scale.
+        local_norm: norm of this rank's gradient before the reduction, for the gradient noise scale.
     """
 
     forward: Callable[..., Any]
@@ -47,7 +47,7 @@ class Parallel:
         self._unused_allowed = plan.strategy.find_unused_parameters
         layout = layout or Layout.replicated(sum(p.nbytes for p in self._parameters), plan.batch.world_size)
         self.meter = Meter(plan.strategy.kind, layout, device)
-        self.own = OwnGradient()
+        self.local_norm = LocalGradNorm()
 
     def micro_batch(self, sync: Sync, *, first: bool, last: bool) -> AbstractContextManager[object]:  # noqa: ARG002
         """Return the context for forward *and* backward of one micro-batch.
@@ -57,13 +57,13 @@ class Parallel:
             last: it is the window's boundary.
         """
         # one micro-batch stands for the part of the window that a rank has under other strategies
-        self.own.await_part(due=first and not last)
-        return self._take_own() if self.own.due else nullcontext()
+        self.local_norm.await_part(due=first and not last)
+        return self._take_local_norm() if self.local_norm.due else nullcontext()
 
     @contextmanager
-    def _take_own(self) -> Iterator[None]:
+    def _take_local_norm(self) -> Iterator[None]:
         yield
-        self.own.take([p.grad for p in self._parameters if p.grad is not None])
+        self.local_norm.take([p.grad for p in self._parameters if p.grad is not None])
 
     def abandon(self) -> None:
         """Discard the current window, none of whose passes has run a collective yet."""
@@ -77,12 +77,12 @@ class Parallel:
                 returns it.
         """
 
-    def silent(self) -> AbstractContextManager[object]:
+    def without_collectives(self) -> AbstractContextManager[object]:
         """Return a context for forward and backward passes without any collective. Their gradients are discarded at
         its end. Collectives that the passes depend on (FSDP's all-gathers) run on entering."""
         raise AssertionError("one rank has no collective to leave out")
 
-    def trial(self) -> AbstractContextManager[object]:
+    def without_effects(self) -> AbstractContextManager[object]:
         """Return a context, between two windows, for passes that must have no effect on later training."""
         return nullcontext()
 
@@ -98,7 +98,7 @@ class Parallel:
             shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
             raise UnusedParameters(
                 f"The loss does not depend on {len(names)} of the model's parameters: {shown}.\n"
-                "  Freeze them (requires_grad_(False)), use them in the loss, or take "
+                "  Freeze them (requires_grad_(False)), use them in the loss, or set "
                 "strategy=ddp strategy.sync=every strategy.find_unused_parameters=true."
             )
         return gradients

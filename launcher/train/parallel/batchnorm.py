@@ -23,6 +23,7 @@ from launcher.errors import ConfigError, TaskError
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.sync_policy import Collective
 from launcher.train.measure.comm_meter import Meter
+from launcher.train.parallel.mixed_precision import in_backward
 
 
 @dataclass
@@ -198,7 +199,7 @@ class RankNorms:
         counts, add_up = self._counts, (lambda sums: sums) if self._alone else self._ranks.add_up
         with torch.no_grad():
             statistics = Statistics.of_sums(add_up(sums_of(x, counts=counts)))
-        if not _in_backward():
+        if not in_backward():
             track(layer, statistics)
 
         def means(sums: Tensor) -> Tensor:
@@ -209,11 +210,6 @@ class RankNorms:
         return normalise(layer, x, statistics, means)
 
     def track(self) -> None: ...
-
-
-def _in_backward() -> bool:
-    """Return whether this forward pass is a recomputation in backward, whose running statistics are updated already."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def install(model: nn.Module, norms: Normaliser) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from launcher.plan.sync_policy import Collective
 from launcher.train.measure.comm_meter import Meter, Timer
-from launcher.train.measure.noise_scale import OwnGradient
+from launcher.train.measure.noise_scale import LocalGradNorm
 
 # torch 2.13 renamed these two, and warns if the old names are used
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -99,7 +99,7 @@ class Scatter:
     """Reduce-scatter of one unit's gradients. On CPUs one is in progress at a time: this keeps the network busy, and
     the memory for received parts small and constant."""
 
-    def __init__(self, meter: Meter, device: torch.device, own: OwnGradient) -> None:
+    def __init__(self, meter: Meter, device: torch.device, own: LocalGradNorm) -> None:
         self._meter, self._own_gradient = meter, own
         self._exchanger = Exchanger(2, meter) if device.type == "cpu" else None
         self._pending: tuple[ExchangeWork, Tensor, Tensor] | None = None

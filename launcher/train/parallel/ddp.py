@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from launcher.config.schema import Compress, Sync
 from launcher.plan.run_plan import RunPlan, StrategyPlan
-from launcher.plan.sync_policy import Collective
+from launcher.plan.sync_policy import Collective, reduces
 from launcher.train.measure.comm_meter import Meter
 from launcher.train.parallel.base import Parallel
 
@@ -37,7 +37,8 @@ class Ddp(Parallel):
         self.forward = self._ddp = self._wrapped(init_sync=True)
 
     def _first_order(self) -> list[str] | None:
-        """Return the gradient order of a new reducer: None until a backward pass has recorded it."""
+        """Return the initial ``_order``: None if the next synchronised backward pass must record it; [] if DDP never
+        rebuilds its buckets in that order."""
         return [] if self._keeps_buckets else None
 
     def _wrapped(self, *, init_sync: bool) -> DistributedDataParallel:
@@ -58,10 +59,10 @@ class Ddp(Parallel):
 
     def _hook(self, state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # noqa: ARG002
         gradients = bucket.buffer()
-        self.own.take([gradients])
+        self.local_norm.take([gradients])
         timer = self.meter.start_timer()
         sent, payload, collectives = self._compression.reduce(bucket)
-        self.meter.reduces()
+        self.meter.reduction_started()
         self.meter.count(Collective.all_reduce, payload, covers=gradients.nbytes, collectives=collectives)
 
         def finished(done: Future[Any]) -> Tensor:
@@ -73,9 +74,9 @@ class Ddp(Parallel):
 
     def micro_batch(self, sync: Sync, *, first: bool, last: bool) -> AbstractContextManager[object]:
         self._sync = sync
-        self.own.await_part(due=self._comparable and (first if sync is Sync.every else last))
+        self.local_norm.await_part(due=self._comparable and (first if reduces(sync, last=False) else last))
         # DDP decides in forward whether to synchronise, so the context must be entered before it
-        if not last and sync is not Sync.every:
+        if not reduces(sync, last=last):
             return self._ddp.no_sync()
         return nullcontext() if self._order is not None else self._record_order()
 
@@ -90,13 +91,13 @@ class Ddp(Parallel):
             self._compression.before_reduction(items)
 
     @contextmanager
-    def silent(self) -> Iterator[None]:
+    def without_collectives(self) -> Iterator[None]:
         with self._ddp.no_sync():
             yield
         self.zero_grad()
 
     @contextmanager
-    def trial(self) -> Iterator[None]:
+    def without_effects(self) -> Iterator[None]:
         # the bucket layout decides how sums are rounded: the new reducer must have the layout of the old one
         order, kept = self.gradient_order(), self._compression.state_dict()
         self._compression.begin_trial()

@@ -24,7 +24,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from launcher.config.schema import StrategyKind, Sync
 from launcher.errors import TaskError
 from launcher.plan.run_plan import RunPlan
-from launcher.plan.sync_policy import REDUCES_EACH, Layout
+from launcher.plan.sync_policy import Layout, reduces, reduces_over_all
 from launcher.train.parallel.base import Parallel, local, trained
 from launcher.train.parallel.collectives import Gather, Scatter
 from launcher.train.parallel.deferred_init import Recipe, fill
@@ -56,7 +56,7 @@ class Fsdp(Parallel):
         formats = {p.dtype for p in model.parameters() if p.requires_grad}
         if len(formats) > 1:  # only with precision.parameters=keep
             raise TaskError(
-                f"model(): its trained parameters have several formats ({', '.join(sorted(map(str, formats)))}), which "
+                f"model(): its trained parameters have several dtypes ({', '.join(sorted(map(str, formats)))}), which "
                 f"strategy={strategy.kind.value} cannot shard together.\n"
                 "  Use precision.parameters=fp32, or strategy=ddp."
             )
@@ -80,7 +80,7 @@ class Fsdp(Parallel):
         for module in self._modules:
             narrow(module, places, dtype or torch.float32, reduce_dtype, None if plan.train.compile else self._widen)
         self._uses = Uses(self._modules)
-        self._scatter = Scatter(self.meter, device, self.own)
+        self._scatter = Scatter(self.meter, device, self.local_norm)
         for module in self._modules:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
@@ -105,16 +105,16 @@ class Fsdp(Parallel):
     def micro_batch(self, sync: Sync, *, first: bool, last: bool) -> AbstractContextManager[object]:
         keeps = sync is Sync.gather_once
         self._uses.begin(in_loss=True)
-        reduces_each = sync in REDUCES_EACH
-        self.own.await_part(due=first if reduces_each else last)
+        over_all = reduces_over_all(sync, last=last)
+        self.local_norm.await_part(due=first if reduces(sync, last=False) else last)
         self._set(
-            reduce=last or reduces_each,
-            all_reduce=last or sync is Sync.every,
+            reduce=reduces(sync, last=last),
+            all_reduce=over_all,
             reshard_after_forward=not keeps,
             reshard_after_backward=last or not keeps,
         )
         self._scatter.defers = self._may_defer and last and sync is not Sync.every
-        self._scatter.sends_on = self._replicated and (last or sync is Sync.every)
+        self._scatter.sends_on = self._replicated and over_all
         if keeps and first:
             self._gather_all()
         return nullcontext()
@@ -173,7 +173,7 @@ class Fsdp(Parallel):
         self._uses.before_backward()
 
     @contextmanager
-    def silent(self) -> Iterator[None]:
+    def without_collectives(self) -> Iterator[None]:
         self._uses.begin(in_loss=True)
         self._set(reduce=False, all_reduce=False, reshard_after_forward=False, reshard_after_backward=False)
         try:

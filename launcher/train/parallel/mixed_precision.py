@@ -62,7 +62,7 @@ class Narrowed(nn.Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            if func in _METADATA or (func in _AUTOCAST and _cast_by_autocast(args, kwargs)) or _in_backward():
+            if func in _METADATA or (func in _AUTOCAST and _cast_by_autocast(args, kwargs)) or in_backward():
                 return func(*args, **kwargs)
         args, kwargs = tree_map_only(cls, lambda parameter: parameter.widen(), (args, kwargs))
         with torch._C.DisableTorchFunctionSubclass():  # avoids recursion if an argument was not widened
@@ -76,8 +76,8 @@ def _cast_by_autocast(args: Iterable[Any], kwargs: dict[str, Any]) -> bool:
     return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is parameter.dtype
 
 
-def _in_backward() -> bool:
-    """Return whether a backward pass is running: it uses the tensors that the forward pass has used."""
+def in_backward() -> bool:
+    """Return whether autograd is running a backward pass, in which a forward pass is a recomputation."""
     return torch._C._current_graph_task_id() != -1
 
 

@@ -178,8 +178,12 @@ class Uses:
         self.held = False  # the micro-batch has had such a backward pass
 
     def begin(self, *, in_loss: bool) -> None:
-        """Start a micro-batch, or other passes. ``in_loss``: until ``before_backward``, backward passes are inner ones,
-        part of computing the loss."""
+        """Reset the counters before a micro-batch or other passes.
+
+        Args:
+            in_loss: until ``before_backward`` is called, backward passes belong to the computation of the loss, such as
+                a gradient penalty.
+        """
         self.in_loss, self.held = in_loss, False
         for each in self._groups:
             each.forwards = 0

@@ -41,7 +41,7 @@ def test_an_array_is_no_larger_than_slurm_takes(tmp_path: Path, monkeypatch: pyt
         return [f"{len(sent)}_{number}" for number in range(len(plans))]
 
     monkeypatch.setattr(submit, "send_array", send_array)
-    answers = submit.send_all(plans(tmp_path, 5), "s", tmp_path, 2, None)
+    answers = submit.submit_in_arrays(plans(tmp_path, 5), "s", tmp_path, 2, None)
     assert answers == ["1_0", "1_1", "2_0", "2_1", "3_0"]
     assert [names for names, _ in sent] == [["r0", "r1"], ["r2", "r3"], ["r4"]]
     assert len({name for _, name in sent}) == 3
@@ -64,7 +64,7 @@ def test_an_interruption_leaves_no_job_that_nobody_knows(
     monkeypatch.setattr(module, name, interrupted)
     monkeypatch.setattr(client, "cancel_named", lambda name, user: cancelled.append(name))  # noqa: ARG005
     with pytest.raises(KeyboardInterrupt):
-        submit.send_array(mine, "s.1", tmp_path)
+        submit.submit_array(mine, "s.1", tmp_path)
     assert cancelled == ["s.1"]
     begun = 1 if when == "before" else 3
     assert [len(records.submissions(plan.paths)) for plan in mine] == [1] * begun + [0] * (3 - begun)

@@ -106,12 +106,14 @@ def test_what_was_found_is_for_this_job_only(tmp_path: Path) -> None:
 
     plan = of_run()
     alone = World(0, 1, 0)
-    assert oom.fitted(plan, alone) == plan
+    assert oom.apply_stored_micro_size(plan, alone) == plan
     oom.note(plan, plan.batch.in_micro_batches_of(2))
-    assert oom.fitted(plan, alone).batch == Batch(global_size=16, micro_size=2, accumulation=8, world_size=1)
+    assert oom.apply_stored_micro_size(plan, alone).batch == Batch(
+        global_size=16, micro_size=2, accumulation=8, world_size=1
+    )
     for other in ("batch.micro_size=4", "precision=fp32", "strategy.recompute=blocks"):
         resumed = of_run(other)
-        assert oom.fitted(resumed, alone) == resumed
+        assert oom.apply_stored_micro_size(resumed, alone) == resumed
     assert json.loads(plan.paths.fitted.read_text())["micro_size"] == 2
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from launcher.config.schema import StrategyKind, Sync
-from launcher.errors import PolicyNotObserved
+from launcher.errors import SyncPolicyViolated
 from launcher.plan.sync_policy import Collective, Layout
 from launcher.train.measure.comm_meter import Meter
 
@@ -53,7 +53,7 @@ def test_a_policy_that_is_not_observed_is_an_error(seen: int, sync: Sync) -> Non
     meter = ddp()
     for _ in range(seen):
         meter.count(Collective.all_reduce, 1000)
-    with pytest.raises(PolicyNotObserved, match=f"{seen * 1000:,} bytes were seen in {seen} collective"):
+    with pytest.raises(SyncPolicyViolated, match=f"{seen * 1000:,} bytes were seen in {seen} collective"):
         meter.close_window(8, sync)
 
 
@@ -93,7 +93,7 @@ def test_each_policy_of_hsdp(sync: Sync, gathers: int, scatters: int, reduces: i
     for numbers in wrong:
         meter.open_window()
         send(meter, *numbers)
-        with pytest.raises(PolicyNotObserved, match=f"strategy.sync={sync.value} means"):
+        with pytest.raises(SyncPolicyViolated, match=f"strategy.sync={sync.value} means"):
             meter.close_window(4, sync)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from launcher.train.measure.noise_scale import FEWEST_WINDOWS, SMOOTHING, Noise, NoiseScale, OwnGradient
+from launcher.train.measure.noise_scale import FEWEST_WINDOWS, SMOOTHING, LocalGradNorm, Noise, NoiseScale
 from launcher.train.measure.observer import EndedWindow
 from tests.helpers import torchrun
 from tests.train.measure.noise_worker import GLOBAL, SCALE, WIDTH, WINDOWS
@@ -77,7 +77,7 @@ def ended(norm: float, samples: int, unit: float) -> EndedWindow:
 
 def scale_of(windows: list[tuple[float, float]]) -> float:
     """What is said after windows with such a |G|^2 and tr(Sigma), without any noise of their own."""
-    own, large, small = OwnGradient(), 64, 32
+    own, large, small = LocalGradNorm(), 64, 32
     scale = NoiseScale(2, torch.device("cpu"), own)
     for grad_sq, variance in windows:
         own.await_part(due=True)
@@ -112,7 +112,7 @@ def simulated(scale: float, eigenvalues: Tensor, windows: int, ranks: int, seed:
     parts = len(eigenvalues) ** -0.5 + draws * deviations
     shares = parts.square().sum((1, 2)).tolist()
     norms = parts.mean(1).norm(dim=1).tolist()
-    own = OwnGradient()
+    own = LocalGradNorm()
     noise = NoiseScale(ranks, torch.device("cpu"), own)
     for share, norm in zip(shares, norms, strict=True):
         own.await_part(due=True)
@@ -152,7 +152,7 @@ def test_the_interval_has_the_true_scale_in_it(scale: float, windows: int, eigen
 
 
 def test_a_norm_whose_square_is_out_of_range() -> None:
-    gradient = OwnGradient()
+    gradient = LocalGradNorm()
     gradient.due = True
     gradient.take([torch.tensor([1e200], dtype=torch.float64)])
     assert gradient.square(torch.device("cpu")) == math.inf
@@ -160,7 +160,7 @@ def test_a_norm_whose_square_is_out_of_range() -> None:
 
 def test_the_interval_is_the_same_after_a_resume() -> None:
     whole, first = simulated(50.0, NARROW, 60, 2, 0), simulated(50.0, NARROW, 60, 2, 0)
-    second = NoiseScale(2, torch.device("cpu"), OwnGradient())
+    second = NoiseScale(2, torch.device("cpu"), LocalGradNorm())
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert second.estimate == whole.estimate
     old = {name: first.state_dict()[name] for name in ("windows", "before_sq", "weight", "grad_sq", "variance")}
