@@ -48,7 +48,10 @@ def test_a_range_is_typed_as_it_is_read(typed: str) -> None:
         (["cluster.nodes=1:3", "strategy=hsdp"], "cluster.nodes=1:3: not possible on 1 host: strategy=hsdp: 2 ranks"),
         (["cluster.nodes=1:2", "strategy=single"], "trains on one rank"),
         (["cluster=hosts", "cluster.nodes=1:1"], "cluster.nodes=1:1: cluster=hosts is a job over several machines"),
-        (["cluster.nodes=2:4", "batch.micro_size=4", "batch.accumulation=3", "batch.global_size=7"], "is 96, not 7"),
+        (
+            ["cluster.nodes=2:4", "batch.micro_size=4", "batch.accumulation=3", "batch.global_size=7"],
+            "is 96, and must be 7",
+        ),
     ],
 )
 def test_what_no_range_can_be(overrides: list[str], message: str) -> None:

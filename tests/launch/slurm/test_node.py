@@ -224,13 +224,13 @@ def test_a_start_takes_the_plan_for_as_many_nodes_as_it_has(tmp_path: Path, monk
     monkeypatch.setattr(node, "serve", serve)
     now.fence = Fence(now.paths, Incarnation())
     alone = dataclasses.replace(now.task(), nodes=1)
-    assert node._run(alone, now.fence, SimpleNamespace(asked=None)) == EXIT_DONE  # pyright: ignore
+    assert node._run(alone, now.fence, SimpleNamespace(received=None)) == EXIT_DONE  # pyright: ignore
     ((plan, plan_file),) = served
     assert (plan.batch.world_size, plan_file.name) == (3, "plan.nodes1.json")
     assert RunPlan.load(plan_file) == plan
     assert now.fence.newest()["ranks"] == records.read_events(now.paths)[0]["ranks"] == 3
     with pytest.raises(UserError, match="has 3 hosts, but was planned for 1 to 2"):
-        node._run(dataclasses.replace(alone, nodes=3), now.fence, SimpleNamespace(asked=None))  # pyright: ignore
+        node._run(dataclasses.replace(alone, nodes=3), now.fence, SimpleNamespace(received=None))  # pyright: ignore
 
 
 @pytest.mark.parametrize(
