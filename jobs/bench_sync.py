@@ -29,9 +29,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from launcher import Engine, Loss, make_plan
+from launcher.plan.windows import WARM_UP_WINDOWS
 from launcher.tasks.bytes_gpt import BytesGPT
 from launcher.train.engine import calibration
-from launcher.train.engine.calibration import WARM_UP_WINDOWS, Calibrated, WindowSync
+from launcher.train.engine.calibration import Calibrated, WindowSync
 from launcher.train.measure.comm_meter import CommStats
 
 ACCUMULATIONS = (1, 2, 4, 8, 16)

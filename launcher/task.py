@@ -323,13 +323,15 @@ def _check_params(target: str, cls: Callable[..., Any], params: dict[str, Any]) 
 
 
 def users_frames(error: Exception) -> str:
-    """Return the frames of the traceback that are in the user's code; all frames if there are none."""
+    """Return the frames of the traceback that are in the user's code, and the line of a syntax error; all frames if
+    there are neither."""
     own = f"{Path(__file__).resolve().parent}{os.sep}"
     torch = sys.modules.get("torch")
     others = (own, "<frozen", *(() if torch is None else (f"{Path(str(torch.__file__)).parent}{os.sep}",)))
     frames = traceback.extract_tb(error.__traceback__)
     users = [frame for frame in frames if not frame.filename.startswith(others) and "importlib" not in frame.filename]
-    return "".join(traceback.format_list(users or frames)).rstrip()
+    syntax = traceback.format_exception_only(error)[:-1] if isinstance(error, SyntaxError) else []
+    return "".join(traceback.format_list(users or ([] if syntax else frames)) + syntax).rstrip()
 
 
 def seed_for(seed: int, part: str) -> int:

@@ -76,6 +76,11 @@ def require_overrides(arguments: list[str]) -> None:
         flag = argument.partition("=")[0]
         if argument.startswith("-"):
             if flag not in _HYDRA_FLAGS:
+                if (value := next(remaining, "")) and "=" not in value and not value.startswith("-"):
+                    raise UserError(
+                        f"{flag} {value}: there is no such flag.\n  The job's options are written key=value, such as "
+                        "train.steps=100."
+                    )
                 flags = [*_OWN_FLAGS, *(name for name in _HYDRA_FLAGS if name.startswith("--"))]
                 raise UserError(f"{flag}: there is no such flag.\n  {did_you_mean(flag, flags)}See `launch --help`.")
             if _HYDRA_FLAGS[flag] and flag == argument:

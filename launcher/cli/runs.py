@@ -202,7 +202,7 @@ def _resume_changed(paths: RunPaths, overrides: list[str], console: Console, for
     with changed(new.plan, new.yaml):
         if new.changed:
             console.print(f"{run.name} continues with {new.text}.", markup=False, highlight=False)
-            records.note_event(paths, "changed", **{each.key: f"{each.before} -> {each.after}" for each in new.changed})
+            records.note_event(paths, "changed", **{each.key: each.text for each in new.changed})
         return restart(new.plan, console, wait=wait)
 
 

@@ -381,7 +381,7 @@ def _nearest(key: str, known: Sequence[str]) -> str:
         leaves = [name.rpartition(".")[2] for name in known if name.startswith(f"{group}.")]
         likely = did_you_mean(leaf, leaves, f"{group}.") or f"Keys: {', '.join(f'{group}.{name}' for name in leaves)}."
         return f"{likely.rstrip()} {_RETIRED_KEYS.get(key, '')}".rstrip()
-    return did_you_mean(key, known) or f"Groups: {', '.join(name for name in known if '.' not in name)}."
+    return did_you_mean(key, known).strip() or f"Groups: {', '.join(name for name in known if '.' not in name)}."
 
 
 def known_keys() -> list[str]:

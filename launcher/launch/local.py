@@ -129,6 +129,8 @@ def run_job(plan: LaunchPlan, display: Display, peers: Peers) -> Verdict:
     status, summary = peers.conclude()
     if status == EXIT_DONE and summary["verdict"] == "stopped":  # nobody asked this process: a worker got a signal
         status, summary = EXIT_RESUMABLE, {"stopped_by": "a signal to a worker"} | summary
+    if signals and summary["verdict"] == "killed":
+        summary = {"stopped_by": signal.Signals(signals[0]).name} | summary
     try:
         _write_summary(plan, fence, summary)
         if _writes(plan):
@@ -198,7 +200,7 @@ class _StopForwarder:
             if not self._forwarded:
                 self._peers.stop()
                 if not self._asked_to_stop:
-                    self._display.say("Stopping at the end of this window. Ctrl-C again kills the workers at once.")
+                    self._display.say("Stopping at the end of this window. Ctrl-C now kills the workers at once.")
             self._forwarded = received
             # the workers and the mirror notice a killed agent by themselves
             self._signal(signal.SIGTERM if received == 1 and not self._asked_to_stop else signal.SIGKILL)

@@ -34,6 +34,10 @@ class Change:
     before: Any
     after: Any
 
+    @property
+    def text(self) -> str:
+        return f"{shown(self.before)} -> {shown(self.after)}"
+
 
 _OF_THE_UPDATE = "it is part of the update rule"
 _OF_THE_RUN = "it identifies the run and its files"

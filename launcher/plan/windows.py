@@ -13,6 +13,10 @@ from typing import NamedTuple
 
 from launcher.plan.batch import Batch, RampStage
 
+# The first windows of a process are slower: memory is allocated, and DDP rebuilds its buckets in the second one.
+# Medians leave them out.
+WARM_UP_WINDOWS = 2
+
 
 class Span(NamedTuple):
     """Position of a window: number ``window`` of its epoch, at positions [first, first + size) of that epoch."""

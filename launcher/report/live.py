@@ -100,7 +100,7 @@ class LiveDisplay(MessageDisplay):
 
     def _restart_from(self, record: dict[str, Any] | None) -> None:
         """Reset the progress to ``record``, the last record kept, which has been displayed before."""
-        step = 0 if record is None else record["step"]
+        step = 0 if record is None else min(record["step"], self._paths.newest_step())  # new steps may follow already
         self._last, self._first = record, None
         if self._progress is not None:
             self._progress.update(self._bar, completed=step)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from launcher.config.schema import PrecisionKind
 from launcher.plan.launch_plan import PLAN_FORMAT
+from launcher.plan.windows import WARM_UP_WINDOWS
 from launcher.process import die_with_parent
 from launcher.quantities import Interval
 from launcher.rundir.files import read_json
@@ -257,7 +258,8 @@ def _measured(metrics: Path, planned: dict[str, Any], settings: dict[str, str]) 
 def _figures(record: _Record, global_size: int, smoothed: list[Point], minima: list[Point]) -> dict[str, Any]:
     last = record.last
     # one value per column; without a full window all are None
-    columns = zip(*record.full_windows, strict=True) if record.full_windows else ()
+    windows = record.full_windows[WARM_UP_WINDOWS:] or record.full_windows
+    columns = zip(*windows, strict=True) if windows else ()
     step_s, data_s, wire_bytes, wire_bytes_every = [statistics.median(column) for column in columns] or [None] * 4
     exposed_s = 0.0 if last.get("batch/world_size") == 1 else record.calibration.get("comm/exposed_s")
     compute_s = None

@@ -112,7 +112,10 @@ def _event(event: dict[str, Any]) -> str:
     fields = {name: value for name, value in event.items() if name not in ("at", "event") and value is not None}
     if "nodes" in fields:
         fields["nodes"] = " ".join(map(str, fields["nodes"]))
-    text = fields.get("what") or ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in fields.items())
+    keys = event["event"] == "changed"  # config keys, which are shown as they are written
+    text = fields.get("what") or ", ".join(
+        f"{name if keys else name.replace('_', ' ')} {value}" for name, value in fields.items()
+    )
     return f"{at:%Y-%m-%d %H:%M:%S}  {event['event']}{f': {text}' if text else ''}"
 
 

@@ -158,7 +158,10 @@ def _length(plan: RunPlan) -> str:
 
 def summary_table(plan: RunPlan, summary: dict[str, Any]) -> Table:
     """Return the results of a finished or stopped run and the locations of its files."""
-    table, add = named_lines(f"Run {plan.run.name}: {summary['verdict']}")
+    verdict = summary["verdict"]
+    if verdict == "killed" and "stopped_by" in summary:
+        verdict = f"stopped by {summary['stopped_by']} before it could save"
+    table, add = named_lines(f"Run {plan.run.name}: {verdict}")
     if "train/loss" in summary:
         held_out = "" if summary.get("eval/loss") is None else f", held-out {summary['eval/loss']:.4f}"
         add("loss", f"{summary['train/loss']:.4f}{held_out} after {count(summary['steps'], 'step')}")
@@ -189,7 +192,8 @@ def summary_table(plan: RunPlan, summary: dict[str, Any]) -> Table:
         add("skipped", f"{count(summary['amp/skipped_steps'], 'window')}, by fp16 overflow")
     if summary.get("batch/empty_windows"):
         add("empty", f"{count(summary['batch/empty_windows'], 'window')} without an item: no step was made")
-    add("metrics", near(plan.paths.metrics))
+    if plan.paths.metrics.exists():
+        add("metrics", near(plan.paths.metrics))
     if summary.get("checkpoint"):
         add("checkpoint", near(summary["checkpoint"]))
     if summary.get("checkpoint/failed"):

@@ -17,7 +17,7 @@ from launcher.plan.batch import Batch
 from launcher.plan.host import Site
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.placement import solve_cluster
-from launcher.plan.resumable import Change, changes, forced_by, refusals, shown
+from launcher.plan.resumable import Change, changes, forced_by, refusals
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.solve import solve
 from launcher.plan.sync_policy import SHARDED
@@ -38,7 +38,7 @@ class Replanned:
 
     @property
     def text(self) -> str:
-        return ", ".join(f"{each.key} {shown(each.before)} -> {shown(each.after)}" for each in self.changed)
+        return ", ".join(f"{each.key} {each.text}" for each in self.changed)
 
 
 @dataclass(frozen=True)
@@ -176,10 +176,13 @@ def _notes(plan: RunPlan, old: RunPlan, at: SavedProgress | None, touched: set[s
     notes: list[str] = []
     steps = at.steps if at else 0
     if plan.train.steps != old.train.steps and plan.schedule.kind is not ScheduleKind.constant:
-        rates = [each.optimizer.lr * each.schedule.factor(steps, each.train.steps) for each in (old, plan)]
+        before, after = (
+            f"{each.optimizer.lr * each.schedule.factor(steps, each.train.steps):.3g}" for each in (old, plan)
+        )
+        rate = f": the learning rate continues at {after} instead of {before}" if before != after else ""
         notes.append(
-            f"schedule={plan.schedule.kind.value} is stretched from {old.train.steps} to {plan.train.steps} steps: the "
-            f"learning rate continues at {rates[1]:.3g} instead of {rates[0]:.3g}."
+            f"schedule={plan.schedule.kind.value} is stretched from {old.train.steps} to {plan.train.steps} steps"
+            f"{rate}."
         )
     if plan.precision.kind is not old.precision.kind:
         notes.append(

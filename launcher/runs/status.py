@@ -246,6 +246,11 @@ class _Read:
                 return RunState.stopped, "`launch resume` continues"
             case "failed":
                 return RunState.failed, _first_line(self.summary)
+            case "killed" if "stopped_by" in self.summary:
+                return (
+                    RunState.stopped,
+                    f"by {self.summary['stopped_by']}, before it could save; `launch resume` continues",
+                )
             case "killed":
                 return RunState.failed, "killed"
             case _:

@@ -179,6 +179,7 @@ def test_the_summary(tmp_path: Path) -> None:
         "checkpoint": "/nowhere/run/checkpoints/step_000300",
     }  # fmt: skip
     (tmp_path / "wandb.json").write_text(json.dumps({"dir": "/nowhere/run/wandb/offline-run-x"}))
+    plan.paths.metrics.touch()
     assert shown(summary_table(plan, summary)) == (
         "Run run: done\n"
         "loss          1.5000, held-out 1.7500 after 300 steps\n"
@@ -253,8 +254,9 @@ def test_the_live_display_of_a_run_that_begins_again(tmp_path: Path) -> None:
     display = LiveDisplay(plan, Console(file=out, width=100))
     plan.paths.metrics.write_text("".join(lines))
     display.refresh()
-    write_text(plan.paths.metrics, lines[0])
-    for line in (None, *lines[1:]):
+    plan.paths.checkpoint(1).mkdir(parents=True)
+    write_text(plan.paths.metrics, lines[0] + lines[1])  # the next step follows before the display looks again
+    for line in (None, lines[2]):
         with plan.paths.metrics.open("a") as file:
             file.write(line or "")
         display.refresh()

@@ -36,6 +36,18 @@ def test_a_run_resumed_with_another_strategy_has_the_figures_of_the_later_one(
     assert note.startswith("one was resumed after step 30 with settings that change a step's time or traffic")
 
 
+def test_the_median_leaves_the_first_two_windows_out(tmp_path: Path) -> None:
+    """As the run's own summary does; a short run had two medians."""
+    paths = make_run(tmp_path, "one", "cluster.workers_per_node=2", steps=4, step_s=0.2)
+    lines = read_records(paths)
+    for line, step_s in zip(lines, (9.0, 8.0, 0.3, 0.3), strict=True):
+        line["time/step_s"] = step_s
+    write_records(paths, lines)
+    assert read_run(paths.root).figures["time/step_s"] == 0.3
+    write_records(paths, lines[:1])
+    assert read_run(paths.root).figures["time/step_s"] == 9.0
+
+
 @pytest.mark.parametrize("name", ["batch/global_size", "batch/samples"])
 @pytest.mark.parametrize("value", [None, "?"])
 def test_a_damaged_line_changes_nothing(name: str, value: str | None, tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ def test_the_world_follows_and_the_old_plan_is_kept(sent: list[RunPlan]) -> None
     assert [RunPlan.load(paths.plan_until(number)) for number in (1, 2, 3)] == [four, five, one]
     assert "workers_per_node: 1" in paths.config.read_text()
     happened = [json.loads(text) for text in paths.events.read_text().splitlines()]
-    assert happened[0]["cluster.workers_per_node"] == "None -> 4"
+    assert happened[0]["cluster.workers_per_node"] == "null -> 4"
 
 
 def test_with_force_the_contract_changes_where_the_run_stands(sent: list[RunPlan]) -> None:

@@ -106,11 +106,11 @@ def test_a_second_ctrl_c_kills_at_once(project: Path) -> None:
     job.send_signal(signal.SIGINT)
     out, _ = job.communicate(timeout=patience(60))
     assert job.returncode == 130, out
-    assert summary(run) == {"verdict": "killed"}
+    assert summary(run) == {"verdict": "killed", "stopped_by": "SIGINT"}
     wait_for(lambda: not processes_of(run), "every process of the run to end", 60)
 
 
-def test_ctrl_c_before_the_first_step(project: Path) -> None:
+def test_ctrl_c_before_the_first_step(project: Path, launch: Launch) -> None:
     job = start(project, "train.steps=100000")
     run = project / "runs" / "own"
     wait_for(lambda: (run / "logs" / "node0.log").exists(), "the agent's start")
@@ -118,6 +118,8 @@ def test_ctrl_c_before_the_first_step(project: Path) -> None:
     out, _ = job.communicate(timeout=patience(60))
     assert job.returncode == 130, out
     assert "Traceback" not in out
+    assert "Run own: stopped" in out
+    assert "Run own: stopped" in launch("status", "own").stdout
     wait_for(lambda: not processes_of(run), "every process of the run to end", 60)
 
 

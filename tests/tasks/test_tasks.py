@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -59,7 +60,7 @@ def test_the_untrained_loss_is_that_of_guessing() -> None:
 
 
 def test_an_empty_corpus(tmp_path: Path) -> None:
-    with pytest.raises(TaskError, match="too few"):
+    with pytest.raises(TaskError, match="0 training and 0 held-out"):
         BytesGPT(corpus=str(tmp_path)).facts()
 
 
@@ -125,3 +126,14 @@ def test_frames_beside_a_package_are_the_users(package: ModuleType) -> None:
     frames = users_frames(raised.value)
     assert f"{folder}_tasks/mine.py" in frames
     assert f"{folder}/module.py" not in frames
+
+
+def test_a_syntax_error_is_shown_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_syntax.py").write_text("class A:\n    def model(self)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SyntaxError) as raised:
+        importlib.import_module("broken_syntax")
+    shown = users_frames(raised.value)
+    assert f'File "{tmp_path}/broken_syntax.py", line 2' in shown
+    assert "def model(self)" in shown
+    assert "<frozen importlib" not in shown

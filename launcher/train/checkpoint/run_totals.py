@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from launcher.plan.sync_policy import Collective
+from launcher.plan.windows import WARM_UP_WINDOWS
 from launcher.train.checkpoint.load import Restored
 from launcher.train.checkpoint.origin import origin_of
-from launcher.train.engine.calibration import WARM_UP_WINDOWS
 from launcher.train.engine.engine import Engine
 from launcher.train.engine.window_totals import StepResult
 from launcher.train.measure.comm_meter import CommStats, Traffic

@@ -307,8 +307,9 @@ def _require_stable_samples_agree(reads: list[_Read], everyone: list[list[list[O
 
 
 _REMEDY = (
-    "  Every rank must build the same data. torch's, Python's and NumPy's global generators are seeded alike on all "
-    "ranks\n  while the task builds it; seed other generators, sort file names, and give every host the same files."
+    "  Every rank must build the same data. While a task builds it, torch's, Python's and NumPy's global generators\n"
+    "  are seeded alike on all ranks; a loop of your own must seed them before it builds data. Seed other generators,\n"
+    "  sort file names, and give every host the same files."
 )
 
 

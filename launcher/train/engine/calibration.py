@@ -40,8 +40,6 @@ from launcher.train.parallel.batchnorm import Norms
 from launcher.train.precision import Precision
 from launcher.train.world import World
 
-# the first windows of a process are slower: memory is allocated, and DDP rebuilds its buckets in the second one
-WARM_UP_WINDOWS = 2
 MIN_ROUNDS, MAX_ROUNDS = 3, 20
 # with run.calibrate_s=null: seconds at most, and the share of the run's predicted time
 DEFAULT_S, DEFAULT_SHARE = 15.0, 0.1
