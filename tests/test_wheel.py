@@ -7,6 +7,7 @@ import subprocess
 import sys
 import zipfile
 from collections import Counter
+from collections.abc import Callable
 from email.parser import Parser
 from importlib.metadata import Distribution, distribution, distributions
 from pathlib import Path
@@ -61,7 +62,7 @@ def needed_by(wheel: Path) -> list[Distribution]:
     return list({str(found.locate_file("")) + found.name: found for found in seen.values()}.values())
 
 
-def empty_environment(wheel: Path, venv: Path) -> None:
+def linked_environment(wheel: Path, venv: Path) -> None:
     """Make an environment with the wheel, and of other packages only those that it declares, with what they need.
 
     These are links to the files of this environment: to unpack and compile torch once more takes a minute.
@@ -81,11 +82,20 @@ def empty_environment(wheel: Path, venv: Path) -> None:
     subprocess.run([*pip, str(wheel)], env={**os.environ, "PIP_FIND_LINKS": ""}, check=True)
 
 
-def test_it_works_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
+def installed_environment(wheel: Path, venv: Path) -> None:
+    """Make an environment as a user does: pip finds and unpacks everything that the wheel declares."""
+    subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
+    install = [str(venv / "bin/pip"), "install", "-q", "-c", str(ROOT / "constraints.txt")]
+    subprocess.run([*install, "torch"], check=True)  # first: where a CPU build is at hand, its pin finds it
+    subprocess.run([*install, str(wheel)], check=True)
+
+
+@pytest.mark.parametrize("make", [linked_environment, pytest.param(installed_environment, marks=pytest.mark.nightly)])
+def test_it_works_in_an_empty_environment(make: Callable[[Path, Path], None], wheel: Path, tmp_path: Path) -> None:
     """Only with what the wheel declares: a package that the tests bring along once hid a missing one."""
     venv, place = tmp_path / "venv", tmp_path / "elsewhere"
     place.mkdir()
-    empty_environment(wheel, venv)
+    make(wheel, venv)
     plain = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
 
     def launch(*arguments: str) -> str:
