@@ -1,4 +1,4 @@
-"""Loader processes, which read and collate samples ahead of the step."""
+"""Reading of samples, and loader processes that do it ahead of the step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from launcher.errors import DataError, LauncherError
 from launcher.plan.run_plan import RunPlan
@@ -186,6 +186,29 @@ def _unpack(data: bytes, dtype: torch.dtype, shape: torch.Size) -> Tensor:
     if not data:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
+
+
+def read_samples(dataset: Any, indices: Sequence[Any]) -> list[Any]:
+    """Return the samples ``indices``, read at once if the dataset can do that, as torch's DataLoader does."""
+    if type(dataset) is Subset:
+        return read_samples(dataset.dataset, [dataset.indices[index] for index in indices])
+    methods = (name for cls in type(dataset).__mro__ for name in ("__getitems__", "__getitem__") if name in vars(cls))
+    if next(methods, "") == "__getitems__":  # a subclass that redefines only __getitem__ is read by it
+        samples = dataset.__getitems__(list(indices))
+        if isinstance(samples, list | tuple) and len(samples) == len(indices):
+            return list(samples)
+    return [dataset[index] for index in indices]
+
+
+def read_tensors(dataset: Any, indices: Sequence[Any]) -> list[Tensor] | None:
+    """Return the batch that default_collate makes of the samples of a TensorDataset; None for any other dataset."""
+    if type(dataset) is Subset:
+        return read_tensors(dataset.dataset, [dataset.indices[index] for index in indices])
+    if type(dataset) is not TensorDataset or any(type(tensor) is not Tensor for tensor in dataset.tensors):
+        return None
+    # numbers, because torch takes a list of tensors for one index into several dimensions
+    rows = [int(index) for index in indices]
+    return [tensor[rows] for tensor in dataset.tensors]
 
 
 def to_device(value: Any, device: torch.device) -> Any:

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
 
 from launcher.config.schema import ShortWindow
 from launcher.errors import DataError
@@ -23,7 +22,7 @@ from launcher.plan.run_plan import RunPlan
 from launcher.plan.windows import Windows, share_of_window
 from launcher.task import is_loader
 from launcher.train.data.fingerprint import Outline, outline, require_same_data, require_same_stream
-from launcher.train.data.loader import Collate, MicroBatch, prefetch
+from launcher.train.data.loader import Collate, MicroBatch, prefetch, read_samples, read_tensors
 from launcher.train.data.randomness import Permutation, SampleRandom, Seed
 from launcher.train.world import World
 
@@ -176,8 +175,8 @@ class Samples(Dataset[tuple[Any, int]]):
 
         def read(seed: Seed | None) -> Any:
             if seed is None:
-                batch = _tensors(self._dataset, indices) if self._collate is default_collate else None
-                return batch or self._collate(_samples(self._dataset, indices))
+                batch = read_tensors(self._dataset, indices) if self._collate is default_collate else None
+                return batch or self._collate(read_samples(self._dataset, indices))
             samples: list[Any] = []
             for index, position in zip(indices, positions, strict=True):
                 seed(epoch, position)
@@ -185,22 +184,6 @@ class Samples(Dataset[tuple[Any, int]]):
             return self._collate(samples)
 
         return self._random.read(read)
-
-
-def _samples(dataset: Any, indices: Sequence[int]) -> list[Any]:
-    """Return the samples ``indices``, read at once if the dataset can do that, as torch's DataLoader does."""
-    if type(dataset) is Subset:
-        return _samples(dataset.dataset, [dataset.indices[index] for index in indices])
-    read_several: Any = getattr(dataset, "__getitems__", None)
-    return [dataset[index] for index in indices] if read_several is None else list(read_several(list(indices)))
-
-
-def _tensors(dataset: Any, indices: Sequence[int]) -> list[Tensor] | None:
-    """Return the batch that default_collate makes of the samples of a TensorDataset; None for any other dataset."""
-    if type(dataset) is Subset:
-        return _tensors(dataset.dataset, [dataset.indices[index] for index in indices])
-    plain = type(dataset) is TensorDataset and all(type(tensor) is Tensor for tensor in dataset.tensors)
-    return [tensor[list(indices)] for tensor in dataset.tensors] if plain else None
 
 
 class _Shuffled(Samples):

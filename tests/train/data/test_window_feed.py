@@ -217,7 +217,7 @@ class ReadsSeveral(torch.utils.data.Dataset[float]):
 
     def __getitems__(self, indices: list[int]) -> list[float]:
         self.calls += 1
-        return [self[index] for index in indices]
+        return [ReadsSeveral.__getitem__(self, index) for index in indices]
 
 
 def values(dataset: Any, ranks: int) -> Tensor:
@@ -241,13 +241,57 @@ def test_a_dataset_may_read_several_samples_at_once(draws: bool, part: bool) -> 
     assert draws or torch.equal(first, first.round())
 
 
+class Doubled(ReadsSeveral):
+    """``__getitems__`` of the base class does not know of it."""
+
+    def __getitem__(self, index: int) -> float:
+        return 2.0 * index
+
+
+class Forwards:
+    """A wrapper that has every attribute of what is in it."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def __getitem__(self, index: int) -> Any:
+        return 2 * self.inner[index]
+
+
+class Columns(ReadsSeveral):
+    """Returns columns where samples are expected."""
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return {"values": [2.0 * index for index in indices]}
+
+    def __getitem__(self, index: int) -> float:
+        return 2.0 * index
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        Doubled(draws=False), Forwards(ReadsSeveral(draws=False)), Columns(draws=False),
+        torch.utils.data.Subset(Columns(draws=False), torch.arange(103)),  # pyright: ignore
+    ],
+)  # fmt: skip
+def test_a_dataset_is_read_by_its_own_method(dataset: Any) -> None:
+    batch = window_feed.Samples(dataset, list, 0).batch([3, 1, 3], 0, range(3))
+    assert [float(value) for value in batch] == [6.0, 2.0, 6.0]
+
+
 @pytest.mark.parametrize("kind", ["tensor", "parameter"])
 def test_tensors_are_the_batch_of_their_samples(kind: str) -> None:
     inputs, labels = torch.randn(103, 3, 2), torch.randint(9, (103,))
     inputs = torch.nn.Parameter(inputs) if kind == "parameter" else inputs
     data = torch.utils.data.TensorDataset(inputs, labels)
     part = torch.utils.data.Subset(torch.utils.data.Subset(data, [*range(3, 103)]), [*range(0, 100, 7)])
-    for dataset in (data, part):
+    drawn = torch.utils.data.Subset(data, torch.randperm(103)[:9])  # pyright: ignore
+    arrays = torch.utils.data.Subset(data, np.arange(103)[::-1])  # pyright: ignore
+    for dataset in (data, part, drawn, arrays):
         indices = [0, 5, 2, 5]
         batch = window_feed.Samples(dataset, default_collate, 0).batch(indices, 0, range(4))
         wanted = default_collate([dataset[index] for index in indices])
