@@ -35,6 +35,9 @@ from launcher.train.measure.flops import peak_flops
 from launcher.train.metrics import Metrics, NoRecord, Sink
 from launcher.train.world import World, device_of, join
 
+# messages on stragglers that a process prints: on a noisy machine ranks take turns
+MAX_STRAGGLER_LINES = 6
+
 
 def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
     """Run the plan on this rank, from the newest checkpoint in the run's directory to the plan's end or until ``stop``.
@@ -134,6 +137,7 @@ class TrainingLoop:
         self.totals, self.cadence, self.saver = totals, cadence, saver
         self.record: Sink = NoRecord()
         self.recorded: int | None = None  # step of the newest record
+        self.straggler_lines = 0
         own: Callable[[], float] | None = getattr(task, "flops_per_sample", None)
         self.flops_per_sample = plan.task.flops_per_sample if own is None else own()
         self.peak_flops: float | None = None
@@ -208,8 +212,11 @@ class TrainingLoop:
         if result.skipped:
             why = f"fp16 overflowed at loss scale {result.scale}" if result.items else "the window has no item"
             print(f"step {engine.steps + 1}: skipped, {why}", flush=True)
-        if engine.stragglers.news is not None:
-            print(f"step {engine.steps}: {engine.stragglers.news}", flush=True)
+        if engine.stragglers.news is not None and self.straggler_lines < MAX_STRAGGLER_LINES:
+            self.straggler_lines += 1
+            last = self.straggler_lines == MAX_STRAGGLER_LINES
+            rest = " Further ones are in metrics.jsonl only (straggler/rank)." if last else ""
+            print(f"step {engine.steps}: {engine.stragglers.news}{rest}", flush=True)
 
     def shrink_or_raise(self, error: Exception) -> None:
         """Return if the window that raised is to be run again with smaller micro-batches; otherwise raise the error."""
