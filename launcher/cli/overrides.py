@@ -78,7 +78,7 @@ def require_overrides(arguments: list[str]) -> None:
             if flag not in _HYDRA_FLAGS:
                 if (value := next(remaining, "")) and "=" not in value and not value.startswith("-"):
                     raise UserError(
-                        f"{flag} {value}: there is no such flag.\n  The job's options are written key=value, such as "
+                        f"{flag}: there is no such flag.\n  The job's options are written key=value, such as "
                         "train.steps=100."
                     )
                 flags = [*_OWN_FLAGS, *(name for name in _HYDRA_FLAGS if name.startswith("--"))]
