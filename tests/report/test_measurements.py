@@ -37,7 +37,7 @@ def test_a_run_resumed_with_another_strategy_has_the_figures_of_the_later_one(
 
 
 def test_the_median_leaves_the_first_two_windows_out(tmp_path: Path) -> None:
-    """As the run's own summary does; a short run had two medians."""
+    """The summary does the same; a short run had two medians."""
     paths = make_run(tmp_path, "one", "cluster.workers_per_node=2", steps=4, step_s=0.2)
     lines = read_records(paths)
     for line, step_s in zip(lines, (9.0, 8.0, 0.3, 0.3), strict=True):

@@ -1,4 +1,4 @@
-"""What rank 0 prints between the steps."""
+"""Lines that rank 0 prints between the steps."""
 
 from __future__ import annotations
 

@@ -310,7 +310,7 @@ class Engine:
 
     @property
     def over(self) -> bool:
-        """Whether the plan's steps or epochs are done."""
+        """True if the plan's steps or epochs are done."""
         steps, epochs = self.plan.train.steps, self.plan.train.epochs
         if epochs is not None:
             return self.position.epoch >= epochs
