@@ -64,33 +64,34 @@ def test_a_test_that_is_ended_by_its_limit_takes_its_processes_with_it(tmp_path:
     assert processes_of(Path(seconds)) == []
 
 
-# printed by a script under torchrun, whose ranks are started by a warm process
+# Written by a script under torchrun, whose ranks are started by a warm process: each rank to a file of its own, because
+# lines that are longer than a pipe's buffer are mixed up.
 SHOW = """
 import json, os, random, signal, sys
 from pathlib import Path
-print(json.dumps({
+text = json.dumps({
     "rank": os.environ["RANK"], "argv": sys.argv, "cwd": os.getcwd(), "beside": sys.path[0],
     "cmdline": Path("/proc/self/cmdline").read_text(), "environ": Path("/proc/self/environ").read_text(),
     "parent": Path(f"/proc/{os.getppid()}/cmdline").read_text(), "session": os.getsid(0) == os.getpid(),
     "files": sorted(os.listdir("/proc/self/fd")), "numbers": random.random(),
     "blocked": list(signal.pthread_sigmask(signal.SIG_BLOCK, [])), "name": __name__,
-}), flush=True)
+})
+Path(f"rank{os.environ['RANK']}.json").write_text(text)
 """
 
 
-def shown(output: str) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
-    return sorted(found, key=lambda one: one["rank"])
+def ranks_shown(script: Path) -> list[dict[str, Any]]:
+    torchrun(script, ["one", "two words"], 2, script.parent)
+    return [json.loads((script.parent / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 
 @pytest.mark.slow
 def test_a_warm_process_is_as_one_that_was_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "show.py"
     script.write_text(SHOW)
-    warm_ranks = shown(torchrun(script, ["one", "two words"], 2, tmp_path))
+    warm_ranks = ranks_shown(script)
     monkeypatch.setenv(warm.COLD, "1")
-    cold_ranks = shown(torchrun(script, ["one", "two words"], 2, tmp_path))
-    assert len(warm_ranks) == len(cold_ranks) == 2
+    cold_ranks = ranks_shown(script)
     assert warm_ranks[0]["numbers"] != warm_ranks[1]["numbers"]
     varying = re.compile(r"(COLUMNS|LINES|MASTER_PORT|TORCHELASTIC_\w+|LAUNCHER_TEST_COLD)=")
     for ours, executed in zip(warm_ranks, cold_ranks, strict=True):
