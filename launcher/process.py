@@ -127,12 +127,15 @@ def show_stacks_when_asked() -> None:
 # Line in a rank's log before its final traceback. The terminal echoes rank 0's log up to this line: the verdict shows
 # the traceback of the rank that failed first, not of one that merely lost its peer.
 EXCEPTION_MARK = "=== this rank ended with an exception ==="
+# Line of faulthandler, before the stack of a worker that crashed in compiled code: innermost frame first.
+CRASH_MARK = "Fatal Python error"
 
 
 def prepare_worker() -> None:
     """Prepare a worker process: it dies with its agent, has one log in chronological order, and marks its exceptions.
 
-    An uncaught exception writes EXCEPTION_MARK into the log before its traceback.
+    An uncaught exception writes EXCEPTION_MARK into the log before its traceback. A crash in compiled code, such as a
+    segmentation fault, writes CRASH_MARK and the stack.
     """
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -144,6 +147,7 @@ def prepare_worker() -> None:
     sys.stderr.flush()
     os.dup2(1, 2)
     sys.excepthook = hook
+    faulthandler.enable(file=2, all_threads=False)
 
 
 def exit_without_teardown(status: int) -> NoReturn:

@@ -84,5 +84,5 @@ def torchrun(script: Path, arguments: Sequence[str], ranks: int, cwd: Path, time
     done = warm.run(
         [*command, "-m", "launcher.launch.script_worker", str(script), *arguments], patience(timeout), cwd=cwd
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]  # the reason is at their end
     return done.stdout

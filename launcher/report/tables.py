@@ -21,6 +21,7 @@ from launcher.config.schema import (
     WandbMode,
 )
 from launcher.plan.run_plan import Forecast, OptimizerPlan, PrecisionPlan, RunPlan, StrategyPlan
+from launcher.process import CRASH_MARK
 from launcher.quantities import bytes_text, count, exposed_text, speedup_text
 from launcher.rundir.files import last_lines, read_json
 
@@ -278,7 +279,9 @@ def failure_text(summary: dict[str, Any], node: int = 0) -> str:
     # the launcher's own errors, which have a kind, are complete; for a killed process the end of its log may help
     output = [failure["traceback"].rstrip()] if failure["traceback"] else []
     if not output and not failure["kind"]:
-        output = last_lines(log, 15)
+        lines = last_lines(log, 100)
+        crash = next((number for number, line in enumerate(lines) if line.startswith(CRASH_MARK)), len(lines) - 15)
+        output = lines[max(crash, 0) :][:15]
     rank = "the job" if failure["rank"] is None else f"rank {failure['rank']}"
     return "\n".join([*output, f"launch: {rank} failed: {failure['error']}", f"  Its log: {near(log)}"])
 

@@ -10,6 +10,7 @@ import functools
 import json
 import os
 import sys
+import warnings
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from tests.equivalence.grid import GLOBAL_SIZE, SELECTIONS, SHORT, Cell, Outcome
 from tests.equivalence.mistakes import MISTAKES
 
 STEPS = grid.STEPS[sys.argv[1]]
+warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # thousands of lines
 # no world divides the vocabulary, so shards are padded; narrower matrices are summed without blocks, and one process
 # with one fp32 batch is then itself more than 1e-6 away from fp64
 VOCABULARY, WIDTH, LONGEST, SAMPLES = 17, 12, 10, GLOBAL_SIZE + SHORT

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.slow
     [
         ("raise", 1, ["ValueError: the eleventh utterance is cursed", "launch: rank 1 failed"]),
         ("killed", 1, ["launch: rank 1 failed: killed by SIGKILL"]),
+        ("crash", 1, ["launch: rank 1 failed: killed by SIGSEGV", "Fatal Python error", "in misbehave"]),
         ("not finite", 1, ["The loss of step 3 is not finite", "rank 1, micro-batch 3", "optimizer.lr"]),
         ("unused", 1, ["does not depend on 1 of the model's parameters: forgotten", "find_unused_parameters=true"]),
         ("bypass", 1, ["strategy.sync=boundary means", "0 bytes were seen in 0 collectives"]),
@@ -43,7 +44,7 @@ def test_trouble_ends_the_run_with_its_own_words_first(
     if trouble in ("raise", "held-out loss"):
         assert done.stderr.startswith("Traceback"), "the failing rank's traceback comes first"
         assert "misbehave" in done.stderr
-    elif trouble not in ("killed", "leave"):
+    elif trouble not in ("killed", "crash", "leave"):
         assert "Traceback" not in done.stderr, "a message of our own needs no traceback"
     assert "Traceback" not in done.stdout
     run = project / "runs" / "own"
