@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from launcher.heartbeat import IMPORTS, Phase, Progress
-from launcher.rundir.files import value_from_json
+from launcher.launch.stacks import Stacks
 
 
 @dataclass(frozen=True)
@@ -21,25 +21,6 @@ class RankState:
     host: str
     progress: Progress
     quiet_s: float
-
-
-@dataclass(frozen=True)
-class StackReport:
-    """Answer of a rank that was asked for its stack.
-
-    Args:
-        location: innermost frame outside the standard library and torch.
-        waits: True if the rank waits for other ranks.
-        silent: reason for a missing stack.
-        moved: True if the rank made progress before it was asked.
-    """
-
-    rank: int
-    stack: str
-    location: str
-    waits: bool
-    missing_reason: str = ""
-    moved: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,14 +63,6 @@ class Hang:
         return {"rank": self.rank, "host": self.host, "step": self.step, "phase": self.phase, "stack": self.stack}
 
 
-def to_json(states: Sequence[RankState]) -> str:
-    return json.dumps([dataclasses.asdict(state) for state in states])
-
-
-def from_json(text: str) -> list[RankState]:
-    return [value_from_json(RankState, fields) for fields in json.loads(text)]
-
-
 # seconds; imports may come from a busy disk, so a shorter time limit does not apply to them
 _IMPORTS_WITHIN_S = 300.0
 
@@ -110,22 +83,24 @@ def _limit_s(progress: Progress, timeout_s: float) -> float:
     return max(timeout_s, _IMPORTS_WITHIN_S) if imports else timeout_s
 
 
-def judge_hang(behind: Sequence[RankState], answers: Sequence[StackReport], timeout_s: float) -> Hang:
+def judge_hang(behind: Sequence[RankState], answers: Mapping[int, Stacks], timeout_s: float) -> Hang:
     """Return the verdict on ``behind``.
 
     The hanging rank is one that does not wait for others. If all ranks that answered do, it is one without an answer.
     If all answered and wait, no rank is named, unless there is only one.
+
+    Args:
+        answers: stacks by rank, of the ranks whose agent answered.
     """
-    answer_of = {answer.rank: answer for answer in answers}
     states = sorted(behind, key=lambda state: state.rank)
-    answered = [(state, answer_of[state.rank]) for state in states if state.rank in answer_of]
-    unanswered = [state for state in states if state.rank not in answer_of]
+    answered = [(state, answers[state.rank]) for state in states if state.rank in answers]
+    unanswered = [state for state in states if state.rank not in answers]
     quiet = f"nothing moved for {timeout_s:g} s (train.hang_timeout)"
     if not_waiting := [(state, answer) for state, answer in answered if not answer.waits]:
         (state, answer), *others = not_waiting
         what = answer.missing_reason or f"at {answer.location}"
         also = f"\n  So does rank {_ranks(state for state, _ in others)}." if others else ""
-        return _hang_of(state, quiet, what + also, answer.stack)
+        return _hang_of(state, quiet, what + also, answer.text)
     if unanswered:
         state, *others = unanswered
         what = "its agent did not send its stack"
@@ -135,7 +110,7 @@ def judge_hang(behind: Sequence[RankState], answers: Sequence[StackReport], time
     state, answer = answered[0]
     if len(answered) == 1:  # all other ranks are ahead, so this one does not wait for them
         what = f"it waits at {answer.location}. A GPU kernel that does not end, or a broken link, looks like that"
-        return _hang_of(state, quiet, what, answer.stack)
+        return _hang_of(state, quiet, what, answer.text)
     text = (
         f"{len(answered)} ranks wait for each other in {state.progress.description}: {quiet}, and none of them does "
         "anything else. A collective that not all of them run, a GPU kernel that does not end, or a broken link looks "
@@ -143,7 +118,7 @@ def judge_hang(behind: Sequence[RankState], answers: Sequence[StackReport], time
     )
     lines = [f"rank {state.rank} on {state.host}: at {answer.location}" for state, answer in answered]
     more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
-    stack = "\n".join(f"--- rank {state.rank} ---\n{answer.stack}" for state, answer in answered[:_SHOWN])
+    stack = "\n".join(f"--- rank {state.rank} ---\n{answer.text}" for state, answer in answered[:_SHOWN])
     return _hang(state, None, "\n  ".join([text, *lines[:_SHOWN], *more]), stack)
 
 

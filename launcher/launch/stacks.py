@@ -33,14 +33,16 @@ class Stacks:
 
     Args:
         text: the stacks; empty without an answer.
-        why: reason for a missing answer.
+        missing_reason: reason for a missing answer.
         role, thread: of the rank's heartbeat.
+        moved: True if the rank has made progress since it was suspected.
     """
 
     text: str
-    why: str = ""
+    missing_reason: str = ""
     role: Role = Role.io
     thread: int = 0
+    moved: bool = False
 
     @property
     def shown_thread(self) -> str:
@@ -105,23 +107,19 @@ def request_stacks(pid: int, log: Path) -> Stacks:
 
 
 def _answer(pid: int, log: Path) -> str:
+    """Send STACK_SIGNAL and return the stacks that are appended to the log; empty if the process or its log is gone."""
     try:
-        text = _written(pid, log)
-    except OSError:  # the process is gone, or its log
+        before = log.stat().st_size
+        os.kill(pid, STACK_SIGNAL)
+        size, since, end = before, time.monotonic(), time.monotonic() + _ANSWERS_WITHIN_S
+        while time.monotonic() < end and (size == before or time.monotonic() - since < _QUIET_S):
+            time.sleep(_LOOK_EVERY_S)
+            if (now := log.stat().st_size) != size:
+                size, since = now, time.monotonic()
+        with log.open("rb") as file:
+            file.seek(before)
+            text = file.read(_MOST_BYTES).decode(errors="replace")
+    except OSError:
         return ""
     begin = re.search(r"^(Current thread|Thread) 0x", text, re.MULTILINE)
     return text[begin.start() :].rstrip() if begin else ""
-
-
-def _written(pid: int, log: Path) -> str:
-    """Send STACK_SIGNAL and return what is appended to the log. Raises OSError if the process or its log is gone."""
-    before = log.stat().st_size
-    os.kill(pid, STACK_SIGNAL)
-    size, since, end = before, time.monotonic(), time.monotonic() + _ANSWERS_WITHIN_S
-    while time.monotonic() < end and (size == before or time.monotonic() - since < _QUIET_S):
-        time.sleep(_LOOK_EVERY_S)
-        if (now := log.stat().st_size) != size:
-            size, since = now, time.monotonic()
-    with log.open("rb") as file:
-        file.seek(before)
-        return file.read(_MOST_BYTES).decode(errors="replace")

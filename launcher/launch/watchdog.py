@@ -24,13 +24,14 @@ from typing import Self
 
 from launcher import heartbeat
 from launcher.launch import hang_verdict
-from launcher.launch.hang_verdict import Hang, RankState, StackReport
+from launcher.launch.hang_verdict import Hang, RankState
 from launcher.launch.rendezvous import AgentStore, StoreLost
-from launcher.launch.stacks import request_all_stacks
+from launcher.launch.stacks import Stacks, request_all_stacks
 from launcher.plan.launch_plan import HostPosition
 from launcher.plan.run_plan import RunPlan
 from launcher.process import has_variable, living_children, wait_until
 from launcher.rundir import records
+from launcher.rundir.files import value_from_json
 
 _LONGEST_INTERVAL_S = 5.0
 _STACKS_WITHIN_S = 15.0
@@ -43,10 +44,7 @@ class _Attempt:
     Args:
         ranks: (rank, log) by local rank.
         pids: process ids of the living workers by rank.
-        progress: last progress by rank.
-        quiet_s: seconds without progress, by rank. Like ``silent_s`` it only counts time in which this process ran.
-        messages: last message by node.
-        silent_s: seconds without a new message, by node.
+        observed: last value, and for how many seconds it has not changed, by name.
         checks: number of checks so far.
         requests: number of requests for stacks so far.
         over: True once the attempt has a verdict, or node 0 is gone.
@@ -55,16 +53,20 @@ class _Attempt:
     number: int
     ranks: Mapping[int, tuple[int, Path]]
     pids: dict[int, int] = field(default_factory=dict[int, int])
-    progress: dict[int, heartbeat.Progress] = field(default_factory=dict[int, heartbeat.Progress])
-    quiet_s: dict[int, float] = field(default_factory=dict[int, float])
-    messages: dict[int, str] = field(default_factory=dict[int, str])
-    silent_s: dict[int, float] = field(default_factory=dict[int, float])
+    observed: dict[str, tuple[object, float]] = field(default_factory=dict[str, tuple[object, float]])
     checks: int = 0
     requests: int = 0
     over: bool = False
 
     def key(self, name: str, node: int | None = None) -> str:
         return f"{self.number}/{name}" + ("" if node is None else f"/{node}")
+
+    def unchanged_s(self, name: str, value: object, passed_s: float) -> float:
+        """Return for how many seconds ``value`` has not changed, counting only time in which this process ran."""
+        before, quiet_s = self.observed.get(name, (None, 0.0))
+        quiet_s = quiet_s + passed_s if value == before else 0.0
+        self.observed[name] = value, quiet_s
+        return quiet_s
 
 
 class NoWatch:
@@ -149,7 +151,8 @@ class HangWatch(threading.Thread):
         attempt.pids = self._pids(attempt)
         states = self._rank_states(attempt, passed_s)
         attempt.checks += 1
-        self._store.post(attempt.key("states", self._node), f"{attempt.checks}\n{hang_verdict.to_json(states)}")
+        message = json.dumps([attempt.checks, [dataclasses.asdict(state) for state in states]])
+        self._store.post(attempt.key("states", self._node), message)
         verdict = self._follow_node_0(attempt) if self._node else self._decide(attempt, states, passed_s)
         # the decision took seconds, in which the workers may have been restarted or asked to stop
         if verdict is not None and attempt is self._attempt and not self._over.is_set() and self._stop_signal() is None:
@@ -169,51 +172,46 @@ class HangWatch(threading.Thread):
         states: list[RankState] = []
         for local_rank, (rank, _) in attempt.ranks.items():
             progress = heartbeat.read_progress(self._memory, local_rank)
-            moved = attempt.progress.get(rank) != progress
-            attempt.progress[rank] = progress
-            attempt.quiet_s[rank] = 0.0 if moved else attempt.quiet_s[rank] + passed_s
+            quiet_s = attempt.unchanged_s(f"rank {rank}", progress, passed_s)
             if rank in attempt.pids:
-                states.append(RankState(rank, self._node, self._host, progress, attempt.quiet_s[rank]))
+                states.append(RankState(rank, self._node, self._host, progress, quiet_s))
         return states
 
     def _decide(self, attempt: _Attempt, own: list[RankState], passed_s: float) -> Hang | None:
         """Return the verdict if some rank hangs; runs on node 0 only."""
-        others = range(1, self._plan.cluster.nodes)
-        messages = self._store.read([attempt.key("states", node) for node in others])
-        for node in others:
-            message = messages.get(attempt.key("states", node), "")
-            is_new = attempt.messages.get(node) != message
-            attempt.messages[node] = message
-            attempt.silent_s[node] = 0.0 if is_new else attempt.silent_s[node] + passed_s
+        key_of = {node: attempt.key("states", node) for node in range(1, self._plan.cluster.nodes)}
+        messages = self._store.read(key_of.values())
+        silent_s = {node: attempt.unchanged_s(key, messages.get(key, ""), passed_s) for node, key in key_of.items()}
         if own and max(state.quiet_s for state in own) < self._timeout_s:
             return None  # a hanging rank would hold up all of them
-        received = [hang_verdict.from_json(message.partition("\n")[2]) for message in messages.values()]
-        states = [*own, *(state for host in received for state in host)]
-        silent = [node for node in others if attempt.silent_s[node] >= self._timeout_s]
+        received = [fields for message in messages.values() for fields in json.loads(message)[1]]
+        states = [*own, *(value_from_json(RankState, fields) for fields in received)]
+        silent = [node for node in key_of if silent_s[node] >= self._timeout_s]
         if silent and own:
             host = next((state.host for state in states if state.node == silent[0]), f"host {silent[0]}")
             victim = min(own, key=lambda state: state.progress.position)
             return hang_verdict.silent_host(silent[0], host, victim, self._timeout_s)
-        if len(messages) < len(others):  # some node has not posted yet
+        if len(messages) < len(key_of):  # some node has not posted yet
             return None
         behind = hang_verdict.suspects(states, self._timeout_s)
         if not behind:
             return None
         answers = self._request_stacks(attempt, behind)
-        if any(answer.moved for answer in answers):
+        if any(answer.moved for answer in answers.values()):
             return None
         return hang_verdict.judge_hang(behind, answers, self._timeout_s)
 
-    def _request_stacks(self, attempt: _Attempt, behind: list[RankState]) -> list[StackReport]:
-        """Request the stacks of ``behind`` from the nodes on which they run."""
+    def _request_stacks(self, attempt: _Attempt, behind: list[RankState]) -> dict[int, Stacks]:
+        """Request the stacks of ``behind`` from the nodes on which they run, and return them by rank."""
         attempt.requests += 1
         beats = [(state.rank, state.progress.beats) for state in behind]
         self._store.post(attempt.key("request"), json.dumps([attempt.requests, beats]))
         answers = self._answers(attempt, beats)
         keys = {attempt.key(f"stacks {attempt.requests}", state.node) for state in behind if state.node}
         wait_until(lambda: len(self._store.read(keys)) == len(keys), _STACKS_WITHIN_S + self._every_s)
-        texts = self._store.read(keys).values()
-        return answers + [StackReport(**fields) for text in texts for fields in json.loads(text)]
+        for text in self._store.read(keys).values():
+            answers |= {int(rank): value_from_json(Stacks, fields) for rank, fields in json.loads(text).items()}
+        return answers
 
     def _follow_node_0(self, attempt: _Attempt) -> Hang | None:
         """Answer a request for stacks and return node 0's verdict, if any; runs on nodes other than 0."""
@@ -223,27 +221,26 @@ class HangWatch(threading.Thread):
         if (request := messages.get(attempt.key("request"))) is not None:
             number, beats = json.loads(request)
             if number != attempt.requests:
-                text = json.dumps([dataclasses.asdict(answer) for answer in self._answers(attempt, beats)])
-                self._store.post(attempt.key(f"stacks {number}", self._node), text)
+                answers = {rank: dataclasses.asdict(answer) for rank, answer in self._answers(attempt, beats).items()}
+                self._store.post(attempt.key(f"stacks {number}", self._node), json.dumps(answers))
                 attempt.requests = number
         return None
 
-    def _answers(self, attempt: _Attempt, beats: Iterable[Sequence[int]]) -> list[StackReport]:
-        """Return the answers of those ranks that run on this host; the stacks go to their logs.
+    def _answers(self, attempt: _Attempt, beats: Iterable[Sequence[int]]) -> dict[int, Stacks]:
+        """Return by rank the stacks of those ranks that run on this host; they are also written to their logs.
 
         Args:
             beats: (rank, beat count that node 0 has seen); a rank with another count has moved since.
         """
         expected = {rank: count for rank, count in beats if rank in attempt.pids}
-        workers = {rank: (local_rank, log) for local_rank, (rank, log) in attempt.ranks.items() if rank in expected}
-        stacks = request_all_stacks({rank: (attempt.pids[rank], log) for rank, (_, log) in workers.items()})
-        answers: list[StackReport] = []
-        for rank, answer in stacks.items():
-            progress = heartbeat.read_progress(self._memory, workers[rank][0])
-            shown = dataclasses.replace(answer, role=progress.role, thread=progress.thread)
-            moved = progress.beats != expected[rank]
-            answers.append(StackReport(rank, shown.text, shown.location, shown.waits, shown.why, moved))
-        return answers
+        workers = {rank: (attempt.pids[rank], log) for rank, log in attempt.ranks.values() if rank in expected}
+        stacks = request_all_stacks(workers)
+        for local_rank, (rank, _) in attempt.ranks.items():
+            if rank in stacks:
+                now = heartbeat.read_progress(self._memory, local_rank)
+                moved = now.beats != expected[rank]
+                stacks[rank] = dataclasses.replace(stacks[rank], role=now.role, thread=now.thread, moved=moved)
+        return stacks
 
     def _end_attempt(self, attempt: _Attempt, verdict: Hang) -> None:
         """Kill the hanging rank, which ends the attempt on all hosts, and publish the verdict (one per attempt).

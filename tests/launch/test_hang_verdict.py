@@ -10,19 +10,10 @@ from pathlib import Path
 import pytest
 
 from launcher import heartbeat
-from launcher.heartbeat import Phase, Progress
+from launcher.heartbeat import Phase, Progress, Role
 from launcher.launch import rendezvous
-from launcher.launch.hang_verdict import (
-    Hang,
-    RankState,
-    StackReport,
-    from_json,
-    judge_hang,
-    silent_host,
-    suspects,
-    to_json,
-)
-from launcher.launch.stacks import request_stacks
+from launcher.launch.hang_verdict import Hang, RankState, judge_hang, silent_host, suspects
+from launcher.launch.stacks import Stacks, request_stacks
 from launcher.launch.watchdog import HangWatch
 from tests.helpers import make_plan
 from tests.infra.runs import wait_for
@@ -34,8 +25,13 @@ def seen(rank: int, window: int, number: int, phase: Phase = Phase.computing, qu
     return RankState(rank, rank // 2, f"host{rank // 2}", Progress(9, phase, number, window, window), quiet_s)
 
 
-def waits(rank: int) -> StackReport:
-    return StackReport(rank, f"stack {rank}", "loop.py:1 in f", waits=True)
+def waits(rank: int) -> Stacks:
+    text = f'Thread 0x{rank:x} (most recent call first):\n  File "/launcher/train/loop.py", line 1 in f'
+    return Stacks(text, role=Role.collective)
+
+
+STUCK_IN_LOSS = Stacks('Thread 0x1 (most recent call first):\n  File "my.py", line 7 in loss', role=Role.collective)
+STOPPED = Stacks("", "the process is stopped")
 
 
 def test_the_one_behind_is_suspected_and_not_those_who_wait_for_it() -> None:
@@ -44,7 +40,6 @@ def test_the_one_behind_is_suspected_and_not_those_who_wait_for_it() -> None:
     assert [one.rank for one in suspects([seen(0, 3, 5), seen(1, 3, 5, Phase.data)], T)] == [1]
     assert [one.rank for one in suspects([seen(0, 3, 1, Phase.evaluating), seen(1, 3, 8, Phase.updating)], T)] == [1]
     assert [one.rank for one in suspects([seen(0, 4, 1, Phase.data), seen(1, 3, 0, Phase.saving)], T)] == [1]
-    assert from_json(to_json(ranks)) == ranks
 
 
 def test_waiting_for_a_slow_rank_is_no_hang_however_long() -> None:
@@ -61,40 +56,37 @@ def test_imports_may_take_longer_than_a_short_limit() -> None:
 
 def test_of_ranks_at_one_place_the_one_that_does_not_wait_is_named() -> None:
     behind = [seen(0, 3, 8), seen(1, 3, 8), seen(2, 3, 8)]
-    verdict = judge_hang(behind, [waits(0), StackReport(1, "its stack", "my.py:7 in loss", waits=False), waits(2)], T)
+    verdict = judge_hang(behind, {0: waits(0), 1: STUCK_IN_LOSS, 2: waits(2)}, T)
     assert (verdict.rank, verdict.victim, verdict.node, verdict.host) == (1, 1, 0, "host0")
     assert "host0 in step 3, micro-batch 8, forward and backward pass: nothing moved for 10 s" in verdict.text
     assert verdict.text.endswith("at my.py:7 in loss")
-    assert verdict.stack == "its stack"
+    assert verdict.stack == STUCK_IN_LOSS.text
     assert Hang.from_json(verdict.to_json()) == verdict
-    stopped = judge_hang(
-        behind, [waits(0), waits(1), StackReport(2, "", "", waits=False, missing_reason="the process is stopped")], T
-    )
+    stopped = judge_hang(behind, {0: waits(0), 1: waits(1), 2: STOPPED}, T)
     assert (stopped.rank, stopped.text.rpartition("; ")[2]) == (2, "the process is stopped")
 
 
 def test_one_whose_agent_gave_no_answer_is_named_only_where_nobody_else_can_be() -> None:
     behind = [seen(0, 3, 8), seen(1, 3, 8), seen(2, 3, 8)]
-    stopped = StackReport(2, "", "", waits=False, missing_reason="the process is stopped")
-    assert judge_hang(behind, [waits(0), stopped], T).rank == 2, "and not rank 1, of which nothing is known"
-    assert judge_hang(behind, [StackReport(2, "its stack", "my.py:7 in loss", waits=False)], T).rank == 2
-    verdict = judge_hang(behind, [waits(0), waits(1)], T)
+    assert judge_hang(behind, {0: waits(0), 2: STOPPED}, T).rank == 2, "and not rank 1, of which nothing is known"
+    assert judge_hang(behind, {2: STUCK_IN_LOSS}, T).rank == 2
+    verdict = judge_hang(behind, {0: waits(0), 1: waits(1)}, T)
     assert (verdict.rank, verdict.host) == (2, "host1")
     unknown = "; its agent did not send its stack"
     assert verdict.text.endswith(f"{unknown}, and the ranks that answered wait for others")
-    verdict = judge_hang(behind, [waits(0)], T)
+    verdict = judge_hang(behind, {0: waits(0)}, T)
     assert verdict.rank == 1
     assert verdict.text.endswith("No stack came from rank 2 either, which may be the cause instead.")
-    assert judge_hang([seen(2, 3, 8)], [], T).text.endswith(unknown), "it alone is behind"
+    assert judge_hang([seen(2, 3, 8)], {}, T).text.endswith(unknown), "it alone is behind"
 
 
 def test_where_all_wait_all_are_named() -> None:
-    verdict = judge_hang([seen(0, 3, 8), seen(3, 3, 8)], [waits(0), waits(3)], T)
+    verdict = judge_hang([seen(0, 3, 8), seen(3, 3, 8)], {0: waits(0), 3: waits(3)}, T)
     assert (verdict.rank, verdict.victim) == (None, 0)
-    assert "rank 0 on host0: at loop.py:1 in f" in verdict.text
-    assert "rank 3 on host1: at loop.py:1 in f" in verdict.text
-    assert "stack 0" in verdict.stack
-    assert "stack 3" in verdict.stack
+    assert "rank 0 on host0: at /launcher/train/loop.py:1 in f" in verdict.text
+    assert "rank 3 on host1: at /launcher/train/loop.py:1 in f" in verdict.text
+    assert f"--- rank 0 ---\n{waits(0).text}" in verdict.stack
+    assert f"--- rank 3 ---\n{waits(3).text}" in verdict.stack
     gone = silent_host(1, "host1", seen(0, 3, 8), T)
     assert (gone.rank, gone.victim, gone.node, gone.host) == (None, 0, 1, "host1")
     assert "node 1 (host1) hangs: its agent has sent no report" in gone.text
@@ -102,11 +94,12 @@ def test_where_all_wait_all_are_named() -> None:
 
 def test_one_that_waits_where_nobody_else_is_as_far_behind_is_named() -> None:
     """Such as the only rank of a job, whose GPU kernel does not end."""
-    verdict = judge_hang([seen(0, 3, 8, Phase.waiting)], [waits(0)], T)
+    verdict = judge_hang([seen(0, 3, 8, Phase.waiting)], {0: waits(0)}, T)
     assert (verdict.rank, verdict.victim, verdict.host) == (0, 0, "host0")
-    assert "nothing moved for 10 s (train.hang_timeout); it waits at loop.py:1 in f. A GPU kernel" in verdict.sentence
+    waits_at = "nothing moved for 10 s (train.hang_timeout); it waits at /launcher/train/loop.py:1 in f. A GPU kernel"
+    assert waits_at in verdict.sentence
     assert "each other" not in verdict.sentence
-    assert verdict.stack == "stack 0"
+    assert verdict.stack == waits(0).text
 
 
 STUCK = """
@@ -208,10 +201,10 @@ def test_a_rank_whose_disk_is_dead_hangs_and_does_not_wait_for_others(
         attempt = watch._attempt
         assert attempt is not None
         attempt.pids = {0: process.pid}
-        (answer,) = watch._answers(attempt, [(0, heartbeat.read_progress(watch._memory, 0).beats)])
+        answer = watch._answers(attempt, [(0, heartbeat.read_progress(watch._memory, 0).beats)])[0]
         assert answer.location.endswith(" in hung_disk")
         assert not answer.waits
-        assert judge_hang([seen(0, 3, 8), seen(1, 3, 8)], [answer, waits(1)], T).rank == 0
+        assert judge_hang([seen(0, 3, 8), seen(1, 3, 8)], {0: answer, 1: waits(1)}, T).rank == 0
     finally:
         process.kill()
         process.wait()
@@ -221,7 +214,7 @@ def test_a_stopped_process_cannot_say_anything_and_that_is_said(log: Path) -> No
     process = stuck("sleeps", log)
     try:
         process.send_signal(signal.SIGSTOP)
-        wait_for(lambda: "stopped" in request_stacks(process.pid, log).why, "the process to be stopped")
+        wait_for(lambda: "stopped" in request_stacks(process.pid, log).missing_reason, "the process to be stopped")
         assert not request_stacks(process.pid, log).text
     finally:
         process.kill()
@@ -231,7 +224,7 @@ def test_a_stopped_process_cannot_say_anything_and_that_is_said(log: Path) -> No
 def test_a_process_without_a_handler_is_not_killed_by_the_question(tmp_path: Path) -> None:
     process = subprocess.Popen(["sleep", "1000"])
     try:
-        assert "not yet installed" in request_stacks(process.pid, tmp_path / "log").why
+        assert "not yet installed" in request_stacks(process.pid, tmp_path / "log").missing_reason
         assert process.poll() is None
     finally:
         process.kill()

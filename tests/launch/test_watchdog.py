@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -11,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from launcher import heartbeat
-from launcher.heartbeat import Phase, Pulse
+from launcher.heartbeat import Phase, Pulse, Role
 from launcher.launch import watchdog
-from launcher.launch.hang_verdict import Hang, StackReport
+from launcher.launch.hang_verdict import Hang
 from launcher.launch.rendezvous import ALONE, AgentStore
 from launcher.launch.stacks import Stacks
 from launcher.launch.watchdog import HangWatch
@@ -166,19 +167,20 @@ def test_another_node_answers_each_question_once(watched: Watched, monkeypatch: 
     watched.watch._node, store = 1, AgentStore(ALONE, 1)
     monkeypatch.setattr(watched.watch, "_store", store)
 
-    def answers(question: int) -> list[StackReport]:
+    def answers(question: int) -> dict[str, dict[str, object]]:
         (text,) = store.read([f"0/stacks {question}/1"]).values()
-        return [StackReport(**fields) for fields in json.loads(text)]
+        return json.loads(text)
 
     store.post("0/request", json.dumps([1, [[1, 2], [7, 3]]]))
     watched.look()
     watched.look()
     assert len(asked) == 1, "although it has read the question twice"
-    assert answers(1) == [StackReport(1, STUCK.text, "/me/my.py:7 in loss", waits=False)], "rank 7 is elsewhere"
+    stuck = dataclasses.replace(STUCK, role=Role.collective)
+    assert answers(1) == {"1": dataclasses.asdict(stuck)}, "rank 7 is elsewhere"
     watched.beat(1, 8)
     store.post("0/request", json.dumps([2, [[1, 2]]]))
     watched.look()
-    assert [answer.moved for answer in answers(2)] == [True]
+    assert answers(2)["1"]["moved"] is True
     verdict = Hang(rank=1, victim=1, node=1, host="b", step=1, phase="computing", text="hangs", stack="")
     store.post("0/verdict", verdict.to_json())
     watched.look()
