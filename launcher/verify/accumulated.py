@@ -205,20 +205,22 @@ class _GradientRecorder(Optimizer):
     def __init__(self, parameters: Iterable[nn.Parameter], device: torch.device, keeps: bool) -> None:
         super().__init__(parameters, {"lr": 1.0})
         self._device, self._keeps = device, keeps
-        self.gradients: list[Tensor | None] = []
+        self.gradients: list[Tensor] = []
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # noqa: ARG002  # pyright: ignore[reportIncompatibleMethodOverride]
         parameters: list[nn.Parameter] = self.param_groups[0]["params"]
-        self.gradients = [_gathered(p.grad, self._device, keep=self._keeps) for p in parameters]
+        gradients = (torch.zeros_like(p) if p.grad is None else p.grad for p in parameters)
+        gathered = [_gathered(gradient, self._device, keep=self._keeps) for gradient in gradients]
+        self.gradients = [gradient for gradient in gathered if gradient is not None]
 
 
-def _gathered(tensor: Tensor | None, device: torch.device, *, keep: bool) -> Tensor | None:
+def _gathered(tensor: Tensor, device: torch.device, *, keep: bool) -> Tensor | None:
     """Return an unsharded copy on the host, or None unless ``keep``. All ranks must call it (collective)."""
     if isinstance(tensor, DTensor):
         sharded = cast("DTensor", tensor.to(device))
         tensor = sharded.full_tensor()  # offloaded shards are in host memory, which NCCL cannot access
-    return tensor.detach().to("cpu", copy=True) if keep and tensor is not None else None
+    return tensor.detach().to("cpu", copy=True) if keep else None
 
 
 def in_fp32(plan: RunPlan) -> RunPlan:
@@ -270,10 +272,10 @@ def run_windows(plan: RunPlan, world: World, trials: Sequence[Trial], *, with_da
             result = _run_window(engine, task, trial)
         if isinstance(result, str):
             return dataclasses.replace(run, refused=result)
-        names = [name for name, p in module.named_parameters() if p.requires_grad]
-        # training skips a window without items: it has no gradient
-        gradients = recorders[0].gradients if result.items else [None] * len(names)
-        gradient = dict(zip(names, gradients, strict=True)) if keeps else {}
+        named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        # training skips a window without items: its gradient is zero
+        gradients = recorders[0].gradients if result.items else [torch.zeros(p.shape) for p in named.values()]
+        gradient = dict(zip(named, gradients, strict=True)) if keeps else {}
         run.windows.append(EngineWindow(trial, result, gradient))
     return run
 

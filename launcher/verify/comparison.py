@@ -77,23 +77,17 @@ class _NoDropout(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-Gradient = dict[str, Tensor | None]
+# by parameter name; zero where the loss does not depend on the parameter
+Gradient = dict[str, Tensor]
 WORST = 5
 
 
-def _norm_of_difference(one: Tensor | None, two: Tensor | None) -> float:
-    """Return the norm of the difference in fp64; a missing gradient is zero."""
-    if one is None and two is None:
-        return 0.0
-    if one is None or two is None:
-        only = two if one is None else one
-        assert only is not None
-        return only.double().norm().item()
+def _norm_of_difference(one: Tensor, two: Tensor) -> float:
     return (one.double() - two.double()).norm().item()
 
 
-def _norm(gradient: Tensor | None) -> float:
-    return _norm_of_difference(gradient, None)
+def _norm(gradient: Tensor) -> float:
+    return gradient.double().norm().item()
 
 
 def _combined(norms: Iterable[float]) -> float:
@@ -118,7 +112,6 @@ def compare_gradients(arithmetic: str, got: Gradient, wanted: Gradient, rounded:
     errors = {name: _norm_of_difference(got[name], wanted[name]) for name in wanted}
     rounding = {name: _norm_of_difference(rounded[name], wanted[name]) for name in wanted}
     norms = {name: _norm(wanted[name]) for name in wanted}
-    sizes = {name: 0 if (part := got[name]) is None else part.numel() for name in wanted}
     total = _combined(norms.values())
     one_batch = _ratio(_combined(rounding.values()), total)
     uncapped = None if one_batch is None or not math.isfinite(one_batch) else rule.uncapped(one_batch)
@@ -134,7 +127,7 @@ def compare_gradients(arithmetic: str, got: Gradient, wanted: Gradient, rounded:
             allowed = max(share for share in shares if share is not None and math.isfinite(share))
         return Deviation(
             name=title,
-            parameters=sum(sizes[name] for name in names),
+            parameters=sum(wanted[name].numel() for name in names),
             norm=norm,
             error=_ratio(error, norm),
             share=_ratio(error, total),

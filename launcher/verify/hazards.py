@@ -25,8 +25,8 @@ from launcher.train.data.window_feed import blocks_in_turn
 from launcher.train.parallel.batchnorm import batch_norms
 from launcher.train.world import World
 from launcher.verify.accumulated import read_mapped, read_stream
-from launcher.verify.certificate import FP32, Effect, Hazard
-from launcher.verify.comparison import Gradient, distance, dropout_modules, without_dropout
+from launcher.verify.certificate import FP32, Effect, Hazard, shortened
+from launcher.verify.comparison import distance, dropout_modules, without_dropout
 from launcher.verify.reference import Reference, ReferenceWindow
 
 # number of samples that are compared
@@ -164,8 +164,7 @@ def probe_task(make: Callable[[], Reference], window: Sequence[Any], micro_size:
 def _loss_form(reference: Reference, samples: Sequence[Any]) -> list[Hazard]:
     """Check the form of the task's loss."""
     reference.restore()
-    loss = reference.task_loss(samples)
-    if not isinstance(loss, Loss):
+    if not isinstance(reference.task_loss(samples), Loss):
         return [
             Hazard(
                 name="bare mean",
@@ -175,19 +174,7 @@ def _loss_form(reference: Reference, samples: Sequence[Any]) -> list[Hazard]:
                 remedy="Return launcher.Loss(total=the sum over items, items=how many).",
             )
         ]
-    items = float(loss.items)
-    problem = "are negative" if items < 0 else "are not a whole number" if items != int(items) else ""
-    if not problem:
-        return []
-    return [
-        Hazard(
-            name="items",
-            effect=Effect.suspect,
-            seen=f"The items {problem}: {items:g} in the first micro-batch.",
-            matters="The window's gradient is divided by the sum of its items, which are counted as whole numbers.",
-            remedy="Count what the total sums over.",
-        )
-    ]
+    return []
 
 
 def _batch_norm(reference: Reference) -> list[Hazard]:
@@ -209,30 +196,27 @@ def _memory(make: Callable[[], Reference], first: Sequence[Any], other: Sequence
     """Check that a micro-batch's gradient is reproducible and does not depend on earlier micro-batches."""
     fresh, second = make(), make()
     with without_dropout(fresh.model), without_dropout(second.model):
-        fresh.restore()
-        alone = fresh.backward(first)
-        second.restore()
-        apart = _relative_difference(alone, second.backward(first))
+        alone = fresh.in_batches([first])
+        apart = _relative_difference(alone, second.in_batches([first]))
         if apart > REPEATABLE:
             return [_not_repeatable(apart)]
         changed = _changed_buffers(second)
         worst = 0.0
         for samples in (first, other, first):
-            second.restore()
-            result = second.backward(samples)
+            result = second.in_batches([samples])
             if samples is first:
                 worst = max(worst, _relative_difference(alone, result))
         if worst > REPEATABLE:
             return [_hidden_state(worst)]
         if not changed:
             return []
-        second.restore()
-        second.backward(other)
-        return [_buffers(changed, _relative_difference(alone, second.backward(first)))]
+        second.in_batches([other])
+        second.save()  # with the buffers that ``other`` has changed
+        return [_buffers(changed, _relative_difference(alone, second.in_batches([first])))]
 
 
-def _relative_difference(one: tuple[float, float, Gradient], two: tuple[float, float, Gradient]) -> float:
-    return max(abs(one[0] - two[0]) / max(abs(one[0]), 1e-30), distance(one[2], two[2]))
+def _relative_difference(one: ReferenceWindow, two: ReferenceWindow) -> float:
+    return max(abs(one.loss - two.loss) / max(abs(one.loss), 1e-30), distance(one.gradient, two.gradient))
 
 
 def _changed_buffers(reference: Reference) -> list[str]:
@@ -273,17 +257,13 @@ def _buffers(names: list[str], carried: float) -> Hazard:
     return Hazard(
         name="changing buffers",
         effect=Effect.suspect if matters else Effect.noted,
-        seen=f"The forward pass changes the buffers {_listed(names)}.",
+        seen=f"The forward pass changes the buffers {shortened(names)}.",
         matters=f"The gradient depends on them: by {carried:.1e} after one other micro-batch."
         if matters
         else "The gradient does not depend on them. They count micro-batches, not windows, and each window starts with "
         "those of rank 0.",
         remedy="Update buffers on which the gradient depends once per window." if matters else "Nothing.",
     )
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _randomness(reference: Reference, samples: Sequence[Any]) -> list[Hazard]:
@@ -316,7 +296,7 @@ def _randomness(reference: Reference, samples: Sequence[Any]) -> list[Hazard]:
         Hazard(
             name="dropout",
             effect=Effect.noted,
-            seen=f"The model drops activations at random{f' ({_listed(modules)})' if modules else ''}. Dropout was "
+            seen=f"The model drops activations at random{f' ({shortened(modules)})' if modules else ''}. Dropout was "
             "switched off for the comparison.",
             matters="Masks depend on the micro-batches' shape and on the rank, so the loss curve is repeatable only "
             "with the same micro_size, accumulation and world size; its expectation is the same in all of them.",
@@ -345,7 +325,7 @@ def _additivity(reference: Reference, window: Sequence[Any], micro_size: int, to
     hazards: list[Hazard] = []
     # both results are means over their own items
     factor = apart.items / (together.items or 1.0)
-    added = {name: None if part is None else part * factor for name, part in apart.gradient.items()}
+    added = {name: part * factor for name, part in apart.gradient.items()}
     error = max(
         distance(together.gradient, added),
         abs(apart.loss * factor - together.loss) / (_loss_scale(reference, together) or 1.0),
@@ -386,5 +366,5 @@ def _loss_scale(reference: Reference, window: ReferenceWindow) -> float:
     parameter|, since terms of both signs may cancel in the loss (such as centred advantages), but not in its condition
     number."""
     parameters = dict(reference.model.named_parameters())
-    parts = ((parameters[name].detach().cpu(), part) for name, part in window.gradient.items() if part is not None)
+    parts = ((parameters[name].detach().cpu(), part) for name, part in window.gradient.items())
     return max(abs(window.loss), sum((value * part).abs().sum(dtype=torch.float64).item() for value, part in parts))

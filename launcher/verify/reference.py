@@ -35,10 +35,12 @@ class ReferenceWindow:
 
     Attributes:
         gradient: of the mean over the items, on the host.
+        unused: parameters on which the loss does not depend.
         batches: number of batches in which it was computed.
     """
 
     gradient: Gradient
+    unused: list[str]
     loss: float
     items: float
     batches: int
@@ -111,8 +113,8 @@ class Reference:
     def loss(self, samples: Sequence[Any]) -> Loss:
         return as_loss(self.task_loss(samples), len(samples), self.plan.task.target)
 
-    def backward(self, samples: Sequence[Any]) -> tuple[float, float, Gradient]:
-        """Return (total loss, items, gradient of the total) of the samples as one batch."""
+    def _backward(self, samples: Sequence[Any]) -> tuple[float, float, Gradient]:
+        """Return (total loss, items, gradient of the total without unused parameters) of the samples as one batch."""
         loss = self.loss(samples)
         items = float(loss.items.item() if isinstance(loss.items, Tensor) else loss.items)
         # fp16: backward of the mean times a loss scale, as in training
@@ -121,9 +123,9 @@ class Reference:
             self.model.zero_grad(set_to_none=True)
             with self.precision.no_autocast():
                 (loss.total * factor).backward(retain_graph=self.precision.scales)
-            named = [(name, p.grad) for name, p in self.model.named_parameters() if p.requires_grad]
-            gradient: Gradient = {name: None if g is None else _on_host(g, factor) for name, g in named}
-            if factor * items <= 1 or not self.precision.scales or _is_finite(gradient):
+            named = self.model.named_parameters()
+            gradient = {name: _on_host(p.grad, factor) for name, p in named if p.grad is not None}
+            if factor * items <= 1 or not self.precision.scales or all(g.isfinite().all() for g in gradient.values()):
                 break
             factor /= 2
         self.model.zero_grad(set_to_none=True)
@@ -154,16 +156,18 @@ class Reference:
 
     def in_batches(self, batches: Sequence[Sequence[Any]]) -> ReferenceWindow:
         """Return the gradient of the mean over given batches: their sums added up, divided by all their items."""
-        total, items, sums = 0.0, 0.0, dict[str, Tensor | None]()
+        total, items, sums = 0.0, 0.0, Gradient()
         for batch in batches:
             self.restore()
-            batch_total, batch_items, gradient = self.backward(batch)
+            batch_total, batch_items, gradient = self._backward(batch)
             total, items = total + batch_total, items + batch_items
             for name, part in gradient.items():
-                before = sums.get(name)
-                sums[name] = part if before is None else before if part is None else before.add_(part)
-        mean = {name: None if part is None else part.div_(items or 1.0) for name, part in sums.items()}
-        return ReferenceWindow(mean, total / (items or 1.0), items, len(batches))
+                sums[name] = sums[name].add_(part) if name in sums else part
+        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        divisor = items or 1.0
+        mean = {name: sums[name].div_(divisor) if name in sums else torch.zeros(p.shape) for name, p in trained.items()}
+        unused = [name for name in trained if name not in sums]
+        return ReferenceWindow(mean, unused, total / divisor, items, len(batches))
 
     def _estimate(self, samples: Sequence[Any]) -> int:
         """Return how many samples' activations fit into the host's memory.
@@ -185,10 +189,6 @@ def _on_host(gradient: Tensor, factor: float) -> Tensor:
     """Return a copy in fp32 or wider, divided by the loss ``factor``."""
     copy = gradient.detach().to("cpu", torch.promote_types(gradient.dtype, torch.float32), copy=True)
     return copy if factor == 1 else copy.div_(factor)
-
-
-def _is_finite(gradient: Gradient) -> bool:
-    return all(part is None or bool(part.isfinite().all()) for part in gradient.values())
 
 
 @contextmanager

@@ -39,6 +39,7 @@ from launcher.verify.certificate import (
     WindowCheck,
     judge_windows,
     narrow_rule,
+    shortened,
 )
 from launcher.verify.comparison import Gradient, compare_gradients, without_dropout
 from launcher.verify.hazards import probe_data, probe_length, probe_task
@@ -220,7 +221,8 @@ def _compare_as_configured(
         sent = _as_sent(narrow.gradient, _sent_as(plan), plan.batch.world_size)
         comparison = compare_gradients(arithmetic, window.gradient, reference.gradient, sent, rule)
         if not comparison.agrees:
-            moved = _moved(narrow.gradient, reference.gradient, sent)
+            # as far from the reference in this arithmetic as one big batch in it is from the reference in fp32
+            moved = {name: part + sent[name] - reference.gradient[name] for name, part in narrow.gradient.items()}
             other = compare_gradients(arithmetic, window.gradient, narrow.gradient, moved, rule)
             comparison = other if other.agrees else comparison
         yield comparison
@@ -247,18 +249,7 @@ def _as_sent(gradient: Gradient, dtype: torch.dtype | None, ranks: int) -> Gradi
     """
     if dtype is None:
         return gradient
-    return {
-        name: None if part is None else part + (ranks + 1) * (part.to(dtype).to(part.dtype) - part)
-        for name, part in gradient.items()
-    }
-
-
-def _moved(gradient: Gradient, start: Gradient, end: Gradient) -> Gradient:
-    """Return ``gradient`` + ``end`` - ``start``."""
-    return {
-        name: None if part is None or (b := end[name]) is None else part + b - (0 if (a := start[name]) is None else a)
-        for name, part in gradient.items()
-    }
+    return {name: part + (ranks + 1) * (part.to(dtype).to(part.dtype) - part) for name, part in gradient.items()}
 
 
 def _certificate(
@@ -287,15 +278,14 @@ def _window_check(window: EngineWindow, reference: ReferenceWindow, comparisons:
 
 
 def _unused(windows: Sequence[ReferenceWindow]) -> list[Hazard]:
-    names = [name for name in windows[0].gradient if all(window.gradient[name] is None for window in windows)]
+    names = [name for name in windows[0].unused if all(name in window.unused for window in windows)]
     if not names:
         return []
     return [
         Hazard(
             name="unused parameters",
             effect=Effect.noted,
-            seen=f"The loss does not depend on {', '.join(names[:4])}{' and so on' if len(names) > 4 else ''}, in any "
-            "of these windows.",
+            seen=f"The loss does not depend on {shortened(names)}, in any of these windows.",
             matters="Ranks wait for each other's gradients, so training refuses it, except with strategy=ddp, "
             "find_unused_parameters and sync=every.",
             remedy="Freeze them (requires_grad_(False)), or use them in the loss.",
