@@ -30,11 +30,15 @@ class Backend(Protocol):
 
     Attributes:
         kinds: interruptions that the backend can make.
+        resumed_by_hand: those after which the run must be resumed by `launch resume`.
         least_remaining_s: seconds of training that must remain after an interruption, so that it is not too late.
+        queues: a run may wait in a queue, so there is no limit on the time until its next step.
     """
 
     kinds: tuple[Interruption, ...]
+    resumed_by_hand: tuple[Interruption, ...]
     least_remaining_s: float
+    queues: bool
 
     def start(self, plan: RunPlan, yaml: str) -> None:
         """Make the run's directory and start the run. ``yaml``: text of its config.yaml."""
@@ -44,19 +48,11 @@ class Backend(Protocol):
         """Interrupt the run. Return a description of what was done; empty if no process was left."""
         ...
 
-    def needs_resume(self, kind: Interruption) -> bool:
-        """Return True if the run must be resumed by `launch resume` after this interruption."""
-        ...
-
     def resume(self) -> None: ...
     def ended(self) -> bool: ...
 
     def problem(self, kind: Interruption | None) -> str:
         """Return what is wrong with the end of a run that ``kind``, or None, interrupted; empty if nothing is."""
-        ...
-
-    def recovery_limit_s(self, cold_start_s: float) -> float | None:
-        """Return the longest time in seconds from an interruption to the next step; None: no limit."""
         ...
 
     def leftovers(self) -> list[str]:
@@ -83,7 +79,9 @@ class LocalBackend:
     """Backend for this machine: each start is a `launch resume` process, as a user would type it."""
 
     kinds: tuple[Interruption, ...] = (Interruption.preempt, Interruption.worker, Interruption.tree)
+    resumed_by_hand = (Interruption.preempt, Interruption.tree)
     least_remaining_s = 0.5
+    queues = False
 
     def start(self, plan: RunPlan, yaml: str) -> None:
         local.create(plan, yaml)
@@ -115,9 +113,6 @@ class LocalBackend:
         survivors = f"; {describe_survivors(left)}" if left else ""
         return f"SIGKILL to launch, agent and workers ({killed} processes{survivors})" if killed else ""
 
-    def needs_resume(self, kind: Interruption) -> bool:
-        return kind is not Interruption.worker
-
     def ended(self) -> bool:
         return self._launch.poll() is not None
 
@@ -130,9 +125,6 @@ class LocalBackend:
             return ""
         error = _failure(self.plan.paths, " ".join(last_lines(self.plan.paths.launch_log, 3)))
         return f"`launch` left with status {status} instead of {expected}: {error}"
-
-    def recovery_limit_s(self, cold_start_s: float) -> float | None:
-        return 120 + 10 * cold_start_s
 
     def leftovers(self) -> list[str]:
         wait_until(lambda: not processes_of(self.plan.run.id), _LEAVES_WITHIN_S + self.plan.cluster.grace_s)
@@ -154,7 +146,9 @@ class SlurmBackend:
     """Backend for Slurm: each run is a job. A run that needs no resume is restarted by Slurm in the same job."""
 
     kinds: tuple[Interruption, ...] = tuple(Interruption)
+    resumed_by_hand = (Interruption.tree,)
     least_remaining_s = 4.0  # srun has to get to the node
+    queues = True
 
     def start(self, plan: RunPlan, yaml: str) -> None:
         self._asked_at, self._ended = 0.0, False
@@ -201,9 +195,6 @@ class SlurmBackend:
             return target == "all"
         return True
 
-    def needs_resume(self, kind: Interruption) -> bool:
-        return kind is Interruption.tree
-
     def ended(self) -> bool:
         if not self._ended and time.monotonic() - self._asked_at >= _ASK_EVERY_S:
             self._asked_at = time.monotonic()
@@ -217,9 +208,6 @@ class SlurmBackend:
         if run.state is RunState.done:
             return ""
         return f"job {self._job} is {run.state.value}: {_failure(self._plan.paths, run.detail)}"
-
-    def recovery_limit_s(self, cold_start_s: float) -> float | None:  # noqa: ARG002
-        return None
 
     def leftovers(self) -> list[str]:
         """Wait until Slurm reports that the processes of the job are gone; return the job if it does not."""

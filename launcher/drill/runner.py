@@ -11,7 +11,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 from launcher.drill.backends import Backend
@@ -89,11 +90,7 @@ def job_lines(plan: RunPlan) -> dict[str, str]:
     """Return the description of the drilled job, by subject."""
     cluster, schedule = plan.cluster, plan.schedule
     steps = "" if schedule.steps is None else f" over {schedule.steps} steps"
-    return {
-        "task": plan.task.target,
-        "batch": plan.batch.text,
-        "strategy": f"{plan.strategy.kind.value}, sync {plan.strategy.sync.value}",
-        "precision": plan.precision.kind.value,
+    return plan.job_lines() | {
         "cluster": f"{cluster.kind.value}, {cluster.nodes} × {cluster.workers_per_node}, {cluster.device.value}",
         "schedule": f"{'that of the whole job: ' if steps else ''}{schedule.kind.value}{steps}",
     }
@@ -159,10 +156,16 @@ class Drill:
             f"The job ends before it can be interrupted, even with {_MOST_WINDOWS} steps: it is too fast to drill."
         )
 
-    def _start(self, name: str, length: Length) -> RunPaths:
+    @contextmanager
+    def _started(self, name: str, length: Length) -> Generator[RunPaths]:
+        """Start a run; end it if an exception leaves the context."""
         plan = of_length(self.plan, self._paths(name, length), length)
         self._backend.start(plan, self._yaml)
-        return plan.paths
+        try:
+            yield plan.paths
+        except BaseException:
+            self._backend.abandon()
+            raise
 
     def _paths(self, name: str, length: Length) -> RunPaths:
         return RunPaths(Path(self.plan.run.dir) / f"{name.replace(' ', '_')}-{length.windows}")
@@ -180,18 +183,14 @@ class Drill:
         """
         self._say(f"{name}: {count(length.windows, 'window')} ...")
         started = time.monotonic()
-        paths = self._start(name, length)
         recorded_at: dict[int, float] = {}  # by step
         ended = False
-        try:
+        with self._started(name, length) as paths:
             while not ended:
                 ended = self._backend.ended()  # asked first, so that the last reading of the record is complete
-                step = RecordLines.of(paths.metrics).step
-                recorded_at |= {known: time.monotonic() for known in range(len(recorded_at) + 1, step + 1)}
+                last = RecordLines.of(paths.metrics).step
+                recorded_at |= {step: time.monotonic() for step in range(len(recorded_at) + 1, last + 1)}
                 time.sleep(POLL_S)
-        except BaseException:
-            self._backend.abandon()
-            raise
         if problem := self._backend.problem(None) or wrong_steps(RecordLines.of(paths.metrics), length.windows):
             raise RunError(f"The reference run failed, although it was not interrupted.\n  {problem}")
         remaining_s = recorded_at[length.windows] - recorded_at[length.until]
@@ -200,12 +199,8 @@ class Drill:
     def _disturbed(self, kind: Interruption, length: Length, cold_start_s: float) -> InterruptedRun:
         """Run the job with an interruption, and compare it with the undisturbed run."""
         self._say(f"{kind.value} ...")
-        paths = self._start(kind.value, length)
-        try:
+        with self._started(kind.value, length) as paths:
             result = self._interrupt(kind, paths, length, cold_start_s)
-        except BaseException:
-            self._backend.abandon()
-            raise
         if result.problem:
             self._backend.abandon()
             return result
@@ -218,7 +213,8 @@ class Drill:
 
     def _interrupt(self, kind: Interruption, paths: RunPaths, length: Length, cold_start_s: float) -> InterruptedRun:
         """Interrupt a run that has just started, resume it if necessary, and follow it to its end."""
-        backend, limit_s = self._backend, self._backend.recovery_limit_s(cold_start_s)
+        backend = self._backend
+        limit_s = None if backend.queues else 120 + 10 * cold_start_s
         wait_until(lambda: backend.ended() or RecordLines.of(paths.metrics).step >= length.until, every_s=POLL_S)
         record = RecordLines.of(paths.metrics)
         if record.step < length.until:
@@ -229,7 +225,7 @@ class Drill:
         result = InterruptedRun(kind=kind, what=backend.interrupt(kind))
         if not result.what:
             raise TooLate
-        if backend.needs_resume(kind):
+        if kind in backend.resumed_by_hand:
             wait_until(backend.ended, every_s=POLL_S)
             if kind is Interruption.preempt:
                 result.saving_s, died = time.monotonic() - died, time.monotonic()

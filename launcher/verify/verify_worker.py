@@ -257,8 +257,8 @@ def _certificate(
 ) -> Certificate:
     outcome, reason = judge_windows(windows, hazards, refused)
     return Certificate(
-        job=_job(plan), windows=tuple(windows), hazards=tuple(hazards), notes=tuple(notes), refused=refused,
-        outcome=outcome, reason=reason,
+        job=plan.job_lines() | {"device": plan.cluster.device.value}, windows=tuple(windows), hazards=tuple(hazards),
+        notes=tuple(notes), refused=refused, outcome=outcome, reason=reason,
     )  # fmt: skip
 
 
@@ -334,18 +334,6 @@ def _formats(measured: Measured) -> str:
     replaced += ["train.compile=true"] if own.train.compile else []
     then = "" if measured.own is None else f", then as configured ({arithmetic_of(own, measured.own)})"
     return f"fp32 in place of {', '.join(replaced)}{then}"
-
-
-def _job(plan: RunPlan) -> dict[str, str]:
-    strategy = plan.strategy
-    compress = "" if strategy.compress is Compress.none else f", gradients sent as {strategy.compress.value}"
-    return {
-        "task": plan.task.target,
-        "batch": plan.batch.text,
-        "strategy": f"{strategy.kind.value}, sync {strategy.sync.value}{compress}",
-        "precision": plan.precision.kind.value,
-        "device": plan.cluster.device.value,
-    }
 
 
 if __name__ == "__main__":
