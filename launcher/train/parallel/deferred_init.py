@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import random
-import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._pytree import tree_map
 
+from launcher.train.data.randomness import random_state, restore_random_state
 from launcher.train.parallel.init_recorder import (
     NotDeferrable,
     OperatorCall,
@@ -29,8 +29,6 @@ from launcher.train.parallel.init_recorder import (
     StorageView,
     tensors_of,
 )
-
-__all__ = ["NotDeferrable", "Recipe", "build_deferred", "fill"]
 
 
 def build_deferred(make: Callable[[], nn.Module]) -> tuple[nn.Module, Recipe]:
@@ -44,9 +42,8 @@ def build_deferred(make: Callable[[], nn.Module]) -> tuple[nn.Module, Recipe]:
         NotDeferrable: with the reason. The state of all generators is restored, so that the caller can run ``make()``
             itself. Any exception of ``make`` is converted to this one: an error of its own recurs in an ordinary build.
     """
-    python, numpy = random.getstate(), sys.modules.get("numpy")
-    numpys = numpy.random.get_state() if numpy else None
-    recorder = Recorder()
+    cpu = torch.device("cpu")
+    before, recorder = random_state(cpu), Recorder()
     try:
         original = nn.init._no_grad_trunc_normal_
         with patch.object(nn.init, original.__name__, recorder.trunc_normal(original)), PretendCpu(recorder), recorder:
@@ -54,9 +51,7 @@ def build_deferred(make: Callable[[], nn.Module]) -> tuple[nn.Module, Recipe]:
         recorder.check()
         return model, _recipe(model, recorder)
     except Exception as error:
-        random.setstate(python)
-        if numpy:
-            numpy.random.set_state(numpys)
+        restore_random_state(before, cpu)
         if isinstance(error, NotDeferrable):
             raise
         raise NotDeferrable(f"its construction needs values: {type(error).__name__}: {error}") from error
@@ -91,18 +86,18 @@ class Recipe:
         return hashlib.blake2b(repr((made, self.ties, real)).encode(), digest_size=16).hexdigest()
 
     @torch.no_grad()
-    def replay(self, place: Callable[[tuple[str, ...], Tensor], None]) -> None:
-        """Compute the values, and pass each to ``place`` once it is final: all its names, and the whole tensor on the
-        CPU.
+    def replay(self, receive: Callable[[tuple[str, ...], Tensor], None]) -> None:
+        """Compute the values, and pass each to ``receive`` once it is final: all its names, and the whole tensor on
+        the CPU.
 
-        Draws from torch's generators as the construction would have: nothing may draw between ``build`` and this. Can
-        be called once. A tensor's memory is freed when ``place`` returns, unless ``place`` keeps a reference.
+        Draws from torch's generators as the construction would have: nothing may draw between ``build_deferred`` and
+        this. Can be called once. A tensor's memory is freed when ``receive`` returns, unless that keeps a reference.
         """
         real: dict[int, torch.UntypedStorage] = {}
         kept: defaultdict[int, list[tuple[tuple[str, ...], StorageView]]] = defaultdict(list)
         for names, value in self._values:
             if isinstance(value, Tensor):
-                place(names, value)
+                receive(names, value)
             else:
                 kept[value.storage].append((names, value))
 
@@ -120,7 +115,7 @@ class Recipe:
                 self._run(call, real if live else {})
             for storage in done[i]:
                 for names, value in kept[storage]:
-                    place(names, self._view(real, value))
+                    receive(names, self._view(real, value))
                 real.pop(storage, None)
 
     def _run(self, call: OperatorCall, real: dict[int, torch.UntypedStorage]) -> None:
@@ -133,20 +128,20 @@ class Recipe:
             results = tensors_of(call.run(*tree_map(value, call.args), **tree_map(value, call.kwargs)))
         finally:
             torch.set_default_dtype(before)
-        for position, place in call.fresh.items():
+        for position, view in call.fresh.items():
             result = results[position]
             storage = result.untyped_storage()
-            found = (result.dtype, result.stride(), result.storage_offset(), storage.nbytes())
-            if found == (place.dtype, place.stride, place.offset, self._sizes[place.storage]):
-                real[place.storage] = storage
+            layout = (result.dtype, result.stride(), result.storage_offset(), storage.nbytes())
+            if layout == (view.dtype, view.stride, view.offset, self._sizes[view.storage]):
+                real[view.storage] = storage
             else:  # an operator's result may have other strides on the meta device
-                self._view(real, place).copy_(result)
+                self._view(real, view).copy_(result)
 
-    def _view(self, real: dict[int, torch.UntypedStorage], place: StorageView) -> Tensor:
-        if place.storage not in real:
-            real[place.storage] = torch.UntypedStorage(self._sizes[place.storage], device="cpu")
-        empty = torch.empty(0, dtype=place.dtype, device="cpu")
-        return empty.set_(real[place.storage], place.offset, place.size, place.stride)
+    def _view(self, real: dict[int, torch.UntypedStorage], view: StorageView) -> Tensor:
+        if view.storage not in real:
+            real[view.storage] = torch.UntypedStorage(self._sizes[view.storage], device="cpu")
+        empty = torch.empty(0, dtype=view.dtype, device="cpu")
+        return empty.set_(real[view.storage], view.offset, view.size, view.stride)
 
 
 def _order(calls: list[OperatorCall], wanted: set[int]) -> list[tuple[OperatorCall, bool]]:
@@ -205,24 +200,23 @@ def _recipe(model: nn.Module, recorder: Recorder) -> Recipe:
     """
     named = _named(model)
     # autograd keeps the base of a buffer that is a view
-    known = {id(tensor) for _, buffer in named for tensor in (buffer, buffer._base)}
-    if _strays(recorder, known):
+    registered = {id(tensor) for _, buffer in named for tensor in (buffer, buffer._base)}
+    if _strays(recorder, registered):
         gc.collect()  # a cycle may have held them
-    strays = _strays(recorder, known)
-    if strays:
+    if strays := _strays(recorder, registered):
         owned = {
             id(value): f"{name}.{key}" for name, part in model.named_modules() for key, value in vars(part).items()
         }
-        places = ", ".join(owned.get(id(stray), f"one of shape {tuple(stray.shape)}") for stray in strays[:8])
-        raise NotDeferrable(f"it keeps tensors that are neither parameters nor buffers ({places}): register them")
-    values = [(names, recorder.place(t) if t.is_meta else t.detach()) for names, t in named]
+        tensors = ", ".join(owned.get(id(stray), f"one of shape {tuple(stray.shape)}") for stray in strays[:8])
+        raise NotDeferrable(f"it keeps tensors that are neither parameters nor buffers ({tensors}): register them")
+    values = [(names, recorder.view_of(t) if t.is_meta else t.detach()) for names, t in named]
     sizes = {key: storage.nbytes() for key, storage in recorder.storages.items()}
     return Recipe(recorder.calls, sizes, values)
 
 
-def _strays(recorder: Recorder, known: set[int]) -> list[Tensor]:
+def _strays(recorder: Recorder, registered: set[int]) -> list[Tensor]:
     alive = [value for value in gc.get_objects() if issubclass(type(value), Tensor)]
-    return [t for t in alive if t.is_meta and id(t) not in known and recorder.made(t)]
+    return [t for t in alive if t.is_meta and id(t) not in registered and recorder.made(t)]
 
 
 @torch.no_grad()
@@ -244,29 +238,14 @@ def fill(model: nn.Module, recipe: Recipe) -> None:
             module, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(module), attribute, named[first])
 
-    def place(names: tuple[str, ...], value: Tensor) -> None:
+    def copy(names: tuple[str, ...], value: Tensor) -> None:
         recipe.agree(value)
-        _copy(named, names, value)
-
-    recipe.replay(place)
-
-
-def _copy(named: dict[str, Tensor], names: Iterable[str], value: Tensor) -> None:
-    target = named[next(iter(names))]
-    if isinstance(target, DTensor):
-        target.to_local().copy_(_part(value, target))
-    else:
+        target = named[names[0]]
+        if isinstance(target, DTensor):
+            sizes, starts = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
+            for dim, (size, start) in enumerate(zip(sizes, starts, strict=True)):
+                value = value.narrow(dim, start, size)
+            target = target.to_local()
         target.copy_(value)
 
-
-def _part(value: Tensor, like: DTensor) -> Tensor:
-    """Return this rank's part of ``value``: a view, which is empty on the last ranks if there are fewer rows than
-    ranks."""
-    for dim, placement in enumerate(like.placements):
-        if type(placement) is Shard:
-            pieces = value.chunk(like.device_mesh.size(dim), placement.dim)
-            rank = like.device_mesh.get_local_rank(dim)
-            value = pieces[rank] if rank < len(pieces) else value.narrow(placement.dim, 0, 0)
-        elif not isinstance(placement, Replicate):
-            raise ValueError(f"cannot fill a parameter placed as {placement}")
-    return value
+    recipe.replay(copy)

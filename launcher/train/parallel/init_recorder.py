@@ -42,7 +42,7 @@ class StorageView:
 
 @dataclass(slots=True)
 class OperatorCall:
-    """One operator call. In ``args`` and ``kwargs``, deferred tensors are replaced by places and real ones copied.
+    """One operator call. In ``args`` and ``kwargs``, deferred tensors are replaced by views and real ones copied.
 
     Args:
         needs: storages whose values the call reads.
@@ -98,21 +98,21 @@ class Recorder(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _record(self, func: Any, name: str, args: Any, kwargs: Any, draws: bool) -> Any:
-        if name == "set_":  # the tensor gets another storage; `place` reads the current one at each use
+        if name == "set_":  # the tensor gets another storage; `view_of` reads the current one at each use
             return func(*args, **kwargs)
         if torch.Tag.data_dependent_output in func.tags:
             raise self.refuse("its constructor asks a tensor for its value (.item(), bool(), ...)")
         needs, writes, covers = self._effects(func, name, args, kwargs)
         stored_args, stored_kwargs = tree_map(self._stored, (args, kwargs))
         meta_args, meta_kwargs = tree_map(lambda x: x.to(_META) if isinstance(x, Tensor) else x, (args, kwargs))
-        held = {self.place(tensor).storage for tensor in tensors_of((args, kwargs)) if tensor.is_meta}
+        held = {self.view_of(tensor).storage for tensor in tensors_of((args, kwargs)) if tensor.is_meta}
         result = func(*meta_args, **meta_kwargs)
         outputs = tensors_of(result)
         if not all(output.is_meta for output in outputs):
             raise self.refuse(f"{func} moves a tensor to another device")
-        places = [self.place(output) for output in outputs]
-        fresh = {i: place for i, place in enumerate(places) if place.storage not in held}
-        made = {place.storage for place in fresh.values()}
+        views = [self.view_of(output) for output in outputs]
+        fresh = {i: view for i, view in enumerate(views) if view.storage not in held}
+        made = {view.storage for view in fresh.values()}
         if name not in _EMPTY and (writes or made):  # otherwise nothing to compute: uninitialised, or a view
             if draws:
                 generators = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Generator)]
@@ -134,7 +134,7 @@ class Recorder(TorchDispatchMode):
                     if written:
                         raise self.refuse(f"{func} writes deferred values into a tensor that has its memory already")
                     continue
-                storage = self.place(tensor).storage
+                storage = self.view_of(tensor).storage
                 if not blind:
                     needs.add(storage)
                 if written:
@@ -148,8 +148,8 @@ class Recorder(TorchDispatchMode):
         """Return whether ``tensor``, on the meta device, is one of the deferred ones."""
         return tensor.layout == torch.strided and tensor.untyped_storage()._cdata in self.storages
 
-    def place(self, tensor: Tensor) -> StorageView:
-        """Return the place of ``tensor``.
+    def view_of(self, tensor: Tensor) -> StorageView:
+        """Return the storage and layout of ``tensor``.
 
         Raises:
             NotDeferrable: the tensor is not a plain strided view of a storage.
@@ -165,7 +165,7 @@ class Recorder(TorchDispatchMode):
 
     def _stored(self, leaf: Any) -> Any:
         if isinstance(leaf, Tensor):  # a real one is copied, since it may change before the replay
-            return self.place(leaf) if leaf.is_meta else leaf.clone()
+            return self.view_of(leaf) if leaf.is_meta else leaf.clone()
         return _CPU if leaf == _META else leaf
 
     def _drawn_from(self, generator: torch.Generator) -> None:

@@ -147,7 +147,7 @@ def test_memory_is_that_of_the_largest_parameters(make: Make) -> None:
 def test_recording_takes_no_memory() -> None:
     with Live() as live:
         build_deferred(lambda: GPT(256, 64, 8, 4, 32, 0.0))
-    assert live.peak < 64 * 64 * 4
+    assert live.peak < 256 * 64 * 4, "that of the generators' state, and not even the largest parameter"
 
 
 def asks(what: Callable[[Tensor], Any]) -> Make:
