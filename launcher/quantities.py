@@ -28,6 +28,11 @@ def count(number: int, noun: str, nouns: str | None = None) -> str:
     return f"{number:,} {noun if number == 1 else nouns or noun + 's'}"
 
 
+def first_names(names: Sequence[str], most: int = 4) -> str:
+    """Return the first ``most`` names, and how many there are besides: a, b, c, d and 3 more."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
 # fewest measurements with which an interval of order statistics reaches 95%
 _SIGN_ROUNDS = 6
 # 97.5% quantile of Student's t distribution by number of values

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from launcher.errors import UserError, did_you_mean
+from launcher.quantities import first_names
 from launcher.report.tables import near
 from launcher.rundir.paths import RunPaths, SweepPaths, find, find_sweeps, is_run, is_sweep
 from launcher.sweeps import manifest
@@ -20,7 +21,6 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{self.prog}: {message}.\n  {' '.join(self.format_usage().split())}")
 
 
-_SHOWN = 8
 Place = TypeVar("Place", RunPaths, SweepPaths, RunPaths | SweepPaths)
 
 
@@ -94,10 +94,7 @@ def _one(word: str, places: Mapping[str, Place], where: Path) -> Place:
         return next(iter(matches.values()))
     names = sorted({paths.root.name for paths in (matches or places).values()})
     if matches:
-        more = f" and {len(matches) - _SHOWN} more" if len(matches) > _SHOWN else ""
-        raise UserError(
-            f"{word}: {len(matches)} runs match: {', '.join(names[:_SHOWN])}{more}.\n  Write more of the name."
-        )
+        raise UserError(f"{word}: {len(matches)} runs match: {first_names(names, 8)}.\n  Write more of the name.")
     verb = "runs" if is_sweep(where) else "runs --dir"
     listing = f"`launch {verb} {near(where.absolute())}` lists them." if places else f"{where} contains no run."
     hint = did_you_mean(word, names) or listing

@@ -17,6 +17,7 @@ from launcher.cli.overrides import require_overrides
 from launcher.errors import EXIT_DONE, UserError
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan
+from launcher.quantities import first_names
 from launcher.report import live, run_list
 from launcher.report.tables import near
 from launcher.rundir import records
@@ -226,8 +227,7 @@ def launch_report(arguments: list[str]) -> int:
         )
     chosen = [paths for word in options.what for paths in _runs_of(word, options.dir)]
     names = [Path(word).name or str(word) for word in options.what]
-    title = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    compared = compare_runs(chosen, title=title, loss=options.loss)
+    compared = compare_runs(chosen, title=first_names(names, 3), loss=options.loss)
     if options.csv or options.json:
         as_text = comparison_tables.as_csv if options.csv else comparison_tables.as_json
         print(as_text(compared), end="" if options.csv else "\n")

@@ -46,7 +46,7 @@ from launcher.plan.sync_policy import SHARDED
 from launcher.plan.validation import check
 from launcher.plan.windows import Windows, count_windows
 from launcher.plan.worlds import node_range
-from launcher.quantities import count
+from launcher.quantities import count, first_names
 
 
 def require_possible(batch: Batch, recompute: Recompute) -> None:
@@ -303,8 +303,7 @@ def _mode_notes(task: TaskPlan) -> list[str]:
         return []
     if names == ("",):
         return ["model() returns a model in eval mode: it is put into training mode, with dropout and BatchNorm on."]
-    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-    return [f"Kept in eval mode, as model() returns them: {', '.join(names[:4])}{more}."]
+    return [f"Kept in eval mode, as model() returns them: {first_names(names)}."]
 
 
 def _parameter_notes(precision: PrecisionPlan, task: TaskPlan) -> list[str]:

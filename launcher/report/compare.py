@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.quantities import NO_INTERVAL, Interval
+from launcher.quantities import NO_INTERVAL, Interval, first_names
 from launcher.report.measurements import SMOOTHED_OVER, RunData
 from launcher.runs.status import RunState
 
@@ -316,7 +316,5 @@ def _notes(rows: Sequence[Row], groups: Sequence[TaskGroup]) -> list[str]:
         ),
     ):
         if concerned:
-            labels = [row.entry.label for row in concerned]
-            more = f" and {len(labels) - 4} more" if len(labels) > 4 else ""
-            notes.append(f"{', '.join(labels[:4])}{more}: {text}.")
+            notes.append(f"{first_names([row.entry.label for row in concerned])}: {text}.")
     return notes

@@ -9,7 +9,7 @@ from datetime import datetime
 from importlib import metadata
 from typing import Any
 
-from launcher.quantities import NO_INTERVAL, count
+from launcher.quantities import NO_INTERVAL, count, first_names
 from launcher.report.compare import Row, RunComparison, TaskGroup, natural
 from launcher.report.comparison_tables import DEFINITIONS, page_headings, page_line
 from launcher.report.plots import Plot, plots
@@ -71,8 +71,7 @@ def _varied(comparison: RunComparison) -> list[tuple[str, str]]:
     varied: list[tuple[str, str]] = []
     for key in comparison.varying:
         values = sorted({each.get(key, "null") for each in settings}, key=natural)
-        more = f" and {len(values) - _VALUES_SHOWN} more" if len(values) > _VALUES_SHOWN else ""
-        varied.append((key, ", ".join(_or_not_set(value) for value in values[:_VALUES_SHOWN]) + more))
+        varied.append((key, first_names([_or_not_set(value) for value in values], _VALUES_SHOWN)))
     return varied
 
 

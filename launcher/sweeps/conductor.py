@@ -15,6 +15,7 @@ from launcher.launch import local
 from launcher.launch.planner import Once, plan_job, task_stem
 from launcher.launch.slurm import client, submit
 from launcher.plan.run_plan import RunPlan
+from launcher.quantities import first_names
 from launcher.rundir import code_snapshot
 from launcher.rundir.files import read_json
 from launcher.rundir.paths import RunPaths, SweepPaths, is_run
@@ -79,7 +80,6 @@ def require_a_possible_one(requested: Sequence[RequestedCell], wrong: Sequence[U
     raise UserError("No cell of this sweep can run.\n  " + "\n  ".join([*lines[:_SHOWN_REFUSALS], *more]))
 
 
-_SHOWN = 4
 # prefixes of arguments that do not identify the sweep
 _OF_THIS_COMMAND = ("sweep.", "hydra", "-", "wandb.", "run.dir=")
 
@@ -243,7 +243,7 @@ class Conductor:
         if active := [replaced[run.dir] for run in old if run.state in ACTIVE]:
             raise UserError(
                 f"sweep.name={paths.root.name}: {len(active)} of these cells are active with other code or another "
-                f"torch: {', '.join(active[:_SHOWN])}{' ...' if len(active) > _SHOWN else ''}.\n"
+                f"torch: {first_names(active)}.\n"
                 "  `launch cancel` ends them; or choose another sweep.name."
             )
         if old:

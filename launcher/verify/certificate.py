@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from launcher.errors import EXIT_DONE, EXIT_FAILED
+from launcher.quantities import first_names
 
 
 @dataclass(frozen=True)
@@ -247,11 +248,6 @@ def comparison_text(comparison: Comparison) -> str:
     return f"in {comparison.arithmetic} {off} (limit {whole.limit:.1e}; one big batch {one})"
 
 
-def shortened(names: Sequence[str]) -> str:
-    """Return the first four names, and how many there are besides."""
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-
-
 def _largest(windows: Sequence[WindowCheck]) -> Iterator[str]:
     """Yield, for each arithmetic, the comparison closest to its limit."""
     for same in zip(*(window.comparisons for window in windows), strict=True):
@@ -275,6 +271,6 @@ def _listed(differing: Sequence[tuple[WindowCheck, Comparison | None]]) -> str:
             parts.append(f"{window.name}, {window.items} items, as one batch {window.reference_items:g}")
             continue
         groups = [group.name for group in comparison.groups if not group.within]
-        inside = f", in {shortened(groups)}" if groups else ""
+        inside = f", in {first_names(groups)}" if groups else ""
         parts.append(f"{window.name}, {comparison_text(comparison)}{inside}")
     return "; ".join(parts)

@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from launcher.config.schema import Norm
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.solve import what_norms_do
+from launcher.quantities import first_names
 from launcher.task import Loss, seed_everything
 from launcher.train.data.fingerprint import outline
 from launcher.train.data.randomness import Permutation
@@ -25,7 +26,7 @@ from launcher.train.data.window_feed import blocks_in_turn
 from launcher.train.parallel.batchnorm import batch_norms
 from launcher.train.world import World
 from launcher.verify.accumulated import read_mapped, read_stream
-from launcher.verify.certificate import FP32, Effect, Hazard, shortened
+from launcher.verify.certificate import FP32, Effect, Hazard
 from launcher.verify.comparison import distance, dropout_modules, without_dropout
 from launcher.verify.reference import Reference, ReferenceWindow
 
@@ -257,7 +258,7 @@ def _buffers(names: list[str], carried: float) -> Hazard:
     return Hazard(
         name="changing buffers",
         effect=Effect.suspect if matters else Effect.noted,
-        seen=f"The forward pass changes the buffers {shortened(names)}.",
+        seen=f"The forward pass changes the buffers {first_names(names)}.",
         matters=f"The gradient depends on them: by {carried:.1e} after one other micro-batch."
         if matters
         else "The gradient does not depend on them. They count micro-batches, not windows, and each window starts with "
@@ -296,7 +297,7 @@ def _randomness(reference: Reference, samples: Sequence[Any]) -> list[Hazard]:
         Hazard(
             name="dropout",
             effect=Effect.noted,
-            seen=f"The model drops activations at random{f' ({shortened(modules)})' if modules else ''}. Dropout was "
+            seen=f"The model drops activations at random{f' ({first_names(modules)})' if modules else ''}. Dropout was "
             "switched off for the comparison.",
             matters="Masks depend on the micro-batches' shape and on the rank, so the loss curve is repeatable only "
             "with the same micro_size, accumulation and world size; its expectation is the same in all of them.",

@@ -21,7 +21,7 @@ from launcher.config.schema import Compress, ShortWindow
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.sync_policy import SHARDED
 from launcher.process import exit_without_teardown, prepare_worker, unblock_stop_signals
-from launcher.quantities import count
+from launcher.quantities import count, first_names
 from launcher.rundir.files import write_json
 from launcher.task import eval_data, first_samples, load_task, train_data
 from launcher.train import precision
@@ -39,7 +39,6 @@ from launcher.verify.certificate import (
     WindowCheck,
     judge_windows,
     narrow_rule,
-    shortened,
 )
 from launcher.verify.comparison import Gradient, compare_gradients, without_dropout
 from launcher.verify.hazards import probe_data, probe_length, probe_task
@@ -285,7 +284,7 @@ def _unused(windows: Sequence[ReferenceWindow]) -> list[Hazard]:
         Hazard(
             name="unused parameters",
             effect=Effect.noted,
-            seen=f"The loss does not depend on {shortened(names)}, in any of these windows.",
+            seen=f"The loss does not depend on {first_names(names)}, in any of these windows.",
             matters="Ranks wait for each other's gradients, so training refuses it, except with strategy=ddp, "
             "find_unused_parameters and sync=every.",
             remedy="Freeze them (requires_grad_(False)), or use them in the loss.",

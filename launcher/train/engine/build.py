@@ -14,6 +14,7 @@ from launcher.config.schema import Parameters, PrecisionKind, Recompute, Strateg
 from launcher.errors import EngineMisuse, TaskError
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.sync_policy import SHARDED
+from launcher.quantities import first_names
 from launcher.train.data.randomness import random_state, restore_random_state
 from launcher.train.parallel.base import Parallel, ShardUnits
 from launcher.train.parallel.deferred_init import Recipe, build_deferred
@@ -130,11 +131,7 @@ class TrainedParameters:
         if names == self._names:
             return
         changes = {"unfrozen": sorted(names - self._names), "frozen": sorted(self._names - names)}
-        shown = "; ".join(
-            f"{change}: {', '.join(names[:8])}{f' and {len(names) - 8} more' if len(names) > 8 else ''}"
-            for change, names in changes.items()
-            if names
-        )
+        shown = "; ".join(f"{change}: {first_names(names, 8)}" for change, names in changes.items() if names)
         raise EngineMisuse(
             f"The set of trained parameters has changed since the engine was made ({shown}).\n"
             "  The engine synchronises, shards and updates only the parameters that were trained at that time. Let "

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from launcher.config.schema import Compress
 from launcher.errors import DataError, NotFinite
 from launcher.plan.run_plan import RunPlan
+from launcher.quantities import first_names
 from launcher.train.engine.window_totals import ReducedTotals
 from launcher.train.parallel.base import Parallel, local
 from launcher.train.parallel.batchnorm import Norms
@@ -185,10 +186,9 @@ class Update:
         """Return the error for a gradient that is not finite, although the loss is."""
         gradients = {name: p.grad for name, p in self._parallel.module.named_parameters() if p.grad is not None}
         bad = [name for name, gradient in gradients.items() if not torch.isfinite(local(gradient)).all().item()]
-        shown = ", ".join(bad[:4]) + (f" and {len(bad) - 4} more" if len(bad) > 4 else "")
         return NotFinite(
             f"The gradient of step {self.steps + 1} has norm {norm}, though its loss is finite: "
-            f"{shown or 'the norm alone'}.\n"
+            f"{first_names(bad) or 'the norm alone'}.\n"
             "  Nothing was applied. Check for a square root or a logarithm at 0, or try precision=fp32."
         )
 

@@ -15,6 +15,7 @@ from launcher.config.schema import Sync
 from launcher.errors import UnusedParameters
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.sync_policy import Layout
+from launcher.quantities import first_names
 from launcher.train.measure.comm_meter import Meter
 from launcher.train.measure.noise_scale import LocalGradNorm
 
@@ -95,9 +96,8 @@ class Parallel:
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         if len(gradients) < len(self._parameters) and not self._unused_allowed:
             names = [name for name, p in self.module.named_parameters() if p.requires_grad and p.grad is None]
-            shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
             raise UnusedParameters(
-                f"The loss does not depend on {len(names)} of the model's parameters: {shown}.\n"
+                f"The loss does not depend on {len(names)} of the model's parameters: {first_names(names, 8)}.\n"
                 "  Freeze them (requires_grad_(False)), use them in the loss, or set "
                 "strategy=ddp strategy.sync=every strategy.find_unused_parameters=true."
             )
