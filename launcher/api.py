@@ -81,7 +81,7 @@ class Job:
 
     def look(self) -> Run:
         """Return the current state."""
-        return control.one(RunPaths(self.dir))
+        return control.status_of(RunPaths(self.dir))
 
     def wait(self, watch: Callable[[Run], None] = lambda _: None) -> Run:
         """Wait until the run has ended, through every requeue, and return its final state.

@@ -35,11 +35,11 @@ class Phase(IntEnum):
     ending = 7
 
 
-class Role(IntEnum):
-    """Reason why the launcher's own code blocks, if it does, as the worker declares it."""
+class Wait(IntEnum):
+    """Target of a wait: what the main thread waits for if it blocks in the launcher's own code."""
 
-    io = 0  # reads or writes files
-    collective = 1  # waits for other ranks, or for a GPU whose kernels wait for them
+    io = 0  # files
+    collective = 1  # other ranks, or a GPU whose kernels wait for them
 
 
 # parts of a start, by `Progress.number` in Phase.starting
@@ -65,7 +65,7 @@ class Progress:
         number: micro-batch, or batch of an evaluation, from 1; in Phase.starting an index of STARTS.
         window: windows started by the run, this one included; 0 before the first.
         step: optimizer step of the window, from 1; 0 before the first.
-        role: what the main thread does.
+        wait: what the main thread waits for if it blocks.
         thread: identifier of the thread for which the main thread waits (``threading.get_ident``); 0: none.
     """
 
@@ -74,7 +74,7 @@ class Progress:
     number: int
     window: int
     step: int
-    role: Role = Role.io
+    wait: Wait = Wait.io
     thread: int = 0
 
     @property
@@ -118,17 +118,17 @@ def size_of(ranks: int) -> int:
 
 def read_progress(memory: mmap.mmap, local_rank: int) -> Progress:
     """Return the last progress that a worker published."""
-    beats, phase, number, window, step, role, thread = _RECORD.unpack_from(memory, local_rank * _RECORD.size)
-    return Progress(beats, Phase(phase), number, window, step, Role(role), thread)
+    beats, phase, number, window, step, wait, thread = _RECORD.unpack_from(memory, local_rank * _RECORD.size)
+    return Progress(beats, Phase(phase), number, window, step, Wait(wait), thread)
 
 
-class Pulse:
+class Heartbeat:
     """Worker's side of the heartbeat; has no effect until it is opened, or in a process without a watching agent."""
 
     def __init__(self) -> None:
         self._memory: mmap.mmap | bytearray = bytearray(_RECORD.size)
         self._offset = self._beats = self._number = self._window = self._step = 0
-        self._phase, self._role = Phase.starting, Role.io
+        self._phase, self._wait = Phase.starting, Wait.io
 
     def open(self) -> None:
         path, _, local_rank = os.environ.get(PROGRESS, "").rpartition(":")
@@ -142,15 +142,16 @@ class Pulse:
     def beat(self, phase: Phase, number: int = 0) -> None:
         """Publish the progress. ``number``: micro-batch, or whatever else the phase counts.
 
-        The phase implies the role: reading data, saving, and the start except for building the model are I/O.
+        The phase implies what the rank waits for if it blocks: files while it reads data or saves, and during the
+        start except for building the model; otherwise the other ranks.
         """
         self._beats, self._phase, self._number = self._beats + 1, phase, number
         reads = phase in _IO_PHASES or (phase is Phase.starting and number != _BUILDING)
-        self._publish(Role.io if reads else Role.collective)
+        self._publish(Wait.io if reads else Wait.collective)
 
     @contextmanager
-    def doing(self, role: Role, thread: int = 0) -> Generator[None]:
-        """Declare the role of the body, or of the decorated function; has no effect outside the main thread.
+    def waiting_for(self, wait: Wait, thread: int = 0) -> Generator[None]:
+        """Declare what the body, or the decorated function, waits for if it blocks. No effect outside the main thread.
 
         Args:
             thread: identifier of the thread for which the main thread waits; that thread's stack shows what blocks.
@@ -158,18 +159,18 @@ class Pulse:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = self._role
-        self._publish(role, thread)
+        before = self._wait
+        self._publish(wait, thread)
         try:
             yield
         finally:
             self._publish(before)
 
-    def _publish(self, role: Role, thread: int = 0) -> None:
-        self._role = role
+    def _publish(self, wait: Wait, thread: int = 0) -> None:
+        self._wait = wait
         _RECORD.pack_into(
-            self._memory, self._offset, self._beats, self._phase, self._number, self._window, self._step, role, thread
+            self._memory, self._offset, self._beats, self._phase, self._number, self._window, self._step, wait, thread
         )
 
 
-PULSE = Pulse()
+HEARTBEAT = Heartbeat()

@@ -20,7 +20,7 @@ from launcher.plan.run_plan import RunPlan
 from launcher.quantities import first_names
 from launcher.report import live, run_list
 from launcher.report.tables import near
-from launcher.rundir import records
+from launcher.rundir import history
 from launcher.rundir.paths import RunPaths, SweepPaths, find, find_sweeps, is_run, is_sweep
 from launcher.runs import control
 from launcher.runs.status import ACTIVE, Run, RunState, statuses_of
@@ -79,7 +79,7 @@ def launch_status(arguments: list[str]) -> int:
     paths = resolve_any(options.run, options.dir)
     if isinstance(paths, SweepPaths):
         return _show_cells(paths, as_json=options.json)
-    run, events = control.one(paths), records.read_events(paths)
+    run, events = control.status_of(paths), history.read_events(paths)
     if options.json:
         print(json.dumps(run.to_json() | {"events": events}, indent=2))
         return EXIT_DONE
@@ -130,7 +130,7 @@ def _chosen(paths: RunPaths | SweepPaths, states: Container[RunState], otherwise
         UserError: no cell of the sweep is in one of them.
     """
     if not isinstance(paths, SweepPaths):
-        return [control.one(paths)]
+        return [control.status_of(paths)]
     cells = look_at_sweeps([paths])[str(paths.root)]
     # cells with the same content share one run
     chosen = list({cell.dir: cell for cell in cells if cell.dir and cell.state in states}.values())
@@ -195,7 +195,7 @@ def _resume_changed(paths: RunPaths, overrides: list[str], console: Console, for
     require_overrides(overrides)
     if odd := [word for word in overrides if word[0] in "+~"]:
         raise UserError(f"{odd[0]}: launch resume only changes existing keys: key=value.\n  Leave the {odd[0][0]} out.")
-    run = control.one(paths)
+    run = control.status_of(paths)
     old = control.to_change(run)
     if not isinstance(old, RunPlan):
         raise UserError(f"{run.name}: is a script of `launch run`, which takes no overrides.\n  Resume it without.")
@@ -203,7 +203,7 @@ def _resume_changed(paths: RunPaths, overrides: list[str], console: Console, for
     with changed(new.plan, new.yaml):
         if new.changed:
             console.print(f"{run.name} continues with {new.text}.", markup=False, highlight=False)
-            records.note_event(paths, "changed", **{each.key: each.text for each in new.changed})
+            history.note_event(paths, "changed", **{each.key: each.text for each in new.changed})
         return restart(new.plan, console, wait=wait)
 
 

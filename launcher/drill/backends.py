@@ -18,7 +18,7 @@ from launcher.launch import local
 from launcher.launch.slurm import client, submit
 from launcher.plan.run_plan import RunPlan
 from launcher.process import RUN_ID, die_with_parent, wait_until
-from launcher.rundir.fencing import Fence, Incarnation
+from launcher.rundir.fencing import Attempt, Fence
 from launcher.rundir.files import last_lines, read_json
 from launcher.rundir.paths import RunPaths
 from launcher.runs import control
@@ -156,7 +156,7 @@ class SlurmBackend:
 
     def resume(self) -> None:
         self._asked_at, self._ended = 0.0, False
-        self._job = control.resubmit(control.to_resume(control.one(self._plan.paths)))
+        self._job = control.resubmit(control.to_resume(control.status_of(self._plan.paths)))
 
     def interrupt(self, kind: Interruption) -> str:
         match kind:
@@ -175,7 +175,7 @@ class SlurmBackend:
                 return "scontrol requeue"
 
     def _nodes(self) -> list[str]:
-        return Fence(self._plan.paths, Incarnation()).newest().get("nodes", [])
+        return Fence(self._plan.paths, Attempt()).newest().get("nodes", [])
 
     def _kill(self, target: str, nodes: list[str]) -> bool:
         """Kill processes from a second job step. Return True if there were any. ``target``: a rank, or "all".
@@ -198,11 +198,11 @@ class SlurmBackend:
     def ended(self) -> bool:
         if not self._ended and time.monotonic() - self._asked_at >= _ASK_EVERY_S:
             self._asked_at = time.monotonic()
-            self._ended = control.one(self._plan.paths).state not in ACTIVE | {RunState.unknown}
+            self._ended = control.status_of(self._plan.paths).state not in ACTIVE | {RunState.unknown}
         return self._ended
 
     def problem(self, kind: Interruption | None) -> str:
-        run = control.one(self._plan.paths)
+        run = control.status_of(self._plan.paths)
         if kind is Interruption.tree:  # the kill was intended
             return "" if run.state is not RunState.done else "it was done before"
         if run.state is RunState.done:
@@ -221,7 +221,7 @@ class SlurmBackend:
         return [f"Slurm still lists job {self._job} {_LEAVES_QUEUE_WITHIN_S} s after its end"]
 
     def abandon(self) -> None:
-        run = control.one(self._plan.paths)
+        run = control.status_of(self._plan.paths)
         if run.state in ACTIVE:
             try:
                 control.cancel_runs([run], lambda _: None)

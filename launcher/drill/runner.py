@@ -142,15 +142,15 @@ class Drill:
                 self._remove(length)
                 length = Length(length.windows * min(64, math.ceil(longer)))
                 continue
-            by_itself = None
+            rerun_difference = None
             if any(result.difference is not None and not result.difference.identical for result in results):
                 self._undisturbed("undisturbed again", length)
-                by_itself = self._difference("undisturbed again", length)
-            outcome, reason = judge_drill(results, by_itself)
+                rerun_difference = self._difference("undisturbed again", length)
+            outcome, reason = judge_drill(results, rerun_difference)
             return DrillResult(
                 job=job_lines(self.plan), changed=self._changed, windows=length.windows, every=length.every,
-                cold_start_s=cold_start_s, run_s=run_s, interrupted=results, by_itself=by_itself, outcome=outcome,
-                reason=reason,
+                cold_start_s=cold_start_s, run_s=run_s, interrupted=results, rerun_difference=rerun_difference,
+                outcome=outcome, reason=reason,
             )  # fmt: skip
         raise RunError(
             f"The job ends before it can be interrupted, even with {_MOST_WINDOWS} steps: it is too fast to drill."

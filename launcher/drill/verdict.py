@@ -106,13 +106,13 @@ class InterruptedRun:
             return None
         return max(0, self.at_step - self.from_step)
 
-    def fault(self, by_itself: Difference | None) -> str:
-        """Return a description of the damage; empty if there is none. ``by_itself``: see ``DrillResult``."""
+    def fault(self, rerun_difference: Difference | None) -> str:
+        """Return a description of the damage; empty if there is none. ``rerun_difference``: see ``DrillResult``."""
         if self.problem or self.difference is None:
             return self.problem or "it did not reach the end"
         if self.left:
             return f"left behind: {', '.join(self.left)}"
-        if self.difference.identical or (by_itself is not None and self.difference.within(by_itself)):
+        if self.difference.identical or (rerun_difference is not None and self.difference.within(rerun_difference)):
             return ""
         return self.difference.steps or "it differs from the undisturbed run"
 
@@ -127,7 +127,7 @@ class DrillResult:
         windows, every: optimizer steps of each run, and between checkpoints.
         cold_start_s, run_s: seconds from the start of the undisturbed run to its first step in the record, and to its
             end.
-        by_itself: difference of a second undisturbed run from the first; None if it was not needed.
+        rerun_difference: difference of a second undisturbed run from the first; None if it was not needed.
     """
 
     job: dict[str, str]
@@ -137,7 +137,7 @@ class DrillResult:
     cold_start_s: float
     run_s: float
     interrupted: tuple[InterruptedRun, ...]
-    by_itself: Difference | None
+    rerun_difference: Difference | None
     outcome: DrillOutcome
     reason: str
 
@@ -146,13 +146,13 @@ class DrillResult:
         return EXIT_FAILED if self.outcome is DrillOutcome.damaged else EXIT_DONE
 
 
-def judge_drill(interrupted: Sequence[InterruptedRun], by_itself: Difference | None) -> tuple[DrillOutcome, str]:
-    """Return the verdict and a sentence with its reason. ``by_itself``: see ``DrillResult``."""
-    faults = [f"{one.kind.value}: {fault}" for one in interrupted if (fault := one.fault(by_itself))]
+def judge_drill(interrupted: Sequence[InterruptedRun], rerun_difference: Difference | None) -> tuple[DrillOutcome, str]:
+    """Return the verdict and a sentence with its reason. ``rerun_difference``: see ``DrillResult``."""
+    faults = [f"{run.kind.value}: {fault}" for run in interrupted if (fault := run.fault(rerun_difference))]
     if faults:
         return DrillOutcome.damaged, f"{'; '.join(faults)}."
-    kinds = ", ".join(one.kind.value for one in interrupted)
-    if all(one.difference is not None and one.difference.identical for one in interrupted):
+    kinds = ", ".join(run.kind.value for run in interrupted)
+    if all(run.difference is not None and run.difference.identical for run in interrupted):
         return DrillOutcome.survives, f"{kinds}: each run ended like the undisturbed one, bit by bit."
     return DrillOutcome.varies, (
         f"{kinds}: no step was lost, and no run differs more from the undisturbed one than a repetition of that does. "

@@ -31,11 +31,11 @@ from launcher.plan.host import WANDB_ENV, allowed_env
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan
 from launcher.process import AGENT_PID, RUN_ID, StopShield, die_with_parent, living_children
-from launcher.rundir import records
-from launcher.rundir.fencing import INCARNATION, Fence, Incarnation
+from launcher.rundir import history
+from launcher.rundir.fencing import ATTEMPT, Attempt, Fence
 from launcher.rundir.files import clear_torn, read_json, write_json
+from launcher.rundir.history import HANG, Failure, failure_record
 from launcher.rundir.paths import RunPaths
-from launcher.rundir.records import HANG, Failure, failure_record
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import LogsSpecs
@@ -50,18 +50,18 @@ class NodeOutcome:
     fields: dict[str, Any]
 
 
-def main(run_dir: str, plan_name: str, parent: str, incarnation: str) -> int:
+def main(run_dir: str, plan_name: str, parent: str, attempt: str) -> int:
     """Run one node's workers and return the exit status. ``plan_name``: file name of the plan in ``run_dir``."""
     die_with_parent(int(parent), signal.SIGTERM)
     paths = RunPaths(Path(run_dir))
     plan_file = paths.root / plan_name
-    plan, fence = load_plan(plan_file), Fence(paths, Incarnation.parse(incarnation))
+    plan, fence = load_plan(plan_file), Fence(paths, Attempt.parse(attempt))
     with StopShield() as shield:
         ended = serve(plan, plan_file, fence.own, shield)
     if ended.fields:
         try:
             fence.check()
-        except Superseded as error:  # this host was cut off; the summary now belongs to a newer incarnation
+        except Superseded as error:  # this host was cut off; the summary now belongs to a newer attempt
             print(error, flush=True)
             return EXIT_FAILED
         path = paths.summary_of(plan.node)
@@ -69,16 +69,16 @@ def main(run_dir: str, plan_name: str, parent: str, incarnation: str) -> int:
     return ended.status
 
 
-def open_incarnation(fence: Fence, **fields: Any) -> None:
-    """Open a new incarnation and delete the verdicts of earlier ones. ``fields``: values for the other nodes."""
+def open_attempt(fence: Fence, **fields: Any) -> None:
+    """Open a new attempt and delete the verdicts of earlier ones. ``fields``: values for the other nodes."""
     paths = fence.paths
-    fence.claim(attempt=paths.next_attempt(), **fields)
+    fence.claim(attempt=paths.next_start(), **fields)
     clear_torn(paths.root)
     for file in (paths.summary, *paths.root.glob("summary.node*.json"), *paths.root.glob("failure.node*.json")):
         file.unlink(missing_ok=True)
 
 
-def serve(plan: LaunchPlan, plan_file: Path, own: Incarnation, shield: StopShield) -> NodeOutcome:
+def serve(plan: LaunchPlan, plan_file: Path, own: Attempt, shield: StopShield) -> NodeOutcome:
     """Run this node's workers, and on node 0 the W&B mirror, until they end.
 
     Replaces ``os.environ`` by the workers' environment during the call. Must be called from the main thread, inside
@@ -90,7 +90,7 @@ def serve(plan: LaunchPlan, plan_file: Path, own: Incarnation, shield: StopShiel
         for name in set(os.environ) - set(allowed_env(os.environ, plan.env.allow)):
             del os.environ[name]  # only the mirror may see the W&B key
         os.environ |= {**plan.env.default, **os.environ, **plan.env.set}
-        os.environ |= {AGENT_PID: str(os.getpid()), INCARNATION: str(own), RUN_ID: plan.run.id}
+        os.environ |= {AGENT_PID: str(os.getpid()), ATTEMPT: str(own), RUN_ID: plan.run.id}
         watch = _watch(plan, shield)
         ended = _run_workers(plan, plan_file, Fence(plan.paths, own).newest().get("attempt", 0), shield, watch)
         if watch.last is not None and plan.node == 0:
@@ -118,9 +118,9 @@ def _watch(plan: LaunchPlan, shield: StopShield) -> HangWatch | NoWatch:
 
 
 def _run_workers(
-    plan: LaunchPlan, plan_file: Path, attempt: int, shield: StopShield, watch: HangWatch | NoWatch
+    plan: LaunchPlan, plan_file: Path, first_start: int, shield: StopShield, watch: HangWatch | NoWatch
 ) -> NodeOutcome:
-    """Run torchrun's elastic agent until the workers end. ``attempt``: number of this incarnation's first attempt."""
+    """Run torchrun's elastic agent until the workers end. ``first_start``: number of their first logs."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousClosedError
@@ -140,7 +140,7 @@ def _run_workers(
         max_restarts=plan.cluster.max_restarts,
         signals_to_handle="SIGHUP",  # the shield takes the stop signals; the agent sees them in its monitoring loop
         shutdown_timeout=plan.cluster.grace_s,
-        logs_specs=_logs(plan.paths, attempt, watch),
+        logs_specs=_logs(plan.paths, first_start, watch),
     )
     deaths = DeathWatch()
     try:
@@ -170,26 +170,26 @@ def _outcome_of_stop(plan: LaunchPlan, by: int) -> NodeOutcome:
 
 
 def _logs(paths: RunPaths, first: int, watch: HangWatch | NoWatch) -> LogsSpecs:
-    """Return torch's log specification. ``first``: number of the first attempt; torch counts from 0 per incarnation."""
+    """Return torch's log specification. ``first``: number of the first start; torch counts from 0 in each attempt."""
     from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
     class RankLogs(LogsSpecs):
         """One log file per global rank; the worker redirects its standard error there too."""
 
         def __init__(self) -> None:
-            self._attempt = -1
+            self._start = -1
 
         def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
             logs: dict[int, str] = {}
             errors: dict[int, str] = {}
             # torch's counter only counts failures of this host, not restarts caused by another host
-            self._attempt = attempt = self._attempt + 1
-            if attempt and any(env["RANK"] == "0" for env in envs.values()):
-                records.note_event(paths, "restarted", attempt=first + attempt)
+            self._start = start = self._start + 1
+            if start and any(env["RANK"] == "0" for env in envs.values()):
+                history.note_event(paths, "restarted", attempt=first + start)
             for local_rank, env in envs.items():
-                rank, env["TORCHELASTIC_RESTART_COUNT"] = int(env["RANK"]), str(attempt)
-                logs[local_rank] = str(paths.rank_log(rank, first + attempt))
-                errors[local_rank] = env["TORCHELASTIC_ERROR_FILE"] = str(paths.rank_error(rank, first + attempt))
+                rank, env["TORCHELASTIC_RESTART_COUNT"] = int(env["RANK"]), str(start)
+                logs[local_rank] = str(paths.rank_log(rank, first + start))
+                errors[local_rank] = env["TORCHELASTIC_ERROR_FILE"] = str(paths.rank_error(rank, first + start))
             ranks = {local_rank: (int(env["RANK"]), Path(logs[local_rank])) for local_rank, env in envs.items()}
             for local_rank, address in watch.begin(ranks).items():
                 envs[local_rank][PROGRESS] = address
@@ -303,7 +303,7 @@ class DeathWatch(threading.Thread):
 MIRROR_GRACE_S, MIRROR_HURRIED_S = 60, 5
 
 
-def start_mirror(plan: LaunchPlan, own: Incarnation) -> subprocess.Popen[bytes] | None:
+def start_mirror(plan: LaunchPlan, own: Attempt) -> subprocess.Popen[bytes] | None:
     """Start the W&B mirror, a process that reads the run's record; it can neither slow nor stop the job.
 
     It inherits the agent's blocked stop signals and keeps them blocked: it ends when its standard input closes.

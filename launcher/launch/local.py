@@ -15,17 +15,17 @@ from types import FrameType
 from typing import Any, Protocol, TypeVar
 
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESUMABLE, RecordFailed, SiteError
-from launcher.launch.agent import open_incarnation
+from launcher.launch.agent import open_attempt
 from launcher.launch.peers import Peers, Regrouping
 from launcher.plan.host import WANDB_ENV, allowed_env
 from launcher.plan.launch_plan import LaunchPlan, RunInfo
 from launcher.plan.run_plan import RunPlan
 from launcher.process import RUN_ID, STOP_SIGNALS
 from launcher.quantities import count
-from launcher.rundir import records
-from launcher.rundir.fencing import Fence, Incarnation
+from launcher.rundir import history
+from launcher.rundir.fencing import Attempt, Fence
 from launcher.rundir.files import read_json, write_json, write_text
-from launcher.rundir.records import Submission, failure_record
+from launcher.rundir.history import Submission, failure_record
 
 POLL_S = 0.1
 AGENT = (sys.executable, "-P", "-m", "launcher.launch.agent")
@@ -98,7 +98,7 @@ def run_job(plan: LaunchPlan, display: Display, peers: Peers) -> Verdict:
 
     On several hosts, a stop on one of them stops all. After a failure on another host the workers here get time to
     notice it by themselves, because their own errors may name the cause. If a host is lost and enough are left, these
-    restart as a new incarnation of the run.
+    restart as a new attempt of the run.
 
     Raises:
         RecordFailed: The verdict cannot be written to the disk.
@@ -110,12 +110,12 @@ def run_job(plan: LaunchPlan, display: Display, peers: Peers) -> Verdict:
         if not signals or number == signal.SIGINT:
             signals.append(number)
 
-    submission = records.add_submission(plan.paths, Submission.now().by_this_process()) if _writes(plan) else 0
-    fence = Fence(plan.paths, Incarnation(submission))
+    submission = history.add_submission(plan.paths, Submission.now().by_this_process()) if _writes(plan) else 0
+    fence = Fence(plan.paths, Attempt(submission))
     handlers = {number: signal.signal(number, stop) for number in STOP_SIGNALS}
     try:
         if _writes(plan):
-            open_incarnation(fence, ranks=plan.cluster.world_size)
+            open_attempt(fence, ranks=plan.cluster.world_size)
         _run_once(plan, plan.paths.plan_of(plan.node), fence, display, peers, signals)
         while len(signals) < 2 and (regrouping := peers.regroup(plan.paths.newest_step())) is not None:
             plan, plan_file, fence = regroup(plan, regrouping, fence)
@@ -134,7 +134,7 @@ def run_job(plan: LaunchPlan, display: Display, peers: Peers) -> Verdict:
     try:
         _write_summary(plan, fence, summary)
         if _writes(plan):
-            records.amend_submission(plan.paths, ended=True)
+            history.amend_submission(plan.paths, ended=True)
     except OSError as error:
         raise RecordFailed(
             f"{plan.paths.root}: the verdict, {summary['verdict']}, cannot be written there: {error.strerror}.\n"
@@ -169,7 +169,7 @@ def _status_of_stop(plan: LaunchPlan, verdict: str, signals: list[int], *, train
 def _run_once(
     plan: LaunchPlan, plan_file: Path, fence: Fence, display: Display, peers: Peers, signals: list[int]
 ) -> None:
-    """Run one incarnation until it is over on all hosts. ``signals``: stop signals that this process has received."""
+    """Run one attempt until it is over on all hosts. ``signals``: stop signals that this process has received."""
     agent = _start_agent(plan, plan_file, fence.own)
     forwarder = _StopForwarder(agent, display, peers, plan.cluster.grace_s)
     over = False
@@ -230,7 +230,7 @@ class _StopForwarder:
             self._agent.send_signal(number)
 
 
-def _start_agent(plan: LaunchPlan, plan_file: Path, own: Incarnation) -> subprocess.Popen[bytes]:
+def _start_agent(plan: LaunchPlan, plan_file: Path, own: Attempt) -> subprocess.Popen[bytes]:
     with plan.paths.node_log(plan.node).open("ab") as log:
         return subprocess.Popen(
             [*AGENT, plan.run.dir, plan_file.name, str(os.getpid()), str(own)],
@@ -280,9 +280,9 @@ P = TypeVar("P", bound=LaunchPlan)
 
 
 def regroup(plan: P, regrouping: Regrouping, fence: Fence) -> tuple[P, Path, Fence]:
-    """Return this host's plan, its file and its fence in the incarnation that follows that of ``fence``.
+    """Return this host's plan, its file and its fence in the attempt that follows that of ``fence``.
 
-    The workers of the old incarnation have ended on all hosts that are left. Node 0 opens the new one before any other
+    The workers of the old attempt have ended on all hosts that are left. Node 0 opens the new one before any other
     host can start.
 
     Raises:
@@ -296,8 +296,8 @@ def regroup(plan: P, regrouping: Regrouping, fence: Fence) -> tuple[P, Path, Fen
     fence = Fence(fence.paths, own)
     ranks = plan.cluster.world_size
     if regrouping.node == 0:
-        open_incarnation(fence, ranks=ranks, from_step=regrouping.step)
-        records.note_event(
+        open_attempt(fence, ranks=ranks, from_step=regrouping.step)
+        history.note_event(
             fence.paths, "lost", host=regrouping.lost, incarnation=str(own), ranks=ranks, from_step=regrouping.step
         )
     file = fence.paths.plan_for(regrouping.nodes, regrouping.node)

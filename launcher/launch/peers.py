@@ -17,7 +17,7 @@ from launcher.errors import EXIT_FAILED, EXIT_INTERRUPTED
 from launcher.launch.channel import LOST_AFTER_S, Channel, Listener, Message, wait
 from launcher.launch.network import free_port
 from launcher.quantities import count
-from launcher.rundir.records import failure_record
+from launcher.rundir.history import failure_record
 
 # seconds by which a reset connection may be noticed later here than by the workers that were connected to that host
 _RESET_MARGIN_S = 2.0
@@ -161,7 +161,7 @@ class OtherHost(Peers):
                 self._stopped, self.stopped_by = True, message["stop"]
             elif "trouble" in message:
                 self.trouble, self.lost = self.trouble or message["trouble"], self.lost or message["lost"]
-            elif "regroup" in message:  # later messages belong to the next incarnation
+            elif "regroup" in message:  # later messages belong to the next attempt
                 self._regrouping = Regrouping(**message["regroup"])
                 self._reset()
             elif "verdict" in message:
@@ -210,7 +210,7 @@ class FirstHost(Peers):
         self._connect(channels)
 
     def _connect(self, channels: Sequence[Channel]) -> None:
-        """Start an incarnation of the job with these hosts as nodes 1, 2, ..."""
+        """Start an attempt of the job with these hosts as nodes 1, 2, ..."""
         self._reset()
         self._channels = dict(enumerate(channels, 1))
         self._addresses = {0: self._address} | {node: channel.peer for node, channel in self._channels.items()}

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.heartbeat import Role
+from launcher.heartbeat import Wait
 from launcher.process import STACK_SIGNAL, children, handles, state_of
 
 _ANSWERS_WITHIN_S, _QUIET_S, _LOOK_EVERY_S = 3.0, 0.3, 0.05
@@ -34,13 +34,13 @@ class Stacks:
     Args:
         text: the stacks; empty without an answer.
         missing_reason: reason for a missing answer.
-        role, thread: of the rank's heartbeat.
+        wait, thread: those of the rank's heartbeat.
         moved: True if the rank has made progress since it was suspected.
     """
 
     text: str
     missing_reason: str = ""
-    role: Role = Role.io
+    wait: Wait = Wait.io
     thread: int = 0
     moved: bool = False
 
@@ -71,7 +71,7 @@ class Stacks:
         for file, _, name in _frames(self.shown_thread):
             if "/torch/" in file:
                 return bool(_TORCH_WAITS.search(file)) or name == "synchronize"
-            return self.role is Role.collective and "/launcher/train/" in file
+            return self.wait is Wait.collective and "/launcher/train/" in file
         return False
 
 

@@ -1,4 +1,4 @@
-"""Watchdog: follows this host's workers, requests the stacks of hanging ones, and ends the attempt.
+"""Watchdog: follows this host's workers, requests the stacks of hanging ones, and ends the workers.
 
 Each agent posts the progress of its ranks. Once the ranks of node 0 stop moving, its agent compares all ranks and
 decides which one hangs, because all others wait for that one. The hanging rank is killed, and torchrun then handles it
@@ -30,7 +30,7 @@ from launcher.launch.stacks import Stacks, request_all_stacks
 from launcher.plan.launch_plan import HostPosition
 from launcher.plan.run_plan import RunPlan
 from launcher.process import has_variable, living_children, wait_until
-from launcher.rundir import records
+from launcher.rundir import history
 from launcher.rundir.files import value_from_json
 
 _LONGEST_INTERVAL_S = 5.0
@@ -38,8 +38,8 @@ _STACKS_WITHIN_S = 15.0
 
 
 @dataclass
-class _Attempt:
-    """Watch state of the current attempt.
+class _WorkerStart:
+    """Watch state of the current start of the workers.
 
     Args:
         ranks: (rank, log) by local rank.
@@ -47,7 +47,7 @@ class _Attempt:
         observed: last value, and for how many seconds it has not changed, by name.
         checks: number of checks so far.
         requests: number of requests for stacks so far.
-        over: True once the attempt has a verdict, or node 0 is gone.
+        over: True once it has a verdict, or node 0 is gone.
     """
 
     number: int
@@ -98,7 +98,7 @@ class HangWatch(threading.Thread):
         self._file = os.memfd_create("launcher-progress")
         os.ftruncate(self._file, heartbeat.size_of(plan.cluster.workers_per_node))
         self._memory = mmap.mmap(self._file, 0)
-        self._attempt: _Attempt | None = None
+        self._current: _WorkerStart | None = None
         self._numbers = 0
         self._killed: dict[int, Hang] = {}
         self._over = threading.Event()
@@ -114,7 +114,7 @@ class HangWatch(threading.Thread):
         os.close(self._file)
 
     def begin(self, ranks: Mapping[int, tuple[int, Path]]) -> dict[int, str]:
-        """Start watching a new attempt, after the old workers are gone and before the new ones start.
+        """Start watching a new start of the workers, after the old workers are gone and before the new ones start.
 
         Args:
             ranks: (rank, log) by local rank.
@@ -123,7 +123,7 @@ class HangWatch(threading.Thread):
             The value of the environment variable PROGRESS by local rank.
         """
         self._memory[:] = bytes(len(self._memory))
-        self._attempt = _Attempt(self._numbers, ranks)
+        self._current = _WorkerStart(self._numbers, ranks)
         self._numbers += 1
         return {local_rank: heartbeat.address(self._file, local_rank) for local_rank in ranks}
 
@@ -137,30 +137,30 @@ class HangWatch(threading.Thread):
             now = time.monotonic()
             # a scheduler that suspends a job stops this process too: that time says nothing about a worker
             passed_s, last_check = min(now - last_check, 2 * self._every_s), now
-            attempt = self._attempt
-            if attempt is None or attempt.over or self._stop_signal() is not None:
+            start = self._current
+            if start is None or start.over or self._stop_signal() is not None:
                 continue
             try:
-                self._check(attempt, passed_s)
+                self._check(start, passed_s)
             except StoreLost:  # node 0 is gone; `launch` notices that by itself
-                attempt.over = True
+                start.over = True
             except OSError as error:  # the next check may succeed
                 _print(f"Watching for ranks that hang: {error}")
 
-    def _check(self, attempt: _Attempt, passed_s: float) -> None:
-        attempt.pids = self._pids(attempt)
-        states = self._rank_states(attempt, passed_s)
-        attempt.checks += 1
-        message = json.dumps([attempt.checks, [dataclasses.asdict(state) for state in states]])
-        self._store.post(attempt.key("states", self._node), message)
-        verdict = self._follow_node_0(attempt) if self._node else self._decide(attempt, states, passed_s)
+    def _check(self, start: _WorkerStart, passed_s: float) -> None:
+        start.pids = self._pids(start)
+        states = self._rank_states(start, passed_s)
+        start.checks += 1
+        message = json.dumps([start.checks, [dataclasses.asdict(state) for state in states]])
+        self._store.post(start.key("states", self._node), message)
+        verdict = self._follow_node_0(start) if self._node else self._decide(start, states, passed_s)
         # the decision took seconds, in which the workers may have been restarted or asked to stop
-        if verdict is not None and attempt is self._attempt and not self._over.is_set() and self._stop_signal() is None:
-            self._end_attempt(attempt, verdict)
+        if verdict is not None and start is self._current and not self._over.is_set() and self._stop_signal() is None:
+            self._end_workers(start, verdict)
 
-    def _pids(self, attempt: _Attempt) -> dict[int, int]:
+    def _pids(self, start: _WorkerStart) -> dict[int, int]:
         """Return the process ids of the living workers by rank."""
-        addresses = {rank: heartbeat.address(self._file, local_rank) for local_rank, (rank, _) in attempt.ranks.items()}
+        addresses = {rank: heartbeat.address(self._file, local_rank) for local_rank, (rank, _) in start.ranks.items()}
         return {
             rank: pid
             for pid in living_children()
@@ -168,20 +168,20 @@ class HangWatch(threading.Thread):
             if has_variable(pid, heartbeat.PROGRESS, address)
         }
 
-    def _rank_states(self, attempt: _Attempt, passed_s: float) -> list[RankState]:
+    def _rank_states(self, start: _WorkerStart, passed_s: float) -> list[RankState]:
         states: list[RankState] = []
-        for local_rank, (rank, _) in attempt.ranks.items():
+        for local_rank, (rank, _) in start.ranks.items():
             progress = heartbeat.read_progress(self._memory, local_rank)
-            quiet_s = attempt.unchanged_s(f"rank {rank}", progress, passed_s)
-            if rank in attempt.pids:
+            quiet_s = start.unchanged_s(f"rank {rank}", progress, passed_s)
+            if rank in start.pids:
                 states.append(RankState(rank, self._node, self._host, progress, quiet_s))
         return states
 
-    def _decide(self, attempt: _Attempt, own: list[RankState], passed_s: float) -> Hang | None:
+    def _decide(self, start: _WorkerStart, own: list[RankState], passed_s: float) -> Hang | None:
         """Return the verdict if some rank hangs; runs on node 0 only."""
-        key_of = {node: attempt.key("states", node) for node in range(1, self._plan.cluster.nodes)}
+        key_of = {node: start.key("states", node) for node in range(1, self._plan.cluster.nodes)}
         messages = self._store.read(key_of.values())
-        silent_s = {node: attempt.unchanged_s(key, messages.get(key, ""), passed_s) for node, key in key_of.items()}
+        silent_s = {node: start.unchanged_s(key, messages.get(key, ""), passed_s) for node, key in key_of.items()}
         if own and max(state.quiet_s for state in own) < self._timeout_s:
             return None  # a hanging rank would hold up all of them
         received = [fields for message in messages.values() for fields in json.loads(message)[1]]
@@ -196,71 +196,71 @@ class HangWatch(threading.Thread):
         behind = hang_verdict.suspects(states, self._timeout_s)
         if not behind:
             return None
-        answers = self._request_stacks(attempt, behind)
+        answers = self._request_stacks(start, behind)
         if any(answer.moved for answer in answers.values()):
             return None
         return hang_verdict.judge_hang(behind, answers, self._timeout_s)
 
-    def _request_stacks(self, attempt: _Attempt, behind: list[RankState]) -> dict[int, Stacks]:
+    def _request_stacks(self, start: _WorkerStart, behind: list[RankState]) -> dict[int, Stacks]:
         """Request the stacks of ``behind`` from the nodes on which they run, and return them by rank."""
-        attempt.requests += 1
+        start.requests += 1
         beats = [(state.rank, state.progress.beats) for state in behind]
-        self._store.post(attempt.key("request"), json.dumps([attempt.requests, beats]))
-        answers = self._answers(attempt, beats)
-        keys = {attempt.key(f"stacks {attempt.requests}", state.node) for state in behind if state.node}
+        self._store.post(start.key("request"), json.dumps([start.requests, beats]))
+        answers = self._answers(start, beats)
+        keys = {start.key(f"stacks {start.requests}", state.node) for state in behind if state.node}
         wait_until(lambda: len(self._store.read(keys)) == len(keys), _STACKS_WITHIN_S + self._every_s)
         for text in self._store.read(keys).values():
             answers |= {int(rank): value_from_json(Stacks, fields) for rank, fields in json.loads(text).items()}
         return answers
 
-    def _follow_node_0(self, attempt: _Attempt) -> Hang | None:
+    def _follow_node_0(self, start: _WorkerStart) -> Hang | None:
         """Answer a request for stacks and return node 0's verdict, if any; runs on nodes other than 0."""
-        messages = self._store.read([attempt.key("request"), attempt.key("verdict")])
-        if (verdict := messages.get(attempt.key("verdict"))) is not None:
+        messages = self._store.read([start.key("request"), start.key("verdict")])
+        if (verdict := messages.get(start.key("verdict"))) is not None:
             return Hang.from_json(verdict)
-        if (request := messages.get(attempt.key("request"))) is not None:
+        if (request := messages.get(start.key("request"))) is not None:
             number, beats = json.loads(request)
-            if number != attempt.requests:
-                answers = {rank: dataclasses.asdict(answer) for rank, answer in self._answers(attempt, beats).items()}
-                self._store.post(attempt.key(f"stacks {number}", self._node), json.dumps(answers))
-                attempt.requests = number
+            if number != start.requests:
+                answers = {rank: dataclasses.asdict(answer) for rank, answer in self._answers(start, beats).items()}
+                self._store.post(start.key(f"stacks {number}", self._node), json.dumps(answers))
+                start.requests = number
         return None
 
-    def _answers(self, attempt: _Attempt, beats: Iterable[Sequence[int]]) -> dict[int, Stacks]:
+    def _answers(self, start: _WorkerStart, beats: Iterable[Sequence[int]]) -> dict[int, Stacks]:
         """Return by rank the stacks of those ranks that run on this host; they are also written to their logs.
 
         Args:
             beats: (rank, beat count that node 0 has seen); a rank with another count has moved since.
         """
-        expected = {rank: count for rank, count in beats if rank in attempt.pids}
-        workers = {rank: (attempt.pids[rank], log) for rank, log in attempt.ranks.values() if rank in expected}
+        expected = {rank: count for rank, count in beats if rank in start.pids}
+        workers = {rank: (start.pids[rank], log) for rank, log in start.ranks.values() if rank in expected}
         stacks = request_all_stacks(workers)
-        for local_rank, (rank, _) in attempt.ranks.items():
+        for local_rank, (rank, _) in start.ranks.items():
             if rank in stacks:
                 now = heartbeat.read_progress(self._memory, local_rank)
                 moved = now.beats != expected[rank]
-                stacks[rank] = dataclasses.replace(stacks[rank], role=now.role, thread=now.thread, moved=moved)
+                stacks[rank] = dataclasses.replace(stacks[rank], wait=now.wait, thread=now.thread, moved=moved)
         return stacks
 
-    def _end_attempt(self, attempt: _Attempt, verdict: Hang) -> None:
-        """Kill the hanging rank, which ends the attempt on all hosts, and publish the verdict (one per attempt).
+    def _end_workers(self, start: _WorkerStart, verdict: Hang) -> None:
+        """Kill the hanging rank, which ends the workers on all hosts, and publish the verdict (one per start).
 
         The kill comes before the report: a full disk must not keep the hanging rank alive.
         """
-        attempt.over = True
+        start.over = True
         self.last = verdict
-        if (pid := attempt.pids.get(verdict.victim)) is not None:
+        if (pid := start.pids.get(verdict.victim)) is not None:
             self._killed[pid] = verdict
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         try:
             if self._node == 0:
-                self._store.post(attempt.key("verdict"), verdict.to_json())
+                self._store.post(start.key("verdict"), verdict.to_json())
         finally:
             _print(f"{verdict.sentence}\n{verdict.stack}")
             if self._node == 0:
                 with suppress(OSError):
-                    records.note_event(self._plan.paths, "hang", **verdict.entry, what=verdict.sentence)
+                    history.note_event(self._plan.paths, "hang", **verdict.entry, what=verdict.sentence)
 
 
 def _print(text: str) -> None:

@@ -45,29 +45,29 @@ class Windows:
         self._stretches: list[Span] = []
         self._index, at = 0, Span(0, 0, 0, 0)
         for stage in batch.ramp:
-            at = self._lay(at, stage.windows, stage.global_size)
+            at = self._append_windows(at, stage.windows, stage.global_size)
         while at.first:
-            at = self._lay(at, self._per_epoch, batch.global_size, only=at.epoch)
+            at = self._append_windows(at, self._per_epoch, batch.global_size, only=at.epoch)
         self._regular_from, self._regular_epoch = self._index, at.epoch
 
-    def _lay(self, at: Span, steps: int, size: int, only: int | None = None) -> Span:
+    def _append_windows(self, at: Span, steps: int, size: int, only: int | None = None) -> Span:
         """Record up to ``steps`` windows of ``size`` from ``at``, within epoch ``only`` if given; return the end."""
         while steps and (only is None or at.epoch == only):
             rest = self._samples - at.first
             count = min(steps, rest // size)
             if count:
-                self._note(at._replace(size=size), count)
+                self._append_stretch(at._replace(size=size), count)
                 steps -= count
                 at = at._replace(window=at.window + count, first=at.first + count * size)
             elif rest and self._keep_short:
-                self._note(at._replace(size=rest), 1)
+                self._append_stretch(at._replace(size=rest), 1)
                 steps -= 1
                 at = Span(at.epoch + 1, 0, 0, 0)
             else:
                 at = Span(at.epoch + 1, 0, 0, 0)
         return Span(at.epoch + 1, 0, 0, 0) if at.first == self._samples else at
 
-    def _note(self, at: Span, count: int) -> None:
+    def _append_stretch(self, at: Span, count: int) -> None:
         self._begins.append(self._index)
         self._stretches.append(at)
         self._index += count

@@ -246,8 +246,8 @@ class LogSource:
 
 
 def rank_logs(paths: RunPaths, rank: int) -> LogSource:
-    attempts = lambda: (paths.rank_log(rank, attempt) for attempt in range(paths.next_attempt()))  # noqa: E731
-    return LogSource(f"rank {rank}", paths, attempts)
+    logs = lambda: (paths.rank_log(rank, start) for start in range(paths.next_start()))  # noqa: E731
+    return LogSource(f"rank {rank}", paths, logs)
 
 
 def node_log(paths: RunPaths, node: int) -> LogSource:

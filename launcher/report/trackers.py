@@ -6,7 +6,7 @@ Each start of a run has its own mirror, with the same W&B id. It continues after
 delivered. If that one was killed and steps are sent again, W&B drops the repeated ones.
 
 Records are on disk before this process reads them, so nothing here can slow the job, stop it, or lose a step. A problem
-is reported once, in wandb.json, for the commands that show the run. As soon as a newer incarnation of the run starts,
+is reported once, in wandb.json, for the commands that show the run. As soon as a newer attempt of the run starts,
 its mirror owns the W&B run, and this one exits silently.
 """
 
@@ -24,7 +24,7 @@ from typing import Any
 from launcher.config.schema import PrecisionKind, WandbMode
 from launcher.errors import EXIT_DONE, Superseded
 from launcher.plan.run_plan import RunPlan
-from launcher.rundir.fencing import Fence, Incarnation
+from launcher.rundir.fencing import Attempt, Fence
 from launcher.rundir.files import Tail, read_json, write_json
 from launcher.rundir.paths import RunPaths
 
@@ -35,9 +35,9 @@ INIT_TIMEOUT_S = 30
 ENDS_WITHIN_S = 90
 
 
-def main(run_dir: str, incarnation: str, trial: str = "first") -> None:
+def main(run_dir: str, attempt: str, trial: str = "first") -> None:
     plan = RunPlan.load(RunPaths(Path(run_dir)).plan)
-    fence = Fence(plan.paths, Incarnation.parse(incarnation))
+    fence = Fence(plan.paths, Attempt.parse(attempt))
     try:
         _mirror_with_retry(plan, fence, trial)
     except Superseded as error:
@@ -78,7 +78,7 @@ def _mirror(plan: RunPlan, fence: Fence) -> None:
         # check for the job's end before reading, so that the last read includes everything written before it
         more = not _ended()
         lines = tail.lines()
-        fence.check()  # after reading: a newer incarnation registers before it writes records
+        fence.check()  # after reading: a newer attempt registers before it writes records
         for line in lines:
             record: dict[str, Any] = json.loads(line)
             if record["step"] > done:  # a truncated file is read again from the start and repeats steps

@@ -123,7 +123,7 @@ def drill_parts(drilled: DrillResult, directory: Path) -> Iterator[RenderableTyp
     yield _interruption_table(drilled)
     for interruption in drilled.interrupted:
         yield from _details(interruption)
-    if (repeated := drilled.by_itself) is not None:
+    if (repeated := drilled.rerun_difference) is not None:
         yield Text(f"undisturbed run repeated: {'bit-identical' if repeated.identical else _difference(repeated)}")
     yield ""
     colour = _DRILL_COLOURS.get(drilled.outcome, "bold red")
@@ -135,7 +135,7 @@ def _interruption_table(drilled: DrillResult) -> Table:
     for column in ("interruption", "at step", "resumed after", "repeated", "recovery", "of a cold start", "result"):
         table.add_column(column, justify="left" if column in ("interruption", "result") else "right", no_wrap=True)
     for interruption in drilled.interrupted:
-        fault = interruption.fault(drilled.by_itself)
+        fault = interruption.fault(drilled.rerun_difference)
         recovery = "" if interruption.recovery_s is None else f"{interruption.recovery_s:.1f} s"
         share = "" if interruption.recovery_s is None else f"{interruption.recovery_s / drilled.cold_start_s:.2f}x"
         steps = (interruption.at_step, interruption.from_step, interruption.repeated)

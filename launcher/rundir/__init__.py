@@ -1,1 +1,1 @@
-"""Files of a run: paths, durable writes, fencing, records, the snapshot of the user's code."""
+"""Files of a run: paths, durable writes, fencing, history, the snapshot of the user's code."""

@@ -1,8 +1,9 @@
 """Fencing: only the newest start of a run may write to its directory.
 
-A run may start several times: resumed by a user, restarted by a scheduler. Each start is an incarnation. Processes of
-an older one can still be alive, for example on a node that the scheduler gave up and that recovers later. They detect
-the newer incarnation at their next write.
+A run may start several times: resumed by a user, restarted by a scheduler. Each start is an attempt. (Within an attempt
+torchrun may start the workers again; their logs are numbered by these starts.) Processes of an older attempt can still
+be alive, for example on a node that the scheduler gave up and that recovers later. They detect the newer attempt at
+their next write.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from launcher.errors import Superseded
 from launcher.rundir.files import read_json, write_json
 from launcher.rundir.paths import RunPaths
 
-# Environment variable through which the agent passes its incarnation to its workers.
-INCARNATION = "LAUNCHER_INCARNATION"
+# Environment variable through which the agent passes its attempt to its workers. Files and variables are named by an
+# older word for it, so that jobs and files of earlier versions stay readable.
+ATTEMPT = "LAUNCHER_INCARNATION"
 
 
 @dataclass(frozen=True, order=True)
-class Incarnation:
-    """Number of a start, both parts from 0.
+class Attempt:
+    """Number of a run's attempt, both parts from 0.
 
     Attributes:
         submission: how often users submitted the run before.
@@ -35,33 +37,33 @@ class Incarnation:
         return f"{self.submission}.{self.restart}"
 
     @classmethod
-    def parse(cls, text: str) -> Incarnation:
+    def parse(cls, text: str) -> Attempt:
         submission, _, restart = text.partition(".")
         return cls(int(submission), int(restart))
 
 
 class Fence:
-    """Write permission of one incarnation, checked before each write."""
+    """Write permission of one attempt, checked before each write."""
 
-    def __init__(self, paths: RunPaths, own: Incarnation) -> None:
+    def __init__(self, paths: RunPaths, own: Attempt) -> None:
         self.paths, self.own = paths, own
 
     @classmethod
     def here(cls, paths: RunPaths) -> Fence:
-        """Return the fence of the incarnation of this worker's agent."""
-        return cls(paths, Incarnation.parse(os.environ.get(INCARNATION, "0.0")))
+        """Return the fence of the attempt of this worker's agent."""
+        return cls(paths, Attempt.parse(os.environ.get(ATTEMPT, "0.0")))
 
     def newest(self) -> dict[str, Any]:
-        """Return the record of the newest incarnation; empty before the first."""
-        return read_json(self.paths.incarnation) or {}
+        """Return the record of the newest attempt; empty before the first."""
+        return read_json(self.paths.newest_attempt) or {}
 
     @property
     def superseded(self) -> bool:
-        """Return whether a newer incarnation has started."""
-        return Incarnation.parse(self.newest().get("incarnation", "0.0")) > self.own
+        """Return whether a newer attempt has started."""
+        return Attempt.parse(self.newest().get("incarnation", "0.0")) > self.own
 
     def claim(self, **fields: Any) -> None:
-        """Become the newest incarnation: from here on older ones write nothing.
+        """Become the newest attempt: from here on older ones write nothing.
 
         Args:
             fields: information for other processes.
@@ -70,19 +72,19 @@ class Fence:
             Superseded: a newer one has started.
         """
         self.check()
-        write_json(self.paths.incarnation, {"incarnation": str(self.own), **fields})
+        write_json(self.paths.newest_attempt, {"incarnation": str(self.own), **fields})
 
     def add(self, **fields: Any) -> None:
-        """Add information about this incarnation for other processes.
+        """Add information about this attempt for other processes.
 
         Raises:
             Superseded: a newer one has started.
         """
         self.check()
-        write_json(self.paths.incarnation, self.newest() | fields)
+        write_json(self.paths.newest_attempt, self.newest() | fields)
 
     def check(self) -> None:
-        """Check that no newer incarnation has started.
+        """Check that no newer attempt has started.
 
         Raises:
             Superseded: a newer one has started.

@@ -23,7 +23,7 @@ from launcher.plan.solve import solve
 from launcher.plan.sync_policy import SHARDED
 from launcher.plan.task_inspection import describe_task
 from launcher.quantities import count
-from launcher.rundir import records
+from launcher.rundir import history
 from launcher.rundir.files import read_json, write_text
 from launcher.rundir.paths import STATE, RunPaths
 
@@ -206,8 +206,8 @@ def changed(plan: LaunchPlan, config_yaml: str) -> Generator[None, None, None]:
     and no submission was accepted.
     """
     paths = plan.paths
-    records.require_nobody_runs(paths)
-    before = len(records.submissions(paths))
+    history.require_nobody_runs(paths)
+    before = len(history.submissions(paths))
     number = max(0, before - 1)
     old, yaml = (file.read_text(encoding="utf-8") for file in (paths.plan, paths.config))
     try:
@@ -217,7 +217,7 @@ def changed(plan: LaunchPlan, config_yaml: str) -> Generator[None, None, None]:
         write_text(paths.config, config_yaml)
         yield
     except BaseException:
-        if all(submission.refused for submission in records.submissions(paths)[before:]):
+        if all(submission.refused for submission in history.submissions(paths)[before:]):
             # restore by rename, which works on a full disk too
             for kept, place in ((paths.config_until(number), paths.config), (paths.plan_until(number), paths.plan)):
                 if kept.exists():

@@ -19,9 +19,9 @@ from launcher.launch import local
 from launcher.launch.agent import load_plan
 from launcher.launch.slurm import client, submit
 from launcher.plan.launch_plan import LaunchPlan
-from launcher.rundir import records
+from launcher.rundir import history
+from launcher.rundir.history import Submission
 from launcher.rundir.paths import RunPaths
-from launcher.rundir.records import Submission
 from launcher.runs.status import ACTIVE, Run, RunState, statuses_of
 
 _LOOK_EVERY_S = 0.5
@@ -32,7 +32,7 @@ _EXIT_STATUS = {RunState.done: EXIT_DONE, RunState.stopped: EXIT_RESUMABLE}
 _MAY_CONTINUE = ACTIVE | {RunState.unknown}
 
 
-def one(paths: RunPaths) -> Run:
+def status_of(paths: RunPaths) -> Run:
     """Return the status of one run."""
     return statuses_of([paths])[0]
 
@@ -55,15 +55,15 @@ def cancel_runs(runs: Sequence[Run], say: Callable[[str], None]) -> list[Run]:
     left = list(runs)
     try:
         for paths in places:
-            records.amend_submission(paths, cancelled=True)  # first, because it prevents a requeue of the job
+            history.amend_submission(paths, cancelled=True)  # first, because it prevents a requeue of the job
         for run in _end(runs):
             left.remove(run)
     except BaseException:
         for run in left:
-            records.amend_submission(RunPaths(Path(run.dir)), cancelled=False)
+            history.amend_submission(RunPaths(Path(run.dir)), cancelled=False)
         raise
     for paths in places:
-        records.note_event(paths, "cancelled", by=Submission.now().user)
+        history.note_event(paths, "cancelled", by=Submission.now().user)
     what, whose = (runs[0].name, "its") if len(runs) == 1 else (f"{len(runs)} runs", "their")
     say(f"Cancelling {what}: {whose} workers finish their window and save.")
     wait_s = _patience_s([load_plan(paths.plan) for paths in places])
@@ -89,7 +89,7 @@ def _end(runs: Sequence[Run]) -> Iterator[Run]:
     yield from on_slurm
     for run in runs:
         if run.kind != ClusterKind.slurm:
-            _end_here(run, records.submissions(RunPaths(Path(run.dir)))[-1])
+            _end_here(run, history.submissions(RunPaths(Path(run.dir)))[-1])
             yield run
 
 
@@ -178,7 +178,7 @@ def resubmit(plan: LaunchPlan) -> str:
 
     If a first submission fails, the run's directory is removed.
     """
-    first = not records.submissions(plan.paths)
+    first = not history.submissions(plan.paths)
     try:
         return submit.submit_one(plan)
     except BaseException:
@@ -245,7 +245,7 @@ def follow(paths: RunPaths, display: local.Display) -> Run:
             display.refresh()
             if time.monotonic() - last_query >= _ASK_SLURM_EVERY_S:
                 last_query = time.monotonic()
-                run = one(paths)
+                run = status_of(paths)
                 if run.state not in _MAY_CONTINUE:
                     display.refresh()
                     return run

@@ -16,10 +16,10 @@ from typing import Any, cast
 from launcher.config.schema import ClusterKind, PrecisionKind
 from launcher.launch.slurm import client
 from launcher.launch.slurm.client import Listed, SlurmSilent
-from launcher.rundir import records
+from launcher.rundir import history
 from launcher.rundir.files import read_json
+from launcher.rundir.history import Submission
 from launcher.rundir.paths import RunPaths
-from launcher.rundir.records import Submission
 
 
 class RunState(StrEnum):
@@ -108,7 +108,7 @@ class _Read:
     paths: RunPaths
     plan: dict[str, Any]
     summary: dict[str, Any]
-    incarnation: dict[str, Any]
+    newest_attempt: dict[str, Any]
     submissions: Sequence[Submission]
 
     @classmethod
@@ -117,8 +117,8 @@ class _Read:
             paths,
             _object(paths.plan),
             _object(paths.summary),
-            _object(paths.incarnation),
-            records.parse_submissions(_object(paths.job)),
+            _object(paths.newest_attempt),
+            history.parse_submissions(_object(paths.job)),
         )
 
     @property
@@ -137,14 +137,14 @@ class _Read:
     @property
     def has_started(self) -> bool:
         """True if the last submission has started."""
-        return self.incarnation.get("incarnation", "").partition(".")[0] == str(self.number)
+        return self.newest_attempt.get("incarnation", "").partition(".")[0] == str(self.number)
 
     @property
     def job(self) -> str | None:
         """Slurm's id of the last submission; if `launch` was killed before noting it, the id that the job wrote."""
         if self.last is None or self.kind != ClusterKind.slurm:
             return None
-        return self.last.job or (self.incarnation.get("job") if self.has_started else None)
+        return self.last.job or (self.newest_attempt.get("job") if self.has_started else None)
 
     @property
     def job_name(self) -> str:
@@ -177,7 +177,7 @@ class _Read:
         silent = answers is None and not self.is_over
         state, detail = self._of_slurm(listed, silent) if self.kind == ClusterKind.slurm else self._of_this_host()
         record = _last_record(self.paths.metrics)
-        names = ",".join(self.incarnation.get("nodes", []))
+        names = ",".join(self.newest_attempt.get("nodes", []))
         return Run(
             name=self.name,
             dir=str(self.paths.root),
@@ -188,7 +188,7 @@ class _Read:
             created=self.plan.get("run", {}).get("created", ""),
             job=self.job,
             nodes=(listed.nodes if listed else "") or names,
-            ranks=self.incarnation.get("ranks"),
+            ranks=self.newest_attempt.get("ranks"),
             submissions=sum(not submission.refused for submission in self.submissions),
             step=record.get("step"),
             steps=self.plan.get("train", {}).get("steps"),

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from launcher.errors import DataError, LauncherError
-from launcher.heartbeat import PULSE, Phase, Role
+from launcher.heartbeat import HEARTBEAT, Phase, Wait
 from launcher.plan.run_plan import RunPlan
 from launcher.task import Task, as_loss, is_mapped, seed_everything, seed_for
 from launcher.train.data.loader import Collate, MicroBatch, prefetch
@@ -61,17 +61,17 @@ class Evaluation:
         """Return (loss_sum, num_items) over the held-out data of all ranks. ``max_batches``: limit of micro-batches per
         rank; None: all."""
         engine, collate = self._engine, getattr(self._task, "collate", None)
-        PULSE.beat(Phase.evaluating)
+        HEARTBEAT.beat(Phase.evaluating)
         totals = torch.zeros(2, dtype=torch.float64, device=engine.device)
         with _eval_mode(engine) as module:
             batches = eval_batches(self.held_out, engine.plan, engine.world, engine.device, collate, max_batches)
             for number in itertools.count(1):
                 with _note_micro_batch(number, engine.world.rank):
-                    with PULSE.doing(Role.io):
+                    with HEARTBEAT.waiting_for(Wait.io):
                         batch = next(batches, None)
                     if batch is None:
                         break
-                    PULSE.beat(Phase.evaluating, number)
+                    HEARTBEAT.beat(Phase.evaluating, number)
                     with engine.precision.autocast():
                         loss = as_loss(self._task.loss(module, batch.data), batch.samples, engine.plan.task.target)
                     require_sum(loss.total, loss.items)

@@ -21,7 +21,7 @@ import torch
 
 from launcher.config.schema import OnError
 from launcher.errors import RecordFailed
-from launcher.heartbeat import PULSE, Role
+from launcher.heartbeat import HEARTBEAT, Wait
 from launcher.plan.run_plan import RunPlan
 from launcher.quantities import Interval, count
 from launcher.rundir.fencing import Fence
@@ -70,7 +70,7 @@ class Record:
         self._pending.append(orjson.dumps(as_record(step, metrics), option=orjson.OPT_APPEND_NEWLINE))
         self._flush()
 
-    @PULSE.doing(Role.io)
+    @HEARTBEAT.waiting_for(Wait.io)
     def _flush(self) -> None:
         while self._pending:
             try:
@@ -92,7 +92,7 @@ class Record:
     def _failed(self, error: OSError) -> RecordFailed:
         return RecordFailed(f"{self._path} cannot be written: {error.strerror}.\n  Free space on that disk.")
 
-    @PULSE.doing(Role.io)
+    @HEARTBEAT.waiting_for(Wait.io)
     def sync(self) -> None:
         """Sync the written lines to disk."""
         with suppress(OSError):  # the checkpoint that is saved next will report an error of the disk
@@ -123,7 +123,7 @@ def _json_number(value: float) -> float | None:
     return value if isinstance(value, int) and abs(value) < 2**63 else float(value)
 
 
-@PULSE.doing(Role.io)
+@HEARTBEAT.waiting_for(Wait.io)
 def open_record(
     plan: RunPlan, fence: Fence, step: int, last: dict[str, Any] | None, *, amended: bool = False
 ) -> Record:
@@ -178,7 +178,7 @@ def truncate_record(path: Path, step: int, last: dict[str, Any] | None) -> None:
         raise
 
 
-@PULSE.doing(Role.io)
+@HEARTBEAT.waiting_for(Wait.io)
 def read_record(path: Path, step: int) -> dict[str, Any] | None:
     """Return the record of ``step``; None if it has no line."""
     if not path.exists():

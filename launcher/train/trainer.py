@@ -15,7 +15,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from launcher.config.schema import Device, OnOom, OptimizerKind
 from launcher.errors import RecordFailed
-from launcher.heartbeat import PULSE, Phase, Role
+from launcher.heartbeat import HEARTBEAT, Phase, Wait
 from launcher.plan.run_plan import OptimizerPlan, RunPlan
 from launcher.rundir import code_snapshot
 from launcher.rundir.fencing import Fence
@@ -65,7 +65,7 @@ def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
     seed_everything(plan.train.seed)  # the same initial parameters on every rank
     torch.use_deterministic_algorithms(plan.train.deterministic)
     cadence, save_failed = save.Cadence(plan.checkpoint), threading.Event()
-    PULSE.beat(Phase.starting, 2)
+    HEARTBEAT.beat(Phase.starting, 2)
     engine = Engine(
         task.model,
         lambda parameters: build_optimizer(parameters, plan.optimizer, plan.cluster.device),
@@ -75,10 +75,10 @@ def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
         cadence.by_clock,
         owner=task,
     )
-    PULSE.beat(Phase.starting, 3)
+    HEARTBEAT.beat(Phase.starting, 3)
     samples, held_out = train_data(task, plan.train.seed), eval_data(task, plan.train.seed)
     require_same_data({"train_data()": samples, "eval_data()": held_out}, plan, world, engine.device)
-    PULSE.beat(Phase.starting, 4)
+    HEARTBEAT.beat(Phase.starting, 4)
     seed_everything(plan.train.seed + 1 + world.rank)  # from here on each rank draws other numbers, for dropout
 
     restored = load_newest(engine, plan.paths, fence, commit) if plan.checkpoint.enabled else None
@@ -284,8 +284,8 @@ class TrainingLoop:
         """Save a checkpoint, and return its metrics. ``values``: the metrics of this step, which the checkpoint
         includes, because the process may end before they are recorded."""
         started = time.perf_counter()
-        PULSE.beat(Phase.saving)
-        with PULSE.doing(Role.collective):
+        HEARTBEAT.beat(Phase.saving)
+        with HEARTBEAT.waiting_for(Wait.collective):
             self.engine.share_buffers()
         self.record.sync()
         next_due = None if result.last else self.cadence.next(result.step)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-from launcher.heartbeat import PULSE, Phase
+from launcher.heartbeat import HEARTBEAT, Phase
 from launcher.plan.run_plan import RunPlan
 from launcher.process import (
     STOP_SIGNALS,
@@ -40,8 +40,8 @@ def main(plan_path: str) -> None:
     prepare_worker()
     never_fail_to_print()
     show_stacks_when_asked()
-    PULSE.open()
-    PULSE.beat(Phase.starting, 1)
+    HEARTBEAT.open()
+    HEARTBEAT.beat(Phase.starting, 1)
     stop = StopRequest()  # before torch is imported, which takes a second: until here a signal kills the process
 
     from torch.distributed.elastic.multiprocessing.errors import record
@@ -59,7 +59,7 @@ def _run(plan_path: str, stop: StopRequest) -> None:
     from launcher.train.world import disband
 
     train(plan, stop)
-    PULSE.beat(Phase.ending)
+    HEARTBEAT.beat(Phase.ending)
     disband()
 
 

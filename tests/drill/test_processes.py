@@ -23,7 +23,7 @@ from launcher.drill.processes import describe_survivors, kill_all, kill_rank, ma
 from launcher.launch import local
 from launcher.launch.agent import finish_mirror, start_mirror
 from launcher.process import AGENT_PID, RUN_ID
-from launcher.rundir.fencing import Incarnation
+from launcher.rundir.fencing import Attempt
 from tests.helpers import make_plan
 from tests.infra.runs import wait_for
 
@@ -98,8 +98,8 @@ def test_what_outlives_the_workers_is_found(tmp_path: Path, monkeypatch: pytest.
     drill = LocalBackend()
     drill.plan = plan
     try:
-        local._start_agent(plan, plan.paths.plan, Incarnation())
-        mirror = start_mirror(plan, Incarnation())
+        local._start_agent(plan, plan.paths.plan, Attempt())
+        mirror = start_mirror(plan, Attempt())
         drill.resume()
         pids = {process.pid for process in sleepers}
         wait_for(lambda: {process.pid for process in processes_of(plan.run.id)} == pids, "agent, mirror and `launch`")

@@ -39,7 +39,7 @@ def disturbed(difference: Difference | None = SAME, problem: str = "", left: tup
 
 
 @pytest.mark.parametrize(
-    ("one", "by_itself", "outcome", "words"),
+    ("one", "rerun_difference", "outcome", "words"),
     [
         (disturbed(), None, DrillOutcome.survives, "bit by bit"),
         (disturbed(off_by(1e-3)), SAME, DrillOutcome.damaged, "differs from the undisturbed run"),
@@ -50,8 +50,10 @@ def disturbed(difference: Difference | None = SAME, problem: str = "", left: tup
         (disturbed(left=("process 12",)), None, DrillOutcome.damaged, "process 12"),
     ],
 )
-def test_the_verdict(one: InterruptedRun, by_itself: Difference | None, outcome: DrillOutcome, words: str) -> None:
-    found, reason = judge_drill([disturbed(), one], by_itself)
+def test_the_verdict(
+    one: InterruptedRun, rerun_difference: Difference | None, outcome: DrillOutcome, words: str
+) -> None:
+    found, reason = judge_drill([disturbed(), one], rerun_difference)
     assert found is outcome
     assert words in reason
 

@@ -24,12 +24,12 @@ def mean_of_means(engine: Engine) -> None:
 
 
 def _with_items(engine: Engine, items: Callable[[ReducedTotals], int]) -> None:
-    apply = engine._update.apply
+    apply = engine._optimizer_step.apply
 
     def wrong(gradients: list[Tensor], agreed: ReducedTotals) -> float:
         return apply(gradients, dataclasses.replace(agreed, items=items(agreed)))
 
-    engine._update.apply = wrong
+    engine._optimizer_step.apply = wrong
 
 
 def no_division(engine: Engine) -> None:
@@ -60,7 +60,7 @@ def clip_per_micro_batch(engine: Engine) -> None:
 
 
 def schedule_per_micro_batch(engine: Engine) -> None:
-    _after_backward(engine, lambda: engine._current.last or engine._update.schedule.step())
+    _after_backward(engine, lambda: engine._current.at_boundary or engine._optimizer_step.schedule.step())
 
 
 def sync_outside_forward(engine: Engine) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from launcher import heartbeat
-from launcher.heartbeat import Phase, Progress, Role
+from launcher.heartbeat import Phase, Progress, Wait
 from launcher.launch import rendezvous
 from launcher.launch.hang_verdict import Hang, RankState, judge_hang, silent_host, suspects
 from launcher.launch.stacks import Stacks, request_stacks
@@ -27,10 +27,10 @@ def seen(rank: int, window: int, number: int, phase: Phase = Phase.computing, qu
 
 def waits(rank: int) -> Stacks:
     text = f'Thread 0x{rank:x} (most recent call first):\n  File "/launcher/train/loop.py", line 1 in f'
-    return Stacks(text, role=Role.collective)
+    return Stacks(text, wait=Wait.collective)
 
 
-STUCK_IN_LOSS = Stacks('Thread 0x1 (most recent call first):\n  File "my.py", line 7 in loss', role=Role.collective)
+STUCK_IN_LOSS = Stacks('Thread 0x1 (most recent call first):\n  File "my.py", line 7 in loss', wait=Wait.collective)
 STOPPED = Stacks("", "the process is stopped")
 
 
@@ -106,7 +106,7 @@ STUCK = """
 import ctypes, signal, socket, sys, threading, time
 from launcher import heartbeat
 from launcher.process import show_stacks_when_asked
-heartbeat.PULSE.open()
+heartbeat.HEARTBEAT.open()
 def sleeps():
     time.sleep(1000)
 def waits_for_a_socket():
@@ -132,7 +132,7 @@ def resumes_on_a_dead_disk():
     record.touch()
     metrics.shutil.copyfile = hung_disk
     plan = SimpleNamespace(paths=SimpleNamespace(metrics=record))
-    heartbeat.PULSE.beat(heartbeat.Phase.evaluating)  # the evaluation that is tried before the first step
+    heartbeat.HEARTBEAT.beat(heartbeat.Phase.evaluating)  # the evaluation that is tried before the first step
     print("here", flush=True)
     metrics.open_record(plan, SimpleNamespace(check=lambda: None), 0, None)
 def waits_for_a_save():
@@ -198,7 +198,7 @@ def test_a_rank_whose_disk_is_dead_hangs_and_does_not_wait_for_others(
     process = stuck(how, log)
     try:
         wait_for(lambda: "in hung_disk" in request_stacks(process.pid, log).text, "the disk to hang")
-        attempt = watch._attempt
+        attempt = watch._current
         assert attempt is not None
         attempt.pids = {0: process.pid}
         answer = watch._answers(attempt, [(0, heartbeat.read_progress(watch._memory, 0).beats)])[0]

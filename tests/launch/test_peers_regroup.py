@@ -15,8 +15,8 @@ from launcher.launch.job_facts import differences, job_facts
 from launcher.launch.peers import FirstHost, OtherHost, Regrouping
 from launcher.plan.launch_plan import HostPosition
 from launcher.plan.run_plan import RunPlan
-from launcher.rundir import records
-from launcher.rundir.fencing import Fence, Incarnation
+from launcher.rundir import history
+from launcher.rundir.fencing import Attempt, Fence
 from launcher.rundir.files import read_json, write_json
 from tests.helpers import make_plan
 from tests.infra.meeting import TWO, free_port, star, wait_until
@@ -149,10 +149,10 @@ def placed(plan: RunPlan, node: int) -> RunPlan:
     return dataclasses.replace(plan, cluster=dataclasses.replace(plan.cluster, place=place))
 
 
-def test_going_on_is_a_new_incarnation_with_a_plan_of_its_own(tmp_path: Path) -> None:
+def test_going_on_is_a_new_attempt_with_a_plan_of_its_own(tmp_path: Path) -> None:
     whole = plan_in(tmp_path)
     Path(whole.run.dir, "logs").mkdir(parents=True)
-    fence = Fence(whole.paths, Incarnation())
+    fence = Fence(whole.paths, Attempt())
     fence.claim(ranks=3)
     write_json(whole.paths.summary, {"verdict": "stopped"})
     again = Regrouping(0, 2, "10.0.0.1:2", "node 1 (10.0.0.2)", 6)
@@ -163,10 +163,10 @@ def test_going_on_is_a_new_incarnation_with_a_plan_of_its_own(tmp_path: Path) ->
     assert (plan.cluster.place.store, plan.cluster.place.address) == ("10.0.0.1:2", "10.0.0.3")
     assert RunPlan.load(file) == plan
     assert RunPlan.load(whole.paths.plan_for(2)) == first != plan
-    assert new.own == same.own == Incarnation(0, 1)
+    assert new.own == same.own == Attempt(0, 1)
     assert (fence.superseded, new.superseded) == (True, False)
     assert not whole.paths.summary.exists(), "what the last start said of its end is over"
-    (event,) = records.read_events(whole.paths)
+    (event,) = history.read_events(whole.paths)
     assert (event["event"], event["host"], event["from_step"]) == ("lost", "node 1 (10.0.0.2)", 6)
     assert new.newest()["ranks"] == event["ranks"] == 2
     assert local.describe_regrouping(plan, again).startswith(
@@ -177,7 +177,7 @@ def test_going_on_is_a_new_incarnation_with_a_plan_of_its_own(tmp_path: Path) ->
 def test_a_host_that_was_cut_off_leaves_no_verdict(tmp_path: Path) -> None:
     plan = placed(plan_in(tmp_path), 1)
     Path(plan.run.dir).mkdir(parents=True)
-    old, new = (Fence(plan.paths, Incarnation(0, restart)) for restart in (0, 1))
+    old, new = (Fence(plan.paths, Attempt(0, restart)) for restart in (0, 1))
     new.claim()
     gone: dict[str, Any] = {"verdict": "failed"}
     local._write_summary(plan, old, gone)

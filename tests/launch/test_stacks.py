@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.heartbeat import Role
+from launcher.heartbeat import Wait
 from launcher.launch import stacks
 from launcher.launch.stacks import Stacks
 
@@ -22,7 +22,7 @@ WRITER = [
 ]
 
 
-def dump(*threads: list[tuple[str, str]], role: Role = Role.collective, waits_for: int = 0) -> Stacks:
+def dump(*threads: list[tuple[str, str]], wait: Wait = Wait.collective, waits_for: int = 0) -> Stacks:
     """Stacks as faulthandler writes them: the main thread last, each thread from its innermost frame on."""
     shown = [
         f"Thread 0x{number:016x} (most recent call first):\n"
@@ -30,7 +30,7 @@ def dump(*threads: list[tuple[str, str]], role: Role = Role.collective, waits_fo
         for number, thread in enumerate(threads, 1)
     ]
     text = "\n\n".join(shown) + "\n--- its process 12 ---\nThread 0x1 (most recent call first):"
-    return Stacks(text, "", role, waits_for)
+    return Stacks(text, "", wait, waits_for)
 
 
 def test_where_the_main_thread_waits_for_a_save_its_writer_tells() -> None:
@@ -40,21 +40,21 @@ def test_where_the_main_thread_waits_for_a_save_its_writer_tells() -> None:
         (f"{HERE}/checkpoint/file_format.py", "flush"),
         (f"{SITE}/torch/distributed/checkpoint/filesystem.py", "write_data"),
     ]
-    stuck = dump(other, [*disk, (f"{HERE}/checkpoint/save.py", "write"), *WRITER], main, role=Role.io, waits_for=2)
+    stuck = dump(other, [*disk, (f"{HERE}/checkpoint/save.py", "write"), *WRITER], main, wait=Wait.io, waits_for=2)
     assert not stuck.waits
     assert stuck.location == f"{HERE}/checkpoint/file_format.py:7 in flush"
     creating = [(f"{PYTHON}/pathlib.py", "mkdir"), (f"{HERE}/checkpoint/save.py", "_begin"), *WRITER]
-    begin = dump(creating, other, main, role=Role.io, waits_for=1)
+    begin = dump(creating, other, main, wait=Wait.io, waits_for=1)
     assert not begin.waits
     assert begin.location == f"{HERE}/checkpoint/save.py:7 in _begin"
     patient = dump(
         [COLLECTIVE, (f"{HERE}/world.py", "of_all"), *WRITER],
         main,
-        role=Role.io,
+        wait=Wait.io,
         waits_for=1,
     )
     assert patient.waits
-    over = dump(other, main, role=Role.io, waits_for=7)
+    over = dump(other, main, wait=Wait.io, waits_for=7)
     assert over.waits, "the writer has just ended: nothing is known of this rank"
     assert over.location == f"{HERE}/checkpoint/async_save.py:7 in wait"
 
@@ -91,8 +91,8 @@ def test_a_rank_that_runs_other_code_than_collectives_does_not_wait(innermost: t
 @pytest.mark.parametrize("module", ["data/loader", "checkpoint/resume", "metrics", "trainer"])
 def test_a_rank_that_declares_io_does_not_wait_whatever_the_file(module: str) -> None:
     frame = (f"{HERE}/{module}.py", "f")
-    assert not dump([(f"{PYTHON}/pathlib.py", "rename"), frame, *LOOP], role=Role.io).waits
-    assert dump([COLLECTIVE, frame, *LOOP], role=Role.io).waits, "a collective between two files"
+    assert not dump([(f"{PYTHON}/pathlib.py", "rename"), frame, *LOOP], wait=Wait.io).waits
+    assert dump([COLLECTIVE, frame, *LOOP], wait=Wait.io).waits, "a collective between two files"
 
 
 def test_a_process_that_says_nothing_waits_for_no_one() -> None:

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from launcher import heartbeat
-from launcher.heartbeat import Phase, Pulse, Role
+from launcher.heartbeat import Heartbeat, Phase, Wait
 from launcher.launch import watchdog
 from launcher.launch.hang_verdict import Hang
 from launcher.launch.rendezvous import ALONE, AgentStore
 from launcher.launch.stacks import Stacks
 from launcher.launch.watchdog import HangWatch
-from launcher.rundir import records
+from launcher.rundir import history
 from tests.helpers import make_plan
 
 STUCK = Stacks('Thread 0x1 (most recent call first):\n  File "/me/my.py", line 7 in loss')
@@ -41,16 +41,16 @@ class Watched:
             self.beat(rank, 2 - rank)
 
     def beat(self, local_rank: int, number: int) -> None:
-        pulse = Pulse()
+        beats = Heartbeat()
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv(heartbeat.PROGRESS, self.ways[local_rank])
-            pulse.open()
-        pulse._beats = number
-        pulse.begin_window(1, 1)
-        pulse.beat(Phase.computing, number)
+            beats.open()
+        beats._beats = number
+        beats.begin_window(1, 1)
+        beats.beat(Phase.computing, number)
 
     def look(self) -> None:
-        attempt = self.watch._attempt
+        attempt = self.watch._current
         assert attempt is not None
         self.watch._check(attempt, 10.0)
 
@@ -91,7 +91,7 @@ def test_the_one_behind_is_asked_and_ended(watched: Watched, monkeypatch: pytest
     assert watched.killed
     assert watched.watch.last is not None
     assert watched.watch.last.rank == 1
-    (event,) = records.read_events(watched.watch._plan.paths)
+    (event,) = history.read_events(watched.watch._plan.paths)
     assert (event["event"], event["rank"], event["phase"]) == ("hang", 1, "computing")
 
 
@@ -158,7 +158,7 @@ def test_no_verdict_on_what_is_no_more(what: str, watched: Watched, monkeypatch:
     assert len(asked) == 1
     assert watched.watch.last is None
     assert watched.process.poll() is None
-    assert records.read_events(watched.watch._plan.paths) == []
+    assert history.read_events(watched.watch._plan.paths) == []
 
 
 def test_another_node_answers_each_question_once(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +175,7 @@ def test_another_node_answers_each_question_once(watched: Watched, monkeypatch: 
     watched.look()
     watched.look()
     assert len(asked) == 1, "although it has read the question twice"
-    stuck = dataclasses.replace(STUCK, role=Role.collective)
+    stuck = dataclasses.replace(STUCK, wait=Wait.collective)
     assert answers(1) == {"1": dataclasses.asdict(stuck)}, "rank 7 is elsewhere"
     watched.beat(1, 8)
     store.post("0/request", json.dumps([2, [[1, 2]]]))

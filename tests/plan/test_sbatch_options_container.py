@@ -17,7 +17,7 @@ from launcher.launch.slurm.client import SlurmTask
 from launcher.plan import host
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.sbatch_options import srun_options
-from launcher.rundir import fencing, records
+from launcher.rundir import fencing, history
 from launcher.rundir.files import write_json
 from tests.doctor.test_host_checks import facts, two
 from tests.helpers import make_plan
@@ -139,8 +139,8 @@ def silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Situation:
 
 def task_of(situation: Situation) -> SlurmTask:
     task = SlurmTask(job="7", node=0, nodes=2, node_list="node[1-2]", restart=0, can_ask=False)
-    situation.fence = fencing.Fence(situation.paths, fencing.Incarnation())
-    node._open_incarnation(situation.plan, task, situation.fence)
+    situation.fence = fencing.Fence(situation.paths, fencing.Attempt())
+    node._open_attempt(situation.plan, task, situation.fence)
     return task
 
 
@@ -153,7 +153,7 @@ def test_a_node_finds_out_that_slurm_is_silent(silent: Situation, capsys: pytest
 
 def test_a_job_that_cannot_ask_stops_and_can_be_resumed(silent: Situation, capsys: pytest.CaptureFixture[str]) -> None:
     task = task_of(silent)
-    assert records.read_events(silent.paths)[0]["nodes"] == ["node[1-2]"]
+    assert history.read_events(silent.paths)[0]["nodes"] == ["node[1-2]"]
     assert outcome.reason_to_requeue(silent.plan, task) == ""
     write_json(silent.paths.summary, {"verdict": "stopped", "steps": 5})
     assert outcome.conclude(silent.plan, task, silent.fence, STOPPED) == EXIT_RESUMABLE

@@ -121,7 +121,7 @@ def test_the_drill() -> None:
     same = Difference(tensors=9, differing=0, first=None, absolute=0, relative=0, norm=0, steps="", figure="")
     other = dataclasses.replace(same, differing=2, first="model.w", absolute=1e-3, relative=0.5, norm=0.25)
     drilled = DrillResult(
-        job={"task": "a.Task"}, changed=(), windows=32, every=8, cold_start_s=4.0, run_s=6.5, by_itself=same,
+        job={"task": "a.Task"}, changed=(), windows=32, every=8, cold_start_s=4.0, run_s=6.5, rerun_difference=same,
         outcome=DrillOutcome.damaged, reason="not the undisturbed run",
         interrupted=(
             InterruptedRun(kind=Interruption.preempt, what="SIGUSR2", at_step=23, from_step=23, saving_s=0.5,

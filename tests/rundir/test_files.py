@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.launch.agent import open_incarnation
-from launcher.rundir.fencing import Fence, Incarnation
+from launcher.launch.agent import open_attempt
+from launcher.rundir.fencing import Attempt, Fence
 from launcher.rundir.files import read_json, write_json, write_text
 from launcher.rundir.paths import RunPaths
 
@@ -86,6 +86,6 @@ def test_what_a_killed_process_was_writing_goes_when_the_run_begins_again(tmp_pa
     for place in (left, of_the_living, of_another_host, tmp_path / ".submission.0"):
         place.touch()
         os.utime(place, (0, 0))
-    open_incarnation(Fence(RunPaths(tmp_path), Incarnation()))
+    open_attempt(Fence(RunPaths(tmp_path), Attempt()))
     assert not left.exists()
     assert {path.name for path in tmp_path.glob(".*")} == {of_the_living.name, of_another_host.name, ".submission.0"}

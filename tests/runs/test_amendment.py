@@ -18,9 +18,9 @@ from launcher.launch.planner import plan_job
 from launcher.launch.slurm import client
 from launcher.plan.resumable import Permission, rule
 from launcher.plan.run_plan import RunPlan
-from launcher.rundir import records
+from launcher.rundir import history
+from launcher.rundir.history import Submission
 from launcher.rundir.paths import RunPaths
-from launcher.rundir.records import Submission
 
 COMMON = (
     "run.name=own", "batch.global_size=24", "batch.micro_size=3", "train.steps=20", "wandb.mode=disabled",
@@ -34,8 +34,8 @@ def begun(*overrides: str, verdict: str = "stopped", steps: int = 10) -> RunPath
     plan = plan_job(config)
     local.create(plan, yaml)
     paths = plan.paths
-    records.add_submission(paths, dataclasses.replace(Submission.now(), ended=True))
-    paths.incarnation.write_text(json.dumps({"incarnation": "0.0"}))
+    history.add_submission(paths, dataclasses.replace(Submission.now(), ended=True))
+    paths.newest_attempt.write_text(json.dumps({"incarnation": "0.0"}))
     paths.summary.write_text(json.dumps({"verdict": verdict}))
     if steps:
         checkpoint = paths.checkpoint(steps)
@@ -57,7 +57,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[RunPlan]:
 
     def go_on(plan: RunPlan, *_: Any, **__: Any) -> int:
         plans.append(RunPlan.load(plan.paths.plan))
-        records.add_submission(plan.paths, dataclasses.replace(Submission.now(), ended=True))
+        history.add_submission(plan.paths, dataclasses.replace(Submission.now(), ended=True))
         return 0
 
     monkeypatch.setattr(train, "restart", go_on)
@@ -182,8 +182,8 @@ def test_a_start_that_does_not_come_about_changes_nothing(monkeypatch: pytest.Mo
 
     def refuses(plan: RunPlan, *_: Any, **__: Any) -> int:
         assert plan.train.steps == RunPlan.load(plan.paths.plan).train.steps == 33
-        records.add_submission(plan.paths, Submission.now())
-        records.amend_submission(plan.paths, refused=True)
+        history.add_submission(plan.paths, Submission.now())
+        history.amend_submission(plan.paths, refused=True)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(train, "restart", refuses)
@@ -201,7 +201,7 @@ def test_a_plan_with_which_the_run_has_started_stays(earlier: int, monkeypatch: 
         paths.submission(0).unlink()
 
     def breaks_later(plan: RunPlan, *_: Any, **__: Any) -> int:
-        records.add_submission(plan.paths, dataclasses.replace(Submission.now(), ended=True))
+        history.add_submission(plan.paths, dataclasses.replace(Submission.now(), ended=True))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(train, "restart", breaks_later)

@@ -12,10 +12,10 @@ from launcher.cli import names
 from launcher.errors import SiteError, UserError
 from launcher.launch.slurm import client
 from launcher.launch.slurm.client import Listed, SlurmSilent
-from launcher.rundir import paths, records
+from launcher.rundir import history, paths
 from launcher.rundir.files import write_json
+from launcher.rundir.history import Submission
 from launcher.rundir.paths import RunPaths
-from launcher.rundir.records import Submission
 from launcher.runs import control, status
 from launcher.runs.status import RunState
 from tests.helpers import make_plan
@@ -27,12 +27,12 @@ def make_run(root: Path, name: str, *overrides: str, job: str | None = "7", subm
     plan = make_plan(*overrides, run_dir=str(paths.root))
     dataclasses.replace(plan, run=dataclasses.replace(plan.run, name=name)).save()
     for _ in range(submissions):
-        records.add_submission(paths, dataclasses.replace(Submission.now(), job=job))
+        history.add_submission(paths, dataclasses.replace(Submission.now(), job=job))
     return paths
 
 
-def begin(paths: RunPaths, incarnation: str = "0.0") -> None:
-    write_json(paths.incarnation, {"incarnation": incarnation, "job": "7", "nodes": ["node1"]})
+def begin(paths: RunPaths, attempt: str = "0.0") -> None:
+    write_json(paths.newest_attempt, {"incarnation": attempt, "job": "7", "nodes": ["node1"]})
 
 
 def slurm_says(monkeypatch: pytest.MonkeyPatch, state: str | None, name: str = "a", reason: str = "None") -> None:
@@ -117,11 +117,11 @@ def test_a_slurm_that_does_not_answer_is_no_verdict(tmp_path: Path, monkeypatch:
 
 def test_local_runs(tmp_path: Path) -> None:
     paths = make_run(tmp_path, "a", job=None, submissions=0)
-    records.add_submission(paths, Submission.now().by_this_process())
+    history.add_submission(paths, Submission.now().by_this_process())
     assert status.statuses_of([paths])[0].state is RunState.running
-    records.amend_submission(paths, born="another process of this number")
+    history.amend_submission(paths, born="another process of this number")
     assert status.statuses_of([paths])[0].state is RunState.lost
-    records.amend_submission(paths, host="elsewhere")
+    history.amend_submission(paths, host="elsewhere")
     assert status.statuses_of([paths])[0].state is RunState.unknown
     begin(paths)
     write_json(paths.summary, {"verdict": "failed", "failure": {"rank": 1, "error": "KeyError: 3\nmore"}})
@@ -132,7 +132,7 @@ def test_local_runs(tmp_path: Path) -> None:
 def test_what_was_asked_to_end_before_an_error_stays_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     places = [make_run(tmp_path, name, job=None, submissions=0) for name in ("own", "foreign", "later")]
     for place in places:
-        records.add_submission(place, Submission.now().by_this_process())
+        history.add_submission(place, Submission.now().by_this_process())
     places.append(make_run(tmp_path, "a", "cluster=slurm"))
     slurm_says(monkeypatch, "PENDING")
     asked: list[object] = []
@@ -147,7 +147,7 @@ def test_what_was_asked_to_end_before_an_error_stays_cancelled(tmp_path: Path, m
     with pytest.raises(SiteError, match=r"foreign: belongs to .* can cancel it"):
         control.cancel_runs(status.statuses_of(places), print)
     assert asked == ["7", "process", "process"]
-    assert [records.submissions(place)[-1].cancelled for place in places] == [True, False, False, True]
+    assert [history.submissions(place)[-1].cancelled for place in places] == [True, False, False, True]
 
 
 def test_a_run_is_found_by_name_directory_or_beginning(tmp_path: Path) -> None:
@@ -176,21 +176,21 @@ def test_a_broken_directory_does_not_trip_the_others(tmp_path: Path) -> None:
 
 def test_lines_that_do_not_parse_are_no_events(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
-    assert records.read_events(paths) == []
-    records.note_event(paths, "submitted", job="7")
+    assert history.read_events(paths) == []
+    history.note_event(paths, "submitted", job="7")
     whole = paths.events.read_text()
     torn, merged = whole[:20] + "}", whole.strip() + whole.strip()
     with paths.events.open("ab") as file:
         file.write(f"{torn}\n{merged}\n{{}}\n[1]\n2\n".encode() + b"\xff}\n")
-    records.note_event(paths, "started")
+    history.note_event(paths, "started")
     with paths.events.open("a") as file:
         file.write(whole[:30])
-    assert [event["event"] for event in records.read_events(paths)] == ["submitted", "started"]
+    assert [event["event"] for event in history.read_events(paths)] == ["submitted", "started"]
 
 
 def test_what_a_newer_version_wrote_is_read_as_far_as_it_is_known() -> None:
     known = {"at": "2025-01-01T00:00:00+00:00", "host": "h", "user": "u", "job": "7"}
-    assert records.parse_submissions({"submissions": [known | {"federation": "west"}]}) == [Submission(**known)]
+    assert history.parse_submissions({"submissions": [known | {"federation": "west"}]}) == [Submission(**known)]
     for malformed in (
         {},
         {"submissions": None},
@@ -198,4 +198,4 @@ def test_what_a_newer_version_wrote_is_read_as_far_as_it_is_known() -> None:
         {"submissions": {"a": 1}},
         {"submissions": [{}]},
     ):
-        assert records.parse_submissions(malformed) == []
+        assert history.parse_submissions(malformed) == []

@@ -13,10 +13,10 @@ from launcher.config.multirun import RequestedCell, Result
 from launcher.errors import EXIT_DONE, EXIT_RESUMABLE, ConfigError, RunError, UserError
 from launcher.launch import planner
 from launcher.plan.run_plan import RunPlan, TaskPlan
-from launcher.rundir import records
+from launcher.rundir import history
 from launcher.rundir.files import write_json
+from launcher.rundir.history import Submission
 from launcher.rundir.paths import RunPaths
-from launcher.rundir.records import Submission
 from launcher.sweeps.conductor import Conductor
 
 TASK = ("task._target_=made.Task", "batch.global_size=8", "batch.micro_size=2", "train.steps=4")
@@ -32,11 +32,11 @@ class Machine:
 
     def __call__(self, plan: RunPlan) -> int:
         self.ran.append(plan.paths.root.name)
-        if not records.submissions(plan.paths):
-            records.add_submission(plan.paths, Submission.now())
-        write_json(plan.paths.incarnation, {"incarnation": "0.0"})
+        if not history.submissions(plan.paths):
+            history.add_submission(plan.paths, Submission.now())
+        write_json(plan.paths.newest_attempt, {"incarnation": "0.0"})
         write_json(plan.paths.summary, {"verdict": self.verdict, **self.numbers})
-        records.amend_submission(plan.paths, ended=True)
+        history.amend_submission(plan.paths, ended=True)
         return EXIT_RESUMABLE if self.verdict == "stopped" else EXIT_DONE
 
 
@@ -105,7 +105,7 @@ def test_an_edit_of_the_code_begins_anew_and_says_so_and_a_log_does_not(machine:
 def test_what_is_under_way_is_not_replaced(machine: Machine) -> None:
     begin(machine, "sweep.name=s", seeds=(1,))
     paths = RunPaths(Path("runs/s").resolve() / machine.ran[0])
-    records.amend_submission(paths, pid=os.getpid(), born=records.process_start_id(os.getpid()), ended=False)
+    history.amend_submission(paths, pid=os.getpid(), born=history.process_start_id(os.getpid()), ended=False)
     Path("made.py").write_text("class Task: edited = True")
     with pytest.raises(UserError, match=r"1 of these cells are active with other code.*seed=1.\n.*launch cancel"):
         begin(machine, "sweep.name=s", seeds=(1, 2))

@@ -11,10 +11,10 @@ import pytest
 from launcher.cli.names import resolve, resolve_any
 from launcher.errors import UserError
 from launcher.plan.run_plan import RunPlan
-from launcher.rundir import code_snapshot, records
+from launcher.rundir import code_snapshot, history
 from launcher.rundir.files import write_json
+from launcher.rundir.history import Submission
 from launcher.rundir.paths import RunPaths, SweepPaths
-from launcher.rundir.records import Submission
 from launcher.runs.status import RunState, statuses_of
 from launcher.sweeps import manifest
 from launcher.sweeps.manifest import Cell, Sweep, content_of
@@ -38,8 +38,8 @@ def make_run(place: Path, verdict: str | None) -> None:
     paths.logs.mkdir(parents=True)
     plan = make_plan(run_dir=str(place))
     dataclasses.replace(plan, run=dataclasses.replace(plan.run, name=place.name)).save()
-    records.add_submission(paths, Submission.now())  # of no process that is alive
-    write_json(paths.incarnation, {"incarnation": "0.0"})
+    history.add_submission(paths, Submission.now())  # of no process that is alive
+    write_json(paths.newest_attempt, {"incarnation": "0.0"})
     if verdict is not None:
         write_json(paths.summary, {"verdict": verdict, "failure": {"rank": 1, "error": "no luck"}})
 
@@ -162,9 +162,9 @@ def test_a_sweep_that_cannot_be_read_stands_beside_the_others(tmp_path: Path) ->
 def test_a_run_is_over_when_its_launch_says_so_though_the_process_runs_others(tmp_path: Path) -> None:
     make_run(tmp_path / "s" / "a", "done")
     paths = RunPaths(tmp_path / "s" / "a")
-    records.amend_submission(paths, pid=os.getpid(), born=records.process_start_id(os.getpid()))
+    history.amend_submission(paths, pid=os.getpid(), born=history.process_start_id(os.getpid()))
     assert statuses_of([paths])[0].state is RunState.running
-    records.amend_submission(paths, ended=True)
+    history.amend_submission(paths, ended=True)
     assert statuses_of([paths])[0].state is RunState.done
 
 

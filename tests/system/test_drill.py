@@ -78,8 +78,8 @@ def test_a_job_that_remembers_what_no_checkpoint_holds_does_not_survive(
     assert one.difference is not None
     assert one.difference.figure.startswith("train/")
     assert one.difference.differing > 1
-    assert found.by_itself is not None
-    assert found.by_itself.identical, "left alone it is the same each time"
+    assert found.rerun_difference is not None
+    assert found.rerun_difference.identical, "left alone it is the same each time"
 
 
 def test_a_job_that_fails_by_itself_is_not_drilled(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from wandb.proto import wandb_internal_pb2 as pb
 
 from launcher.plan.run_plan import RunPlan
 from launcher.report.tables import summary_table
-from launcher.rundir.fencing import Fence, Incarnation
+from launcher.rundir.fencing import Attempt, Fence
 from launcher.rundir.files import write_text
 from tests.conftest import Launch
 from tests.helpers import make_plan
@@ -106,8 +106,8 @@ def test_a_server_out_of_reach_is_said_once_and_stops_nothing(launch: Launch, tm
     assert summary["verdict"] == "done"
 
 
-def mirror(run: Path, incarnation: str = "0.0") -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "launcher.report.trackers", str(run), incarnation]
+def mirror(run: Path, attempt: str = "0.0") -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "launcher.report.trackers", str(run), attempt]
     return warm.Popen(command, stdin=subprocess.PIPE)
 
 
@@ -149,7 +149,7 @@ def test_a_mirror_whose_run_goes_on_elsewhere_goes_without_a_word(tmp_path: Path
     record_until(plan, 3)
     old = mirror(tmp_path)
     wait_for(plan.paths.wandb_status.exists, "the first mirror to open its run")
-    Fence(plan.paths, Incarnation(0, 1)).claim()
+    Fence(plan.paths, Attempt(0, 1)).claim()
     record_until(plan, 8)
     newer = json.dumps({"dir": "the newer one's"})
     write_text(plan.paths.wandb_status, newer)

@@ -1,6 +1,6 @@
 """Task that Slurm starts on each node of a job: runs the agent and finds the other nodes.
 
-There is one task per node and one incarnation of the run per start of the job. Node 0 opens the incarnation and
+There is one task per node and one attempt of the run per start of the job. Node 0 opens the attempt and
 publishes where the nodes meet. All nodes use the plan for the node count of this start: plan.json or, with fewer nodes
 than the job may have, plan.nodesN.json, which is derived from it. When Slurm reclaims the nodes, or the time limit is
 near, the workers save and exit, and node 0 requeues the job (outcome.py decides).
@@ -19,18 +19,18 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, LauncherError, SiteError, Superseded, UserError
-from launcher.launch.agent import load_plan, open_incarnation, serve
+from launcher.launch.agent import load_plan, open_attempt, serve
 from launcher.launch.network import Route, find_route, free_port, interface_env
 from launcher.launch.slurm import client
 from launcher.launch.slurm.client import SlurmTask
 from launcher.launch.slurm.outcome import cancelled, conclude, conclude_failure, reason_to_requeue
 from launcher.plan.launch_plan import HostPosition, LaunchPlan
 from launcher.process import StopShield, die_with_parent, wait_until
-from launcher.rundir import records
-from launcher.rundir.fencing import Fence, Incarnation
+from launcher.rundir import history
+from launcher.rundir.fencing import Attempt, Fence
 from launcher.rundir.files import write_text
+from launcher.rundir.history import failure_record
 from launcher.rundir.paths import RunPaths
-from launcher.rundir.records import failure_record
 
 _MEET_WITHIN_S = 300
 _LOOK_EVERY_S = 0.2
@@ -43,7 +43,7 @@ def run_node(run_dir: str, submission: int) -> NoReturn:
     with StopShield() as shield:
         task, paths = SlurmTask.here(), RunPaths(Path(run_dir))
         _write_to(paths, task.node)
-        fence = Fence(paths, Incarnation(submission, task.restart))
+        fence = Fence(paths, Attempt(submission, task.restart))
         task = dataclasses.replace(task, can_ask=_can_ask(load_plan(paths.plan), task))
         status = EXIT_FAILED
         try:
@@ -101,7 +101,7 @@ def _write_to(paths: RunPaths, node: int) -> None:
 
 def _run(task: SlurmTask, fence: Fence, shield: StopShield) -> int:
     paths = fence.paths
-    print(f"--- {datetime.now():%Y-%m-%d %H:%M:%S} incarnation {fence.own} on {socket.gethostname()}", flush=True)
+    print(f"--- {datetime.now():%Y-%m-%d %H:%M:%S} attempt {fence.own} on {socket.gethostname()}", flush=True)
     if cancelled(paths):
         return EXIT_RESUMABLE
     plan, plan_file = _plan_for(task, fence)
@@ -146,15 +146,15 @@ def _plan_for(task: SlurmTask, fence: Fence) -> tuple[LaunchPlan, Path]:
 
 
 def _join_nodes(plan: LaunchPlan, task: SlurmTask, fence: Fence) -> LaunchPlan:
-    """Return the plan with this node's place; node 0 opens the incarnation and publishes where the nodes meet.
+    """Return the plan with this node's place; node 0 opens the attempt and publishes where the nodes meet.
 
     Raises:
         Superseded: Slurm has restarted the job meanwhile.
-        SiteError: No interface leads to the other nodes, or node 0 did not open the incarnation in time.
+        SiteError: No interface leads to the other nodes, or node 0 did not open the attempt in time.
     """
     cluster = plan.cluster
     if task.node == 0:
-        _open_incarnation(plan, task, fence)
+        _open_attempt(plan, task, fence)
         route = store = None
         if task.nodes > 1:
             route = route_to_others(cluster.interface)
@@ -176,17 +176,17 @@ def _join_nodes(plan: LaunchPlan, task: SlurmTask, fence: Fence) -> LaunchPlan:
     )
 
 
-def _open_incarnation(plan: LaunchPlan, task: SlurmTask, fence: Fence) -> None:
+def _open_attempt(plan: LaunchPlan, task: SlurmTask, fence: Fence) -> None:
     paths, before = fence.paths, fence.newest()
     steps = paths.newest_step()
     # count within this submission only: whoever resumes a run may have fixed the cause
     restarted = before.get("incarnation", "").partition(".")[0] == str(fence.own.submission)
     fruitless = before.get("fruitless", 0) + 1 if restarted and before.get("from_step") == steps else 0
     ranks = plan.cluster.world_size
-    open_incarnation(fence, job=task.job, from_step=steps, fruitless=fruitless, ranks=ranks)
+    open_attempt(fence, job=task.job, from_step=steps, fruitless=fruitless, ranks=ranks)
     names = client.host_names(task.node_list) if task.can_ask else [task.node_list]
     fence.add(nodes=names)
-    records.note_event(
+    history.note_event(
         paths, "started", incarnation=str(fence.own), job=task.job, nodes=names, ranks=ranks, from_step=steps
     )
 
@@ -199,7 +199,7 @@ def _wait_for_node_0(fence: Fence) -> dict[str, Any]:
 
     newest = wait_until(started, _MEET_WITHIN_S, _LOOK_EVERY_S)
     if newest is None:
-        raise SiteError(f"node 0 has not started incarnation {fence.own} within {_MEET_WITHIN_S} s.")
+        raise SiteError(f"node 0 has not started attempt {fence.own} within {_MEET_WITHIN_S} s.")
     return newest
 
 

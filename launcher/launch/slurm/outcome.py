@@ -18,11 +18,11 @@ from launcher.launch.slurm import client
 from launcher.launch.slurm.client import SlurmTask
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan
-from launcher.rundir import records
+from launcher.rundir import history
 from launcher.rundir.fencing import Fence
 from launcher.rundir.files import read_json, write_json
+from launcher.rundir.history import HANG, Failure, failure_record
 from launcher.rundir.paths import RunPaths
-from launcher.rundir.records import HANG, Failure, failure_record
 
 # seconds that Slurm may take to end the processes of a job that it requeues
 _REQUEUE_WITHIN_S = 120
@@ -47,7 +47,7 @@ def conclude(plan: LaunchPlan, task: SlurmTask, fence: Fence, ended: NodeOutcome
         if task.node == 0 and ended.status == EXIT_DONE:
             if not isinstance(plan, RunPlan):
                 write_json(paths.summary, {"verdict": "done"})
-            records.note_event(paths, "done", step=summary.get("steps"))
+            history.note_event(paths, "done", step=summary.get("steps"))
         return ended.status
     if task.node:
         return EXIT_DONE  # node 0 decides
@@ -55,7 +55,7 @@ def conclude(plan: LaunchPlan, task: SlurmTask, fence: Fence, ended: NodeOutcome
     verdict = "stopped" if summary or not isinstance(plan, RunPlan) else "killed"
     write_json(paths.summary, {"verdict": verdict} | summary | hang | {"stopped_by": stopped_by})
     why = reason_to_requeue(plan, task, stopped_by)
-    records.note_event(paths, verdict, by=stopped_by, why=why or "Slurm ends the job", step=summary.get("steps"))
+    history.note_event(paths, verdict, by=stopped_by, why=why or "Slurm ends the job", step=summary.get("steps"))
     return _requeue_unless_futile(plan, task, fence, why) if why else EXIT_RESUMABLE
 
 
@@ -94,11 +94,11 @@ def _requeue_unless_futile(plan: LaunchPlan, task: SlurmTask, fence: Fence, why:
     if cancelled(paths):
         return EXIT_RESUMABLE
     fence.check()
-    records.note_event(paths, "requeued", why=why)  # before the requeue, which ends this process
+    history.note_event(paths, "requeued", why=why)  # before the requeue, which ends this process
     try:
         client.requeue(task.job)
     except SiteError as error:
-        records.note_event(paths, "not requeued", why=str(error))
+        history.note_event(paths, "not requeued", why=str(error))
         print(
             f"The job could not be requeued: {error}\n  Continue it with `launch resume`.", file=sys.stderr, flush=True
         )
@@ -109,14 +109,14 @@ def _requeue_unless_futile(plan: LaunchPlan, task: SlurmTask, fence: Fence, why:
 
 def cancelled(paths: RunPaths) -> bool:
     """Return True if a person cancelled the run, whatever Slurm does with the job."""
-    return records.submissions(paths)[-1].cancelled
+    return history.submissions(paths)[-1].cancelled
 
 
 def _report(task: SlurmTask, fence: Fence, own: Failure) -> Reports:
     reports = Reports(fence, task.node, task.nodes)
     reports.add(own)
     event = "disconnected" if reports.only_lost_connections() else "failed"
-    records.note_event(fence.paths, event, node=task.node, rank=own["rank"], error=own["error"])
+    history.note_event(fence.paths, event, node=task.node, rank=own["rank"], error=own["error"])
     return reports
 
 
@@ -150,7 +150,7 @@ _LOG_TAIL_BYTES = 8192
 
 
 class Reports:
-    """Failure reports of the nodes of one incarnation, in files of the run's directory."""
+    """Failure reports of the nodes of one attempt, in files of the run's directory."""
 
     def __init__(self, fence: Fence, node: int, nodes: int) -> None:
         self._fence, self._node, self._nodes = fence, node, nodes

@@ -28,8 +28,8 @@ from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.placement import SCRIPT_COMMAND
 from launcher.plan.run_plan import RunPlan
 from launcher.process import RUN_ID
-from launcher.rundir import code_snapshot, records
-from launcher.rundir.records import Submission
+from launcher.rundir import code_snapshot, history
+from launcher.rundir.history import Submission
 
 P = TypeVar("P", bound=LaunchPlan)
 
@@ -110,18 +110,18 @@ def submit_array(plans: Sequence[LaunchPlan], name: str, folder: Path, at_once: 
     submission = dataclasses.replace(Submission.now(), name=name)
     each: list[tuple[str, int]] = []
     try:
-        each += ((plan.run.dir, records.add_submission(plan.paths, submission)) for plan in plans)
+        each += ((plan.run.dir, history.add_submission(plan.paths, submission)) for plan in plans)
         jobs = _submit_function(plans[0], node.run_node, each, name=name, folder=folder, at_once=at_once)
         for plan, job in zip(plans, jobs, strict=True):
-            records.amend_submission(plan.paths, job=job)
+            history.amend_submission(plan.paths, job=job)
     except BaseException:
         # sbatch may have timed out or been interrupted after the job was queued
         client.cancel_named(name, submission.user)
         for plan in plans[: len(each)]:
-            records.amend_submission(plan.paths, refused=True)
+            history.amend_submission(plan.paths, refused=True)
         raise
     for plan, job in zip(plans, jobs, strict=True):
-        records.note_event(plan.paths, "submitted", job=job)
+        history.note_event(plan.paths, "submitted", job=job)
     return jobs
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from launcher.config.schema import OnError
 from launcher.errors import CheckpointFailed
-from launcher.heartbeat import PULSE, Role
+from launcher.heartbeat import HEARTBEAT, Wait
 from launcher.rundir.fencing import Fence
 from launcher.train.checkpoint import save
 from launcher.train.checkpoint.contents import Staging
@@ -72,7 +72,7 @@ class Saver:
         snapshot = save.take_snapshot(self._engine, self._fence, self._plan.keep, run)
         if next_due is None or not self._plan.async_save:
             self._write(snapshot, next_due)
-            self._settle()
+            self._handle_failure()
             return
         snapshot = dataclasses.replace(snapshot, tensors=self._staging.copy(snapshot.tensors), staged=True)
         self._thread = threading.Thread(target=self._write_in_background, args=(snapshot, next_due), daemon=True)
@@ -81,15 +81,15 @@ class Saver:
     def wait(self) -> None:
         """Wait for the save in progress. Raises the same errors as ``save``."""
         if self._thread is not None:
-            with PULSE.doing(Role.io, self._thread.ident or 0):
+            with HEARTBEAT.waiting_for(Wait.io, self._thread.ident or 0):
                 self._thread.join()
             self._thread = None
-            self._settle()
+            self._handle_failure()
 
     def finish(self) -> None:
         """Wait for the save in progress while another error is being raised; print its failure, if any."""
         if self._thread is not None:
-            with PULSE.doing(Role.io, self._thread.ident or 0):
+            with HEARTBEAT.waiting_for(Wait.io, self._thread.ident or 0):
                 self._thread.join()
             if self._error is not None:
                 print(f"The checkpoint in progress was not written: {self._error}", flush=True)
@@ -115,7 +115,7 @@ class Saver:
             self._failed.set()
 
     def _write(self, snapshot: Snapshot, next_due: str | None) -> None:
-        """Write the snapshot, and store an error for ``_settle``; one that training survives is printed at once."""
+        """Write the snapshot; store an error for ``_handle_failure``, and print it at once if training survives it."""
         try:
             self._totals.checkpoint = str(save.write(snapshot, self._group))
         except BaseException as error:  # an exception in a thread would be lost
@@ -132,7 +132,7 @@ class Saver:
             return True
         return not isinstance(error, CheckpointFailed) or self._plan.on_error is OnError.stop
 
-    def _settle(self) -> None:
+    def _handle_failure(self) -> None:
         """Count a failed save, and raise its error if it ends the run."""
         error, self._error = self._error, None
         if isinstance(error, CheckpointFailed):

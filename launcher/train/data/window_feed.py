@@ -61,7 +61,7 @@ class Feed(Protocol):
         """Return whether this rank has a sample for the window after the current one."""
         ...
 
-    def settle(self, anyone_has_next: bool) -> WindowPosition:
+    def advance(self, anyone_has_next: bool) -> WindowPosition:
         """Return the position of the next window. ``anyone_has_next``: the result of ``has_next`` on any rank."""
         ...
 
@@ -145,7 +145,7 @@ class MapFeed:
     def has_next(self) -> bool:
         return True
 
-    def settle(self, anyone_has_next: bool) -> WindowPosition:  # noqa: ARG002 (every rank can count)
+    def advance(self, anyone_has_next: bool) -> WindowPosition:  # noqa: ARG002 (every rank can count)
         following = self._spans.at(self._index + 1)
         return WindowPosition(self._index + 1, following.epoch, following.window)
 
@@ -279,7 +279,7 @@ class StreamFeed:
     def has_next(self) -> bool:
         return self._next is not None
 
-    def settle(self, anyone_has_next: bool) -> WindowPosition:
+    def advance(self, anyone_has_next: bool) -> WindowPosition:
         index, epoch, window = dataclasses.astuple(self._position)
         epoch, window = (epoch, window + 1) if anyone_has_next else (epoch + 1, 0)
         self._position = WindowPosition(index + 1, epoch, window)

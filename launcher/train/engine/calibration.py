@@ -27,7 +27,7 @@ from torch import Tensor
 
 from launcher.config.schema import StrategyKind, Sync
 from launcher.errors import EngineMisuse, SyncPolicyViolated, TaskError
-from launcher.heartbeat import PULSE, Phase
+from launcher.heartbeat import HEARTBEAT, Phase
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.sync_policy import transfers_per_window
 from launcher.quantities import Interval, interval
@@ -303,7 +303,7 @@ class Calibration:
 
     def _passes(self, sync: Sync, count: int, *, silent: bool) -> None:
         for number in range(count):
-            PULSE.beat(Phase.computing, number + 1)
+            HEARTBEAT.beat(Phase.computing, number + 1)
             micro = self._micro_batches[number % len(self._micro_batches)]
             self._norms.trial(alone=silent)
             with (

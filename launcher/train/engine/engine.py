@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from launcher.errors import ConfigError, EngineMisuse
-from launcher.heartbeat import PULSE, Phase
+from launcher.heartbeat import HEARTBEAT, Phase
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.sync_policy import reduces
 from launcher.train import precision
@@ -32,7 +32,7 @@ from launcher.train.data.window_feed import BEGINNING, Window, WindowPosition, o
 from launcher.train.engine import oom, window_totals
 from launcher.train.engine.build import ModelFrom, OptimizerFrom, TrainedParameters, build_parallel
 from launcher.train.engine.calibration import Calibrated, Calibration, measured_as
-from launcher.train.engine.optimizer_step import Update
+from launcher.train.engine.optimizer_step import OptimizerStep
 from launcher.train.engine.window import CurrentWindow, Forward
 from launcher.train.engine.window_batchnorm import norms_of
 from launcher.train.engine.window_totals import StepResult, WindowTotals
@@ -96,21 +96,22 @@ class Engine:
         offloads = torch.device("cpu") if plan.strategy.cpu_offload else None
         self.precision = Precision(plan.precision, self.device, gradients_on=offloads)
         self._norms = norms_of(plan, self.parallel, self.precision, self.device)
-        self._update = Update(self.parallel, self.optimizer, self.precision, self._norms, plan, self.world, self.device)
-        self.schedule = self._update.schedule
+        self._optimizer_step = step = OptimizerStep(
+            self.parallel, self.optimizer, self.precision, self._norms, plan, self.world, self.device
+        )
+        self.schedule = step.schedule
         self._current = CurrentWindow(
-            self.parallel, self.precision, self._norms, self.buffers, self._update, self.device, plan.strategy.sync
+            self.parallel, self.precision, self._norms, self.buffers, step, self.device, plan.strategy.sync
         )
         self._may_abandon = oom.can_abandon(plan, self._norms)
         self._calibration = Calibration(self.world, self.device, self.parallel, self.precision, self._norms, owner)
-        self._stop = stop
-        self._save_due = save_due if self.world.rank == 0 else lambda: False
+        self._stop, self._save_due = stop, save_due if self.world.rank == 0 else lambda: False
         self.stragglers = StragglerDetector(self.world, self.device, plan.train.straggler_share)
         self._noise = NoiseScale(self.world.size, self.device, self.parallel.local_norm)
         self._observers: list[Observer] = [self._noise, self.buffers, self.stragglers]
         self._totals = WindowTotals(self.world, self.device, self._observers)
-        # a sharded gradient's norm is summed too
-        self._flags_bytes = self._totals.payload_bytes + (8 if plan.strategy.shard_size > 1 else 0)
+        norm_bytes = 8 if plan.strategy.shard_size > 1 else 0  # a sharded gradient's norm is summed too
+        self._flags_bytes = self._totals.payload_bytes + norm_bytes
         self.position = BEGINNING
 
     @property
@@ -148,7 +149,7 @@ class Engine:
             try:
                 for window in feed.windows():
                     self._totals.clear()
-                    PULSE.begin_window(window.index + 1, self.steps + 1)
+                    HEARTBEAT.begin_window(window.index + 1, self.steps + 1)
                     yield self._current.open(window, self._micro_batches(window), may_abandon=self._may_abandon)
                     if self._again:
                         break
@@ -168,7 +169,7 @@ class Engine:
         micro_batches = current.prepare(window, calibrate)
         for number in range(window.count):
             micro = current.fetch(micro_batches, window.count)
-            with self.parallel.micro_batch(current.sync, first=number == 0, last=current.last):
+            with self.parallel.micro_batch(current.sync, first=number == 0, last=current.at_boundary):
                 # the loop's forward and backward run in this context: DDP decides in forward whether to synchronise
                 self._norms.micro_batch(counts=micro.samples > 0)
                 with self.precision.autocast():
@@ -191,21 +192,21 @@ class Engine:
             raise EngineMisuse(
                 "The loss does not require a gradient: it was detached, made from a number, or computed under no_grad."
             )
-        weight = self._update.weight(items, samples)
+        weight = self._optimizer_step.weight(items, samples)
         if samples:
             self._totals.add(loss_sum, items, samples)
         if self.parallel.local_norm.due:
             self._noise.begin(*self._totals.own_part)
-        if reduces(self._current.sync, last=self._current.last):
+        if reduces(self._current.sync, last=self._current.at_boundary):
             self._trained.require_same()
-        if self._current.last:
+        if self._current.at_boundary:
             self._totals.send(more=self._feed.has_next(), stop=self._stop(), save_due=self._save_due())
             if self._current.may_abandon and self._totals.out_of_memory():
                 raise oom.WindowAbandoned(
                     "Another rank ran out of memory, and batch.on_oom=shrink runs this window again. The loop must "
                     "pass this exception to engine.shrinks(error)."
                 )
-        self.parallel.before_backward(self._totals.items_of_all if self._current.last else None)
+        self.parallel.before_backward(self._totals.items_of_all if self._current.at_boundary else None)
         self.precision.backward(loss_sum * weight)
         self.parallel.meter.backward_is_over()
 
@@ -221,7 +222,7 @@ class Engine:
         current, window = self._current, self._current.window
         if window is None or not self._totals.sent:
             raise EngineMisuse("engine.step() must be called once, after the last micro-batch of a window.")
-        PULSE.beat(Phase.waiting, window.count)
+        HEARTBEAT.beat(Phase.waiting, window.count)
         gradients = self.parallel.gradients()
         self.precision.unscale(self.optimizer)
         agreed = self._totals.receive(self.parallel.total_norm(gradients))
@@ -230,9 +231,9 @@ class Engine:
             raise window_totals.explain_bad_loss(self._totals, self.world, self.steps + 1)
         comm = self.parallel.meter.close_window(window.count, current.sync)
 
-        scale, divisor = self._update.scale, self._update.divisor
-        PULSE.beat(Phase.updating, window.count)
-        norm = self._update.apply(gradients, agreed)
+        scale, divisor = self._optimizer_step.scale, self._optimizer_step.divisor
+        HEARTBEAT.beat(Phase.updating, window.count)
+        norm = self._optimizer_step.apply(gradients, agreed)
         skipped = not math.isfinite(norm)
         step_s = current.close()
         full = agreed.samples == self.plan.batch.global_size_at(window.index)
@@ -244,13 +245,13 @@ class Engine:
         )  # fmt: skip
         for observer in self._observers:
             observer.window_ended(ended)
-        self.position = self._feed.settle(agreed.more)
-        self._update.count(agreed, window.epoch, epoch_over=self.position.epoch > window.epoch)
+        self.position = self._feed.advance(agreed.more)
+        self._optimizer_step.count(agreed, window.epoch, epoch_over=self.position.epoch > window.epoch)
         stopped = agreed.stop and not self.over
         self._finished = stopped or self.over
         return StepResult(
             step=self.steps, window=window.index, epoch=window.epoch, micro_batches=window.count,
-            samples=agreed.samples, items=agreed.items, grad_norm=norm, lr=self._update.lr,
+            samples=agreed.samples, items=agreed.items, grad_norm=norm, lr=self._optimizer_step.lr,
             loss=agreed.loss_sum / agreed.items if agreed.items else math.nan,
             skipped=skipped, scale=scale, sync=current.sync, comm=comm,
             noise=self.noise, spent=self.stragglers.spent, straggler=self.stragglers.straggler,
@@ -279,12 +280,12 @@ class Engine:
         elif smaller is None or self._totals.sent or not (self._current.may_abandon and oom.is_out_of_memory(error)):
             return False
         else:
-            self._update.weight(0, 0)  # where the others wait for this rank's first micro-batch
+            self._optimizer_step.weight(0, 0)  # where the others wait for this rank's first micro-batch
             self._totals.send_out_of_memory()
             self._totals.out_of_memory()
         self._current.abandon()
         self.plan = dataclasses.replace(self.plan, batch=smaller)
-        self._update.change_accumulation(smaller.accumulation)
+        self._optimizer_step.change_accumulation(smaller.accumulation)
         self._calibration.result = None  # it was of larger micro-batches
         self._again = True
         return True
@@ -312,9 +313,8 @@ class Engine:
     def over(self) -> bool:
         """True if the plan's steps or epochs are done."""
         steps, epochs = self.plan.train.steps, self.plan.train.epochs
-        if epochs is not None:
-            return self.position.epoch >= epochs
-        return steps is not None and self.steps >= steps
+        over_by_steps = steps is not None and self.steps >= steps
+        return over_by_steps if epochs is None else self.position.epoch >= epochs
 
     def share_buffers(self, *, watch: bool = True) -> None:
         """Copy rank 0's changing buffers to all ranks, as each window does. ``watch``: look for more of them first."""
@@ -330,27 +330,27 @@ class Engine:
     @property
     def steps(self) -> int:
         """Optimizer steps taken."""
-        return self._update.steps
+        return self._optimizer_step.steps
 
     @property
     def skipped_steps(self) -> int:
         """Windows not applied because fp16 overflowed."""
-        return self._update.skipped_steps
+        return self._optimizer_step.skipped_steps
 
     @property
     def empty_windows(self) -> int:
         """Windows not applied because they held no item."""
-        return self._update.empty_windows
+        return self._optimizer_step.empty_windows
 
     @property
     def samples(self) -> int:
         """Samples seen so far, on all ranks."""
-        return self._update.samples
+        return self._optimizer_step.samples
 
     @property
     def items(self) -> int:
         """Items seen so far, on all ranks."""
-        return self._update.items
+        return self._optimizer_step.items
 
     @property
     def window_index(self) -> int:
@@ -372,7 +372,7 @@ class Engine:
         if self._noise.waits:
             self._noise.receive(self._totals.sum_of(self._noise))
         return {
-            **self._update.state_dict(),
+            **self._optimizer_step.state_dict(),
             "place": dataclasses.asdict(self.position),
             "calibration": self.calibrated and dataclasses.asdict(self.calibrated),
             "measured_as": measured_as(self.plan),
@@ -389,7 +389,7 @@ class Engine:
             alike: whether a step's time and traffic are those of the saved run; if not, measurements are dropped.
             same_order: whether gradients are summed over as many ranks, so that the order of the sums can be kept.
         """
-        self._update.load_state_dict(state)
+        self._optimizer_step.load_state_dict(state)
         self.position = WindowPosition(**state["place"])
         if alike:
             self._calibration.result = Calibrated.restored(state["calibration"], self.plan)

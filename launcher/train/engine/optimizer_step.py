@@ -30,8 +30,8 @@ MAX_EMPTY_WINDOWS = 1000
 _PROGRESS = ("steps", "skipped_steps", "empty_windows", "samples", "items")
 
 
-class Update:
-    """Update of parameters, schedule and counters.
+class OptimizerStep:
+    """Optimizer step of each window: applies its gradient to the parameters; keeps the schedule and the counters.
 
     Attributes:
         steps: optimizer steps taken.
@@ -167,7 +167,7 @@ class Update:
         """Add the window to the counters.
 
         Raises:
-            DataError: a whole epoch, or MOST_EMPTY windows in a row, held no item.
+            DataError: a whole epoch, or MAX_EMPTY_WINDOWS windows in a row, held no item.
         """
         self.samples += agreed.samples
         self.items += agreed.items

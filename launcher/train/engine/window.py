@@ -12,11 +12,11 @@ from torch import Tensor
 
 from launcher.config.schema import Sync
 from launcher.errors import ConfigError, EngineMisuse
-from launcher.heartbeat import PULSE, Phase
+from launcher.heartbeat import HEARTBEAT, Phase
 from launcher.train.data.loader import MicroBatch
 from launcher.train.data.window_feed import Window
 from launcher.train.engine import window_totals
-from launcher.train.engine.optimizer_step import Update
+from launcher.train.engine.optimizer_step import OptimizerStep
 from launcher.train.engine.preserved_state import SavedState
 from launcher.train.engine.window_batchnorm import WindowNorms
 from launcher.train.parallel.base import Parallel
@@ -34,9 +34,9 @@ class CurrentWindow:
 
     Attributes:
         window: None between two windows.
-        number: number of micro-batches handed out so far.
+        handed_out: number of micro-batches handed out so far.
         micro: the micro-batch that was handed out last, until ``backward`` is called for it.
-        last: it is the window's last one on this rank, its boundary.
+        at_boundary: that micro-batch is the last of the window on this rank, its boundary.
         calibrating: the calibration runs, before the first micro-batch is handed out.
         sync: the job's policy.
         forward: the loop's own forward pass, if it was given.
@@ -50,16 +50,16 @@ class CurrentWindow:
         precision: Precision,
         norms: Norms,
         buffers: Buffers,
-        update: Update,
+        optimizer_step: OptimizerStep,
         device: torch.device,
         sync: Sync,
     ) -> None:
         self._parallel, self._precision, self._norms = parallel, precision, norms
-        self._buffers, self._update, self._device = buffers, update, device
+        self._buffers, self._optimizer_step, self._device = buffers, optimizer_step, device
         self.window: Window | None = None
         self.micro: MicroBatch | None = None
-        self.last = self.calibrating = False
-        self.number, self.sync = 0, sync
+        self.at_boundary = self.calibrating = False
+        self.handed_out, self.sync = 0, sync
         self._batches: Generator[Any, None, None] | None = None
         self._saved: SavedState | None = None
         self.forward: Forward | None = None
@@ -69,7 +69,7 @@ class CurrentWindow:
         """Start a window, and return ``batches``, which yields the data of its micro-batches."""
         self.window = window
         self.data_s = 0.0
-        self.number, self.calibrating = 0, False
+        self.handed_out, self.calibrating = 0, False
         self._saved = SavedState(self._parallel.module, self._device) if may_abandon else None
         self._batches = batches
         self._start()
@@ -122,7 +122,7 @@ class CurrentWindow:
         """Raise EngineMisuse if the loop has left the window without ``engine.step``."""
         if self.window is not None:
             raise EngineMisuse(
-                f"A window was left without engine.step(), after {self.number} of its {self.window.count} "
+                f"A window was left without engine.step(), after {self.handed_out} of its {self.window.count} "
                 "micro-batches.\n"
                 "  Run all of them and then engine.step(). An exception that leaves a window must end the process: the "
                 "ranks may be in the middle of an exchange. Skip bad samples in the dataset or in collate."
@@ -170,12 +170,12 @@ class CurrentWindow:
     def fetch(self, micro_batches: Iterator[MicroBatch], count: int) -> MicroBatch:
         """Wait for the next of ``count`` micro-batches, and return it."""
         started = time.perf_counter()
-        PULSE.beat(Phase.data, self.number + 1)
+        HEARTBEAT.beat(Phase.data, self.handed_out + 1)
         self.micro = micro = next(micro_batches)
-        self.number += 1
+        self.handed_out += 1
         self.data_s += time.perf_counter() - started
-        self.last = self.number == count
-        PULSE.beat(Phase.computing, self.number)
+        self.at_boundary = self.handed_out == count
+        HEARTBEAT.beat(Phase.computing, self.handed_out)
         return micro
 
     def require_backward(self) -> None:
@@ -198,4 +198,4 @@ class CurrentWindow:
         assert self.forward is not None
         with self._precision.autocast():
             loss_sum, items = self.run(self.forward, self._parallel.module, micro)
-        return self._precision.scaled(loss_sum * self._update.weight(items, micro.samples))
+        return self._precision.scaled(loss_sum * self._optimizer_step.weight(items, micro.samples))

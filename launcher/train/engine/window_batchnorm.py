@@ -173,13 +173,13 @@ class WindowNorms:
 
     def normalised(self, layer: _BatchNorm, x: Tensor) -> Tensor:
         if self._stage is Pass.local:
-            return self._by_itself(layer, x)
+            return self._with_own_statistics(layer, x)
         call, number = self._call(layer), self._number - 1
         if self._stage is Pass.statistics:
             if number == self._target:
                 self._sums = sums_of(x, counts=self._counts)
             if number >= self._target:  # the result is not used, but should be finite
-                return self._by_itself(layer, x)
+                return self._with_own_statistics(layer, x)
         assert call.statistics is not None
         means = call.means
         y = normalise(layer, x, call.statistics, None if means is None or not self._counts else lambda _: means)
@@ -187,7 +187,7 @@ class WindowNorms:
             y = self._tap = y.detach().requires_grad_()  # earlier layers need no gradient in this pass
         return y
 
-    def _by_itself(self, layer: _BatchNorm, x: Tensor) -> Tensor:
+    def _with_own_statistics(self, layer: _BatchNorm, x: Tensor) -> Tensor:
         with torch.no_grad():
             statistics = Statistics.of_sums(sums_of(x, counts=True))
         return normalise(layer, x, statistics, lambda sums: sums / statistics.count)

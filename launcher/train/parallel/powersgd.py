@@ -51,7 +51,7 @@ class PowerSgd:
         self._items = 0
 
     def reduce(self, bucket: dist.GradBucket) -> tuple[Future[Tensor], int, int]:
-        self._settle(bucket.index(), cast("list[nn.Parameter]", bucket.parameters()))
+        self._assign_state(bucket.index(), cast("list[nn.Parameter]", bucket.parameters()))
         gradients = bucket.buffer()
         compresses = self._state.iter >= self._start
         before = self._state.total_numel_after_compression
@@ -77,12 +77,12 @@ class PowerSgd:
         """Compress from now on, regardless of the number of synchronisations so far."""
         self._state.iter = max(self._state.iter, self._start)
 
-    def _settle(self, index: int, parameters: list[nn.Parameter]) -> None:
+    def _assign_state(self, index: int, parameters: list[nn.Parameter]) -> None:
         """Give bucket ``index`` the state of ``parameters``, unless it holds exactly these already."""
         layout = self._layout.get(index)
         if layout is not None and len(layout) == len(parameters) and all(map(operator.is_, layout, parameters)):
             return
-        self._unsettle({index, *self._holding(parameters)})
+        self._release_state({index, *self._holding(parameters)})
         # if the parameters have no state yet, torch's hook creates the bucket's state itself
         self._layout[index] = parameters
         if all(parameter in self._residue for parameter in parameters):
@@ -100,7 +100,7 @@ class PowerSgd:
         wanted = set(parameters)
         return [index for index, held in self._layout.items() if not wanted.isdisjoint(held)]
 
-    def _unsettle(self, buckets: Iterable[int]) -> None:
+    def _release_state(self, buckets: Iterable[int]) -> None:
         """Move the state of ``buckets`` back to their parameters."""
         for index in [index for index in buckets if index in self._layout]:
             parameters = self._layout.pop(index)
@@ -132,7 +132,7 @@ class PowerSgd:
 
     def state_dict(self) -> dict[str, Any]:
         """Return residue and factors by the parameter's name, and the counters that they depend on."""
-        self._unsettle(list(self._layout))
+        self._release_state(list(self._layout))
         return {
             "synchronisations": self._state.iter,
             "items": self._items,
@@ -141,7 +141,7 @@ class PowerSgd:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._unsettle(list(self._layout))
+        self._release_state(list(self._layout))
         parameters = {name: parameter for parameter, name in self._names.items()}
         self._state.iter = int(state["synchronisations"])
         self._items = int(state["items"])

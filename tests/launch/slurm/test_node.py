@@ -17,11 +17,11 @@ from launcher.launch.slurm import client, node, outcome
 from launcher.launch.slurm.client import SlurmJob, SlurmSilent, SlurmTask
 from launcher.launch.slurm.outcome import Reports, lost_its_peers
 from launcher.plan.run_plan import RunPlan
-from launcher.rundir import records
-from launcher.rundir.fencing import Fence, Incarnation
+from launcher.rundir import history
+from launcher.rundir.fencing import Attempt, Fence
 from launcher.rundir.files import read_json, write_json
+from launcher.rundir.history import Failure, Submission, failure_record
 from launcher.rundir.paths import RunPaths
-from launcher.rundir.records import Failure, Submission, failure_record
 from tests.helpers import make_plan
 
 PEER_GONE = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:4711."
@@ -41,7 +41,7 @@ class Situation:
         self.paths.logs.mkdir(parents=True)
         self.paths.checkpoints.mkdir()
         self.plan: RunPlan = make_plan("cluster=slurm", "cluster.nodes=2", *overrides, run_dir=str(root))
-        records.add_submission(self.paths, Submission.now())
+        history.add_submission(self.paths, Submission.now())
         self.job: SlurmJob | None = slurms_job()
         self.requeued: list[str] = []
         monkeypatch.setattr(client, "job", lambda _: self.answer())
@@ -60,8 +60,8 @@ class Situation:
     def begin(self, submission: int = 0, restart: int = 0, step: int | None = None) -> None:
         if step is not None:
             self.paths.checkpoint(step).mkdir(exist_ok=True)
-        self.fence = Fence(self.paths, Incarnation(submission, restart))
-        node._open_incarnation(self.plan, self.task(0, restart), self.fence)
+        self.fence = Fence(self.paths, Attempt(submission, restart))
+        node._open_attempt(self.plan, self.task(0, restart), self.fence)
 
     def task(self, number: int = 0, restart: int = 0) -> SlurmTask:
         return SlurmTask(job="7", node=number, nodes=2, node_list="node[1-2]", restart=restart)
@@ -70,7 +70,7 @@ class Situation:
         return outcome.conclude(self.plan, self.task(number), self.fence, ended)
 
     def told(self) -> list[str]:
-        return [event["event"] for event in records.read_events(self.paths)]
+        return [event["event"] for event in history.read_events(self.paths)]
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ def test_a_run_that_is_done_is_not_queued_again(now: Situation) -> None:
 
 def test_a_cancelled_run_is_not_queued_again(now: Situation) -> None:
     write_json(now.paths.summary, {"verdict": "stopped", "steps": 5})
-    records.amend_submission(now.paths, cancelled=True)
+    history.amend_submission(now.paths, cancelled=True)
     now.conclude(STOPPED)
     assert now.requeued == []
 
@@ -201,7 +201,7 @@ def test_a_node_without_a_way_says_so_in_the_runs_verdict(tmp_path: Path, monkey
     def no_way(*_: object) -> None:
         raise SiteError("no interface leads there")
 
-    now.fence = Fence(now.paths, Incarnation())
+    now.fence = Fence(now.paths, Attempt())
     monkeypatch.setattr(client, "node_address", no_way)
     monkeypatch.setattr(client, "controller_address", no_way)
     monkeypatch.setenv("SLURMD_NODENAME", "node1")
@@ -222,13 +222,13 @@ def test_a_start_takes_the_plan_for_as_many_nodes_as_it_has(tmp_path: Path, monk
         return NodeOutcome(EXIT_DONE, {})
 
     monkeypatch.setattr(node, "serve", serve)
-    now.fence = Fence(now.paths, Incarnation())
+    now.fence = Fence(now.paths, Attempt())
     alone = dataclasses.replace(now.task(), nodes=1)
     assert node._run(alone, now.fence, SimpleNamespace(received=None)) == EXIT_DONE  # pyright: ignore
     ((plan, plan_file),) = served
     assert (plan.batch.world_size, plan_file.name) == (3, "plan.nodes1.json")
     assert RunPlan.load(plan_file) == plan
-    assert now.fence.newest()["ranks"] == records.read_events(now.paths)[0]["ranks"] == 3
+    assert now.fence.newest()["ranks"] == history.read_events(now.paths)[0]["ranks"] == 3
     with pytest.raises(UserError, match="has 3 hosts, but was planned for 1 to 2"):
         node._run(dataclasses.replace(alone, nodes=3), now.fence, SimpleNamespace(received=None))  # pyright: ignore
 

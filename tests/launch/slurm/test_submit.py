@@ -13,7 +13,7 @@ from launcher.errors import SiteError, UserError
 from launcher.launch.slurm import client, submit
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan
-from launcher.rundir import records
+from launcher.rundir import history
 from launcher.rundir.paths import SweepPaths
 from launcher.runs.status import Run, RunState
 from launcher.sweeps import manifest, reuse
@@ -53,22 +53,22 @@ def test_an_interruption_leaves_no_job_that_nobody_knows(
 ) -> None:
     """Ctrl-C while the runs' files are written, or while sbatch has the array already."""
     cancelled: list[str] = []
-    add, mine = records.add_submission, plans(tmp_path, 3)
+    add, mine = history.add_submission, plans(tmp_path, 3)
 
     def interrupted(*arguments: Any, **named: Any) -> Any:
-        if when == "before" and len(records.submissions(mine[0].paths)) == 0:
+        if when == "before" and len(history.submissions(mine[0].paths)) == 0:
             return add(*arguments, **named)
         raise KeyboardInterrupt
 
-    module, name = (records, "add_submission") if when == "before" else (submit, "_submit_function")
+    module, name = (history, "add_submission") if when == "before" else (submit, "_submit_function")
     monkeypatch.setattr(module, name, interrupted)
     monkeypatch.setattr(client, "cancel_named", lambda name, user: cancelled.append(name))  # noqa: ARG005
     with pytest.raises(KeyboardInterrupt):
         submit.submit_array(mine, "s.1", tmp_path)
     assert cancelled == ["s.1"]
     begun = 1 if when == "before" else 3
-    assert [len(records.submissions(plan.paths)) for plan in mine] == [1] * begun + [0] * (3 - begun)
-    assert all(records.submissions(plan.paths)[0].refused for plan in mine[:begun])
+    assert [len(history.submissions(plan.paths)) for plan in mine] == [1] * begun + [0] * (3 - begun)
+    assert all(history.submissions(plan.paths)[0].refused for plan in mine[:begun])
 
 
 def test_a_cell_that_is_refused_again_leaves_the_book_as_it_was(
@@ -76,8 +76,8 @@ def test_a_cell_that_is_refused_again_leaves_the_book_as_it_was(
 ) -> None:
     old = plans(tmp_path / "s", 2)
     for plan in old:
-        records.add_submission(plan.paths, records.Submission.now())
-        records.amend_submission(plan.paths, job="7_0")
+        history.add_submission(plan.paths, history.Submission.now())
+        history.amend_submission(plan.paths, job="7_0")
     make_sweep(tmp_path / "s", cell("x=0", run="r0"), cell("x=1", run="r1"))
     paths = SweepPaths(tmp_path / "s")
     runs = [

@@ -105,7 +105,7 @@ def main() -> None:
     if second.plan.strategy.kind is StrategyKind.ddp and second.world.size > 1:
         require_no_gradient_copy(overrides)
     for steps in (999_998, 999_999, 1_000_000):
-        second._update.steps = steps
+        second._optimizer_step.steps = steps
         save.write(save.take_snapshot(second, Fence.here(paths), keep=2))
     if second.world.rank == 0:
         assert paths.latest.read_text() == "step_1000000\n"

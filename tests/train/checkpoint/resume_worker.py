@@ -1,7 +1,7 @@
 """Run by torchrun in test_resume.py: argv[1] is a file of jobs, one JSON object a line, run one after the other.
 
-Of each job: ``run`` (its directory), ``overrides``, ``task``. If they are there: ``incarnation``; ``stop``: windows
-after which rank 1 asks for the end; ``superseded``: windows after which a newer incarnation begins; ``raises``: the
+Of each job: ``run`` (its directory), ``overrides``, ``task``. If they are there: ``attempt``; ``stop``: windows
+after which rank 1 asks for the end; ``superseded``: windows after which a newer attempt begins; ``raises``: the
 error that it must end with; ``dies``: the save in which it is killed.
 """
 
@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from launcher.errors import RunError
 from launcher.plan.run_plan import RunPlan
-from launcher.rundir.fencing import INCARNATION, Fence, Incarnation
+from launcher.rundir.fencing import ATTEMPT, Attempt, Fence
 from launcher.rundir.paths import RunPaths
 from launcher.train.checkpoint import file_format
 from launcher.train.engine import calibration
@@ -67,10 +67,10 @@ def main() -> None:
             nonlocal asked
             asked += 1
             if asked == job.get("superseded"):
-                Fence(RunPaths(Path(job["run"])), Incarnation(0, 7)).claim()
+                Fence(RunPaths(Path(job["run"])), Attempt(0, 7)).claim()
             return asked == job.get("stop") and World.here().rank == rank
 
-        os.environ[INCARNATION] = job.get("incarnation", "0.0")
+        os.environ[ATTEMPT] = job.get("incarnation", "0.0")
         if "dies" in job:
             die_while_saving(job["dies"])
         try:

@@ -193,7 +193,7 @@ def test_what_is_left_of_an_earlier_start_changes_nothing(tmp_path: Path) -> Non
     job = {"overrides": [*COMMON, *HERE, "strategy=single", "batch.micro_size=4"], "task": {}}
     whole, killed, late, never = (job | {"run": str(tmp_path / name)} for name in ("whole", "killed", "late", "never"))
     never["overrides"] = [*job["overrides"], "checkpoint.enabled=false"]
-    # written beside the steps, that of step 3 could still be under way when the newer incarnation begins
+    # written beside the steps, that of step 3 could still be under way when the newer attempt begins
     late["overrides"] = [*job["overrides"], "checkpoint.async_save=false"]
     with pytest.raises(AssertionError, match="exitcode  : -9"):
         run([killed | {"dies": 2}], 1, tmp_path)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from launcher.errors import CheckpointFailed
-from launcher.rundir.fencing import Fence, Incarnation
+from launcher.rundir.fencing import Attempt, Fence
 from launcher.rundir.paths import RunPaths
 from launcher.train.checkpoint.save import Snapshot, delete_old, delete_partial, write
 from launcher.train.world import World
@@ -45,14 +45,14 @@ def test_no_run_fails_for_what_cannot_be_deleted(tmp_path: Path, monkeypatch: py
             rmtree(path, ignore_errors=ignore_errors)
 
     monkeypatch.setattr(shutil, "rmtree", reluctant)
-    fence = Fence(paths, Incarnation(0, 1))
+    fence = Fence(paths, Attempt(0, 1))
     for _ in range(2):  # the same steps again, after a restart
         for step in (1, 2, 3, 4):
             paths.checkpoint(step).mkdir(parents=True, exist_ok=True)
             (paths.checkpoint(step) / "file").touch()
         delete_old(paths, fence, 2)
         assert [path.name for path in paths.committed_checkpoints()] == ["step_000004", "step_000003"]
-    assert {incarnation for incarnation, _ in paths.partial_checkpoints()} == {"0.1"}
+    assert {attempt for attempt, _ in paths.partial_checkpoints()} == {"0.1"}
     delete_partial(paths, fence)
     assert len(paths.partial_checkpoints()) == 4
     held = False
@@ -62,7 +62,7 @@ def test_no_run_fails_for_what_cannot_be_deleted(tmp_path: Path, monkeypatch: py
 
 def test_dead_mount_is_a_failed_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An OSError in place of CheckpointFailed would leave the other ranks waiting for this rank's error."""
-    fence = Fence(RunPaths(tmp_path), Incarnation(0, 1))
+    fence = Fence(RunPaths(tmp_path), Attempt(0, 1))
     snapshot = Snapshot(
         step=1, tensors={}, state="", world=World(0, 1, 0), fence=fence, keep=None, predicted_bytes=1 << 20
     )

@@ -63,17 +63,17 @@ def read(plan: RunPlan, dataset: Any, start: WindowPosition = BEGINNING) -> list
                 assert len(batch.data) >= 1, "a stand-in still carries data"
                 members += batch.data.tolist()[: batch.samples]
         merged.append(sorted(members))
-        if over(plan, settle(feeds)):
+        if over(plan, advance(feeds)):
             break
     for feed in feeds:
         feed.close()
     return merged
 
 
-def settle(feeds: list[Feed]) -> WindowPosition:
+def advance(feeds: list[Feed]) -> WindowPosition:
     """What the window's collective does: share who has data, and ask each feed where the next window lies."""
     more = any(feed.has_next() for feed in feeds)
-    places = {feed.settle(more) for feed in feeds}
+    places = {feed.advance(more) for feed in feeds}
     assert len(places) == 1, "the ranks must end together"
     return places.pop()
 
@@ -367,7 +367,7 @@ def test_ranks_of_unequal_length_end_together() -> None:
         for rank, stream in enumerate(streams):
             window = next(stream)
             counted[rank] += sum(batch.samples for batch in window.micro_batches)
-        ended = over(plan, settle(feeds))
+        ended = over(plan, advance(feeds))
     assert counted == [50, 9]
     assert windows == 5  # 50 samples, 12 a window
 

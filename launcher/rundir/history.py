@@ -1,4 +1,4 @@
-"""Records of a run: job.json (submissions), events.jsonl, and the failure in summary.json.
+"""History of a run: its submissions (job.json), its events (events.jsonl), and the failure in summary.json.
 
 A submission is recorded before the job is submitted, so that no job is without one.
 """
