@@ -69,24 +69,36 @@ def take_value(flag: str, arguments: list[str]) -> str | None:
     return None
 
 
-def require_overrides(arguments: list[str]) -> None:
-    """Check that everything except flags is ``key=value``; Hydra's own message would not name the argument."""
+def flags_first(arguments: list[str]) -> list[str]:
+    """Return the arguments with Hydra's flags before all overrides; its parser refuses flags between overrides.
+
+    Raises:
+        UserError: an argument is neither a flag nor ``key=value``, or a flag lacks its value.
+    """
+    flags: list[str] = []
+    overrides: list[str] = []
     remaining = iter(arguments)
     for argument in remaining:
         flag = argument.partition("=")[0]
-        if argument.startswith("-"):
-            if flag not in _HYDRA_FLAGS:
-                if (value := next(remaining, "")) and "=" not in value and not value.startswith("-"):
-                    raise UserError(
-                        f"{flag}: there is no such flag.\n  The job's options are written key=value, such as "
-                        "train.steps=100."
-                    )
-                flags = [*_OWN_FLAGS, *(name for name in _HYDRA_FLAGS if name.startswith("--"))]
-                raise UserError(f"{flag}: there is no such flag.\n  {did_you_mean(flag, flags)}See `launch --help`.")
-            if _HYDRA_FLAGS[flag] and flag == argument:
-                next(remaining, None)
-        elif "=" not in argument and not argument.startswith("~"):
-            raise UserError(f"{argument}: is not an override.\n  Write key=value, such as train.steps=100.")
+        if not argument.startswith("-"):
+            if "=" not in argument and not argument.startswith("~"):
+                raise UserError(f"{argument}: is not an override.\n  Write key=value, such as train.steps=100.")
+            overrides.append(argument)
+            continue
+        if flag not in _HYDRA_FLAGS:
+            if (value := next(remaining, "")) and "=" not in value and not value.startswith("-"):
+                raise UserError(
+                    f"{flag}: there is no such flag.\n  The job's options are written key=value, such as "
+                    "train.steps=100."
+                )
+            names = [*_OWN_FLAGS, *(name for name in _HYDRA_FLAGS if name.startswith("--"))]
+            raise UserError(f"{flag}: there is no such flag.\n  {did_you_mean(flag, names)}See `launch --help`.")
+        flags.append(argument)
+        if _HYDRA_FLAGS[flag] and flag == argument and (value := next(remaining, None)) is not None:
+            flags.append(value)
+        elif _HYDRA_FLAGS[flag] and flag == argument and flag not in ("--info", "-i"):
+            raise UserError(f"{flag}: has no value.\n  Write {flag} VALUE.")
+    return [*flags, *overrides]
 
 
 def with_config(verb: str, arguments: list[str], act: Callable[[Config, str], int], **sweep: Any) -> int:
@@ -97,7 +109,7 @@ def with_config(verb: str, arguments: list[str], act: Callable[[Config, str], in
     """
     from launcher.config.hydra import run_with_config
 
-    require_overrides(arguments)
+    arguments = flags_first(arguments)
 
     def act_or_explain(config: Config, yaml: str) -> int:
         try:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 
 from launcher.cli.names import Parser, resolve, resolve_any
-from launcher.cli.overrides import require_overrides
+from launcher.cli.overrides import flags_first
 from launcher.errors import EXIT_DONE, UserError
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan
@@ -192,7 +192,7 @@ def _resume_changed(paths: RunPaths, overrides: list[str], console: Console, for
     from launcher.cli.train import restart
     from launcher.runs.amendment import changed, replan
 
-    require_overrides(overrides)
+    flags_first(overrides)  # checks them
     if odd := [word for word in overrides if word[0] in "+~"]:
         raise UserError(f"{odd[0]}: launch resume only changes existing keys: key=value.\n  Leave the {odd[0][0]} out.")
     run = control.status_of(paths)

@@ -1,4 +1,4 @@
-"""Hydra interface: command line or overrides -> Config, and Hydra's errors as one clear message."""
+"""Hydra interface: command line or overrides -> Config."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ import re
 import sys
 import tempfile
 import typing
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher.config import file_errors
+from launcher.config import config_errors
 from launcher.config.schema import Config
-from launcher.errors import ConfigError, did_you_mean
+from launcher.errors import ConfigError
 
 if TYPE_CHECKING:
     from launcher.config.multirun import RequestedCell, Result
@@ -30,8 +29,6 @@ CONF = _PACKAGE / "conf" if (_PACKAGE / "conf").is_dir() else _PACKAGE.parent / 
 _PRIMARY = "config"
 _SCHEMA = "launcher_schema"
 _RESUMED = "launcher_resumed"
-# keys of earlier versions that a run's config.yaml may contain -> their replacement
-_RETIRED_KEYS = {"run.calibrate": "run.calibrate_s replaced it: seconds at most; run.calibrate_s=0 leaves it out."}
 _CELL_LAUNCHER = "hydra_plugins.launcher_cells.CellLauncher"
 _OPEN_KEYS = r"(task|cluster\.sbatch)\.[^=]+="
 # keys for which null would be ambiguous: it could mean another option, "off" or "random" instead of the default
@@ -57,7 +54,7 @@ def compose_with_yaml(overrides: Sequence[str] = ()) -> tuple[Config, str]:
 
     _register_schema()
     overrides = _open_free_keys(overrides)
-    with _errors_in_plain_words(overrides), initialize_config_dir(str(CONF), version_base="1.3"):
+    with config_errors.in_plain_words(overrides, CONF), initialize_config_dir(str(CONF), version_base="1.3"):
         return _to_config(hydra_compose(_PRIMARY, overrides=list(overrides)))
 
 
@@ -75,7 +72,7 @@ def recompose(kept: str, overrides: Sequence[str]) -> tuple[Config, str]:
 
     _register_schema()
     saved: Any = OmegaConf.to_container(OmegaConf.create(kept))
-    for key in _RETIRED_KEYS:
+    for key in config_errors.RETIRED_KEYS:
         group, _, name = key.partition(".")
         saved[group].pop(name, None)
     defaults: list[Any] = [_SCHEMA]
@@ -87,7 +84,7 @@ def recompose(kept: str, overrides: Sequence[str]) -> tuple[Config, str]:
         defaults.append({group: had})
     overrides = _open_free_keys(overrides)
     ConfigStore.instance().store(name=_RESUMED, node={"defaults": [*defaults, "_self_"], **saved})
-    with _errors_in_plain_words(overrides), initialize_config_dir(str(CONF), version_base="1.3"):
+    with config_errors.in_plain_words(overrides, CONF), initialize_config_dir(str(CONF), version_base="1.3"):
         return _to_config(hydra_compose(_RESUMED, overrides=list(overrides)))
 
 
@@ -132,11 +129,12 @@ def run_with_config(
     Raises:
         ConfigError: as ``compose``.
     """
+    config_errors.require_directories(arguments)
     if {"--help", "-h"} & set(arguments):
         print(_help(verb, arguments), end="")
         return 0
     _register_schema()
-    _require_known_keys(arguments)
+    config_errors.require_known_keys(arguments)
     if not any(argument.startswith("-") or "hydra" in argument for argument in arguments):
         try:  # faster than Hydra's application, which composes twice
             composed = compose_with_yaml(arguments)
@@ -182,7 +180,7 @@ def run_with_config(
             # no limit on the number of cells if they are only displayed
             token = BEGIN.set(Begin(begin, _to_config, confirmed or cells is None))
             try:
-                with _errors_in_plain_words(arguments):
+                with config_errors.in_plain_words(arguments, CONF):
                     application()
                     if wrong:
                         raise wrong[0]
@@ -203,7 +201,7 @@ def run_with_config(
 
 def _help(verb: str, arguments: Sequence[str]) -> str:
     """Return the groups with their options, and every key with the value that ``arguments`` give it."""
-    places = file_errors.directories(arguments)
+    places = config_errors.directories(arguments)
     overrides = [argument for argument in arguments if "=" in argument and not argument.startswith("-")]
     if places:
         overrides.append(f"hydra.searchpath=[{','.join(f'file://{place.resolve()}' for place in places)}]")
@@ -263,132 +261,6 @@ def _to_config(composed: Any) -> tuple[Config, str]:
     return config, OmegaConf.to_yaml(composed)
 
 
-def _require_known_keys(arguments: Sequence[str]) -> None:
-    """Reject misspelt keys with a leading +, which Hydra would add to the config silently."""
-    known = known_keys()
-    for argument in arguments:
-        key, _, value = argument.lstrip("+").partition("=")
-        if argument.startswith("+") and key not in known:
-            free = key.split(".")[0] in ("task", "hydra") or "/" in key or "@" in key or _is_own_group(key, arguments)
-            if not free:
-                raise ConfigError(key, value, "there is no such key.", _nearest(key, known))
-
-
-def _is_own_group(key: str, arguments: Sequence[str]) -> bool:
-    """Return whether one of the user's --config-dir directories has a group of this name."""
-    return any((place / key).is_dir() for place in file_errors.directories(arguments))
-
-
 def _open_free_keys(arguments: Sequence[str]) -> list[str]:
     """Return the arguments with ``++`` before keys of the task (defined by its class) and of sbatch (by Slurm)."""
     return [f"++{argument}" if re.match(_OPEN_KEYS, argument) else argument for argument in arguments]
-
-
-@contextmanager
-def _errors_in_plain_words(arguments: Sequence[str]) -> Generator[None, None, None]:
-    from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
-
-    try:
-        yield
-    except MissingConfigException as error:
-        raise _unknown_option(error.missing_cfg_file or "", error.options or [], str(error), arguments) from None
-    except OverrideParseException as error:
-        raise _unreadable(error.override, error.message) from None
-    except YAMLError as error:
-        raise file_errors.explain_yaml(error) from None
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
-        raise _explain(error, arguments) from None
-
-
-def _unreadable(override: str, message: str) -> ConfigError:
-    """Return the error for an override that violates Hydra's grammar. ``message``: Hydra's, several lines."""
-    key, _, value = override.partition("=")
-    why = next(line for line in message.splitlines() if not line.startswith("Error parsing override"))
-    if why.startswith("LexerNoViableAltException"):
-        why = "a quote is left open, or a character is not allowed"
-    return ConfigError(
-        key.lstrip("+~"), value, f"cannot be read as an override: {why}.",
-        "Close every bracket and quote, and quote other special characters for Hydra too: 'key=\"a, b{\"'.",
-    )  # fmt: skip
-
-
-def _unknown_option(place: str, options: Sequence[str], text: str, arguments: Sequence[str]) -> ConfigError:
-    group, _, option = place.rpartition("/")
-    if not group:
-        return ConfigError("config", place or None, text.splitlines()[0])
-    key = file_errors.chosen_in(group, option, arguments) or group
-    return ConfigError(
-        key, option, "there is no such option.", f"{did_you_mean(option, options)}Allowed: {', '.join(options)}."
-    )
-
-
-def _explain(error: Exception, arguments: Sequence[str]) -> ConfigError:
-    known = known_keys()
-    if (in_file := file_errors.explain_composition(str(error), arguments, known, _plain)) is not None:
-        return in_file
-    for argument in arguments:
-        if "=" not in argument:
-            continue
-        key, _, value = argument.partition("=")
-        key = key.lstrip("+~")
-        if not key:
-            return ConfigError(argument, None, "has no key.", "Write key=value, such as train.steps=100.")
-        options = sorted(path.stem for path in (CONF / key).glob("*.yaml"))
-        if options and (value == "null" or not re.match(r"[A-Za-z_]", value)):
-            # null and numbers are not option names; Hydra's own message is less clear
-            return _unknown_option(f"{key}/{value}", options, "", arguments)
-        if "No match in the defaults list" in str(error) and _is_own_group(key, arguments):
-            return ConfigError(
-                key, value, "this group is not in the defaults list.", f"Add it with a plus sign: +{key}={value}"
-            )
-        if key not in known and key.split(".")[0] not in ("task", "hydra") and "@" not in key and "/" not in key:
-            return ConfigError(key, value, "there is no such key.", _nearest(key, known))
-    cause = error.__cause__ if error.__cause__ is not None else error
-    full_key: str | None = getattr(cause, "full_key", None)
-    key = full_key and full_key.partition("[")[0]  # the list's key for an element of a list
-    lines = str(getattr(cause, "msg", None) or cause).splitlines()
-    if key and key not in known and not key.startswith(("task", "hydra")):
-        return ConfigError(key, None, "there is no such key.", _nearest(key, known))
-    if key:
-        return ConfigError(key, None, _plain(lines[0]))
-    return ConfigError("config", None, " ".join(line.strip() for line in str(error).splitlines() if line.strip()))
-
-
-def _plain(text: str) -> str:
-    """Return OmegaConf's "Value 'x' of type 'str' could not be converted to Integer" without its types."""
-    descriptions = {
-        "Integer": "a whole number", "int": "whole numbers", "Float": "a number", "bool": "true or false",
-        "String": "a text", "Union[int, str]": "a whole number",
-    }  # fmt: skip
-    for words in (
-        r"Value ('.*?') (?:of type '.*' )?(?:could not be converted to|is not a valid) (\w+).*",
-        r"Value ('.*?') \(\w+\) is incompatible with type hint '(\w+)'.*",
-        r"Value ('.*?') of type '\w+' is incompatible with type hint '(?:Optional\[)?(Union\[int, str\])\]?'",
-    ):
-        if match := re.fullmatch(words, text):
-            return f"must be {descriptions.get(match[2], match[2])}, not {match[1]}."
-    if "is not Optional" in text:
-        return "null has no meaning here: give a value, or leave the key out."
-    return "must be a list: [...]." if "is not a ListConfig" in text else f"{text}."
-
-
-def _nearest(key: str, known: Sequence[str]) -> str:
-    """Return the likely meaning of an unknown key, or the keys of its group."""
-    group, _, leaf = key.rpartition(".")
-    if group in known:
-        leaves = [name.rpartition(".")[2] for name in known if name.startswith(f"{group}.")]
-        likely = did_you_mean(leaf, leaves, f"{group}.") or f"Keys: {', '.join(f'{group}.{name}' for name in leaves)}."
-        return f"{likely.rstrip()} {_RETIRED_KEYS.get(key, '')}".rstrip()
-    return did_you_mean(key, known).strip() or f"Groups: {', '.join(name for name in known if '.' not in name)}."
-
-
-def known_keys() -> list[str]:
-    """Return every key that a user can set, dotted, and the groups themselves."""
-    keys: list[str] = []
-    for name, kind in typing.get_type_hints(Config).items():
-        keys.append(name)
-        if dataclasses.is_dataclass(kind):
-            keys += [f"{name}.{field.name}" for field in dataclasses.fields(kind)]
-    return keys

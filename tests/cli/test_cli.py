@@ -79,6 +79,23 @@ def refused(launch: Launch, tmp_path: Path, *arguments: str, env: dict[str, str]
             "-m train.steps=1,2 batch.global_size=8}",
             ["batch.global_size=8}: cannot be read as an override: extraneous"],
         ),
+        ("train=5", ["train: is a group of keys, not a key", "Keys: train.steps"]),
+        ("train.steps=5,6", ["train.steps=5,6: is several values", "add -m", "train.steps=[5,6]"]),
+        ("precision=float16", ["precision=float16: there is no such option", "did you mean 'fp16'?"]),
+        ("precision=bfloat16", ["precision=bfloat16: there is no such option", "did you mean 'bf16'?"]),
+        ("strategy.sync=often", ["strategy.sync: must be one of auto, every,", "not 'often'"]),
+        ("wandb.tags={a:1}", ["wandb.tags: must be a list"]),
+        ("batch.ramp=[5]", ["batch.ramp: must be a list of lists"]),
+        ("~train.steps", ["~train.steps: a key cannot be removed", "train.steps=VALUE"]),
+        ("run.name=${nope}", ["run.name: refers to a key that does not exist: ${nope}"]),
+        ("task=my.Task", ["task=my.Task: there is no such option", "task._target_=MODULE.CLASS"]),
+        ("hydra.foo=3", ["hydra.foo: there is no such key"]),
+        ("--config-dir nowhere", ["--config-dir=nowhere: there is no such directory"]),
+        ("--config-dir", ["--config-dir: has no value"]),
+        ("--config-name nothing", ["--config-name=nothing: there is no such configuration file"]),
+        ("--config-path nowhere", ["--config-path: there is no such directory"]),
+        ("+experiment=mine", ["experiment=mine: there is no such key", "--config-dir DIR"]),
+        ("+taks=bad --config-dir bad", ["taks=bad: there is no such key", "did you mean 'task'?"]),
         ("+foo=3", ["foo=3: there is no such key"]),
         ("++train.foo=3", ["train.foo=3: there is no such key"]),
         ("--quite", ["--quite: there is no such flag", "did you mean '--quiet'?"]),
@@ -208,6 +225,23 @@ FILES = {
         "# @package _global_\ndefaults:\n  - override /strategy: ddpp\n",
         ["line 3: strategy=ddpp: there is no such option", "did you mean 'ddp'?"],
     ),
+    "experiment/group": (
+        "# @package _global_\ndefaults:\n  - override /stategy: ddp\n",
+        ["line 3: stategy: there is no such group to override", "did you mean 'strategy'?"],
+    ),
+    "experiment/relative": (
+        "# @package _global_\ndefaults:\n  - strategy: ddp\n",
+        ["line 3: strategy: there is no file experiment/strategy/ddp.yaml", "`- override /strategy: ddp`"],
+    ),
+    "experiment/dotted": ("# @package _global_\ntrain.steps: 5\n", ["line 2: train.steps: ", "train: {steps: VALUE}"]),
+    "experiment/key_of": ("# @package _global_\nrun:\n  dir: ${no.key}\n", ["line 3: run.dir: refers to a key that"]),
+    "experiment/variable": ("# @package _global_\nrun:\n  dir: ${oc.env:NO_X}\n", ["line 3: run.dir: ", ": NO_X"]),
+    "experiment/resolver": ("# @package _global_\nrun:\n  dir: ${nope:x}\n", ["line 3: run.dir: ", "${nope:...}"]),
+    "experiment/circle": ("# @package _global_\nrun:\n  dir: ${run.dir}\n", ["line 3: run.dir: refers to itself"]),
+    "experiment/open": ("# @package _global_\nrun:\n  dir: ${run.name\n", ["line 3: run.dir: cannot be read"]),
+    "experiment/twice": ("# @package _global_\nrun:\n  dir: a\n  dir: b\n", ["line 4: is not valid YAML", "key dir"]),
+    "experiment/empty": ("", ["has no keys", "# @package _global_"]),
+    "experiment/list": ("- a\n", ["has no keys"]),
     "strategy/mine": ("kind: ddp\nbuckets: 4\n", ["line 2: strategy.buckets: there is no", "strategy.bucket_mb"]),
 }  # fmt: skip
 
@@ -227,4 +261,16 @@ def test_a_mistake_in_a_file_is_said_to_be_there(
         assert told.startswith(f"launch: error: my_conf/{name}.yaml"), told
         assert not [words for words in says if words not in told], told
     assert cli.run(["plan", "--config-dir", "my_conf", "experiment=key"]) == 2
+    (tmp_path / "my_conf/experiment/latin.yaml").write_bytes(b"run:\n  name: caf\xe9\n")
+    assert cli.run(["plan", "--config-dir", "my_conf", "+experiment=latin"]) == 2
+    assert "my_conf/experiment/latin.yaml: is not UTF-8 text" in capsys.readouterr().err
+    assert cli.run(["plan", "--config-dir", "my_conf", "experiment=key"]) == 2
     assert "+experiment=key" in capsys.readouterr().err
+
+
+def test_flags_may_stand_between_overrides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.run(["plan", "task=digits", "--cfg", "job", "train.steps=7"]) == 0
+    assert "steps: 7" in capsys.readouterr().out
