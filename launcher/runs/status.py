@@ -47,7 +47,7 @@ ACTIVE = frozenset({RunState.pending, RunState.running, RunState.requeued})
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Status of one run.
+    """Status of one run; of a cell without a run only the state, the detail and the cell are known.
 
     Args:
         detail: reason for ``state``, in a few words.
@@ -60,21 +60,21 @@ class Run:
             `launch run`.
     """
 
-    name: str
-    dir: str
-    kind: str
+    name: str = ""
+    dir: str = ""
+    kind: str = ""
     state: RunState
     detail: str
-    user: str
-    created: str
-    job: str | None
-    nodes: str
-    ranks: int | None
-    submissions: int
-    step: int | None
-    steps: int | None
-    loss: float | None
-    failure: dict[str, Any] | None
+    user: str = ""
+    created: str = ""
+    job: str | None = None
+    nodes: str = ""
+    ranks: int | None = None
+    submissions: int = 0
+    step: int | None = None
+    steps: int | None = None
+    loss: float | None = None
+    failure: dict[str, Any] | None = None
     sweep: str | None = None
     cell: str | None = None
     precision: str | None = None

@@ -25,15 +25,14 @@ def look_at_sweeps(several: Sequence[SweepPaths]) -> dict[str, list[Run]]:
         try:
             cells_of[str(paths.root)] = _cells(paths)
         except UserError as error:
-            cells_of[str(paths.root)] = _without_run(RunState.unknown, str(error), paths, paths.root.name)
+            sweep = str(paths.root)
+            cells_of[sweep] = Run(state=RunState.unknown, detail=str(error), sweep=sweep, cell=paths.root.name)
     runs = statuses_of(
         [run for cells in cells_of.values() if isinstance(cells, list) for _, run in cells if run is not None]
     )
     by_dir = {run.dir: run for run in runs}
     return {
-        sweep: [_line(cell, run, by_dir, SweepPaths(Path(sweep))) for cell, run in cells]
-        if isinstance(cells, list)
-        else [cells]
+        sweep: [_line(cell, run, by_dir, sweep) for cell, run in cells] if isinstance(cells, list) else [cells]
         for sweep, cells in cells_of.items()
     }
 
@@ -44,34 +43,14 @@ def _cells(paths: SweepPaths) -> list[tuple[Cell, RunPaths | None]]:
     return [(cell, existing.get(cell.overrides)) for cell in sweep.cells]
 
 
-def _line(cell: Cell, run: RunPaths | None, by_dir: dict[str, Run], paths: SweepPaths) -> Run:
+def _line(cell: Cell, run: RunPaths | None, by_dir: dict[str, Run], sweep: str) -> Run:
     if run is not None:
-        return dataclasses.replace(by_dir[str(run.root)], cell=cell.label, sweep=str(paths.root))
+        return dataclasses.replace(by_dir[str(run.root)], cell=cell.label, sweep=sweep)
     if cell.problem is not None:
-        return _without_run(RunState.impossible, " ".join(cell.problem.split()), paths, cell.label)
-    return _without_run(RunState.pending, "not started: the same command continues with it", paths, cell.label)
-
-
-def _without_run(state: RunState, detail: str, paths: SweepPaths, cell: str) -> Run:
-    return Run(
-        name="",
-        dir="",
-        kind="",
-        state=state,
-        detail=detail,
-        user="",
-        created="",
-        job=None,
-        nodes="",
-        ranks=None,
-        submissions=0,
-        step=None,
-        steps=None,
-        loss=None,
-        failure=None,
-        sweep=str(paths.root),
-        cell=cell,
-    )
+        problem = " ".join(cell.problem.split())
+        return Run(state=RunState.impossible, detail=problem, sweep=sweep, cell=cell.label)
+    detail = "not started: the same command continues with it"
+    return Run(state=RunState.pending, detail=detail, sweep=sweep, cell=cell.label)
 
 
 _LONGEST_LABEL = 80

@@ -22,7 +22,15 @@ from launcher.plan.batch import Batch
 from launcher.plan.run_plan import EpochPlan, RunPlan
 from launcher.task import Task, load_task, seed_everything, train_data
 from launcher.train.data.randomness import Permutation, SampleRandom
-from launcher.train.data.window_feed import SampleBlock, Shard, WindowPosition, blocks_in_turn, blocks_of_windows
+from launcher.train.data.window_feed import (
+    SampleBlock,
+    Shard,
+    WindowPosition,
+    blocks_in_turn,
+    blocks_of_windows,
+    is_sharded,
+    start_epoch,
+)
 from launcher.train.engine.engine import Engine
 from launcher.train.engine.preserved_state import SavedState
 from launcher.train.engine.window_totals import StepResult
@@ -113,7 +121,7 @@ def _windows_of_stream(dataset: Any, plan: RunPlan, world: World) -> list[Trial]
 
 def _read_window(dataset: Any, window: int, plan: RunPlan, world: World) -> list[Any]:
     """Return the window's samples on rank 0; on other ranks at most those that the rank itself reads."""
-    sharded = _is_sharded(dataset)
+    sharded = is_sharded(dataset)
     if sharded:
         blocks, count = blocks_of_windows(plan.batch, 0, world.rank), plan.batch.accumulation
     elif world.rank == 0:  # all ranks have the same stream
@@ -131,26 +139,20 @@ def _read_window(dataset: Any, window: int, plan: RunPlan, world: World) -> list
 
 def read_stream(dataset: Any, blocks: Iterator[SampleBlock], seed: int) -> Iterator[list[Any]]:
     """Yield the samples of each of this rank's ``blocks`` in epoch 0 of a stream."""
-    if callable(getattr(dataset, "set_epoch", None)):
-        dataset.set_epoch(0)
+    start_epoch(dataset, 0)
     for samples, size in Shard(dataset, blocks, list, seed, 0):
         yield samples[: max(0, size)]
-
-
-def _is_sharded(dataset: Any) -> bool:
-    return bool(getattr(dataset, "sharded", False))
 
 
 class _Beginning(IterableDataset[Any]):
     """First ``count`` samples of a stream, over all ranks."""
 
     def __init__(self, dataset: Any, count: int, world: World) -> None:
-        self._dataset, self.sharded = dataset, _is_sharded(dataset)
+        self._dataset, self.sharded = dataset, is_sharded(dataset)
         self._count = count // world.size + (world.rank < count % world.size) if self.sharded else count
 
     def set_epoch(self, epoch: int) -> None:
-        if callable(getattr(self._dataset, "set_epoch", None)):
-            self._dataset.set_epoch(epoch)
+        start_epoch(self._dataset, epoch)
 
     def __iter__(self) -> Iterator[Any]:
         return itertools.islice(self._dataset, self._count)

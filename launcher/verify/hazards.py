@@ -8,7 +8,7 @@ modules.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from launcher.quantities import first_names
 from launcher.task import Loss, seed_everything
 from launcher.train.data.fingerprint import outline
 from launcher.train.data.randomness import Permutation
-from launcher.train.data.window_feed import blocks_in_turn
+from launcher.train.data.window_feed import blocks_in_turn, is_sharded
 from launcher.train.parallel.batchnorm import batch_norms
 from launcher.train.world import World
 from launcher.verify.accumulated import read_mapped, read_stream
@@ -49,10 +49,10 @@ def probe_length(dataset: Any, plan: RunPlan, world: World) -> Hazard | None:
 
 def probe_data(dataset: Any, plan: RunPlan, world: World) -> list[Hazard]:
     """Return the hazards in the data, the same on every rank. All ranks must call it (collective)."""
-    return _probe_stream(dataset, plan, world) if plan.task.samples is None else _probe_mapped(dataset, plan, world)
+    return [*(_probe_stream if plan.task.samples is None else _probe_mapped)(dataset, plan, world)]
 
 
-def _probe_mapped(dataset: Any, plan: RunPlan, world: World) -> list[Hazard]:
+def _probe_mapped(dataset: Any, plan: RunPlan, world: World) -> Iterator[Hazard]:
     assert plan.task.samples is not None
     seed, count = plan.train.seed, min(COMPARED_SAMPLES, plan.task.samples)
     indices = [*Permutation(plan.task.samples, seed, 0).take(0, count)]
@@ -60,48 +60,42 @@ def _probe_mapped(dataset: Any, plan: RunPlan, world: World) -> list[Hazard]:
     all_ranks = world.of_all((first, _different(first, again), _different(first, other)))
     # data that changes between readings cannot be compared further
     if unstable := sorted({place for _, places, _ in all_ranks for place in places}):
-        return [_unstable(f"{len(unstable)} of {count} samples, first the one with index {indices[unstable[0]]}")]
-    hazards: list[Hazard] = []
+        yield _unstable(f"{len(unstable)} of {count} samples, first the one with index {indices[unstable[0]]}")
+        return
     if differ := sorted({place for digests, _, _ in all_ranks for place in _different(all_ranks[0][0], digests)}):
-        hazards.append(_differs(f"{len(differ)} of {count} samples, first the one with index {indices[differ[0]]}"))
+        yield _differs(f"{len(differ)} of {count} samples, first the one with index {indices[differ[0]]}")
     if any(random for _, _, random in all_ranks):
-        hazards.append(
-            Hazard(
-                name="random data",
-                effect=Effect.noted,
-                seen="Samples depend on random numbers: augmentation.",
-                matters="The numbers are fixed by the sample's place in its epoch, so a run is repeatable with any "
-                "number of ranks.",
-                remedy="Nothing. The comparison reads every sample with its own numbers.",
-            )
+        yield Hazard(
+            name="random data",
+            effect=Effect.noted,
+            seen="Samples depend on random numbers: augmentation.",
+            matters="The numbers are fixed by the sample's place in its epoch, so a run is repeatable with any "
+            "number of ranks.",
+            remedy="Nothing. The comparison reads every sample with its own numbers.",
         )
-    return hazards
 
 
-def _probe_stream(dataset: Any, plan: RunPlan, world: World) -> list[Hazard]:
+def _probe_stream(dataset: Any, plan: RunPlan, world: World) -> Iterator[Hazard]:
     def read() -> list[str]:
         blocks = read_stream(dataset, blocks_in_turn(plan.batch.micro_size, 1, 0), plan.train.seed)
         return _digests(itertools.islice(itertools.chain.from_iterable(blocks), COMPARED_SAMPLES))
 
     first, again = read(), read()
     all_ranks = world.of_all((first, first != again))
-    if any(unstable for _, unstable in all_ranks):
-        return [_unstable("the beginning of the stream")]
     same = [digests == all_ranks[0][0] for digests, _ in all_ranks]
-    sharded = bool(getattr(dataset, "sharded", False))
-    if not sharded and not all(same):
-        return [_differs(f"the beginning of the stream, first on rank {same.index(False)}")]
-    if sharded and world.size > 1 and all(same):
-        return [
-            Hazard(
-                name="a stream that is not sharded",
-                effect=Effect.breaks,
-                seen="The stream has sharded = True, and all ranks read the same samples first.",
-                matters="Each sample counts as many times as there are ranks.",
-                remedy="Give each rank samples of its own, or leave the attribute out.",
-            )
-        ]
-    return []
+    sharded = is_sharded(dataset)
+    if any(unstable for _, unstable in all_ranks):
+        yield _unstable("the beginning of the stream")
+    elif not sharded and not all(same):
+        yield _differs(f"the beginning of the stream, first on rank {same.index(False)}")
+    elif sharded and world.size > 1 and all(same):
+        yield Hazard(
+            name="a stream that is not sharded",
+            effect=Effect.breaks,
+            seen="The stream has sharded = True, and all ranks read the same samples first.",
+            matters="Each sample counts as many times as there are ranks.",
+            remedy="Give each rank samples of its own, or leave the attribute out.",
+        )
 
 
 def _differs(what: str) -> Hazard:
@@ -153,54 +147,50 @@ def probe_task(make: Callable[[], Reference], window: Sequence[Any], micro_size:
     other = list(window[micro_size : 2 * micro_size]) or list(window[: max(1, micro_size // 2)])
     reference = make()
     hazards = [*_loss_form(reference, first), *_batch_norm(reference)]
-    for probe in (lambda: _memory(make, first, other), lambda: _randomness(reference, first)):
-        hazards += (more := probe())
+    for probe in (_memory(make, first, other), _randomness(reference, first)):  # each runs when it is iterated
+        hazards += (more := list(probe))
         if any(hazard.effect is not Effect.noted for hazard in more):
             return hazards
     tolerance = min(FP32.most, max(10 * REPEATABLE, FP32.uncapped(rounding)))
     with without_dropout(reference.model):
-        return hazards + _additivity(reference, window, micro_size, tolerance)
+        return [*hazards, *_additivity(reference, window, micro_size, tolerance)]
 
 
-def _loss_form(reference: Reference, samples: Sequence[Any]) -> list[Hazard]:
+def _loss_form(reference: Reference, samples: Sequence[Any]) -> Iterator[Hazard]:
     """Check the form of the task's loss."""
     reference.restore()
     if not isinstance(reference.task_loss(samples), Loss):
-        return [
-            Hazard(
-                name="bare mean",
-                effect=Effect.noted,
-                seen="loss() returns a bare tensor, which is taken for the mean over the micro-batch's samples.",
-                matters="If it is a mean over something else, such as tokens, samples with few of them count too much.",
-                remedy="Return launcher.Loss(total=the sum over items, items=how many).",
-            )
-        ]
-    return []
+        yield Hazard(
+            name="bare mean",
+            effect=Effect.noted,
+            seen="loss() returns a bare tensor, which is taken for the mean over the micro-batch's samples.",
+            matters="If it is a mean over something else, such as tokens, samples with few of them count too much.",
+            remedy="Return launcher.Loss(total=the sum over items, items=how many).",
+        )
 
 
-def _batch_norm(reference: Reference) -> list[Hazard]:
+def _batch_norm(reference: Reference) -> Iterator[Hazard]:
     description = what_norms_do(len(batch_norms(reference.model)), reference.plan.batch)
     if description is None or reference.plan.batch.norm in (Norm.freeze, Norm.window):
-        return []
-    return [
-        Hazard(
-            name="BatchNorm",
-            effect=Effect.noted,
-            seen=description,
-            matters="Statistics of a part of the window give another gradient than those of the whole window.",
-            remedy="Keep it if the parts are large enough; or change batch.norm; or use GroupNorm or LayerNorm.",
-        )
-    ]
+        return
+    yield Hazard(
+        name="BatchNorm",
+        effect=Effect.noted,
+        seen=description,
+        matters="Statistics of a part of the window give another gradient than those of the whole window.",
+        remedy="Keep it if the parts are large enough; or change batch.norm; or use GroupNorm or LayerNorm.",
+    )
 
 
-def _memory(make: Callable[[], Reference], first: Sequence[Any], other: Sequence[Any]) -> list[Hazard]:
+def _memory(make: Callable[[], Reference], first: Sequence[Any], other: Sequence[Any]) -> Iterator[Hazard]:
     """Check that a micro-batch's gradient is reproducible and does not depend on earlier micro-batches."""
     fresh, second = make(), make()
     with without_dropout(fresh.model), without_dropout(second.model):
         alone = fresh.in_batches([first])
         apart = _relative_difference(alone, second.in_batches([first]))
         if apart > REPEATABLE:
-            return [_not_repeatable(apart)]
+            yield _not_repeatable(apart)
+            return
         changed = _changed_buffers(second)
         worst = 0.0
         for samples in (first, other, first):
@@ -208,12 +198,11 @@ def _memory(make: Callable[[], Reference], first: Sequence[Any], other: Sequence
             if samples is first:
                 worst = max(worst, _relative_difference(alone, result))
         if worst > REPEATABLE:
-            return [_hidden_state(worst)]
-        if not changed:
-            return []
-        second.in_batches([other])
-        second.save()  # with the buffers that ``other`` has changed
-        return [_buffers(changed, _relative_difference(alone, second.in_batches([first])))]
+            yield _hidden_state(worst)
+        elif changed:
+            second.in_batches([other])
+            second.save()  # with the buffers that ``other`` has changed
+            yield _buffers(changed, _relative_difference(alone, second.in_batches([first])))
 
 
 def _relative_difference(one: ReferenceWindow, two: ReferenceWindow) -> float:
@@ -267,7 +256,7 @@ def _buffers(names: list[str], carried: float) -> Hazard:
     )
 
 
-def _randomness(reference: Reference, samples: Sequence[Any]) -> list[Hazard]:
+def _randomness(reference: Reference, samples: Sequence[Any]) -> Iterator[Hazard]:
     """Check whether the loss depends on random numbers, with dropout and without."""
 
     def differs() -> bool:
@@ -282,19 +271,15 @@ def _randomness(reference: Reference, samples: Sequence[Any]) -> list[Hazard]:
     with without_dropout(reference.model):
         random_without_dropout = differs()
     if random_without_dropout:
-        return [
-            Hazard(
-                name="randomness in the forward pass",
-                effect=Effect.blinds,
-                seen="With other random numbers the same micro-batch has another loss, also with dropout switched off.",
-                matters="One big batch draws other numbers than the micro-batches do, so the two cannot be compared.",
-                remedy="Verify with the noise switched off by a parameter of the task; training is not affected.",
-            )
-        ]
-    if not random:
-        return []
-    return [
-        Hazard(
+        yield Hazard(
+            name="randomness in the forward pass",
+            effect=Effect.blinds,
+            seen="With other random numbers the same micro-batch has another loss, also with dropout switched off.",
+            matters="One big batch draws other numbers than the micro-batches do, so the two cannot be compared.",
+            remedy="Verify with the noise switched off by a parameter of the task; training is not affected.",
+        )
+    elif random:
+        yield Hazard(
             name="dropout",
             effect=Effect.noted,
             seen=f"The model drops activations at random{f' ({first_names(modules)})' if modules else ''}. Dropout was "
@@ -303,10 +288,9 @@ def _randomness(reference: Reference, samples: Sequence[Any]) -> list[Hazard]:
             "with the same micro_size, accumulation and world size; its expectation is the same in all of them.",
             remedy="Nothing; leave dropout out to compare curves of different world sizes digit by digit.",
         )
-    ]
 
 
-def _additivity(reference: Reference, window: Sequence[Any], micro_size: int, tolerance: float) -> list[Hazard]:
+def _additivity(reference: Reference, window: Sequence[Any], micro_size: int, tolerance: float) -> Iterator[Hazard]:
     """Compare loss and gradient of several micro-batches as one batch with the sum over the micro-batches.
 
     The gradient matters because all items may have the same loss when training starts. BatchNorm's statistics are a
@@ -315,7 +299,7 @@ def _additivity(reference: Reference, window: Sequence[Any], micro_size: int, to
     samples = window[: min(_PARTS * micro_size, reference.most or len(window))]
     size = micro_size if len(samples) > micro_size else -(-len(samples) // 2)
     if len(samples) <= size:
-        return []
+        return
     norms = [module for module in reference.model.modules() if _uses_batch(module) and module.track_running_stats]
     for module in norms:
         module.training = False
@@ -323,7 +307,6 @@ def _additivity(reference: Reference, window: Sequence[Any], micro_size: int, to
     apart = reference.in_batches([samples[i : i + size] for i in range(0, len(samples), size)])
     for module in norms:
         module.training = True
-    hazards: list[Hazard] = []
     # both results are means over their own items
     factor = apart.items / (together.items or 1.0)
     added = {name: part * factor for name, part in apart.gradient.items()}
@@ -332,30 +315,25 @@ def _additivity(reference: Reference, window: Sequence[Any], micro_size: int, to
         abs(apart.loss * factor - together.loss) / (_loss_scale(reference, together) or 1.0),
     )
     if error > tolerance:
-        hazards.append(
-            Hazard(
-                name="a loss that is no sum over items",
-                effect=Effect.suspect,
-                seen=f"{len(samples)} samples as one batch have another total, or gradient of it, than as "
-                f"{apart.batches} micro-batches together: by {error:.1e}.",
-                matters="It is a mean, over items of which samples have unequal numbers, or samples affect each other "
-                "within a batch (statistics of the batch, contrastive losses): then the split changes the result.",
-                remedy="Return launcher.Loss(total=the sum over items, items=how many). A loss that needs the whole "
-                "batch cannot be accumulated: use batch.accumulation=1, and gather what it needs.",
-            )
+        yield Hazard(
+            name="a loss that is no sum over items",
+            effect=Effect.suspect,
+            seen=f"{len(samples)} samples as one batch have another total, or gradient of it, than as "
+            f"{apart.batches} micro-batches together: by {error:.1e}.",
+            matters="It is a mean, over items of which samples have unequal numbers, or samples affect each other "
+            "within a batch (statistics of the batch, contrastive losses): then the split changes the result.",
+            remedy="Return launcher.Loss(total=the sum over items, items=how many). A loss that needs the whole "
+            "batch cannot be accumulated: use batch.accumulation=1, and gather what it needs.",
         )
     if together.items != apart.items:
-        hazards.append(
-            Hazard(
-                name="items that do not add up",
-                effect=Effect.suspect,
-                seen=f"{len(samples)} samples as one batch have {together.items:g} items; as {apart.batches} "
-                f"micro-batches together {apart.items:g}.",
-                matters="The items of a sample depend on the other samples of its batch: perhaps padding is counted.",
-                remedy="Count only what the total sums over, such as (targets != padding).sum().",
-            )
+        yield Hazard(
+            name="items that do not add up",
+            effect=Effect.suspect,
+            seen=f"{len(samples)} samples as one batch have {together.items:g} items; as {apart.batches} "
+            f"micro-batches together {apart.items:g}.",
+            matters="The items of a sample depend on the other samples of its batch: perhaps padding is counted.",
+            remedy="Count only what the total sums over, such as (targets != padding).sum().",
         )
-    return hazards
 
 
 def _uses_batch(module: nn.Module) -> bool:

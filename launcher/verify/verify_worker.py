@@ -276,20 +276,18 @@ def _window_check(window: EngineWindow, reference: ReferenceWindow, comparisons:
     )
 
 
-def _unused(windows: Sequence[ReferenceWindow]) -> list[Hazard]:
+def _unused(windows: Sequence[ReferenceWindow]) -> Iterator[Hazard]:
     names = [name for name in windows[0].unused if all(name in window.unused for window in windows)]
     if not names:
-        return []
-    return [
-        Hazard(
-            name="unused parameters",
-            effect=Effect.noted,
-            seen=f"The loss does not depend on {first_names(names)}, in any of these windows.",
-            matters="Ranks wait for each other's gradients, so training refuses it, except with strategy=ddp, "
-            "find_unused_parameters and sync=every.",
-            remedy="Freeze them (requires_grad_(False)), or use them in the loss.",
-        )
-    ]
+        return
+    yield Hazard(
+        name="unused parameters",
+        effect=Effect.noted,
+        seen=f"The loss does not depend on {first_names(names)}, in any of these windows.",
+        matters="Ranks wait for each other's gradients, so training refuses it, except with strategy=ddp, "
+        "find_unused_parameters and sync=every.",
+        remedy="Freeze them (requires_grad_(False)), or use them in the loss.",
+    )
 
 
 def _notes(plan: RunPlan, measured: Measured, most: int | None, references: Sequence[ReferenceWindow]) -> list[str]:

@@ -35,6 +35,7 @@ from launcher.train.checkpoint import contents, file_format
 from launcher.train.checkpoint.file_format import Planner, Reader
 from launcher.train.checkpoint.origin import Origin, require_same_model, require_same_run
 from launcher.train.data.randomness import restore_random_state
+from launcher.train.data.window_feed import is_sharded
 from launcher.train.engine.calibration import measured_as
 from launcher.train.engine.engine import Engine
 from launcher.train.world import World
@@ -163,7 +164,7 @@ def require_same_shards(engine: Engine, restored: Restored, dataset: Any) -> Non
         WrongCheckpoint: the number of ranks differs.
     """
     before, ranks = restored.ranks, engine.world.size
-    if ranks != before and engine.position.window and getattr(dataset, "sharded", False):
+    if ranks != before and engine.position.window and is_sharded(dataset):
         raise WrongCheckpoint(
             f"{restored.directory} was saved within an epoch of a stream that shards itself for {before} ranks; its "
             f"shares for {ranks} are different.\n  Resume with {before} ranks; or leave `sharded` out, so that every "

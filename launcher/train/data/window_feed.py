@@ -238,8 +238,7 @@ class StreamFeed:
         self._open()
 
     def _open(self) -> None:
-        if callable(getattr(self._dataset, "set_epoch", None)):
-            self._dataset.set_epoch(self._position.epoch)
+        start_epoch(self._dataset, self._position.epoch)
         batch, seed = self._plan.batch, self._plan.train.seed
         window = self._position.index - self._position.window  # index of the epoch's first window
         skip = sum(batch.accumulation_at(index) for index in range(window, self._position.index))
@@ -287,6 +286,17 @@ class StreamFeed:
 
     def close(self) -> None:
         self._source.close()
+
+
+def is_sharded(stream: Any) -> bool:
+    """Return whether the stream divides itself among the ranks."""
+    return bool(getattr(stream, "sharded", False))
+
+
+def start_epoch(stream: Any, epoch: int) -> None:
+    """Tell the stream which epoch follows, if it has a method for that."""
+    if callable(getattr(stream, "set_epoch", None)):
+        stream.set_epoch(epoch)
 
 
 class SampleBlock(NamedTuple):
@@ -344,7 +354,7 @@ class Shard(IterableDataset[tuple[Any, int]]):
         self._epoch, self._skip, self._outlined = epoch, skip, outlined
 
     def __iter__(self) -> Iterator[tuple[Any, int]]:
-        sharded = bool(getattr(self._dataset, "sharded", False))
+        sharded = is_sharded(self._dataset)
         info = get_worker_info()
         assert info is None or info.num_workers == 1
         with self._reading.continued(self._epoch):
