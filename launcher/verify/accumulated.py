@@ -7,7 +7,7 @@ import functools
 import itertools
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,7 @@ from launcher.verify.comparison import Gradient, without_dropout
 
 # DDP rebuilds its buckets after the first window, so the second one takes a different code path
 FULL_WINDOWS = 2
+K = TypeVar("K")
 
 
 @dataclass(frozen=True)
@@ -172,57 +173,53 @@ class EngineWindow:
 
 
 @dataclass(frozen=True)
-class InitialState:
-    """Model state at the start of training.
+class EngineRun:
+    """Result of ``run_windows``.
 
     Attributes:
-        values: unsharded parameters and buffers, on rank 0's host.
-        training: whether each module is in training mode.
+        values: unsharded parameters and buffers before the first window, on rank 0's host.
+        training: whether each module was in training mode then.
         with_data: see ``run_windows``.
+        windows: completed windows; fewer than requested if one failed.
+        refused: error of the window that failed, as text; None if all completed.
     """
 
     values: dict[str, Tensor]
     training: dict[str, bool]
     with_data: bool
-
-
-@dataclass(frozen=True)
-class EngineRun:
-    """Result of ``run_windows``.
-
-    Attributes:
-        initial: model before the first window.
-        windows: completed windows; fewer than requested if one failed.
-        refused: error of the window that failed, as text; None if all completed.
-    """
-
-    initial: InitialState
     windows: list[EngineWindow]
-    refused: str | None
+    refused: str | None = None
 
 
 class _GradientRecorder(Optimizer):
-    """Optimizer that records gradients and updates nothing: every window is compared at the initial parameters."""
+    """Optimizer that records gradients and updates nothing: every window is compared at the initial parameters.
 
-    def __init__(self, parameters: Iterable[nn.Parameter], device: torch.device, keeps: bool) -> None:
+    Attributes:
+        gradient: of the last step, by the parameters' positions; empty on ranks other than 0.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], world: World, device: torch.device) -> None:
         super().__init__(parameters, {"lr": 1.0})
-        self._device, self._keeps = device, keeps
-        self.gradients: list[Tensor] = []
+        self._world, self._device = world, device
+        self.gradient: dict[int, Tensor] = {}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # noqa: ARG002  # pyright: ignore[reportIncompatibleMethodOverride]
         parameters: list[nn.Parameter] = self.param_groups[0]["params"]
         gradients = (torch.zeros_like(p) if p.grad is None else p.grad for p in parameters)
-        gathered = [_gathered(gradient, self._device, keep=self._keeps) for gradient in gradients]
-        self.gradients = [gradient for gradient in gathered if gradient is not None]
+        self.gradient = _on_rank_0(enumerate(gradients), self._world, self._device)
 
 
-def _gathered(tensor: Tensor, device: torch.device, *, keep: bool) -> Tensor | None:
-    """Return an unsharded copy on the host, or None unless ``keep``. All ranks must call it (collective)."""
-    if isinstance(tensor, DTensor):
-        sharded = cast("DTensor", tensor.to(device))
-        tensor = sharded.full_tensor()  # offloaded shards are in host memory, which NCCL cannot access
-    return tensor.detach().to("cpu", copy=True) if keep else None
+def _on_rank_0(tensors: Iterable[tuple[K, Tensor]], world: World, device: torch.device) -> dict[K, Tensor]:
+    """Return unsharded copies on rank 0's host; nothing on other ranks. All ranks must call it (collective)."""
+    copies: dict[K, Tensor] = {}
+    for key, tensor in tensors:
+        if isinstance(tensor, DTensor):
+            sharded = cast("DTensor", tensor.to(device))
+            tensor = sharded.full_tensor()  # offloaded shards are in host memory, which NCCL cannot access
+        if world.rank == 0:
+            copies[key] = tensor.detach().to("cpu", copy=True)
+    return copies
 
 
 def in_fp32(plan: RunPlan) -> RunPlan:
@@ -253,31 +250,28 @@ def run_windows(plan: RunPlan, world: World, trials: Sequence[Trial], *, with_da
     train = dataclasses.replace(plan.train, clip_norm=None, calibrate_s=0.0, steps=None, epochs=None)
     plan = dataclasses.replace(plan, train=train)
     device = device_of(world, plan.cluster.device)
-    keeps = world.rank == 0
     task = load_task(plan.task.target, plan.task.params, plan.cluster.import_from, plan.train.seed)
     seed_everything(plan.train.seed)
-    recorders: list[_GradientRecorder] = []
-
-    def recorder(parameters: Iterable[nn.Parameter]) -> _GradientRecorder:
-        recorders.append(_GradientRecorder(parameters, device, keeps=keeps))
-        return recorders[0]
-
+    recorder = functools.partial(_GradientRecorder, world=world, device=device)
     engine = Engine(task.model, recorder, plan, shard_units=getattr(task, "shard_units", None))
     if with_data:
         train_data(task, plan.train.seed)
     seed_everything(plan.train.seed + 1 + world.rank)
     module = engine.parallel.module
-    run = EngineRun(_initial_state(module, device, with_data, keep=keeps), [], None)
+    values = _on_rank_0([*module.named_parameters(), *module.named_buffers()], world, device)
+    run = EngineRun(values, {name: part.training for name, part in module.named_modules()}, with_data, [])
+    names = [name for name, p in module.named_parameters() if p.requires_grad]
     for trial in trials:
         engine.plan = _plan_of(trial, plan)
         with without_dropout(module, functions=not plan.train.compile):
             result = _run_window(engine, task, trial)
         if isinstance(result, str):
             return dataclasses.replace(run, refused=result)
-        named = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        # training skips a window without items: its gradient is zero
-        gradients = recorders[0].gradients if result.items else [torch.zeros(p.shape) for p in named.values()]
-        gradient = dict(zip(named, gradients, strict=True)) if keeps else {}
+        recorder = cast("_GradientRecorder", engine.optimizer)
+        if not result.items:  # training skips a window without items: its gradient is zero
+            recorder.zero_grad()
+            recorder.step()
+        gradient = {names[position]: part for position, part in recorder.gradient.items()}
         run.windows.append(EngineWindow(trial, result, gradient))
     return run
 
@@ -310,11 +304,3 @@ def _plan_of(trial: Trial, plan: RunPlan) -> RunPlan:
     task = dataclasses.replace(plan.task, samples=trial.length)
     epoch = EpochPlan(windows=1, short_window=trial.length, short_window_policy=plan.epoch.short_window_policy)
     return dataclasses.replace(plan, task=task, epoch=epoch)
-
-
-def _initial_state(module: nn.Module, device: torch.device, with_data: bool, *, keep: bool) -> InitialState:
-    values: dict[str, Tensor] = {}
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if (value := _gathered(tensor, device, keep=keep)) is not None:
-            values[name] = value
-    return InitialState(values, {name: part.training for name, part in module.named_modules()}, with_data)

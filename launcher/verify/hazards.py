@@ -215,7 +215,7 @@ def _changed_buffers(reference: Reference) -> list[str]:
         for layer, module in batch_norms(reference.model).items():
             for name, _ in module.named_buffers(layer, recurse=False):
                 buffers.pop(name, None)
-    before = reference.initial.values
+    before = reference.run.values
     return [name for name, buffer in buffers.items() if not torch.equal(buffer.cpu(), before[name])]
 
 

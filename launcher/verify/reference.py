@@ -22,7 +22,7 @@ from launcher.train.engine.preserved_state import SavedState
 from launcher.train.inspection.memory_forecast import free_host_bytes
 from launcher.train.parallel.batchnorm import freeze
 from launcher.train.precision import Precision
-from launcher.verify.accumulated import InitialState
+from launcher.verify.accumulated import EngineRun
 from launcher.verify.comparison import Gradient
 
 # usable fraction of free memory: a pass needs more than the tensors saved for backward
@@ -51,12 +51,12 @@ class Reference:
     """The task and its unwrapped model at the start of training, in the arithmetic of ``plan.precision``.
 
     Args:
-        initial: values and number formats of parameters and buffers, from the engine of the same plan.
+        run: of the engine of the same plan, from which values and number formats are taken.
         most: samples that fit into one batch, if known.
     """
 
     plan: RunPlan
-    initial: InitialState
+    run: EngineRun
     device: torch.device
     most: int | None = None
     model: nn.Module = field(init=False)
@@ -65,18 +65,18 @@ class Reference:
         task, seed = self.plan.task, self.plan.train.seed
         self.task = load_task(task.target, task.params, self.plan.cluster.import_from, seed)
         self.model = build_model(self.task, seed).to(self.device)
-        if self.initial.with_data:
+        if self.run.with_data:
             train_data(self.task, seed)
         if self.plan.batch.norm is Norm.freeze:
             freeze(self.model)
         with torch.no_grad():
             for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
-                value = self.initial.values[name]
+                value = self.run.values[name]
                 if value.dtype != tensor.dtype:
                     tensor.data = tensor.data.to(value.dtype)
                 tensor.copy_(value)
         for name, module in self.model.named_modules():
-            module.training = self.initial.training[name]
+            module.training = self.run.training[name]
         self.precision = Precision(self.plan.precision, self.device)
         seed_everything(seed + 1)
         self._collate = getattr(self.task, "collate", None) or default_collate

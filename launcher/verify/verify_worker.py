@@ -122,7 +122,7 @@ def _measure(plan: RunPlan, world: World) -> Measured:
 def arithmetic_of(plan: RunPlan, run: EngineRun) -> str:
     """Return a description of the arithmetic that the job computes in."""
     names = {dtype: kind.value for kind, dtype in DTYPES.items()}
-    kept = {names[value.dtype] for value in run.initial.values.values() if value.dtype in names}
+    kept = {names[value.dtype] for value in run.values.values() if value.dtype in names}
     parts = [plan.precision.kind.value, *(f"{name} parameters" for name in sorted(kept))]
     if (sent := _sent_as(plan)) is not None:
         parts.append(f"gradients sent as {names[sent]}")
@@ -152,7 +152,7 @@ def _certify(plan: RunPlan, device: torch.device, measured: Measured) -> Certifi
     print("looking for hazards", flush=True)
 
     def make() -> Reference:
-        return Reference(in_fp32(plan), fp32.initial, device, most)
+        return Reference(in_fp32(plan), fp32, device, most)
 
     with_items = [n for n, reference in enumerate(references) if reference.items]
     if not with_items and fp32.refused is None:
@@ -164,7 +164,7 @@ def _certify(plan: RunPlan, device: torch.device, measured: Measured) -> Certifi
     windows = [_window_check(*one) for one in zip(fp32.windows, references, comparisons, strict=False)]
     refused = fp32.refused or (own.refused if own is not None else None)
     if refused is None:
-        refused = _evaluation_error(make() if own is None else Reference(measured.own_plan, own.initial, device, most))
+        refused = _evaluation_error(make() if own is None else Reference(measured.own_plan, own, device, most))
     return _certificate(plan, windows, hazards, _notes(plan, measured, most, references), refused)
 
 
@@ -187,10 +187,10 @@ def _compare_in_fp32(
     plan: RunPlan, device: torch.device, run: EngineRun, samples: Sequence[Sequence[Any]]
 ) -> tuple[list[ReferenceWindow], list[list[Comparison]], int | None]:
     """Return each window's reference, its comparisons so far, and how many samples fit into one batch."""
-    reference = Reference(in_fp32(plan), run.initial, device)
+    reference = Reference(in_fp32(plan), run, device)
     windows = list(_in_turn(reference, samples))
     # a separate model, so that hidden state, if any, has seen the same number of earlier windows
-    second = Reference(in_fp32(plan), run.initial, device, reference.most)
+    second = Reference(in_fp32(plan), run, device, reference.most)
     backwards = [of_window[::-1] for of_window in samples]
     with second.perturbed():
         comparisons = [
@@ -215,7 +215,7 @@ def _compare_as_configured(
     """Yield the comparison of each window in the job's own arithmetic. ``wide``: references in fp32."""
     plan = measured.own_plan
     arithmetic, rule = arithmetic_of(plan, own), _rule(plan, own)
-    windows = _in_turn(Reference(plan, own.initial, device, most), [trial.samples for trial in measured.trials])
+    windows = _in_turn(Reference(plan, own, device, most), [trial.samples for trial in measured.trials])
     for window, reference, narrow in zip(own.windows, wide, windows, strict=False):
         sent = _as_sent(narrow.gradient, _sent_as(plan), plan.batch.world_size)
         comparison = compare_gradients(arithmetic, window.gradient, reference.gradient, sent, rule)
@@ -236,7 +236,7 @@ def _sent_as(plan: RunPlan) -> torch.dtype | None:
 
 def _rule(plan: RunPlan, own: EngineRun) -> Rule:
     """Return the rule for the coarsest format in which the job computes, stores or sends."""
-    formats = {DTYPES.get(plan.precision.kind), _sent_as(plan), *(t.dtype for t in own.initial.values.values())}
+    formats = {DTYPES.get(plan.precision.kind), _sent_as(plan), *(t.dtype for t in own.values.values())}
     roundoffs = [torch.finfo(each).eps / 2 for each in DTYPES.values() if each in formats]
     return narrow_rule(max(roundoffs)) if roundoffs else FP32
 
