@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -33,11 +33,9 @@ def runs_table(runs: Sequence[Run], sweeps: Mapping[str, Sequence[Run]]) -> Tabl
             escape(run.name), *_progress(run), ranks, run.job or run.kind, escape(run.user), created, escape(run.detail)
         )
     for sweep, cells in sorted(sweeps.items()):
-        counted = Counter(cell.state for cell in cells)
-        states = ", ".join(_colour(state, f"{counted[state]} {state.value}") for state in RunState if counted[state])
         users = ",".join(sorted({cell.user for cell in cells if cell.user}))
         created = _time(min((cell.created for cell in cells if cell.created), default=""))
-        summary = f"{count(len(cells), 'cell')}: {states}"
+        summary = states_text(cells, _colour)
         table.add_row(escape(sweep), "sweep", "", "", "", "", escape(users), created, summary)
     return table
 
@@ -80,10 +78,10 @@ def _time(iso: str) -> str:
     return datetime.fromisoformat(iso).astimezone().strftime("%Y-%m-%d %H:%M") if iso else ""
 
 
-def states_text(runs: Sequence[Run]) -> str:
-    """Return ``8 cells: 6 done, 1 failed, 1 impossible``."""
+def states_text(runs: Sequence[Run], shown: Callable[[RunState, str], str] = lambda _, text: text) -> str:
+    """Return ``8 cells: 6 done, 1 failed, 1 impossible``; ``shown`` may colour the part of each state."""
     counted = Counter(run.state for run in runs)
-    parts = [f"{counted[state]} {state.value}" for state in RunState if counted[state]]
+    parts = [shown(state, f"{counted[state]} {state.value}") for state in RunState if counted[state]]
     return f"{count(len(runs), 'cell')}: {', '.join(parts)}"
 
 

@@ -158,7 +158,8 @@ class Conductor:
         runs, statuses = self._begin_planned(requested, cells, paths)
         if on_slurm and self._wait:
             control.wait_for(runs, self._watch)
-        self.status = max(self.status, *statuses, self._status_of(runs) if on_slurm and self._wait else EXIT_DONE)
+            statuses += map(control.run_exit_status, statuses_of(runs))
+        self.status = max([self.status, *statuses])
         if not with_results:
             return [None] * len(requested)
         runs_by_overrides = manifest.load_sweep(paths).runs(paths)
@@ -175,12 +176,8 @@ class Conductor:
     def _plan(self, requested: RequestedCell, paths: SweepPaths) -> _Planned | UserError:
         try:
             plan = plan_job(requested.config, self._once)
-        except UserError as error:
-            return error
-        runs = paths.root.parent
-        roots = tuple(self._once(code_snapshot.roots_of_task, plan.task.target, plan.cluster.cwd))
-        try:
-            files, code = self._once(code_snapshot.digests, roots, runs, paths.root)
+            roots = tuple(self._once(code_snapshot.roots_of_task, plan.task.target, plan.cluster.cwd))
+            files, code = self._once(code_snapshot.digests, roots, paths.root.parent, paths.root)
         except UserError as error:
             return error
         return _Planned(requested, plan, roots, files, content_of(plan, code))
@@ -189,7 +186,12 @@ class Conductor:
         self, requested: Sequence[RequestedCell], cells: Sequence[_Planned | UserError], paths: SweepPaths
     ) -> tuple[list[RunPaths], list[int]]:
         """Return the runs of all possible cells, and the exit statuses so far."""
-        entries = [_entry(cell, words) for cell, words in zip(cells, requested, strict=True)]
+        entries = [
+            Cell(overrides=request.overrides, content=None, run=None, problem=str(cell))
+            if isinstance(cell, UserError)
+            else Cell(overrides=request.overrides, content=cell.content, run=None, problem=None)
+            for cell, request in zip(cells, requested, strict=True)
+        ]
         statuses = [EXIT_USER for entry in entries if entry.problem]
         with manifest.alone(paths):
             sweep = self._opened(paths, requested)
@@ -203,7 +205,7 @@ class Conductor:
                     continue
                 if cell.content not in run_of:  # cells with equal content share one run
                     if (stopped := existing.resumable.get(cell.content)) is not None:
-                        cell = _resumed(cell, stopped)
+                        cell = dataclasses.replace(cell, plan=RunPlan.load(stopped.plan), resumes=True)
                     else:
                         cell = self._named(cell, paths, run_name(entries[number]))
                     new[cell.content], run_of[cell.content] = cell, cell.plan.paths
@@ -301,20 +303,6 @@ class Conductor:
                 self.status = statuses[-1]
                 raise KeyboardInterrupt
         return statuses
-
-    def _status_of(self, runs: Sequence[RunPaths]) -> int:
-        return max((control.run_exit_status(run) for run in statuses_of(runs)), default=EXIT_DONE)
-
-
-def _resumed(cell: _Planned, run: RunPaths) -> _Planned:
-    """Return the cell with the plan of its stopped run, to resume that run."""
-    return dataclasses.replace(cell, plan=RunPlan.load(run.plan), resumes=True)
-
-
-def _entry(cell: _Planned | UserError, requested: RequestedCell) -> Cell:
-    if isinstance(cell, UserError):
-        return Cell(overrides=requested.overrides, content=None, run=None, problem=str(cell))
-    return Cell(overrides=requested.overrides, content=cell.content, run=None, problem=None)
 
 
 def _refused(cell: Cell, refused: dict[str, str]) -> Cell:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -117,8 +117,7 @@ def compare_gradients(arithmetic: str, got: Gradient, wanted: Gradient, rounded:
     uncapped = None if one_batch is None or not math.isfinite(one_batch) else rule.uncapped(one_batch)
     limit = rule.most if uncapped is None else min(rule.most, uncapped)
 
-    def deviation(title: str, names: Iterable[str], *, part: bool) -> Deviation:
-        names = list(names)
+    def deviation(title: str, names: Sequence[str], *, part: bool) -> Deviation:
         error, norm = _combined(errors[name] for name in names), _combined(norms[name] for name in names)
         allowed = limit
         if part:  # the part's own rounding error, or its share of the whole gradient's
@@ -134,16 +133,13 @@ def compare_gradients(arithmetic: str, got: Gradient, wanted: Gradient, rounded:
             limit=allowed,
         )
 
-    groups: defaultdict[str, list[str]] = defaultdict(list)
-    for name, group in _grouped(list(wanted)).items():
-        groups[group].append(name)
     each = [deviation(name, [name], part=True) for name in wanted]
     return Comparison(
         arithmetic=arithmetic,
         one_batch=None if uncapped is None else one_batch,
         uncapped=uncapped,
-        whole=deviation("all", wanted, part=False),
-        groups=tuple(deviation(group, names, part=True) for group, names in groups.items()),
+        whole=deviation("all", [*wanted], part=False),
+        groups=tuple(deviation(group, names, part=True) for group, names in _groups(list(wanted)).items()),
         worst=tuple(sorted(each, key=lambda one: one.excess, reverse=True)[:WORST]),
     )
 
@@ -153,10 +149,13 @@ def _ratio(error: float, norm: float) -> float | None:
     return error / norm if norm else (None if error else 0.0)
 
 
-def _grouped(names: list[str]) -> dict[str, str]:
-    """Return each parameter's group: the modules at the first level at which the names differ."""
+def _groups(names: list[str]) -> dict[str, list[str]]:
+    """Return the parameters by group: the modules at the first level at which the names differ."""
     parts = [name.split(".") for name in names]
     common = 0
     while all(len(part) > common + 1 for part in parts) and len({part[common] for part in parts}) == 1:
         common += 1
-    return {name: ".".join(part[: common + 1]) for name, part in zip(names, parts, strict=True)}
+    groups: defaultdict[str, list[str]] = defaultdict(list)
+    for name, part in zip(names, parts, strict=True):
+        groups[".".join(part[: common + 1])].append(name)
+    return groups
