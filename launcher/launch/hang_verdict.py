@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,13 +44,6 @@ class Hang:
     phase: str
     text: str
     stack: str
-
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Hang:
-        return cls(**json.loads(text))
 
     @property
     def sentence(self) -> str:

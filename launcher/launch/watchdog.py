@@ -217,7 +217,7 @@ class HangWatch(threading.Thread):
         """Answer a request for stacks and return node 0's verdict, if any; runs on nodes other than 0."""
         messages = self._store.read([start.key("request"), start.key("verdict")])
         if (verdict := messages.get(start.key("verdict"))) is not None:
-            return Hang.from_json(verdict)
+            return Hang(**json.loads(verdict))
         if (request := messages.get(start.key("request"))) is not None:
             number, beats = json.loads(request)
             if number != start.requests:
@@ -255,7 +255,7 @@ class HangWatch(threading.Thread):
                 os.kill(pid, signal.SIGKILL)
         try:
             if self._node == 0:
-                self._store.post(start.key("verdict"), verdict.to_json())
+                self._store.post(start.key("verdict"), json.dumps(dataclasses.asdict(verdict)))
         finally:
             _print(f"{verdict.sentence}\n{verdict.stack}")
             if self._node == 0:

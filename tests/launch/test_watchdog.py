@@ -32,7 +32,7 @@ class Watched:
         run.mkdir()
         self.run, self.process = run, process
         self.watch = HangWatch(make_plan(run_dir=str(run)), ALONE, 10.0, lambda: None)
-        self.watch._pids = lambda attempt: {0: 2**22 + 1, 1: process.pid}  # noqa: ARG005
+        self.watch._pids = lambda start: {0: 2**22 + 1, 1: process.pid}  # noqa: ARG005
         self.begin()
 
     def begin(self) -> None:
@@ -182,6 +182,6 @@ def test_another_node_answers_each_question_once(watched: Watched, monkeypatch: 
     watched.look()
     assert answers(2)["1"]["moved"] is True
     verdict = Hang(rank=1, victim=1, node=1, host="b", step=1, phase="computing", text="hangs", stack="")
-    store.post("0/verdict", verdict.to_json())
+    store.post("0/verdict", json.dumps(dataclasses.asdict(verdict)))
     watched.look()
     assert watched.killed
