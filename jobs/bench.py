@@ -34,7 +34,6 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from launcher import Engine, RunPlan, make_plan
 from launcher.tasks.bytes_gpt import BytesGPT
 from launcher.train.measure.comm_meter import CommStats
-from launcher.train.measure.noise_scale import LocalGradNorm
 from launcher.train.metrics import Record, peak_memory_bytes, step_metrics
 
 WARM_UP = 5
@@ -128,7 +127,7 @@ def by_engine(case: Case, plan: RunPlan, directory: Path, *, without: str | None
     if without == "meter":
         engine.parallel.meter = cast("Any", Unmetered())
     if without == "noise":
-        engine.parallel.local_norm = Unmeasured()
+        engine._noise.before_backward = lambda *_, **__: None  # so that no norm is ever due
     start = time.perf_counter()
     record = Record(directory / "metrics.jsonl", wait_for_space=False) if engine.world.rank == 0 else None
     for window in engine.windows(case.data):
@@ -148,9 +147,10 @@ class Unmetered:
 
     def stop(self) -> None: ...
     def reduction_started(self) -> None: ...
-    def backward_is_over(self) -> None: ...
     def waiting(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    reducing = waiting
 
     def open_window(self) -> None: ...
     def count(self, *_: object, **__: object) -> None: ...
@@ -160,12 +160,6 @@ class Unmetered:
 
     def close_window(self, *_: object) -> CommStats:
         return CommStats({}, 0, 0.0)
-
-
-class Unmeasured(LocalGradNorm):
-    """Replacement of the rank's gradient norms that never measures a part of a window."""
-
-    def await_part(self, *, due: bool) -> None: ...
 
 
 def compare(case: Case, steps: int, loader_workers: int) -> str:

@@ -78,7 +78,7 @@ def collectives(environment: Environment) -> str:
 
     noise = NoiseScale(2, device, LocalGradNorm())
     noise.own = torch.tensor(0.25, device=device)
-    totals = WindowTotals(World(0, 2, 0), device, [noise])  # as if of two ranks, so that the flags are sent
+    totals = WindowTotals(World(0, 2, 0), device, meter, [noise])  # as if of two ranks, so that the flags are sent
     totals.add(torch.tensor(3.5, device=device), torch.tensor(7, device=device), 4)
     totals.send(more=True, stop=False, save_due=True)
     sent = totals.sum_of(noise)

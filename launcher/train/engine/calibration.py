@@ -314,8 +314,8 @@ class Calibration:
                 with self._precision.autocast():
                     loss_sum, items = self._run(self._parallel.forward, micro)
                 some = items.clamp(min=1) if isinstance(items, Tensor) else max(1, items)
-                self._parallel.before_backward()
-                self._precision.backward(loss_sum / (some * count))
+                with self._parallel.backward():
+                    self._precision.backward(loss_sum / (some * count))
         if not silent:
             self._parallel.gradients()  # all of them have arrived
         self._synchronise()

@@ -109,7 +109,7 @@ class Engine:
         self.stragglers = StragglerDetector(self.world, self.device, plan.train.straggler_share)
         self._noise = NoiseScale(self.world.size, self.device, self.parallel.local_norm)
         self._observers: list[Observer] = [self._noise, self.buffers, self.stragglers]
-        self._totals = WindowTotals(self.world, self.device, self._observers)
+        self._totals = WindowTotals(self.world, self.device, self.parallel.meter, self._observers)
         norm_bytes = 8 if plan.strategy.shard_size > 1 else 0  # a sharded gradient's norm is summed too
         self._flags_bytes = self._totals.payload_bytes + norm_bytes
         self.position = BEGINNING
@@ -186,7 +186,8 @@ class Engine:
         Raises:
             TaskError: ``loss_sum`` is no scalar, or ``items`` no count.
         """
-        samples = self._current.take_micro_batch().samples
+        current, totals = self._current, self._totals
+        samples = current.take_micro_batch().samples
         window_totals.require_sum(loss_sum, items)
         if not loss_sum.requires_grad:
             raise EngineMisuse(
@@ -194,21 +195,20 @@ class Engine:
             )
         weight = self._optimizer_step.weight(items, samples)
         if samples:
-            self._totals.add(loss_sum, items, samples)
-        if self.parallel.local_norm.due:
-            self._noise.begin(*self._totals.own_part)
-        if reduces(self._current.sync, last=self._current.at_boundary):
+            totals.add(loss_sum, items, samples)
+        first, last = current.handed_out == 1, current.at_boundary
+        self._noise.before_backward(current.sync, totals.own_part, first=first, last=last)
+        if reduces(current.sync, last=last):
             self._trained.require_same()
-        if self._current.at_boundary:
-            self._totals.send(more=self._feed.has_next(), stop=self._stop(), save_due=self._save_due())
-            if self._current.may_abandon and self._totals.out_of_memory():
+        if last:
+            totals.send(more=self._feed.has_next(), stop=self._stop(), save_due=self._save_due())
+            if current.may_abandon and totals.out_of_memory():
                 raise oom.WindowAbandoned(
                     "Another rank ran out of memory, and batch.on_oom=shrink runs this window again. The loop must "
                     "pass this exception to engine.shrinks(error)."
                 )
-        self.parallel.before_backward(self._totals.items_of_all if self._current.at_boundary else None)
-        self.precision.backward(loss_sum * weight)
-        self.parallel.meter.backward_is_over()
+        with self.parallel.backward(totals.items_of_all if last else None):
+            self.precision.backward(loss_sum * weight)
 
     def step(self) -> StepResult:
         """Take the window's optimizer step: sum over ranks, check, average exactly, clip, apply, schedule.
@@ -241,7 +241,7 @@ class Engine:
             samples=agreed.samples, items=agreed.items, grad_norm=norm,
             comparable=full and not skipped and self.plan.batch.even_at(window.index),
             gradient_unit=divisor / (scale or 1.0),
-            step_s=step_s, data_s=current.data_s, wait_s=self.parallel.meter.waited_s + self._totals.waited_s,
+            step_s=step_s, data_s=current.data_s, wait_s=self.parallel.meter.waited_s,
         )  # fmt: skip
         for observer in self._observers:
             observer.window_ended(ended)

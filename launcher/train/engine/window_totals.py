@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import numbers
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from launcher.config.schema import Sync
 from launcher.errors import NotFinite, TaskError
-from launcher.train.measure.comm_meter import CommStats
+from launcher.train.measure.comm_meter import CommStats, Meter
 from launcher.train.measure.noise_scale import Noise
 from launcher.train.measure.observer import Observer
 from launcher.train.measure.straggler import Straggler, TimeSplit
@@ -99,15 +98,15 @@ class WindowTotals:
     only place where the host waits for the device in a window.
 
     Args:
+        meter: records how long the all-reduce blocks the host.
         observers: their numbers are summed too.
 
     Attributes:
         losses: loss sums of this rank's micro-batches.
-        waited_s: seconds during which the all-reduce blocked the host; of little meaning on a GPU.
     """
 
-    def __init__(self, world: World, device: torch.device, observers: Sequence[Observer] = ()) -> None:
-        self._world, self._device, self._observers = world, device, observers
+    def __init__(self, world: World, device: torch.device, meter: Meter, observers: Sequence[Observer]) -> None:
+        self._world, self._device, self._meter, self._observers = world, device, meter, observers
         self._ends = [*itertools.accumulate((observer.width for observer in observers), initial=_FLAGS)]
         self.clear()
 
@@ -123,7 +122,6 @@ class WindowTotals:
         self._samples = 0
         self._shared: Tensor | None = None
         self._work: dist.Work | None = None
-        self.waited_s = 0.0
 
     def add(self, loss_sum: Tensor, items: int | Tensor, samples: int) -> None:
         self.losses.append(loss_sum.detach())
@@ -133,9 +131,8 @@ class WindowTotals:
         else:
             self._counted_items += items
 
-    @property
     def own_part(self) -> tuple[Tensor | float, int]:
-        """Items and samples of this rank so far; the host does not wait for a GPU."""
+        """Return the items and samples of this rank so far; the host does not wait for a GPU."""
         return self._counted_items + _sum(self._items), self._samples
 
     def send(self, *, more: bool, stop: bool, save_due: bool) -> None:
@@ -189,9 +186,8 @@ class WindowTotals:
     def _arrived(self) -> Tensor:
         assert self._shared is not None
         if self._work is not None:
-            began = time.perf_counter()
-            self._work.wait()
-            self.waited_s += time.perf_counter() - began
+            with self._meter.waiting():
+                self._work.wait()
         return self._shared
 
     def receive(self, grad_norm: Tensor) -> ReducedTotals:

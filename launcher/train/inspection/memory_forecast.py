@@ -119,8 +119,8 @@ def _run_windows(
         parallel.meter.open_window()
         with parallel.micro_batch(plan.strategy.sync, first=number == 0, last=last), precision.autocast():
             loss = as_loss(task.loss(parallel.forward, inputs), plan.batch.micro_size, plan.task.target)
-            parallel.before_backward()
-            precision.backward(loss.total)
+            with parallel.backward():
+                precision.backward(loss.total)
         if last:
             parallel.gradients()
             optimizer.step()

@@ -143,8 +143,10 @@ class Meter:
         """Record that a backward pass has started a collective, for which it waits at its end."""
         self._reduces_since = time.perf_counter()
 
-    def backward_is_over(self) -> None:
-        """Count the time since the backward pass started its last collective as waiting."""
+    @contextmanager
+    def reducing(self) -> Iterator[None]:
+        """Return a context for a backward pass with collectives: the time since it started the last one is waiting."""
+        yield
         if self._reduces_since is not None:
             self.waited_s += time.perf_counter() - self._reduces_since
             self._reduces_since = None

@@ -18,13 +18,15 @@ number, which is sent with the next window's totals.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from launcher.config.schema import Sync
+from launcher.plan.sync_policy import reduces
 from launcher.train.measure.observer import EndedWindow
 
 # decay of the averages per window: they cover about a hundred windows, over which the scale changes little
@@ -59,19 +61,16 @@ class Noise:
 class LocalGradNorm:
     """Norm of this rank's own gradient, taken by the strategy before other ranks' gradients are added.
 
-    It is taken once per window, without blocking the host. Under a policy that reduces at the boundary it is the
-    gradient of the rank's whole window, otherwise of its first micro-batch. ``due``: the current micro-batch completes
-    that part.
+    It is taken once per window, in the backward pass in which it is ``due``, without blocking the host.
     """
 
     def __init__(self) -> None:
         self.due = False
         self._norms: list[Tensor] = []
 
-    def await_part(self, *, due: bool) -> None:
-        self.due = due
-        if due:
-            self._norms.clear()
+    def clear(self) -> None:
+        """Drop what an abandoned window has left."""
+        self._norms.clear()
 
     def take(self, gradients: Sequence[Tensor]) -> None:
         """Add a piece of the gradient, just before it is reduced; ignored unless ``due``."""
@@ -84,6 +83,7 @@ class LocalGradNorm:
 
     def square(self, device: torch.device) -> Tensor | float | None:
         """Return the squared norm in fp64, and reset it; None if no gradient was taken. The host waits for no GPU."""
+        self.due = False
         if not self._norms:
             return None
         norms, self._norms = self._norms, []
@@ -104,9 +104,20 @@ class NoiseScale:
         self.own: Tensor | float = 0.0  # |g_r|^2 / n_r of the last window, to be summed over the ranks
         self._averages = _Averages()
 
-    def begin(self, items: Tensor | float, samples: int) -> None:
-        """Set the number of items and samples in this rank's part of the window."""
-        self._part = items, samples
+    def before_backward(
+        self, sync: Sync, totals: Callable[[], tuple[Tensor | float, int]], *, first: bool, last: bool
+    ) -> None:
+        """Take the norm in the backward pass that completes this rank's part of the window: the whole of it under a
+        policy that reduces at the boundary, otherwise the first micro-batch, which also stands for it on a single rank.
+
+        Args:
+            totals: returns this rank's number of items and of samples in the window so far.
+        """
+        single = self._ranks == 1
+        self._gradient.due = first and not last if single else first if reduces(sync, last=False) else last
+        if self._gradient.due:
+            self._gradient.clear()
+            self._part = totals()
 
     def contribution(self) -> Sequence[Tensor | float]:
         return [self.own]
@@ -117,13 +128,9 @@ class NoiseScale:
             self._averages.take_in(window.large_sq, *window.estimates(sums[0]))
 
     def window_ended(self, window: EndedWindow) -> None:
-        if not window.comparable:
-            return
         square = self._gradient.square(self._device)
-        if (
-            square is None or self._part is None or self._part[1] == window.samples
-        ):  # both batch sizes would be the same
-            return
+        if not window.comparable or square is None or self._part is None or self._part[1] == window.samples:
+            return  # with as many samples in the part, both batch sizes would be the same
         own_items, own_samples = self._part
         # all of the window's items if the parts make up the window; otherwise estimated by their share of samples
         items_of_parts = window.items * own_samples * self._ranks / window.samples

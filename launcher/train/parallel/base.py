@@ -57,26 +57,25 @@ class Parallel:
             first: the micro-batch is the first of its window.
             last: it is the window's boundary.
         """
-        # one micro-batch stands for the part of the window that a rank has under other strategies
-        self.local_norm.await_part(due=first and not last)
+        return nullcontext()
+
+    def abandon(self) -> None:
+        """Discard the current window, none of whose passes has run a collective yet."""
+        self.zero_grad()
+
+    def backward(self, items: Callable[[], int] | None = None) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Return the context for a micro-batch's backward pass. Computing the loss may already have run such passes.
+
+        Args:
+            items: given in the window's last micro-batch: waits for the number of items in the window on all ranks, and
+                returns it.
+        """
         return self._take_local_norm() if self.local_norm.due else nullcontext()
 
     @contextmanager
     def _take_local_norm(self) -> Iterator[None]:
         yield
         self.local_norm.take([p.grad for p in self._parameters if p.grad is not None])
-
-    def abandon(self) -> None:
-        """Discard the current window, none of whose passes has run a collective yet."""
-        self.zero_grad()
-
-    def before_backward(self, items: Callable[[], int] | None = None) -> None:
-        """Prepare for a micro-batch's backward pass; computing the loss may already have run backward passes.
-
-        Args:
-            items: given in the window's last micro-batch: waits for the number of items in the window on all ranks, and
-                returns it.
-        """
 
     def without_collectives(self) -> AbstractContextManager[object]:
         """Return a context for forward and backward passes without any collective. Their gradients are discarded at

@@ -32,8 +32,6 @@ class Ddp(Parallel):
         self._order = self._first_order()
         self._strategy, self._device = strategy, device
         self._compression = _compression(strategy, model, self.meter)
-        # PowerSGD's residue makes the reduced gradient differ from the mean of the ranks' gradients
-        self._comparable = strategy.compress is not Compress.powersgd
         self.forward = self._ddp = self._wrapped(init_sync=True)
 
     def _first_order(self) -> list[str] | None:
@@ -59,7 +57,8 @@ class Ddp(Parallel):
 
     def _hook(self, state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # noqa: ARG002
         gradients = bucket.buffer()
-        self.local_norm.take([gradients])
+        if self._strategy.compress is not Compress.powersgd:  # what it sends differs from the ranks' gradients
+            self.local_norm.take([gradients])
         timer = self.meter.start_timer()
         sent, payload, collectives = self._compression.reduce(bucket)
         self.meter.reduction_started()
@@ -72,9 +71,8 @@ class Ddp(Parallel):
 
         return sent.then(finished)
 
-    def micro_batch(self, sync: Sync, *, first: bool, last: bool) -> AbstractContextManager[object]:
+    def micro_batch(self, sync: Sync, *, first: bool, last: bool) -> AbstractContextManager[object]:  # noqa: ARG002
         self._sync = sync
-        self.local_norm.await_part(due=self._comparable and (first if reduces(sync, last=False) else last))
         # DDP decides in forward whether to synchronise, so the context must be entered before it
         if not reduces(sync, last=last):
             return self._ddp.no_sync()
@@ -85,10 +83,11 @@ class Ddp(Parallel):
         self._ddp.reducer._reset_state()
         self.zero_grad()
 
-    def before_backward(self, items: Callable[[], int] | None = None) -> None:
+    def backward(self, items: Callable[[], int] | None = None) -> AbstractContextManager[None]:
         # under `every`, part of the residue is from this window already
         if items is not None and self._sync is not Sync.every:
             self._compression.before_reduction(items)
+        return self.meter.reducing() if self._ddp.require_backward_grad_sync else nullcontext()
 
     @contextmanager
     def without_collectives(self) -> Iterator[None]:
@@ -207,6 +206,7 @@ class _Cast:
 
     def reduce(self, bucket: dist.GradBucket) -> tuple[Future[Any], int, int]:
         gradients = bucket.buffer()
+        # a mean, not a sum: under `every` a bucket also holds the window's earlier micro-batches, already reduced
         sent = gradients.to(self._dtype or gradients.dtype).div_(dist.get_world_size())
         work = dist.all_reduce(sent, async_op=True)
         assert work is not None  # this rank is in the group

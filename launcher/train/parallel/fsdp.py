@@ -106,7 +106,6 @@ class Fsdp(Parallel):
         keeps = sync is Sync.gather_once
         self._uses.begin(in_loss=True)
         over_all = reduces_over_all(sync, last=last)
-        self.local_norm.await_part(due=first if reduces(sync, last=False) else last)
         self._set(
             reduce=reduces(sync, last=last),
             all_reduce=over_all,
@@ -166,11 +165,9 @@ class Fsdp(Parallel):
     def _parameters_of_root(self) -> list[Any]:
         return [parameter for group in groups_of(self._modules[0]) for parameter in group.fsdp_params]
 
-    def abandon(self) -> None:
-        raise AssertionError("its passes are never silent")
-
-    def before_backward(self, items: Callable[[], int] | None = None) -> None:  # noqa: ARG002
+    def backward(self, items: Callable[[], int] | None = None) -> AbstractContextManager[None]:  # noqa: ARG002
         self._uses.before_backward()
+        return nullcontext()
 
     @contextmanager
     def without_collectives(self) -> Iterator[None]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from launcher.config.schema import Sync
 from launcher.train.measure.noise_scale import FEWEST_WINDOWS, SMOOTHING, LocalGradNorm, Noise, NoiseScale
 from launcher.train.measure.observer import EndedWindow
 from tests.helpers import torchrun
@@ -80,8 +81,7 @@ def scale_of(windows: list[tuple[float, float]]) -> float:
     own, large, small = LocalGradNorm(), 64, 32
     scale = NoiseScale(2, torch.device("cpu"), own)
     for grad_sq, variance in windows:
-        own.await_part(due=True)
-        scale.begin(small, small)
+        scale.before_backward(Sync.boundary, lambda: (small, small), first=True, last=True)
         own.take([torch.tensor([math.sqrt(grad_sq + variance / small)], dtype=torch.float64)])
         scale.window_ended(ended(math.sqrt(grad_sq + variance / large), large, unit=small))
         # the gradient lies there as a mean over `small` items; both ranks have the same
@@ -115,8 +115,7 @@ def simulated(scale: float, eigenvalues: Tensor, windows: int, ranks: int, seed:
     own = LocalGradNorm()
     noise = NoiseScale(ranks, torch.device("cpu"), own)
     for share, norm in zip(shares, norms, strict=True):
-        own.await_part(due=True)
-        noise.begin(small, small)
+        noise.before_backward(Sync.boundary, lambda: (small, small), first=True, last=True)
         own.take([torch.zeros(1)])
         # a rank's gradient lies there as a mean over its samples, and items are samples
         noise.window_ended(ended(norm, large, unit=small))
