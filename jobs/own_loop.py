@@ -9,6 +9,7 @@ from torch.nn import functional
 from launcher import Engine, make_plan
 from launcher.tasks.bytes_gpt import BytesGPT
 
+torch.manual_seed(0)  # the same on all ranks, before data and model are built
 task = BytesGPT(width=64, depth=2, heads=2, seq_len=64)  # any model and dataset of yours
 model, data = task.model(), task.train_data()
 optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)

@@ -43,6 +43,17 @@ class Loss:
     items: int | Tensor
 
 
+# registry in which the warnings module stores what it has shown
+_SHOWN_WARNINGS: dict[str | tuple[str, type[Warning], int], int] = {}
+
+
+def _line_of_loss(target: str) -> tuple[str, int]:
+    """Return file and first line of the task's ``loss``, which a warning about it shows."""
+    module, _, name = target.rpartition(".")
+    code = getattr(getattr(getattr(sys.modules.get(module), name, None), "loss", None), "__code__", None)
+    return (target, 1) if code is None else (code.co_filename, code.co_firstlineno)
+
+
 def as_loss(value: Loss | Tensor, samples: int, target: str) -> Loss:
     """Convert the result of a task's loss to a ``Loss``. A scalar tensor is taken as a mean over samples, with a
     warning.
@@ -55,10 +66,12 @@ def as_loss(value: Loss | Tensor, samples: int, target: str) -> Loss:
     if isinstance(value, Loss):
         return value
     if isinstance(value, Tensor) and value.numel() == 1:
-        warnings.warn(
+        warnings.warn_explicit(
             f"{target}.loss returned a bare tensor: taken for the mean over the micro-batch's samples. Where the items "
             "are tokens, return launcher.Loss(total=sum over tokens, items=number of tokens) for the exact average.",
-            stacklevel=1,
+            UserWarning,
+            *_line_of_loss(target),
+            registry=_SHOWN_WARNINGS,
         )
         return Loss(total=value.reshape(()) * samples, items=samples)
     raise TaskError(

@@ -79,7 +79,7 @@ class LocalBackend:
     """Backend for this machine: each start is a `launch resume` process, as a user would type it."""
 
     kinds: tuple[Interruption, ...] = (Interruption.preempt, Interruption.worker, Interruption.tree)
-    resumed_by_hand = (Interruption.preempt, Interruption.tree)
+    resumed_by_hand: tuple[Interruption, ...] = (Interruption.preempt, Interruption.tree)
     least_remaining_s = 0.5
     queues = False
 
@@ -146,7 +146,7 @@ class SlurmBackend:
     """Backend for Slurm: each run is a job. A run that needs no resume is restarted by Slurm in the same job."""
 
     kinds: tuple[Interruption, ...] = tuple(Interruption)
-    resumed_by_hand = (Interruption.tree,)
+    resumed_by_hand: tuple[Interruption, ...] = (Interruption.tree,)
     least_remaining_s = 4.0  # srun has to get to the node
     queues = True
 

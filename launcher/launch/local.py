@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -175,7 +176,7 @@ def _run_once(
     over = False
     while not (over and (peers.complete() or len(signals) > 1)):
         display.refresh()
-        forwarder.forward(len(signals))
+        forwarder.forward(signals)
         peers.listen(POLL_S)
         if not over and agent.poll() is not None:
             over = True
@@ -194,13 +195,15 @@ class _StopForwarder:
         self._noticed: float | None = None
         self._asked_to_stop = False
 
-    def forward(self, received: int) -> None:
-        """Send the agent the signals that are due. ``received``: number of stop signals that this process received."""
+    def forward(self, signals: Sequence[int]) -> None:
+        """Send the agent the signals that are due. ``signals``: the stop signals that this process has received."""
+        received = len(signals)
         if received > self._forwarded:
             if not self._forwarded:
                 self._peers.stop()
                 if not self._asked_to_stop:
-                    self._display.say("Stopping at the end of this window. Ctrl-C now kills the workers at once.")
+                    again = " Ctrl-C now kills the workers at once." if signals[0] == signal.SIGINT else ""
+                    self._display.say(f"Stopping at the end of this window.{again}")
             self._forwarded = received
             # the workers and the mirror notice a killed agent by themselves
             self._signal(signal.SIGTERM if received == 1 and not self._asked_to_stop else signal.SIGKILL)

@@ -15,7 +15,7 @@ from launcher.plan.launch_plan import LaunchPlan
 from launcher.quantities import count
 from launcher.report.tables import failure_text, named_lines, near
 from launcher.rundir.paths import SweepPaths
-from launcher.runs.status import Run, RunState
+from launcher.runs.status import Run, RunState, error_of
 
 COLOURS: dict[str, str] = {
     RunState.done: "green", RunState.running: "cyan", RunState.failed: "red", RunState.lost: "red",
@@ -89,7 +89,7 @@ def status_table(run: Run, events: Sequence[dict[str, Any]] = ()) -> Table:
     """Return a table on one run and its events."""
     table, add = named_lines(f"Run {run.name}: {run.state.value}")
     if run.detail:
-        add("why", run.detail)
+        add("why", run.detail if run.failure is None else error_of(run.failure))
     if run.job is not None:
         add("job", f"{run.job}, submitted {count(run.submissions, 'time')} by {run.user}")
     if run.nodes:

@@ -278,6 +278,10 @@ def _last_record(metrics: Path) -> dict[str, Any]:
 
 
 def _first_line(summary: dict[str, Any]) -> str:
-    failure: dict[str, Any] = summary.get("failure") or {}
+    return error_of(summary.get("failure") or {}).partition("\n")[0]
+
+
+def error_of(failure: dict[str, Any]) -> str:
+    """Return the rank that failed, if it was one, and its error, of one or more lines."""
     who = "" if failure.get("rank") is None else f"rank {failure['rank']}: "
-    return who + str(failure.get("error", "")).partition("\n")[0]
+    return who + str(failure.get("error", ""))

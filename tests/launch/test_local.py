@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 from signal import SIGINT, SIGTERM, SIGUSR2
+from unittest.mock import Mock
 
 import pytest
 
-from launcher.launch.local import _status_of_stop
+from launcher.launch.local import _status_of_stop, _StopForwarder  # pyright: ignore[reportPrivateUsage]
+from launcher.launch.peers import Peers
 from tests.helpers import make_plan  # pyright: ignore[reportPrivateUsage]
 
 
@@ -36,3 +38,16 @@ def test_75_is_for_a_scheduler_and_means_that_nothing_is_lost(
 def test_what_cannot_go_on_is_not_said_to(tmp_path: Path) -> None:
     plan = make_plan("checkpoint.enabled=false", run_dir=str(tmp_path))
     assert _status_of_stop(plan, "killed", [SIGTERM], trained=False) == 130
+
+
+@pytest.mark.parametrize("number", [SIGINT, SIGTERM])
+def test_only_who_typed_ctrl_c_reads_of_it(number: int) -> None:
+    agent, display = Mock(), Mock()
+    agent.poll.return_value = None
+    forwarder = _StopForwarder(agent, display, Peers(), 1.0)
+    forwarder.forward([])
+    forwarder.forward([number])
+    (message,) = display.say.call_args.args
+    assert message.startswith("Stopping at the end of this window.")
+    assert ("Ctrl-C" in message) == (number == SIGINT)
+    agent.send_signal.assert_called_once_with(SIGTERM)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 from pathlib import Path
+from typing import cast
 
 import pytest
+from rich.console import Console
 
 from launcher.cli import names
 from launcher.errors import SiteError, UserError
 from launcher.launch.slurm import client
 from launcher.launch.slurm.client import Listed, SlurmSilent
+from launcher.report.run_list import status_table
 from launcher.rundir import history, paths
 from launcher.rundir.files import write_json
 from launcher.rundir.history import Submission
@@ -127,6 +131,10 @@ def test_local_runs(tmp_path: Path) -> None:
     write_json(paths.summary, {"verdict": "failed", "failure": {"rank": 1, "error": "KeyError: 3\nmore"}})
     (run,) = status.statuses_of([paths])
     assert (run.state, run.detail) == (RunState.failed, "rank 1: KeyError: 3")
+    console = Console(width=100, file=io.StringIO())
+    console.print(status_table(run))
+    assert "rank 1: KeyError: 3" in (text := cast("io.StringIO", console.file).getvalue())
+    assert "more" in text, "launch status shows all lines of the error"
 
 
 def test_what_was_asked_to_end_before_an_error_stays_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

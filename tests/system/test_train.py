@@ -111,6 +111,8 @@ def test_a_bare_mean_is_taken_with_a_warning(launch: Launch, project: Path) -> N
     done = launch("train", *OWN, "task._target_=speech.tasks.MeanTagger", "train.steps=3")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("returned a bare tensor") == 1
+    assert "def loss(" in done.stdout, "the user's line, not one of the launcher"
+    assert "launcher/task.py" not in done.stdout
     assert records(project / "runs" / "own")[0]["batch/items"] == 24
 
 
