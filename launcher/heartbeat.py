@@ -1,8 +1,8 @@
 """Heartbeat: progress of each rank, in memory that the worker shares with its node's agent.
 
-The worker writes a few numbers at each transition of its work, without a system call; the agent reads them and so finds
-a rank that makes no progress. The memory belongs to the agent and has no file name, so nothing is left behind whatever
-dies.
+The worker writes a few numbers whenever it starts another part of its work, without a system call. The agent reads them
+to detect a rank that makes no progress. The memory belongs to the agent and has no file name, so nothing is left on the
+disk if the agent or a worker is killed.
 """
 
 from __future__ import annotations

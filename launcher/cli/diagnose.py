@@ -180,7 +180,7 @@ def _require_drillable(config: Config) -> None:
 
 
 def launch_doctor(arguments: list[str]) -> int:
-    """Return exit status 0 if no check failed, else 1."""
+    """Check this machine, or the cluster, and print the report; return 0 if no check failed, else 1."""
     as_json = take_flag("--json", arguments)
 
     def act(config: Config, yaml: str) -> int:  # noqa: ARG001

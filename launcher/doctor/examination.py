@@ -125,7 +125,7 @@ def _plan(config: Config, site: Site, folder: Path) -> LaunchPlan:
     """Return the plan of the job that runs the probes, with ``folder`` as its directory."""
     cluster = config.cluster
     if cluster.kind is ClusterKind.slurm:
-        cluster = slurm_checks.small(cluster, site.partition)
+        cluster = slurm_checks.probe_options(cluster, site.partition)
     solved = solve_cluster(cluster, site, slurm_checks.NAME, config.strategy.kind)
     version = metadata.version("launcher")
     run = RunInfo(name=slurm_checks.NAME, id=secrets.token_hex(4), dir=str(folder), created="", version=version)

@@ -138,7 +138,7 @@ class ProbeJob:
     output: dict[int, str]
 
 
-def small(config: ClusterConfig, partition: Partition | None) -> ClusterConfig:
+def probe_options(config: ClusterConfig, partition: Partition | None) -> ClusterConfig:
     """Return the user's cluster options for the doctor's job: short time limit, no grace period, no dependency."""
     longest = None if partition is None else partition.limit_s
     time_s = _LIMIT_S if longest is None else min(_LIMIT_S, longest)

@@ -21,7 +21,7 @@ _DIES_WITHIN_S = 20.0
 
 
 def workers_of(run_id: str) -> dict[int, psutil.Process]:
-    """Return the workers of a run on this host by rank: the children of the agent that they name in AGENT_PID."""
+    """Return a run's workers on this host, by rank: processes whose parent is the agent named in AGENT_PID."""
     workers: dict[int, psutil.Process] = {}
     for process, environment in _of_run(run_id):
         with suppress(psutil.Error):  # it has ended

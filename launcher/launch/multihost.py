@@ -199,7 +199,7 @@ def _require_ready(channels: list[Channel], plan: LaunchPlan, port: int) -> None
 
 
 def join_node_0(plan: P, config_yaml: str, route: Route, facts: Message, say: Say) -> tuple[P, Peers]:
-    """Join node 0 as one of the other hosts."""
+    """Connect this host, which is not node 0, to node 0; return the plan for it and the connection to the others."""
     channel, created = _connect(route, say), False
     try:
         channel.send(launch=PROTOCOL, facts=facts)

@@ -114,7 +114,7 @@ class HangWatch(threading.Thread):
         os.close(self._file)
 
     def begin(self, ranks: Mapping[int, tuple[int, Path]]) -> dict[int, str]:
-        """Start watching a new start of the workers, after the old workers are gone and before the new ones start.
+        """Watch the workers that are about to start; the earlier ones have ended.
 
         Args:
             ranks: (rank, log) by local rank.

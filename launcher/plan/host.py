@@ -247,7 +247,7 @@ def computes(kind: PrecisionKind, device: Device, env: Mapping[str, str]) -> boo
 
 
 def _cpu_computes(kind: PrecisionKind, flags: frozenset[str], env: Mapping[str, str]) -> bool | None:
-    """Return oneDNN's behaviour if flags and environment determine it; False for CPUs without units for the format."""
+    """Return whether oneDNN uses the CPU's units for ``kind``; None if flags and environment do not determine it."""
     units, needed = _UNITS[kind]
     if not flags & set(units):
         return False

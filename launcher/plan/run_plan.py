@@ -155,7 +155,7 @@ class PrecisionPlan(PrecisionConfig):
     """Number formats. ``kind`` is auto until the workers decide at the run's first start.
 
     Attributes:
-        reason: why this kind; empty if the user chose it.
+        reason: reason for ``kind``; empty if the user chose it.
     """
 
     reduce_dtype: PrecisionKind = PrecisionKind.fp32

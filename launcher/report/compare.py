@@ -238,7 +238,7 @@ def _lines(rows: Sequence[Row], key: Callable[[Row], Key]) -> dict[Key, list[Row
     lines: dict[Key, list[Row]] = defaultdict(list)
     for row in rows:
         lines[key(row)].append(row)
-    return dict(sorted(lines.items(), key=lambda item: natural(settings_text(item[0]))))
+    return dict(sorted(lines.items(), key=lambda item: natural_sort_key(settings_text(item[0]))))
 
 
 def _key(row: Row, keys: Iterable[str]) -> Key:
@@ -250,7 +250,7 @@ def settings_text(key: Key) -> str:
     return " ".join(f"{name.removesuffix('.kind').rpartition('.')[2]}={value}" for name, value in key)
 
 
-def natural(text: str) -> tuple[tuple[int, float, str], ...]:
+def natural_sort_key(text: str) -> tuple[tuple[int, float, str], ...]:
     """Return a sort key that orders numbers inside ``text`` by value."""
     parts = re.split(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)", text)
     return tuple((0, float(part), "") if number % 2 else (1, 0.0, part) for number, part in enumerate(parts) if part)

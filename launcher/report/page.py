@@ -10,7 +10,7 @@ from importlib import metadata
 from typing import Any
 
 from launcher.quantities import NO_INTERVAL, count, first_names
-from launcher.report.compare import Row, RunComparison, TaskGroup, natural
+from launcher.report.compare import Row, RunComparison, TaskGroup, natural_sort_key
 from launcher.report.comparison_tables import DEFINITIONS, page_headings, page_line
 from launcher.report.plots import Plot, plots
 
@@ -70,7 +70,7 @@ def _varied(comparison: RunComparison) -> list[tuple[str, str]]:
     settings = [row.data.settings for row in comparison.rows if row.data.settings]
     varied: list[tuple[str, str]] = []
     for key in comparison.varying:
-        values = sorted({each.get(key, "null") for each in settings}, key=natural)
+        values = sorted({each.get(key, "null") for each in settings}, key=natural_sort_key)
         varied.append((key, first_names([_or_not_set(value) for value in values], _VALUES_SHOWN)))
     return varied
 

@@ -60,7 +60,7 @@ def _table(*columns: str, wrapped: tuple[str, ...]) -> Table:
 
 
 def _progress(run: Run) -> tuple[str, str, str]:
-    """Return state, step and loss."""
+    """Return the cells of a run for its state, step and loss."""
     return _colour(run.state, run.state.value), _step(run), "" if run.loss is None else f"{run.loss:.4f}"
 
 

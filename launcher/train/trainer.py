@@ -223,13 +223,13 @@ class TrainingLoop:
         engine, batch = self.engine, self.engine.plan.batch
         if engine.shrinks(error):
             if engine.world.rank == 0:
-                oom.note(self.plan, engine.plan.batch)
+                oom.store_micro_size(self.plan, engine.plan.batch)
                 print(f"step {engine.steps + 1}: out of memory. Continuing with {engine.plan.batch.text}", flush=True)
             return
         if not oom.is_out_of_memory(error):
             raise error
         if batch.on_oom is OnOom.shrink and (smaller := batch.shrunk()) is not None:
-            oom.note(self.plan, smaller)
+            oom.store_micro_size(self.plan, smaller)
         raise oom.out_of_memory(error, batch, engine.world.rank, engine.steps + 1) from None
 
     @contextmanager

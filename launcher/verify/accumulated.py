@@ -277,7 +277,10 @@ def run_windows(plan: RunPlan, world: World, trials: Sequence[Trial], *, with_da
 
 
 def _run_window(engine: Engine, task: Task, trial: Trial) -> StepResult | str:
-    """Run one window, with fp16 until its loss scale has settled; return the error that would end training, if any."""
+    """Run one window and return its result, or the error that would end training.
+
+    With fp16 the window runs again until the loss scale is small enough for it.
+    """
     loss_of = functools.partial(loss_and_items, task, engine)
     kept = SavedState(engine.parallel.module, engine.device)
     raised_on_all_ranks = (UnusedParameters, NotFinite, SyncPolicyViolated, DataError, TaskError)

@@ -147,7 +147,10 @@ def probe_task(make: Callable[[], Reference], window: Sequence[Any], micro_size:
     other = list(window[micro_size : 2 * micro_size]) or list(window[: max(1, micro_size // 2)])
     reference = make()
     hazards = [*_loss_form(reference, first), *_batch_norm(reference)]
-    for probe in (_memory(make, first, other), _randomness(reference, first)):  # each runs when it is iterated
+    for probe in (
+        _state_across_micro_batches(make, first, other),
+        _randomness(reference, first),
+    ):  # each runs when it is iterated
         hazards += (more := list(probe))
         if any(hazard.effect is not Effect.noted for hazard in more):
             return hazards
@@ -182,7 +185,9 @@ def _batch_norm(reference: Reference) -> Iterator[Hazard]:
     )
 
 
-def _memory(make: Callable[[], Reference], first: Sequence[Any], other: Sequence[Any]) -> Iterator[Hazard]:
+def _state_across_micro_batches(
+    make: Callable[[], Reference], first: Sequence[Any], other: Sequence[Any]
+) -> Iterator[Hazard]:
     """Check that a micro-batch's gradient is reproducible and does not depend on earlier micro-batches."""
     fresh, second = make(), make()
     with without_dropout(fresh.model), without_dropout(second.model):

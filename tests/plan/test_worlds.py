@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from launcher.config.hydra import compose, compose_with_yaml
 from launcher.config.schema import BatchConfig, Config, OnOom
-from launcher.doctor.slurm_checks import small
+from launcher.doctor.slurm_checks import probe_options
 from launcher.errors import ConfigError, UserError
 from launcher.plan.host import Site
 from launcher.plan.launch_plan import LaunchPlan
@@ -156,4 +156,4 @@ def test_a_script_may_have_a_range_too() -> None:
 
 
 def test_the_doctor_looks_at_as_many_nodes_as_the_job_needs_to_begin() -> None:
-    assert small(compose(["cluster=slurm", "cluster.nodes=2:4"]).cluster, None).nodes == 2
+    assert probe_options(compose(["cluster=slurm", "cluster.nodes=2:4"]).cluster, None).nodes == 2

@@ -234,7 +234,7 @@ def _slurmd_timeout_s() -> int:
 
 
 def _state(job: str) -> str | None:
-    """Return Slurm's state of the job; None if Slurm does not answer, as this node may be the one that is cut off."""
+    """Return Slurm's state of the job; None if Slurm does not answer, for example because this node is cut off."""
     try:
         answer = client.job(job)
     except SiteError:

@@ -225,7 +225,7 @@ class _CheckpointWrite:
         delete_old(self._paths, self._fence, self._snapshot.keep)
 
     def _on_rank_0(self, work: Callable[[], T]) -> T:
-        """Return the result of ``work`` on rank 0, or raise its error, on all ranks."""
+        """Run ``work`` on rank 0 and return its result on all ranks; if it fails, its error is raised on all ranks."""
         result: T | OSError | Superseded | None = None
         if self._world.rank == 0:
             try:

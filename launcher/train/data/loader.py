@@ -231,9 +231,9 @@ def _move_object(item: Any, device: torch.device) -> Any:
 
 
 def _mapped(value: Any, method: str, change: Callable[[Any], Any]) -> Any:
-    """Return a copy of ``value`` with ``change(object)`` in place of each object that has a method ``method``.
+    """Return a copy of ``value`` in which each object that has a method ``method`` is replaced by ``change(object)``.
 
-    Containers keep their types.
+    The containers in ``value`` keep their types.
     """
 
     def has_method(item: Any) -> bool:

@@ -297,7 +297,7 @@ class Permutation:
         self._keys = [int.from_bytes(key[8 * i : 8 * i + 8], "little", signed=True) for i in range(_ROUNDS)]
 
     def take(self, first: int, count: int) -> list[int]:
-        """Return the images of the positions [first, first + count).
+        """Return elements [first, first + count) of the permutation.
 
         Raises:
             IndexError: a position is outside [0, n).

@@ -215,7 +215,7 @@ class Engine:
 
         Raises:
             DataError: no window of an epoch held an item.
-            NotFinite: a loss, or a gradient that no smaller loss scale helps; on all ranks, before anything is applied.
+            NotFinite: the loss is inf or nan, or the gradient is at every loss scale. On all ranks; nothing is applied.
             SyncPolicyViolated: other collectives ran than those of the sync policy.
             UnusedParameters: a parameter has no gradient.
         """

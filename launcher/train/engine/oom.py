@@ -64,7 +64,7 @@ def apply_stored_micro_size(plan: RunPlan, world: World) -> RunPlan:
     return dataclasses.replace(plan, batch=plan.batch.in_micro_batches_of(stored["micro_size"]))
 
 
-def note(submitted: RunPlan, batch: Batch) -> None:
+def store_micro_size(submitted: RunPlan, batch: Batch) -> None:
     """Store the micro-batch size of ``batch`` for later attempts. ``submitted``: the plan as it was submitted."""
     write_json(submitted.paths.fitted, {"micro_size": batch.micro_size, "of": _job(submitted)})
 

@@ -96,7 +96,11 @@ class CurrentWindow:
         self.forward = forward
 
     def take_micro_batch(self) -> MicroBatch:
-        """Return the current micro-batch, for its backward pass; once."""
+        """Return the current micro-batch for its backward pass, and mark that pass as done.
+
+        Raises:
+            EngineMisuse: it was done already, or no micro-batch was handed out.
+        """
         if self.micro is None:
             raise EngineMisuse("engine.backward() must be called once for each micro-batch of `for batch in window`.")
         micro, self.micro = self.micro, None

@@ -276,7 +276,7 @@ def free_host_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cg
 
 
 def _numbers(file: Path) -> dict[str, int]:
-    """Return the first number of each line by the line's first word."""
+    """Parse a file of lines "NAME NUMBER ..." and return the numbers by name."""
     return {words[0]: int(words[1]) for words in map(str.split, file.read_text().splitlines())}
 
 

@@ -145,7 +145,7 @@ class Meter:
 
     @contextmanager
     def reducing(self) -> Iterator[None]:
-        """Return a context for a backward pass with collectives: the time since it started the last one is waiting."""
+        """Return a context for a backward pass with collectives; time after the start of the last one is waiting."""
         yield
         if self._reduces_since is not None:
             self.waited_s += time.perf_counter() - self._reduces_since

@@ -162,12 +162,12 @@ class NoiseScale:
 
 @dataclass(frozen=True)
 class _Measured:
-    """A window whose ranks' contributions are not summed yet.
+    """Measurements of a window, before the contributions of its ranks are summed.
 
     Args:
         large_sq: squared norm of the window's mean gradient.
-        large, small: samples in the window, and in a rank's part of it.
-        factor: factor from the sum of the ranks' contributions to the mean of their squared norms.
+        large, small: number of samples in the window, and in a rank's part of it.
+        factor: the sum of the ranks' contributions times this is the mean of their squared norms.
     """
 
     large_sq: float

@@ -61,5 +61,5 @@ class Observer(Protocol):
         ...
 
     def window_ended(self, window: EndedWindow) -> None:
-        """Look at the window, after its optimizer step."""
+        """Take note of a window; called after its optimizer step."""
         ...

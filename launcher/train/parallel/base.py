@@ -64,11 +64,13 @@ class Parallel:
         self.zero_grad()
 
     def backward(self, items: Callable[[], int] | None = None) -> AbstractContextManager[None]:  # noqa: ARG002
-        """Return the context for a micro-batch's backward pass. Computing the loss may already have run such passes.
+        """Return the context for the backward pass of a micro-batch's loss.
+
+        A loss that uses gradients itself, such as a gradient penalty, runs further backward passes outside of it.
 
         Args:
-            items: given in the window's last micro-batch: waits for the number of items in the window on all ranks, and
-                returns it.
+            items: only in the window's last micro-batch: function that waits for the number of items in the window on
+                all ranks, and returns it.
         """
         return self._take_local_norm() if self.local_norm.due else nullcontext()
 

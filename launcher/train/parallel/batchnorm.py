@@ -42,7 +42,11 @@ class Statistics:
 
     @classmethod
     def of_sums(cls, sums: Tensor) -> Statistics:
-        """Compute them from ``sums``, [2 * channels + 1], see ``sums_of``; mean 0 and variance 1 if the count is 0."""
+        """Return the statistics of ``sums`` (see ``sums_of``); mean 0 and variance 1 if no value was counted.
+
+        Args:
+            sums: of shape [2 * channels + 1].
+        """
         count = sums[-1]
         mean, square = sums[:-1].view(2, -1) / count.clamp(min=1)
         variance = torch.where(count > 0, (square - mean * mean).clamp(min=0), 1.0)

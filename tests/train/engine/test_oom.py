@@ -107,7 +107,7 @@ def test_what_was_found_is_for_this_job_only(tmp_path: Path) -> None:
     plan = of_run()
     alone = World(0, 1, 0)
     assert oom.apply_stored_micro_size(plan, alone) == plan
-    oom.note(plan, plan.batch.in_micro_batches_of(2))
+    oom.store_micro_size(plan, plan.batch.in_micro_batches_of(2))
     assert oom.apply_stored_micro_size(plan, alone).batch == Batch(
         global_size=16, micro_size=2, accumulation=8, world_size=1
     )
