@@ -192,6 +192,8 @@ def _explain(error: Exception, arguments: Sequence[str], conf: Path) -> ConfigEr
     merging = re.match(r"Error merging override ([^=]+)=", text)
     if merging is not None and (not key or key.isdigit()):  # an element of a list, which OmegaConf names by its index
         key = merging[1].lstrip("+")
+    if key and key.startswith("cluster.sbatch"):
+        return ConfigError("cluster.sbatch", None, "is a mapping.", "Write cluster.sbatch.OPTION=VALUE.")
     if key and key not in known and not key.startswith(("task", "hydra")):
         return ConfigError(key, None, "there is no such key.", _nearest(key, known))
     if key and "is not a subclass of" in lines[0]:
@@ -210,7 +212,9 @@ def _explain_override(text: str, arguments: Sequence[str], known: Sequence[str])
         return ConfigError(
             key, value, "is several values.", f"To run each of them, add -m.{forms if '.' in key else ''}"
         )
-    if match := re.match(r"Could not delete from config\. '(.*?)' does not exist", text):
+    if match := re.match(r"Multiple values for ([^ ]+)\. To override a value use 'override [^ ]+: ([^ ]+)'", text):
+        return ConfigError(match[1], match[2], "is chosen besides another option.", f"For several: +{match[1]}=[A,B].")
+    if match := re.match(r"(?:Could not delete from config\. '|Error merging override ~)([^' =]+)", text):
         key = match[1]
         if key not in known:
             return ConfigError(f"~{key}", None, "there is no such key.", _nearest(key, known))

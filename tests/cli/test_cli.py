@@ -87,6 +87,8 @@ def refused(launch: Launch, tmp_path: Path, *arguments: str, env: dict[str, str]
         ("wandb.tags={a:1}", ["wandb.tags: must be a list"]),
         ("batch.ramp=[5]", ["batch.ramp: must be a list of lists"]),
         ("~train.steps", ["~train.steps: a key cannot be removed", "train.steps=VALUE"]),
+        ("~batch.ramp", ["~batch.ramp: a key cannot be removed"]),
+        ("cluster.sbatch=5", ["cluster.sbatch: is a mapping", "cluster.sbatch.OPTION=VALUE"]),
         ("run.name=${nope}", ["run.name: refers to a key that does not exist: ${nope}"]),
         ("task=my.Task", ["task=my.Task: there is no such option", "task._target_=MODULE.CLASS"]),
         ("hydra.foo=3", ["hydra.foo: there is no such key"]),
@@ -261,6 +263,8 @@ def test_a_mistake_in_a_file_is_said_to_be_there(
         assert told.startswith(f"launch: error: my_conf/{name}.yaml"), told
         assert not [words for words in says if words not in told], told
     assert cli.run(["plan", "--config-dir", "my_conf", "experiment=key"]) == 2
+    assert cli.run(["plan", "--config-dir", "my_conf", "+experiment=key", "+experiment=type"]) == 2
+    assert "+experiment=[A,B]" in capsys.readouterr().err
     (tmp_path / "my_conf/experiment/latin.yaml").write_bytes(b"run:\n  name: caf\xe9\n")
     assert cli.run(["plan", "--config-dir", "my_conf", "+experiment=latin"]) == 2
     assert "my_conf/experiment/latin.yaml: is not UTF-8 text" in capsys.readouterr().err
