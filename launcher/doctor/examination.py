@@ -155,15 +155,17 @@ def _folder_in(run_dir: Path) -> Generator[tuple[Path, str]]:
     The directory is removed afterwards, with any parent that had to be made.
     """
     made = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
-    problem = ""
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=".doctor-", dir=run_dir))
-    except OSError as error:
-        problem, folder = error.strerror or str(error), Path(tempfile.mkdtemp(prefix="launch-doctor-"))
-    try:
+    folder, problem = run_dir / f".doctor-{secrets.token_hex(4)}", ""
+    try:  # a Ctrl-C may come at any time
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700)
+        except OSError as error:
+            problem, folder = error.strerror or str(error), Path(tempfile.mkdtemp(prefix="launch-doctor-"))
         yield folder, problem
     finally:
+        with suppress(OSError):  # the probe's thread may still write files there, which would hinder the removal
+            folder = folder.rename(folder.with_name(f"{folder.name}.removed"))
         shutil.rmtree(folder, ignore_errors=True)
         for path in made:
             with suppress(OSError):
