@@ -22,6 +22,7 @@ from typing import Any
 import yaml
 
 from launcher import Config
+from launcher.config.schema import key_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "reference" / "configuration.md"
@@ -69,11 +70,13 @@ def rows(group: str, cls: type[Any], options: dict[str, dict[str, Any]]) -> list
     """Return one table row for each field of ``cls``, the schema of ``group``; the choice of an option comes first."""
     hints, meanings, lines = typing.get_type_hints(cls), docstrings(cls), []
     for field in sorted(dataclasses.fields(cls), key=lambda field: field.name != "kind"):
-        given = {name: values[field.name] for name, values in options.items() if field.name in values}
+        name = key_of(field)
+        given = {option: values[name] for option, values in options.items() if name in values}
         if field.name == "kind":
             key, default = group, f"`{selected_by_default()[group]}`"
         else:
-            key, default = f"{group}.{field.name}", shown_default(default_of(field), given, len(options))
+            key = f"{group}.{'ARGUMENT' if name == '*' else name}"
+            default = "-" if name == "*" else shown_default(default_of(field), given, len(options))
         lines.append(f"| `{key}` | {type_name(hints[field.name])} | {default} | {cell(plain(meanings[field.name]))} |")
     return lines
 

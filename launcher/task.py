@@ -89,6 +89,10 @@ class Task(Protocol):
             and throughput/mfu; by default they are counted.
         ``shard_units(model) -> list[nn.Module]``: modules that FSDP and HSDP gather together; by default, the repeated
             blocks of the model.
+        ``optimizer(model)``: an optimizer of the model's trained parameters, or a list of several; by default, that of
+            the optimizer group.
+        ``schedule(optimizer, steps)``: a torch.optim.lr_scheduler.LRScheduler that is stepped after each of ``steps``
+            optimizer steps (None: not known); by default, that of the schedule group.
     """
 
     def model(self) -> nn.Module: ...
@@ -115,7 +119,7 @@ def load_task(target: str, params: dict[str, Any], search_path: Sequence[str], s
             sys.path.insert(0, directory)
     if seed is not None:
         _seed(seed, "task")
-    cls = _find(target, search_path)
+    cls = find_target("task._target_", target, search_path)
     _check_params(target, cls, params)
     if seed is not None:
         _seed(seed, "task")  # again after the import, which may have imported NumPy
@@ -293,30 +297,40 @@ def _seed(seed: int, part: str) -> None:
     seed_everything(seed_for(seed, part))
 
 
-def _find(target: str, search_path: Sequence[str]) -> Callable[..., Any]:
+def find_target(key: str, target: str, search_path: Sequence[str] = ()) -> Callable[..., Any]:
+    """Return the class or function with the dotted path ``target``.
+
+    Args:
+        key: the config key that names it.
+        search_path: directories of the user's code, for the message.
+
+    Raises:
+        TaskError: there is none.
+    """
     module_name, _, class_name = target.rpartition(".")
     if not module_name:
-        raise TaskError(f"task._target_={target}: must be a dotted path, such as my_tasks.MyTask.")
+        raise TaskError(f"{key}={target}: must be a dotted path, such as my_module.MyClass.")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
             raise TaskError(
-                f"task._target_={target}: no module {error.name!r}.\n"
-                f"  Searched: {', '.join(search_path)}, and the packages installed for {sys.executable}."
+                f"{key}={target}: no module {error.name!r}.\n  Searched: {', '.join(search_path or sys.path[:1])}, "
+                f"and the packages installed for {sys.executable}."
             ) from None
         raise
     cls = getattr(module, class_name, None)
     if cls is None:
         public = [
-            name for name, value in vars(module).items() if inspect.isclass(value) and value.__module__ == module_name
-        ]
+            name for name, value in vars(module).items()
+            if inspect.isclass(value) and value.__module__.startswith(module_name) and not name.startswith("_")
+        ]  # fmt: skip
         raise TaskError(
-            f"task._target_={target}: {module.__file__} has no {class_name!r}.\n"
+            f"{key}={target}: {module.__file__} has no {class_name!r}.\n"
             f"  {did_you_mean(class_name, public)}Its classes: {', '.join(public) or 'none'}."
         )
     if not callable(cls):
-        raise TaskError(f"task._target_={target}: this is a {type(cls).__name__}, not a class.")
+        raise TaskError(f"{key}={target}: this is a {type(cls).__name__}, not a class.")
     return cast("Callable[..., Any]", cls)
 
 

@@ -30,8 +30,9 @@ LAYERS = (
     ("rundir",),
     ("plan",),
     (
-        "launch", "train.world", "train.precision", "train.measure", "train.data", "train.parallel", "train.engine",
-        "train.metrics", "train.checkpoint", "train.evaluation", "train.trainer", "train.inspection", "train.worker",
+        "launch", "train.world", "train.precision", "train.optimizers", "train.measure", "train.data",
+        "train.parallel", "train.engine", "train.metrics", "train.checkpoint", "train.evaluation", "train.trainer",
+        "train.inspection", "train.worker",
     ),
     ("runs",),
     ("verify", "sweeps", "drill", "doctor"),
@@ -42,7 +43,7 @@ LAYERS = (
 )  # fmt: skip
 TRAIN = (
     ("train.world",),
-    ("train.precision",),
+    ("train.precision", "train.optimizers"),
     ("train.measure", "train.data"),
     ("train.parallel",),
     ("train.engine",),

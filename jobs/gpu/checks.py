@@ -35,9 +35,9 @@ def plain_losses(environment: Environment) -> list[float]:
     model = task.model().to(environment.device)
     data, optimizer = task.train_data(), plan.optimizer
     betas = (optimizer.betas[0], optimizer.betas[1])
-    adamw = torch.optim.AdamW(
-        model.parameters(), optimizer.lr, betas=betas, eps=optimizer.eps, weight_decay=optimizer.weight_decay
-    )
+    vectors, others = ([p for p in model.parameters() if (p.ndim < 2) is narrow] for narrow in (True, False))
+    groups: list[dict[str, Any]] = [{"params": vectors, "weight_decay": 0.0}, {"params": others}]
+    adamw = torch.optim.AdamW(groups, optimizer.lr, betas=betas, eps=optimizer.eps, weight_decay=optimizer.weight_decay)
     order, losses = Permutation(len(data), plan.train.seed, 0), list[float]()
     for step in range(STEPS):
         batch = task.collate([data[i] for i in order.take(step * GLOBAL, GLOBAL)])

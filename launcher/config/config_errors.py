@@ -11,13 +11,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-from launcher.config.schema import Config
+from launcher.config.schema import Config, key_of
 from launcher.errors import ConfigError, did_you_mean
 
 # keys of earlier versions that a run's config.yaml may contain -> their replacement
 RETIRED_KEYS = {"run.calibrate": "run.calibrate_s replaced it: seconds at most; run.calibrate_s=0 leaves it out."}
 # names that other programs use for an option, which do not resemble it
 _OTHER_NAMES = {"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": "fp32", "float": "fp32"}
+_FREE = ("task", "hydra", "optimizer", "schedule")  # groups with keys of a class
 _DIR_FLAGS = ("--config-dir", "-cd")
 
 
@@ -27,7 +28,7 @@ def known_keys() -> list[str]:
     for name, kind in typing.get_type_hints(Config).items():
         keys.append(name)
         if dataclasses.is_dataclass(kind):
-            keys += [f"{name}.{field.name}" for field in dataclasses.fields(kind)]
+            keys += [f"{name}.{key_of(field)}" for field in dataclasses.fields(kind) if key_of(field) != "*"]
     return keys
 
 
@@ -58,7 +59,7 @@ def require_known_keys(arguments: Sequence[str]) -> None:
     known, own_groups = known_keys(), _own_groups(arguments)
     for argument in arguments:
         key, _, value = argument.lstrip("+").partition("=")
-        free = key.split(".")[0] in ("task", "hydra") or "/" in key or "@" in key
+        free = key.split(".")[0] in _FREE or "/" in key or "@" in key
         if argument.startswith("+") and not free and key not in (*known, *own_groups):
             remedy = _nearest(key, [*known, *own_groups])
             if "." not in key and not own_groups:
@@ -183,7 +184,7 @@ def _explain(error: Exception, arguments: Sequence[str], conf: Path) -> ConfigEr
                 return ConfigError(
                     key, value, "this group is not in the defaults list.", f"Add it with a plus sign: +{key}={value}"
                 )
-        elif key not in known and key.split(".")[0] not in ("task", "hydra") and "@" not in key and "/" not in key:
+        elif key not in known and key.split(".")[0] not in _FREE and "@" not in key and "/" not in key:
             return ConfigError(key, value, "there is no such key.", _nearest(key, known))
     cause = error.__cause__ if error.__cause__ is not None else error
     full_key: str | None = getattr(cause, "full_key", None) or None
@@ -195,7 +196,7 @@ def _explain(error: Exception, arguments: Sequence[str], conf: Path) -> ConfigEr
     if key and key.startswith("cluster.sbatch"):
         return ConfigError("cluster.sbatch", None, "is a mapping.", "Write cluster.sbatch.OPTION=VALUE.")
     if key and key not in known and not key.startswith(("task", "hydra")):
-        return ConfigError(key, None, "there is no such key.", _nearest(key, known))
+        return ConfigError(_source(key, arguments), None, "there is no such key.", _nearest(key, known))
     if key and "is not a subclass of" in lines[0]:
         keys = [name for name in known if name.startswith(f"{key}.")]
         return ConfigError(key, None, "is a group of keys, not a key.", f"Keys: {', '.join(keys)}.")

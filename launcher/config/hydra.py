@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher.config import config_errors
-from launcher.config.schema import Config
+from launcher.config.schema import Config, key_of
 from launcher.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,9 +33,11 @@ _CELL_LAUNCHER = "hydra_plugins.launcher_cells.CellLauncher"
 _OPEN_KEYS = r"(task|cluster\.sbatch)\.[^=]+="
 # keys for which null would be ambiguous: it could mean another option, "off" or "random" instead of the default
 _NOT_NULL = (
-    "cluster.kind", "strategy.kind", "optimizer.kind", "schedule.kind", "optimizer.lr", "train.seed",
+    "cluster.kind", "strategy.kind", "optimizer.kind", "schedule.kind", "train.seed",
     "checkpoint.enabled", "wandb.mode",
 )  # fmt: skip
+# groups with an option `custom`: a class, whose arguments are keys of the group
+_WITH_TARGET = ("optimizer", "schedule")
 
 
 def compose(overrides: Sequence[str] = ()) -> Config:
@@ -75,6 +77,8 @@ def recompose(kept: str, overrides: Sequence[str]) -> tuple[Config, str]:
     for key in config_errors.RETIRED_KEYS:
         group, _, name = key.partition(".")
         saved[group].pop(name, None)
+    saved["optimizer"].setdefault("groups", [])  # earlier versions had none
+    overrides = _open_free_keys(overrides)
     defaults: list[Any] = [_SCHEMA]
     for group in sorted(place.name for place in CONF.iterdir() if place.is_dir()):
         had = _option(group, saved[group])
@@ -82,7 +86,6 @@ def recompose(kept: str, overrides: Sequence[str]) -> tuple[Config, str]:
         if chosen and chosen[-1] != had:
             del saved[group]
         defaults.append({group: had})
-    overrides = _open_free_keys(overrides)
     ConfigStore.instance().store(name=_RESUMED, node={"defaults": [*defaults, "_self_"], **saved})
     with config_errors.in_plain_words(overrides, CONF), initialize_config_dir(str(CONF), version_base="1.3"):
         return _to_config(hydra_compose(_RESUMED, overrides=list(overrides)))
@@ -221,8 +224,12 @@ def _help(verb: str, arguments: Sequence[str]) -> str:
 @cache
 def _register_schema() -> None:
     from hydra.core.config_store import ConfigStore
+    from omegaconf import OmegaConf
 
-    ConfigStore.instance().store(name=_SCHEMA, node=_nullable(Config))
+    schema = OmegaConf.structured(_nullable(Config))
+    for group in _WITH_TARGET:
+        schema[group]._set_flag("struct", False)
+    ConfigStore.instance().store(name=_SCHEMA, node=schema)
     ConfigStore.instance().store(group="hydra/launcher", name="cells", node={"_target_": _CELL_LAUNCHER})
 
 
@@ -231,14 +238,17 @@ def _nullable(kind: type[Any], group: str = "") -> type[Any]:
     hints = typing.get_type_hints(kind)
     fields: list[Any] = []
     for field in dataclasses.fields(kind):
-        key, hint = f"{group}{field.name}", hints[field.name]
+        name, hint = key_of(field), hints[field.name]
+        key = f"{group}{name}"
+        if name == "*":
+            continue
         if dataclasses.is_dataclass(hint):
             copy: Any = _nullable(typing.cast("type[Any]", hint), f"{key}.")
-            fields.append((field.name, copy, dataclasses.field(default_factory=copy)))
+            fields.append((name, copy, dataclasses.field(default_factory=copy)))
         else:
             hint = hint if key in _NOT_NULL or not group else hint | None
             default, factory = field.default, field.default_factory
-            fields.append((field.name, hint, dataclasses.field(default=default, default_factory=factory)))  # pyright: ignore
+            fields.append((name, hint, dataclasses.field(default=default, default_factory=factory)))  # pyright: ignore
     return dataclasses.make_dataclass(kind.__name__, fields, kw_only=True)
 
 
@@ -253,14 +263,45 @@ def _to_config(composed: Any) -> tuple[Config, str]:
             setattr(config, group, values[group])
             continue
         default, hints = getattr(config, group), typing.get_type_hints(kind)
+        if group == "optimizer" and values[group]["lr"] is None:
+            raise _error_of("optimizer.lr", "null has no meaning here: give the learning rate")
         for name, value in values[group].items():
-            if value is None and type(None) not in typing.get_args(hints[name]):
+            if name in hints and value is None and type(None) not in typing.get_args(hints[name]):
                 values[group][name] = getattr(default, name)
                 OmegaConf.update(composed, f"{group}.{name}", values[group][name])
+        if group in _WITH_TARGET:
+            values[group] = _with_arguments(group, values[group])
         setattr(config, group, dataclasses.replace(default, **values[group]))
     return config, OmegaConf.to_yaml(composed)
 
 
+def _with_arguments(group: str, values: dict[str, Any]) -> dict[str, Any]:
+    """Return ``values`` with the keys that have no field in ``arguments``."""
+    fields = {key_of(field) for field in dataclasses.fields(typing.get_type_hints(Config)[group])}
+    arguments = {name: value for name, value in values.items() if name not in fields}
+    if arguments and values["kind"].value != "custom" and values["_target_"] is None:
+        raise _error_of(f"{group}.{next(iter(arguments))}", "there is no such key")
+    own = {name: value for name, value in values.items() if name in fields - {"_target_"}}
+    return {**own, "target": values["_target_"], "arguments": arguments}
+
+
+def _error_of(key: str, problem: str) -> Exception:
+    """Return an error like OmegaConf's own, for config_errors to find where ``key`` is set."""
+    from omegaconf.errors import ConfigKeyError
+
+    error = ConfigKeyError(problem)
+    error.full_key, error.msg = key, problem
+    return error
+
+
 def _open_free_keys(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments with ``++`` before keys of the task (defined by its class) and of sbatch (by Slurm)."""
-    return [f"++{argument}" if re.match(_OPEN_KEYS, argument) else argument for argument in arguments]
+    """Return the arguments with ``++`` before keys of the task (defined by its class) and of sbatch (by Slurm), and
+    GROUP=custom added if GROUP._target_ is given and no option of the group."""
+    given = {argument.lstrip("+").partition("=")[0] for argument in arguments}
+    words: list[str] = []
+    for argument in arguments:
+        group, _, value = argument.lstrip("+").partition("._target_=")
+        if group in _WITH_TARGET and group not in given and value != "null":
+            words.append(f"{group}=custom")
+        words.append(f"++{argument}" if re.match(_OPEN_KEYS, argument) else argument)
+    return words

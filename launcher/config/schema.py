@@ -9,103 +9,27 @@ docs/reference/configuration.md is generated from this file.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from enum import StrEnum
+from dataclasses import Field, dataclass, field
 from typing import Any
 
-
-class ClusterKind(StrEnum):
-    local = "local"
-    hosts = "hosts"
-    slurm = "slurm"
-
-
-class Device(StrEnum):
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-class StrategyKind(StrEnum):
-    single = "single"
-    ddp = "ddp"
-    fsdp = "fsdp"
-    hsdp = "hsdp"
-
-
-class Sync(StrEnum):
-    auto = "auto"
-    every = "every"
-    boundary = "boundary"
-    gather_once = "gather_once"
-    replicas_at_boundary = "replicas_at_boundary"
-
-
-class Compress(StrEnum):
-    none = "none"
-    bf16 = "bf16"
-    fp16 = "fp16"  # refused with a reason; plans of earlier versions may have it
-    powersgd = "powersgd"
-
-
-class Recompute(StrEnum):
-    none = "none"
-    blocks = "blocks"
-
-
-class PrecisionKind(StrEnum):
-    auto = "auto"
-    fp32 = "fp32"
-    bf16 = "bf16"
-    fp16 = "fp16"
-
-
-class Parameters(StrEnum):
-    fp32 = "fp32"
-    keep = "keep"
-
-
-class ShortWindow(StrEnum):
-    exact = "exact"
-    drop = "drop"
-
-
-class Norm(StrEnum):
-    leave = "leave"
-    sync = "sync"
-    freeze = "freeze"
-    window = "window"
-
-
-class OnOom(StrEnum):
-    stop = "stop"
-    shrink = "shrink"
-
-
-class OptimizerKind(StrEnum):
-    adamw = "adamw"
-    sgd = "sgd"
-
-
-class LrScaling(StrEnum):
-    none = "none"
-    linear = "linear"
-    sqrt = "sqrt"
-
-
-class ScheduleKind(StrEnum):
-    constant = "constant"
-    cosine = "cosine"
-    linear = "linear"
-
-
-OnError = StrEnum("OnError", {"stop": "stop", "continue": "continue"})  # a keyword cannot be written in a class
-
-
-class WandbMode(StrEnum):
-    offline = "offline"
-    online = "online"
-    disabled = "disabled"
+from launcher.config.choices import (
+    ClusterKind,
+    Compress,
+    Device,
+    LrScaling,
+    Norm,
+    OnError,
+    OnOom,
+    OptimizerKind,
+    Parameters,
+    PrecisionKind,
+    Recompute,
+    ScheduleKind,
+    ShortWindow,
+    StrategyKind,
+    Sync,
+    WandbMode,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,16 +162,29 @@ class BatchConfig:
     cost of two more passes for each BatchNorm."""
 
 
+# metadata of a field whose key has another name; "*": all keys of the group that have no field
+TARGET, ARGUMENTS = {"key": "_target_"}, {"key": "*"}
+
+
+def key_of(field: Field[Any]) -> str:
+    """Return the key of a field within its group; "*" for the field that has all other keys."""
+    return field.metadata.get("key", field.name)
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """The update rule."""
+    """The update rule. A task's own method optimizer(model) replaces it."""
 
     kind: OptimizerKind = OptimizerKind.adamw
-    """adamw: AdamW; sgd: SGD with momentum."""
+    """adamw: AdamW; sgd: SGD with momentum; custom: the class that _target_ names."""
+    target: str | None = field(default=None, metadata=TARGET)
+    """custom: class, such as torch.optim.Adagrad; the group's other keys are its arguments. Implies custom."""
+    arguments: dict[str, Any] = field(default_factory=dict[str, Any], hash=False, metadata=ARGUMENTS)
+    """custom: further arguments of the class."""
     lr: float = 1e-3
     """Learning rate at reference_batch, or at any batch without lr_scaling."""
-    weight_decay: float = 0.0
-    """Decay per step, multiplied by the learning rate."""
+    weight_decay: float | None = None
+    """Decay per step, multiplied by the learning rate. Default: 0; custom: that of the class."""
     betas: list[float] | None = None
     """adamw: decay of the first and second moment."""
     eps: float | None = None
@@ -256,6 +193,10 @@ class OptimizerConfig:
     """sgd: momentum."""
     nesterov: bool | None = None
     """sgd: Nesterov's form of it."""
+    groups: list[dict[str, Any]] | None = None
+    """Parameters with settings of their own, such as [{match: embed, lr: 1e-4}]. match: a regular expression for names,
+    or a number of dimensions ("ndim<2"); the first match counts. _target_: another optimizer. Default: no weight decay
+    for fewer than two dimensions (biases and norms)."""
     lr_scaling: LrScaling = LrScaling.none
     """k = global/reference. linear: lr k (for SGD: Goyal et al. 2017); sqrt, adamw only: lr sqrt(k), each of betas
     1 - k (1 - beta), eps / sqrt(k) (Malladi et al. 2022); both with schedule.warmup_steps up to that rate."""
@@ -265,10 +206,15 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """The learning rate over optimizer steps, as a factor of lr."""
+    """The learning rate over optimizer steps, as a factor of lr; or a task's own method schedule(optimizer, steps)."""
 
     kind: ScheduleKind = ScheduleKind.cosine
-    """constant; cosine or linear: falls from 1 to min_ratio, which it reaches after the last step."""
+    """constant; cosine or linear: falls from 1 to min_ratio, which it reaches after the last step; custom: _target_."""
+    target: str | None = field(default=None, metadata=TARGET)
+    """custom: class, such as torch.optim.lr_scheduler.OneCycleLR, stepped after each optimizer step; the group's other
+    keys are its arguments (${train.steps}: the run's length). Implies custom."""
+    arguments: dict[str, Any] = field(default_factory=dict[str, Any], hash=False, metadata=ARGUMENTS)
+    """custom: arguments of the class."""
     warmup_steps: int = 0
     """Optimizer steps over which the factor rises to 1."""
     min_ratio: float | None = None

@@ -66,7 +66,10 @@ def plan_job(config: Config, once: Once | None = None) -> RunPlan:
     cluster = solve(config, site, TaskPlan.unknown(ANY_NUMBER), run).cluster
     if config.precision.kind is PrecisionKind.auto and cluster.kind is ClusterKind.local:
         site = dataclasses.replace(site, bf16=once(_format_support, PrecisionKind.bf16, cluster.device)[0])
-    task = once(describe_task, config.task, site.cwd, shards=config.strategy.kind in SHARDED, seed=config.train.seed)
+    task = once(
+        describe_task, config.task, site.cwd, shards=config.strategy.kind in SHARDED, seed=config.train.seed,
+        optimizer=config.optimizer, schedule=config.schedule,
+    )  # fmt: skip
     plan = with_sync_policy(solve(config, site, task, run), config)
     return plan.with_notes(emulation_notes(plan, once))
 

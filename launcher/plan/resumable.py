@@ -6,10 +6,14 @@ is fixed: samples, their order, the global batch, the update rule. The rest may 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
+
+from launcher.config.config_errors import known_keys
+from launcher.config.schema import Config, key_of
 
 
 class Permission(Enum):
@@ -42,6 +46,8 @@ class Change:
 _OF_THE_UPDATE = "it is part of the update rule"
 _OF_THE_RUN = "it identifies the run and its files"
 _OF_THE_MIRROR = "W&B stores the run there"
+_OF_THE_STATE = "the checkpoint's optimizer state does not fit another one; "
+_OF_A_SCHEDULE = "a schedule of your own continues from its saved state; "
 _NEW_RUN = "start a new run: launch train"
 
 # key -> (permission, consequence of a change); a group's entry covers its keys that have none of their own
@@ -60,8 +66,11 @@ RULES: dict[str, tuple[Permission, str]] = {
     "batch.norm": (Permission.force, "it changes what the model computes"),
     "batch.short_window": (Permission.never, "the windows so far were counted with it; " + _NEW_RUN),
     "optimizer": (Permission.force, _OF_THE_UPDATE),
-    "optimizer.kind": (Permission.never, "the checkpoint's optimizer state does not fit another one; " + _NEW_RUN),
+    "optimizer.kind": (Permission.never, _OF_THE_STATE + _NEW_RUN),
+    "optimizer._target_": (Permission.never, _OF_THE_STATE + _NEW_RUN),
+    "optimizer.groups": (Permission.never, "the checkpoint's optimizer state is stored by group; " + _NEW_RUN),
     "schedule": (Permission.force, _OF_THE_UPDATE),
+    "schedule._target_": (Permission.never, _OF_A_SCHEDULE + _NEW_RUN),
     "train.steps": (Permission.change, ""),
     "train.epochs": (Permission.change, ""),
     "train.clip_norm": (Permission.force, _OF_THE_UPDATE),
@@ -130,6 +139,13 @@ def _judged(change: Change, beside: Iterable[Change]) -> tuple[Permission, str]:
     of_the_scale = key in ("precision.init_scale", "precision.growth_interval")
     if of_the_scale and not any(each.key == "precision.kind" for each in beside):
         return Permission.never, "the loss scale continues from the checkpoint"
+    if key == "optimizer.weight_decay" and None in (before, after):  # it decides on the default groups of a class
+        return RULES["optimizer.groups"]
+    # an argument of a class, or a class instead of one of the plan's schedules
+    if (key.startswith("schedule.") and key not in known_keys()) or (
+        key == "schedule.kind" and "custom" in (before, after)
+    ):
+        return Permission.never, _OF_A_SCHEDULE + _NEW_RUN
     if key == "checkpoint.enabled" and not after:
         return Permission.never, "a run resumes from checkpoints only"
     return rule(key) or (Permission.force, "it has no rule")
@@ -145,6 +161,17 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             values[key] = value
     return values
+
+
+def as_typed(config: Config) -> dict[str, Any]:
+    """Return the config by its keys, as a user types them."""
+    typed: dict[str, Any] = {}
+    for name, group in vars(config).items():
+        if dataclasses.is_dataclass(group):
+            values = {key_of(field): getattr(group, field.name) for field in dataclasses.fields(group)}
+            group = {**values.pop("*", {}), **values}
+        typed[name] = group
+    return typed
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:

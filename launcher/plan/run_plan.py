@@ -68,6 +68,8 @@ class TaskPlan:
         frozen_parameters, frozen_unit_parameters: parameters without gradient (whole model, within shard units).
         in_eval_mode: outermost modules that ``model()`` returns in eval mode; an empty name is the model itself.
         narrow_parameters: trained parameters that ``model()`` returns in bf16 or fp16.
+        group_parameters: trained parameters in no group of the optimizer, and in each group.
+        own_optimizer, own_schedule: the task has a method of that name, which is used.
     """
 
     target: str
@@ -85,6 +87,9 @@ class TaskPlan:
     frozen_unit_parameters: int = 0
     in_eval_mode: tuple[str, ...] = ()
     narrow_parameters: int | None = None
+    group_parameters: tuple[int, ...] | None = None
+    own_optimizer: bool = False
+    own_schedule: bool = False
 
     @classmethod
     def unknown(cls, samples: int | None) -> Self:
@@ -169,10 +174,13 @@ class OptimizerPlan(OptimizerConfig):
     """Optimizer settings.
 
     Attributes:
-        lr, betas, eps: values after ``lr_scaling``.
+        lr, betas, eps, groups: values after ``lr_scaling``.
+        arguments: of a custom class, without lr.
         base_lr, base_betas, base_eps: values as configured; None in plans of earlier versions, which scaled lr only.
     """
 
+    weight_decay: float = 0.0
+    groups: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     eps: float = 1e-8
     momentum: float = 0.0
@@ -180,6 +188,16 @@ class OptimizerPlan(OptimizerConfig):
     base_lr: float
     base_betas: list[float] | None = None
     base_eps: float | None = None
+
+    @property
+    def name(self) -> str:
+        """Return the kind, or the class of a custom optimizer."""
+        return self.target or self.kind.value
+
+    @property
+    def names_classes(self) -> bool:
+        """Return whether an optimizer is a class of the user's choice."""
+        return self.target is not None or any("_target_" in group for group in self.groups)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,6 +210,11 @@ class SchedulePlan(ScheduleConfig):
 
     min_ratio: float = 0.0
     steps: int | None = None
+
+    @property
+    def name(self) -> str:
+        """Return the kind, or the class of a custom schedule."""
+        return self.target or self.kind.value
 
     def factor(self, step: int, steps: int | None) -> float:
         """Return the multiple of the learning rate that optimizer step ``step`` (from 0) of ``steps`` applies.
@@ -242,8 +265,15 @@ class RunPlan(LaunchPlan):
         StrategyPlan: {},
         PrecisionPlan: {"reason": "", "parameters": Parameters.fp32, "tf32": False},
         # earlier versions scaled lr only
-        OptimizerPlan: {"base_betas": None, "base_eps": None, "reference_batch": None},
-        SchedulePlan: {"steps": None},
+        OptimizerPlan: {
+            "base_betas": None,
+            "base_eps": None,
+            "reference_batch": None,
+            "target": None,
+            "arguments": {},
+            "groups": [],
+        },
+        SchedulePlan: {"steps": None, "target": None, "arguments": {}},
         # earlier versions detected neither hangs nor stragglers, and calibrated during training
         TrainPlan: {"hang_timeout": None, "straggler_share": None, "calibrate_s": 0.0},
         CheckpointConfig: {"async_save": False, "on_error": OnError.stop},

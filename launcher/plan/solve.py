@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 
 from launcher.config.schema import (
@@ -14,8 +13,6 @@ from launcher.config.schema import (
     LrScaling,
     Norm,
     OnOom,
-    OptimizerConfig,
-    OptimizerKind,
     Parameters,
     PrecisionKind,
     Recompute,
@@ -29,6 +26,7 @@ from launcher.plan import worlds
 from launcher.plan.batch import Batch, solve_batch
 from launcher.plan.host import Site
 from launcher.plan.launch_plan import PLAN_FORMAT, ClusterPlan, RunInfo
+from launcher.plan.optimizer_plan import solve_optimizer
 from launcher.plan.placement import solve_cluster, solve_env
 from launcher.plan.run_plan import (
     EpochPlan,
@@ -134,6 +132,11 @@ def solve(
     return plan.with_fewer(fewer).with_notes(worlds.notes(config.batch, batches, task.batch_norms))
 
 
+def sets_own_rates(task: TaskPlan, schedule: ScheduleConfig) -> bool:
+    """Return whether the learning rates follow from other code than the launcher's."""
+    return task.own_optimizer or task.own_schedule or schedule.kind is ScheduleKind.custom
+
+
 def _on_cluster(
     config: Config, site: Site, task: TaskPlan, run: RunInfo, cluster: ClusterPlan, batch: Batch
 ) -> RunPlan:
@@ -148,7 +151,12 @@ def _on_cluster(
             cluster, max_restarts=max(cluster.max_restarts, (batch.micro_size - 1).bit_length())
         )
     schedule = _schedule(config.schedule, steps)
-    optimizer = _optimizer(config.optimizer, batch.global_size)
+    optimizer = solve_optimizer(config.optimizer, batch.global_size)
+    if config.optimizer.lr_scaling is not LrScaling.none and sets_own_rates(task, schedule):
+        raise ConfigError(
+            "optimizer.lr_scaling", config.optimizer.lr_scaling,
+            "has no effect on an optimizer or a schedule of your own, which sets the rates itself.", "Leave it out.",
+        )  # fmt: skip
     return RunPlan(
         format=PLAN_FORMAT,
         run=run,
@@ -214,62 +222,23 @@ def _steps(config: TrainConfig, epoch: EpochPlan, batch: Batch, task: TaskPlan) 
     return Windows(task.samples, batch, keep_short=keep_short).before(config.epochs)
 
 
-def _optimizer(config: OptimizerConfig, global_size: int) -> OptimizerPlan:
-    foreign = ("momentum", "nesterov") if config.kind is OptimizerKind.adamw else ("betas", "eps")
-    for name in foreign:
-        if getattr(config, name) is not None:
-            raise ConfigError(
-                f"optimizer.{name}", getattr(config, name), f"has no effect with optimizer={config.kind.value}."
-            )
-    if config.lr_scaling is not LrScaling.none and config.reference_batch is None:
-        raise ConfigError(
-            "optimizer.lr_scaling", config.lr_scaling, "needs the global batch that lr was tuned for.",
-            "Set optimizer.reference_batch (samples).",
-        )  # fmt: skip
-    if config.lr_scaling is LrScaling.none and config.reference_batch is not None:
-        raise ConfigError(
-            "optimizer.reference_batch", config.reference_batch, "has no effect with optimizer.lr_scaling=none.",
-            "Use optimizer.lr_scaling=linear or sqrt.",
-        )  # fmt: skip
-    plan = extended(OptimizerPlan, config, base_lr=config.lr)
-    plan = dataclasses.replace(plan, base_betas=plan.betas, base_eps=plan.eps)
-    kappa = global_size / (config.reference_batch or global_size)
-    if config.lr_scaling is LrScaling.linear:
-        return dataclasses.replace(plan, lr=plan.lr * kappa)
-    return _scale_adam(plan, kappa) if config.lr_scaling is LrScaling.sqrt else plan
-
-
-def _scale_adam(plan: OptimizerPlan, kappa: float) -> OptimizerPlan:
-    """Return ``plan`` for ``kappa`` times the reference batch, by the square root scaling rule of Adam.
-
-    Malladi, Lyu, Panigrahi, Arora, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms" (2022),
-    section 5: lr sqrt(kappa), 1 - kappa (1 - beta) for both betas, eps / sqrt(kappa). It does not cover weight decay.
-
-    Raises:
-        ConfigError: the optimizer is not Adam, or the batch is so large that a beta would not be above 0.
-    """
-    if plan.kind is not OptimizerKind.adamw:
-        raise ConfigError(
-            "optimizer.lr_scaling", "sqrt", f"is a rule for Adam, not for optimizer={plan.kind.value}.",
-            "Use optimizer.lr_scaling=linear, the rule for SGD.",
-        )  # fmt: skip
-    betas = [1 - kappa * (1 - beta) for beta in plan.betas]
-    if min(betas) < 1e-9:  # 0 up to rounding
-        most = 1 / (1 - min(plan.betas))
-        raise ConfigError(
-            "optimizer.lr_scaling", "sqrt",
-            f"the global batch is {kappa:.4g} times optimizer.reference_batch, which makes {plan.betas[0]:g} and "
-            f"{plan.betas[1]:g} of optimizer.betas {betas[0]:.4g} and {betas[1]:.4g}; both must be above 0.",
-            f"With these betas the rule reaches to {most:.4g} times the reference batch: tune lr at a larger one, or "
-            "set the optimizer's values for this batch with optimizer.lr_scaling=none.",
-        )  # fmt: skip
-    root = math.sqrt(kappa)
-    return dataclasses.replace(plan, lr=plan.lr * root, betas=betas, eps=plan.eps / root)
-
-
 def _schedule(config: ScheduleConfig, steps: int | None) -> SchedulePlan:
     if config.kind is ScheduleKind.constant and config.min_ratio is not None:
         raise ConfigError("schedule.min_ratio", config.min_ratio, "has no effect with schedule=constant.")
+    if config.kind is ScheduleKind.custom:
+        if config.target is None:
+            raise ConfigError(
+                "schedule._target_", "null", "schedule=custom needs the class of a schedule.",
+                "Name it by its dotted path, such as schedule._target_=torch.optim.lr_scheduler.OneCycleLR.",
+            )  # fmt: skip
+        named = {"warmup_steps": config.warmup_steps or None, "min_ratio": config.min_ratio}
+        given = {name: value for name, value in named.items() if value is not None}
+        return extended(SchedulePlan, config, arguments={**config.arguments, **given})
+    if config.target is not None:
+        raise ConfigError(
+            "schedule._target_", config.target, f"has no effect with schedule={config.kind.value}.",
+            "Choose schedule=custom; in a file of your own: `- override /schedule: custom` among its defaults.",
+        )  # fmt: skip
     if config.kind is not ScheduleKind.constant and steps is None:
         raise ConfigError(
             "schedule", config.kind, "needs the last step, and the length of a stream's epoch is unknown.",

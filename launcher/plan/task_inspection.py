@@ -10,7 +10,9 @@ import sys
 import tempfile
 from typing import Any, Protocol, cast
 
+from launcher.config.schema import OptimizerConfig, ScheduleConfig
 from launcher.errors import ConfigError, TaskError
+from launcher.plan.optimizer_plan import parameter_groups
 from launcher.plan.run_plan import Forecast, RunPlan, TaskPlan
 from launcher.plan.strategy import with_forecasts, with_memory
 from launcher.rundir.files import value_from_json
@@ -23,14 +25,23 @@ class HasFacts(Protocol):
     def facts(self) -> dict[str, int]: ...
 
 
-def describe_task(config: dict[str, Any], cwd: str, *, shards: bool, seed: int) -> TaskPlan:
-    """Return a description of the task that the config names.
+def describe_task(
+    config: dict[str, Any],
+    cwd: str,
+    *,
+    shards: bool,
+    seed: int,
+    optimizer: OptimizerConfig | None = None,
+    schedule: ScheduleConfig | None = None,
+) -> TaskPlan:
+    """Return a description of the task that the config names, whose optimizer and schedule were tried on its model.
 
     A bundled task computes its description by arithmetic. A user's class is imported in a separate process.
 
     Args:
         shards: whether the task's shard units matter and must be valid.
         seed: the job's seed, under which the task is constructed as in training.
+        optimizer, schedule: of the job. None: not to be tried.
 
     Raises:
         ConfigError: no task is named.
@@ -42,7 +53,9 @@ def describe_task(config: dict[str, Any], cwd: str, *, shards: bool, seed: int) 
         raise ConfigError(
             "task._target_", target, "is not set.", "Name the task's class: task._target_=my_tasks.MyTask."
         )
-    if target.startswith(_BUNDLED):
+    optimizer, schedule = optimizer or OptimizerConfig(lr=1.0), schedule or ScheduleConfig()
+    own_classes = optimizer.target is not None or schedule.target is not None or bool(optimizer.groups)
+    if target.startswith(_BUNDLED) and not own_classes:
         try:
             facts = cast("HasFacts", load_task(target, params, [])).facts()
         except (TypeError, ValueError) as error:  # a parameter of the wrong type
@@ -57,14 +70,25 @@ def describe_task(config: dict[str, Any], cwd: str, *, shards: bool, seed: int) 
             batch_norms=facts["batch_norms"],
             matmul_parameters=facts["matmul_parameters"],
             unit_matmul_parameters=facts["unit_matmul_parameters"],
+            group_parameters=_default_groups(optimizer, facts),
         )
-    request = {"target": target, "params": params, "search_path": [cwd], "shards": shards, "seed": seed}
+    request = {
+        "target": target, "params": params, "search_path": [cwd], "shards": shards, "seed": seed,
+        "optimizer": dataclasses.asdict(optimizer), "schedule": dataclasses.asdict(schedule),
+    }  # fmt: skip
     result = run_probe("launcher.train.inspection.task_probe", json.dumps(request))
     if result is None:
         raise TaskError(f"task._target_={target}: the process that inspected it ended early; its output is above.")
     if "error" in result:
         raise TaskError(result["error"])
     return value_from_json(TaskPlan, result["task"])
+
+
+def _default_groups(optimizer: OptimizerConfig, facts: dict[str, int]) -> tuple[int, ...]:
+    """Return the parameters in no group, and in each group of the default."""
+    if not parameter_groups(optimizer):
+        return (facts["parameters"],)
+    return facts["parameters"] - facts["vector_parameters"], facts["vector_parameters"]
 
 
 def run_probe(module: str, question: str) -> dict[str, Any] | None:

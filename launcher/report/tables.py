@@ -16,10 +16,13 @@ from launcher.config.schema import (
     OnOom,
     PrecisionKind,
     Recompute,
+    ScheduleKind,
     ShortWindow,
     StrategyKind,
     WandbMode,
 )
+from launcher.plan.optimizer_plan import MATCH, TARGET
+from launcher.plan.resumable import shown
 from launcher.plan.run_plan import Forecast, OptimizerPlan, PrecisionPlan, RunPlan, StrategyPlan
 from launcher.process import CRASH_MARK
 from launcher.quantities import bytes_text, count, exposed_text, speedup_text
@@ -60,11 +63,8 @@ def plan_table(plan: RunPlan) -> Table:
     add("length", _length(plan))
     add("precision", precision_text(plan.precision))
     clip = "no clipping" if plan.train.clip_norm is None else f"clip {plan.train.clip_norm:g}"
-    add(
-        "optimizer",
-        f"{plan.optimizer.kind.value}, lr {_rate(plan.optimizer)}, {plan.schedule.kind.value} with "
-        f"{count(plan.schedule.warmup_steps, 'warm-up step')}, {clip}",
-    )
+    for number, text in enumerate(_updates(plan, clip)):
+        add("" if number else "optimizer", text)
     if (scaled := _scaled_adam(plan.optimizer)) is not None:
         add("", scaled)
     add("strategy", _strategy(strategy))
@@ -82,6 +82,23 @@ def plan_table(plan: RunPlan) -> Table:
     for note in plan.notes:
         add("note", note)
     return table
+
+
+def _updates(plan: RunPlan, clip: str) -> list[str]:
+    """Return a line on the update rule, and one on each parameter group."""
+    optimizer, schedule, task = plan.optimizer, plan.schedule, plan.task
+    rates = "the task's own schedule" if task.own_schedule else schedule.name
+    if schedule.kind is not ScheduleKind.custom and not task.own_schedule:
+        rates += f" with {count(schedule.warmup_steps, 'warm-up step')}"
+    if task.own_optimizer:
+        return [f"the task's own optimizer, {rates}, {clip}"]
+    lines = [f"{optimizer.name}, lr {_rate(optimizer)}, {rates}, {clip}"]
+    sizes = (task.group_parameters or ())[1:]
+    for number, group in enumerate(optimizer.groups):
+        options = ", ".join(f"{name} {shown(value)}" for name, value in group.items() if name not in (MATCH, TARGET))
+        size = f" ({count(sizes[number], 'parameter')})" if number < len(sizes) else ""
+        lines.append(f"{group[MATCH]}{size}: {', '.join(part for part in (group.get(TARGET), options) if part)}")
+    return lines
 
 
 def _rate(optimizer: OptimizerPlan) -> str:

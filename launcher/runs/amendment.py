@@ -17,9 +17,9 @@ from launcher.plan.batch import Batch
 from launcher.plan.host import Site
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.placement import solve_cluster
-from launcher.plan.resumable import Change, changes, forced_by, refusals
-from launcher.plan.run_plan import RunPlan
-from launcher.plan.solve import solve
+from launcher.plan.resumable import Change, as_typed, changes, forced_by, refusals
+from launcher.plan.run_plan import RunPlan, TaskPlan
+from launcher.plan.solve import sets_own_rates, solve
 from launcher.plan.sync_policy import SHARDED
 from launcher.plan.task_inspection import describe_task
 from launcher.quantities import count
@@ -76,7 +76,7 @@ def replan(paths: RunPaths, old: RunPlan, overrides: Sequence[str], *, force: bo
     before, (config, yaml) = recompose(kept, ())[0], recompose(kept, overrides)
     for each in (before, config):  # solved at the first start, and the contract since then
         each.batch = dataclasses.replace(each.batch, global_size=each.batch.global_size or old.batch.global_size)
-    changed = changes(dataclasses.asdict(before), dataclasses.asdict(config))
+    changed = changes(as_typed(before), as_typed(config))
     forced = forced_by(changed)
     if wrong := refusals(changed, forced if force else ()):
         raise UserError(f"{name}: these keys cannot change when a run resumes:\n  " + "\n  ".join(wrong))
@@ -131,13 +131,20 @@ def _fitted_batch(config: Config, old: RunPlan, site: Site, touched: set[str]) -
 def _solved(config: Config, old: RunPlan, site: Site, touched: set[str], at: SavedProgress | None) -> RunPlan:
     run = dataclasses.replace(old.run, version=metadata.version("launcher"))
     task, shards = old.task, config.strategy.kind in SHARDED
-    if {key for key in touched if key.startswith("task.")} or (shards and old.strategy.kind not in SHARDED):
-        task = describe_task(config.task, old.cluster.import_from[0], shards=shards, seed=config.train.seed)
+    tried = "task." if config.optimizer.target is None else ("task.", "optimizer.")
+    if any(key.startswith(tried) for key in touched) or (shards and old.strategy.kind not in SHARDED):
+        task = describe_task(
+            config.task, old.cluster.import_from[0], shards=shards, seed=config.train.seed,
+            optimizer=config.optimizer, schedule=config.schedule,
+        )  # fmt: skip
         if task.samples != old.task.samples:
             change = Change("task: samples", old.task.samples, task.samples)
             raise UserError(
                 f"{old.run.name}: these keys cannot change when a run resumes:\n  {refusals([change], ())[0]}"
             )
+
+    if wrong := _without_effect(config, old, task, touched):
+        raise UserError(f"{old.run.name}: these keys cannot change when a run resumes:\n  " + "\n  ".join(wrong))
 
     def continued_ramp(batch: Batch) -> Batch:
         if touched & {"batch.global_size", "batch.ramp"}:
@@ -145,6 +152,21 @@ def _solved(config: Config, old: RunPlan, site: Site, touched: set[str], at: Sav
         return dataclasses.replace(batch, ramp=old.batch.ramp)
 
     return with_sync_policy(solve(config, site, task, run, rebatch=continued_ramp), config)
+
+
+def _without_effect(config: Config, old: RunPlan, task: TaskPlan, touched: set[str]) -> list[str]:
+    """Return a line for each change that would not reach the optimizer or schedule of the run."""
+    lines: list[str] = []
+    for name in ("optimizer", "schedule"):
+        had, has = (getattr(plan, f"own_{name}") for plan in (old.task, task))
+        if had != has:
+            lines.append(f"task: {name}(): the run started {'with' if had else 'without'} this method of the task.")
+        if has:
+            lines += [f"{key}: the task's own {name} is used." for key in sorted(touched) if key.startswith(f"{name}.")]
+    if sets_own_rates(task, config.schedule):
+        rates = sorted(touched & {"optimizer.lr", "optimizer.lr_scaling", "optimizer.reference_batch"})
+        lines += [f"{key}: the schedule continues from its saved state, which has the rates." for key in rates]
+    return lines
 
 
 def _require_something_to_do(plan: RunPlan, old: RunPlan, at: SavedProgress | None, *, done: bool) -> None:
@@ -175,7 +197,10 @@ def _notes(plan: RunPlan, old: RunPlan, at: SavedProgress | None, touched: set[s
     """Return notes on consequences that the user may not expect."""
     notes: list[str] = []
     steps = at.steps if at else 0
-    if plan.train.steps != old.train.steps and plan.schedule.kind is not ScheduleKind.constant:
+    if plan.schedule.kind is ScheduleKind.custom:
+        if plan.train.steps != old.train.steps:
+            notes.append(f"{plan.schedule.name} continues from its saved state, whatever the new number of steps.")
+    elif plan.train.steps != old.train.steps and plan.schedule.kind is not ScheduleKind.constant:
         before, after = (
             f"{each.optimizer.lr * each.schedule.factor(steps, each.train.steps):.3g}" for each in (old, plan)
         )

@@ -98,6 +98,7 @@ class BytesGPT:
             "samples": _samples(self._files[0], self.seq_len),
             "parameters": parameters,
             "unit_parameters": self.depth * block,
+            "vector_parameters": self.depth * (4 * d + 4 * d + d) + 2 * d,
             "batch_norms": 0,
             "matmul_parameters": self.depth * (block - 4 * d) + VOCABULARY * d,
             "unit_matmul_parameters": self.depth * (block - 4 * d),

@@ -50,6 +50,7 @@ class Digits:
             "samples": IMAGES - IMAGES // HELD_OUT_EVERY,
             "parameters": convolutions + norms + head,
             "unit_parameters": convolutions + norms,
+            "vector_parameters": norms + CLASSES,
             "batch_norms": 2,
             "matmul_parameters": convolutions + head,
             "unit_matmul_parameters": convolutions,

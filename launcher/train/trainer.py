@@ -5,18 +5,17 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch import Tensor
 
-from launcher.config.schema import Device, OnOom, OptimizerKind
+from launcher.config.schema import OnOom
 from launcher.errors import RecordFailed
 from launcher.heartbeat import HEARTBEAT, Phase, Wait
-from launcher.plan.run_plan import OptimizerPlan, RunPlan
+from launcher.plan.run_plan import RunPlan
 from launcher.rundir import code_snapshot
 from launcher.rundir.fencing import Fence
 from launcher.rundir.files import write_json
@@ -28,11 +27,13 @@ from launcher.train.checkpoint.load import load_newest, require_same_shards
 from launcher.train.checkpoint.run_totals import RunTotals
 from launcher.train.data.fingerprint import require_same_data
 from launcher.train.engine import oom
+from launcher.train.engine.build import FromModel
 from launcher.train.engine.engine import Engine
 from launcher.train.engine.window_totals import StepResult
 from launcher.train.evaluation import Evaluation
 from launcher.train.measure.flops import peak_flops
 from launcher.train.metrics import Metrics, NoRecord, Sink
+from launcher.train.optimizers import MakeSchedule, build_optimizer
 from launcher.train.world import World, device_of, join
 
 # messages on stragglers that a process prints: on a noisy machine ranks take turns
@@ -68,12 +69,13 @@ def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
     HEARTBEAT.beat(Phase.starting, 2)
     engine = Engine(
         task.model,
-        lambda parameters: build_optimizer(parameters, plan.optimizer, plan.cluster.device),
+        optimizer_of(task, plan),
         plan,
         lambda: stop() or save_failed.is_set(),
         getattr(task, "shard_units", None),
         cadence.by_clock,
         owner=task,
+        schedule=schedule_of(task, plan),
     )
     HEARTBEAT.beat(Phase.starting, 3)
     samples, held_out = train_data(task, plan.train.seed), eval_data(task, plan.train.seed)
@@ -101,13 +103,16 @@ def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
         write_json(plan.paths.summary, totals.summary(verdict))
 
 
-def build_optimizer(parameters: Iterable[nn.Parameter], plan: OptimizerPlan, device: Device) -> Optimizer:
-    """Return the plan's optimizer of ``parameters``; AdamW is fused on GPUs."""
-    if plan.kind is OptimizerKind.sgd:
-        return SGD(parameters, plan.lr, momentum=plan.momentum, nesterov=plan.nesterov, weight_decay=plan.weight_decay)
-    fused = device is Device.cuda
-    betas = (plan.betas[0], plan.betas[1])
-    return AdamW(parameters, plan.lr, betas=betas, eps=plan.eps, weight_decay=plan.weight_decay, fused=fused)
+def optimizer_of(task: Task, plan: RunPlan) -> FromModel:
+    """Return the function that makes the run's optimizer: the task's own, or that of the plan."""
+    if plan.task.own_optimizer:
+        return FromModel(task.optimizer)  # pyright: ignore[reportAttributeAccessIssue]
+    return FromModel(lambda model: build_optimizer(model, plan.optimizer, plan.cluster.device))
+
+
+def schedule_of(task: Task, plan: RunPlan) -> MakeSchedule | None:
+    """Return the task's own function for the learning rate schedule; None if the plan has one."""
+    return getattr(task, "schedule") if plan.task.own_schedule else None  # noqa: B009
 
 
 def loss_and_items(task: Task, engine: Engine, model: Callable[..., Any], batch: Any) -> tuple[Tensor, int | Tensor]:

@@ -25,7 +25,7 @@ from launcher.plan.host import Site
 from launcher.plan.launch_plan import RunInfo
 from launcher.plan.run_plan import RunPlan, SchedulePlan
 from launcher.plan.solve import solve
-from launcher.train.trainer import build_optimizer
+from launcher.train.optimizers import build_optimizer
 from tests.helpers import make_plan
 
 BASE = make_plan()
@@ -99,7 +99,7 @@ def test_the_square_root_rule_scales_all_that_it_is_about(
     assert plan.optimizer.eps == pytest.approx(eps)
     assert plan.optimizer.weight_decay == make_plan().optimizer.weight_decay
     assert RunPlan.from_json(plan.to_json()) == plan
-    built = build_optimizer([nn.Parameter(torch.zeros(1))], plan.optimizer, Device.cpu).param_groups[0]
+    built = build_optimizer(nn.Linear(1, 1), plan.optimizer, Device.cpu).param_groups[0]
     assert (built["lr"], list(built["betas"])) == (plan.optimizer.lr, plan.optimizer.betas)
     assert built["eps"] == plan.optimizer.eps
 
@@ -284,8 +284,15 @@ EARLY = json.loads(Path(__file__).with_name("early_plan.json").read_text())
 LATER_KEYS: dict[str, dict[str, Any]] = {
     "strategy": {},
     "precision": {"reason": "", "parameters": "fp32", "tf32": False},
-    "optimizer": {"base_betas": None, "base_eps": None, "reference_batch": None},
-    "schedule": {"steps": None},
+    "optimizer": {
+        "base_betas": None,
+        "base_eps": None,
+        "reference_batch": None,
+        "target": None,
+        "arguments": {},
+        "groups": [],
+    },
+    "schedule": {"steps": None, "target": None, "arguments": {}},
     "train": {"hang_timeout": None, "straggler_share": None, "calibrate_s": 0.0},
     "checkpoint": {"async_save": False, "on_error": "stop"},
     "wandb": {"notes": None, "job_type": None},
@@ -340,12 +347,14 @@ def test_null_is_the_default_or_off_for_every_key() -> None:
     default = Config()
     for key in accepted:
         group, _, name = key.partition(".")
+        name = {"_target_": "target"}.get(name, name)
         value, usual = (getattr(getattr(of, group), name) for of in (config, default))
         assert value == usual or (value is None and key in off), key
     assert recompose(yaml, [])[0] == config
     composed = compose()
     for key in accepted:  # alone, beside the values of the default job
         group, _, name = key.partition(".")
+        name = {"_target_": "target"}.get(name, name)
         one = dataclasses.replace(getattr(composed, group), **{name: getattr(getattr(config, group), name)})
         changed = dataclasses.replace(composed, **{group: one})
         solve(changed, Site(gpus=0, cores=2, cwd="/nowhere"), BASE.task, BASE.run)

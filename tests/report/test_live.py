@@ -41,6 +41,7 @@ def test_the_plan() -> None:
         "length        300 steps = 18.8 epochs\n"
         "precision     auto: bf16 if every worker's device computes it natively, else fp32; decided at the start\n"
         "optimizer     adamw, lr 0.0015 (from 0.003, linear rule, k=0.5), cosine with 20 warm-up steps, clip 1\n"
+        "              ndim<2: weight_decay 0.0\n"
         "strategy      ddp, sync boundary: fewest wire bytes\n"
         "wire a step   4.00 kB a rank predicted; 32.00 kB with sync=every\n"
         "files         /nowhere/run\n"

@@ -16,6 +16,7 @@ from torch.utils._pytree import KeyPath, keystr, tree_leaves_with_path, tree_map
 
 from launcher.train.data.randomness import random_state
 from launcher.train.engine.engine import Engine
+from launcher.train.optimizers import members_of
 from launcher.train.parallel.base import local
 from launcher.train.world import World
 
@@ -26,7 +27,7 @@ def checkpoint_tensors(engine: Engine, changing_buffers: list[str]) -> dict[str,
     Args:
         changing_buffers: names of the buffers that training changes.
     """
-    model, optimizer = get_state_dict(engine.parallel.module, engine.optimizer)
+    model, optimizer = get_state_dict(engine.parallel.module, members_of(engine.optimizer))
     buffers = dict(engine.parallel.module.named_buffers())
     return {
         "model": model,

@@ -25,8 +25,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_
 
 from launcher.config.schema import Compress, LrScaling
 from launcher.errors import NoGoodCheckpoint, WrongCheckpoint
-from launcher.plan.run_plan import RunPlan
-from launcher.quantities import count
+from launcher.quantities import count, first_names
 from launcher.rundir.fencing import Fence
 from launcher.rundir.files import read_json
 from launcher.rundir.paths import STATE, RunPaths
@@ -38,6 +37,7 @@ from launcher.train.data.randomness import restore_random_state
 from launcher.train.data.window_feed import is_sharded
 from launcher.train.engine.calibration import measured_as
 from launcher.train.engine.engine import Engine
+from launcher.train.optimizers import PlanSchedule, members_of
 from launcher.train.world import World
 
 # options that choose an optimizer's implementation, not its results: the present machine's are kept
@@ -196,19 +196,20 @@ def load(engine: Engine, directory: Path) -> Restored:
     tensors[random_key] = _empty_state(stored, random_key, engine.device)
     tensors[strategy_key] = _empty_state(stored, strategy_key, engine.device) if same_ranks and compresses else {}
     _leave_out_unknown(tensors["optimizer"]["state"], stored)
-    implementation = [{name: group.get(name) for name in _IMPLEMENTATION} for group in engine.optimizer.param_groups]
+    _require_whole_state(directory, tensors["optimizer"]["state"], stored)
+    planned = [dict(group) for group in engine.optimizer.param_groups]
     dcp.load(tensors, storage_reader=Reader(directory), planner=Planner())
     set_state_dict(
-        engine.parallel.module, engine.optimizer,
+        engine.parallel.module, members_of(engine.optimizer),
         model_state_dict=tensors["model"], optim_state_dict=tensors["optimizer"],
         options=StateDictOptions(strict=False),  # the model's names were compared; a parameter may have no state
     )  # fmt: skip
-    for group, own in zip(engine.optimizer.param_groups, implementation, strict=True):
-        group.update({name: value for name, value in own.items() if name in group})
+    for group, options in zip(engine.optimizer.param_groups, planned, strict=True):
+        group.update({name: options[name] for name in _IMPLEMENTATION if name in group and name in options})
     setting = measured_as(plan)
     comparable = same_ranks and saved.get("measured_as", setting) == setting
     engine.load_state_dict(saved, alike=comparable, same_order=same_ranks)
-    _set_hyperparameters(engine, plan, scheduled=saved.get("follows_plan", True))
+    _set_hyperparameters(engine, planned, scheduled=saved.get("follows_plan", True))
 
     strategy_state = tensors[strategy_key]
     if not same_ranks or not compresses:
@@ -257,34 +258,37 @@ def _leave_out_unknown(state: dict[str, dict[str, Any]], stored: Metadata) -> No
             del state[parameter]
 
 
-def _set_hyperparameters(engine: Engine, plan: RunPlan, *, scheduled: bool) -> None:
+def _require_whole_state(directory: Path, state: dict[str, dict[str, Any]], stored: Metadata) -> None:
+    """Raise WrongCheckpoint if the checkpoint has state that this run's optimizer has no place for."""
+    expected = {f"optimizer.state.{parameter}.{name}" for parameter, entries in state.items() for name in entries}
+    left = sorted(name for name in stored.state_dict_metadata if name.startswith("optimizer.state."))
+    left = [name.removeprefix("optimizer.state.") for name in left if name not in expected]
+    if left:
+        raise WrongCheckpoint(
+            f"{directory} has optimizer state that this run's optimizer does not have: {first_names(left, 4)}.\n"
+            "  Use the same optimizer and groups, or start a new run."
+        )
+
+
+def _set_hyperparameters(engine: Engine, planned: list[dict[str, Any]], *, scheduled: bool) -> None:
     """Keep the optimizer's arguments from the checkpoint, except for those that the user forced, and set the next
     step's learning rate by the plan's schedule, whose length may have changed.
 
     Args:
+        planned: options of each group in a fresh engine of this plan.
         scheduled: the plan's schedule set the run's learning rates; otherwise those of the checkpoint are kept.
     """
-    groups, optimizer = engine.optimizer.param_groups, plan.optimizer
+    plan, groups, schedule = engine.plan, engine.optimizer.param_groups, engine.schedule
     forced = {name for group, _, name in (key.partition(".") for key in plan.forced) if group == "optimizer"}
-    resized = "batch.global_size" in plan.forced and optimizer.lr_scaling is not LrScaling.none
+    resized = "batch.global_size" in plan.forced and plan.optimizer.lr_scaling is not LrScaling.none
     if resized or forced & {"lr_scaling", "reference_batch"}:
         forced |= {"lr", "betas", "eps"}
+    for group, options in zip(groups, planned, strict=True):
+        group.update({name: options[name] for name in forced - {"lr"} if name in options})
     if "lr" in forced:
-        engine.schedule.base_lrs = [optimizer.lr for _ in groups]
-    for name in forced - {"lr", "lr_scaling", "reference_batch"}:
-        for group in groups:
-            if name in group:
-                group[name] = getattr(optimizer, name)
-    if not scheduled:
-        return
-    factor = plan.schedule.factor(engine.steps, plan.schedule_steps)
-    rates = [base * factor for base in engine.schedule.base_lrs]
-    for group, rate in zip(groups, rates, strict=True):
-        if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(rate)
-        else:
-            group["lr"] = rate
-    engine.schedule._last_lr = rates
+        schedule.base_lrs = [options["initial_lr"] for options in planned]
+    if scheduled and isinstance(schedule, PlanSchedule):
+        schedule.continue_at(engine.steps)
 
 
 def _combined_strategy_state(engine: Engine, directory: Path, stored: Metadata, ranks: int) -> dict[str, Any]:

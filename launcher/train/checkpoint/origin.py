@@ -49,7 +49,7 @@ def origin_of(plan: RunPlan) -> Origin:
         "task_params": plan.task.params,
         "samples": plan.task.samples,
         "short_window": plan.epoch.short_window_policy.value,
-        "optimizer": plan.optimizer.kind.value,
+        "optimizer": plan.optimizer.name,
         "precision": plan.precision.kind.value,
         "compress": plan.strategy.compress.value,
     }
@@ -102,7 +102,7 @@ def _changes(origin: Origin, plan: RunPlan) -> list[Change]:
         Change("task: samples", origin["samples"], plan.task.samples),
         Change("train.seed", origin["seed"], plan.train.seed),
         Change("batch.short_window", origin["short_window"], plan.epoch.short_window_policy.value),
-        Change("optimizer.kind", origin["optimizer"], plan.optimizer.kind.value),
+        Change("optimizer.kind", origin["optimizer"], plan.optimizer.name),
     ]
     return [change for change in pairs if change.before != change.after]
 

@@ -44,11 +44,12 @@ _BESIDE_BYTES = 1 << 17
 def predicted_bytes(engine: Engine) -> int:
     """Return the predicted size of one checkpoint, the files of all ranks together, in bytes.
 
-    It is the sum of parameters, buffers, the optimizer's state of each trained parameter (AdamW: two moments; SGD:
-    momentum, if used), and PowerSGD's residue, which has the size of all gradients on each rank.
+    It is the sum of parameters, buffers, the optimizer's state of each trained parameter (SGD: momentum, if used;
+    AdamW: two moments; also assumed of any other), and PowerSGD's residue, which has the size of all gradients on each
+    rank.
     """
     optimizer, module = engine.plan.optimizer, engine.parallel.module
-    moments = 2 if optimizer.kind is OptimizerKind.adamw else int(optimizer.momentum > 0)
+    moments = int(optimizer.momentum > 0) if optimizer.kind is OptimizerKind.sgd else 2
     trained = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
     residues = engine.world.size if engine.plan.strategy.compress is Compress.powersgd else 0
     model_bytes = sum(tensor.numel() * tensor.element_size() for tensor in (*module.parameters(), *module.buffers()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from launcher.plan.run_plan import RunPlan
 from launcher.plan.sync_policy import SHARDED
 from launcher.quantities import first_names
 from launcher.train.data.randomness import random_state, restore_random_state
+from launcher.train.optimizers import as_one
 from launcher.train.parallel.base import Parallel, ShardUnits
 from launcher.train.parallel.deferred_init import Recipe, build_deferred
 from launcher.train.parallel.init_recorder import NotDeferrable
@@ -26,7 +28,17 @@ from launcher.train.world import World
 
 ALONE = World(rank=0, size=1, local_rank=0)
 ModelFrom = nn.Module | Callable[[], nn.Module]
-OptimizerFrom = Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]
+
+
+@dataclass(frozen=True)
+class FromModel:
+    """Function that makes the optimizer, or several, from the wrapped model: it needs more than the parameters."""
+
+    make: Callable[[nn.Module], Optimizer | Sequence[Optimizer]]
+
+
+Optimizers = Optimizer | Sequence[Optimizer]
+OptimizerFrom = Optimizers | Callable[[Iterable[nn.Parameter]], Optimizers] | FromModel
 
 
 def build_parallel(
@@ -57,10 +69,16 @@ def build_parallel(
     if not model.training:
         model.train()
     model.zero_grad()  # gradients of an earlier backward pass would be added to the first window's
+    if isinstance(optimizer, Sequence):
+        optimizer = as_one(optimizer)
     _set_formats(model, optimizer if isinstance(optimizer, Optimizer) else None, plan, world)
     if not isinstance(optimizer, Optimizer):
         parallel = wrap(model, plan, device, shard_units, recipe)
-        optimizer = optimizer(parameter for parameter in model.parameters() if parameter.requires_grad)
+        if isinstance(optimizer, FromModel):
+            made = optimizer.make(model)
+        else:
+            made = optimizer(parameter for parameter in model.parameters() if parameter.requires_grad)
+        optimizer = as_one(made)
         _require_all_parameters(model, optimizer)
         return parallel, optimizer
     _require_all_parameters(model, optimizer)
@@ -144,8 +162,13 @@ class TrainedParameters:
 
 
 def _require_all_parameters(model: nn.Module, optimizer: Optimizer) -> None:
-    """Raise EngineMisuse if the optimizer lacks a trained parameter: norm, clip and loss scale need all gradients."""
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    """Raise EngineMisuse unless the optimizer has each trained parameter once: norm, clip and loss scale need all
+    gradients, and a checkpoint stores each by its name."""
+    listed = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    held, own = set(listed), {id(p) for p in model.parameters()}
+    if len(listed) > len(held) or not held <= own:
+        which = "has a parameter twice" if len(listed) > len(held) else "has a parameter that is not the model's"
+        raise EngineMisuse(f"The optimizer {which}.\n  Pass it each of the model's trained parameters once.")
     left_out = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
     if left_out:
         raise EngineMisuse(

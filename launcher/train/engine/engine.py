@@ -39,6 +39,7 @@ from launcher.train.engine.window_totals import StepResult, WindowTotals
 from launcher.train.measure.noise_scale import Noise, NoiseScale
 from launcher.train.measure.observer import EndedWindow, Observer
 from launcher.train.measure.straggler import StragglerDetector
+from launcher.train.optimizers import MakeSchedule
 from launcher.train.parallel.base import ShardUnits
 from launcher.train.parallel.replicas import Buffers
 from launcher.train.precision import Precision
@@ -52,17 +53,18 @@ class Engine:
         model: moved to this rank's device in place; or a function that makes it: then no rank ever holds a whole model
             that is to be sharded.
         optimizer: over the model's parameters, with the peak learning rate, which the plan's schedule multiplies; or a
-            function of the parameters that makes it. A given optimizer receives the sharded parameters.
+            list of several; or a function of the parameters that makes it, after the model was sharded.
         plan: for as many ranks as the process group has.
         stop: called once a window; if it returns true on any rank, all ranks stop after that window.
         save_due: called once a window on rank 0; StepResult.save_due has the result on all ranks.
         shard_units: modules that FSDP gathers as one and that recompute wraps. Default: the model's repeated blocks.
         owner: object that the forward pass belongs to, such as the task; calibration restores its attributes.
+        schedule: (optimizer, steps) -> learning rate schedule, instead of the plan's.
 
     Attributes:
         buffers: the model's buffers that training changes.
         position: that of the next window in the data; the same on all ranks.
-        schedule: learning rate schedule of the plan; the engine steps it.
+        schedule: learning rate schedule; the engine steps it.
 
     Raises:
         ConfigError: the plan is for another number of ranks.
@@ -80,6 +82,7 @@ class Engine:
         shard_units: ShardUnits | None = None,
         save_due: Callable[[], bool] = lambda: False,
         owner: object = None,
+        schedule: MakeSchedule | None = None,
     ) -> None:
         self.world = World.here()
         if self.world.size != plan.batch.world_size:
@@ -96,9 +99,8 @@ class Engine:
         offloads = torch.device("cpu") if plan.strategy.cpu_offload else None
         self.precision = Precision(plan.precision, self.device, gradients_on=offloads)
         self._norms = norms_of(plan, self.parallel, self.precision, self.device)
-        self._optimizer_step = step = OptimizerStep(
-            self.parallel, self.optimizer, self.precision, self._norms, plan, self.world, self.device
-        )
+        parts = self.parallel, self.optimizer, self.precision, self._norms
+        self._optimizer_step = step = OptimizerStep(*parts, plan, self.world, self.device, schedule)
         self.schedule = step.schedule
         self._current = CurrentWindow(
             self.parallel, self.precision, self._norms, self.buffers, step, self.device, plan.strategy.sync
@@ -110,8 +112,7 @@ class Engine:
         self._noise = NoiseScale(self.world.size, self.device, self.parallel.local_norm)
         self._observers: list[Observer] = [self._noise, self.buffers, self.stragglers]
         self._totals = WindowTotals(self.world, self.device, self.parallel.meter, self._observers)
-        norm_bytes = 8 if plan.strategy.shard_size > 1 else 0  # a sharded gradient's norm is summed too
-        self._flags_bytes = self._totals.payload_bytes + norm_bytes
+        self._flags_bytes = self._totals.payload_bytes + 8 * (plan.strategy.shard_size > 1)  # a sharded norm is summed
         self.position = BEGINNING
 
     @property
@@ -297,8 +298,7 @@ class Engine:
             forward: (model, batch) -> (loss_sum, items); it receives copies of the batches.
             batches: of this rank, each of micro-batch size; repeated if a window has more.
 
-        Returns:
-            The result; None with one rank, and with ``run.calibrate_s=0``.
+        Returns: the result; None with one rank, and with ``run.calibrate_s=0``.
         """
         if self._current.window is not None:
             raise EngineMisuse("engine.calibrate() must be called between two windows.")

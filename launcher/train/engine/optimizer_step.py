@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
 from launcher.config.schema import Compress
 from launcher.errors import DataError, NotFinite
 from launcher.plan.run_plan import RunPlan
 from launcher.quantities import first_names
 from launcher.train.engine.window_totals import ReducedTotals
+from launcher.train.optimizers import MakeSchedule, build_schedule, require_schedule, restore_schedule, schedule_state
 from launcher.train.parallel.base import Parallel, local
 from launcher.train.parallel.batchnorm import Norms
 from launcher.train.precision import Precision
@@ -38,7 +38,7 @@ class OptimizerStep:
         skipped_steps: windows that were not applied because fp16 overflowed.
         empty_windows: windows that were not applied because they held no item.
         samples, items: number seen so far, on all ranks.
-        schedule: learning rate schedule of the plan.
+        schedule: learning rate schedule, of the plan unless the engine was given another.
         follows_plan: ``schedule`` still sets the learning rate; false once the user's own loop has set it.
         lr: learning rate of the first parameter group in the latest window's optimizer step.
     """
@@ -52,11 +52,15 @@ class OptimizerStep:
         plan: RunPlan,
         world: World,
         device: torch.device,
+        schedule: MakeSchedule | None = None,
     ) -> None:
         self._parallel, self._optimizer, self._precision, self._norms = parallel, optimizer, precision, norms
         self._plan, self._world, self._device = plan, world, device
         self._accumulation = plan.batch.accumulation
-        self.schedule = LambdaLR(optimizer, lambda done: plan.schedule.factor(done, plan.schedule_steps))
+        if schedule is None:
+            self.schedule = build_schedule(optimizer, plan.schedule, plan.schedule_steps)
+        else:
+            self.schedule = require_schedule(schedule(optimizer, plan.schedule_steps), "schedule(optimizer, steps)")
         self.follows_plan = True
         self.lr = float(self.schedule.get_last_lr()[0])
         self._divisor: float | None = None
@@ -146,7 +150,7 @@ class OptimizerStep:
         if self._world.rank == 0:
             print(
                 f"step {self.steps + 1}: the learning rate was set to {rates[0]:g} outside of the engine, which had "
-                f"set {planned[0]:g}. From this step on, the plan's schedule={self._plan.schedule.kind.value} has no "
+                f"set {planned[0]:g}. From this step on, the plan's schedule={self._plan.schedule.name} has no "
                 "effect.\n  With a schedule of your own, use schedule=constant schedule.warmup_steps=0.",
                 flush=True,
             )
@@ -196,7 +200,7 @@ class OptimizerStep:
         """Return the state as JSON."""
         return {
             "progress": {name: getattr(self, name) for name in _PROGRESS},
-            "schedule": self.schedule.state_dict(),
+            "schedule": schedule_state(self.schedule),
             "follows_plan": self.follows_plan,
             "scaler": self._precision.scaler.state_dict(),
             "divisor": self._divisor,
@@ -206,7 +210,7 @@ class OptimizerStep:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name in _PROGRESS:
             setattr(self, name, state["progress"][name])
-        self.schedule.load_state_dict(state["schedule"])
+        restore_schedule(self.schedule, state["schedule"])
         self.follows_plan = state.get("follows_plan", True)
         if self._precision.scales and state["scaler"]:  # a run that was in another precision has none
             self._precision.scaler.load_state_dict(state["scaler"])

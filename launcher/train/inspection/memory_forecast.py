@@ -43,7 +43,7 @@ from launcher.train.engine.build import build_parallel
 from launcher.train.parallel.base import Parallel
 from launcher.train.parallel.fsdp import mesh_of
 from launcher.train.precision import Precision
-from launcher.train.trainer import build_optimizer
+from launcher.train.trainer import optimizer_of
 
 WINDOWS = 2  # the optimizer's state exists from the second window on
 # fraction of the free host memory that a model may take whose construction needs real values
@@ -80,7 +80,7 @@ def _forecast(plan: RunPlan, sync: Sync, task: Task, batch: Any, device: torch.d
     with fake:
         with patch.object(torch.utils, "swap_tensors", _set_data):
             parallel, optimizer = build_parallel(
-                model, lambda p: build_optimizer(p, plan.optimizer, plan.cluster.device), plan, device,
+                model, optimizer_of(task, plan), plan, device,
                 getattr(task, "shard_units", None),
             )  # fmt: skip
         memory = PeakMemory(device)

@@ -7,6 +7,8 @@ code. Reads one JSON object from standard input; writes the answer to the file n
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import json
 import sys
 import warnings
@@ -14,20 +16,33 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher.errors import TaskError
+from launcher.config.schema import Device, LrScaling, OptimizerConfig, ScheduleConfig
+from launcher.errors import TaskError, UserError
+from launcher.plan.optimizer_plan import assign, require_members, solve_optimizer
+from launcher.plan.run_plan import OptimizerPlan, SchedulePlan, extended
 from launcher.process import die_with_parent
+from launcher.rundir.files import value_from_json
 from launcher.task import Task, build_model, eval_data, is_mapped, load_task, train_data, users_frames
 
 if TYPE_CHECKING:
     from torch import nn
 
 
-def probe(target: str, params: dict[str, Any], search_path: list[str], shards: bool, seed: int) -> dict[str, Any]:
+def probe(
+    target: str,
+    params: dict[str, Any],
+    search_path: list[str],
+    shards: bool,
+    seed: int,
+    optimizer: dict[str, Any] | None = None,
+    schedule: dict[str, Any] | None = None,
+) -> dict[str, Any]:
     """Return the fields of a TaskPlan. The model is built on the meta device if possible, which takes no memory.
 
     Args:
         shards: the strategy is sharded, so the task's shard units are used and checked.
         seed: the job's seed, on which the data's length may depend.
+        optimizer, schedule: fields of the job's OptimizerConfig and ScheduleConfig. None: the defaults.
     """
     import torch
 
@@ -66,6 +81,13 @@ def probe(target: str, params: dict[str, Any], search_path: list[str], shards: b
     units = find_units(model, None if shard_units is None else shard_units(model))
     in_units = {parameter for unit in units for parameter in unit.parameters()}
     multiplied = list(matmul_parameters(model))
+    updates = _try_updates(
+        task,
+        model,
+        value_from_json(OptimizerConfig, optimizer) if optimizer else OptimizerConfig(),
+        value_from_json(ScheduleConfig, schedule) if schedule else ScheduleConfig(),
+        notes,
+    )
     return {
         "target": target,
         "params": params,
@@ -81,8 +103,65 @@ def probe(target: str, params: dict[str, Any], search_path: list[str], shards: b
         "matmul_parameters": sum(p.numel() for p in multiplied),
         "unit_matmul_parameters": sum(p.numel() for p in multiplied if p in in_units),
         "in_eval_mode": in_eval_mode(model),
+        **updates,
         "flops_per_sample": _flops(task, model, data),
     }
+
+
+def _try_updates(
+    task: Task, model: nn.Module, optimizer: OptimizerConfig, schedule: ScheduleConfig, notes: list[str]
+) -> dict[str, Any]:
+    """Make the optimizer and the schedule, to see that they can be made; return their fields of a TaskPlan.
+
+    Raises:
+        ConfigError, TaskError: they cannot.
+    """
+    own = {name: inspect.isroutine(getattr(task, name, None)) for name in ("optimizer", "schedule")}
+    for name, parameters in (("optimizer", ["model"]), ("schedule", ["optimizer", "steps"])):
+        if own[name]:
+            _require_parameters_of(getattr(task, name), f"{name}({', '.join(parameters)})", len(parameters))
+            notes.append(
+                f"The task's own {name}({', '.join(parameters)}) is used; {name}.* of the configuration is not."
+            )
+    fields: dict[str, Any] = {"own_optimizer": own["optimizer"], "own_schedule": own["schedule"]}
+    plan: OptimizerPlan | None = None
+    if not own["optimizer"]:
+        unscaled = dataclasses.replace(optimizer, lr_scaling=LrScaling.none, reference_batch=None)
+        plan = solve_optimizer(unscaled, 1)
+        names: dict[nn.Parameter, tuple[str, ...]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if parameter.requires_grad:
+                names[parameter] = (*names.get(parameter, ()), name)
+        dimensions = [(own_names, parameter.ndim) for parameter, own_names in names.items()]
+        require_members(dimensions, plan.groups)
+        counts = [0] * (1 + len(plan.groups))
+        for parameter, group in zip(names, assign(dimensions, plan.groups), strict=True):
+            counts[0 if group is None else 1 + group] += parameter.numel()
+        fields["group_parameters"] = counts
+    own_schedule_class = schedule.target is not None and not own["schedule"]
+    if own_schedule_class or (plan is not None and plan.names_classes):
+        _try_classes(model, plan, extended(SchedulePlan, schedule) if own_schedule_class else None)
+    return fields
+
+
+def _try_classes(model: nn.Module, optimizer: OptimizerPlan | None, schedule: SchedulePlan | None) -> None:
+    """Make them. For the launcher's own this would only take the second in which torch imports its compiler."""
+    import torch
+
+    from launcher.train.optimizers import build_optimizer, build_schedule
+
+    alone = torch.optim.SGD([torch.zeros(1)], 1.0)
+    made = alone if optimizer is None else build_optimizer(model, optimizer, Device.cpu)
+    if schedule is not None:
+        build_schedule(made, schedule, None)
+
+
+def _require_parameters_of(method: Any, signature: str, count: int) -> None:
+    """Raise TaskError unless ``method`` can be called with ``count`` arguments."""
+    try:
+        inspect.signature(method).bind(*range(count))
+    except TypeError as error:
+        raise TaskError(f"The task's method must be {signature}: {error}.") from None
 
 
 def _flops(task: Task, model: nn.Module, data: Any) -> float | None:
@@ -129,7 +208,7 @@ def main() -> None:
     request = json.load(sys.stdin)
     try:
         result: dict[str, Any] = {"task": probe(**request)}
-    except TaskError as error:
+    except UserError as error:
         result = {"error": str(error)}
     except Exception as error:  # user code may raise anything
         result = {"error": f"task._target_={request['target']}: {type(error).__name__}: {error}\n{users_frames(error)}"}

@@ -63,7 +63,7 @@ def note_samples(job: dict[str, Any]) -> None:
 def read(job: dict[str, Any]) -> None:
     """What of PowerSGD's memory is there after a load, on all ranks together."""
     plan = plan_of(job)
-    engine = Engine(Words().model, lambda p: trainer.build_optimizer(p, plan.optimizer, plan.cluster.device), plan)
+    engine = Engine(Words().model, trainer.optimizer_of(Words(), plan), plan)
     restored = load.load(engine, Path(job["reads"]))
     state = engine.parallel.state_dict()
     sums = {name: residue.clone() for name, residue in state.get("residue", {}).items()}

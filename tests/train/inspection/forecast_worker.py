@@ -22,10 +22,11 @@ from launcher.plan.run_plan import RunPlan, TaskPlan
 from launcher.plan.solve import solve
 from launcher.plan.sync_policy import POLICIES, SHARDED, Collective
 from launcher.task import as_loss, load_task
+from launcher.train.engine.build import FromModel
 from launcher.train.engine.engine import Engine
 from launcher.train.inspection.memory_forecast import forecasts
 from launcher.train.inspection.task_probe import probe
-from launcher.train.trainer import build_optimizer
+from launcher.train.optimizers import build_optimizer
 
 RUN = RunInfo(name="run", id="abcd1234", dir="/nowhere/run", created="2024-01-01T00:00:00+00:00", version="0")
 
@@ -62,7 +63,9 @@ def count(file: Path) -> None:
             task = load_task(plan.task.target, plan.task.params, [])
             torch.manual_seed(0)
             engine = Engine(
-                task.model, lambda p, plan=plan: build_optimizer(p, plan.optimizer, plan.cluster.device), plan
+                task.model,
+                FromModel(lambda m, plan=plan: build_optimizer(m, plan.optimizer, plan.cluster.device)),
+                plan,
             )
             for window in engine.windows(task.train_data()):
                 for batch in window:

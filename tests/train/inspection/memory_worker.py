@@ -18,8 +18,9 @@ from launcher.config.schema import Sync
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.sync_policy import POLICIES
 from launcher.task import as_loss, load_task
+from launcher.train.engine.build import FromModel
 from launcher.train.engine.engine import Engine
-from launcher.train.trainer import build_optimizer
+from launcher.train.optimizers import build_optimizer
 
 WINDOWS = 2  # the optimizer's state exists from the second one on
 
@@ -30,7 +31,7 @@ def peak(plan: RunPlan, sync: Sync) -> int:
     torch.manual_seed(0)
     engine = Engine(
         task.model,
-        lambda p: build_optimizer(p, plan.optimizer, plan.cluster.device),
+        FromModel(lambda m: build_optimizer(m, plan.optimizer, plan.cluster.device)),
         plan,
         shard_units=task.shard_units,
     )

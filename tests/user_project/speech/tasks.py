@@ -122,6 +122,18 @@ def hold_the_interpreter():
         ctypes.PyDLL(None).sleep(10_000)
 
 
+class OwnUpdates(Tagger):
+    """Has its own update rule."""
+
+    def optimizer(self, model):
+        matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
+        others = [parameter for parameter in model.parameters() if parameter.ndim != 2]
+        return [torch.optim.Adagrad(matrices, lr=0.02), torch.optim.Adam(others, lr=0.01)]
+
+    def schedule(self, optimizer, steps):  # noqa: ARG002
+        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+
 class MeanTagger(Tagger):
     """Returns a bare mean, as many loss functions do."""
 

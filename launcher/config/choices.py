@@ -1,0 +1,101 @@
+"""Values of the config keys that allow only certain words."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class ClusterKind(StrEnum):
+    local = "local"
+    hosts = "hosts"
+    slurm = "slurm"
+
+
+class Device(StrEnum):
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class StrategyKind(StrEnum):
+    single = "single"
+    ddp = "ddp"
+    fsdp = "fsdp"
+    hsdp = "hsdp"
+
+
+class Sync(StrEnum):
+    auto = "auto"
+    every = "every"
+    boundary = "boundary"
+    gather_once = "gather_once"
+    replicas_at_boundary = "replicas_at_boundary"
+
+
+class Compress(StrEnum):
+    none = "none"
+    bf16 = "bf16"
+    fp16 = "fp16"  # refused with a reason; plans of earlier versions may have it
+    powersgd = "powersgd"
+
+
+class Recompute(StrEnum):
+    none = "none"
+    blocks = "blocks"
+
+
+class PrecisionKind(StrEnum):
+    auto = "auto"
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
+class Parameters(StrEnum):
+    fp32 = "fp32"
+    keep = "keep"
+
+
+class ShortWindow(StrEnum):
+    exact = "exact"
+    drop = "drop"
+
+
+class Norm(StrEnum):
+    leave = "leave"
+    sync = "sync"
+    freeze = "freeze"
+    window = "window"
+
+
+class OnOom(StrEnum):
+    stop = "stop"
+    shrink = "shrink"
+
+
+class OptimizerKind(StrEnum):
+    adamw = "adamw"
+    sgd = "sgd"
+    custom = "custom"
+
+
+class LrScaling(StrEnum):
+    none = "none"
+    linear = "linear"
+    sqrt = "sqrt"
+
+
+class ScheduleKind(StrEnum):
+    constant = "constant"
+    cosine = "cosine"
+    linear = "linear"
+    custom = "custom"
+
+
+OnError = StrEnum("OnError", {"stop": "stop", "continue": "continue"})  # a keyword cannot be written in a class
+
+
+class WandbMode(StrEnum):
+    offline = "offline"
+    online = "online"
+    disabled = "disabled"

@@ -1,0 +1,212 @@
+"""Optimizer of a plan: its arguments after learning rate scaling, and its parameter groups. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
+
+from launcher.config.schema import LrScaling, OptimizerConfig, OptimizerKind
+from launcher.errors import ConfigError, did_you_mean
+from launcher.plan.run_plan import OptimizerPlan, extended
+
+# biases and the scales of norms: decay would pull them to 0, which regularises nothing
+DEFAULT_GROUP: Mapping[str, Any] = {"match": "ndim<2", "weight_decay": 0.0}
+_COMPARISONS = {
+    "<": operator.lt, "<=": operator.le, "==": operator.eq, ">=": operator.ge, ">": operator.gt,
+}  # fmt: skip
+# arguments of each kind; a custom class has its own
+_ARGUMENTS = {
+    OptimizerKind.adamw: ("lr", "weight_decay", "betas", "eps"),
+    OptimizerKind.sgd: ("lr", "weight_decay", "momentum", "nesterov"),
+}
+_NAMED = ("weight_decay", "betas", "eps", "momentum", "nesterov")
+# a parameter's names, of which a tied one has several, and its number of dimensions
+Named = tuple[tuple[str, ...], int]
+# keys of a group of the plan that are no arguments
+MATCH, TARGET = "match", "_target_"
+
+
+def solve_optimizer(config: OptimizerConfig, global_size: int) -> OptimizerPlan:
+    """Return the plan of the optimizer for windows of ``global_size`` samples.
+
+    Raises:
+        ConfigError: arguments that the optimizer does not have, or that contradict each other.
+    """
+    _require_arguments(config)
+    if config.lr_scaling is not LrScaling.none and config.reference_batch is None:
+        raise ConfigError(
+            "optimizer.lr_scaling", config.lr_scaling, "needs the global batch that lr was tuned for.",
+            "Set optimizer.reference_batch (samples).",
+        )  # fmt: skip
+    if config.lr_scaling is LrScaling.none and config.reference_batch is not None:
+        raise ConfigError(
+            "optimizer.reference_batch", config.reference_batch, "has no effect with optimizer.lr_scaling=none.",
+            "Use optimizer.lr_scaling=linear or sqrt.",
+        )  # fmt: skip
+    plan = extended(OptimizerPlan, config, base_lr=config.lr, groups=parameter_groups(config))
+    if config.kind is OptimizerKind.custom:  # the class has defaults of its own
+        named = {name: value for name in _NAMED if (value := getattr(config, name)) is not None}
+        plan = dataclasses.replace(plan, arguments={**config.arguments, **named})
+    plan = dataclasses.replace(plan, base_betas=plan.betas, base_eps=plan.eps)
+    kappa = global_size / (config.reference_batch or global_size)
+    if config.lr_scaling is LrScaling.none:
+        return plan
+    if config.lr_scaling is LrScaling.linear:
+        return _scaled(plan, kappa)
+    betas, root = _scaled_betas(plan, kappa), math.sqrt(kappa)
+    return dataclasses.replace(_scaled(plan, root), betas=betas, eps=plan.eps / root)
+
+
+def _require_arguments(config: OptimizerConfig) -> None:
+    """Raise ConfigError for an argument that this kind of optimizer does not have."""
+    custom = config.kind is OptimizerKind.custom
+    if custom and config.target is None:
+        raise ConfigError(
+            "optimizer._target_", "null", "optimizer=custom needs the class of an optimizer.",
+            "Name it by its dotted path, such as optimizer._target_=torch.optim.Adagrad.",
+        )  # fmt: skip
+    if not custom and config.target is not None:
+        raise ConfigError(
+            "optimizer._target_", config.target, f"has no effect with optimizer={config.kind.value}.",
+            "Choose optimizer=custom; in a file of your own: `- override /optimizer: custom` among its defaults.",
+        )  # fmt: skip
+    for name in ("betas", "eps", "momentum", "nesterov"):
+        if not custom and name not in _ARGUMENTS[config.kind] and getattr(config, name) is not None:
+            raise ConfigError(
+                f"optimizer.{name}", getattr(config, name), f"has no effect with optimizer={config.kind.value}."
+            )
+
+
+def parameter_groups(config: OptimizerConfig) -> list[dict[str, Any]]:
+    """Return the parameter groups as configured, checked; without any, those of the default."""
+    if config.groups is None:
+        # whatever the decay is: it may change on resume, and the groups may not
+        return [] if config.kind is OptimizerKind.custom and config.weight_decay is None else [dict(DEFAULT_GROUP)]
+    for number, group in enumerate(config.groups):
+        key = f"optimizer.groups[{number}]"
+        match = group.get(MATCH)
+        if not isinstance(match, str) or not match:
+            raise ConfigError(
+                key, group, "has no key match.",
+                'Give a regular expression for names, or a number of dimensions: {match: "ndim<2", weight_decay: 0}.',
+            )  # fmt: skip
+        try:
+            _test(match)
+        except re.error as error:
+            raise ConfigError(
+                f"{key}.match", match, f"is neither a regular expression nor a number of dimensions: {error}."
+            ) from None
+        names = _ARGUMENTS.get(config.kind)
+        if names is not None and TARGET not in group:
+            for name in [name for name in group if name not in (MATCH, *names)]:
+                raise ConfigError(
+                    f"{key}.{name}", group[name], f"{config.kind.value} has no such argument.",
+                    did_you_mean(name, names).strip() or f"Its arguments: {', '.join(names)}.",
+                )  # fmt: skip
+        if not isinstance(group.get(TARGET, ""), str):
+            raise ConfigError(f"{key}.{TARGET}", group[TARGET], "must be the dotted path of a class.")
+        if TARGET not in group and names is not None and "betas" in group and not valid_betas(group["betas"]):
+            raise ConfigError(f"{key}.betas", group["betas"], "must be two numbers of at least 0 and below 1.")
+        if not _is_number(group.get("lr", 1.0)) or not group.get("lr", 1.0) > 0:
+            raise ConfigError(f"{key}.lr", group["lr"], "must be a number above 0.")
+        if not _is_number(group.get("weight_decay", 0.0)) or not group.get("weight_decay", 0.0) >= 0:
+            raise ConfigError(f"{key}.weight_decay", group["weight_decay"], "must be a number of at least 0.")
+        if TARGET in group and "lr" not in group:
+            raise ConfigError(f"{key}.lr", "null", "must be a number: a group with _target_ has a rate of its own.")
+    return [dict(group) for group in config.groups]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def valid_betas(value: Any) -> bool:
+    """Return whether ``value`` is two numbers of at least 0 and below 1."""
+    numbers = cast("list[Any]", value) if isinstance(value, list) else []
+    return len(numbers) == 2 and all(_is_number(beta) and 0 <= beta < 1 for beta in numbers)
+
+
+def _test(match: str) -> Callable[[str, int], bool]:
+    """Return the function of a parameter's name and number of dimensions that ``match`` stands for."""
+    if re.match(r"\s*ndim\s*=[^=]", match):
+        raise re.error("a number of dimensions is written ndim==2 or ndim<2")
+    if found := re.fullmatch(r"\s*ndim\s*(<=|>=|==|<|>)\s*(\d+)\s*", match):
+        compare, number = _COMPARISONS[found[1]], int(found[2])
+        return lambda _, ndim: compare(ndim, number)
+    pattern = re.compile(match)
+    return lambda name, _: pattern.search(name) is not None
+
+
+def assign(parameters: Iterable[Named], groups: Sequence[Mapping[str, Any]]) -> list[int | None]:
+    """Return the index of each parameter's group, the first that matches; None for the others."""
+    tests = [_test(group[MATCH]) for group in groups]
+    return [
+        next((i for i, test in enumerate(tests) if any(test(name, ndim) for name in names)), None)
+        for names, ndim in parameters
+    ]
+
+
+def require_members(parameters: Sequence[Named], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ConfigError for a group that takes no parameter, unless it is the default one."""
+    taken = set(assign(parameters, groups))
+    for number, group in enumerate(groups):
+        if number in taken or group == DEFAULT_GROUP:
+            continue
+        names = [name for names, _ in parameters for name in names]
+        matching = sum(found is not None for found in assign(parameters, [group]))
+        if matching:
+            problem, hint = f"all {matching} parameters that it matches are in earlier groups", "Change their order."
+        else:
+            problem = "matches no parameter that is trained"
+            near = did_you_mean(group[MATCH], names).strip()
+            hint = near or f"Names: {', '.join(names[:8])}{f' and {len(names) - 8} more' if len(names) > 8 else ''}."
+        raise ConfigError(f"optimizer.groups[{number}].match", group[MATCH], f"{problem}.", hint)
+
+
+def arguments_of(plan: OptimizerPlan, group: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the arguments of the optimizer for the parameters of ``group``; None: for those of no group."""
+    own = {name: value for name, value in (group or {}).items() if name not in (MATCH, TARGET)}
+    if group is not None and TARGET in group:
+        return own
+    if plan.kind is OptimizerKind.custom:
+        return {**plan.arguments, "lr": plan.lr, **own}
+    return {**{name: getattr(plan, name) for name in _ARGUMENTS[plan.kind]}, **own}
+
+
+def _scaled(plan: OptimizerPlan, factor: float) -> OptimizerPlan:
+    """Return ``plan`` with all learning rates multiplied by ``factor``."""
+    groups = [{**group, "lr": group["lr"] * factor} if "lr" in group else group for group in plan.groups]
+    return dataclasses.replace(plan, lr=plan.lr * factor, groups=groups)
+
+
+def _scaled_betas(plan: OptimizerPlan, kappa: float) -> list[float]:
+    """Return the betas for ``kappa`` times the reference batch, by the square root scaling rule of Adam.
+
+    Malladi, Lyu, Panigrahi, Arora, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms" (2022),
+    section 5: lr sqrt(kappa), 1 - kappa (1 - beta) for both betas, eps / sqrt(kappa). It does not cover weight decay.
+
+    Raises:
+        ConfigError: the optimizer is not Adam, or the batch is so large that a beta would not be above 0.
+    """
+    others = [name for group in plan.groups for name in group.keys() & {TARGET, "betas", "eps"}]
+    if plan.kind is not OptimizerKind.adamw or others:
+        what = f"a group with {others[0]}" if others else f"optimizer={plan.kind.value}"
+        raise ConfigError(
+            "optimizer.lr_scaling", "sqrt", f"is a rule for Adam, not for {what}.",
+            "Use optimizer.lr_scaling=linear, the rule for SGD.",
+        )  # fmt: skip
+    betas = [1 - kappa * (1 - beta) for beta in plan.betas]
+    if min(betas) < 1e-9:  # 0 up to rounding
+        most = 1 / (1 - min(plan.betas))
+        raise ConfigError(
+            "optimizer.lr_scaling", "sqrt",
+            f"the global batch is {kappa:.4g} times optimizer.reference_batch, which makes {plan.betas[0]:g} and "
+            f"{plan.betas[1]:g} of optimizer.betas {betas[0]:.4g} and {betas[1]:.4g}; both must be above 0.",
+            f"With these betas the rule reaches to {most:.4g} times the reference batch: tune lr at a larger one, or "
+            "set the optimizer's values for this batch with optimizer.lr_scaling=none.",
+        )  # fmt: skip
+    return betas

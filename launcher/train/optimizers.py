@@ -1,0 +1,334 @@
+"""Optimizers and schedules of a plan: classes found by their path, parameter groups, several optimizers as one."""
+
+from __future__ import annotations
+
+import base64
+import inspect
+import io
+import pickle
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
+
+from launcher.config.schema import Device, OptimizerKind, ScheduleKind
+from launcher.errors import ConfigError, EngineMisuse, TaskError, WrongCheckpoint, did_you_mean
+from launcher.plan.optimizer_plan import TARGET, arguments_of, assign, require_members
+from launcher.plan.run_plan import OptimizerPlan, SchedulePlan
+from launcher.task import find_target
+
+# of a schedule that is not the plan's own: from the optimizer, and the number of steps, None if it is not known
+MakeSchedule = Callable[[Optimizer, int | None], LRScheduler]
+
+
+class PlanSchedule(LambdaLR):
+    """Learning rates by the plan's factor over ``steps`` optimizer steps; None: their number is not known."""
+
+    def __init__(self, optimizer: Optimizer, plan: SchedulePlan, steps: int | None) -> None:
+        super().__init__(optimizer, lambda done: plan.factor(done, steps))
+
+    def continue_at(self, done: int) -> None:
+        """Set the rates of the step after ``done`` ones."""
+        rates = [base * factor(done) for base, factor in zip(self.base_lrs, self.lr_lambdas, strict=True)]
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+        self._last_lr = rates
+
+
+def schedule_state(schedule: LRScheduler) -> dict[str, Any]:
+    """Return the state as JSON. That of another class than the plan's may hold what JSON would change, such as a
+    Counter, and is stored as torch stores it.
+
+    Raises:
+        TaskError: it holds objects that are not loaded from a checkpoint again.
+    """
+    if isinstance(schedule, PlanSchedule):
+        return schedule.state_dict()
+    file = io.BytesIO()
+    try:
+        torch.save(schedule.state_dict(), file)
+        file.seek(0)
+        torch.load(file, weights_only=True)
+    except (pickle.PickleError, AttributeError, TypeError) as error:
+        raise TaskError(
+            f"The state of the learning rate schedule ({type(schedule).__name__}) cannot be saved: {error}.\n"
+            "  Keep numbers, texts, lists and dicts of them in it only."
+        ) from error
+    return {"class": type(schedule).__name__, "torch": base64.b64encode(file.getvalue()).decode()}
+
+
+def restore_schedule(schedule: LRScheduler, state: dict[str, Any]) -> None:
+    """Restore what ``schedule_state`` returned.
+
+    Raises:
+        WrongCheckpoint: that was the state of another class.
+    """
+    saved = state.get("class", PlanSchedule.__name__)
+    if saved != type(schedule).__name__:
+        raise WrongCheckpoint(
+            f"The checkpoint has the state of the learning rate schedule {saved}, and the run now has a "
+            f"{type(schedule).__name__}.\n  Use the same schedule, or start a new run."
+        )
+    if "torch" in state:
+        state = torch.load(io.BytesIO(base64.b64decode(state["torch"])), weights_only=True)
+    schedule.load_state_dict(state)
+
+
+class CombinedOptimizer(Optimizer):
+    """Several optimizers that are stepped and scheduled as one. ``members_of`` returns them, to save and restore them.
+
+    ``param_groups`` lists their own groups, in order, so a change to a group affects its optimizer.
+    """
+
+    def __init__(self, optimizers: Iterable[Optimizer]) -> None:
+        self.optimizers = list(optimizers)
+        every = set[str].intersection(*(set(optimizer.defaults) for optimizer in self.optimizers))
+        super().__init__([{"params": []}], {name: self.optimizers[0].defaults[name] for name in every})
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    @param_groups.setter
+    def param_groups(self, value: list[Any]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        assert not value, "the base class sets an empty list"
+
+    @property
+    def state(self) -> dict[Tensor, Any]:
+        """Return the state of all parameters. Change a parameter's state in place only."""
+        return {parameter: state for optimizer in self.optimizers for parameter, state in optimizer.state.items()}
+
+    @state.setter
+    def state(self, value: Mapping[Tensor, Any]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        assert not value, "the base class sets an empty one"
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        assert closure is None
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what ``state_dict`` returned: each optimizer takes its groups, and the state of their parameters."""
+        groups = iter(state_dict["param_groups"])
+        for optimizer in self.optimizers:
+            own = [next(groups) for _ in optimizer.param_groups]
+            numbers = {number for group in own for number in group["params"]}
+            state = {number: values for number, values in state_dict["state"].items() if number in numbers}
+            optimizer.load_state_dict({"state": state, "param_groups": own})
+
+
+def as_one(optimizers: Any) -> Optimizer:
+    """Return an optimizer, or a list of several, as one.
+
+    Raises:
+        EngineMisuse: it is something else, or an optimizer that needs a closure.
+    """
+    members = list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers]
+    for member in members:
+        if not isinstance(member, Optimizer):
+            raise EngineMisuse(f"The optimizer is a {type(member).__name__}, not a torch optimizer or a list of them.")
+        if _needs_closure(member):
+            raise EngineMisuse(f"{type(member).__name__} {_CLOSURE[0]}\n  {_CLOSURE[1]}")
+    if not members:
+        raise EngineMisuse("The list of optimizers is empty.")
+    return members[0] if len(members) == 1 else CombinedOptimizer(members)
+
+
+def members_of(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizers that ``optimizer`` combines, or itself: torch saves and restores them one by one."""
+    return optimizer.optimizers if isinstance(optimizer, CombinedOptimizer) else [optimizer]
+
+
+_CLOSURE = (
+    "needs a closure that computes the gradient again, which is not supported.",
+    "The gradient of a window is computed once: use an optimizer whose step() needs nothing.",
+)
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is closure.empty
+
+
+def trained_parameters(model: nn.Module) -> list[tuple[tuple[str, ...], nn.Parameter]]:
+    """Return each trained parameter with all of its names: a tied one has several."""
+    names: dict[nn.Parameter, tuple[str, ...]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad:
+            names[parameter] = (*names.get(parameter, ()), name)
+    return [(own, parameter) for parameter, own in names.items()]
+
+
+def build_optimizer(model: nn.Module, plan: OptimizerPlan, device: Device) -> Optimizer:
+    """Return the plan's optimizer of the model's trained parameters.
+
+    The parameters in no group come first, so that the first group's learning rate is optimizer.lr.
+
+    Raises:
+        ConfigError: an argument that a class does not have, or a group without parameters.
+    """
+    named = trained_parameters(model)
+    dimensions = [(names, parameter.ndim) for names, parameter in named]
+    require_members(dimensions, plan.groups)
+    members: dict[int | None, list[nn.Parameter]] = {None: []}
+    for number in range(len(plan.groups)):
+        members[number] = []
+    for (_, parameter), number in zip(named, assign(dimensions, plan.groups), strict=True):
+        members[number].append(parameter)
+    shared: list[dict[str, Any]] = []
+    others: list[Optimizer] = []
+    for number, parameters in members.items():
+        group = None if number is None else plan.groups[number]
+        key = "optimizer" if number is None else f"optimizer.groups[{number}]"
+        if not parameters:
+            continue
+        arguments = arguments_of(plan, group)
+        if group is not None and TARGET in group:
+            others.append(_construct(key, group[TARGET], [{"params": parameters}], arguments))
+        else:
+            if plan.target is not None:
+                function = find_target("optimizer._target_", plan.target)
+                arguments = _require_arguments(key, plan.target, function, arguments)
+            shared.append({"params": parameters, **arguments})
+    return as_one([*([_main(shared, plan, device)] if shared else []), *others])
+
+
+def _main(groups: list[dict[str, Any]], plan: OptimizerPlan, device: Device) -> Optimizer:
+    """Return the optimizer of the groups without an optimizer of their own."""
+    if plan.kind is OptimizerKind.custom:
+        assert plan.target is not None
+        return _construct("optimizer", plan.target, groups, arguments_of(plan))
+    for group in groups:
+        if "betas" in group:
+            group["betas"] = tuple(group["betas"])
+    if plan.kind is OptimizerKind.sgd:
+        return SGD(groups, plan.lr)
+    return AdamW(groups, plan.lr, fused=device is Device.cuda)
+
+
+def _construct(key: str, target: str, groups: list[dict[str, Any]], arguments: dict[str, Any]) -> Optimizer:
+    """Return ``target(groups, **arguments)``. ``key``: of the group of keys that the arguments are from."""
+    function = find_target(f"{key}._target_", target)
+    fitted = _require_arguments(key, target, function, arguments)
+    try:
+        optimizer = function(groups, **fitted)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{key}._target_", target, f"{type(error).__name__}: {error}.") from error
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(f"{key}._target_", target, f"made a {type(optimizer).__name__}, not a torch optimizer.")
+    if _needs_closure(optimizer):
+        raise ConfigError(f"{key}._target_", target, *_CLOSURE)
+    return optimizer
+
+
+def build_schedule(optimizer: Optimizer, plan: SchedulePlan, steps: int | None) -> LRScheduler:
+    """Return the plan's learning rate schedule over ``steps`` optimizer steps; None: their number is not known."""
+    if plan.kind is not ScheduleKind.custom:
+        return PlanSchedule(optimizer, plan, steps)
+    assert plan.target is not None
+    function = find_target("schedule._target_", plan.target)
+    fitted = _require_arguments("schedule", plan.target, function, plan.arguments)
+    try:
+        return require_schedule(function(optimizer, **fitted), f"schedule._target_={plan.target}")
+    except (TypeError, ValueError) as error:
+        raise ConfigError("schedule._target_", plan.target, f"{type(error).__name__}: {error}.") from error
+
+
+def require_schedule(schedule: Any, source: str) -> LRScheduler:
+    """Return ``schedule`` if the engine can step it.
+
+    Raises:
+        TaskError: it is no learning rate schedule, or needs a metric at each step.
+    """
+    if isinstance(schedule, ReduceLROnPlateau):
+        raise TaskError(
+            f"{source}: ReduceLROnPlateau needs a metric at each step, which a step does not have.\n"
+            "  Use a schedule that depends on the number of steps only."
+        )
+    if not isinstance(schedule, LRScheduler):
+        raise TaskError(f"{source}: made a {type(schedule).__name__}, not a torch.optim.lr_scheduler.LRScheduler.")
+    return schedule
+
+
+def _require_arguments(
+    key: str, target: str, function: Callable[..., Any], arguments: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments for ``function``, with lists as tuples where it wants those.
+
+    Raises:
+        ConfigError: it has no parameter of that name after the first, lacks one, or takes no such value.
+    """
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError:  # built in C
+        return dict(arguments)
+    names = [
+        name for name, parameter in list(parameters.items())[1:]
+        if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+    ]  # fmt: skip
+    if not parameters:
+        raise ConfigError(
+            f"{key}._target_", target, "takes no optimizer." if key == "schedule" else "takes no parameters."
+        )
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    for name, value in arguments.items():
+        if name not in names and not takes_any:
+            raise ConfigError(
+                f"{key}.{name}", value, f"{target} has no such argument.",
+                did_you_mean(name, names).strip() or f"Its arguments: {', '.join(names) or 'none'}.",
+            )  # fmt: skip
+    missing = [name for name in names if parameters[name].default is inspect.Parameter.empty and name not in arguments]
+    if missing:
+        raise ConfigError(f"{key}.{missing[0]}", None, f"{target} needs this argument.", f"Set {key}.{missing[0]}.")
+    hints = _hints(function)
+    for name, value in arguments.items():
+        if name in hints and not _fits(value, hints[name]):
+            raise ConfigError(f"{key}.{name}", value, f"{target} takes {_type_text(hints[name])} here.")
+    return {name: _fitted(value, hints.get(name)) for name, value in arguments.items()}
+
+
+def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(function.__init__ if inspect.isclass(function) else function)
+    except Exception:  # names that exist only for type checkers
+        return {}
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Return False if ``value``, from a config, is certainly not of the type ``hint``."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, arg) for arg in args)
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if hint in (bool, str):
+        return isinstance(value, hint)
+    if hint is type(None):
+        return value is None
+    if origin in (tuple, list):
+        fixed = origin is tuple and Ellipsis not in args
+        inner = args if fixed else args[:1] * (len(value) if isinstance(value, list) else 0)
+        return isinstance(value, list) and len(value) == len(inner) and all(map(_fits, value, inner))
+    return hint is not Tensor or isinstance(value, int | float)
+
+
+def _fitted(value: Any, hint: Any) -> Any:
+    """Return a list from a config as a tuple if the class wants one."""
+    options = [hint, *typing.get_args(hint)]
+    wants_tuple = any(option is tuple or typing.get_origin(option) is tuple for option in options)
+    return tuple(cast("list[Any]", value)) if isinstance(value, list) and wants_tuple else value
+
+
+def _type_text(hint: Any) -> str:
+    return hint.__name__ if inspect.isclass(hint) and not typing.get_args(hint) else str(hint).replace("typing.", "")
