@@ -92,7 +92,7 @@ def job_lines(plan: RunPlan) -> dict[str, str]:
     steps = "" if schedule.steps is None else f" over {schedule.steps} steps"
     return plan.job_lines() | {
         "cluster": f"{cluster.kind.value}, {cluster.nodes} × {cluster.workers_per_node}, {cluster.device.value}",
-        "schedule": f"{'that of the whole job: ' if steps else ''}{schedule.kind.value}{steps}",
+        "schedule": f"{'that of the whole job: ' if steps else ''}{schedule.name}{steps}",
     }
 
 

@@ -13,7 +13,7 @@ from launcher.config.schema import LrScaling, OptimizerConfig, OptimizerKind
 from launcher.errors import ConfigError, did_you_mean
 from launcher.plan.run_plan import OptimizerPlan, extended
 
-# biases and the scales of norms: decay would pull them to 0, which regularises nothing
+# common practice: decay applies to matrices, not to biases and the scales of norms
 DEFAULT_GROUP: Mapping[str, Any] = {"match": "ndim<2", "weight_decay": 0.0}
 _COMPARISONS = {
     "<": operator.lt, "<=": operator.le, "==": operator.eq, ">=": operator.ge, ">": operator.gt,

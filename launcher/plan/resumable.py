@@ -164,7 +164,7 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def as_typed(config: Config) -> dict[str, Any]:
-    """Return the config by its keys, as a user types them."""
+    """Return the config as a nested dict with the keys of the command line."""
     typed: dict[str, Any] = {}
     for name, group in vars(config).items():
         if dataclasses.is_dataclass(group):

@@ -34,14 +34,14 @@ def describe_task(
     optimizer: OptimizerConfig | None = None,
     schedule: ScheduleConfig | None = None,
 ) -> TaskPlan:
-    """Return a description of the task that the config names, whose optimizer and schedule were tried on its model.
+    """Return a description of the task that the config names, after a check that its optimizer can be built.
 
     A bundled task computes its description by arithmetic. A user's class is imported in a separate process.
 
     Args:
         shards: whether the task's shard units matter and must be valid.
         seed: the job's seed, under which the task is constructed as in training.
-        optimizer, schedule: of the job. None: not to be tried.
+        optimizer, schedule: of the job. None: the defaults.
 
     Raises:
         ConfigError: no task is named.

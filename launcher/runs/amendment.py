@@ -197,9 +197,10 @@ def _notes(plan: RunPlan, old: RunPlan, at: SavedProgress | None, touched: set[s
     """Return notes on consequences that the user may not expect."""
     notes: list[str] = []
     steps = at.steps if at else 0
-    if plan.schedule.kind is ScheduleKind.custom:
+    if plan.task.own_schedule or plan.schedule.kind is ScheduleKind.custom:
+        name = "The task's own schedule" if plan.task.own_schedule else plan.schedule.name
         if plan.train.steps != old.train.steps:
-            notes.append(f"{plan.schedule.name} continues from its saved state, whatever the new number of steps.")
+            notes.append(f"{name} continues from its saved state, whatever the new number of steps.")
     elif plan.train.steps != old.train.steps and plan.schedule.kind is not ScheduleKind.constant:
         before, after = (
             f"{each.optimizer.lr * each.schedule.factor(steps, each.train.steps):.3g}" for each in (old, plan)

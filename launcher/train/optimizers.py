@@ -22,7 +22,7 @@ from launcher.plan.optimizer_plan import TARGET, arguments_of, assign, require_m
 from launcher.plan.run_plan import OptimizerPlan, SchedulePlan
 from launcher.task import find_target
 
-# of a schedule that is not the plan's own: from the optimizer, and the number of steps, None if it is not known
+# (optimizer, number of steps or None) -> schedule, used instead of the plan's
 MakeSchedule = Callable[[Optimizer, int | None], LRScheduler]
 
 
@@ -44,8 +44,8 @@ class PlanSchedule(LambdaLR):
 
 
 def schedule_state(schedule: LRScheduler) -> dict[str, Any]:
-    """Return the state as JSON. That of another class than the plan's may hold what JSON would change, such as a
-    Counter, and is stored as torch stores it.
+    """Return the state as JSON values. That of other classes than PlanSchedule is serialized by torch.save and base64,
+    because JSON would change types such as Counter.
 
     Raises:
         TaskError: it holds objects that are not loaded from a checkpoint again.

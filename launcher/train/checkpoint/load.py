@@ -196,7 +196,10 @@ def load(engine: Engine, directory: Path) -> Restored:
     tensors[random_key] = _empty_state(stored, random_key, engine.device)
     tensors[strategy_key] = _empty_state(stored, strategy_key, engine.device) if same_ranks and compresses else {}
     _leave_out_unknown(tensors["optimizer"]["state"], stored)
-    _require_whole_state(directory, tensors["optimizer"]["state"], stored)
+    if not any(
+        key.startswith("optimizer.") for key in plan.forced
+    ):  # without momentum there is less state, for example
+        _require_whole_state(directory, tensors["optimizer"]["state"], stored)
     planned = [dict(group) for group in engine.optimizer.param_groups]
     dcp.load(tensors, storage_reader=Reader(directory), planner=Planner())
     set_state_dict(

@@ -32,7 +32,7 @@ ModelFrom = nn.Module | Callable[[], nn.Module]
 
 @dataclass(frozen=True)
 class FromModel:
-    """Function that makes the optimizer, or several, from the wrapped model: it needs more than the parameters."""
+    """Function that makes the optimizer, or several, from the wrapped model instead of its parameters."""
 
     make: Callable[[nn.Module], Optimizer | Sequence[Optimizer]]
 

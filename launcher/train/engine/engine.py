@@ -7,8 +7,7 @@
             engine.backward(loss_sum, items)
         result = engine.step()
 
-The gradient applied is that of sum(loss over all items of the window) / (number of items of the window), counted over
-every rank and micro-batch: see optimizer_step.py.
+The gradient applied is that of (sum of losses) / (number of items) over all of a window's ranks and micro-batches.
 """
 
 from __future__ import annotations
@@ -298,7 +297,8 @@ class Engine:
             forward: (model, batch) -> (loss_sum, items); it receives copies of the batches.
             batches: of this rank, each of micro-batch size; repeated if a window has more.
 
-        Returns: the result; None with one rank, and with ``run.calibrate_s=0``.
+        Returns:
+            The result; None with one rank, and with ``run.calibrate_s=0``.
         """
         if self._current.window is not None:
             raise EngineMisuse("engine.calibrate() must be called between two windows.")

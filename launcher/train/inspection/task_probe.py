@@ -81,7 +81,7 @@ def probe(
     units = find_units(model, None if shard_units is None else shard_units(model))
     in_units = {parameter for unit in units for parameter in unit.parameters()}
     multiplied = list(matmul_parameters(model))
-    updates = _try_updates(
+    updates = _check_update_rule(
         task,
         model,
         value_from_json(OptimizerConfig, optimizer) if optimizer else OptimizerConfig(),
@@ -108,13 +108,13 @@ def probe(
     }
 
 
-def _try_updates(
+def _check_update_rule(
     task: Task, model: nn.Module, optimizer: OptimizerConfig, schedule: ScheduleConfig, notes: list[str]
 ) -> dict[str, Any]:
-    """Make the optimizer and the schedule, to see that they can be made; return their fields of a TaskPlan.
+    """Check that optimizer and schedule can be built, and return their fields of a TaskPlan.
 
     Raises:
-        ConfigError, TaskError: they cannot.
+        ConfigError, TaskError: one of them cannot be built.
     """
     own = {name: inspect.isroutine(getattr(task, name, None)) for name in ("optimizer", "schedule")}
     for name, parameters in (("optimizer", ["model"]), ("schedule", ["optimizer", "steps"])):
@@ -140,12 +140,13 @@ def _try_updates(
         fields["group_parameters"] = counts
     own_schedule_class = schedule.target is not None and not own["schedule"]
     if own_schedule_class or (plan is not None and plan.names_classes):
-        _try_classes(model, plan, extended(SchedulePlan, schedule) if own_schedule_class else None)
+        _build_classes(model, plan, extended(SchedulePlan, schedule) if own_schedule_class else None)
     return fields
 
 
-def _try_classes(model: nn.Module, optimizer: OptimizerPlan | None, schedule: SchedulePlan | None) -> None:
-    """Make them. For the launcher's own this would only take the second in which torch imports its compiler."""
+def _build_classes(model: nn.Module, optimizer: OptimizerPlan | None, schedule: SchedulePlan | None) -> None:
+    """Build optimizer and schedule classes to report mistakes early. Not called for the built-in ones, because torch
+    imports its compiler for this, which takes a second."""
     import torch
 
     from launcher.train.optimizers import build_optimizer, build_schedule
