@@ -57,7 +57,8 @@ class Chaos:
 
     def __post_init__(self) -> None:
         self.paths = RunPaths(self.directory / "runs" / "chaos")
-        self.steps = STEPS_PER_DEATH * (self.deaths + 2)
+        # twice as many as the deaths need: a run that is quicker than this process would be over before the last one
+        self.steps = 2 * STEPS_PER_DEATH * (self.deaths + 2)
 
     # -- the run and its processes
 
@@ -210,7 +211,7 @@ class Chaos:
             order += self.rng.sample(list(kinds), len(kinds))
         for number, kind in enumerate(order[: self.deaths]):
             at = self.step
-            left = max(1, (self.steps - STEPS_PER_DEATH - at) // (self.deaths - number))
+            left = max(1, (self.steps // 2 - STEPS_PER_DEATH - at) // (self.deaths - number))
             target = at + self.rng.randint(1, min(left, STEPS_PER_DEATH))
             if not self.wait(lambda target=target: self.step >= target, f"step {target}"):
                 self.resume_after_failure(f"after {self.done[-1][2] if self.done else 'the start'}")
