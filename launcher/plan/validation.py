@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from launcher.config.schema import Config
 from launcher.errors import ConfigError
+from launcher.plan.optimizer_plan import valid_betas
 from launcher.plan.worlds import node_range
 
 Number = float | int
@@ -74,7 +75,7 @@ def check(config: Config) -> None:
             raise ConfigError(key, value, problem)
     node_range(config.cluster.nodes)
     betas = config.optimizer.betas
-    if betas is not None and (len(betas) != 2 or not all(0 <= b < 1 for b in betas)):
+    if betas is not None and not valid_betas(betas):
         raise ConfigError("optimizer.betas", betas, "must be two numbers of at least 0 and below 1.")
     if config.optimizer.nesterov and not config.optimizer.momentum:
         raise ConfigError("optimizer.nesterov", "true", "needs optimizer.momentum above 0.")

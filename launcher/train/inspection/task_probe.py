@@ -116,6 +116,8 @@ def _check_update_rule(
     Raises:
         ConfigError, TaskError: one of them cannot be built.
     """
+    from launcher.train.optimizers import trained_parameters
+
     own = {name: inspect.isroutine(getattr(task, name, None)) for name in ("optimizer", "schedule")}
     for name, parameters in (("optimizer", ["model"]), ("schedule", ["optimizer", "steps"])):
         if own[name]:
@@ -128,14 +130,11 @@ def _check_update_rule(
     if not own["optimizer"]:
         unscaled = dataclasses.replace(optimizer, lr_scaling=LrScaling.none, reference_batch=None)
         plan = solve_optimizer(unscaled, 1)
-        names: dict[nn.Parameter, tuple[str, ...]] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            if parameter.requires_grad:
-                names[parameter] = (*names.get(parameter, ()), name)
-        dimensions = [(own_names, parameter.ndim) for parameter, own_names in names.items()]
+        named = trained_parameters(model)
+        dimensions = [(names, parameter.ndim) for names, parameter in named]
         require_members(dimensions, plan.groups)
         counts = [0] * (1 + len(plan.groups))
-        for parameter, group in zip(names, assign(dimensions, plan.groups), strict=True):
+        for (_, parameter), group in zip(named, assign(dimensions, plan.groups), strict=True):
             counts[0 if group is None else 1 + group] += parameter.numel()
         fields["group_parameters"] = counts
     own_schedule_class = schedule.target is not None and not own["schedule"]

@@ -66,9 +66,9 @@ def test_an_interruption_leaves_no_job_that_nobody_knows(
     with pytest.raises(KeyboardInterrupt):
         submit.submit_array(mine, "s.1", tmp_path)
     assert cancelled == ["s.1"]
-    begun = 1 if when == "before" else 3
-    assert [len(history.submissions(plan.paths)) for plan in mine] == [1] * begun + [0] * (3 - begun)
-    assert all(history.submissions(plan.paths)[0].refused for plan in mine[:begun])
+    recorded = 1 if when == "before" else 3
+    assert [len(history.submissions(plan.paths)) for plan in mine] == [1] * recorded + [0] * (3 - recorded)
+    assert all(history.submissions(plan.paths)[0].refused for plan in mine[:recorded])
 
 
 def test_a_cell_that_is_refused_again_leaves_the_book_as_it_was(
