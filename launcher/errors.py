@@ -3,7 +3,7 @@
 LauncherError
 ├── UserError               exit 2: the input is wrong; one message, no traceback, nothing was started
 │   ├── ConfigError         a key, a value, or a combination of them
-│   ├── TaskError           the task's class: not found, not constructible, a method missing
+│   ├── TaskError           the task's class: a method missing, or a wrong result of one
 │   └── SiteError           this machine: GPUs, directories, credentials
 └── RunError                exit 1: the job started and failed
     ├── NotFinite           a loss or a gradient is inf or nan

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib
 import inspect
 import itertools
 import os
@@ -20,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from launcher.errors import TaskError, did_you_mean
+from launcher.errors import TaskError
+from launcher.targets import find_target, require_arguments
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -112,7 +112,8 @@ def load_task(target: str, params: dict[str, Any], search_path: Sequence[str], s
             every attempt. None: the generators are not seeded.
 
     Raises:
-        TaskError: there is no such module, class or parameter, or a required method is missing.
+        ConfigError: there is no such module, class or argument, or a value of another type than the class declares.
+        TaskError: a required method is missing.
     """
     for directory in reversed(search_path):
         if directory not in sys.path:
@@ -120,7 +121,7 @@ def load_task(target: str, params: dict[str, Any], search_path: Sequence[str], s
     if seed is not None:
         _seed(seed, "task")
     cls = find_target("task._target_", target, search_path)
-    _check_params(target, cls, params)
+    params = require_arguments("task", target, cls, params)
     if seed is not None:
         _seed(seed, "task")  # again after the import, which may have imported NumPy
     task = cls(**params)
@@ -295,58 +296,6 @@ def _require_samples_of_dataset(loader: Any, where: str) -> None:
 
 def _seed(seed: int, part: str) -> None:
     seed_everything(seed_for(seed, part))
-
-
-def find_target(key: str, target: str, search_path: Sequence[str] = ()) -> Callable[..., Any]:
-    """Return the class or function with the dotted path ``target``.
-
-    Args:
-        key: the config key that names it.
-        search_path: directories of the user's code, for the message.
-
-    Raises:
-        TaskError: there is none.
-    """
-    module_name, _, class_name = target.rpartition(".")
-    if not module_name:
-        raise TaskError(f"{key}={target}: must be a dotted path, such as my_module.MyClass.")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
-            raise TaskError(
-                f"{key}={target}: no module {error.name!r}.\n  Searched: {', '.join(search_path or sys.path[:1])}, "
-                f"and the packages installed for {sys.executable}."
-            ) from None
-        raise
-    cls = getattr(module, class_name, None)
-    if cls is None:
-        public = [
-            name for name, value in vars(module).items()
-            if inspect.isclass(value) and value.__module__.startswith(module_name) and not name.startswith("_")
-        ]  # fmt: skip
-        raise TaskError(
-            f"{key}={target}: {module.__file__} has no {class_name!r}.\n"
-            f"  {did_you_mean(class_name, public)}Its classes: {', '.join(public) or 'none'}."
-        )
-    if not callable(cls):
-        raise TaskError(f"{key}={target}: this is a {type(cls).__name__}, not a class.")
-    return cast("Callable[..., Any]", cls)
-
-
-def _check_params(target: str, cls: Callable[..., Any], params: dict[str, Any]) -> None:
-    signature = inspect.signature(cls)
-    try:
-        signature.bind(**params)
-    except TypeError as error:
-        names = [
-            name for name, parameter in signature.parameters.items() if parameter.kind is not parameter.VAR_KEYWORD
-        ]
-        takes_any = len(names) < len(signature.parameters)
-        wrong = None if takes_any else next((name for name in params if name not in names), None)
-        problem = f"task: {target} {error}." if wrong is None else f"task.{wrong}: {target} has no such parameter."
-        hint = did_you_mean(wrong or "", names, "task.")
-        raise TaskError(f"{problem}\n  {hint}Its parameters: {', '.join(names) or 'none'}.") from None
 
 
 def users_frames(error: Exception) -> str:

@@ -24,6 +24,7 @@ LAYERS = (
     ("quantities",),
     ("process",),
     ("heartbeat",),
+    ("targets",),
     ("task",),
     ("tasks",),
     ("config",),

@@ -95,7 +95,7 @@ def parameter_groups(config: OptimizerConfig) -> list[dict[str, Any]]:
                 'Give a regular expression for names, or a number of dimensions: {match: "ndim<2", weight_decay: 0}.',
             )  # fmt: skip
         try:
-            _test(match)
+            _matcher(match)
         except re.error as error:
             raise ConfigError(
                 f"{key}.match", match, f"is neither a regular expression nor a number of dimensions: {error}."
@@ -130,7 +130,7 @@ def valid_betas(value: Any) -> bool:
     return len(numbers) == 2 and all(_is_number(beta) and 0 <= beta < 1 for beta in numbers)
 
 
-def _test(match: str) -> Callable[[str, int], bool]:
+def _matcher(match: str) -> Callable[[str, int], bool]:
     """Return the function of a parameter's name and number of dimensions that ``match`` stands for."""
     if re.match(r"\s*ndim\s*=[^=]", match):
         raise re.error("a number of dimensions is written ndim==2 or ndim<2")
@@ -143,9 +143,9 @@ def _test(match: str) -> Callable[[str, int], bool]:
 
 def assign(parameters: Iterable[Named], groups: Sequence[Mapping[str, Any]]) -> list[int | None]:
     """Return the index of each parameter's group, the first that matches; None for the others."""
-    tests = [_test(group[MATCH]) for group in groups]
+    matchers = [_matcher(group[MATCH]) for group in groups]
     return [
-        next((i for i, test in enumerate(tests) if any(test(name, ndim) for name in names)), None)
+        next((i for i, matches in enumerate(matchers) if any(matches(name, ndim) for name in names)), None)
         for names, ndim in parameters
     ]
 

@@ -6,10 +6,8 @@ import base64
 import inspect
 import io
 import pickle
-import types
-import typing
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +15,10 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from launcher.config.schema import Device, OptimizerKind, ScheduleKind
-from launcher.errors import ConfigError, EngineMisuse, TaskError, WrongCheckpoint, did_you_mean
+from launcher.errors import ConfigError, EngineMisuse, TaskError, WrongCheckpoint
 from launcher.plan.optimizer_plan import TARGET, arguments_of, assign, require_members
 from launcher.plan.run_plan import OptimizerPlan, SchedulePlan
-from launcher.task import find_target
+from launcher.targets import find_target, require_arguments
 
 # (optimizer, number of steps or None) -> schedule, used instead of the plan's
 MakeSchedule = Callable[[Optimizer, int | None], LRScheduler]
@@ -197,7 +195,7 @@ def build_optimizer(model: nn.Module, plan: OptimizerPlan, device: Device) -> Op
         else:
             if plan.target is not None:
                 function = find_target("optimizer._target_", plan.target)
-                arguments = _require_arguments(key, plan.target, function, arguments)
+                arguments = require_arguments(key, plan.target, function, arguments, positional=1)
             shared.append({"params": parameters, **arguments})
     return as_one([*([_main(shared, plan, device)] if shared else []), *others])
 
@@ -218,7 +216,7 @@ def _main(groups: list[dict[str, Any]], plan: OptimizerPlan, device: Device) -> 
 def _construct(key: str, target: str, groups: list[dict[str, Any]], arguments: dict[str, Any]) -> Optimizer:
     """Return ``target(groups, **arguments)``. ``key``: of the group of keys that the arguments are from."""
     function = find_target(f"{key}._target_", target)
-    fitted = _require_arguments(key, target, function, arguments)
+    fitted = require_arguments(key, target, function, arguments, positional=1)
     try:
         optimizer = function(groups, **fitted)
     except (TypeError, ValueError) as error:
@@ -236,7 +234,7 @@ def build_schedule(optimizer: Optimizer, plan: SchedulePlan, steps: int | None) 
         return PlanSchedule(optimizer, plan, steps)
     assert plan.target is not None
     function = find_target("schedule._target_", plan.target)
-    fitted = _require_arguments("schedule", plan.target, function, plan.arguments)
+    fitted = require_arguments("schedule", plan.target, function, plan.arguments, positional=1)
     try:
         return require_schedule(function(optimizer, **fitted), f"schedule._target_={plan.target}")
     except (TypeError, ValueError) as error:
@@ -257,78 +255,3 @@ def require_schedule(schedule: Any, source: str) -> LRScheduler:
     if not isinstance(schedule, LRScheduler):
         raise TaskError(f"{source}: made a {type(schedule).__name__}, not a torch.optim.lr_scheduler.LRScheduler.")
     return schedule
-
-
-def _require_arguments(
-    key: str, target: str, function: Callable[..., Any], arguments: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the arguments for ``function``, with lists as tuples where it wants those.
-
-    Raises:
-        ConfigError: it has no parameter of that name after the first, lacks one, or takes no such value.
-    """
-    try:
-        parameters = inspect.signature(function).parameters
-    except ValueError:  # built in C
-        return dict(arguments)
-    names = [
-        name for name, parameter in list(parameters.items())[1:]
-        if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
-    ]  # fmt: skip
-    if not parameters:
-        raise ConfigError(
-            f"{key}._target_", target, "takes no optimizer." if key == "schedule" else "takes no parameters."
-        )
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    for name, value in arguments.items():
-        if name not in names and not takes_any:
-            raise ConfigError(
-                f"{key}.{name}", value, f"{target} has no such argument.",
-                did_you_mean(name, names).strip() or f"Its arguments: {', '.join(names) or 'none'}.",
-            )  # fmt: skip
-    missing = [name for name in names if parameters[name].default is inspect.Parameter.empty and name not in arguments]
-    if missing:
-        raise ConfigError(f"{key}.{missing[0]}", None, f"{target} needs this argument.", f"Set {key}.{missing[0]}.")
-    hints = _hints(function)
-    for name, value in arguments.items():
-        if name in hints and not _fits(value, hints[name]):
-            raise ConfigError(f"{key}.{name}", value, f"{target} takes {_type_text(hints[name])} here.")
-    return {name: _fitted(value, hints.get(name)) for name, value in arguments.items()}
-
-
-def _hints(function: Callable[..., Any]) -> dict[str, Any]:
-    try:
-        return typing.get_type_hints(function.__init__ if inspect.isclass(function) else function)
-    except Exception:  # names that exist only for type checkers
-        return {}
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    """Return False if ``value``, from a config, is certainly not of the type ``hint``."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        return any(_fits(value, arg) for arg in args)
-    if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    if hint in (bool, str):
-        return isinstance(value, hint)
-    if hint is type(None):
-        return value is None
-    if origin in (tuple, list):
-        fixed = origin is tuple and Ellipsis not in args
-        inner = args if fixed else args[:1] * (len(value) if isinstance(value, list) else 0)
-        return isinstance(value, list) and len(value) == len(inner) and all(map(_fits, value, inner))
-    return hint is not Tensor or isinstance(value, int | float)
-
-
-def _fitted(value: Any, hint: Any) -> Any:
-    """Return a list from a config as a tuple if the class wants one."""
-    options = [hint, *typing.get_args(hint)]
-    wants_tuple = any(option is tuple or typing.get_origin(option) is tuple for option in options)
-    return tuple(cast("list[Any]", value)) if isinstance(value, list) and wants_tuple else value
-
-
-def _type_text(hint: Any) -> str:
-    return hint.__name__ if inspect.isclass(hint) and not typing.get_args(hint) else str(hint).replace("typing.", "")

@@ -57,7 +57,7 @@ def refused(launch: Launch, tmp_path: Path, *arguments: str, env: dict[str, str]
         ),
         (
             "task.widht=3",
-            ["task.widht: launcher.tasks.bytes_gpt.BytesGPT has no such parameter", "did you mean 'task.width'?"],
+            ["task.widht=3: launcher.tasks.bytes_gpt.BytesGPT has no such argument", "did you mean 'task.width'?"],
         ),
         ("task.width=33", ["task.width=33: must be a multiple of task.heads=2"]),
         ("task._target_=nosuch.Task", ["no module 'nosuch'", "Searched:"]),
@@ -69,7 +69,7 @@ def refused(launch: Launch, tmp_path: Path, *arguments: str, env: dict[str, str]
             "task._target_=speech.broken.Task",
             ["error: task._target_=speech.broken.Task: ZeroDivisionError", "broken.py"],
         ),
-        ("task.width={a:1}", ["launcher.tasks.bytes_gpt.BytesGPT with"]),
+        ("task.width={a:1}", ["task.width={'a': 1}: launcher.tasks.bytes_gpt.BytesGPT takes int here"]),
         ("precision=16", ["precision=16: there is no such option", "Allowed: auto, bf16, fp16, fp32"]),
         ("task.width=[1", ["error: task.width=[1: cannot be read as an override: no viable alternative at input '[1'"]),
         ("train.steps=3 foo=bar=baz{", ["error: foo=bar=baz{: cannot be read as an override"]),

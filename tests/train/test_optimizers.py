@@ -64,7 +64,7 @@ def test_a_class_gets_its_arguments() -> None:
     ("overrides", "words"),
     [
         (["torch.optim.RMSprop", "optimizer.alfa=1"], "optimizer.alfa=1: torch.optim.RMSprop has no such argument"),
-        (["torch.optim.RMSprop", "optimizer.alfa=1"], "did you mean 'alpha'"),
+        (["torch.optim.RMSprop", "optimizer.alfa=1"], "did you mean 'optimizer.alpha'"),
         (["torch.optim.RMSprop", "optimizer.alpha=x"], "optimizer.alpha=x: torch.optim.RMSprop takes float here"),
         (["torch.optim.RMSprop", "optimizer.centered=1"], "optimizer.centered=1: torch.optim.RMSprop takes bool here"),
         (["torch.optim.Adam", "optimizer.betas=[0.5]"], "optimizer.betas=[0.5]: torch.optim.Adam takes"),
@@ -125,7 +125,7 @@ def test_a_schedule_continues_from_its_saved_state(overrides: list[str], kind: t
 def test_schedules_that_cannot_be_stepped_are_refused() -> None:
     with pytest.raises(TaskError, match="needs a metric at each step"):
         schedule_of(built(), "schedule._target_=torch.optim.lr_scheduler.ReduceLROnPlateau")
-    with pytest.raises(UserError, match=r"schedule.T_maxx=3: [^\n]*no such argument.\n  did you mean 'T_max'"):
+    with pytest.raises(UserError, match=r"schedule.T_maxx=3: [^\n]*no such argument.\n  did you mean 'schedule.T_max'"):
         schedule_of(built(), "schedule._target_=torch.optim.lr_scheduler.CosineAnnealingLR", "schedule.T_maxx=3")
     with pytest.raises(UserError, match=r"schedule.T_max=None: [^\n]*needs this argument|schedule.T_max: "):
         schedule_of(built(), "schedule._target_=torch.optim.lr_scheduler.CosineAnnealingLR")

@@ -1,0 +1,134 @@
+"""Classes that a config names by their dotted path: found, and their arguments checked before they are called.
+
+The command line imports this module, so it does not import torch.
+"""
+
+# pyright: basic
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+from launcher.errors import ConfigError, did_you_mean
+
+
+def find_target(key: str, target: str, search_path: Sequence[str] = ()) -> Callable[..., Any]:
+    """Return the class or function with the dotted path ``target``.
+
+    Args:
+        key: the config key that names it.
+        search_path: directories of the user's code, for the message.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    module_name, _, class_name = target.rpartition(".")
+    if not module_name:
+        raise ConfigError(key, target, "must be a dotted path, such as my_module.MyClass.")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
+            searched = f"{', '.join(search_path or sys.path[:1])}, and the packages installed for {sys.executable}"
+            raise ConfigError(key, target, f"no module {error.name!r}.", f"Searched: {searched}.") from None
+        raise
+    cls = getattr(module, class_name, None)
+    if cls is None:
+        public = [
+            name for name, value in vars(module).items()
+            if inspect.isclass(value) and value.__module__.startswith(module_name) and not name.startswith("_")
+        ]  # fmt: skip
+        near = did_you_mean(class_name, public)
+        raise ConfigError(
+            key, target, f"{module.__file__} has no {class_name!r}.",
+            f"{near}Its classes: {', '.join(public) or 'none'}.",
+        )  # fmt: skip
+    if not callable(cls):
+        raise ConfigError(key, target, f"this is a {type(cls).__name__}, not a class.")
+    return cast("Callable[..., Any]", cls)
+
+
+def require_arguments(
+    group: str, target: str, function: Callable[..., Any], arguments: Mapping[str, Any], positional: int = 0
+) -> dict[str, Any]:
+    """Return the arguments for ``function``, with lists as tuples where it wants those.
+
+    Args:
+        group: config group that the arguments are keys of.
+        target: dotted path of ``function``.
+        positional: number of arguments that the launcher passes before these.
+
+    Raises:
+        ConfigError: it has no parameter of that name, lacks one, or takes no such value.
+    """
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError:  # built in C
+        return dict(arguments)
+    if len(parameters) < positional:
+        raise ConfigError(
+            f"{group}._target_", target, f"takes {len(parameters)} arguments, and the launcher passes {positional}."
+        )
+    variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    own = {name: each for name, each in list(parameters.items())[positional:] if each.kind not in variable}
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    for name, value in arguments.items():
+        if name not in own and not takes_any:
+            raise ConfigError(
+                f"{group}.{name}", value, f"{target} has no such argument.",
+                f"{did_you_mean(name, own, f'{group}.')}Its arguments: {', '.join(own) or 'none'}.",
+            )  # fmt: skip
+    for name, parameter in own.items():
+        if parameter.default is parameter.empty and name not in arguments:
+            raise ConfigError(f"{group}.{name}", None, f"{target} needs this argument.", f"Set {group}.{name}.")
+    hints = _hints(function)
+    for name, value in arguments.items():
+        is_default = name in own and own[name].default == value
+        if name in hints and not is_default and not _fits(value, hints[name]):
+            raise ConfigError(f"{group}.{name}", value, f"{target} takes {_type_text(hints[name])} here.")
+    return {name: _fitted(value, hints.get(name)) for name, value in arguments.items()}
+
+
+def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(function.__init__ if inspect.isclass(function) else function)
+    except Exception:  # names that exist only for type checkers
+        return {}
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Return False if ``value``, from a config, is certainly not of the type ``hint``."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, arg) for arg in args)
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if hint in (bool, str):
+        return isinstance(value, hint)
+    if hint is type(None):
+        return value is None
+    if origin in (tuple, list):
+        fixed = origin is tuple and Ellipsis not in args
+        inner = args if fixed else args[:1] * (len(value) if isinstance(value, list) else 0)
+        return isinstance(value, list) and len(value) == len(inner) and all(map(_fits, value, inner))
+    torch = sys.modules.get("torch")
+    return torch is None or hint is not torch.Tensor or isinstance(value, int | float)
+
+
+def _fitted(value: Any, hint: Any) -> Any:
+    """Return a list from a config as a tuple if the class wants one."""
+    options = [hint, *typing.get_args(hint)]
+    wants_tuple = any(option is tuple or typing.get_origin(option) is tuple for option in options)
+    return tuple(cast("list[Any]", value)) if isinstance(value, list) and wants_tuple else value
+
+
+def _type_text(hint: Any) -> str:
+    return hint.__name__ if inspect.isclass(hint) and not typing.get_args(hint) else str(hint).replace("typing.", "")
