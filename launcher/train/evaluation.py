@@ -17,7 +17,8 @@ from launcher.heartbeat import HEARTBEAT, Phase, Wait
 from launcher.plan.run_plan import RunPlan
 from launcher.task import Task, as_loss, is_mapped, seed_everything, seed_for
 from launcher.train.data.loader import Collate, MicroBatch, prefetch
-from launcher.train.data.window_feed import Samples, Shard, blocks_in_turn
+from launcher.train.data.stream import Shard, blocks_in_turn
+from launcher.train.data.window_feed import Samples
 from launcher.train.engine.engine import Engine
 from launcher.train.engine.preserved_state import SavedAttributes, SavedState
 from launcher.train.engine.window_totals import require_sum

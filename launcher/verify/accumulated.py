@@ -22,15 +22,15 @@ from launcher.plan.batch import Batch
 from launcher.plan.run_plan import EpochPlan, RunPlan
 from launcher.task import Task, load_task, seed_everything, train_data
 from launcher.train.data.randomness import Permutation, SampleRandom
-from launcher.train.data.window_feed import (
+from launcher.train.data.stream import (
     SampleBlock,
     Shard,
-    WindowPosition,
     blocks_in_turn,
     blocks_of_windows,
     is_sharded,
     start_epoch,
 )
+from launcher.train.data.window_feed import WindowPosition
 from launcher.train.engine.engine import Engine
 from launcher.train.engine.preserved_state import SavedState
 from launcher.train.engine.window_totals import StepResult

@@ -22,7 +22,7 @@ from launcher.quantities import first_names
 from launcher.task import Loss, seed_everything
 from launcher.train.data.fingerprint import outline
 from launcher.train.data.randomness import Permutation
-from launcher.train.data.window_feed import blocks_in_turn, is_sharded
+from launcher.train.data.stream import blocks_in_turn, is_sharded
 from launcher.train.parallel.batchnorm import batch_norms
 from launcher.train.world import World
 from launcher.verify.accumulated import read_mapped, read_stream

@@ -34,7 +34,7 @@ from launcher.train.checkpoint import contents, file_format
 from launcher.train.checkpoint.file_format import Planner, Reader
 from launcher.train.checkpoint.origin import Origin, require_same_model, require_same_run
 from launcher.train.data.randomness import restore_random_state
-from launcher.train.data.window_feed import is_sharded
+from launcher.train.data.stream import is_sharded
 from launcher.train.engine.calibration import measured_as
 from launcher.train.engine.engine import Engine
 from launcher.train.optimizers import PlanSchedule, members_of

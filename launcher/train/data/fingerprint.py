@@ -201,7 +201,7 @@ def require_same_data(datasets: Mapping[str, Any], plan: RunPlan, world: World, 
 
     Samples are read as in training: in loader processes, if there are any, with random numbers of their own. Samples
     that differ between two reads on one rank (an augmentation with its own generator) are ignored. The samples of a
-    stream are compared when it is read (window_feed.py). If two data sets start with the same samples, a warning is
+    stream are compared when it is read (stream.py). If two data sets start with the same samples, a warning is
     printed.
 
     Args:

@@ -13,17 +13,17 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
+from torch.utils.data import Dataset, default_collate
 
 from launcher.config.schema import ShortWindow
 from launcher.errors import DataError
-from launcher.plan.batch import Batch
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.windows import Windows, share_of_window
 from launcher.task import is_loader
-from launcher.train.data.fingerprint import Outline, outline, require_same_data, require_same_stream
+from launcher.train.data.fingerprint import Outline, require_same_data, require_same_stream
 from launcher.train.data.loader import Collate, MicroBatch, prefetch, read_samples, read_tensors
 from launcher.train.data.randomness import Permutation, SampleRandom, Seed
+from launcher.train.data.stream import OVER, Shard, blocks_of_windows, start_epoch
 from launcher.train.world import World
 
 # positions of the permutation that are computed at once
@@ -286,102 +286,3 @@ class StreamFeed:
 
     def close(self) -> None:
         self._source.close()
-
-
-def is_sharded(stream: Any) -> bool:
-    """Return whether the stream divides itself among the ranks."""
-    return bool(getattr(stream, "sharded", False))
-
-
-def start_epoch(stream: Any, epoch: int) -> None:
-    """Tell the stream which epoch follows, if it has a method for that."""
-    if callable(getattr(stream, "set_epoch", None)):
-        stream.set_epoch(epoch)
-
-
-class SampleBlock(NamedTuple):
-    """The next ``size`` samples of a stream; ``own``: they belong to this rank."""
-
-    size: int
-    own: bool
-
-
-def blocks_in_turn(size: int, world_size: int, rank: int) -> Iterator[SampleBlock]:
-    """Yield blocks of equal size that belong to the ranks in turn."""
-    for number in itertools.count():
-        yield SampleBlock(size, number % world_size == rank)
-
-
-def blocks_of_windows(batch: Batch, first: int, rank: int) -> Iterator[SampleBlock]:
-    """Yield the micro-batches of all ranks in full windows, from window ``first`` of the run on."""
-    for index in itertools.count(first):
-        size, ranks = batch.global_size_at(index), range(batch.world_size)
-        shares = [share_of_window(size, batch, each) for each in ranks]
-        for number in range(batch.accumulation_at(index)):
-            yield from (SampleBlock(len(shares[each][number]), each == rank) for each in ranks)
-
-
-# marks, instead of a number of samples, a batch to be used as a stand-in: this rank's share has no more samples
-OVER = -1
-# marks, instead of a number of samples, the outlines of the stream's first samples, which are sent before all batches
-OUTLINES, OUTLINED_SAMPLES = -2, 4
-
-
-class Shard(IterableDataset[tuple[Any, int]]):
-    """This rank's blocks of a stream, collated.
-
-    Every rank reads the whole stream with the same random numbers, so that a stream that shuffles has the same order.
-
-    Args:
-        blocks: division of the stream. A block of size 0 of this rank is a stand-in, and counts 0 samples.
-        skip: number of this rank's blocks to drop. If none is left after them, the last one is sent, marked OVER.
-        outlined: send the outlines of the first samples first, marked OUTLINES; an empty list for a sharded stream.
-    """
-
-    def __init__(
-        self,
-        dataset: Iterable[Any],
-        blocks: Iterator[SampleBlock],
-        collate: Collate,
-        seed: int,
-        epoch: int,
-        skip: int = 0,
-        *,
-        outlined: bool = False,
-    ) -> None:
-        self._dataset, self._blocks, self._collate = dataset, blocks, collate
-        self._reading, self._collating = SampleRandom(seed), SampleRandom(seed)
-        self._epoch, self._skip, self._outlined = epoch, skip, outlined
-
-    def __iter__(self) -> Iterator[tuple[Any, int]]:
-        sharded = is_sharded(self._dataset)
-        info = get_worker_info()
-        assert info is None or info.num_workers == 1
-        with self._reading.continued(self._epoch):
-            samples = iter(self._dataset)
-        blocks = (SampleBlock(size, True) for size, own in self._blocks if own) if sharded else self._blocks
-        newest: list[Any] = []  # this rank's last block; before it has one, any rank's
-        left_out, skip, position = False, self._skip, 0
-        outlined = self._outlined
-        for size, own in blocks:
-            with self._reading.continued(self._epoch):
-                block = list(itertools.islice(samples, size))
-            if outlined:
-                outlined = False
-                yield [] if sharded else [tuple(outline(sample)) for sample in block[:OUTLINED_SAMPLES]], OUTLINES
-            if size and not block:
-                break
-            newest = block if block and (own or not newest) else newest
-            if own and skip:
-                left_out, skip = True, skip - 1
-            elif own:
-                left_out = False
-                yield self._collated(newest, position), len(block)
-            position += len(block)
-        if left_out and newest:
-            yield self._collated(newest, position), OVER
-
-    def _collated(self, samples: list[Any], position: int) -> Any:
-        with self._collating.own():
-            self._collating.seed(self._epoch, position)
-            return self._collate(samples)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -12,81 +11,15 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import default_collate
 
 from launcher.errors import DataError
-from launcher.plan.run_plan import RunPlan
-from launcher.task import seed_everything
 from launcher.train.data import window_feed
-from launcher.train.data.randomness import SampleRandom, Seed
-from launcher.train.data.window_feed import BEGINNING, Feed, WindowPosition, open_feed
+from launcher.train.data.window_feed import WindowPosition, open_feed
 from launcher.train.evaluation import eval_batches
 from launcher.train.world import World
 from tests.helpers import make_plan
-
-CPU = torch.device("cpu")
-
-
-class Stream(IterableDataset[int]):
-    def __init__(self, length: int) -> None:
-        self.length = length
-        self.epochs: list[int] = []
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epochs.append(epoch)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.length))
-
-
-def read(plan: RunPlan, dataset: Any, start: WindowPosition = BEGINNING) -> list[list[int]]:
-    """All windows of all ranks, merged as the ranks would run them together: the samples that count, sorted."""
-    size = plan.batch.world_size
-    feeds = [open_feed(dataset, plan, World(rank, size, rank), CPU, start=start) for rank in range(size)]
-    streams = [feed.windows() for feed in feeds]
-    merged: list[list[int]] = []
-    limit = plan.train.steps if plan.train.epochs is None else None
-    while limit is None or len(merged) < limit - start.index:
-        windows = [next(stream, None) for stream in streams]
-        if None in windows:
-            assert windows == [None] * size, "the ranks must end together"
-            break
-        assert len({window.count for window in windows if window}) == 1, (
-            "all ranks run the same number of micro-batches"
-        )
-        members: list[int] = []
-        for window in windows:
-            assert window is not None
-            batches = list(window.micro_batches)
-            assert len(batches) == window.count
-            for batch in batches:
-                assert len(batch.data) >= 1, "a stand-in still carries data"
-                members += batch.data.tolist()[: batch.samples]
-        merged.append(sorted(members))
-        if over(plan, advance(feeds)):
-            break
-    for feed in feeds:
-        feed.close()
-    return merged
-
-
-def advance(feeds: list[Feed]) -> WindowPosition:
-    """What the window's collective does: share who has data, and ask each feed where the next window lies."""
-    more = any(feed.has_next() for feed in feeds)
-    places = {feed.advance(more) for feed in feeds}
-    assert len(places) == 1, "the ranks must end together"
-    return places.pop()
-
-
-def over(plan: RunPlan, place: WindowPosition) -> bool:
-    return plan.train.epochs is not None and place.epoch >= plan.train.epochs
-
-
-def plan_for(micro: int, ranks: int, *overrides: str, samples: int | None = 103) -> RunPlan:
-    return make_plan(
-        "batch.global_size=24", f"batch.micro_size={micro}", f"cluster.workers_per_node={ranks}",
-        "train.loader_workers=0", *overrides, samples=samples,
-    )  # fmt: skip
+from tests.train.data.feeds import CPU, Stream, plan_for, read
 
 
 @pytest.mark.parametrize("loader_workers", [0, 1, 2])
@@ -107,28 +40,6 @@ def test_a_resume_needs_one_integer() -> None:
     data = list(range(103))
     plan = plan_for(3, 2, "train.epochs=2")
     assert read(plan, data, WindowPosition(7)) == read(plan, data)[7:]
-
-
-@pytest.mark.parametrize("loader_workers", [0, 1])
-def test_a_stream_goes_on_where_it_was(loader_workers: int) -> None:
-    """Two epochs of 40 samples in windows of 24, resumed before each of them, in its middle and in the next one."""
-    options = ("train.epochs=2", "schedule=constant", f"train.loader_workers={loader_workers}")
-    for micro, ranks in ((4, 1), (2, 3), (6, 4), (4, 5), (1, 7)):
-        plan = plan_for(micro, ranks, *options, "batch.uneven=true", samples=None)
-        whole = read(plan, Stream(40))
-        places = [WindowPosition(0), WindowPosition(1, 0, 1), WindowPosition(2, 1, 0), WindowPosition(3, 1, 1)]
-        assert [read(plan, Stream(40), place) for place in places] == [whole[n:] for n in range(4)]
-
-
-def test_a_rank_whose_share_of_a_stream_has_ended_keeps_its_stand_in() -> None:
-    class Uneven(Stream):
-        sharded = True
-
-    plan = plan_for(4, 2, "train.epochs=1", "schedule=constant", samples=None)
-    feed = open_feed(Uneven(9), plan, World(1, 2, 1), CPU, start=WindowPosition(2, 0, 2))
-    window = next(feed.windows())
-    assert not feed.has_next()
-    assert [(batch.samples, batch.data.tolist()) for batch in window.micro_batches] == [(0, [8])] * 3
 
 
 class Drawing(torch.utils.data.Dataset[Any]):
@@ -305,80 +216,6 @@ def test_another_length_than_the_plans_is_refused() -> None:
         open_feed(list(range(90)), plan_for(3, 2), World(0, 2, 0), CPU)
 
 
-@pytest.mark.parametrize("length", [1, 23, 24, 25, 96, 103])
-@pytest.mark.parametrize("loader_workers", [0, 1])
-def test_a_stream_is_read_whole_and_its_windows_do_not_depend_on_the_world(length: int, loader_workers: int) -> None:
-    options = ["train.epochs=1", "schedule=constant", f"train.loader_workers={loader_workers}"]
-    alone = read(plan_for(4, 1, *options, samples=None), Stream(length))
-    assert alone == [list(range(length))[at : at + 24] for at in range(0, length, 24)]
-    for micro, ranks in ((4, 2), (3, 4), (4, 5)):
-        if length <= micro * (ranks - 1):
-            continue  # a rank would get nothing: the next test
-        assert read(plan_for(micro, ranks, *options, "batch.uneven=true", samples=None), Stream(length)) == alone
-
-
-class Shuffling(IterableDataset[Any]):
-    """One whose order, and whose samples, are chance."""
-
-    def __iter__(self) -> Iterator[Any]:
-        order = torch.randperm(60).tolist()
-        while order:
-            yield order.pop(random.randrange(len(order))) + 1000 * np.random.randint(1000)
-
-
-def test_a_stream_that_draws_comes_alike_in_every_world() -> None:
-    options = ("train.epochs=1", "schedule=constant", "batch.uneven=true")
-    alone = read(plan_for(24, 1, *options, samples=None), Shuffling())
-    assert sorted(sample % 1000 for window in alone for sample in window) == list(range(60))
-    for micro, ranks in ((4, 1), (4, 2), (3, 4), (4, 5)):
-        plan = plan_for(micro, ranks, *options, samples=None)
-        assert read(plan, Shuffling()) == alone
-        assert read(plan, Shuffling(), WindowPosition(1, 0, 1)) == alone[1:]
-
-
-def test_a_rank_may_have_no_sample_of_a_window_and_some_of_the_next() -> None:
-    options = ("train.steps=4", "batch.ramp=[[2,4]]", "batch.uneven=true")
-    for ranks in (1, 6):
-        plan = plan_for(1, ranks, *options, samples=None)
-        windows = read(plan, Stream(100))
-        assert [len(window) for window in windows] == [4, 4, 24, 24]
-        assert list(chain(*windows)) == list(range(56))
-
-
-def test_a_rank_without_any_sample_of_the_stream_is_an_error() -> None:
-    with pytest.raises(DataError, match="Rank 1 got no sample"):
-        read(plan_for(4, 2, "train.epochs=1", "schedule=constant", samples=None), Stream(3))
-
-
-def test_ranks_of_unequal_length_end_together() -> None:
-    """A stream that shards itself unevenly: weight zero for the rank that is through."""
-
-    class Uneven(Stream):
-        sharded = True
-
-    size = 2
-    plan = plan_for(4, size, "train.epochs=1", "schedule=constant", samples=None)
-    feeds = [open_feed(Uneven(n), plan, World(rank, size, rank), CPU) for rank, n in enumerate((50, 9))]
-    streams = [feed.windows() for feed in feeds]
-    counted, windows = [0, 0], 0
-    ended = False
-    while not ended:
-        windows += 1
-        for rank, stream in enumerate(streams):
-            window = next(stream)
-            counted[rank] += sum(batch.samples for batch in window.micro_batches)
-        ended = over(plan, advance(feeds))
-    assert counted == [50, 9]
-    assert windows == 5  # 50 samples, 12 a window
-
-
-def test_streams_start_again_for_the_next_epoch() -> None:
-    stream = Stream(30)
-    windows = read(plan_for(4, 2, "train.epochs=2", "schedule=constant", samples=None), stream)
-    assert [len(window) for window in windows] == [24, 6] * 2
-    assert 1 in stream.epochs
-
-
 @pytest.mark.parametrize("dataset", [list(range(40)), Stream(40)])
 def test_evaluation_sees_every_sample_once(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("launcher.train.evaluation.dist.all_reduce", lambda *_: None)  # each rank alone
@@ -425,56 +262,6 @@ def test_a_run_that_is_resumed_within_a_ramp_goes_on_with_the_next_window() -> N
     whole = read(plan, data)
     for at in (1, 3, 7, 8, 12, 15):
         assert read(plan, data, WindowPosition(at)) == whole[at:]
-
-
-def state_drawn(state: Any) -> float:
-    generator = random.Random()
-    generator.setstate(state)
-    return generator.random()
-
-
-@pytest.mark.parametrize(
-    "draw",
-    [
-        pytest.param(lambda: torch.rand(1).item(), id="torch"),
-        pytest.param(torch.initial_seed, id="the seed of torch"),
-        pytest.param(random.random, id="Python"),
-        pytest.param(lambda: random.gauss(0, 1), id="a number that Python's gauss has left over"),
-        pytest.param(lambda: np.random.rand(), id="NumPy"),
-        pytest.param(lambda: state_drawn(random.getstate()), id="Python's state"),
-        pytest.param(lambda: float(np.random.RandomState(np.random.get_state()[1][0]).rand()), id="NumPy's state"),
-        pytest.param(lambda: np.random.default_rng(torch.initial_seed()).random(), id="a generator of its own"),
-    ],
-)
-def test_the_first_number_drawn_is_noticed_and_comes_from_the_samples_place(draw: Callable[[], float]) -> None:
-    def read(seed: Seed | None) -> float:
-        if seed is not None:
-            seed(3, 5)
-        return draw()
-
-    values: list[float] = []
-    for outer in (1, 2):
-        seed_everything(outer)
-        _ = random.gauss(0, 1), np.random.normal()  # each leaves a second number
-        before = torch.get_rng_state(), random.getstate(), repr(np.random.get_state())
-        values.append(SampleRandom(7).read(read))
-        after = torch.get_rng_state(), random.getstate(), repr(np.random.get_state())
-        assert torch.equal(before[0], after[0])
-        assert before[1:] == after[1:]
-        assert torch.default_generator is torch.random.default_generator
-    assert values[0] == values[1], "it does not depend on what was drawn elsewhere"
-
-
-@pytest.mark.parametrize("draw", [np.random.normal, random.gauss, lambda: torch.randn(1).item()])
-def test_a_streams_numbers_do_not_depend_on_the_sizes_of_its_reads(draw: Callable[[], float]) -> None:
-    def values(*sizes: int) -> list[float]:
-        stream, drawn = SampleRandom(7), list[float]()
-        for size in sizes:
-            with stream.continued(0):
-                drawn += [draw() for _ in range(size)]
-        return drawn
-
-    assert values(1, 1, 1, 1, 1, 1) == values(2, 2, 2) == values(3, 3) == values(1, 5) == values(6)
 
 
 def test_a_dataset_that_raises_stop_iteration_does_not_end_the_data() -> None:
