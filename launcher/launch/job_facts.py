@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 from dataclasses import asdict
 from importlib import metadata
 from typing import Any, cast
@@ -39,11 +40,14 @@ _KEYS = {
     "cluster.min_nodes": "cluster.nodes (the fewest)",
     "cluster.kind": "cluster", "strategy.kind": "strategy", "precision.kind": "precision",
     "optimizer.kind": "optimizer", "schedule.kind": "schedule", "task.target": "task._target_",
+    "optimizer.target": "optimizer._target_", "schedule.target": "schedule._target_",
     "epoch.short_window_policy": "batch.short_window", "train.calibrate_s": "run.calibrate_s",
     "optimizer.base_lr": "optimizer.lr", "optimizer.lr": "optimizer.lr, scaled",
     "optimizer.base_betas": "optimizer.betas", "optimizer.betas": "optimizer.betas, scaled",
     "optimizer.base_eps": "optimizer.eps", "optimizer.eps": "optimizer.eps, scaled",
 }  # fmt: skip
+# arguments of a class, which are keys of its group
+_ARGUMENTS = re.compile(r"^(task|optimizer|schedule)\.(?:params|arguments)\.")
 _LINES = 12
 
 
@@ -55,7 +59,7 @@ def job_facts(plan: LaunchPlan, run_name: str | None) -> Message:
     for key, value in _flat("", json.loads(json.dumps(asdict(plan)))):
         if key not in _DERIVED and not any(key == own or key.startswith(f"{own}.") for own in _OWN):
             name = _KEYS.get(key, key)
-            facts[f"task.{name.removeprefix('task.params.')}" if name.startswith("task.params.") else name] = value
+            facts[_ARGUMENTS.sub(r"\1.", name)] = value
     for package in ("launcher", "torch"):
         facts[f"version of {package}"] = metadata.version(package)
     facts["version of Python"] = ".".join(platform.python_version_tuple()[:2])

@@ -68,7 +68,10 @@ RULES: dict[str, tuple[Permission, str]] = {
     "optimizer": (Permission.force, _OF_THE_UPDATE),
     "optimizer.kind": (Permission.never, _OF_THE_STATE + _NEW_RUN),
     "optimizer._target_": (Permission.never, _OF_THE_STATE + _NEW_RUN),
-    "optimizer.groups": (Permission.never, "the checkpoint's optimizer state is stored by group; " + _NEW_RUN),
+    "optimizer.groups": (
+        Permission.never,
+        "the checkpoint's optimizer state is stored by group: only the arguments of groups may change; " + _NEW_RUN,
+    ),
     "schedule": (Permission.force, _OF_THE_UPDATE),
     "schedule._target_": (Permission.never, _OF_A_SCHEDULE + _NEW_RUN),
     "train.steps": (Permission.change, ""),
@@ -139,6 +142,8 @@ def _judged(change: Change, beside: Iterable[Change]) -> tuple[Permission, str]:
     of_the_scale = key in ("precision.init_scale", "precision.growth_interval")
     if of_the_scale and not any(each.key == "precision.kind" for each in beside):
         return Permission.never, "the loss scale continues from the checkpoint"
+    if key == "optimizer.groups" and _members(before) == _members(after) is not None:
+        return RULES["optimizer"]
     if key == "optimizer.weight_decay" and None in (before, after):  # it decides on the default groups of a class
         return RULES["optimizer.groups"]
     # an argument of a class, or a class instead of one of the plan's schedules
@@ -149,6 +154,12 @@ def _judged(change: Change, beside: Iterable[Change]) -> tuple[Permission, str]:
     if key == "checkpoint.enabled" and not after:
         return Permission.never, "a run resumes from checkpoints only"
     return rule(key) or (Permission.force, "it has no rule")
+
+
+def _members(groups: Any) -> list[tuple[Any, Any]] | None:
+    """Return what decides on the members and the optimizer of each group of `optimizer.groups`; None for the default
+    groups."""
+    return None if groups is None else [(group.get("match"), group.get("_target_")) for group in groups]
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

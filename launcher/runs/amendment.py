@@ -164,7 +164,11 @@ def _without_effect(config: Config, old: RunPlan, task: TaskPlan, touched: set[s
         if has:
             lines += [f"{key}: the task's own {name} is used." for key in sorted(touched) if key.startswith(f"{name}.")]
     if sets_own_rates(task, config.schedule):
-        rates = sorted(touched & {"optimizer.lr", "optimizer.lr_scaling", "optimizer.reference_batch"})
+        keys = {"optimizer.lr", "optimizer.lr_scaling", "optimizer.reference_batch"}
+        before, after = (
+            [group.get("lr") for group in each or ()] for each in (old.optimizer.groups, config.optimizer.groups)
+        )
+        rates = sorted(touched & (keys if before == after else {*keys, "optimizer.groups"}))
         lines += [f"{key}: the schedule continues from its saved state, which has the rates." for key in rates]
     return lines
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.conftest import Launch
+from tests.infra.checkpoints import tensors
 from tests.infra.runs import OWN, records
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("project")]
@@ -45,3 +47,33 @@ def test_a_tasks_own_optimizer_and_schedule(project: Path, launch: Launch) -> No
         assert words in refused.stderr
     assert launch("resume", "own", "train.steps=5", "strategy=ddp").returncode == 0
     assert [each["train/lr"] for each in records(project / "runs" / "own")][3:] == pytest.approx([0.0025, 0.00125])
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_arguments_of_a_group_change_on_resume_if_forced(project: Path, launch: Launch) -> None:
+    job = (*OWN, "optimizer=sgd", "optimizer.groups=[{match: '0.weight', lr: 0.1}]", "checkpoint.every=1")
+    assert launch("train", *job, "train.steps=2").returncode == 0
+    for change, words in (
+        ("optimizer.groups=[{match: '2.weight', lr: 0.1}]", "only the arguments of groups may change"),
+        ("optimizer.groups=null", "only the arguments of groups may change"),
+    ):
+        refused = launch("resume", "own", "train.steps=3", "--force", change)
+        assert refused.returncode == 2
+        assert words in refused.stderr
+    standing = "optimizer.groups=[{match: '0.weight', lr: 1e-30}]"  # so small that the weight stays
+    assert launch("resume", "own", "train.steps=3", standing).returncode == 2
+    resumed = launch("resume", "own", "train.steps=3", "--force", standing)
+    assert resumed.returncode == 0, resumed.stderr
+    before, after = (tensors(project / f"runs/own/checkpoints/step_{step:06d}") for step in (2, 3))
+    changed = {name for name in before if name.startswith("model.") and not torch.equal(before[name], after[name])}
+    assert changed
+    assert "model.0.weight" in before
+    assert "model.0.weight" not in changed
+
+
+def test_an_option_that_needs_more_state_than_the_checkpoint_has(launch: Launch) -> None:
+    job = (*OWN, "optimizer._target_=torch.optim.Adam", "optimizer.lr=0.01", "optimizer.amsgrad=false")
+    assert launch("train", *job, "train.steps=2").returncode == 0
+    refused = launch("resume", "own", "train.steps=3", "--force", "optimizer.amsgrad=true")
+    assert "has no max_exp_avg_sq of " in refused.stdout + refused.stderr
+    assert "Traceback" not in refused.stdout + refused.stderr

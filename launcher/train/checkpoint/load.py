@@ -195,7 +195,7 @@ def load(engine: Engine, directory: Path) -> Restored:
     random_key, strategy_key = contents.random_key(engine), contents.strategy_key(engine)
     tensors[random_key] = _empty_state(stored, random_key, engine.device)
     tensors[strategy_key] = _empty_state(stored, strategy_key, engine.device) if same_ranks and compresses else {}
-    _leave_out_unknown(tensors["optimizer"]["state"], stored)
+    _leave_out_unknown(directory, tensors["optimizer"]["state"], stored)
     if not any(
         key.startswith("optimizer.") for key in plan.forced
     ):  # without momentum there is less state, for example
@@ -251,14 +251,21 @@ def _empty_state(stored: Metadata, key: str, device: torch.device) -> dict[str, 
     return state
 
 
-def _leave_out_unknown(state: dict[str, dict[str, Any]], stored: Metadata) -> None:
-    """Remove the entries that the checkpoint lacks: a parameter that never had a gradient has no optimizer state."""
+def _leave_out_unknown(directory: Path, state: dict[str, dict[str, Any]], stored: Metadata) -> None:
+    """Remove the parameters without state in the checkpoint: they never had a gradient, or the optimizer kept none.
+
+    Raises:
+        WrongCheckpoint: the checkpoint has a part of a parameter's state, so that a changed option needs more of it.
+    """
     for parameter, entries in list(state.items()):
-        for name in list(entries):
-            if f"optimizer.state.{parameter}.{name}" not in stored.state_dict_metadata:
-                del entries[name]
-        if not entries:
+        lacking = [name for name in entries if f"optimizer.state.{parameter}.{name}" not in stored.state_dict_metadata]
+        if len(lacking) == len(entries):
             del state[parameter]
+        elif lacking:
+            raise WrongCheckpoint(
+                f"{directory} has no {lacking[0]} of {parameter}, which the optimizer needs as it is configured now.\n"
+                "  Leave out the change of optimizer.* that needs it, or start a new run."
+            )
 
 
 def _require_whole_state(directory: Path, state: dict[str, dict[str, Any]], stored: Metadata) -> None:
@@ -287,8 +294,9 @@ def _set_hyperparameters(engine: Engine, planned: list[dict[str, Any]], *, sched
     if resized or forced & {"lr_scaling", "reference_batch"}:
         forced |= {"lr", "betas", "eps"}
     for group, options in zip(groups, planned, strict=True):
-        group.update({name: options[name] for name in forced - {"lr"} if name in options})
-    if "lr" in forced:
+        changed = options.keys() - {"params", "initial_lr", *_IMPLEMENTATION} if "groups" in forced else forced
+        group.update({name: options[name] for name in changed - {"lr"} if name in options})
+    if forced & {"lr", "groups"}:
         schedule.base_lrs = [options["initial_lr"] for options in planned]
     if scheduled and isinstance(schedule, PlanSchedule):
         schedule.continue_at(engine.steps)

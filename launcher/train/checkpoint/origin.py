@@ -102,7 +102,11 @@ def _changes(origin: Origin, plan: RunPlan) -> list[Change]:
         Change("task: samples", origin["samples"], plan.task.samples),
         Change("train.seed", origin["seed"], plan.train.seed),
         Change("batch.short_window", origin["short_window"], plan.epoch.short_window_policy.value),
-        Change("optimizer.kind", origin["optimizer"], plan.optimizer.name),
+        Change(
+            "optimizer.kind" if plan.optimizer.target is None else "optimizer._target_",
+            origin["optimizer"],
+            plan.optimizer.name,
+        ),
     ]
     return [change for change in pairs if change.before != change.after]
 
