@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from launcher.launch.planner import plan_job as plan_job
     from launcher.plan.run_plan import RunPlan as RunPlan
     from launcher.task import Loss as Loss
+    from launcher.train.context import Context as Context
+    from launcher.train.context import current as current
     from launcher.train.engine.engine import Engine as Engine
     from launcher.train.engine.window_totals import StepResult as StepResult
 
@@ -28,6 +30,7 @@ compat.install_old_names()
 
 _HOMES = {
     "Config": "launcher.config.schema",
+    "Context": "launcher.train.context",
     "Engine": "launcher.train.engine.engine",
     "Job": "launcher.api",
     "Loss": "launcher.task",
@@ -35,6 +38,7 @@ _HOMES = {
     "StepResult": "launcher.train.engine.window_totals",
     "Study": "launcher.api",
     "compose": "launcher.config.hydra",
+    "current": "launcher.train.context",
     "make_plan": "launcher.api",
     "plan_job": "launcher.launch.planner",
     "submit": "launcher.api",

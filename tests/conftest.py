@@ -6,6 +6,7 @@ import functools
 import itertools
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from xdist.scheduler import LoadScopeScheduling
 from launcher.launch.network import free_port
 from tests.helpers import SLOWNESS, patience
 from tests.helpers import launch as launch_in
+from tests.infra.runs import PROJECT
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -125,6 +127,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> SharedFixtur
 def launch(tmp_path: Path) -> Launch:
     """`launch ...` typed in the test's own empty directory."""
     return partial(launch_in, cwd=tmp_path)
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """The test's own directory with a stranger's package in it."""
+    shutil.copytree(PROJECT / "speech", tmp_path / "speech")
+    return tmp_path
 
 
 @pytest.fixture

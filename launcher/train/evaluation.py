@@ -42,6 +42,7 @@ class Evaluation:
             return
         kept = SavedAttributes(self._engine.parallel.module, self._task)
         self._totals(max_batches=1)
+        self._engine.context.take_scalars()
         if changed := kept.restore():
             print(f"The trial evaluation before the first step changed {changed}.", flush=True)
 
@@ -98,7 +99,7 @@ def _eval_mode(engine: Engine) -> Iterator[nn.Module]:
     engine.share_buffers(watch=False)
     module.eval()
     try:
-        with torch.no_grad(), engine.parallel.evaluation():
+        with torch.no_grad(), engine.parallel.evaluation(), engine.context.evaluation():
             yield module
     finally:
         for part in training:

@@ -195,6 +195,8 @@ class TrainingLoop:
         """Save, evaluate and record what is due. The save comes first: an error in the evaluation must not lose the
         steps so far."""
         values, saves, evaluates = self.step_metrics(result), self.save_due(result), self.eval_due(result)
+        if records := self.log_due(result, extra=evaluates or saves):
+            values |= self.engine.context.take_scalars()
         try:
             if saves:
                 values |= self.save(result, values)
@@ -205,7 +207,7 @@ class TrainingLoop:
                 with suppress(RecordFailed):  # the disk is full; the error that is raised matters more
                     self.record.write(result.step, values)
             raise
-        if self.log_due(result, extra=evaluates or saves):
+        if records:
             self.record.write(result.step, values | self.saver.take_metrics())
             self.recorded = result.step
             self.totals.calibration_due = False
@@ -299,11 +301,11 @@ class TrainingLoop:
         return {"time/checkpoint_s": time.perf_counter() - started}
 
     def evaluate(self) -> Metrics:
-        """Evaluate the held-out data, and return the loss."""
+        """Evaluate the held-out data, and return the loss and what the task has logged."""
         with self.explain_out_of_memory("while the held-out data was evaluated"):
             loss = self.evaluation.loss()
         self.totals.evaluated, self.totals.eval_loss = True, loss if math.isfinite(loss) else None
-        return {"eval/loss": loss}
+        return {"eval/loss": loss} | self.engine.context.take_scalars()
 
     def missing_evaluation(self, last: dict[str, Any]) -> Metrics:
         """Return the metrics of the evaluation due at the step that the run resumes from, if its record lacks them

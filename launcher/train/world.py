@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
 from launcher.config.schema import Device
-from launcher.errors import SiteError
+from launcher.errors import ConfigError, SiteError
 from launcher.plan.host import shares_gpus
 
 if TYPE_CHECKING:
@@ -48,6 +48,14 @@ class World:
     @classmethod
     def here(cls) -> World:
         return cls.from_env(os.environ)
+
+    def require_size(self, planned: int) -> None:
+        """Raise ConfigError if the plan is for another number of ranks."""
+        if self.size != planned:
+            raise ConfigError(
+                "WORLD_SIZE", self.size, f"the plan is for a world size of {planned}.",
+                "Make the plan in the job itself: launcher.make_plan takes the world from torchrun.",
+            )  # fmt: skip
 
     def of_all(self, value: T, group: dist.ProcessGroup | None = None) -> list[T]:
         """Return the ``value`` of every rank, by rank. All ranks call it; values are pickled.

@@ -16,6 +16,7 @@ from launcher.config.schema import Norm
 from launcher.errors import RunError
 from launcher.plan.run_plan import RunPlan
 from launcher.task import Loss, as_loss, build_model, load_task, seed_everything, train_data
+from launcher.train.context import ContextSource
 from launcher.train.data.loader import to_device
 from launcher.train.engine.oom import is_out_of_memory
 from launcher.train.engine.preserved_state import SavedState
@@ -53,6 +54,9 @@ class Reference:
     Args:
         run: of the engine of the same plan, from which values and number formats are taken.
         most: samples that fit into one batch, if known.
+
+    Attributes:
+        position: step and epoch that ``launcher.current()`` returns.
     """
 
     plan: RunPlan
@@ -60,6 +64,7 @@ class Reference:
     device: torch.device
     most: int | None = None
     model: nn.Module = field(init=False)
+    position: tuple[int, int] = (1, 0)
 
     def __post_init__(self) -> None:
         task, seed = self.plan.task, self.plan.train.seed
@@ -79,8 +84,15 @@ class Reference:
             module.training = self.run.training[name]
         self.precision = Precision(self.plan.precision, self.device)
         seed_everything(seed + 1)
+        self._context = ContextSource(self.device, seed, progress=lambda: self.position)
         self._collate = getattr(self.task, "collate", None) or default_collate
         self.save()
+
+    def enter(self, number: int) -> None:
+        """Set the step and epoch of the engine's window ``number``, on which a loss may depend."""
+        if number < len(self.run.windows):
+            result = self.run.windows[number].result
+            self.position = result.step + result.skipped, result.epoch
 
     def save(self) -> None:
         """Save random number state and declared buffers for ``restore``."""
@@ -106,9 +118,10 @@ class Reference:
 
     def task_loss(self, samples: Sequence[Any]) -> Loss | Tensor:
         """Return the task's own loss of these samples as one batch."""
-        batch = to_device(self._collate(list(samples)), self.device)
-        with self.precision.autocast():
-            return self.task.loss(self.model, batch)
+        with self._context.active():
+            batch = to_device(self._collate(list(samples)), self.device)
+            with self.precision.autocast():
+                return self.task.loss(self.model, batch)
 
     def loss(self, samples: Sequence[Any]) -> Loss:
         return as_loss(self.task_loss(samples), len(samples), self.plan.task.target)

@@ -203,7 +203,8 @@ def _compare_in_fp32(
 def _in_turn(reference: Reference, windows: Sequence[Sequence[Any]]) -> Iterator[ReferenceWindow]:
     """Yield each window as one batch. As in training, a window starts with the buffers left by the previous one."""
     with without_dropout(reference.model):
-        for samples in windows:
+        for number, samples in enumerate(windows):
+            reference.enter(number)
             window = reference.window(samples)
             reference.save()
             yield window

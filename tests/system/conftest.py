@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,14 +9,7 @@ import pytest
 
 from tests.infra.hosts import Hosts, hosts
 from tests.infra.jobs_on_slurm import train_undisturbed
-from tests.infra.runs import PROJECT
 from tests.infra.slurm import Cluster, cluster
-
-
-@pytest.fixture
-def project(tmp_path: Path) -> Path:
-    shutil.copytree(PROJECT / "speech", tmp_path / "speech")
-    return tmp_path
 
 
 @pytest.fixture(scope="module")

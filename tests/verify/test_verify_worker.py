@@ -36,6 +36,7 @@ EXACT = {
     "Padded precision=fp16": set[str](),
     "MultiLoss strategy=fsdp strategy.sync=every": set[str](),
     "Tied": set[str](),
+    "Curriculum precision=fp16": set[str](),
     "Buffered": {"changing buffers"},
     "Dropped strategy.compress=bf16 strategy.sync=every": {"dropout"},
     "Augmented": {"random data"},

@@ -21,11 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from launcher.errors import ConfigError, EngineMisuse
+from launcher.errors import EngineMisuse
 from launcher.heartbeat import HEARTBEAT, Phase
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.sync_policy import reduces
 from launcher.train import precision
+from launcher.train.context import ContextSource
 from launcher.train.data.loader import Collate, MicroBatch, to_device
 from launcher.train.data.window_feed import BEGINNING, Window, WindowPosition, open_feed
 from launcher.train.engine import oom, window_totals
@@ -62,6 +63,7 @@ class Engine:
 
     Attributes:
         buffers: the model's buffers that training changes.
+        context: source of ``launcher.current()``; its ``take_scalars()`` returns what was logged there.
         position: that of the next window in the data; the same on all ranks.
         schedule: learning rate schedule; the engine steps it.
 
@@ -84,11 +86,7 @@ class Engine:
         schedule: MakeSchedule | None = None,
     ) -> None:
         self.world = World.here()
-        if self.world.size != plan.batch.world_size:
-            raise ConfigError(
-                "WORLD_SIZE", self.world.size, f"the plan is for a world size of {plan.batch.world_size}.",
-                "Make the plan in the job itself: launcher.make_plan takes the world from torchrun.",
-            )  # fmt: skip
+        self.world.require_size(plan.batch.world_size)
         self.device = device_of(self.world, plan.cluster.device)
         join(self.world, self.device, plan.train.hang_timeout)
         self.plan = plan = precision.resolve_precision(plan, self.world, self.device)
@@ -113,6 +111,9 @@ class Engine:
         self._totals = WindowTotals(self.world, self.device, self.parallel.meter, self._observers)
         self._flags_bytes = self._totals.payload_bytes + 8 * (plan.strategy.shard_size > 1)  # a sharded norm is summed
         self.position = BEGINNING
+        rank_and_size = self.world.rank, self.world.size
+        self.context = ContextSource(self.device, plan.train.seed, *rank_and_size, progress=self._step_and_epoch)
+        self.context.activate()
 
     @property
     def model(self) -> Callable[..., Any]:
@@ -149,6 +150,7 @@ class Engine:
             try:
                 for window in feed.windows():
                     self._totals.clear()
+                    self.context.activate()
                     HEARTBEAT.begin_window(window.index + 1, self.steps + 1)
                     yield self._current.open(window, self._micro_batches(window), may_abandon=self._may_abandon)
                     if self._again:
@@ -188,11 +190,7 @@ class Engine:
         """
         current, totals = self._current, self._totals
         samples = current.take_micro_batch().samples
-        window_totals.require_sum(loss_sum, items)
-        if not loss_sum.requires_grad:
-            raise EngineMisuse(
-                "The loss does not require a gradient: it was detached, made from a number, or computed under no_grad."
-            )
+        window_totals.require_sum(loss_sum, items, with_gradient=True)
         weight = self._optimizer_step.weight(items, samples)
         if samples:
             totals.add(loss_sum, items, samples)
@@ -203,10 +201,7 @@ class Engine:
         if last:
             totals.send(more=self._feed.has_next(), stop=self._stop(), save_due=self._save_due())
             if current.may_abandon and totals.out_of_memory():
-                raise oom.WindowAbandoned(
-                    "Another rank ran out of memory, and batch.on_oom=shrink runs this window again. The loop must "
-                    "pass this exception to engine.shrinks(error)."
-                )
+                raise oom.WindowAbandoned
         with self.parallel.backward(totals.items_of_all if last else None):
             self.precision.backward(loss_sum * weight)
 
@@ -308,6 +303,7 @@ class Engine:
 
     def _calibrate(self, forward: Forward, micro_batches: list[MicroBatch]) -> None:
         self._calibration.measure(self.plan, functools.partial(self._current.run, forward), micro_batches, self.steps)
+        self.context.take_scalars()  # the window itself logs them again
 
     @property
     def over(self) -> bool:
@@ -326,6 +322,9 @@ class Engine:
         if self._current.micro is None:
             raise EngineMisuse("No micro-batch is under way.")
         return self._current.micro.samples
+
+    def _step_and_epoch(self) -> tuple[int, int]:
+        return self.steps + (self._current.window is not None), self.position.epoch
 
     @property
     def steps(self) -> int:

@@ -36,6 +36,12 @@ _WORDS = (
 class WindowAbandoned(Exception):
     """Raised on the ranks whose window runs again with smaller micro-batches, because another rank is out of memory."""
 
+    def __init__(self) -> None:
+        super().__init__(
+            "Another rank ran out of memory, and batch.on_oom=shrink runs this window again. The loop must pass this "
+            "exception to engine.shrinks(error)."
+        )
+
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether ``error`` was raised because host or GPU memory ran out."""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from launcher.config.schema import Sync
-from launcher.errors import NotFinite, TaskError
+from launcher.errors import EngineMisuse, NotFinite, TaskError
 from launcher.train.measure.comm_meter import CommStats, Meter
 from launcher.train.measure.noise_scale import Noise
 from launcher.train.measure.observer import Observer
@@ -235,8 +235,12 @@ _NO_COUNT = (
 )
 
 
-def require_sum(loss_sum: object, items: object) -> None:
-    """Raise TaskError if the two have a wrong type or shape. Values on a GPU are checked later, by ``receive``."""
+def require_sum(loss_sum: object, items: object, *, with_gradient: bool = False) -> None:
+    """Raise TaskError if the two have a wrong type or shape. Values on a GPU are checked later, by ``receive``.
+
+    Args:
+        with_gradient: also raise EngineMisuse if the loss does not require a gradient.
+    """
     if not isinstance(loss_sum, Tensor) or loss_sum.numel() != 1:
         kind = f"of shape {list(loss_sum.shape)}" if isinstance(loss_sum, Tensor) else f"a {type(loss_sum).__name__}"
         raise TaskError(
@@ -257,6 +261,10 @@ def require_sum(loss_sum: object, items: object) -> None:
     # int first: the check for an abstract class is slow
     elif not (isinstance(items, int | numbers.Real) and float(items) >= 0 and float(items).is_integer()):
         raise TaskError(_NO_COUNT.format(f"this one has {items!r}"))
+    if with_gradient and not loss_sum.requires_grad:
+        raise EngineMisuse(
+            "The loss does not require a gradient: it was detached, made from a number, or computed under no_grad."
+        )
 
 
 def _stack(values: list[Tensor]) -> Tensor:

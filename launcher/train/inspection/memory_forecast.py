@@ -39,6 +39,7 @@ from launcher.plan.run_plan import Forecast, RunPlan
 from launcher.plan.sync_policy import POLICIES, Collective, transfers_per_window
 from launcher.process import die_with_parent
 from launcher.task import Task, as_loss, build_model, first_batch, load_task, train_data
+from launcher.train.context import ContextSource
 from launcher.train.engine.build import build_parallel
 from launcher.train.parallel.base import Parallel
 from launcher.train.parallel.fsdp import mesh_of
@@ -61,11 +62,13 @@ def forecasts(plan: RunPlan) -> tuple[list[Forecast], str | None]:
     if the task cannot run without values, it follows from the sharded model and the policy table.
     """
     task = load_task(plan.task.target, plan.task.params, plan.cluster.import_from, plan.train.seed)
-    batch, _ = first_batch(task, train_data(task, plan.train.seed), plan.batch.micro_size)
+    data = train_data(task, plan.train.seed)
     device = torch.device("cuda" if plan.cluster.device is Device.cuda and torch.cuda.is_available() else "cpu")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=plan.batch.world_size)
     mesh_of(device, plan.batch.world_size, plan.strategy.shard_size)  # created here: its tensors must be real
-    results = [_forecast(plan, sync, task, batch, device) for sync in POLICIES[plan.strategy.kind]]
+    with ContextSource(device, plan.train.seed, world_size=plan.batch.world_size).active():
+        batch, _ = first_batch(task, data, plan.batch.micro_size)
+        results = [_forecast(plan, sync, task, batch, device) for sync in POLICIES[plan.strategy.kind]]
     return [forecast for forecast, _ in results], next((reason for _, reason in results if reason), None)
 
 

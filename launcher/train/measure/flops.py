@@ -27,6 +27,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_flop_c
 
 from launcher.config.schema import PrecisionKind
 from launcher.task import Loss, Task, first_batch
+from launcher.train.context import ContextSource
 
 # several samples, because BatchNorm may refuse one
 SAMPLES, LIMIT_S = 4, 30.0
@@ -105,7 +106,7 @@ def flops_per_sample(task: Task, model: nn.Module, data: Any) -> float | None:
         data: the task's training data; its first samples are read.
     """
     try:
-        with _time_limit(LIMIT_S):
+        with _time_limit(LIMIT_S), ContextSource(torch.device("cpu"), seed=0).active():
             batch, samples = first_batch(task, data, SAMPLES)
             return _count(task, model, batch, samples)
     except (Exception, SystemExit):  # a model may need tensors with values, and the data may not be on this machine

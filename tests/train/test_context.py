@@ -1,0 +1,141 @@
+"""`launcher.current()`: what user code learns about its position in a job, and scalars of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import launcher
+from launcher.errors import EngineMisuse
+from launcher.train.context import ContextSource
+from tests.conftest import Launch
+from tests.helpers import torchrun
+from tests.infra.runs import OWN, records
+
+CPU = torch.device("cpu")
+
+
+def test_without_an_engine_one_message_says_where_it_works() -> None:
+    with pytest.raises(EngineMisuse, match=r"where no engine runs.*\n.*constructor"):
+        launcher.current()
+    with ContextSource(CPU, seed=5).active():
+        assert launcher.current().seed == 5
+    with pytest.raises(EngineMisuse):
+        launcher.current()
+
+
+def test_a_source_is_not_kept_alive() -> None:
+    ContextSource(CPU, seed=5).activate()
+    with pytest.raises(EngineMisuse):
+        launcher.current()
+
+
+def test_a_context_is_a_frozen_snapshot() -> None:
+    now = [1, 0]
+    with ContextSource(CPU, 7, rank=1, world_size=4, progress=lambda: (now[0], now[1])).active():
+        first = launcher.current()
+        now[:] = [2, 1]
+        second = launcher.current()
+    assert (first.step, first.epoch, second.step, second.epoch) == (1, 0, 2, 1)
+    assert (first.rank, first.world_size, first.device, first.evaluating) == (1, 4, CPU, False)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        first.step = 3  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_scalars_of_rank_0_are_kept_until_they_are_taken() -> None:
+    source = ContextSource(CPU, 0)
+    value = torch.tensor([2.5], requires_grad=True)
+    with source.active():
+        launcher.current().log("a/b", 1)
+        launcher.current().log("a/b", 2)
+        launcher.current().log("tensor", value)
+        with torch.no_grad():
+            value.zero_()
+        with source.evaluation():
+            launcher.current().log("recall", True)
+        with source.evaluation("news"):
+            assert launcher.current().eval_set == "news"
+            launcher.current().log("recall", 0.5)
+    expected = {"task/a/b": 2.0, "task/tensor": 2.5, "task/eval/recall": 1.0, "task/eval/news/recall": 0.5}
+    assert source.take_scalars() == expected
+    assert source.take_scalars() == {}
+    other = ContextSource(CPU, 0, rank=1, world_size=2)
+    with other.active():
+        launcher.current().log("a", 1)
+    assert other.take_scalars() == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("", 1.0, "a name is made of"),
+        ("loss\n", 1.0, "a name is made of"),
+        ("loss", torch.zeros(2), "shape \\[2\\]"),
+        ("loss", "high", "is a str"),
+        ("loss", None, "is a NoneType"),
+        ("loss", 1j, "is a complex"),
+    ],
+)
+def test_what_cannot_be_logged(name: str, value: Any, words: str) -> None:
+    with ContextSource(CPU, 0).active(), pytest.raises(EngineMisuse, match=words):
+        launcher.current().log(name, value)
+
+
+def _call(send: Any) -> None:
+    try:
+        launcher.current()
+    except EngineMisuse as error:
+        send.send(str(error))
+
+
+def test_a_loader_process_is_ahead_of_the_step() -> None:
+    context = multiprocessing.get_context("fork")
+    receive, send = context.Pipe(duplex=False)
+    with ContextSource(CPU, 0).active():
+        process = context.Process(target=_call, args=(send,))
+        process.start()
+        assert "train.loader_workers=0" in receive.recv()
+        process.join()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("project")
+def test_in_a_job(launch: Launch, project: Path) -> None:
+    """100 samples in windows of 24, with 2 ranks and micro-batches of 3: 4 micro-batches in a full window."""
+    job = [word for word in OWN if not word.startswith("task.")]
+    job += ["task._target_=speech.hooked.Contextual", "train.epochs=2", "train.eval_every=5", "train.seed=3"]
+    done = launch("train", *job, "train.loader_workers=0", "checkpoint.enabled=false", "precision=auto")
+    assert done.returncode == 0, done.stderr
+    for rank in (0, 1):
+        lines = [json.loads(line) for line in (project / f"seen-{rank}.jsonl").read_text().splitlines()]
+        assert {(each["rank"], each["size"], each["seed"]) for each in lines} == {(rank, 2, 3)}
+        assert all(each["inside"] and each["device"] == "cpu" for each in lines)
+        train = [each for each in lines if not each["evaluating"]]
+        assert [each["step"] for each in train] == [step for step in range(1, 11) for _ in range(4 if step % 5 else 1)]
+        assert [each["epoch"] for each in train] == [int(each["step"] > 5) for each in train]
+        assert all(each["collate"] == each["step"] for each in train)
+        assert [each["step"] for each in lines if each["evaluating"]] == [0] + [5] * 4 + [10] * 4
+    plan = json.loads((project / "runs" / "own" / "plan.json").read_text())
+    assert plan["task"]["flops_per_sample"] is not None, "the inspection runs the loss, too"
+    seen = [json.loads(line) for line in (project / "seen-0.jsonl").read_text().splitlines()]
+    for record in records(project / "runs" / "own"):
+        own = [each["longest"] for each in seen if each["step"] == record["step"] and not each["evaluating"]]
+        assert record["task/lengths/longest"] == own[-1]
+        assert "task/total" in record
+        assert ("task/eval/total" in record) == ("eval/loss" in record)
+
+    refused = launch("train", *job, "run.name=ahead", "checkpoint.enabled=false")
+    assert refused.returncode == 1
+    assert "train.loader_workers=0" in refused.stdout + refused.stderr
+
+
+@pytest.mark.slow
+def test_in_a_loop_of_the_users_own(tmp_path: Path) -> None:
+    out = torchrun(Path(__file__).parent / "context_worker.py", [], 2, tmp_path)
+    assert json.loads(out.splitlines()[-1]) == {"steps": [1, 1, 2, 2, 3, 3], "between": [1, 2, 3], "task/last": 6.0}
