@@ -241,6 +241,20 @@ def build_schedule(optimizer: Optimizer, plan: SchedulePlan, steps: int | None) 
         raise ConfigError("schedule._target_", plan.target, f"{type(error).__name__}: {error}.") from error
 
 
+def require_length(schedule: LRScheduler, steps: int | None) -> None:
+    """Raise ConfigError if ``schedule`` ends before ``steps`` optimizer steps; OneCycleLR would raise in mid-run.
+
+    Args:
+        steps: None if the length of the run is not known.
+    """
+    total = getattr(schedule, "total_steps", None)
+    if isinstance(total, int) and steps is not None and total < steps:
+        raise ConfigError(
+            "schedule.total_steps", total, f"{type(schedule).__name__} ends before the run's {steps} steps.",
+            "Use schedule.total_steps=${train.steps}. A run that is resumed keeps the schedule that it started with.",
+        )  # fmt: skip
+
+
 def require_schedule(schedule: Any, source: str) -> LRScheduler:
     """Return ``schedule`` if the engine can step it.
 

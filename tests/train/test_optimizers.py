@@ -23,6 +23,7 @@ from launcher.train.optimizers import (
     as_one,
     build_optimizer,
     build_schedule,
+    require_length,
     require_schedule,
     restore_schedule,
     schedule_state,
@@ -120,6 +121,15 @@ def test_a_schedule_continues_from_its_saved_state(overrides: list[str], kind: t
     restore_schedule(second, state)
     assert seen + rates(second, 8) == expected
     assert len(set(expected)) > 2
+
+
+def test_a_schedule_that_ends_before_the_run_is_refused() -> None:
+    words = "schedule._target_=torch.optim.lr_scheduler.OneCycleLR", "schedule.max_lr=1", "schedule.total_steps=20"
+    schedule = schedule_of(built(), *words)
+    require_length(schedule, 20)
+    require_length(schedule, None)
+    with pytest.raises(UserError, match=r"schedule.total_steps=20: OneCycleLR ends before the run's 21 steps"):
+        require_length(schedule, 21)
 
 
 def test_schedules_that_cannot_be_stepped_are_refused() -> None:

@@ -19,7 +19,14 @@ from launcher.errors import DataError, NotFinite
 from launcher.plan.run_plan import RunPlan
 from launcher.quantities import first_names
 from launcher.train.engine.window_totals import ReducedTotals
-from launcher.train.optimizers import MakeSchedule, build_schedule, require_schedule, restore_schedule, schedule_state
+from launcher.train.optimizers import (
+    MakeSchedule,
+    build_schedule,
+    require_length,
+    require_schedule,
+    restore_schedule,
+    schedule_state,
+)
 from launcher.train.parallel.base import Parallel, local
 from launcher.train.parallel.batchnorm import Norms
 from launcher.train.precision import Precision
@@ -61,6 +68,7 @@ class OptimizerStep:
             self.schedule = build_schedule(optimizer, plan.schedule, plan.schedule_steps)
         else:
             self.schedule = require_schedule(schedule(optimizer, plan.schedule_steps), "schedule(optimizer, steps)")
+        require_length(self.schedule, plan.schedule_steps)
         self.follows_plan = True
         self.lr = float(self.schedule.get_last_lr()[0])
         self._divisor: float | None = None
@@ -211,6 +219,7 @@ class OptimizerStep:
         for name in _PROGRESS:
             setattr(self, name, state["progress"][name])
         restore_schedule(self.schedule, state["schedule"])
+        require_length(self.schedule, self._plan.schedule_steps)
         self.follows_plan = state.get("follows_plan", True)
         if self._precision.scales and state["scaler"]:  # a run that was in another precision has none
             self._precision.scaler.load_state_dict(state["scaler"])
