@@ -14,14 +14,15 @@ from torch.utils.data import default_collate
 
 from launcher.errors import DataError, LauncherError
 from launcher.heartbeat import HEARTBEAT, Phase, Wait
+from launcher.loss import as_losses
 from launcher.plan.run_plan import RunPlan
-from launcher.task import Task, as_loss, is_mapped, seed_everything, seed_for
+from launcher.task import Task, is_mapped, seed_everything, seed_for
 from launcher.train.data.loader import Collate, MicroBatch, prefetch
 from launcher.train.data.stream import Shard, blocks_in_turn
 from launcher.train.data.window_feed import Samples
 from launcher.train.engine.engine import Engine
+from launcher.train.engine.loss_terms import HeldOutSums
 from launcher.train.engine.preserved_state import SavedAttributes, SavedState
-from launcher.train.engine.window_totals import require_sum
 from launcher.train.world import World
 
 
@@ -46,25 +47,26 @@ class Evaluation:
         if changed := kept.restore():
             print(f"The trial evaluation before the first step changed {changed}.", flush=True)
 
-    def loss(self) -> float:
-        """Return the held-out loss, the mean over items.
+    def averages(self) -> dict[str, float]:
+        """Return the held-out "loss", the mean over items (of several terms, the sum of their means), and the averages
+        of named terms and metrics.
 
         Raises:
             DataError: there is no item.
         """
-        loss_sum, items = self._totals()
-        if not items > 0:
+        averages = self._totals()
+        if "loss" not in averages:
             raise DataError(
                 "eval_data() has no item: there is nothing to evaluate on.\n  Return None to have no evaluation."
             )
-        return loss_sum / items
+        return averages
 
-    def _totals(self, max_batches: int | None = None) -> tuple[float, float]:
-        """Return (loss_sum, num_items) over the held-out data of all ranks. ``max_batches``: limit of micro-batches per
-        rank; None: all."""
-        engine, collate = self._engine, getattr(self._task, "collate", None)
+    def _totals(self, max_batches: int | None = None) -> dict[str, float]:
+        """Return the averages over the held-out data of all ranks. ``max_batches``: limit of micro-batches per rank;
+        None: all."""
+        engine, collate, target = self._engine, getattr(self._task, "collate", None), self._engine.plan.task.target
         HEARTBEAT.beat(Phase.evaluating)
-        totals = torch.zeros(2, dtype=torch.float64, device=engine.device)
+        sums = HeldOutSums(engine.world, engine.device)
         with _eval_mode(engine) as module:
             batches = eval_batches(self.held_out, engine.plan, engine.world, engine.device, collate, max_batches)
             for number in itertools.count(1):
@@ -75,15 +77,9 @@ class Evaluation:
                         break
                     HEARTBEAT.beat(Phase.evaluating, number)
                     with engine.precision.autocast():
-                        loss = as_loss(self._task.loss(module, batch.data), batch.samples, engine.plan.task.target)
-                    require_sum(loss.total, loss.items)
-                if batch.samples:
-                    totals[0] += loss.total.double()
-                    totals[1] += loss.items
-        if engine.world.size > 1:
-            dist.all_reduce(totals)
-        loss_sum, items = totals.tolist()
-        return loss_sum, items
+                        losses = as_losses(self._task.loss(module, batch.data), batch.samples, target)
+                    sums.add(losses, batch.samples)
+        return sums.averages()
 
 
 @contextmanager

@@ -10,16 +10,16 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from launcher.config.schema import OnOom
 from launcher.errors import RecordFailed
 from launcher.heartbeat import HEARTBEAT, Phase, Wait
+from launcher.loss import Loss, as_losses
 from launcher.plan.run_plan import RunPlan
 from launcher.rundir import code_snapshot
 from launcher.rundir.fencing import Fence
 from launcher.rundir.files import write_json
-from launcher.task import Task, as_loss, eval_data, file_of, is_mapped, load_task, seed_everything, train_data
+from launcher.task import Task, eval_data, file_of, is_mapped, load_task, seed_everything, train_data
 from launcher.train import metrics, precision
 from launcher.train.checkpoint import save
 from launcher.train.checkpoint.async_save import Saver
@@ -115,10 +115,9 @@ def schedule_of(task: Task, plan: RunPlan) -> MakeSchedule | None:
     return getattr(task, "schedule") if plan.task.own_schedule else None  # noqa: B009
 
 
-def loss_and_items(task: Task, engine: Engine, model: Callable[..., Any], batch: Any) -> tuple[Tensor, int | Tensor]:
-    """Return (loss_sum, num_items) of the current micro-batch."""
-    loss = as_loss(task.loss(model, batch), engine.samples_in_batch, engine.plan.task.target)
-    return loss.total, loss.items
+def losses_of(task: Task, engine: Engine, model: Callable[..., Any], batch: Any) -> list[Loss]:
+    """Return the terms of the task's loss of the current micro-batch."""
+    return as_losses(task.loss(model, batch), engine.samples_in_batch, engine.plan.task.target)
 
 
 class TrainingLoop:
@@ -175,7 +174,7 @@ class TrainingLoop:
         for window in engine.windows(samples, collate, self.loss, compare_data=compare):
             try:
                 for batch in window:
-                    engine.backward(*self.loss(engine.model, batch))
+                    engine.backward(self.loss(engine.model, batch))
             except Exception as error:
                 self.shrink_or_raise(error)
                 continue  # the window runs again
@@ -188,8 +187,8 @@ class TrainingLoop:
                 return "stopped"
         return "done"
 
-    def loss(self, model: Callable[..., Any], batch: Any) -> tuple[Tensor, int | Tensor]:
-        return loss_and_items(self.task, self.engine, model, batch)
+    def loss(self, model: Callable[..., Any], batch: Any) -> list[Loss]:
+        return losses_of(self.task, self.engine, model, batch)
 
     def finish_step(self, result: StepResult) -> None:
         """Save, evaluate and record what is due. The save comes first: an error in the evaluation must not lose the
@@ -301,11 +300,12 @@ class TrainingLoop:
         return {"time/checkpoint_s": time.perf_counter() - started}
 
     def evaluate(self) -> Metrics:
-        """Evaluate the held-out data, and return the loss and what the task has logged."""
+        """Evaluate the held-out data, and return the loss, the other averages, and what the task has logged."""
         with self.explain_out_of_memory("while the held-out data was evaluated"):
-            loss = self.evaluation.loss()
+            averages = self.evaluation.averages()
+        loss = averages["loss"]
         self.totals.evaluated, self.totals.eval_loss = True, loss if math.isfinite(loss) else None
-        return {"eval/loss": loss} | self.engine.context.take_scalars()
+        return {f"eval/{name}": value for name, value in averages.items()} | self.engine.context.take_scalars()
 
     def missing_evaluation(self, last: dict[str, Any]) -> Metrics:
         """Return the metrics of the evaluation due at the step that the run resumes from, if its record lacks them
