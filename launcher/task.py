@@ -11,9 +11,12 @@ import inspect
 import itertools
 import os
 import random
+import re
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Sequence, Sized
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -24,10 +27,58 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.utils.data import Dataset
 
-    from launcher.loss import Loss
-
 
 REQUIRED_METHODS = ("model", "train_data", "loss")
+
+
+@dataclass
+class Loss:
+    """Loss of one micro-batch, returned by a task.
+
+    Args:
+        total: sum of the loss over the micro-batch's items, a scalar that requires grad.
+        items: number of items (such as target tokens, or samples), an int or a scalar tensor on the same device.
+    """
+
+    total: Tensor
+    items: int | Tensor
+
+
+# registry in which the warnings module stores what it has shown
+_SHOWN_WARNINGS: dict[str | tuple[str, type[Warning], int], int] = {}
+
+
+def _line_of_loss(target: str) -> tuple[str, int]:
+    """Return file and first line of the task's ``loss``, which a warning about it shows."""
+    module, _, name = target.rpartition(".")
+    code = getattr(getattr(getattr(sys.modules.get(module), name, None), "loss", None), "__code__", None)
+    return (target, 1) if code is None else (code.co_filename, code.co_firstlineno)
+
+
+def as_loss(value: Loss | Tensor, samples: int, target: str) -> Loss:
+    """Convert the result of a task's loss to a ``Loss``. A scalar tensor is taken as a mean over samples, with a
+    warning.
+
+    Raises:
+        TaskError: it is neither.
+    """
+    from torch import Tensor
+
+    if isinstance(value, Loss):
+        return value
+    if isinstance(value, Tensor) and value.numel() == 1:
+        warnings.warn_explicit(
+            f"{target}.loss returned a bare tensor: taken for the mean over the micro-batch's samples. Where the items "
+            "are tokens, return launcher.Loss(total=sum over tokens, items=number of tokens) for the exact average.",
+            UserWarning,
+            *_line_of_loss(target),
+            registry=_SHOWN_WARNINGS,
+        )
+        return Loss(total=value.reshape(()) * samples, items=samples)
+    raise TaskError(
+        f"task._target_={target}: loss() returned a {type(value).__name__}.\n"
+        "  Return launcher.Loss(total=sum over items, items=how many), or a scalar tensor: the mean over samples."
+    )
 
 
 class Task(Protocol):
@@ -47,8 +98,8 @@ class Task(Protocol):
 
     def model(self) -> nn.Module: ...
     def train_data(self) -> Dataset[Any]: ...
-    def eval_data(self) -> Dataset[Any] | None: ...
-    def loss(self, model: Callable[..., Any], batch: Any) -> Loss | Sequence[Loss] | Tensor: ...
+    def eval_data(self) -> Dataset[Any] | dict[str, Dataset[Any]] | None: ...
+    def loss(self, model: Callable[..., Any], batch: Any) -> Loss | Tensor: ...
 
 
 def load_task(target: str, params: dict[str, Any], search_path: Sequence[str], seed: int | None = None) -> Task:
@@ -112,12 +163,47 @@ def train_data(task: Task, seed: int, notes: list[str] | None = None) -> Any:
     return _dataset_of(task, task.train_data(), "train_data()", notes)
 
 
-def eval_data(task: Task, seed: int, notes: list[str] | None = None) -> Any:
-    """Return the task's held-out data, built under the same seed as ``train_data``; None if the task has none."""
+def eval_sets(task: Task, seed: int, notes: list[str] | None = None) -> dict[str, Any]:
+    """Return the task's held-out data sets by name, built under the same seed as ``train_data``.
+
+    A single set has the name "". Without held-out data the result is empty.
+
+    Raises:
+        TaskError: ``eval_data`` returned something else than a data set, or a dict of them by name.
+    """
     if not callable(getattr(task, "eval_data", None)):
-        return None
+        return {}
     _seed(seed, "data")
-    return _dataset_of(task, task.eval_data(), "eval_data()", notes)
+    data: Any = task.eval_data()
+    if data is None:
+        return {}
+    if isinstance(data, dict):
+        _require_names(data)
+    sets = data if isinstance(data, dict) else {"": data}
+    return {name: _dataset_of(task, each, eval_set_text(name), notes) for name, each in sets.items()}
+
+
+def eval_set_text(name: str) -> str:
+    """Return the expression of a held-out data set in messages."""
+    return f"eval_data()[{name!r}]" if name else "eval_data()"
+
+
+def _require_names(sets: dict[Any, Any]) -> None:
+    """Raise TaskError unless ``sets`` is a dict of data sets whose names can be part of a metric's name."""
+    if not sets:
+        raise TaskError("eval_data() returned an empty dict.\n  Return None to have no evaluation.")
+    for name, data in sets.items():
+        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
+            raise TaskError(
+                f"eval_data() returned a dict with the key {name!r}: a dict must contain data sets by their names, of "
+                "letters, digits and _ . -, starting with a letter or digit.\n"
+                "  The name is part of the metrics' names: eval/NAME/loss."
+            )
+        if not (hasattr(data, "__iter__") or hasattr(data, "__getitem__")):
+            raise TaskError(
+                f"{eval_set_text(name)} is a {type(data).__name__}: it must be a data set.\n"
+                "  Leave out a set that has no data."
+            )
 
 
 def is_mapped(data: Any) -> bool:

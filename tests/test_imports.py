@@ -25,7 +25,6 @@ LAYERS = (
     ("process",),
     ("heartbeat",),
     ("targets",),
-    ("loss",),
     ("task",),
     ("tasks",),
     ("config",),

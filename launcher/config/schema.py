@@ -241,6 +241,11 @@ class TrainConfig:
     """Optimizer steps between two records."""
     eval_every: int = 0
     """Optimizer steps between two evaluations; 0 or null: once, at the end."""
+    eval_micro_size: int | None = None
+    """Samples that one rank evaluates at once. Default: batch.micro_size."""
+    eval_samples: int | None = None
+    """Limit of samples per evaluation and held-out set: the first ones of a stream; of a data set with a length, spread
+    evenly over it. The same ones for every world size. Default: all."""
     loader_workers: int = 1
     """Processes per rank that read and collate ahead of the step; 0: in the step's own process."""
     hang_timeout: float | None = 1800.0

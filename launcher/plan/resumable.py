@@ -84,6 +84,8 @@ RULES: dict[str, tuple[Permission, str]] = {
     "train.hang_timeout": (Permission.change, ""),
     "train.straggler_share": (Permission.change, ""),
     "train.eval_every": (Permission.change, ""),
+    "train.eval_micro_size": (Permission.change, ""),
+    "train.eval_samples": (Permission.change, ""),
     "train.loader_workers": (Permission.change, ""),
     "task": (Permission.force, "another task, or other data, would be learned from here on"),
     "task._target_": (Permission.never, "another model has other parameters; " + _NEW_RUN),

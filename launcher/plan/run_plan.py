@@ -70,6 +70,7 @@ class TaskPlan:
         narrow_parameters: trained parameters that ``model()`` returns in bf16 or fp16.
         group_parameters: trained parameters in no group of the optimizer, and in each group.
         own_optimizer, own_schedule: the task has a method of that name, which is used.
+        eval_sets: names of the held-out data sets, "" for a single one; empty: there is none; None: not known.
     """
 
     target: str
@@ -90,6 +91,7 @@ class TaskPlan:
     group_parameters: tuple[int, ...] | None = None
     own_optimizer: bool = False
     own_schedule: bool = False
+    eval_sets: tuple[str, ...] | None = None
 
     @classmethod
     def unknown(cls, samples: int | None) -> Self:
@@ -275,7 +277,13 @@ class RunPlan(LaunchPlan):
         },
         SchedulePlan: {"steps": None, "target": None, "arguments": {}},
         # earlier versions detected neither hangs nor stragglers, and calibrated during training
-        TrainPlan: {"hang_timeout": None, "straggler_share": None, "calibrate_s": 0.0},
+        TrainPlan: {
+            "hang_timeout": None,
+            "straggler_share": None,
+            "calibrate_s": 0.0,
+            "eval_micro_size": None,
+            "eval_samples": None,
+        },
         CheckpointConfig: {"async_save": False, "on_error": OnError.stop},
         WandbConfig: {"notes": None, "job_type": None},
     }

@@ -71,6 +71,7 @@ def describe_task(
             matmul_parameters=facts["matmul_parameters"],
             unit_matmul_parameters=facts["unit_matmul_parameters"],
             group_parameters=_default_groups(optimizer, facts),
+            eval_sets=("",),
         )
     request = {
         "target": target, "params": params, "search_path": [cwd], "shards": shards, "seed": seed,

@@ -51,6 +51,8 @@ _BOUNDS: dict[str, tuple[Callable[[Number], bool], str]] = {
     "train.seed": _between(0, 2**63 - 1),
     "train.log_every": _at_least(1),
     "train.eval_every": _at_least(0),
+    "train.eval_micro_size": _at_least(1),
+    "train.eval_samples": _at_least(1),
     "train.loader_workers": _at_least(0),
     "train.hang_timeout": _above(0),
     "train.straggler_share": _between(0, 1),

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.utils.data import default_collate
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset, default_collate
 
 from launcher.errors import DataError, LauncherError
 from launcher.heartbeat import HEARTBEAT, Phase, Wait
-from launcher.loss import as_losses
 from launcher.plan.run_plan import RunPlan
-from launcher.task import Task, is_mapped, seed_everything, seed_for
+from launcher.task import Loss, Task, as_loss, eval_set_text, is_mapped, seed_everything, seed_for
 from launcher.train.data.loader import Collate, MicroBatch, prefetch
-from launcher.train.data.stream import Shard, blocks_in_turn
+from launcher.train.data.stream import Shard, blocks_in_turn, is_sharded
 from launcher.train.data.window_feed import Samples
 from launcher.train.engine.engine import Engine
-from launcher.train.engine.loss_terms import HeldOutSums
 from launcher.train.engine.preserved_state import SavedAttributes, SavedState
+from launcher.train.engine.window_totals import require_sum
+from launcher.train.metrics import Metrics
 from launcher.train.world import World
 
 
@@ -30,61 +30,105 @@ class Evaluation:
     """Evaluation of a run's held-out data. All ranks call its methods together, between two windows.
 
     Args:
-        held_out: the data; None: there is none.
+        sets: the data sets by name; "" is the name of a single one; empty: there is no held-out data.
     """
 
-    def __init__(self, engine: Engine, task: Task, held_out: Any) -> None:
-        self.held_out = held_out
+    def __init__(self, engine: Engine, task: Task, sets: Mapping[str, Any]) -> None:
+        self.sets = sets
         self._engine, self._task = engine, task
 
+    @property
+    def loss_names(self) -> set[str]:
+        """Names of the losses that every evaluation yields."""
+        return {"eval/loss", *(f"eval/{name}/loss" for name in self.sets if name)} if self.sets else set()
+
     def try_first(self) -> None:
-        """Evaluate the first micro-batch of each rank, so that an error in the evaluation shows before training."""
-        if self.held_out is None or isinstance(self.held_out, Iterator):  # an iterator would lose the samples
-            return
+        """Evaluate the first micro-batch of each rank and set, so that an error in the evaluation shows before
+        training."""
         kept = SavedAttributes(self._engine.parallel.module, self._task)
-        self._totals(max_batches=1)
+        for name, data in self.sets.items():
+            if not isinstance(data, Iterator):  # it would lose the samples
+                self._sums(name, max_batches=1)
         self._engine.context.take_scalars()
         if changed := kept.restore():
             print(f"The trial evaluation before the first step changed {changed}.", flush=True)
 
-    def averages(self) -> dict[str, float]:
-        """Return the held-out "loss", the mean over items (of several terms, the sum of their means), and the averages
-        of named terms and metrics.
+    def run(self) -> Metrics:
+        """Return the metrics of all sets. Those of set NAME are ``eval/NAME/...``; ``eval/...`` are the first set's.
 
         Raises:
-            DataError: there is no item.
+            DataError: a set has no item.
         """
-        averages = self._totals()
-        if "loss" not in averages:
-            raise DataError(
-                "eval_data() has no item: there is nothing to evaluate on.\n  Return None to have no evaluation."
-            )
-        return averages
+        results = {name: self._evaluate(name) for name in self.sets}
+        metrics: Metrics = {f"eval/{key}": value for key, value in next(iter(results.values()), {}).items()}
+        for name, values in results.items():
+            metrics |= {f"eval/{name}/{key}": value for key, value in values.items() if name}
+        return metrics
 
-    def _totals(self, max_batches: int | None = None) -> dict[str, float]:
-        """Return the averages over the held-out data of all ranks. ``max_batches``: limit of micro-batches per rank;
-        None: all."""
-        engine, collate, target = self._engine, getattr(self._task, "collate", None), self._engine.plan.task.target
+    def _evaluate(self, name: str) -> Metrics:
+        """Return the metrics of one set: loss, the mean over items."""
+        sums = self._sums(name)
+        loss_sum, items = sums["loss"]
+        if not items > 0:
+            raise DataError(
+                f"{eval_set_text(name)} has no item: there is nothing to evaluate on.\n  "
+                + ("Leave it out." if name else "Return None to have no evaluation.")
+            )
+        return {"loss": loss_sum / items}
+
+    def _sums(self, name: str, max_batches: int | None = None) -> dict[str, tuple[float, float]]:
+        """Return (sum, count) of each quantity over one set, on all ranks. ``max_batches``: limit of micro-batches per
+        rank; None: all."""
+        engine, collate = self._engine, getattr(self._task, "collate", None)
         HEARTBEAT.beat(Phase.evaluating)
-        sums = HeldOutSums(engine.world, engine.device)
-        with _eval_mode(engine) as module:
-            batches = eval_batches(self.held_out, engine.plan, engine.world, engine.device, collate, max_batches)
+        sums = _Sums(engine.device)
+        with _eval_mode(engine, name) as module:
+            batches = eval_batches(self.sets[name], engine.plan, engine.world, engine.device, collate, max_batches)
             for number in itertools.count(1):
-                with _note_micro_batch(number, engine.world.rank):
+                with _note_micro_batch(number, name, engine.world.rank):
                     with HEARTBEAT.waiting_for(Wait.io):
                         batch = next(batches, None)
                     if batch is None:
                         break
                     HEARTBEAT.beat(Phase.evaluating, number)
                     with engine.precision.autocast():
-                        losses = as_losses(self._task.loss(module, batch.data), batch.samples, target)
-                    sums.add(losses, batch.samples)
-        return sums.averages()
+                        loss = as_loss(self._task.loss(module, batch.data), batch.samples, engine.plan.task.target)
+                    require_sum(loss.total, loss.items)
+                if batch.samples:
+                    sums.add(loss)
+        with HEARTBEAT.waiting_for(Wait.collective):
+            return sums.over_ranks(engine.world)
+
+
+class _Sums:
+    """Sums and counts of one rank's evaluation, on its device, in fp64."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._sums: dict[str, Tensor] = {}  # (sum, count) by name
+
+    def add(self, loss: Loss) -> None:
+        self._add("loss", loss.total, loss.items)
+
+    def _add(self, name: str, total: Tensor, count: float | Tensor) -> None:
+        pair = self._sums.setdefault(name, torch.zeros(2, dtype=torch.float64, device=self._device))
+        pair[0] += total.detach().double()
+        pair[1] += count
+
+    def over_ranks(self, world: World) -> dict[str, tuple[float, float]]:
+        """Return the sums over all ranks, added in the order of the ranks: the same on each of them."""
+        pairs = torch.stack(list(self._sums.values())).tolist() if self._sums else []
+        total = {"loss": (0.0, 0.0)}
+        for own in world.of_all(dict(zip(self._sums, pairs, strict=True))):
+            for name, (part, count) in own.items():
+                before = total.get(name, (0.0, 0.0))
+                total[name] = before[0] + part, before[1] + count
+        return total
 
 
 @contextmanager
-def _eval_mode(engine: Engine) -> Iterator[nn.Module]:
-    """Yield the model in eval mode with rank 0's buffers.
+def _eval_mode(engine: Engine, name: str) -> Iterator[nn.Module]:
+    """Yield the model in eval mode with rank 0's buffers, for the evaluation of set ``name``.
 
     Random state, buffers and each module's mode are restored at the end.
     """
@@ -95,7 +139,7 @@ def _eval_mode(engine: Engine) -> Iterator[nn.Module]:
     engine.share_buffers(watch=False)
     module.eval()
     try:
-        with torch.no_grad(), engine.parallel.evaluation(), engine.context.evaluation():
+        with torch.no_grad(), engine.parallel.evaluation(), engine.context.evaluation(name or None):
             yield module
     finally:
         for part in training:
@@ -104,12 +148,12 @@ def _eval_mode(engine: Engine) -> Iterator[nn.Module]:
 
 
 @contextmanager
-def _note_micro_batch(number: int, rank: int) -> Iterator[None]:
-    """Add to an error of the body that it occurred in micro-batch ``number`` of the evaluation."""
+def _note_micro_batch(number: int, name: str, rank: int) -> Iterator[None]:
+    """Add to an error of the body that it occurred in micro-batch ``number`` of the evaluation of set ``name``."""
     try:
         yield
     except Exception as error:
-        where = f"While micro-batch {number} of eval_data() was evaluated on rank {rank}."
+        where = f"While micro-batch {number} of {eval_set_text(name)} was evaluated on rank {rank}."
         if isinstance(error, LauncherError):  # shown without traceback, hence without notes
             error.args = (f"{error}\n  {where}",)
         else:
@@ -128,24 +172,28 @@ def eval_batches(
     """Return this rank's share of ``dataset`` in micro-batches; each sample is in the share of exactly one rank.
 
     Every rank gets the same number of micro-batches, because a sharded model needs all ranks in each forward pass.
-    Ranks without samples get stand-ins, which count 0 samples.
+    Ranks without samples get stand-ins, which count 0 samples. ``train.eval_samples`` limits the samples of all ranks
+    together: to the first ones of a stream, and to samples spread evenly over a data set with a length.
 
     Args:
         max_batches: maximum number of micro-batches; None: all.
     """
-    collate = collate or default_collate
-    size = plan.batch.micro_size
+    collate, limit = collate or default_collate, plan.train.eval_samples
+    size = plan.train.eval_micro_size or plan.batch.micro_size
     if not is_mapped(dataset):
         blocks = blocks_in_turn(size, world.size, world.rank)
-        shard = Shard(dataset, blocks, collate, plan.train.seed, epoch=0)
-        return itertools.islice(_in_step(prefetch(shard, plan, device, plan.train.seed), world), max_batches)
-    own = range(world.rank, len(dataset), world.size)
-    rounds = -(-len(dataset) // (size * world.size))
+        stream = dataset if limit is None else _FirstSamples(dataset, limit, world)
+        shard = Shard(stream, blocks, collate, plan.train.seed, epoch=0)
+        return itertools.islice(_in_step(prefetch(shard, plan, device, plan.train.seed), world, size), max_batches)
+    samples = len(dataset)
+    used = samples if limit is None else min(limit, samples)
+    own = [number * samples // used for number in range(world.rank, used, world.size)]
+    rounds = -(-used // (size * world.size))
     shares = [own[start : start + size] for start in range(0, rounds * size, size)][:max_batches]
     return prefetch(_InOrder(dataset, collate, plan.train.seed), plan, device, plan.train.seed, order=shares)
 
 
-def _in_step(batches: Iterator[MicroBatch], world: World) -> Iterator[MicroBatch]:
+def _in_step(batches: Iterator[MicroBatch], world: World, size: int) -> Iterator[MicroBatch]:
     """Yield ``batches``, and then stand-ins until the batches of all ranks have ended."""
     last: MicroBatch | None = None
     while True:
@@ -158,15 +206,28 @@ def _in_step(batches: Iterator[MicroBatch], world: World) -> Iterator[MicroBatch
         last = batch or (last and MicroBatch(last.data, 0))
         if last is None:
             raise DataError(
-                f"eval_data() has fewer blocks of batch.micro_size samples than ranks: rank {world.rank} got none."
+                f"eval_data() has fewer blocks of {size} samples than ranks: rank {world.rank} got none.\n"
+                "  Use a smaller train.eval_micro_size, or fewer ranks."
             )
         yield last
 
 
 class _InOrder(Samples):
-    """Dataset whose items are ranges of samples, collated."""
+    """Dataset whose items are lists of samples, collated."""
 
-    def __getitem__(self, indices: range) -> tuple[Any, int]:
+    def __getitem__(self, indices: list[int]) -> tuple[Any, int]:
         used = indices or range(1)
         # the same random numbers in every evaluation and for every world size
         return self.batch(used, 0, used), len(indices)
+
+
+class _FirstSamples(IterableDataset[Any]):
+    """First ``count`` samples of a stream; if it shards itself, this rank's part of that number."""
+
+    def __init__(self, stream: Iterable[Any], count: int, world: World) -> None:
+        self.sharded = is_sharded(stream)
+        self._stream = stream
+        self._count = len(range(world.rank, count, world.size)) if self.sharded else count
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(iter(self._stream), self._count)

@@ -10,16 +10,26 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from launcher.config.schema import OnOom
 from launcher.errors import RecordFailed
 from launcher.heartbeat import HEARTBEAT, Phase, Wait
-from launcher.loss import Loss, as_losses
 from launcher.plan.run_plan import RunPlan
 from launcher.rundir import code_snapshot
 from launcher.rundir.fencing import Fence
 from launcher.rundir.files import write_json
-from launcher.task import Task, eval_data, file_of, is_mapped, load_task, seed_everything, train_data
+from launcher.task import (
+    Task,
+    as_loss,
+    eval_set_text,
+    eval_sets,
+    file_of,
+    is_mapped,
+    load_task,
+    seed_everything,
+    train_data,
+)
 from launcher.train import metrics, precision
 from launcher.train.checkpoint import save
 from launcher.train.checkpoint.async_save import Saver
@@ -78,8 +88,9 @@ def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
         schedule=schedule_of(task, plan),
     )
     HEARTBEAT.beat(Phase.starting, 3)
-    samples, held_out = train_data(task, plan.train.seed), eval_data(task, plan.train.seed)
-    require_same_data({"train_data()": samples, "eval_data()": held_out}, plan, world, engine.device)
+    samples, held_out = train_data(task, plan.train.seed), eval_sets(task, plan.train.seed)
+    named = {eval_set_text(name): data for name, data in held_out.items()} or {eval_set_text(""): None}
+    require_same_data({"train_data()": samples, **named}, plan, world, engine.device)
     HEARTBEAT.beat(Phase.starting, 4)
     seed_everything(plan.train.seed + 1 + world.rank)  # from here on each rank draws other numbers, for dropout
 
@@ -115,9 +126,10 @@ def schedule_of(task: Task, plan: RunPlan) -> MakeSchedule | None:
     return getattr(task, "schedule") if plan.task.own_schedule else None  # noqa: B009
 
 
-def losses_of(task: Task, engine: Engine, model: Callable[..., Any], batch: Any) -> list[Loss]:
-    """Return the terms of the task's loss of the current micro-batch."""
-    return as_losses(task.loss(model, batch), engine.samples_in_batch, engine.plan.task.target)
+def loss_and_items(task: Task, engine: Engine, model: Callable[..., Any], batch: Any) -> tuple[Tensor, int | Tensor]:
+    """Return (loss_sum, num_items) of the current micro-batch."""
+    loss = as_loss(task.loss(model, batch), engine.samples_in_batch, engine.plan.task.target)
+    return loss.total, loss.items
 
 
 class TrainingLoop:
@@ -158,7 +170,7 @@ class TrainingLoop:
         """
         engine, missing = self.engine, Metrics()
         if last is None:
-            with self.explain_out_of_memory("while the first held-out data was evaluated"):
+            with self.explain_out_of_memory("while the first held-out data was evaluated", "train.eval_micro_size"):
                 self.evaluation.try_first()
         else:
             self.recorded, missing = engine.steps, self.missing_evaluation(last)
@@ -174,7 +186,7 @@ class TrainingLoop:
         for window in engine.windows(samples, collate, self.loss, compare_data=compare):
             try:
                 for batch in window:
-                    engine.backward(self.loss(engine.model, batch))
+                    engine.backward(*self.loss(engine.model, batch))
             except Exception as error:
                 self.shrink_or_raise(error)
                 continue  # the window runs again
@@ -187,8 +199,8 @@ class TrainingLoop:
                 return "stopped"
         return "done"
 
-    def loss(self, model: Callable[..., Any], batch: Any) -> list[Loss]:
-        return losses_of(self.task, self.engine, model, batch)
+    def loss(self, model: Callable[..., Any], batch: Any) -> tuple[Tensor, int | Tensor]:
+        return loss_and_items(self.task, self.engine, model, batch)
 
     def finish_step(self, result: StepResult) -> None:
         """Save, evaluate and record what is due. The save comes first: an error in the evaluation must not lose the
@@ -239,15 +251,16 @@ class TrainingLoop:
         raise oom.out_of_memory(error, batch, engine.world.rank, engine.steps + 1) from None
 
     @contextmanager
-    def explain_out_of_memory(self, when: str) -> Iterator[None]:
+    def explain_out_of_memory(self, when: str, size_key: str = "batch.micro_size") -> Iterator[None]:
         """Explain an out-of-memory error in the body. Smaller micro-batches may not help there, so none are stored for
-        later attempts."""
+        later attempts. ``size_key``: key of the size that the body's memory depends on."""
         try:
             yield
         except Exception as error:
             if not oom.is_out_of_memory(error):
                 raise
-            raise oom.out_of_memory_beside(error, self.engine.world.rank, self.engine.steps + 1, when) from None
+            rank, step = self.engine.world.rank, self.engine.steps + 1
+            raise oom.out_of_memory_beside(error, rank, step, when, size_key) from None
 
     def step_metrics(self, result: StepResult) -> Metrics:
         engine, totals = self.engine, self.totals
@@ -273,7 +286,7 @@ class TrainingLoop:
         return result.last or (not result.skipped and self.cadence.due(result))
 
     def eval_due(self, result: StepResult) -> bool:
-        if self.evaluation.held_out is None:
+        if not self.evaluation.sets:
             return False
         if result.last:
             return not result.stopped
@@ -300,12 +313,11 @@ class TrainingLoop:
         return {"time/checkpoint_s": time.perf_counter() - started}
 
     def evaluate(self) -> Metrics:
-        """Evaluate the held-out data, and return the loss, the other averages, and what the task has logged."""
-        with self.explain_out_of_memory("while the held-out data was evaluated"):
-            averages = self.evaluation.averages()
-        loss = averages["loss"]
-        self.totals.evaluated, self.totals.eval_loss = True, loss if math.isfinite(loss) else None
-        return {f"eval/{name}": value for name, value in averages.items()} | self.engine.context.take_scalars()
+        """Evaluate the held-out data, and return its metrics and what the task has logged."""
+        with self.explain_out_of_memory("while the held-out data was evaluated", "train.eval_micro_size"):
+            values = self.evaluation.run()
+        self.totals.evaluation = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        return values | self.engine.context.take_scalars()
 
     def missing_evaluation(self, last: dict[str, Any]) -> Metrics:
         """Return the metrics of the evaluation due at the step that the run resumes from, if its record lacks them
@@ -316,11 +328,11 @@ class TrainingLoop:
         """
         every, step = self.plan.train.eval_every, last["step"]
         due = self.engine.over or (every and step % every == 0)
-        if self.evaluation.held_out is None or not due:
+        if not self.evaluation.sets or not due:
             return {}
         world = self.engine.world
         written = world.of_rank_0(metrics.read_record(self.plan.paths.metrics, step) if world.rank == 0 else None)
-        if written is None or "eval/loss" not in written:
+        if written is None or not self.evaluation.loss_names <= written.keys():
             return self.evaluate()
-        self.totals.evaluated, self.totals.eval_loss = True, written["eval/loss"]
+        self.totals.evaluation = {name: value for name, value in written.items() if name.startswith("eval/")}
         return {}

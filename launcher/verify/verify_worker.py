@@ -23,9 +23,9 @@ from launcher.plan.sync_policy import SHARDED
 from launcher.process import exit_without_teardown, prepare_worker, unblock_stop_signals
 from launcher.quantities import count, first_names
 from launcher.rundir.files import write_json
-from launcher.task import eval_data, first_samples, load_task, train_data
+from launcher.task import eval_set_text, eval_sets, first_samples, load_task, train_data
 from launcher.train import precision
-from launcher.train.engine.loss_terms import require_sum
+from launcher.train.engine.window_totals import require_sum
 from launcher.train.precision import DTYPES
 from launcher.train.world import World, device_of, disband, join
 from launcher.verify.accumulated import EngineRun, EngineWindow, Trial, choose_windows, in_fp32, run_windows
@@ -169,17 +169,17 @@ def _certify(plan: RunPlan, device: torch.device, measured: Measured) -> Certifi
 
 
 def _evaluation_error(reference: Reference) -> str | None:
-    """Return the error of evaluating the first held-out micro-batch; None if it succeeds."""
+    """Return the error of evaluating the first micro-batch of each held-out set; None if there is none."""
     reference.model.eval()
+    plan, of_set = reference.plan, ""
     try:
-        data: Any = eval_data(reference.task, reference.plan.train.seed)
-        if data is None:
-            return None
-        with torch.no_grad():
-            loss = reference.loss(first_samples(data, reference.plan.batch.micro_size))
-        require_sum(loss.total, loss.items)
+        for name, data in eval_sets(reference.task, plan.train.seed).items():
+            of_set = f" of {eval_set_text(name)}" if name else ""
+            with torch.no_grad(), reference.context.evaluation(name or None):
+                loss = reference.loss(first_samples(data, plan.train.eval_micro_size or plan.batch.micro_size))
+            require_sum(loss.total, loss.items)
     except Exception as error:  # user code may raise anything
-        return f"The evaluation fails: {type(error).__name__}: {error}"
+        return f"The evaluation{of_set} fails: {type(error).__name__}: {error}"
     return None
 
 

@@ -293,7 +293,13 @@ LATER_KEYS: dict[str, dict[str, Any]] = {
         "groups": [],
     },
     "schedule": {"steps": None, "target": None, "arguments": {}},
-    "train": {"hang_timeout": None, "straggler_share": None, "calibrate_s": 0.0},
+    "train": {
+        "hang_timeout": None,
+        "straggler_share": None,
+        "calibrate_s": 0.0,
+        "eval_micro_size": None,
+        "eval_samples": None,
+    },
     "checkpoint": {"async_save": False, "on_error": "stop"},
     "wandb": {"notes": None, "job_type": None},
 }

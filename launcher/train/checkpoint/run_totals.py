@@ -25,7 +25,7 @@ SETTLED_WINDOWS = 10
 
 
 # totals that a checkpoint stores as they are
-_STORED = ("loss", "eval_loss", "evaluated", "peak_bytes", "size", "since", "resumed", "worlds", "commit", "commits",
+_STORED = ("loss", "evaluation", "peak_bytes", "size", "since", "resumed", "worlds", "commit", "commits",
            "failed_saves", "total_s")  # fmt: skip
 
 
@@ -34,8 +34,7 @@ class RunTotals:
 
     Attributes:
         loss: mean loss of the last window with items; None before there is one.
-        eval_loss: held-out loss of the last evaluation; None if it was not finite, or there was none.
-        evaluated: an evaluation has taken place.
+        evaluation: metrics of the last evaluation; None for one that was not finite.
         typical: communication of the last full window.
         seconds: (step, waiting for data) of full windows, without the warm-up windows of each process.
         warm_up_seconds: the same, of this process's warm-up windows.
@@ -55,8 +54,7 @@ class RunTotals:
     def __init__(self, engine: Engine, commit: str | None = None) -> None:
         self.engine, self._batch = engine, engine.plan.batch
         self.loss: float | None = None
-        self.eval_loss: float | None = None
-        self.evaluated = False
+        self.evaluation: dict[str, float | None] = {}
         self.typical: CommStats | None = None
         self.seconds = deque[tuple[float, float]](maxlen=SAMPLED_WINDOWS)
         self.warm_up_seconds = deque[tuple[float, float]](maxlen=SAMPLED_WINDOWS)
@@ -119,7 +117,7 @@ class RunTotals:
         """Restore the totals from a checkpoint. Figures of a step's time, communication and memory are dropped if they
         would be different under this plan."""
         state, step = restored.run["account"], self.engine.steps
-        self.loss, self.eval_loss, self.evaluated = state["loss"], state["eval_loss"], state["evaluated"]
+        self.loss, self.evaluation = state["loss"], _evaluation(state)
         self.resumed, self.seconds_before = state["resumed"] + 1, state["total_s"]
         self.worlds, self.failed_saves = state.get("worlds", []), state.get("failed_saves", 0)
         before = _setting(restored.origin | {"world_size": restored.ranks})
@@ -153,7 +151,7 @@ class RunTotals:
             "steps": engine.steps,
             "precision": engine.plan.precision.kind.value,
             **({} if self.loss is None else {"train/loss": self.loss}),
-            **({"eval/loss": self.eval_loss} if self.evaluated else {}),
+            **self.evaluation,
             "batch/global_size": self.size or self._batch.global_size,
             "batch/micro_size": engine.plan.batch.micro_size,
             "progress/samples": engine.samples,
@@ -187,6 +185,13 @@ class RunTotals:
         if (noise := engine.noise) is not None:
             summary |= noise_metrics(noise)
         return summary
+
+
+def _evaluation(state: Mapping[str, Any]) -> dict[str, float | None]:
+    """Return the metrics of the last evaluation from a checkpoint's totals. Earlier versions stored only the loss."""
+    if "evaluation" in state:
+        return state["evaluation"]
+    return {"eval/loss": state["eval_loss"]} if state["evaluated"] else {}
 
 
 def _setting(origin: Mapping[str, Any]) -> dict[str, Any]:

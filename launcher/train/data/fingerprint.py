@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import enum
 import hashlib
-import itertools
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -210,14 +209,7 @@ def require_same_data(datasets: Mapping[str, Any], plan: RunPlan, world: World, 
     Raises:
         DataError: a data set differs between ranks; raised on all of them.
     """
-    kinds = world.of_all([_kind(data) for data in datasets.values()])
-    for number, name in enumerate(datasets):
-        for rank, of_rank in enumerate(kinds):
-            if of_rank[number] != kinds[0][number]:
-                raise DataError(
-                    f"{name} differs between ranks: {kinds[0][number]} on rank 0, {of_rank[number]} on rank {rank}.\n"
-                    f"{_REMEDY}"
-                )
+    _require_same_kinds(world.of_all({name: _kind(data) for name, data in datasets.items()}))
     mapped = {name: data for name, data in datasets.items() if is_mapped(data) and len(data)}
     if not mapped or (world.size == 1 and len(mapped) == 1):
         return
@@ -234,9 +226,10 @@ def require_same_data(datasets: Mapping[str, Any], plan: RunPlan, world: World, 
     first_outlines: dict[str, list[Outline | None]] = {}
     for read, each in zip(reads, own, strict=True):
         first_outlines.setdefault(read.name, []).append(each)
-    if world.rank == 0 and (names := _same_beginning(first_outlines)) is not None:
+    trained_on = next(iter(datasets))
+    if world.rank == 0 and (name := _same_beginning(first_outlines, trained_on)) is not None:
         print(
-            f"{names[1]} begins with the samples of {names[0]}: it may not be held out.\n  Both are built with "
+            f"{name} begins with the samples of {trained_on}: it may not be held out.\n  Both are built with "
             "the same random seed: a random split made in both yields complementary parts, but synthetic samples drawn "
             "in both are identical. Draw held-out samples from a separate generator.",
             flush=True,
@@ -261,13 +254,30 @@ def require_same_stream(name: str, own: list[Outline], world: World) -> None:
                 )
 
 
-def _same_beginning(outlines: Mapping[str, list[Outline | None]]) -> tuple[str, str] | None:
-    """Return the names of two data sets that start with the same two samples, if these differ from each other."""
-    for (name, ours), (other, theirs) in itertools.combinations(outlines.items(), 2):
+def _require_same_kinds(kinds: list[dict[str, str]]) -> None:
+    """Raise DataError unless all ranks have data sets of the same names, kinds and lengths, in the same order.
+
+    Args:
+        kinds: by rank, each data set's kind by its name.
+    """
+    for name in dict.fromkeys(name for of_rank in kinds for name in of_rank):
+        own = [of_rank.get(name, _kind(None)) for of_rank in kinds]
+        for rank, kind in enumerate(own):
+            if kind != own[0]:
+                raise DataError(f"{name} differs between ranks: {own[0]} on rank 0, {kind} on rank {rank}.\n{_REMEDY}")
+    if any(list(of_rank) != list(kinds[0]) for of_rank in kinds):
+        raise DataError(f"eval_data() has its sets in another order on some ranks: {list(kinds[0])[1:]} on rank 0.")
+
+
+def _same_beginning(outlines: Mapping[str, list[Outline | None]], trained_on: str) -> str | None:
+    """Return the name of a data set that starts with the same two samples as the one ``trained_on``, if these differ
+    from each other."""
+    ours = outlines.get(trained_on, [])
+    for name, theirs in outlines.items():
         pairs = zip(ours[:2], theirs[:2], strict=False)
         same = [a for a, b in pairs if a is not None and b is not None and a.agrees(b)]
-        if len(same) == 2 and not same[0].agrees(same[1]):
-            return name, other
+        if name != trained_on and len(same) == 2 and not same[0].agrees(same[1]):
+            return name
     return None
 
 

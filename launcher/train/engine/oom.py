@@ -110,15 +110,16 @@ def out_of_memory(error: BaseException, batch: Batch, rank: int, step: int) -> O
     return OutOfMemory(f"{what}\n  {remedy}")
 
 
-def out_of_memory_beside(error: BaseException, rank: int, step: int, when: str) -> OutOfMemory:
+def out_of_memory_beside(error: BaseException, rank: int, step: int, when: str, size_key: str) -> OutOfMemory:
     """Return the error of a rank that ran out of memory outside the passes of a window.
 
     Args:
         when: what it was doing, such as "while ...".
+        size_key: key of the size of its micro-batches.
     """
     return OutOfMemory(
         f"Rank {rank} ran out of memory at step {step}, {when}: {_first_line(error)}\n"
-        "  Use a smaller batch.micro_size, strategy=fsdp on more ranks, or strategy.recompute=blocks."
+        f"  Use a smaller {size_key}, strategy=fsdp on more ranks, or strategy.recompute=blocks."
     )
 
 

@@ -22,7 +22,7 @@ from launcher.plan.optimizer_plan import assign, require_members, solve_optimize
 from launcher.plan.run_plan import OptimizerPlan, SchedulePlan, extended
 from launcher.process import die_with_parent
 from launcher.rundir.files import value_from_json
-from launcher.task import Task, build_model, eval_data, is_mapped, load_task, train_data, users_frames
+from launcher.task import Task, build_model, eval_sets, is_mapped, load_task, train_data, users_frames
 
 if TYPE_CHECKING:
     from torch import nn
@@ -54,7 +54,7 @@ def probe(
     task = load_task(target, params, search_path, seed)
     notes: list[str] = []
     data = train_data(task, seed, notes)
-    eval_data(task, seed, notes)
+    held_out = eval_sets(task, seed, notes)
     samples = len(data) if is_mapped(data) else None
     if samples is None and not hasattr(data, "__iter__"):
         raise TaskError(
@@ -103,6 +103,7 @@ def probe(
         "matmul_parameters": sum(p.numel() for p in multiplied),
         "unit_matmul_parameters": sum(p.numel() for p in multiplied if p in in_units),
         "in_eval_mode": in_eval_mode(model),
+        "eval_sets": tuple(held_out),
         **updates,
         "flops_per_sample": _flops(task, model, data),
     }

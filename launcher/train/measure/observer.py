@@ -32,7 +32,7 @@ class EndedWindow:
     """
 
     samples: int
-    items: float
+    items: int
     comparable: bool
     grad_norm: float
     gradient_unit: float

@@ -1,7 +1,7 @@
-"""Run by torchrun in test_resume.py: argv[1] is a file of jobs, one JSON object a line, run one after the other.
+"""Run by torchrun in test_load.py and others: argv[1] is a file of jobs, one JSON object a line, run in turn.
 
-Of each job: ``run`` (its directory), ``overrides``, ``task``. If they are there: ``attempt``; ``stop``: windows
-after which rank 1 asks for the end; ``superseded``: windows after which a newer attempt begins; ``raises``: the
+Of each job: ``run`` (its directory), ``overrides``, ``task``. If they are there: ``target``; ``attempt``; ``stop``:
+windows after which rank 1 asks for the end; ``superseded``: windows after which a newer attempt begins; ``raises``: the
 error that it must end with; ``dies``: the save in which it is killed.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from launcher.errors import RunError
+from launcher.errors import LauncherError
 from launcher.plan.run_plan import RunPlan
 from launcher.rundir.fencing import ATTEMPT, Attempt, Fence
 from launcher.rundir.paths import RunPaths
@@ -38,7 +38,8 @@ def plan_of(job: dict[str, Any]) -> RunPlan:
         *job["overrides"], f"cluster.workers_per_node={World.here().size}", run_dir=job["run"],
         samples=None if streams else job["task"].get("samples", 90),
     )  # fmt: skip
-    task = dataclasses.replace(plan.task, target="tests.train.checkpoint.resume_task.Noisy", params=job["task"])
+    target = job.get("target", "tests.train.checkpoint.resume_task.Noisy")
+    task = dataclasses.replace(plan.task, target=target, params=job["task"])
     return dataclasses.replace(plan, task=task)
 
 
@@ -75,7 +76,7 @@ def main() -> None:
             die_while_saving(job["dies"])
         try:
             train(plan_of(job), stop)
-        except RunError as error:
+        except LauncherError as error:
             if type(error).__name__ != job.get("raises"):
                 raise
             print(f"{type(error).__name__} at {job['run']}: {error}")

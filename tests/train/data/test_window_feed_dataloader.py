@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from launcher.errors import DataError, TaskError
+from launcher.errors import ConfigError, DataError, TaskError
 from launcher.plan.task_inspection import describe_task
-from launcher.task import eval_data, first_batch, is_mapped, load_task, train_data
+from launcher.task import eval_sets, first_batch, is_mapped, load_task, train_data
 from launcher.train.data.window_feed import open_feed
 from launcher.train.world import World
 from tests.helpers import ROOT, make_plan
@@ -40,7 +40,7 @@ def test_the_plan_counts_samples_and_says_what_is_not_used() -> None:
 @pytest.mark.parametrize("name", ["Loaded", "StatefullyLoaded"])
 def test_dataset_and_collate_fn_are_used(name: str) -> None:
     task = load_task(f"{TASKS}.{name}", {}, [], seed=7)
-    train, held_out = train_data(task, 7), eval_data(task, 7)
+    train, held_out = train_data(task, 7), eval_sets(task, 7)[""]
     assert (len(train), len(held_out)) == (TRAINED, SAMPLES - TRAINED)
     assert task.collate([train[0], train[1]]).shape == (2, 2)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -49,7 +49,7 @@ def test_dataset_and_collate_fn_are_used(name: str) -> None:
 def test_what_is_not_its_dataset_is_refused(how: str) -> None:
     task = load_task(f"{TASKS}.LoadedInVain", {"how": how}, [], seed=7)
     with pytest.raises(TaskError, match=re.escape(REFUSED[how])):
-        assert train_data(task, 7) is not eval_data(task, 7)
+        assert train_data(task, 7) is not eval_sets(task, 7)[""]
 
 
 class TakesAnything:
@@ -58,7 +58,7 @@ class TakesAnything:
 
 
 def test_a_missing_parameter_is_named_where_any_other_is_taken() -> None:
-    with pytest.raises(TaskError, match=r"missing a required argument: 'width'"):
+    with pytest.raises(ConfigError, match=r"task.width: .* needs this argument"):
         load_task(f"{__name__}.TakesAnything", {"height": 1}, [])
 
 
