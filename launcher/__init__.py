@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from launcher.config.hydra import compose as compose
     from launcher.config.schema import Config as Config
     from launcher.launch.planner import plan_job as plan_job
+    from launcher.loss import Loss as Loss
     from launcher.plan.run_plan import RunPlan as RunPlan
-    from launcher.task import Loss as Loss
     from launcher.train.context import Context as Context
     from launcher.train.context import current as current
     from launcher.train.engine.engine import Engine as Engine
@@ -33,7 +33,7 @@ _HOMES = {
     "Context": "launcher.train.context",
     "Engine": "launcher.train.engine.engine",
     "Job": "launcher.api",
-    "Loss": "launcher.task",
+    "Loss": "launcher.loss",
     "RunPlan": "launcher.plan.run_plan",
     "StepResult": "launcher.train.engine.window_totals",
     "Study": "launcher.api",

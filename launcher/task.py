@@ -14,9 +14,7 @@ import random
 import re
 import sys
 import traceback
-import warnings
 from collections.abc import Callable, Sequence, Sized
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -27,58 +25,10 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.utils.data import Dataset
 
+    from launcher.loss import Loss
+
 
 REQUIRED_METHODS = ("model", "train_data", "loss")
-
-
-@dataclass
-class Loss:
-    """Loss of one micro-batch, returned by a task.
-
-    Args:
-        total: sum of the loss over the micro-batch's items, a scalar that requires grad.
-        items: number of items (such as target tokens, or samples), an int or a scalar tensor on the same device.
-    """
-
-    total: Tensor
-    items: int | Tensor
-
-
-# registry in which the warnings module stores what it has shown
-_SHOWN_WARNINGS: dict[str | tuple[str, type[Warning], int], int] = {}
-
-
-def _line_of_loss(target: str) -> tuple[str, int]:
-    """Return file and first line of the task's ``loss``, which a warning about it shows."""
-    module, _, name = target.rpartition(".")
-    code = getattr(getattr(getattr(sys.modules.get(module), name, None), "loss", None), "__code__", None)
-    return (target, 1) if code is None else (code.co_filename, code.co_firstlineno)
-
-
-def as_loss(value: Loss | Tensor, samples: int, target: str) -> Loss:
-    """Convert the result of a task's loss to a ``Loss``. A scalar tensor is taken as a mean over samples, with a
-    warning.
-
-    Raises:
-        TaskError: it is neither.
-    """
-    from torch import Tensor
-
-    if isinstance(value, Loss):
-        return value
-    if isinstance(value, Tensor) and value.numel() == 1:
-        warnings.warn_explicit(
-            f"{target}.loss returned a bare tensor: taken for the mean over the micro-batch's samples. Where the items "
-            "are tokens, return launcher.Loss(total=sum over tokens, items=number of tokens) for the exact average.",
-            UserWarning,
-            *_line_of_loss(target),
-            registry=_SHOWN_WARNINGS,
-        )
-        return Loss(total=value.reshape(()) * samples, items=samples)
-    raise TaskError(
-        f"task._target_={target}: loss() returned a {type(value).__name__}.\n"
-        "  Return launcher.Loss(total=sum over items, items=how many), or a scalar tensor: the mean over samples."
-    )
 
 
 class Task(Protocol):
@@ -99,7 +49,7 @@ class Task(Protocol):
     def model(self) -> nn.Module: ...
     def train_data(self) -> Dataset[Any]: ...
     def eval_data(self) -> Dataset[Any] | dict[str, Dataset[Any]] | None: ...
-    def loss(self, model: Callable[..., Any], batch: Any) -> Loss | Tensor: ...
+    def loss(self, model: Callable[..., Any], batch: Any) -> Loss | Sequence[Loss] | Tensor: ...
 
 
 def load_task(target: str, params: dict[str, Any], search_path: Sequence[str], seed: int | None = None) -> Task:

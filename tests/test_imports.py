@@ -25,6 +25,7 @@ LAYERS = (
     ("process",),
     ("heartbeat",),
     ("targets",),
+    ("loss",),
     ("task",),
     ("tasks",),
     ("config",),

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher.errors import TaskError
-from launcher.task import Loss
+from launcher.loss import Loss
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from launcher.errors import TaskError
-from launcher.task import Loss
+from launcher.loss import Loss
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

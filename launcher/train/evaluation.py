@@ -9,19 +9,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import IterableDataset, default_collate
 
 from launcher.errors import DataError, LauncherError
 from launcher.heartbeat import HEARTBEAT, Phase, Wait
+from launcher.loss import as_losses
 from launcher.plan.run_plan import RunPlan
-from launcher.task import Loss, Task, as_loss, eval_set_text, is_mapped, seed_everything, seed_for
+from launcher.task import Task, eval_set_text, is_mapped, seed_everything, seed_for
 from launcher.train.data.loader import Collate, MicroBatch, prefetch
 from launcher.train.data.stream import Shard, blocks_in_turn, is_sharded
 from launcher.train.data.window_feed import Samples
 from launcher.train.engine.engine import Engine
+from launcher.train.engine.loss_terms import HeldOutSums
 from launcher.train.engine.preserved_state import SavedAttributes, SavedState
-from launcher.train.engine.window_totals import require_sum
 from launcher.train.metrics import Metrics
 from launcher.train.world import World
 
@@ -48,7 +49,7 @@ class Evaluation:
         kept = SavedAttributes(self._engine.parallel.module, self._task)
         for name, data in self.sets.items():
             if not isinstance(data, Iterator):  # it would lose the samples
-                self._sums(name, max_batches=1)
+                self._averages(name, max_batches=1)
         self._engine.context.take_scalars()
         if changed := kept.restore():
             print(f"The trial evaluation before the first step changed {changed}.", flush=True)
@@ -66,22 +67,22 @@ class Evaluation:
         return metrics
 
     def _evaluate(self, name: str) -> Metrics:
-        """Return the metrics of one set: loss, the mean over items."""
-        sums = self._sums(name)
-        loss_sum, items = sums["loss"]
-        if not items > 0:
+        """Return the metrics of one set: "loss", the mean over items (of several terms, the sum of their means), and
+        the averages of named terms and metrics."""
+        averages = self._averages(name)
+        if "loss" not in averages:
             raise DataError(
                 f"{eval_set_text(name)} has no item: there is nothing to evaluate on.\n  "
                 + ("Leave it out." if name else "Return None to have no evaluation.")
             )
-        return {"loss": loss_sum / items}
+        return averages
 
-    def _sums(self, name: str, max_batches: int | None = None) -> dict[str, tuple[float, float]]:
-        """Return (sum, count) of each quantity over one set, on all ranks. ``max_batches``: limit of micro-batches per
-        rank; None: all."""
-        engine, collate = self._engine, getattr(self._task, "collate", None)
+    def _averages(self, name: str, max_batches: int | None = None) -> Metrics:
+        """Return the averages over one set on all ranks. ``max_batches``: limit of micro-batches per rank; None:
+        all."""
+        engine, collate, target = self._engine, getattr(self._task, "collate", None), self._engine.plan.task.target
         HEARTBEAT.beat(Phase.evaluating)
-        sums = _Sums(engine.device)
+        sums = HeldOutSums(engine.world, engine.device)
         with _eval_mode(engine, name) as module:
             batches = eval_batches(self.sets[name], engine.plan, engine.world, engine.device, collate, max_batches)
             for number in itertools.count(1):
@@ -92,38 +93,9 @@ class Evaluation:
                         break
                     HEARTBEAT.beat(Phase.evaluating, number)
                     with engine.precision.autocast():
-                        loss = as_loss(self._task.loss(module, batch.data), batch.samples, engine.plan.task.target)
-                    require_sum(loss.total, loss.items)
-                if batch.samples:
-                    sums.add(loss)
-        with HEARTBEAT.waiting_for(Wait.collective):
-            return sums.over_ranks(engine.world)
-
-
-class _Sums:
-    """Sums and counts of one rank's evaluation, on its device, in fp64."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._sums: dict[str, Tensor] = {}  # (sum, count) by name
-
-    def add(self, loss: Loss) -> None:
-        self._add("loss", loss.total, loss.items)
-
-    def _add(self, name: str, total: Tensor, count: float | Tensor) -> None:
-        pair = self._sums.setdefault(name, torch.zeros(2, dtype=torch.float64, device=self._device))
-        pair[0] += total.detach().double()
-        pair[1] += count
-
-    def over_ranks(self, world: World) -> dict[str, tuple[float, float]]:
-        """Return the sums over all ranks, added in the order of the ranks: the same on each of them."""
-        pairs = torch.stack(list(self._sums.values())).tolist() if self._sums else []
-        total = {"loss": (0.0, 0.0)}
-        for own in world.of_all(dict(zip(self._sums, pairs, strict=True))):
-            for name, (part, count) in own.items():
-                before = total.get(name, (0.0, 0.0))
-                total[name] = before[0] + part, before[1] + count
-        return total
+                        losses = as_losses(self._task.loss(module, batch.data), batch.samples, target)
+                    sums.add(losses, batch.samples)
+        return sums.averages()
 
 
 @contextmanager

@@ -206,7 +206,9 @@ def _newest_record(file: IO[bytes], step: int) -> tuple[int, dict[str, Any] | No
     return 0, None
 
 
-def step_metrics(result: StepResult, plan: RunPlan, seen: tuple[int, int], total_s: float, peak_memory: int) -> Metrics:
+def step_metrics(
+    result: StepResult, plan: RunPlan, seen: tuple[int, float], total_s: float, peak_memory: int
+) -> Metrics:
     """Return the metrics of one step.
 
     Args:

@@ -10,18 +10,17 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from launcher.config.schema import OnOom
 from launcher.errors import RecordFailed
 from launcher.heartbeat import HEARTBEAT, Phase, Wait
+from launcher.loss import Loss, as_losses
 from launcher.plan.run_plan import RunPlan
 from launcher.rundir import code_snapshot
 from launcher.rundir.fencing import Fence
 from launcher.rundir.files import write_json
 from launcher.task import (
     Task,
-    as_loss,
     eval_set_text,
     eval_sets,
     file_of,
@@ -126,10 +125,9 @@ def schedule_of(task: Task, plan: RunPlan) -> MakeSchedule | None:
     return getattr(task, "schedule") if plan.task.own_schedule else None  # noqa: B009
 
 
-def loss_and_items(task: Task, engine: Engine, model: Callable[..., Any], batch: Any) -> tuple[Tensor, int | Tensor]:
-    """Return (loss_sum, num_items) of the current micro-batch."""
-    loss = as_loss(task.loss(model, batch), engine.samples_in_batch, engine.plan.task.target)
-    return loss.total, loss.items
+def losses_of(task: Task, engine: Engine, model: Callable[..., Any], batch: Any) -> list[Loss]:
+    """Return the terms of the task's loss of the current micro-batch."""
+    return as_losses(task.loss(model, batch), engine.samples_in_batch, engine.plan.task.target)
 
 
 class TrainingLoop:
@@ -186,7 +184,7 @@ class TrainingLoop:
         for window in engine.windows(samples, collate, self.loss, compare_data=compare):
             try:
                 for batch in window:
-                    engine.backward(*self.loss(engine.model, batch))
+                    engine.backward(self.loss(engine.model, batch))
             except Exception as error:
                 self.shrink_or_raise(error)
                 continue  # the window runs again
@@ -199,8 +197,8 @@ class TrainingLoop:
                 return "stopped"
         return "done"
 
-    def loss(self, model: Callable[..., Any], batch: Any) -> tuple[Tensor, int | Tensor]:
-        return loss_and_items(self.task, self.engine, model, batch)
+    def loss(self, model: Callable[..., Any], batch: Any) -> list[Loss]:
+        return losses_of(self.task, self.engine, model, batch)
 
     def finish_step(self, result: StepResult) -> None:
         """Save, evaluate and record what is due. The save comes first: an error in the evaluation must not lose the

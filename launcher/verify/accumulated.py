@@ -34,7 +34,7 @@ from launcher.train.data.window_feed import WindowPosition
 from launcher.train.engine.engine import Engine
 from launcher.train.engine.preserved_state import SavedState
 from launcher.train.engine.window_totals import StepResult
-from launcher.train.trainer import loss_and_items
+from launcher.train.trainer import losses_of
 from launcher.train.world import World, device_of
 from launcher.verify.comparison import Gradient, without_dropout
 
@@ -281,7 +281,7 @@ def _run_window(engine: Engine, task: Task, trial: Trial) -> StepResult | str:
 
     With fp16 the window runs again until the loss scale is small enough for it.
     """
-    loss_of = functools.partial(loss_and_items, task, engine)
+    loss_of = functools.partial(losses_of, task, engine)
     kept = SavedState(engine.parallel.module, engine.device)
     raised_on_all_ranks = (UnusedParameters, NotFinite, SyncPolicyViolated, DataError, TaskError)
     while True:
@@ -289,7 +289,7 @@ def _run_window(engine: Engine, task: Task, trial: Trial) -> StepResult | str:
         collate = getattr(task, "collate", None)
         stream = cast("Generator[Any]", engine.windows(trial.dataset, collate, forward=loss_of, compare_data=False))
         for batch in next(stream):
-            engine.backward(*loss_of(engine.model, batch))
+            engine.backward(loss_of(engine.model, batch))
         try:
             result = engine.step()
         except raised_on_all_ranks as error:

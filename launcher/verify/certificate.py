@@ -173,7 +173,7 @@ class WindowCheck:
 
     name: str
     samples: int
-    items: int
+    items: float
     reference_items: float
     micro_batches: int
     reference_batches: int

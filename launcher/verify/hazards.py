@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from launcher.config.schema import Norm
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.solve import what_norms_do
 from launcher.quantities import first_names
-from launcher.task import Loss, seed_everything
+from launcher.task import seed_everything
 from launcher.train.data.fingerprint import outline
 from launcher.train.data.randomness import Permutation
 from launcher.train.data.stream import blocks_in_turn, is_sharded
@@ -162,7 +162,7 @@ def probe_task(make: Callable[[], Reference], window: Sequence[Any], micro_size:
 def _loss_form(reference: Reference, samples: Sequence[Any]) -> Iterator[Hazard]:
     """Check the form of the task's loss."""
     reference.restore()
-    if not isinstance(reference.task_loss(samples), Loss):
+    if isinstance(reference.task_loss(samples), Tensor):
         yield Hazard(
             name="bare mean",
             effect=Effect.noted,

@@ -14,10 +14,12 @@ from torch.utils.data import default_collate
 
 from launcher.config.schema import Norm
 from launcher.errors import RunError
+from launcher.loss import Loss, as_losses
 from launcher.plan.run_plan import RunPlan
-from launcher.task import Loss, as_loss, build_model, load_task, seed_everything, train_data
+from launcher.task import build_model, load_task, seed_everything, train_data
 from launcher.train.context import ContextSource
 from launcher.train.data.loader import to_device
+from launcher.train.engine import loss_terms
 from launcher.train.engine.oom import is_out_of_memory
 from launcher.train.engine.preserved_state import SavedState
 from launcher.train.inspection.memory_forecast import free_host_bytes
@@ -116,7 +118,7 @@ class Reference:
             for p, value in before:
                 p.copy_(value)
 
-    def task_loss(self, samples: Sequence[Any]) -> Loss | Tensor:
+    def task_loss(self, samples: Sequence[Any]) -> Loss | Sequence[Loss] | Tensor:
         """Return the task's own loss of these samples as one batch."""
         with self.context.active():
             batch = to_device(self._collate(list(samples)), self.device)
@@ -124,7 +126,8 @@ class Reference:
                 return self.task.loss(self.model, batch)
 
     def loss(self, samples: Sequence[Any]) -> Loss:
-        return as_loss(self.task_loss(samples), len(samples), self.plan.task.target)
+        losses = as_losses(self.task_loss(samples), len(samples), self.plan.task.target)
+        return Loss(*loss_terms.single(losses))
 
     def _backward(self, samples: Sequence[Any]) -> tuple[float, float, Gradient]:
         """Return (total loss, items, gradient of the total without unused parameters) of the samples as one batch."""

@@ -25,7 +25,7 @@ from launcher.quantities import count, first_names
 from launcher.rundir.files import write_json
 from launcher.task import eval_set_text, eval_sets, first_samples, load_task, train_data
 from launcher.train import precision
-from launcher.train.engine.window_totals import require_sum
+from launcher.train.engine.loss_terms import require_sum
 from launcher.train.precision import DTYPES
 from launcher.train.world import World, device_of, disband, join
 from launcher.verify.accumulated import EngineRun, EngineWindow, Trial, choose_windows, in_fp32, run_windows

@@ -88,7 +88,7 @@ REFUSED = {
     "OtherLength": "not the same on all ranks",
     "AllPadding": "holds an item",
     "NotEvaluated": "The evaluation fails: ValueError: no labels in the held-out data",
-    "Negative task.as_tensor=1": "must be a whole number, 0 or more",
+    "Negative task.as_tensor=1": "must be a finite number, 0 or more",
 }
 ERRORS = {
     "Vector": "The loss of a micro-batch is of shape [",

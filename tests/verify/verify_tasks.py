@@ -433,7 +433,7 @@ class NumberLoss(Padded):
 class Negative(Padded):
     """Negative items; with ``as_tensor`` in a tensor on the device."""
 
-    def __init__(self, as_tensor: bool = False) -> None:
+    def __init__(self, as_tensor: Any = None) -> None:
         self.as_tensor = as_tensor
 
     def loss(self, model: Any, batch: Tensor) -> Any:

@@ -44,7 +44,7 @@ MIN_ROUNDS, MAX_ROUNDS = 3, 20
 # with run.calibrate_s=null: seconds at most, and the share of the run's predicted time
 DEFAULT_S, DEFAULT_SHARE = 15.0, 0.1
 
-Run = Callable[[Callable[..., Any], MicroBatch], tuple[Tensor, int | Tensor]]
+Run = Callable[[Callable[..., Any], MicroBatch], tuple[Tensor, float | Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,13 +23,14 @@ from torch import Tensor
 
 from launcher.errors import EngineMisuse
 from launcher.heartbeat import HEARTBEAT, Phase
+from launcher.loss import Loss
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.sync_policy import reduces
 from launcher.train import precision
 from launcher.train.context import ContextSource
 from launcher.train.data.loader import Collate, MicroBatch, to_device
 from launcher.train.data.window_feed import BEGINNING, Window, WindowPosition, open_feed
-from launcher.train.engine import oom, window_totals
+from launcher.train.engine import loss_terms, oom, window_totals
 from launcher.train.engine.build import ModelFrom, OptimizerFrom, TrainedParameters, build_parallel
 from launcher.train.engine.calibration import Calibrated, Calibration, measured_as
 from launcher.train.engine.optimizer_step import OptimizerStep
@@ -178,19 +179,19 @@ class Engine:
                     yield micro.data
                 current.require_backward()
 
-    def backward(self, loss_sum: Tensor, items: int | Tensor) -> None:
+    def backward(self, loss: Tensor | Loss | Sequence[Loss], items: float | Tensor | None = None) -> None:
         """Accumulate the gradient of one micro-batch, and synchronise it if the sync policy says so.
 
         Args:
-            loss_sum: scalar, the loss summed over the micro-batch's items.
-            items: number of these items.
+            loss: scalar, the loss summed over the micro-batch's items; or a ``Loss``, or a list of one.
+            items: number of these items, or the sum of their weights.
 
         Raises:
-            TaskError: ``loss_sum`` is no scalar, or ``items`` no count.
+            TaskError: the loss is no scalar, or ``items`` no number of at least 0.
         """
         current, totals = self._current, self._totals
         samples = current.take_micro_batch().samples
-        window_totals.require_sum(loss_sum, items, with_gradient=True)
+        loss_sum, items = loss_terms.single(loss, items, with_gradient=True)
         weight = self._optimizer_step.weight(items, samples)
         if samples:
             totals.add(loss_sum, items, samples)
@@ -347,7 +348,7 @@ class Engine:
         return self._optimizer_step.samples
 
     @property
-    def items(self) -> int:
+    def items(self) -> float:
         """Items seen so far, on all ranks."""
         return self._optimizer_step.items
 

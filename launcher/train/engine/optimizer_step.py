@@ -74,7 +74,8 @@ class OptimizerStep:
         self._divisor: float | None = None
         self._items_in_epoch = False  # the epoch has had an item so far
         self._empty_in_a_row = 0
-        self.steps = self.skipped_steps = self.empty_windows = self.samples = self.items = 0
+        self.steps = self.skipped_steps = self.empty_windows = self.samples = 0
+        self.items: float = 0
 
     @property
     def divisor(self) -> float:
@@ -87,13 +88,13 @@ class OptimizerStep:
         """Loss scale of fp16; None in other precisions."""
         return self._precision.scaler.get_scale() if self._precision.scales else None
 
-    def weight(self, items: int | Tensor, samples: int) -> float:
+    def weight(self, items: float | Tensor, samples: int) -> float:
         """Return the factor of a micro-batch's loss in its backward pass: 1/C, or 0 for a stand-in without samples."""
         if self._divisor is None:
             self._divisor = self._agree_on_divisor(items if samples else 0)
         return (samples > 0) / self._divisor
 
-    def _agree_on_divisor(self, items: int | Tensor) -> float:
+    def _agree_on_divisor(self, items: float | Tensor) -> float:
         """Return C, from the number of items in each rank's first micro-batch."""
         most = torch.as_tensor(items, dtype=torch.float64, device=self._device).detach().reshape(1)
         if self._world.size > 1:
@@ -230,4 +231,4 @@ class OptimizerStep:
 def _power_of_two(items: float) -> float:
     """Return C for a rank's window of ``items``: close to it, so that fp16 stays in range, and a power of two, so that
     scaling by it is exact."""
-    return 2.0 ** round(math.log2(min(max(1.0, items), 2.0**60)))
+    return 2.0 ** round(math.log2(min(max(2.0**-60, items), 2.0**60))) if items > 0 else 1.0

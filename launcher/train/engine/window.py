@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,9 +13,10 @@ from torch import Tensor
 from launcher.config.schema import Sync
 from launcher.errors import ConfigError, EngineMisuse
 from launcher.heartbeat import HEARTBEAT, Phase
+from launcher.loss import Loss
 from launcher.train.data.loader import MicroBatch
 from launcher.train.data.window_feed import Window
-from launcher.train.engine import window_totals
+from launcher.train.engine import loss_terms
 from launcher.train.engine.optimizer_step import OptimizerStep
 from launcher.train.engine.preserved_state import SavedState
 from launcher.train.engine.window_batchnorm import WindowNorms
@@ -24,8 +25,8 @@ from launcher.train.parallel.batchnorm import Norms
 from launcher.train.parallel.replicas import Buffers
 from launcher.train.precision import Precision
 
-# the loop's own forward pass: (model, batch) -> loss_sum, items
-Forward = Callable[[Callable[..., Any], Any], tuple[Tensor, int | Tensor]]
+# the loop's own forward pass: (model, batch) -> (loss_sum, items), a Loss, or a list of one
+Forward = Callable[[Callable[..., Any], Any], tuple[Tensor, float | Tensor] | Loss | Sequence[Loss]]
 Calibrate = Callable[[list[MicroBatch]], None]
 
 
@@ -187,15 +188,14 @@ class CurrentWindow:
         if self.micro is not None:
             raise EngineMisuse("engine.backward(loss_sum, items) was not called for a micro-batch.")
 
-    def run(self, forward: Forward, model: Callable[..., Any], micro: MicroBatch) -> tuple[Tensor, int | Tensor]:
+    def run(self, forward: Forward, model: Callable[..., Any], micro: MicroBatch) -> tuple[Tensor, float | Tensor]:
         """Run ``forward`` on a copy of the micro-batch and return its (loss_sum, items); training uses the original."""
         self.micro = micro
         try:
-            loss_sum, items = forward(model, copy.deepcopy(micro.data))
+            result = forward(model, copy.deepcopy(micro.data))
         finally:
             self.micro = None
-        window_totals.require_sum(loss_sum, items)
-        return loss_sum, items
+        return loss_terms.single(*result) if isinstance(result, tuple) else loss_terms.single(result)
 
     def _scaled_loss(self, micro: MicroBatch) -> Tensor:
         """Return the scalar of the backward pass of ``micro``, by the unwrapped model, without collectives."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from launcher.config.schema import Sync
-from launcher.errors import EngineMisuse, NotFinite, TaskError
+from launcher.errors import NotFinite, TaskError
+from launcher.train.engine.loss_terms import NO_COUNT
 from launcher.train.measure.comm_meter import CommStats, Meter
 from launcher.train.measure.noise_scale import Noise
 from launcher.train.measure.observer import Observer
@@ -32,7 +32,7 @@ class StepResult:
         loss: sum over the window's items divided by their number; nan in a window without items, as is grad_norm.
         grad_norm: global norm of the gradient of that mean, unscaled, before clipping.
         lr: learning rate of the first parameter group in this step, whether the plan or the user's loop set it.
-        samples, items: number in the window, on all ranks.
+        samples, items: number in the window, on all ranks; items are an int if they are a whole number.
         micro_batches: number that each rank ran.
         skipped: fp16 overflowed, or the window held no item: parameters, schedule and step count are unchanged.
         scale: fp16 loss scale of this window; None without scaling.
@@ -56,7 +56,7 @@ class StepResult:
     grad_norm: float
     lr: float
     samples: int
-    items: int
+    items: float
     micro_batches: int
     skipped: bool
     scale: float | None
@@ -78,7 +78,7 @@ class ReducedTotals:
     """Totals and flags of a window, equal on all ranks. ``grad_norm`` is the norm of the gradients before they are
     multiplied by C*W/N."""
 
-    items: int
+    items: float
     loss_sum: float
     samples: int
     more: bool
@@ -118,12 +118,12 @@ class WindowTotals:
     def clear(self) -> None:
         self.losses: list[Tensor] = []
         self._items: list[Tensor] = []  # item counts of the micro-batches that were counted on the device
-        self._counted_items = 0
+        self._counted_items: float = 0
         self._samples = 0
         self._shared: Tensor | None = None
         self._work: dist.Work | None = None
 
-    def add(self, loss_sum: Tensor, items: int | Tensor, samples: int) -> None:
+    def add(self, loss_sum: Tensor, items: float | Tensor, samples: int) -> None:
         self.losses.append(loss_sum.detach())
         self._samples += samples
         if isinstance(items, Tensor):
@@ -144,7 +144,7 @@ class WindowTotals:
         if self._items:
             counts = _stack(self._items)
             # an invalid count makes the sum nan on every rank, which needs neither a separate flag nor the host
-            counted = counts.where((counts >= 0) & (counts == counts.round()), torch.nan).sum()
+            counted = counts.where((counts >= 0) & counts.isfinite(), torch.nan).sum()
             computed[_ITEMS] = self._counted_items + counted
         if self._device.type == "cpu":
             for position, value in computed.items():
@@ -174,10 +174,10 @@ class WindowTotals:
         """True from the start of the all-reduce until the next window."""
         return self._shared is not None
 
-    def items_of_all(self) -> int:
+    def items_of_all(self) -> float:
         """Wait for the all-reduce, and return the window's number of items on all ranks."""
         items = self._arrived()[_ITEMS].item()
-        return round(items) if math.isfinite(items) else 0
+        return whole(items) if math.isfinite(items) else 0
 
     def out_of_memory(self) -> bool:
         """Wait for the all-reduce, and return whether a rank is out of memory."""
@@ -194,7 +194,7 @@ class WindowTotals:
         """Wait for the all-reduce, pass their sums to the observers, and return the rest.
 
         Raises:
-            TaskError: a number of items is not a whole number of at least 0; on all ranks.
+            TaskError: a number of items is not finite, or negative; on all ranks.
         """
         sums = self._arrived().tolist()
         if not math.isfinite(sums[_ITEMS]):
@@ -202,7 +202,7 @@ class WindowTotals:
         for observer, (start, end) in zip(self._observers, itertools.pairwise(self._ends), strict=True):
             observer.receive(sums[start:end])
         flags = (sums[_MORE] > 0, sums[_STOP] > 0, sums[_SAVE_DUE] > 0)
-        return ReducedTotals(round(sums[_ITEMS]), sums[_LOSS], round(sums[_SAMPLES]), *flags, grad_norm.item())
+        return ReducedTotals(whole(sums[_ITEMS]), sums[_LOSS], round(sums[_SAMPLES]), *flags, grad_norm.item())
 
     def sum_of(self, observer: Observer) -> list[float]:
         """Return the sums that ``observer`` would receive with the next window. All ranks call it.
@@ -220,51 +220,18 @@ class WindowTotals:
 
     def _explain_bad_items(self) -> TaskError:
         counts = [float(count.item()) for count in self._items]
-        bad = [(n + 1, count) for n, count in enumerate(counts) if not (count >= 0 and count.is_integer())]
+        bad = [(n + 1, count) for n, count in enumerate(counts) if not 0 <= count < math.inf]
         where = "; ".join(
             f"rank {rank}, micro-batch {number} has {count:g}"
             for rank, bad_of_rank in enumerate(self._world.of_all(bad))
             for number, count in bad_of_rank
         )
-        return TaskError(_NO_COUNT.format(where))
+        return TaskError(NO_COUNT.format(where))
 
 
-_NO_COUNT = (
-    "The items of a micro-batch must be a whole number, 0 or more: {}.\n"
-    "  Return how many items the loss is a sum over: target tokens, or samples."
-)
-
-
-def require_sum(loss_sum: object, items: object, *, with_gradient: bool = False) -> None:
-    """Raise TaskError if the two have a wrong type or shape. Values on a GPU are checked later, by ``receive``.
-
-    Args:
-        with_gradient: also raise EngineMisuse if the loss does not require a gradient.
-    """
-    if not isinstance(loss_sum, Tensor) or loss_sum.numel() != 1:
-        kind = f"of shape {list(loss_sum.shape)}" if isinstance(loss_sum, Tensor) else f"a {type(loss_sum).__name__}"
-        raise TaskError(
-            f"The loss of a micro-batch is {kind}, and must be a scalar tensor: the sum over its items.\n"
-            '  Sum it: reduction="sum" in torch\'s losses, or .sum().'
-        )
-    if isinstance(items, Tensor):
-        if items.numel() != 1:
-            raise TaskError(
-                f"The items of a micro-batch are a tensor of shape {list(items.shape)}, and must be one number.\n"
-                "  Sum the mask, or count the samples."
-            )
-        if items.requires_grad:
-            raise TaskError(
-                "The number of items of a micro-batch requires a gradient, and must not depend on the parameters.\n"
-                "  Count targets or samples, and apply weights in the loss; or detach() the number."
-            )
-    # int first: the check for an abstract class is slow
-    elif not (isinstance(items, int | numbers.Real) and float(items) >= 0 and float(items).is_integer()):
-        raise TaskError(_NO_COUNT.format(f"this one has {items!r}"))
-    if with_gradient and not loss_sum.requires_grad:
-        raise EngineMisuse(
-            "The loss does not require a gradient: it was detached, made from a number, or computed under no_grad."
-        )
+def whole(number: float) -> float:
+    """Return a whole number as an int, any other unchanged."""
+    return int(number) if number.is_integer() else number
 
 
 def _stack(values: list[Tensor]) -> Tensor:

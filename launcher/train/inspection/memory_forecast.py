@@ -35,10 +35,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from launcher.config.schema import Device, Sync
 from launcher.errors import LauncherError
+from launcher.loss import as_losses
 from launcher.plan.run_plan import Forecast, RunPlan
 from launcher.plan.sync_policy import POLICIES, Collective, transfers_per_window
 from launcher.process import die_with_parent
-from launcher.task import Task, as_loss, build_model, first_batch, load_task, train_data
+from launcher.task import Task, build_model, first_batch, load_task, train_data
 from launcher.train.context import ContextSource
 from launcher.train.engine.build import build_parallel
 from launcher.train.parallel.base import Parallel
@@ -121,9 +122,9 @@ def _run_windows(
         last = number == micro_batches - 1
         parallel.meter.open_window()
         with parallel.micro_batch(plan.strategy.sync, first=number == 0, last=last), precision.autocast():
-            loss = as_loss(task.loss(parallel.forward, inputs), plan.batch.micro_size, plan.task.target)
+            losses = as_losses(task.loss(parallel.forward, inputs), plan.batch.micro_size, plan.task.target)
             with parallel.backward():
-                precision.backward(loss.total)
+                precision.backward(sum((loss.total for loss in losses[1:]), losses[0].total))
         if last:
             parallel.gradients()
             optimizer.step()

@@ -32,7 +32,7 @@ class EndedWindow:
     """
 
     samples: int
-    items: int
+    items: float
     comparable: bool
     grad_norm: float
     gradient_unit: float

@@ -63,7 +63,7 @@ class Parallel:
         """Discard the current window, none of whose passes has run a collective yet."""
         self.zero_grad()
 
-    def backward(self, items: Callable[[], int] | None = None) -> AbstractContextManager[None]:  # noqa: ARG002
+    def backward(self, items: Callable[[], float] | None = None) -> AbstractContextManager[None]:  # noqa: ARG002
         """Return the context for the backward pass of a micro-batch's loss.
 
         A loss that uses gradients itself, such as a gradient penalty, runs further backward passes outside of it.

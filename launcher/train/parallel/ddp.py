@@ -83,7 +83,7 @@ class Ddp(Parallel):
         self._ddp.reducer._reset_state()
         self.zero_grad()
 
-    def backward(self, items: Callable[[], int] | None = None) -> AbstractContextManager[None]:
+    def backward(self, items: Callable[[], float] | None = None) -> AbstractContextManager[None]:
         # under `every`, part of the residue is from this window already
         if items is not None and self._sync is not Sync.every:
             self._compression.before_reduction(items)
@@ -173,7 +173,7 @@ class Compression(Protocol):
         """
         ...
 
-    def before_reduction(self, items: Callable[[], int]) -> None: ...
+    def before_reduction(self, items: Callable[[], float]) -> None: ...
 
     def begin_trial(self) -> None:
         """Compress from now on, even if the run's first windows are sent uncompressed."""
@@ -215,7 +215,7 @@ class _Cast:
             done = done.then(lambda done: gradients.copy_(done.value()[0]))
         return done, sent.nbytes, 1
 
-    def before_reduction(self, items: Callable[[], int]) -> None: ...
+    def before_reduction(self, items: Callable[[], float]) -> None: ...
     def begin_trial(self) -> None: ...
     def state_dict(self) -> dict[str, Any]:
         return {}

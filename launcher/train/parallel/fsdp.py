@@ -165,7 +165,7 @@ class Fsdp(Parallel):
     def _parameters_of_root(self) -> list[Any]:
         return [parameter for group in groups_of(self._modules[0]) for parameter in group.fsdp_params]
 
-    def backward(self, items: Callable[[], int] | None = None) -> AbstractContextManager[None]:  # noqa: ARG002
+    def backward(self, items: Callable[[], float] | None = None) -> AbstractContextManager[None]:  # noqa: ARG002
         self._uses.before_backward()
         return nullcontext()
 

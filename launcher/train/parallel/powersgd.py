@@ -48,7 +48,7 @@ class PowerSgd:
         # state of the parameters that no bucket of torch's hook holds now
         self._residue: dict[nn.Parameter, Tensor] = {}
         self._factors: dict[nn.Parameter, Tensor] = {}
-        self._items = 0
+        self._items = 0.0
 
     def reduce(self, bucket: dist.GradBucket) -> tuple[Future[Tensor], int, int]:
         self._assign_state(bucket.index(), cast("list[nn.Parameter]", bucket.parameters()))
@@ -64,7 +64,7 @@ class PowerSgd:
         numbers = self._state.total_numel_after_compression - before if compresses else gradients.numel()
         return reduced, numbers * gradients.element_size(), 3 if compresses else 1
 
-    def before_reduction(self, items: Callable[[], int]) -> None:
+    def before_reduction(self, items: Callable[[], float]) -> None:
         """Rescale the residue: it is part of a sum that was divided by the last window's items, and this step divides
         by this window's."""
         number = items()
@@ -144,7 +144,7 @@ class PowerSgd:
         self._release_state(list(self._layout))
         parameters = {name: parameter for parameter, name in self._names.items()}
         self._state.iter = int(state["synchronisations"])
-        self._items = int(state["items"])
+        self._items = float(state["items"])
         self._residue = {parameters[name]: tensor for name, tensor in state.get("residue", {}).items()}
         factors = {parameters[name]: tensor for name, tensor in state.get("factors", {}).items()}
         # factors of another strategy.powersgd_rank cannot be used: the hook then creates new ones

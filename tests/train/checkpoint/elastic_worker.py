@@ -46,7 +46,7 @@ def plan_of(job: dict[str, Any]) -> RunPlan:
 
 def note_samples(job: dict[str, Any]) -> None:
     """Which samples count in which window, a line a micro-batch; each rank in a file of its own."""
-    inner = trainer.loss_and_items.inner if hasattr(trainer.loss_and_items, "inner") else trainer.loss_and_items  # pyright: ignore
+    inner = trainer.losses_of.inner if hasattr(trainer.losses_of, "inner") else trainer.losses_of  # pyright: ignore
     file = Path(job["run"]) / f"seen.{World.here().rank}"
 
     def noted(task: Task, engine: Engine, model: Any, batch: Tensor) -> Any:
@@ -57,7 +57,7 @@ def note_samples(job: dict[str, Any]) -> None:
         return inner(task, engine, model, batch)
 
     noted.inner = inner  # pyright: ignore[reportFunctionMemberAccess]
-    trainer.loss_and_items = noted
+    trainer.losses_of = noted
 
 
 def read(job: dict[str, Any]) -> None:

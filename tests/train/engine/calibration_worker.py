@@ -30,7 +30,7 @@ from launcher.train.data.randomness import random_state, restore_random_state
 from launcher.train.engine import calibration
 from launcher.train.engine.calibration import Calibrated
 from launcher.train.engine.engine import Engine
-from launcher.train.trainer import loss_and_items
+from launcher.train.trainer import losses_of
 from launcher.train.world import World
 from tests.helpers import make_plan
 from tests.train.engine.calibration_task import SAMPLES, Traced
@@ -59,10 +59,10 @@ def train(plan: RunPlan, words: dict[str, int]) -> tuple[dict[str, Any], Calibra
         if calls == words.get("oom_backward") and engine.world.rank == 1:
             hook = module.middle.register_forward_hook(fail_in_backward)
             try:
-                return loss_and_items(task, engine, model, batch)
+                return losses_of(task, engine, model, batch)
             finally:
                 hook.remove()
-        return loss_and_items(task, engine, model, batch)
+        return losses_of(task, engine, model, batch)
 
     seed_everything(3)
     engine = Engine(task.model, lambda p: torch.optim.AdamW(p, 0.05), plan, shard_units=task.shard_units, owner=task)
@@ -83,7 +83,7 @@ def train(plan: RunPlan, words: dict[str, int]) -> tuple[dict[str, Any], Calibra
     for window in engine.windows(Recorded(data, order), forward=forward if own is None else None):
         for batch in window:
             order[0] += "F"
-            engine.backward(*loss_and_items(task, engine, engine.model, batch))
+            engine.backward(losses_of(task, engine, engine.model, batch))
         result = engine.step()
         if own == result.window + 1:
             engine.calibrate(forward, some_batches(data))

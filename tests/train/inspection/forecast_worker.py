@@ -16,12 +16,13 @@ import torch
 import torch.distributed as dist
 
 from launcher.config.hydra import compose
+from launcher.loss import as_losses
 from launcher.plan.host import Site
 from launcher.plan.launch_plan import RunInfo
 from launcher.plan.run_plan import RunPlan, TaskPlan
 from launcher.plan.solve import solve
 from launcher.plan.sync_policy import POLICIES, SHARDED, Collective
-from launcher.task import as_loss, load_task
+from launcher.task import load_task
 from launcher.train.engine.build import FromModel
 from launcher.train.engine.engine import Engine
 from launcher.train.inspection.memory_forecast import forecasts
@@ -69,8 +70,8 @@ def count(file: Path) -> None:
             )
             for window in engine.windows(task.train_data()):
                 for batch in window:
-                    loss = as_loss(task.loss(engine.model, batch), engine.samples_in_batch, plan.task.target)
-                    engine.backward(loss.total, loss.items)
+                    losses = as_losses(task.loss(engine.model, batch), engine.samples_in_batch, plan.task.target)
+                    engine.backward(losses)
                 kinds = engine.step().comm.kinds
                 if engine.steps == 2:
                     break

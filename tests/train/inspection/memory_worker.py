@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from launcher.config.schema import Sync
+from launcher.loss import as_losses
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.sync_policy import POLICIES
-from launcher.task import as_loss, load_task
+from launcher.task import load_task
 from launcher.train.engine.build import FromModel
 from launcher.train.engine.engine import Engine
 from launcher.train.optimizers import build_optimizer
@@ -41,8 +42,8 @@ def peak(plan: RunPlan, sync: Sync) -> int:
         for number, window in enumerate(engine.windows(task.train_data()), 1):
             for batch in window:
                 tracker.reset_mod_stats()
-                loss = as_loss(task.loss(engine.model, batch), engine.samples_in_batch, plan.task.target)
-                engine.backward(loss.total, loss.items)
+                losses = as_losses(task.loss(engine.model, batch), engine.samples_in_batch, plan.task.target)
+                engine.backward(losses)
             engine.step()
             if number == WINDOWS:
                 break

@@ -1,0 +1,92 @@
+"""Loss of a micro-batch: sums, and the numbers of items that they are averaged over. No torch at import."""
+
+# pyright: basic
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+from launcher.errors import TaskError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass
+class Loss:
+    """Loss of one micro-batch, returned by a task; or one term of it, if a list of several is returned.
+
+    Several terms are averaged over their own items each, over the whole window, and then added.
+
+    Args:
+        total: sum of the loss over the micro-batch's items, a scalar that requires grad.
+        items: number of items (such as target tokens, or samples), or the sum of their weights: an int, a float, or a
+            scalar tensor on the same device. 0 if there is none.
+        metrics: by name, further sums and the numbers that they are averaged over, as numbers or scalar tensors:
+            {"accuracy": (correct, count)}. The same names in every micro-batch; (0, 0) where there is nothing to count.
+            They are logged as train/NAME and eval/NAME.
+        name: of a term, whose mean is logged as train/loss_NAME and eval/loss_NAME.
+    """
+
+    total: Tensor
+    items: int | float | Tensor
+    metrics: Mapping[str, tuple[float | Tensor, float | Tensor]] = field(default_factory=dict)
+    name: str | None = None
+
+
+# registry in which the warnings module stores what it has shown
+_SHOWN_WARNINGS: dict[str | tuple[str, type[Warning], int], int] = {}
+
+
+def _line_of_loss(target: str) -> tuple[str, int]:
+    """Return file and first line of the task's ``loss``, which a warning about it shows."""
+    module, _, name = target.rpartition(".")
+    code = getattr(getattr(getattr(sys.modules.get(module), name, None), "loss", None), "__code__", None)
+    return (target, 1) if code is None else (code.co_filename, code.co_firstlineno)
+
+
+def as_losses(value: Loss | Sequence[Loss] | Tensor, samples: int, target: str) -> list[Loss]:
+    """Return the terms of a task's loss: one ``Loss``, or the elements of a list of several. A scalar tensor is taken
+    as a mean over samples, with a warning.
+
+    Args:
+        value: result of the task's ``loss``.
+        samples: number of samples in the micro-batch.
+        target: dotted path of the task, for messages.
+
+    Raises:
+        TaskError: it is none of these.
+    """
+    from torch import Tensor
+
+    if isinstance(value, Loss):
+        return [value]
+    if isinstance(value, Tensor) and value.numel() == 1:
+        warnings.warn_explicit(
+            f"{target}.loss returned a bare tensor: taken for the mean over the micro-batch's samples. Where the items "
+            "are tokens, return launcher.Loss(total=sum over tokens, items=number of tokens) for the exact average.",
+            UserWarning,
+            *_line_of_loss(target),
+            registry=_SHOWN_WARNINGS,
+        )
+        return [Loss(total=value.reshape(()) * samples, items=samples)]
+    if isinstance(value, list | tuple) and value and all(isinstance(term, Loss) for term in cast("Any", value)):
+        return list(value)
+    raise TaskError(
+        f"task._target_={target}: loss() returned {_describe(value)}.\n"
+        "  Return launcher.Loss(total=sum over items, items=how many), a list of several, or a scalar tensor: the mean "
+        "over samples."
+    )
+
+
+def _describe(value: object) -> str:
+    if not isinstance(value, list | tuple):
+        return f"a {type(value).__name__}"
+    if not value:
+        return f"an empty {type(value).__name__}"
+    kinds = ", ".join(dict.fromkeys(type(element).__name__ for element in value))
+    return f"a {type(value).__name__} of {kinds}"

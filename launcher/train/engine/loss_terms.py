@@ -1,0 +1,294 @@
+"""Terms and metrics of a loss: checks, names, sums over micro-batches and ranks, and their averages."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from launcher.errors import EngineMisuse, TaskError
+from launcher.loss import Loss
+from launcher.quantities import first_names
+from launcher.train.world import World
+
+# metrics of the launcher's own, as train/NAME or eval/NAME
+RESERVED = ("loss", "lr", "grad_norm")
+_NAME = re.compile(r"[A-Za-z][\w.@-]*")
+NO_COUNT = (
+    "The items of a micro-batch must be a finite number, 0 or more: {}.\n"
+    "  Return how many items the loss is a sum over (target tokens, or samples), or the sum of their weights."
+)
+
+
+@dataclass(frozen=True)
+class LossParts:
+    """Names of the parts of a loss, the same in every micro-batch.
+
+    Args:
+        terms: names of the terms, None without one; a loss of one term has one.
+        metrics: names of the metrics of all terms, sorted.
+    """
+
+    terms: tuple[str | None, ...]
+    metrics: tuple[str, ...]
+
+    @classmethod
+    def of(cls, losses: Sequence[Loss]) -> Self:
+        """Return those of the terms of a loss.
+
+        Raises:
+            TaskError: a name is not allowed, or is there twice.
+        """
+        names = [name for loss in losses for name in loss.metrics]
+        parts = cls(tuple(loss.name for loss in losses), tuple(sorted(names, key=str)))
+        parts._require_names()
+        return parts
+
+    def _require_names(self) -> None:
+        named = [f"loss_{name}" for name in self.terms if name is not None]
+        for kind, names in (("name=", [name for name in self.terms if name is not None]), ("metrics: ", self.metrics)):
+            for name in names:
+                if not isinstance(name, str) or not _NAME.fullmatch(name):
+                    raise TaskError(
+                        f"Loss({kind}{name!r}): a name has letters, digits, and any of _ . @ -, and starts with a "
+                        "letter."
+                    )
+                if kind != "name=" and name in RESERVED:
+                    raise TaskError(
+                        f"Loss(metrics: {name!r}): train/{name} is a metric of the launcher's own.\n"
+                        "  Choose another name."
+                    )
+        logged = [*named, *self.metrics]
+        if twice := [name for name in dict.fromkeys(logged) if logged.count(name) > 1]:
+            raise TaskError(
+                f"The terms of the loss have {first_names(twice)} twice. A name can be used once: the mean of the "
+                "term NAME is logged as loss_NAME."
+            )
+
+    @property
+    def plain(self) -> bool:
+        """True if there is nothing but one loss: no second term, no metric, no name."""
+        return self == PLAIN
+
+    def averages(self, losses: Sequence[Sequence[float]], metrics: Sequence[Sequence[float]]) -> dict[str, float]:
+        """Return the averages by name: "loss_NAME" of each named term, and those of the metrics; none where the count
+        is 0.
+
+        Args:
+            losses: (sum, number of items) of each term, over all micro-batches and ranks.
+            metrics: (sum, count) of each metric.
+        """
+        names = ["" if name is None else f"loss_{name}" for name in self.terms]
+        pairs = zip([*names, *self.metrics], [*losses, *metrics], strict=True)
+        return {name: total / count for name, (total, count) in pairs if name and count}
+
+
+PLAIN = LossParts((None,), ())
+
+
+def sum_of_means(sums: Sequence[Sequence[float]]) -> float:
+    """Return the loss: the sum of the means of all terms that have items; nan if none has.
+
+    Args:
+        sums: (sum, number of items) of each term.
+    """
+    means = [total / items for total, items in sums if items]
+    return sum(means[1:], means[0]) if means else math.nan
+
+
+def metrics_of(losses: Sequence[Loss]) -> list[tuple[Any, Any]]:
+    """Return the (sum, count) of each metric of all terms, in the order of ``LossParts.metrics``."""
+    pairs = {name: pair for loss in losses for name, pair in loss.metrics.items()}
+    return [pairs[name] for name in sorted(pairs)]
+
+
+def as_terms(loss: Any, items: Any = None) -> list[Loss]:
+    """Return the terms that a loop passes to the engine: (loss_sum, items), a ``Loss``, or a sequence of several.
+
+    Raises:
+        TaskError: it is none of these, or a term has a wrong type or shape.
+    """
+    losses: Any = [loss] if isinstance(loss, Loss) else loss
+    if not (isinstance(losses, list | tuple) and losses and all(isinstance(term, Loss) for term in losses)):
+        losses = [Loss(cast("Tensor", loss), items)]
+    require_terms(losses)
+    return [*losses]
+
+
+def single(loss: Any, items: Any = None, *, with_gradient: bool = False) -> tuple[Tensor, float | Tensor]:
+    """Return (loss_sum, items) of a loss that has one term.
+
+    Raises:
+        TaskError: it has several, or metrics.
+    """
+    losses = as_terms(loss, items)
+    if len(losses) > 1 or losses[0].metrics:
+        raise TaskError("Several terms and metrics are supported in the evaluation only, not yet in training.")
+    if with_gradient:
+        require_gradient(losses[0].total)
+    return losses[0].total, losses[0].items
+
+
+def require_terms(losses: Sequence[Loss]) -> None:
+    """Raise TaskError if a term or a metric has a wrong type or shape. Values on a GPU are checked later, by the
+    window's totals."""
+    for loss in losses:
+        require_sum(loss.total, loss.items)
+        if loss.metrics:
+            _require_metrics(loss.metrics)
+
+
+def require_sum(loss_sum: object, items: object) -> None:
+    """Raise TaskError if the two have a wrong type or shape."""
+    if not isinstance(loss_sum, Tensor) or loss_sum.numel() != 1:
+        kind = f"of shape {list(loss_sum.shape)}" if isinstance(loss_sum, Tensor) else f"a {type(loss_sum).__name__}"
+        raise TaskError(
+            f"The loss of a micro-batch is {kind}, and must be a scalar tensor: the sum over its items.\n"
+            '  Sum it: reduction="sum" in torch\'s losses, or .sum().'
+        )
+    if isinstance(items, Tensor):
+        if items.numel() != 1:
+            raise TaskError(
+                f"The items of a micro-batch are a tensor of shape {list(items.shape)}, and must be one number.\n"
+                "  Sum the mask, or count the samples."
+            )
+        if items.requires_grad:
+            raise TaskError(
+                "The number of items of a micro-batch requires a gradient, and must not depend on the parameters.\n"
+                "  Count targets or samples, and apply weights in the loss; or detach() the number."
+            )
+    # int first: the check for an abstract class is slow
+    elif not (isinstance(items, int | numbers.Real) and 0 <= float(items) < math.inf):
+        raise TaskError(NO_COUNT.format(f"this one has {items!r}"))
+
+
+def require_gradient(loss_sum: Tensor) -> None:
+    """Raise EngineMisuse if the loss does not require a gradient."""
+    if not loss_sum.requires_grad:
+        raise EngineMisuse(
+            "The loss does not require a gradient: it was detached, made from a number, or computed under no_grad."
+        )
+
+
+def _require_metrics(metrics: object) -> None:
+    if not isinstance(metrics, Mapping):
+        raise TaskError(
+            f"The metrics of a loss are a {type(metrics).__name__}, and must be a dict of (sum, count) by name."
+        )
+    for name, pair in metrics.items():
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise TaskError(
+                f"The metric {name!r} of the loss is {_short(pair)}, and must be (sum, count): the sum over the "
+                "micro-batch, and the number of what it is a sum over."
+            )
+        for value in pair:
+            if isinstance(value, Tensor) and value.numel() != 1:
+                raise TaskError(
+                    f"The metric {name!r} of the loss has a tensor of shape {list(value.shape)}, and must be two "
+                    "numbers: (sum, count).\n  Sum it over the micro-batch."
+                )
+            if not isinstance(value, Tensor | int | numbers.Real):
+                raise TaskError(f"The metric {name!r} of the loss has {_short(value)}, and must be two numbers.")
+        if not isinstance(pair[1], Tensor) and not 0 <= pair[1] < math.inf:
+            raise TaskError(f"The count of the metric {name!r} is {pair[1]!r}, and must be a finite number, 0 or more.")
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"a {type(value).__name__}"
+
+
+class HeldOutSums:
+    """Sums of an evaluation over the micro-batches of all ranks.
+
+    Args:
+        device: that of the losses; the host does not wait for it before ``averages``.
+    """
+
+    def __init__(self, world: World, device: torch.device) -> None:
+        self._world, self._device = world, device
+        self._parts: LossParts | None = None
+        self._totals = torch.zeros(0)
+
+    def add(self, losses: Sequence[Loss], samples: int) -> None:
+        """Add the loss of a micro-batch; one without samples counts nothing.
+
+        Raises:
+            TaskError: a term or metric has a wrong type or shape, or others than the micro-batches before.
+        """
+        require_terms(losses)
+        if self._parts is None or not self._parts.plain or len(losses) > 1 or losses[0].metrics or losses[0].name:
+            parts = LossParts.of(losses)
+            if self._parts is not None and parts != self._parts:
+                difference = other_parts(self._parts, parts)
+                raise TaskError(f"The micro-batches of the evaluation have different losses: {difference}")
+            if self._parts is None:
+                self._parts = parts
+                rows = len(parts.terms) + len(parts.metrics)
+                self._totals = torch.zeros(2 * rows, dtype=torch.float64, device=self._device)
+        if samples:
+            pairs = [*((loss.total, loss.items) for loss in losses), *metrics_of(losses)]
+            for position, value in enumerate(value for pair in pairs for value in pair):
+                self._totals[position] += value.detach().double() if isinstance(value, Tensor) else value
+
+    def averages(self) -> dict[str, float]:
+        """Return "loss", the sum of the terms' means, and the averages of named terms and metrics, over all ranks. All
+        ranks call it. Without "loss" there is no item.
+
+        Raises:
+            TaskError: the ranks have different terms or metrics.
+        """
+        parts = self._parts or PLAIN
+        totals = self._totals if len(self._totals) else torch.zeros(2, dtype=torch.float64, device=self._device)
+        if self._world.size > 1:
+            # the first three numbers are those of any loss: ranks with different parts can still exchange them
+            head = torch.cat([totals[:2], totals.new_tensor([not parts.plain])])
+            dist.all_reduce(head)
+            if head[2].item():
+                require_same_parts(parts, self._world)
+                dist.all_reduce(totals)
+            else:
+                totals = head[:2]
+        pairs = totals.reshape(-1, 2).tolist()
+        terms, metrics = pairs[: len(parts.terms)], pairs[len(parts.terms) :]
+        loss = {"loss": sum_of_means(terms)} if any(items > 0 for _, items in terms) else {}
+        return loss | parts.averages(terms, metrics)
+
+
+def require_same_parts(parts: LossParts, world: World) -> None:
+    """Raise TaskError on all ranks if their losses have different terms or metrics. All ranks call it."""
+    first, *others = world.of_all(parts)
+    for rank, other in enumerate(others, 1):
+        if other != first:
+            raise TaskError(f"The ranks return different losses: {other_parts(first, other, 'rank 0', f'rank {rank}')}")
+
+
+def other_parts(one: LossParts, other: LossParts, of_one: str = "one", of_other: str = "another") -> str:
+    """Return the end of a message: the difference between the parts of two losses, and what to do."""
+    if one.terms != other.terms:
+        return (
+            f"{of_one} has {_terms(one)}, {of_other} {_terms(other)}.\n"
+            "  Return the same terms for every micro-batch; a term without items has total=0 and items=0."
+        )
+    lacks = [name for name in one.metrics if name not in other.metrics]
+    if not lacks:
+        of_one, of_other = of_other, of_one
+        lacks = [name for name in other.metrics if name not in one.metrics]
+    return (
+        f"{of_other} lacks the metric {first_names(lacks)} of {of_one}.\n"
+        "  Return the same metrics for every micro-batch; (0, 0) if there is nothing to count."
+    )
+
+
+def _terms(parts: LossParts) -> str:
+    if len(parts.terms) == 1:
+        return "one term" if parts.terms[0] is None else f"the one term {parts.terms[0]}"
+    names = [str(number) if name is None else name for number, name in enumerate(parts.terms, 1)]
+    return f"{len(names)} terms ({', '.join(names)})"
