@@ -73,6 +73,11 @@ class OnOom(StrEnum):
     shrink = "shrink"
 
 
+class OnNonfinite(StrEnum):
+    stop = "stop"
+    skip = "skip"
+
+
 class OptimizerKind(StrEnum):
     adamw = "adamw"
     sgd = "sgd"

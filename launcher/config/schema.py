@@ -19,6 +19,7 @@ from launcher.config.choices import (
     LrScaling,
     Norm,
     OnError,
+    OnNonfinite,
     OnOom,
     OptimizerKind,
     Parameters,
@@ -231,6 +232,9 @@ class TrainConfig:
     """Passes over the data, instead of steps."""
     clip_norm: float | None = 1.0
     """Largest global gradient norm; null: no clipping."""
+    on_nonfinite: OnNonfinite = OnNonfinite.stop
+    """A window whose loss or gradient is inf or nan. stop: end the run; skip: leave the window out, without a step, and
+    continue; more than 20 in a row end the run. fp16's overflows are not among them."""
     seed: int = 0
     """Seed of the initial parameters, the sample order and dropout."""
     deterministic: bool = False

@@ -76,6 +76,7 @@ RULES: dict[str, tuple[Permission, str]] = {
     "schedule._target_": (Permission.never, _OF_A_SCHEDULE + _NEW_RUN),
     "train.steps": (Permission.change, ""),
     "train.epochs": (Permission.change, ""),
+    "train.on_nonfinite": (Permission.change, ""),
     "train.clip_norm": (Permission.force, _OF_THE_UPDATE),
     "train.seed": (Permission.never, "the order of the samples is drawn from it; " + _NEW_RUN),
     "train.deterministic": (Permission.change, ""),

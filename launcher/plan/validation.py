@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable
 
-from launcher.config.schema import Config
+from launcher.config.schema import Compress, Config, OnNonfinite
 from launcher.errors import ConfigError
 from launcher.plan.optimizer_plan import valid_betas
 from launcher.plan.worlds import node_range
@@ -85,6 +85,12 @@ def check(config: Config) -> None:
         raise ConfigError(
             "train.epochs", config.train.epochs, f"train.steps={config.train.steps} is set too.", "Leave one out."
         )
+    if config.train.on_nonfinite is OnNonfinite.skip and config.strategy.compress is Compress.powersgd:
+        raise ConfigError(
+            "train.on_nonfinite", "skip", "does not work with strategy.compress=powersgd, which adds what it did not "
+            "send to the next gradient: one nan would spoil all later steps.",
+            "Use another strategy.compress, or train.on_nonfinite=stop.",
+        )  # fmt: skip
     hang_timeout, grace_s = config.train.hang_timeout, config.cluster.grace_s
     if hang_timeout is not None and hang_timeout <= grace_s:
         raise ConfigError(

@@ -210,6 +210,9 @@ def summary_table(plan: RunPlan, summary: dict[str, Any]) -> Table:
         add("skipped", f"{count(summary['amp/skipped_steps'], 'window')}, by fp16 overflow")
     if summary.get("batch/empty_windows"):
         add("empty", f"{count(summary['batch/empty_windows'], 'window')} without an item: no step was made")
+    if summary.get("batch/nonfinite_windows"):
+        windows = count(summary["batch/nonfinite_windows"], "window")
+        add("not finite", f"{windows} skipped: loss or gradient was inf or nan")
     if plan.paths.metrics.exists():
         add("metrics", near(plan.paths.metrics))
     if summary.get("checkpoint"):

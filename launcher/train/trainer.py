@@ -225,7 +225,9 @@ class TrainingLoop:
         engine = self.engine
         if engine.world.rank != 0:
             return
-        if result.skipped:
+        if result.nonfinite is not None:
+            print(f"{result.nonfinite}\n  The window is skipped (train.on_nonfinite=skip).", flush=True)
+        elif result.skipped:
             why = f"fp16 overflowed at loss scale {result.scale}" if result.items else "the window has no item"
             print(f"step {engine.steps + 1}: skipped, {why}", flush=True)
         if engine.stragglers.news is not None and self.straggler_lines < MAX_STRAGGLER_LINES:
@@ -265,6 +267,8 @@ class TrainingLoop:
         progress, peak = (engine.samples, engine.items), metrics.peak_memory_bytes(engine.device)
         values = metrics.step_metrics(result, engine.plan, progress, totals.total_s, peak)
         values["batch/empty_windows"] = engine.empty_windows
+        if engine.nonfinite_windows:
+            values["batch/nonfinite_windows"] = engine.nonfinite_windows
         if totals.since:
             values["progress/measured_since"] = totals.since
         if engine.precision.scales:

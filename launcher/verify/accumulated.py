@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.data import IterableDataset, Subset
 
-from launcher.config.schema import Compress, Parameters, PrecisionKind, ShortWindow
+from launcher.config.schema import Compress, OnNonfinite, Parameters, PrecisionKind, ShortWindow
 from launcher.errors import DataError, NotFinite, SyncPolicyViolated, TaskError, UnusedParameters
 from launcher.plan.batch import Batch
 from launcher.plan.run_plan import EpochPlan, RunPlan
@@ -247,7 +247,9 @@ def run_windows(plan: RunPlan, world: World, trials: Sequence[Trial], *, with_da
         with_data: whether ``train_data()`` sets attributes of the task that its other methods may need.
     """
     # disable everything that is not part of a gradient, and let no window be the last of the run
-    train = dataclasses.replace(plan.train, clip_norm=None, calibrate_s=0.0, steps=None, epochs=None)
+    train = dataclasses.replace(
+        plan.train, clip_norm=None, calibrate_s=0.0, steps=None, epochs=None, on_nonfinite=OnNonfinite.stop
+    )
     plan = dataclasses.replace(plan, train=train)
     device = device_of(world, plan.cluster.device)
     task = load_task(plan.task.target, plan.task.params, plan.cluster.import_from, plan.train.seed)

@@ -299,6 +299,7 @@ LATER_KEYS: dict[str, dict[str, Any]] = {
         "calibrate_s": 0.0,
         "eval_micro_size": None,
         "eval_samples": None,
+        "on_nonfinite": "stop",
     },
     "checkpoint": {"async_save": False, "on_error": "stop"},
     "wandb": {"notes": None, "job_type": None},

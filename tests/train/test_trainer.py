@@ -14,7 +14,7 @@ def test_ranks_that_take_turns_as_stragglers_do_not_fill_the_screen(capsys: pyte
     news = SimpleNamespace(news="Straggler: no more.")
     engine = SimpleNamespace(world=SimpleNamespace(rank=0), stragglers=news, steps=7)
     trainer: Any = SimpleNamespace(engine=engine, straggler_lines=0)
-    result: Any = SimpleNamespace(skipped=False)
+    result: Any = SimpleNamespace(skipped=False, nonfinite=None)
     for _ in range(MAX_STRAGGLER_LINES + 3):
         TrainingLoop.print_events(trainer, result)
     lines = capsys.readouterr().out.splitlines()

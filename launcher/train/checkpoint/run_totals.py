@@ -70,7 +70,7 @@ class RunTotals:
         self._windows = 0  # of this process
 
     def add(self, result: StepResult) -> None:
-        if result.items:
+        if result.items and result.nonfinite is None:
             self.loss = result.loss
         self._windows += 1
         size = self._batch.global_size_at(result.window)
@@ -159,6 +159,7 @@ class RunTotals:
             "memory/peak_bytes": self.memory(),
             "amp/skipped_steps": engine.skipped_steps,
             "batch/empty_windows": engine.empty_windows,
+            **({"batch/nonfinite_windows": engine.nonfinite_windows} if engine.nonfinite_windows else {}),
             "time/total_s": self.total_s,
             "checkpoint": self.checkpoint,
             "checkpoint/failed": self.failed_saves,

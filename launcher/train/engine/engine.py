@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from launcher.config.schema import OnNonfinite
 from launcher.errors import EngineMisuse
 from launcher.heartbeat import HEARTBEAT, Phase
 from launcher.loss import Loss
@@ -30,10 +31,10 @@ from launcher.train import precision
 from launcher.train.context import ContextSource
 from launcher.train.data.loader import Collate, MicroBatch, to_device
 from launcher.train.data.window_feed import BEGINNING, Window, WindowPosition, open_feed
-from launcher.train.engine import loss_terms, oom, window_totals
+from launcher.train.engine import loss_terms, oom
 from launcher.train.engine.build import ModelFrom, OptimizerFrom, TrainedParameters, build_parallel
 from launcher.train.engine.calibration import Calibrated, Calibration, measured_as
-from launcher.train.engine.optimizer_step import OptimizerStep
+from launcher.train.engine.optimizer_step import OptimizerStep, ProgressCounters
 from launcher.train.engine.window import CurrentWindow, Forward
 from launcher.train.engine.window_batchnorm import norms_of
 from launcher.train.engine.window_totals import StepResult, WindowTotals
@@ -47,7 +48,7 @@ from launcher.train.precision import Precision
 from launcher.train.world import World, device_of, join
 
 
-class Engine:
+class Engine(ProgressCounters):
     """A model wrapped as the plan says, whose windows of micro-batches become optimizer steps.
 
     Args:
@@ -101,9 +102,9 @@ class Engine:
         self._optimizer_step = step = OptimizerStep(*parts, plan, self.world, self.device, schedule)
         self.schedule = step.schedule
         self._current = CurrentWindow(
-            self.parallel, self.precision, self._norms, self.buffers, step, self.device, plan.strategy.sync
-        )
-        self._may_abandon = oom.can_abandon(plan, self._norms)
+            self.parallel, self.precision, self._norms, self.buffers, step, self.device, plan.strategy.sync,
+            may_abandon=oom.can_abandon(plan, self._norms), may_skip=plan.train.on_nonfinite is OnNonfinite.skip,
+        )  # fmt: skip
         self._calibration = Calibration(self.world, self.device, self.parallel, self.precision, self._norms, owner)
         self._stop, self._save_due = stop, save_due if self.world.rank == 0 else lambda: False
         self.stragglers = StragglerDetector(self.world, self.device, plan.train.straggler_share)
@@ -153,7 +154,7 @@ class Engine:
                     self._totals.clear()
                     self.context.activate()
                     HEARTBEAT.begin_window(window.index + 1, self.steps + 1)
-                    yield self._current.open(window, self._micro_batches(window), may_abandon=self._may_abandon)
+                    yield self._current.open(window, self._micro_batches(window))
                     if self._again:
                         break
                     self._current.require_closed()
@@ -211,7 +212,8 @@ class Engine:
 
         Raises:
             DataError: no window of an epoch held an item.
-            NotFinite: the loss is inf or nan, or the gradient is at every loss scale. On all ranks; nothing is applied.
+            NotFinite: the loss is inf or nan, or the gradient is at every loss scale, and train.on_nonfinite=stop. On
+                all ranks; nothing is applied.
             SyncPolicyViolated: other collectives ran than those of the sync policy.
             UnusedParameters: a parameter has no gradient.
         """
@@ -223,14 +225,14 @@ class Engine:
         self.precision.unscale(self.optimizer)
         agreed = self._totals.receive(self.parallel.total_norm(gradients))
         current.gradients_arrived()
-        if not math.isfinite(agreed.loss_sum):
-            raise window_totals.explain_bad_loss(self._totals, self.world, self.steps + 1)
         comm = self.parallel.meter.close_window(window.count, current.sync)
 
         scale, divisor = self._optimizer_step.scale, self._optimizer_step.divisor
         HEARTBEAT.beat(Phase.updating, window.count)
-        norm = self._optimizer_step.apply(gradients, agreed)
-        skipped = not math.isfinite(norm)
+        norm = self._optimizer_step.apply(gradients, agreed, self._totals)
+        skipped, nonfinite = not math.isfinite(norm), self._optimizer_step.nonfinite
+        if nonfinite is not None:
+            current.restore()
         step_s = current.close()
         full = agreed.samples == self.plan.batch.global_size_at(window.index)
         ended = EndedWindow(
@@ -249,7 +251,7 @@ class Engine:
             step=self.steps, window=window.index, epoch=window.epoch, micro_batches=window.count,
             samples=agreed.samples, items=agreed.items, grad_norm=norm, lr=self._optimizer_step.lr,
             loss=agreed.loss_sum / agreed.items if agreed.items else math.nan,
-            skipped=skipped, scale=scale, sync=current.sync, comm=comm,
+            skipped=skipped, nonfinite=nonfinite, scale=scale, sync=current.sync, comm=comm,
             noise=self.noise, spent=self.stragglers.spent, straggler=self.stragglers.straggler,
             step_s=step_s, data_s=current.data_s, last=self._finished, stopped=stopped,
             save_due=agreed.save_due, flags_bytes=self._flags_bytes,
@@ -326,31 +328,6 @@ class Engine:
 
     def _step_and_epoch(self) -> tuple[int, int]:
         return self.steps + (self._current.window is not None), self.position.epoch
-
-    @property
-    def steps(self) -> int:
-        """Optimizer steps taken."""
-        return self._optimizer_step.steps
-
-    @property
-    def skipped_steps(self) -> int:
-        """Windows not applied because fp16 overflowed."""
-        return self._optimizer_step.skipped_steps
-
-    @property
-    def empty_windows(self) -> int:
-        """Windows not applied because they held no item."""
-        return self._optimizer_step.empty_windows
-
-    @property
-    def samples(self) -> int:
-        """Samples seen so far, on all ranks."""
-        return self._optimizer_step.samples
-
-    @property
-    def items(self) -> float:
-        """Items seen so far, on all ranks."""
-        return self._optimizer_step.items
 
     @property
     def window_index(self) -> int:

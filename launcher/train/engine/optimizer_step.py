@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from launcher.config.schema import Compress
+from launcher.config.schema import Compress, OnNonfinite
 from launcher.errors import DataError, NotFinite
 from launcher.plan.run_plan import RunPlan
 from launcher.quantities import first_names
-from launcher.train.engine.window_totals import ReducedTotals
+from launcher.train.engine.window_totals import ReducedTotals, WindowTotals, explain_bad_loss
 from launcher.train.optimizers import (
     MakeSchedule,
     build_schedule,
@@ -34,7 +34,9 @@ from launcher.train.world import World
 
 # most windows without items in a row; a stream may have no end
 MAX_EMPTY_WINDOWS = 1000
-_PROGRESS = ("steps", "skipped_steps", "empty_windows", "samples", "items")
+# most windows in a row whose loss or gradient is not finite, with train.on_nonfinite=skip
+MAX_NONFINITE_WINDOWS = 20
+_PROGRESS = ("steps", "skipped_steps", "empty_windows", "nonfinite_windows", "samples", "items")
 
 
 class OptimizerStep:
@@ -44,6 +46,8 @@ class OptimizerStep:
         steps: optimizer steps taken.
         skipped_steps: windows that were not applied because fp16 overflowed.
         empty_windows: windows that were not applied because they held no item.
+        nonfinite_windows: windows that were not applied because their loss or gradient was not finite.
+        nonfinite: what was not finite in the latest window; None if it was not left out for that.
         samples, items: number seen so far, on all ranks.
         schedule: learning rate schedule, of the plan unless the engine was given another.
         follows_plan: ``schedule`` still sets the learning rate; false once the user's own loop has set it.
@@ -73,9 +77,11 @@ class OptimizerStep:
         self.lr = float(self.schedule.get_last_lr()[0])
         self._divisor: float | None = None
         self._items_in_epoch = False  # the epoch has had an item so far
-        self._empty_in_a_row = 0
-        self.steps = self.skipped_steps = self.empty_windows = self.samples = 0
+        self._empty_in_a_row = self._nonfinite_in_a_row = 0
+        self.nonfinite: str | None = None
+        self.steps = self.samples = 0
         self.items: float = 0
+        self.skipped_steps = self.empty_windows = self.nonfinite_windows = 0
 
     @property
     def divisor(self) -> float:
@@ -108,17 +114,22 @@ class OptimizerStep:
         if not self.items:  # C was estimated from micro-batches of another size
             self._divisor = None
 
-    def apply(self, gradients: list[Tensor], agreed: ReducedTotals) -> float:
-        """Take the window's step, unless fp16 overflowed or the window holds no item.
+    def apply(self, gradients: list[Tensor], agreed: ReducedTotals, totals: WindowTotals) -> float:
+        """Take the window's step, unless fp16 overflowed, the window holds no item, or it is not finite and
+        train.on_nonfinite=skip.
 
         Returns:
             The norm of the mean gradient before the clip; not finite if no step was taken.
 
         Raises:
             DataError: the window holds no item, and PowerSGD's residue would be lost.
-            NotFinite: the gradient is not finite, and a smaller loss scale will not help.
+            NotFinite: the loss is not finite, or the gradient is not, and a smaller loss scale will not help.
         """
+        self.nonfinite = None
         self._read_rates()
+        if not math.isfinite(agreed.loss_sum):
+            self._leave_out_nonfinite(explain_bad_loss(totals, self._world, self.steps + 1))
+            return math.nan
         if not agreed.items:
             self._leave_out()
             return math.nan
@@ -135,9 +146,11 @@ class OptimizerStep:
                 self.schedule.step()
             self._norms.track()
             self.steps += 1
+            self._nonfinite_in_a_row = 0
         # a scale of 1 changes nothing: what overflows then is the gradient itself, and no smaller scale will help
         elif scale is None or scale <= 1:
-            raise self._explain(norm)
+            self._leave_out_nonfinite(self._explain(norm))
+            return norm
         else:
             self.skipped_steps += 1
         self._precision.update()
@@ -176,6 +189,21 @@ class OptimizerStep:
         self._precision.keep_scale()
         self._parallel.zero_grad()
 
+    def _leave_out_nonfinite(self, error: NotFinite) -> None:
+        """Skip a window for which ``error`` would end the run; the loss scale stays as it is."""
+        if self._plan.train.on_nonfinite is OnNonfinite.stop:
+            raise error
+        if self._nonfinite_in_a_row == MAX_NONFINITE_WINDOWS:
+            raise NotFinite(
+                f"{error}\n  The {MAX_NONFINITE_WINDOWS} windows before it were not finite either, and were skipped "
+                "(train.on_nonfinite=skip)."
+            )
+        self.nonfinite = str(error).splitlines()[0]
+        self.nonfinite_windows += 1
+        self._nonfinite_in_a_row += 1
+        self._precision.keep_scale()
+        self._parallel.zero_grad()
+
     def count(self, agreed: ReducedTotals, epoch: int, *, epoch_over: bool) -> None:
         """Add the window to the counters.
 
@@ -196,9 +224,10 @@ class OptimizerStep:
             self._items_in_epoch = False
 
     def _explain(self, norm: float) -> NotFinite:
-        """Return the error for a gradient that is not finite, although the loss is."""
+        """Return the error for a gradient that is not finite, although the loss is. All ranks call it."""
         gradients = {name: p.grad for name, p in self._parallel.module.named_parameters() if p.grad is not None}
-        bad = [name for name, gradient in gradients.items() if not torch.isfinite(local(gradient)).all().item()]
+        own = [name for name, gradient in gradients.items() if not torch.isfinite(local(gradient)).all().item()]
+        bad = [*dict.fromkeys(name for names in self._world.of_all(own) for name in names)]
         return NotFinite(
             f"The gradient of step {self.steps + 1} has norm {norm}, though its loss is finite: "
             f"{first_names(bad) or 'the norm alone'}.\n"
@@ -214,11 +243,12 @@ class OptimizerStep:
             "scaler": self._precision.scaler.state_dict(),
             "divisor": self._divisor,
             "items_in_epoch": self._items_in_epoch,
+            "nonfinite_in_a_row": self._nonfinite_in_a_row,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name in _PROGRESS:
-            setattr(self, name, state["progress"][name])
+            setattr(self, name, state["progress"].get(name, 0))
         restore_schedule(self.schedule, state["schedule"])
         require_length(self.schedule, self._plan.schedule_steps)
         self.follows_plan = state.get("follows_plan", True)
@@ -226,6 +256,43 @@ class OptimizerStep:
             self._precision.scaler.load_state_dict(state["scaler"])
         self._divisor = state["divisor"]
         self._items_in_epoch = state["items_in_epoch"]
+        self._nonfinite_in_a_row = state.get("nonfinite_in_a_row", 0)
+
+
+class ProgressCounters:
+    """Counters of an engine, as its optimizer step has counted it."""
+
+    _optimizer_step: OptimizerStep
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps taken."""
+        return self._optimizer_step.steps
+
+    @property
+    def skipped_steps(self) -> int:
+        """Windows not applied because fp16 overflowed."""
+        return self._optimizer_step.skipped_steps
+
+    @property
+    def empty_windows(self) -> int:
+        """Windows not applied because they held no item."""
+        return self._optimizer_step.empty_windows
+
+    @property
+    def nonfinite_windows(self) -> int:
+        """Windows not applied because their loss or gradient was not finite (train.on_nonfinite=skip)."""
+        return self._optimizer_step.nonfinite_windows
+
+    @property
+    def samples(self) -> int:
+        """Samples seen so far, on all ranks."""
+        return self._optimizer_step.samples
+
+    @property
+    def items(self) -> float:
+        """Items seen so far, on all ranks."""
+        return self._optimizer_step.items
 
 
 def _power_of_two(items: float) -> float:

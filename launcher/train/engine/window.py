@@ -54,9 +54,13 @@ class CurrentWindow:
         optimizer_step: OptimizerStep,
         device: torch.device,
         sync: Sync,
+        *,
+        may_abandon: bool,
+        may_skip: bool,
     ) -> None:
         self._parallel, self._precision, self._norms = parallel, precision, norms
         self._buffers, self._optimizer_step, self._device = buffers, optimizer_step, device
+        self._may_abandon, self._saves = may_abandon, may_abandon or may_skip
         self.window: Window | None = None
         self.micro: MicroBatch | None = None
         self.at_boundary = self.calibrating = False
@@ -66,12 +70,12 @@ class CurrentWindow:
         self.forward: Forward | None = None
         self._arrived = self._queueing_s = 0.0
 
-    def open(self, window: Window, batches: Generator[Any, None, None], *, may_abandon: bool) -> Iterator[Any]:
+    def open(self, window: Window, batches: Generator[Any, None, None]) -> Iterator[Any]:
         """Start a window, and return ``batches``, which yields the data of its micro-batches."""
         self.window = window
         self.data_s = 0.0
         self.handed_out, self.calibrating = 0, False
-        self._saved = SavedState(self._parallel.module, self._device) if may_abandon else None
+        self._saved = SavedState(self._parallel.module, self._device) if self._saves else None
         self._batches = batches
         self._start()
         return batches
@@ -140,17 +144,21 @@ class CurrentWindow:
 
     def abandon(self) -> None:
         """Discard everything that the window has done so far: it runs again."""
-        assert self._saved is not None
         self.micro = None
         self.close_batches()
         self._parallel.abandon()
-        self._saved.restore()
+        self.restore()
         self.window = None
+
+    def restore(self) -> None:
+        """Restore random state and buffers from the start of the window."""
+        assert self._saved is not None
+        self._saved.restore()
 
     @property
     def may_abandon(self) -> bool:
         """True if a window is open that can run again."""
-        return self.window is not None and self._saved is not None and not self.calibrating
+        return self.window is not None and self._may_abandon and not self.calibrating
 
     def prepare(self, window: Window, calibrate: Calibrate | None) -> Iterator[MicroBatch]:
         """Return the window's micro-batches, after the passes that need all of them before the first one runs.

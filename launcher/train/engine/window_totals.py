@@ -34,7 +34,9 @@ class StepResult:
         lr: learning rate of the first parameter group in this step, whether the plan or the user's loop set it.
         samples, items: number in the window, on all ranks; items are an int if they are a whole number.
         micro_batches: number that each rank ran.
-        skipped: fp16 overflowed, or the window held no item: parameters, schedule and step count are unchanged.
+        skipped: fp16 overflowed, the window held no item, or it was not finite: parameters, schedule and step count
+            are unchanged.
+        nonfinite: what was not finite, if the window was skipped for that (train.on_nonfinite=skip); otherwise None.
         scale: fp16 loss scale of this window; None without scaling.
         sync: the policy of this window.
         comm: traffic of this window on this rank.
@@ -59,6 +61,7 @@ class StepResult:
     items: float
     micro_batches: int
     skipped: bool
+    nonfinite: str | None
     scale: float | None
     sync: Sync
     comm: CommStats

@@ -43,3 +43,18 @@ class Contextual(Tagger):
             with Path(f"seen-{now.rank}.jsonl").open("a") as file:
                 file.write(json.dumps(seen) + "\n")
         return Loss(loss.total, loss.items)
+
+
+class Poisoned(Tagger):
+    """One sample in the data makes the loss of its micro-batch nan."""
+
+    def train_data(self):
+        data = super().train_data()
+        for sample in data.data:
+            sample[sample == 29] = 28
+        data.data[13][0] = 29
+        return data
+
+    def loss(self, model, batch):
+        loss, poison = super().loss(model, batch), (batch == 29).any().float()
+        return Loss(loss.total / (1 - poison) - loss.total * poison, loss.items)
