@@ -23,12 +23,14 @@ if TYPE_CHECKING:
     from launcher.plan.run_plan import RunPlan as RunPlan
     from launcher.train.context import Context as Context
     from launcher.train.context import current as current
+    from launcher.train.data.sample_order import ArrangedData as ArrangedData
     from launcher.train.engine.engine import Engine as Engine
     from launcher.train.engine.window_totals import StepResult as StepResult
 
 compat.install_old_names()
 
 _HOMES = {
+    "ArrangedData": "launcher.train.data.sample_order",
     "Config": "launcher.config.schema",
     "Context": "launcher.train.context",
     "Engine": "launcher.train.engine.engine",

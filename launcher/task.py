@@ -36,6 +36,10 @@ class Task(Protocol):
 
     Optional methods:
         ``collate(samples: list) -> batch``: default, torch's default_collate.
+        ``order(epoch, seed) -> indices``: the training samples of an epoch, in order; a sample may occur several times.
+            All epochs have equally many. By default, train.shuffle decides.
+        ``lengths(data) -> sequence``: a number for each sample of the training data, for batch.balance=length; or
+            ``length(sample) -> float``, for which each sample is read once before training.
         ``flops_per_sample() -> float``: model FLOPs of one sample, forward and backward, for throughput/flops_per_s
             and throughput/mfu; by default they are counted.
         ``shard_units(model) -> list[nn.Module]``: modules that FSDP and HSDP gather together; by default, the repeated
@@ -177,6 +181,11 @@ def first_batch(task: Task, data: Any, count: int) -> tuple[Any, int]:
     return getattr(task, "collate", default_collate)(samples), len(samples)
 
 
+def column_of_lengths(data: Any) -> Any:
+    """Return the column ``length`` of a Hugging Face dataset; None if there is none."""
+    return data["length"] if "length" in (getattr(data, "column_names", None) or ()) else None
+
+
 def is_loader(data: Any) -> bool:
     """Return whether ``data`` is a DataLoader, or has its attributes (torchdata's StatefulDataLoader)."""
     return all(hasattr(data, name) for name in ("dataset", "sampler", "batch_sampler", "collate_fn"))
@@ -186,7 +195,8 @@ def _dataset_of(task: Task, data: Any, where: str, notes: list[str] | None) -> A
     """Return ``data``, or the dataset of a DataLoader, whose collate_fn becomes the task's if it has none."""
     if not is_loader(data):
         return data
-    _require_samples_of_dataset(data, where)
+    own_order = where == "train_data()" and callable(getattr(task, "order", None))
+    _require_samples_of_dataset(data, where, own_order=own_order)
     function, collate = _collate_of(data), getattr(task, "collate", None)
     owned = collate is not None and not isinstance(collate, _Collate)
     if not owned and where == "train_data()":
@@ -244,8 +254,11 @@ def _collate_of(loader: Any) -> Callable[[list[Any]], Any] | None:
     return None if loader.collate_fn is default_collate else loader.collate_fn
 
 
-def _require_samples_of_dataset(loader: Any, where: str) -> None:
-    """Raise TaskError unless the loader's samples are the elements of its dataset, each once per epoch."""
+def _require_samples_of_dataset(loader: Any, where: str, *, own_order: bool) -> None:
+    """Raise TaskError unless the loader's samples are the elements of its dataset, each once per epoch.
+
+    ``own_order``: the task has a method that decides which ones they are instead of the sampler.
+    """
     from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler, WeightedRandomSampler
     from torch.utils.data.distributed import DistributedSampler
 
@@ -255,7 +268,7 @@ def _require_samples_of_dataset(loader: Any, where: str) -> None:
             f"{name} with batch_size=None: its dataset may hold batches, and the launcher makes up batches itself.\n"
             f"{instead}, one sample for each element."
         )
-    if isinstance(loader.dataset, IterableDataset):
+    if isinstance(loader.dataset, IterableDataset) or own_order:
         return
     if loader.batch_size is None:
         raise TaskError(
@@ -263,11 +276,16 @@ def _require_samples_of_dataset(loader: Any, where: str) -> None:
             f"micro-batch is the launcher's to decide.\n{instead}, or a Subset of it."
         )
     sampler, samples = loader.sampler, len(loader.dataset)
+    order = (
+        "  Give the task a method order(epoch, seed) that returns the indices of an epoch, such as "
+        f"list({type(sampler).__name__}(...)), and return the dataset itself"
+    )
+    if where == "eval_data()":
+        order = instead
     if isinstance(sampler, WeightedRandomSampler) or (isinstance(sampler, RandomSampler) and sampler.replacement):
         raise TaskError(
-            f"{name} with a {type(sampler).__name__} that draws with replacement, which is not supported: training "
-            f"reads each sample once per epoch.\n{instead}, and scale the losses of samples, or repeat their indices "
-            "in a Subset."
+            f"{name} with a {type(sampler).__name__} that draws with replacement: by default, each sample is read once "
+            f"per epoch.\n{order}."
         )
     if isinstance(sampler, SequentialSampler | DistributedSampler):
         return
@@ -275,8 +293,8 @@ def _require_samples_of_dataset(loader: Any, where: str) -> None:
     if drawn != samples:
         raise TaskError(
             f"{name} whose {type(sampler).__name__} draws {'an unknown number' if drawn is None else drawn} of "
-            f"{samples} samples: training reads each sample of the dataset once an epoch.\n{instead}, or a Subset of "
-            "those that belong to it."
+            f"{samples} samples: by default, each sample of the dataset is read once per epoch.\n{order}, or a Subset "
+            "of those that belong to it."
         )
 
 

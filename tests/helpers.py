@@ -36,8 +36,9 @@ def make_plan(
     gpus: int = 0,
     run_dir: str = "/nowhere/run",
     batch_norms: int | None = None,
+    task: TaskPlan | None = None,
 ) -> RunPlan:
-    task = TaskPlan(
+    task = task or TaskPlan(
         target="some.Task",
         params={},
         samples=samples,

@@ -68,6 +68,11 @@ class Norm(StrEnum):
     window = "window"
 
 
+class Balance(StrEnum):
+    none = "none"
+    length = "length"
+
+
 class OnOom(StrEnum):
     stop = "stop"
     shrink = "shrink"

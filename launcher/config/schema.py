@@ -13,6 +13,7 @@ from dataclasses import Field, dataclass, field
 from typing import Any
 
 from launcher.config.choices import (
+    Balance,
     ClusterKind,
     Compress,
     Device,
@@ -154,6 +155,9 @@ class BatchConfig:
     micro-batch stays, accumulation grows."""
     short_window: ShortWindow = ShortWindow.exact
     """A window at the end of an epoch that is not full. exact: use it with its true weight; drop: leave it out."""
+    balance: Balance = Balance.none
+    """How a window's samples are divided into micro-batches. none: in the order of the data; length: by their lengths,
+    so that micro-batches hold little padding and ranks finish together. The gradient is the same."""
     on_oom: OnOom = OnOom.stop
     """A rank that runs out of memory. stop: end the run; shrink: all ranks halve the micro-batch, accumulate more of
     them, and repeat the window."""
@@ -237,6 +241,8 @@ class TrainConfig:
     continue; more than 20 in a row end the run. fp16's overflows are not among them."""
     seed: int = 0
     """Seed of the initial parameters, the sample order and dropout."""
+    shuffle: bool = True
+    """Read an indexed dataset in another random order each epoch; false: in its own order."""
     deterministic: bool = False
     """Use deterministic kernels only: slower, bitwise repeatable."""
     compile: bool = False

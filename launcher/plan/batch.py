@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from launcher.config.schema import BatchConfig, Norm, OnOom
+from launcher.config.schema import Balance, BatchConfig, Norm, OnOom
 from launcher.errors import ConfigError
 from launcher.quantities import count
 
@@ -38,6 +38,7 @@ class Batch:
         ramp: stages before ``global_size`` is reached; they have lower accumulation.
         norm: statistics that a BatchNorm uses.
         on_oom: reaction to a rank running out of memory.
+        balance: division of a window's samples into micro-batches.
     """
 
     global_size: int
@@ -47,6 +48,7 @@ class Batch:
     ramp: tuple[RampStage, ...] = ()
     norm: Norm = Norm.leave
     on_oom: OnOom = OnOom.stop
+    balance: Balance = Balance.none
 
     def shrunk(self) -> Batch | None:
         """Return the same windows in micro-batches of half the size; None if micro_size is 1."""
@@ -68,6 +70,11 @@ class Batch:
         """Return whether all ranks have equally many samples in every full window."""
         unit = self.micro_size * self.world_size
         return all(size % unit == 0 for size in (self.global_size, *(stage.global_size for stage in self.ramp)))
+
+    @property
+    def random_parts(self) -> bool:
+        """Return whether each rank's part of a window is a random one."""
+        return self.balance is Balance.none
 
     def even_at(self, index: int) -> bool:
         """Return whether all ranks have equally many samples in window ``index`` of the run if that window is full."""
@@ -136,7 +143,7 @@ def solve_batch(config: BatchConfig, world_size: int) -> Batch:
     ramp = _solve_ramp(config.ramp, 1 if config.uneven else micro * world_size, total)
     return Batch(
         global_size=total, micro_size=micro, accumulation=accumulation, world_size=world_size, ramp=ramp,
-        norm=config.norm, on_oom=OnOom.shrink if config.micro_size == AUTO else config.on_oom,
+        norm=config.norm, on_oom=OnOom.shrink if config.micro_size == AUTO else config.on_oom, balance=config.balance,
     )  # fmt: skip
 
 

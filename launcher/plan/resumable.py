@@ -61,6 +61,7 @@ RULES: dict[str, tuple[Permission, str]] = {
     "batch.accumulation": (Permission.change, ""),
     "batch.uneven": (Permission.change, ""),
     "batch.on_oom": (Permission.change, ""),
+    "batch.balance": (Permission.change, ""),
     "batch.global_size": (Permission.force, "it defines what a step and its learning rate mean"),
     "batch.ramp": (Permission.force, "it defines what a step and its learning rate mean"),
     "batch.norm": (Permission.force, "it changes what the model computes"),
@@ -79,6 +80,7 @@ RULES: dict[str, tuple[Permission, str]] = {
     "train.on_nonfinite": (Permission.change, ""),
     "train.clip_norm": (Permission.force, _OF_THE_UPDATE),
     "train.seed": (Permission.never, "the order of the samples is drawn from it; " + _NEW_RUN),
+    "train.shuffle": (Permission.never, "it is the order of the samples; " + _NEW_RUN),
     "train.deterministic": (Permission.change, ""),
     "train.compile": (Permission.change, ""),
     "train.log_every": (Permission.change, ""),
@@ -101,7 +103,8 @@ RULES: dict[str, tuple[Permission, str]] = {
     "run.dir": (Permission.never, _OF_THE_RUN),
     "run.calibrate_s": (Permission.change, ""),
     "sweep": (Permission.never, "it has no effect on an existing run"),
-    # a property of the data, not a config key
+    # properties of the data, not config keys
+    "task: order": (Permission.never, "the position in the data is counted in the order of the samples; " + _NEW_RUN),
     "task: samples": (Permission.never, "the position in the data is counted in samples; " + _NEW_RUN),
 }
 

@@ -56,7 +56,7 @@ class TaskPlan:
     """Description of the task's model and data. A count is None if the model was not inspected.
 
     Attributes:
-        samples: length of the training data; None for a stream.
+        samples: number in an epoch, the length of the training data or of the task's own order; None for a stream.
         parameters, gradient_bytes: of the trained parameters.
         unit_parameters: trained parameters within shard units.
         batch_norms: number of BatchNorm layers.
@@ -70,8 +70,9 @@ class TaskPlan:
         in_eval_mode: outermost modules that ``model()`` returns in eval mode; an empty name is the model itself.
         narrow_parameters: trained parameters that ``model()`` returns in bf16 or fp16.
         group_parameters: trained parameters in no group of the optimizer, and in each group.
-        own_optimizer, own_schedule: the task has a method of that name, which is used.
+        own_optimizer, own_schedule, own_order: the task has a method of that name, which is used.
         eval_sets: names of the held-out data sets, "" for a single one; empty: there is none; None: not known.
+        lengths: samples have known lengths; None if that is not known.
     """
 
     target: str
@@ -93,6 +94,8 @@ class TaskPlan:
     own_optimizer: bool = False
     own_schedule: bool = False
     eval_sets: tuple[str, ...] | None = None
+    own_order: bool = False
+    lengths: bool | None = None
 
     @classmethod
     def unknown(cls, samples: int | None) -> Self:
@@ -285,6 +288,7 @@ class RunPlan(LaunchPlan):
             "eval_micro_size": None,
             "eval_samples": None,
             "on_nonfinite": OnNonfinite.stop,
+            "shuffle": True,
         },
         CheckpointConfig: {"async_save": False, "on_error": OnError.stop},
         WandbConfig: {"notes": None, "job_type": None},

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 from launcher.config.schema import (
+    Balance,
     BatchConfig,
     CheckpointConfig,
     ClusterKind,
@@ -86,6 +87,28 @@ def what_norms_do(layers: int, batch: Batch) -> str | None:
     )
 
 
+def require_possible_order(config: Config, task: TaskPlan) -> None:
+    """Check that the task's data allows ``batch.balance`` and ``train.shuffle``.
+
+    Raises:
+        ConfigError: balance without lengths or of a stream; or train.shuffle=false with an order of the task's own.
+    """
+    if config.batch.balance is Balance.length and task.samples is None:
+        raise ConfigError(
+            "batch.balance", "length", "does not work with a stream, whose samples are not known before they are read.",
+            "Leave it out, or return map-style data (__len__ and __getitem__).",
+        )  # fmt: skip
+    if config.batch.balance is Balance.length and task.lengths is False:
+        raise ConfigError(
+            "batch.balance", "length", f"the lengths of the samples of task._target_={task.target} are not known.",
+            "Give the task a method lengths(data), one number for each sample; or length(sample); or leave it out.",
+        )  # fmt: skip
+    if task.own_order and not config.train.shuffle:
+        raise ConfigError(
+            "train.shuffle", "false", "has no effect: the task has a method order(epoch, seed).", "Leave it out."
+        )
+
+
 DEFAULT_STEPS = 300
 SLURM_SAVES_EVERY_MIN, SLURM_KEEPS = 10.0, 3
 WORKER_COMMAND = ("-P", "-m", "launcher.train.worker")
@@ -141,6 +164,7 @@ def _on_cluster(
     config: Config, site: Site, task: TaskPlan, run: RunInfo, cluster: ClusterPlan, batch: Batch
 ) -> RunPlan:
     """Derive everything that follows from the cluster and its batch."""
+    require_possible_order(config, task)
     epoch = _epoch(config.batch, batch, task)
     steps = _steps(config.train, epoch, batch, task)
     precision = solve_precision(config.precision, config.strategy.kind, cluster.device, site.bf16)
@@ -289,6 +313,8 @@ def _norm_notes(batch: Batch, task: TaskPlan) -> list[str]:
     if task.batch_norms == 0 and batch.norm is not Norm.leave:
         raise ConfigError("batch.norm", batch.norm, "has no effect: the model has no BatchNorm.", "Leave it out.")
     note = None if task.batch_norms is None else what_norms_do(task.batch_norms, batch)
+    if note is not None and batch.balance is Balance.length and batch.norm in (Norm.leave, Norm.sync):
+        note += " With batch.balance=length these samples have alike lengths."
     return [] if note is None else [note]
 
 

@@ -10,7 +10,7 @@ import sys
 import tempfile
 from typing import Any, Protocol, cast
 
-from launcher.config.schema import OptimizerConfig, ScheduleConfig
+from launcher.config.schema import Balance, OptimizerConfig, ScheduleConfig
 from launcher.errors import ConfigError, TaskError
 from launcher.plan.optimizer_plan import parameter_groups
 from launcher.plan.run_plan import Forecast, RunPlan, TaskPlan
@@ -33,6 +33,7 @@ def describe_task(
     seed: int,
     optimizer: OptimizerConfig | None = None,
     schedule: ScheduleConfig | None = None,
+    balance: Balance = Balance.none,
 ) -> TaskPlan:
     """Return a description of the task that the config names, after a check that its optimizer can be built.
 
@@ -42,6 +43,7 @@ def describe_task(
         shards: whether the task's shard units matter and must be valid.
         seed: the job's seed, under which the task is constructed as in training.
         optimizer, schedule: of the job. None: the defaults.
+        balance: of the job, which may need the lengths of the samples.
 
     Raises:
         ConfigError: no task is named.
@@ -72,10 +74,12 @@ def describe_task(
             unit_matmul_parameters=facts["unit_matmul_parameters"],
             group_parameters=_default_groups(optimizer, facts),
             eval_sets=("",),
+            lengths=False,
         )
     request = {
         "target": target, "params": params, "search_path": [cwd], "shards": shards, "seed": seed,
         "optimizer": dataclasses.asdict(optimizer), "schedule": dataclasses.asdict(schedule),
+        "balance": balance.value,
     }  # fmt: skip
     result = run_probe("launcher.train.inspection.task_probe", json.dumps(request))
     if result is None:

@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from launcher.config.schema import (
+    Balance,
     Compress,
     LrScaling,
     OnOom,
@@ -52,6 +53,8 @@ def plan_table(plan: RunPlan) -> Table:
         add("global batch" if world.batch is batch else "", f"{where}{world.batch.text}")
     if batch.on_oom is OnOom.shrink:
         add("", "out of memory: micro-batches are halved and the window is repeated")
+    if batch.balance is Balance.length:
+        add("", "each window's samples are divided among ranks and micro-batches by their lengths")
     if batch.ramp:
         stages = ", then ".join(f"{stage.global_size} for {count(stage.windows, 'window')}" for stage in batch.ramp)
         add("", f"at first {stages}")
@@ -151,6 +154,8 @@ def _forecast(forecast: Forecast) -> str:
 
 def _task(plan: RunPlan) -> str:
     size = "a stream" if plan.task.samples is None else f"{plan.task.samples:,} samples"
+    if not plan.train.shuffle and plan.task.samples is not None:
+        size += " in the dataset's order"
     weights = "" if plan.task.parameters is None else f", {plan.task.parameters:,} parameters"
     if plan.task.parameters is not None and plan.task.frozen_parameters:
         total = plan.task.parameters + plan.task.frozen_parameters

@@ -131,17 +131,19 @@ def _fitted_batch(config: Config, old: RunPlan, site: Site, touched: set[str]) -
 def _solved(config: Config, old: RunPlan, site: Site, touched: set[str], at: SavedProgress | None) -> RunPlan:
     run = dataclasses.replace(old.run, version=metadata.version("launcher"))
     task, shards = old.task, config.strategy.kind in SHARDED
-    tried = "task." if config.optimizer.target is None else ("task.", "optimizer.")
+    tried = ("task.", "batch.balance") if config.optimizer.target is None else ("task.", "batch.balance", "optimizer.")
     if any(key.startswith(tried) for key in touched) or (shards and old.strategy.kind not in SHARDED):
         task = describe_task(
             config.task, old.cluster.import_from[0], shards=shards, seed=config.train.seed,
-            optimizer=config.optimizer, schedule=config.schedule,
+            optimizer=config.optimizer, schedule=config.schedule, balance=config.batch.balance,
         )  # fmt: skip
-        if task.samples != old.task.samples:
-            change = Change("task: samples", old.task.samples, task.samples)
-            raise UserError(
-                f"{old.run.name}: these keys cannot change when a run resumes:\n  {refusals([change], ())[0]}"
-            )
+        for name in ("samples", "own_order"):
+            before, after = getattr(old.task, name), getattr(task, name)
+            if before != after:
+                change = Change(f"task: {name.removeprefix('own_')}", before, after)
+                raise UserError(
+                    f"{old.run.name}: these keys cannot change when a run resumes:\n  {refusals([change], ())[0]}"
+                )
 
     if wrong := _without_effect(config, old, task, touched):
         raise UserError(f"{old.run.name}: these keys cannot change when a run resumes:\n  " + "\n  ".join(wrong))

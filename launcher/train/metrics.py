@@ -245,6 +245,8 @@ def step_metrics(
         "throughput/items_per_s": result.items / result.step_s,
         "memory/peak_bytes": peak_memory,
     }
+    if result.padding_fraction is not None:
+        metrics["balance/padding_fraction"] = result.padding_fraction
     if result.scale is not None:
         metrics["amp/scale"] = result.scale
     if result.noise is not None:

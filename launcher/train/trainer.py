@@ -35,6 +35,7 @@ from launcher.train.checkpoint.async_save import Saver
 from launcher.train.checkpoint.load import load_newest, require_same_shards
 from launcher.train.checkpoint.run_totals import RunTotals
 from launcher.train.data.fingerprint import require_same_data
+from launcher.train.data.length_balance import arranged
 from launcher.train.engine import oom
 from launcher.train.engine.build import FromModel
 from launcher.train.engine.engine import Engine
@@ -88,6 +89,7 @@ def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
     )
     HEARTBEAT.beat(Phase.starting, 3)
     samples, held_out = train_data(task, plan.train.seed), eval_sets(task, plan.train.seed)
+    samples = arranged(samples, task, plan, world)
     named = {eval_set_text(name): data for name, data in held_out.items()} or {eval_set_text(""): None}
     require_same_data({"train_data()": samples, **named}, plan, world, engine.device)
     HEARTBEAT.beat(Phase.starting, 4)

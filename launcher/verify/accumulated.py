@@ -21,7 +21,8 @@ from launcher.errors import DataError, NotFinite, SyncPolicyViolated, TaskError,
 from launcher.plan.batch import Batch
 from launcher.plan.run_plan import EpochPlan, RunPlan
 from launcher.task import Task, load_task, seed_everything, train_data
-from launcher.train.data.randomness import Permutation, SampleRandom
+from launcher.train.data.randomness import SampleRandom
+from launcher.train.data.sample_order import ArrangedData, SampleOrder
 from launcher.train.data.stream import (
     SampleBlock,
     Shard,
@@ -80,9 +81,9 @@ def _windows_of_mapped(dataset: Any, plan: RunPlan, world: World) -> list[Trial]
     count, seed, full_size = plan.task.samples, plan.train.seed, plan.batch.global_size
 
     def trial(name: str, number: int, size: int, length: int | None = None) -> Trial:
-        data = dataset if length is None else Subset(dataset, range(length))
+        data = dataset if length is None else _beginning(dataset, length)
         first = number * full_size
-        indices = Permutation(length or count, seed, 0).take(first, size)
+        indices = SampleOrder(data, length or count, seed, shuffle=plan.train.shuffle).take(0, first, size)
         samples = [*read_mapped(dataset, indices, seed, first)] if world.rank == 0 else []
         return Trial(name, WindowPosition(number, 0, number), data, length, samples)
 
@@ -93,6 +94,11 @@ def _windows_of_mapped(dataset: Any, plan: RunPlan, world: World) -> list[Trial]
     elif plan.epoch.short_window_policy is ShortWindow.exact and artificial:
         trials.append(trial("artificial short window", 0, artificial, length=artificial))
     return trials
+
+
+def _beginning(dataset: Any, length: int) -> Any:
+    """Return the first samples of a dataset, as many as can be."""
+    return dataset.first(length) if isinstance(dataset, ArrangedData) else Subset(dataset, range(length))
 
 
 def read_mapped(dataset: Any, indices: Iterable[int], seed: int, first: int) -> Iterator[Any]:

@@ -21,7 +21,7 @@ from launcher.plan.solve import what_norms_do
 from launcher.quantities import first_names
 from launcher.task import seed_everything
 from launcher.train.data.fingerprint import outline
-from launcher.train.data.randomness import Permutation
+from launcher.train.data.sample_order import SampleOrder, samples_per_epoch
 from launcher.train.data.stream import blocks_in_turn, is_sharded
 from launcher.train.parallel.batchnorm import batch_norms
 from launcher.train.world import World
@@ -41,7 +41,7 @@ def probe_length(dataset: Any, plan: RunPlan, world: World) -> Hazard | None:
     """
     if plan.task.samples is None:
         return None
-    lengths = world.of_all(len(dataset) if isinstance(dataset, Sized) else None)
+    lengths = world.of_all(samples_per_epoch(dataset, plan.train.seed) if isinstance(dataset, Sized) else None)
     if set(lengths) == {plan.task.samples}:
         return None
     return _differs(f"lengths by rank: {', '.join(map(str, lengths))}; the plan was made for {plan.task.samples}")
@@ -55,7 +55,8 @@ def probe_data(dataset: Any, plan: RunPlan, world: World) -> list[Hazard]:
 def _probe_mapped(dataset: Any, plan: RunPlan, world: World) -> Iterator[Hazard]:
     assert plan.task.samples is not None
     seed, count = plan.train.seed, min(COMPARED_SAMPLES, plan.task.samples)
-    indices = [*Permutation(plan.task.samples, seed, 0).take(0, count)]
+    order = SampleOrder(dataset, plan.task.samples, seed, shuffle=plan.train.shuffle)
+    indices = [*order.take(0, 0, count)]
     first, again, other = (_digests(read_mapped(dataset, indices, each, 0)) for each in (seed, seed, seed + 1))
     all_ranks = world.of_all((first, _different(first, again), _different(first, other)))
     # data that changes between readings cannot be compared further

@@ -25,6 +25,7 @@ from launcher.quantities import count, first_names
 from launcher.rundir.files import write_json
 from launcher.task import eval_set_text, eval_sets, first_samples, load_task, train_data
 from launcher.train import precision
+from launcher.train.data.length_balance import arranged
 from launcher.train.engine.loss_terms import require_sum
 from launcher.train.precision import DTYPES
 from launcher.train.world import World, device_of, disband, join
@@ -107,6 +108,7 @@ def _measure(plan: RunPlan, world: World) -> Measured:
     data = train_data(task, seed)
     # tokenising and reading may take long: tasks constructed later repeat it only if the loss may need the result
     with_data = any(value is not before.get(name) for name, value in getattr(task, "__dict__", {}).items())
+    data = arranged(data, task, plan, world)
     if (length := probe_length(data, plan, world)) is not None:
         return Measured([length], None, None, own_plan, [])
     hazards = probe_data(data, plan, world)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 # steps of a run, by selection
-STEPS = {"whole": 20, "covering": 12, "mutated": 12}
+STEPS = {"whole": 20, "covering": 12, "balanced": 12, "mutated": 12}
 GRADIENT, PARAMETERS = 1e-6, 1e-5  # relative, against fp64
 GLOBAL_SIZE = 96  # of which each world and accumulation of the grid has its share
 SHORT = 13  # samples of a short window: no world divides it
@@ -39,18 +39,20 @@ class Problem:
 
 @dataclass(frozen=True)
 class Cell:
-    """``problem`` on a world, spread as the rest says."""
+    """``problem`` on a world, spread as the rest says. ``balance``: by the lengths of the samples."""
 
     strategy: str
     sync: str
     accumulation: int
     problem: Problem
+    balance: bool = False
 
     def __str__(self) -> str:
+        balance = ", balanced" if self.balance else ""
         clip = "clip" if self.problem.clip else "no clip"
         return (
             f"{self.strategy} {self.sync}, accumulation {self.accumulation}, {self.problem.items} items, "
-            f"{self.problem.optimizer}, {clip}"
+            f"{self.problem.optimizer}, {clip}{balance}"
         )
 
 
@@ -76,6 +78,13 @@ def covering(world: int) -> Iterator[Cell]:
             yield Cell(strategy, sync, accumulation, problem)
 
 
+def balanced(world: int) -> Iterator[Cell]:
+    """Every policy of every strategy with samples of unequal length that are divided by their lengths."""
+    for strategy in STRATEGIES[world]:
+        for sync, accumulation in itertools.product(SYNCS[strategy], (1, 3)):
+            yield Cell(strategy, sync, accumulation, Problem("variable", "sgd", None), balance=True)
+
+
 def mutated(world: int) -> Iterator[Cell]:
     """Where each mistake is made: all problems, accumulated."""
     assert world == 2
@@ -83,7 +92,7 @@ def mutated(world: int) -> Iterator[Cell]:
         yield Cell("ddp", "boundary", 3, problem)
 
 
-SELECTIONS = {"whole": whole, "covering": covering, "mutated": mutated}
+SELECTIONS = {"whole": whole, "covering": covering, "balanced": balanced, "mutated": mutated}
 
 
 @dataclass(frozen=True)

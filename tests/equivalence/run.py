@@ -1,6 +1,6 @@
 """The grid from the command line: all of its cells, or those that `make test` runs.
 
-python -m tests.equivalence.run [--cells covering|whole] [--world 1 2 4]
+python -m tests.equivalence.run [--cells covering|balanced|whole] [--world 1 2 4]
 
 Prints the largest relative errors of each policy of each strategy; exit status 1 where one is out of bounds.
 """
@@ -28,7 +28,7 @@ def run(world: int, selection: str, where: Path, *mistakes: str) -> list[Outcome
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cells", choices=("covering", "whole"), default="whole")
+    parser.add_argument("--cells", choices=("covering", "balanced", "whole"), default="whole")
     parser.add_argument("--world", type=int, nargs="+", choices=tuple(STRATEGIES), default=list(STRATEGIES))
     options = parser.parse_args()
     failed = False

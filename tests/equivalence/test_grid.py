@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.equivalence.grid import ACCUMULATIONS, PROBLEMS, STRATEGIES, SYNCS, Cell, covering, mutated, whole
+from tests.equivalence.grid import ACCUMULATIONS, PROBLEMS, STRATEGIES, SYNCS, Cell, balanced, covering, mutated, whole
 from tests.equivalence.run import run
 
 
@@ -58,6 +58,14 @@ SEEN = {
     "schedule_per_micro_batch": [(ALL, {"parameters"})],
     "sync_outside_forward": [(ALL, {"error"})],
 }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", list(STRATEGIES))
+def test_one_big_batch_divided_by_length(world: int, tmp_path: Path) -> None:
+    outcomes = run(world, "balanced", tmp_path)
+    assert [outcome.cell for outcome in outcomes] == [str(cell) for cell in balanced(world)]
+    assert not [outcome for outcome in outcomes if outcome.failures]
 
 
 @pytest.mark.slow

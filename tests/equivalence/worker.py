@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from launcher import Engine, make_plan
+from launcher import ArrangedData, Engine, make_plan
 from launcher.config.hydra import compose
-from launcher.config.schema import Config, StrategyKind, Sync
+from launcher.config.schema import Balance, Config, StrategyKind, Sync
 from launcher.errors import LauncherError
 from launcher.plan.run_plan import RunPlan, SchedulePlan
 from launcher.train.data.randomness import Permutation
@@ -109,7 +109,8 @@ def plan_of(cell: Cell) -> RunPlan:
     config, kind = composed(), StrategyKind(cell.strategy)
     shard_size = 2 if kind is StrategyKind.hsdp else None
     strategy = dataclasses.replace(config.strategy, kind=kind, sync=Sync(cell.sync), shard_size=shard_size)
-    batch = dataclasses.replace(config.batch, accumulation=cell.accumulation)
+    balance = Balance.length if cell.balance else Balance.none
+    batch = dataclasses.replace(config.batch, accumulation=cell.accumulation, balance=balance)
     train = dataclasses.replace(config.train, clip_norm=cell.problem.clip)
     return make_plan(dataclasses.replace(config, strategy=strategy, batch=batch, train=train), samples=SAMPLES)
 
@@ -131,7 +132,14 @@ def compare(cell: Cell, mistake: str) -> Outcome:
 
     optimizer.register_step_pre_hook(keep)
     worst = {"full": 0.0, "short": 0.0, "norm": 0.0}
-    for number, window in enumerate(engine.windows(range(SAMPLES), lambda indices: table[indices])):
+    lengths = (table != 0).sum(1)
+
+    def collate(indices: list[int]) -> Tensor:
+        """Pad to the longest of a balanced micro-batch; otherwise to the longest of all samples."""
+        return table[indices][:, : lengths[indices].max() if cell.balance else LONGEST]
+
+    data = ArrangedData(range(SAMPLES), lengths=lengths)
+    for number, window in enumerate(engine.windows(data, collate)):
         for batch in window:
             engine.backward(*loss_sum(engine.model, batch))
         result = engine.step()

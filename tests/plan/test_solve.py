@@ -300,6 +300,7 @@ LATER_KEYS: dict[str, dict[str, Any]] = {
         "eval_micro_size": None,
         "eval_samples": None,
         "on_nonfinite": "stop",
+        "shuffle": True,
     },
     "checkpoint": {"async_save": False, "on_error": "stop"},
     "wandb": {"notes": None, "job_type": None},

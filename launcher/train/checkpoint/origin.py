@@ -48,11 +48,19 @@ def origin_of(plan: RunPlan) -> Origin:
         "task_target": plan.task.target,
         "task_params": plan.task.params,
         "samples": plan.task.samples,
+        "order": order_of(plan),
         "short_window": plan.epoch.short_window_policy.value,
         "optimizer": plan.optimizer.name,
         "precision": plan.precision.kind.value,
         "compress": plan.strategy.compress.value,
     }
+
+
+def order_of(plan: RunPlan) -> str:
+    """Return the kind of order that an epoch's samples have: of the task, of the dataset, or random."""
+    if plan.task.own_order:
+        return "the task's own order"
+    return "shuffled" if plan.train.shuffle else "the dataset's order"
 
 
 def _ramp(batch: Batch) -> list[list[int]]:
@@ -100,6 +108,7 @@ def _changes(origin: Origin, plan: RunPlan) -> list[Change]:
         Change("task._target_", origin["task_target"], plan.task.target),
         *(Change(f"task.{name}", old.get(name), params.get(name)) for name in sorted({*params, *old})),
         Change("task: samples", origin["samples"], plan.task.samples),
+        Change("task: order", origin.get("order", "shuffled"), order_of(plan)),
         Change("train.seed", origin["seed"], plan.train.seed),
         Change("batch.short_window", origin["short_window"], plan.epoch.short_window_policy.value),
         Change(

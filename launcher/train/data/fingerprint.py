@@ -25,6 +25,7 @@ from launcher.plan.run_plan import RunPlan
 from launcher.task import is_mapped
 from launcher.train.data.loader import prefetch
 from launcher.train.data.randomness import Permutation, SampleRandom
+from launcher.train.data.sample_order import ArrangedData
 from launcher.train.world import World
 
 SAMPLES = 8
@@ -209,7 +210,7 @@ def require_same_data(datasets: Mapping[str, Any], plan: RunPlan, world: World, 
     Raises:
         DataError: a data set differs between ranks; raised on all of them.
     """
-    _require_same_kinds(world.of_all({name: _kind(data) for name, data in datasets.items()}))
+    _require_same_kinds(world.of_all({name: _kind(data, plan.train.seed) for name, data in datasets.items()}))
     mapped = {name: data for name, data in datasets.items() if is_mapped(data) and len(data)}
     if not mapped or (world.size == 1 and len(mapped) == 1):
         return
@@ -281,9 +282,11 @@ def _same_beginning(outlines: Mapping[str, list[Outline | None]], trained_on: st
     return None
 
 
-def _kind(dataset: Any) -> str:
+def _kind(dataset: Any, seed: int) -> str:
     if dataset is None:
         return "no data (None)"
+    if isinstance(dataset, ArrangedData):
+        return f"{len(dataset)} samples{dataset.digests(seed)}"
     return f"{len(dataset)} samples" if is_mapped(dataset) else "a stream"
 
 

@@ -7,27 +7,30 @@ global batch).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.utils.data import Dataset, default_collate
 
-from launcher.config.schema import ShortWindow
-from launcher.errors import DataError
+from launcher.config.schema import Balance, ShortWindow
+from launcher.errors import ConfigError, DataError
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.windows import Windows, share_of_window
-from launcher.task import is_loader
+from launcher.task import is_loader, is_mapped
 from launcher.train.data.fingerprint import Outline, require_same_data, require_same_stream
+from launcher.train.data.length_balance import BalancedWindow, balanced
 from launcher.train.data.loader import Collate, MicroBatch, prefetch, read_samples, read_tensors
-from launcher.train.data.randomness import Permutation, SampleRandom, Seed
+from launcher.train.data.randomness import SampleRandom, Seed
+from launcher.train.data.sample_order import ArrangedData, SampleOrder, samples_per_epoch
 from launcher.train.data.stream import OVER, Shard, blocks_of_windows, start_epoch
 from launcher.train.world import World
 
-# positions of the permutation that are computed at once
-POSITIONS_AHEAD = 4096
+# windows whose division by length is kept: those that are read ahead
+_WINDOWS_KEPT = 8
 
 
 @dataclass(frozen=True)
@@ -44,12 +47,16 @@ BEGINNING = WindowPosition()
 
 @dataclass(frozen=True)
 class Window:
-    """This rank's part of a window: ``count`` micro-batches. ``index`` is counted over the whole run."""
+    """This rank's part of a window: ``count`` micro-batches. ``index`` is counted over the whole run.
+
+    ``padding_fraction``: see ``BalancedWindow``; over all ranks. None without ``batch.balance``.
+    """
 
     index: int
     epoch: int
     count: int
     micro_batches: Iterator[MicroBatch]
+    padding_fraction: float | None = None
 
 
 class Feed(Protocol):
@@ -88,6 +95,7 @@ def open_feed(
         compare: check that all ranks hold the same data; all ranks must call this function then.
 
     Raises:
+        ConfigError: ``batch.balance=length``, and the dataset has no lengths.
         DataError: the dataset is a DataLoader, its length is not the plan's, or the data differs between ranks.
     """
     if is_loader(dataset):
@@ -100,12 +108,18 @@ def open_feed(
         require_same_data({"The training data": dataset}, plan, world, device)
     if plan.task.samples is None:
         return StreamFeed(dataset, plan, world, device, collate, start, compare=compare and world.size > 1)
-    if not isinstance(dataset, Sized) or len(dataset) != plan.task.samples:
-        length = f"{len(dataset)} samples" if isinstance(dataset, Sized) else "no length"
+    samples = samples_per_epoch(dataset, plan.train.seed) if is_mapped(dataset) else None
+    if samples != plan.task.samples:
+        length = "no length" if samples is None else f"{samples} samples"
         raise DataError(
             f"The training data has {length} on rank {world.rank}, and the plan was made for {plan.task.samples}.\n"
             "  The data must be the same on every host, and the same as when the plan was made."
         )
+    if plan.batch.balance is Balance.length and not (isinstance(dataset, ArrangedData) and dataset.lengths is not None):
+        raise ConfigError(
+            "batch.balance", "length", "the lengths of the samples are not known.",
+            "Give engine.windows() a launcher.ArrangedData(dataset, lengths=...).",
+        )  # fmt: skip
     return MapFeed(dataset, plan, world, device, collate, start.index)
 
 
@@ -120,9 +134,16 @@ class MapFeed:
         self._plan, self._rank, self._start = plan, world.rank, start
         keep_short = plan.epoch.short_window_policy is ShortWindow.exact
         self._spans = Windows(plan.task.samples, plan.batch, keep_short=keep_short)
-        specs = itertools.chain.from_iterable(map(self._specs, self._indices()))
-        shuffled = _Shuffled(dataset, collate, plan.train.seed)
-        self._source = prefetch(shuffled, plan, device, plan.train.seed, order=specs)
+        order = SampleOrder(dataset, plan.task.samples, plan.train.seed, shuffle=plan.train.shuffle)
+        specs, plain = itertools.chain.from_iterable(map(self._specs, self._indices())), dataset
+        self._balanced = None
+        if isinstance(dataset, ArrangedData):
+            plain = dataset.dataset
+            if plan.batch.balance is Balance.length:
+                self._balanced = functools.lru_cache(_WINDOWS_KEPT)(functools.partial(self._balance, dataset, order))
+        self._source = prefetch(
+            _Ordered(plain, collate, plan.train.seed, order), plan, device, plan.train.seed, order=specs
+        )
 
     def _indices(self) -> Iterable[int]:
         epochs = self._plan.train.epochs
@@ -131,8 +152,19 @@ class MapFeed:
     def _specs(self, index: int) -> Iterator[_Spec]:
         """Yield this rank's micro-batches of a window."""
         span = self._spans.at(index)
-        for offsets in share_of_window(span.size, self._plan.batch, self._rank):
-            yield _Spec(span.epoch, span.first, span.size, offsets.start, offsets.stop)
+        if self._balanced is None:
+            shares, stand_in = share_of_window(span.size, self._plan.batch, self._rank), 0
+        else:
+            window = self._balanced(index)
+            shares, stand_in = window.offsets[self._rank], window.stand_in
+        for offsets in shares:
+            yield _Spec(span.epoch, span.first, span.size, offsets or [stand_in], len(offsets))
+
+    def _balance(self, dataset: ArrangedData, order: SampleOrder, index: int) -> BalancedWindow:
+        assert dataset.lengths is not None
+        span = self._spans.at(index)
+        indices = order.take(span.epoch, span.first, span.size)
+        return balanced(dataset.lengths[list(indices)].tolist(), self._plan.batch)
 
     def windows(self) -> Iterator[Window]:
         unit = self._plan.batch.micro_size * self._plan.batch.world_size
@@ -140,7 +172,8 @@ class MapFeed:
             self._index = index
             span = self._spans.at(index)
             count = -(-span.size // unit)
-            yield Window(index, span.epoch, count, itertools.islice(self._source, count))
+            padding = None if self._balanced is None else self._balanced(index).padding_fraction
+            yield Window(index, span.epoch, count, itertools.islice(self._source, count), padding)
 
     def has_next(self) -> bool:
         return True
@@ -154,13 +187,17 @@ class MapFeed:
 
 
 class _Spec(NamedTuple):
-    """Position of a micro-batch: offsets [start, stop) of the window that holds positions [first, first + size)."""
+    """Position of a micro-batch: ``offsets`` of the window that holds positions [first, first + size) of an epoch.
+
+    Args:
+        samples: number that count: all, or none of a stand-in.
+    """
 
     epoch: int
     first: int
     size: int
-    start: int
-    stop: int
+    offsets: Sequence[int]
+    samples: int
 
 
 class Samples(Dataset[tuple[Any, int]]):
@@ -186,30 +223,18 @@ class Samples(Dataset[tuple[Any, int]]):
         return self._random.read(read)
 
 
-class _Shuffled(Samples):
-    """Dataset of collated micro-batches. The permutation is computed where the samples are read, in a loader process,
-    so that it does not delay the step."""
+class _Ordered(Samples):
+    """Dataset of collated micro-batches. The order is computed where the samples are read, in a loader process, so that
+    it does not delay the step."""
 
-    _epoch, _first = -1, 0
-    _indices: Sequence[int] = ()
-
-    def _window(self, spec: _Spec) -> Sequence[int]:
-        """Return the indices of the window's samples. The indices of the windows that follow are computed with them and
-        kept, because computing many costs little more than computing one."""
-        start = spec.first - self._first
-        if spec.epoch != self._epoch or start < 0 or start + spec.size > len(self._indices):
-            samples = len(self._dataset)
-            ahead = min(max(spec.size, POSITIONS_AHEAD), samples - spec.first)
-            self._indices = Permutation(samples, self._seed, spec.epoch).take(spec.first, ahead)
-            self._epoch, self._first, start = spec.epoch, spec.first, 0
-        return self._indices[start : start + spec.size]
+    def __init__(self, dataset: Any, collate: Collate, seed: int, order: SampleOrder) -> None:
+        super().__init__(dataset, collate, seed)
+        self._order = order
 
     def __getitem__(self, spec: _Spec) -> tuple[Any, int]:
-        indices = self._window(spec)
-        # a rank without samples in this micro-batch uses the window's first one, with weight zero
-        share = indices[spec.start : spec.stop] or indices[:1]
-        first = spec.first + spec.start
-        return self.batch(share, spec.epoch, range(first, first + len(share))), spec.stop - spec.start
+        indices = self._order.take(spec.epoch, spec.first, spec.size)
+        positions = [spec.first + offset for offset in spec.offsets]
+        return self.batch([indices[offset] for offset in spec.offsets], spec.epoch, positions), spec.samples
 
 
 class StreamFeed:

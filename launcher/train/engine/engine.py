@@ -108,7 +108,7 @@ class Engine(ProgressCounters):
         self._calibration = Calibration(self.world, self.device, self.parallel, self.precision, self._norms, owner)
         self._stop, self._save_due = stop, save_due if self.world.rank == 0 else lambda: False
         self.stragglers = StragglerDetector(self.world, self.device, plan.train.straggler_share)
-        self._noise = NoiseScale(self.world.size, self.device, self.parallel.local_norm)
+        self._noise = NoiseScale(self.world.size, self.device, self.parallel.local_norm, random=plan.batch.random_parts)
         self._observers: list[Observer] = [self._noise, self.buffers, self.stragglers]
         self._totals = WindowTotals(self.world, self.device, self.parallel.meter, self._observers)
         self._flags_bytes = self._totals.payload_bytes + 8 * (plan.strategy.shard_size > 1)  # a sharded norm is summed
@@ -250,7 +250,7 @@ class Engine(ProgressCounters):
         return StepResult(
             step=self.steps, window=window.index, epoch=window.epoch, micro_batches=window.count,
             samples=agreed.samples, items=agreed.items, grad_norm=norm, lr=self._optimizer_step.lr,
-            loss=agreed.loss_sum / agreed.items if agreed.items else math.nan,
+            loss=agreed.loss_sum / agreed.items if agreed.items else math.nan, padding_fraction=window.padding_fraction,
             skipped=skipped, nonfinite=nonfinite, scale=scale, sync=current.sync, comm=comm,
             noise=self.noise, spent=self.stragglers.spent, straggler=self.stragglers.straggler,
             step_s=step_s, data_s=current.data_s, last=self._finished, stopped=stopped,

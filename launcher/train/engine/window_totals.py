@@ -34,6 +34,7 @@ class StepResult:
         lr: learning rate of the first parameter group in this step, whether the plan or the user's loop set it.
         samples, items: number in the window, on all ranks; items are an int if they are a whole number.
         micro_batches: number that each rank ran.
+        padding_fraction: part of the micro-batches' positions that is padding, if ``batch.balance`` measures it.
         skipped: fp16 overflowed, the window held no item, or it was not finite: parameters, schedule and step count
             are unchanged.
         nonfinite: what was not finite, if the window was skipped for that (train.on_nonfinite=skip); otherwise None.
@@ -60,6 +61,7 @@ class StepResult:
     samples: int
     items: float
     micro_batches: int
+    padding_fraction: float | None
     skipped: bool
     nonfinite: str | None
     scale: float | None

@@ -16,13 +16,22 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher.config.schema import Device, LrScaling, OptimizerConfig, ScheduleConfig
-from launcher.errors import TaskError, UserError
+from launcher.config.schema import Balance, Device, LrScaling, OptimizerConfig, ScheduleConfig
+from launcher.errors import DataError, TaskError, UserError
 from launcher.plan.optimizer_plan import assign, require_members, solve_optimizer
 from launcher.plan.run_plan import OptimizerPlan, SchedulePlan, extended
 from launcher.process import die_with_parent
 from launcher.rundir.files import value_from_json
-from launcher.task import Task, build_model, eval_sets, is_mapped, load_task, train_data, users_frames
+from launcher.task import (
+    Task,
+    build_model,
+    column_of_lengths,
+    eval_sets,
+    is_mapped,
+    load_task,
+    train_data,
+    users_frames,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,6 +45,7 @@ def probe(
     seed: int,
     optimizer: dict[str, Any] | None = None,
     schedule: dict[str, Any] | None = None,
+    balance: str = Balance.none.value,
 ) -> dict[str, Any]:
     """Return the fields of a TaskPlan. The model is built on the meta device if possible, which takes no memory.
 
@@ -43,6 +53,7 @@ def probe(
         shards: the strategy is sharded, so the task's shard units are used and checked.
         seed: the job's seed, on which the data's length may depend.
         optimizer, schedule: fields of the job's OptimizerConfig and ScheduleConfig. None: the defaults.
+        balance: the job's batch.balance.
     """
     import torch
 
@@ -55,12 +66,15 @@ def probe(
     notes: list[str] = []
     data = train_data(task, seed, notes)
     held_out = eval_sets(task, seed, notes)
-    samples = len(data) if is_mapped(data) else None
-    if samples is None and not hasattr(data, "__iter__"):
+    if not is_mapped(data) and not hasattr(data, "__iter__"):
         raise TaskError(
             f"task._target_={target}: train_data() returned a {type(data).__name__} that has no length and cannot be "
             "iterated.\n  Give a map-style dataset (__len__ and __getitem__) or an IterableDataset."
         )
+    try:
+        arrangement = _check_arrangement(task, data, seed, Balance(balance), notes)
+    except DataError as error:  # in training it is the job's
+        raise TaskError(f"task._target_={target}: {error}") from None
     try:
         # load_state_dict and others warn about meta tensors, which the job's model does not have
         with torch.device("meta"), _without_random_values(), warnings.catch_warnings():
@@ -91,7 +105,6 @@ def probe(
     return {
         "target": target,
         "params": params,
-        "samples": samples,
         "parameters": sum(p.numel() for p in trained),
         "gradient_bytes": sum(p.numel() * p.element_size() for p in trained),
         "unit_parameters": sum(p.numel() for p in trained if p in in_units),
@@ -105,8 +118,41 @@ def probe(
         "in_eval_mode": in_eval_mode(model),
         "eval_sets": tuple(held_out),
         **updates,
+        **arrangement,
         "flops_per_sample": _flops(task, model, data),
     }
+
+
+def _check_arrangement(
+    task: Task, data: Any, seed: int, balance: Balance, notes: list[str]
+) -> dict[str, int | bool | None]:
+    """Check the task's own order, and its lengths if they are needed, and return their fields of a TaskPlan.
+
+    Raises:
+        DataError, TaskError: the order or the lengths do not belong to the data.
+    """
+    from launcher.train.data.sample_order import ArrangedData, checked_lengths, samples_per_epoch
+
+    own_order, lengths = callable(getattr(task, "order", None)), callable(getattr(task, "lengths", None))
+    if own_order:
+        _require_parameters_of(getattr(task, "order"), "order(epoch, seed)", 2)  # noqa: B009
+    if not is_mapped(data):
+        if own_order:
+            raise TaskError(
+                "The task has a method order(epoch, seed), and its training data is a stream, which has no indices.\n"
+                "  Remove the method, and let the stream yield its samples in that order."
+            )
+        return {"samples": None, "lengths": False}
+    if lengths:
+        _require_parameters_of(getattr(task, "lengths"), "lengths(data)", 1)  # noqa: B009
+    column = column_of_lengths(data)
+    if balance is Balance.length and (lengths or column is not None):
+        checked_lengths(getattr(task, "lengths")(data) if lengths else column, len(data))  # noqa: B009
+    samples = samples_per_epoch(ArrangedData(data, getattr(task, "order")), seed) if own_order else len(data)  # noqa: B009
+    if own_order:
+        notes.append(f"The task's own order(epoch, seed) is used: {samples} samples an epoch, of {len(data)}.")
+    known = lengths or column is not None or callable(getattr(task, "length", None))
+    return {"samples": samples, "own_order": own_order, "lengths": known}
 
 
 def _check_update_rule(

@@ -93,12 +93,18 @@ class LocalGradNorm:
 
 
 class NoiseScale:
-    """Averages over the windows of a run, the same on all ranks, and this rank's contribution of the last window."""
+    """Averages over the windows of a run, the same on all ranks, and this rank's contribution of the last window.
+
+    Args:
+        gradient: of this rank.
+        random: a rank's part of a window is drawn at random. If not, it says nothing about the noise of one sample's
+            gradient, and nothing is measured.
+    """
 
     width = 1
 
-    def __init__(self, ranks: int, device: torch.device, gradient: LocalGradNorm) -> None:
-        self._ranks, self._device, self._gradient = ranks, device, gradient
+    def __init__(self, ranks: int, device: torch.device, gradient: LocalGradNorm, *, random: bool = True) -> None:
+        self._ranks, self._device, self._gradient, self._random = ranks, device, gradient, random
         self._part: tuple[Tensor | float, int] | None = None
         self._waiting: _Measured | None = None
         self.own: Tensor | float = 0.0  # |g_r|^2 / n_r of the last window, to be summed over the ranks
@@ -113,6 +119,8 @@ class NoiseScale:
         Args:
             totals: returns this rank's number of items and of samples in the window so far.
         """
+        if not self._random:
+            return
         single = self._ranks == 1
         self._gradient.due = first and not last if single else first if reduces(sync, last=False) else last
         if self._gradient.due:

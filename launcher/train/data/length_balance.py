@@ -1,0 +1,153 @@
+"""Division of a window's samples into micro-batches by their lengths (``batch.balance=length``), and these lengths.
+
+Which samples a window holds does not change, so the gradient does not either. Its samples are sorted by length and cut
+into micro-batches, so that samples which are padded to the same length have alike lengths. The n-th micro-batches of
+all ranks are neighbours in that order, because FSDP and sync=every wait for the slowest rank in each micro-batch. Of
+these, the longest goes to the rank that has computed least so far (longest processing time first: R. L. Graham, "Bounds
+on Multiprocessing Timing Anomalies", 1969), because all wait for the slowest rank at the boundary.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from launcher.config.schema import Balance
+from launcher.errors import DataError
+from launcher.heartbeat import HEARTBEAT, Wait
+from launcher.plan.batch import Batch
+from launcher.plan.run_plan import RunPlan
+from launcher.quantities import count
+from launcher.task import Task, column_of_lengths, is_mapped
+from launcher.train.data.loader import prefetch
+from launcher.train.data.randomness import SampleRandom
+from launcher.train.data.sample_order import ArrangedData, Order
+from launcher.train.world import World
+
+# samples that a loader process reads for one answer
+_AT_ONCE = 64
+
+
+class BalancedWindow(NamedTuple):
+    """Micro-batches of a window.
+
+    Args:
+        offsets: by rank and micro-batch: offsets into the window, longest sample first.
+        stand_in: offset of the shortest sample, which a rank without samples runs with weight zero.
+        padding_fraction: part of all positions of the micro-batches that is padding if each one is padded to its
+            longest sample: 1 - sum of lengths / sum of (samples x longest).
+    """
+
+    offsets: list[list[list[int]]]
+    stand_in: int
+    padding_fraction: float
+
+
+def balanced(lengths: Sequence[float], batch: Batch) -> BalancedWindow:
+    """Divide a window into micro-batches of alike lengths, the longest first.
+
+    Every rank gets the same number of micro-batches, as few as can hold the window; their sizes differ by at most one.
+
+    Args:
+        lengths: of the window's samples.
+    """
+    rounds = -(-len(lengths) // (batch.micro_size * batch.world_size))
+    ordered = sorted(range(len(lengths)), key=lambda offset: -lengths[offset])  # stable: the same on all ranks
+    cuts = _cuts(len(lengths), rounds * batch.world_size)
+    parts = [ordered[start:stop] for start, stop in itertools.pairwise(cuts)]
+    padded = [len(part) * lengths[part[0]] if part else 0 for part in parts]
+    loads = [0.0] * batch.world_size
+    offsets: list[list[list[int]]] = [[] for _ in loads]
+    for start in range(0, len(parts), batch.world_size):
+        ranks = sorted(range(batch.world_size), key=lambda rank: loads[rank])
+        numbers = sorted(range(start, start + batch.world_size), key=lambda number: -padded[number])
+        for rank, number in zip(ranks, numbers, strict=True):
+            offsets[rank].append(parts[number])
+            loads[rank] += padded[number]
+    total = sum(padded)
+    return BalancedWindow(offsets, ordered[-1], 1 - sum(lengths) / total if total else 0.0)
+
+
+def _cuts(samples: int, parts: int) -> list[int]:
+    """Return the bounds of ``parts`` parts of the sorted samples; the smaller ones first, where samples are longest."""
+    base, more = divmod(samples, parts)
+    sizes = [base] * (parts - more) + [base + 1] * more
+    if not base:  # fewer samples than ranks
+        sizes.reverse()
+    cuts = [0]
+    for size in sizes:
+        cuts.append(cuts[-1] + size)
+    return cuts
+
+
+def arranged(data: Any, task: Task, plan: RunPlan, world: World) -> Any:
+    """Return the training data with the order and the lengths that its task has for it. All ranks call it.
+
+    Raises:
+        DataError: the lengths are no lengths of the data.
+    """
+    balance = plan.batch.balance is Balance.length
+    if not is_mapped(data) or not (balance or plan.task.own_order):
+        return data
+    order: Order | None = getattr(task, "order") if plan.task.own_order else None  # noqa: B009
+    return ArrangedData(data, order, lengths_of(data, task, plan, world) if balance else None)
+
+
+def lengths_of(data: Any, task: Task, plan: RunPlan, world: World) -> Sequence[float] | Tensor | None:
+    """Return the lengths of all samples; None if ranks have other numbers of samples. All ranks call it.
+
+    They are those of the task's ``lengths(data)``, or the column ``length`` of a Hugging Face dataset. Otherwise each
+    sample is read once, by the ranks and their loader processes together, for the task's ``length(sample)``.
+    """
+    lengths: Callable[[Any], Any] | None = getattr(task, "lengths", None)
+    if lengths is not None:
+        return lengths(data)
+    if (column := column_of_lengths(data)) is not None:
+        return column
+    started = time.perf_counter()
+    reader = _LengthReader(data, getattr(task, "length"), plan.train.seed)  # noqa: B009
+    own = range(world.rank, len(data), world.size)
+    parts = [own[start : start + _AT_ONCE] for start in range(0, len(own), _AT_ONCE)]
+    read: list[float] = []
+    for batch in prefetch(reader, plan, torch.device("cpu"), plan.train.seed, order=parts):
+        read += batch.data
+    with HEARTBEAT.waiting_for(Wait.collective):
+        everyone = world.of_all(read)
+    values = [0.0] * sum(map(len, everyone))
+    if any(len(part) != len(range(rank, len(values), world.size)) for rank, part in enumerate(everyone)):
+        return None  # the comparison of the data that follows names the ranks
+    for rank, part in enumerate(everyone):
+        values[rank :: world.size] = part
+    if world.rank == 0:
+        print(
+            f"batch.balance=length: read {count(len(values), 'sample')} for length(sample) in "
+            f"{time.perf_counter() - started:.1f} s, as at every start. A method lengths(data) would save that.",
+            flush=True,
+        )
+    return values
+
+
+class _LengthReader(Dataset[tuple[list[float], int]]):
+    def __init__(self, data: Any, length: Callable[[Any], float], seed: int) -> None:
+        self._data, self._length, self._random = data, length, SampleRandom(seed)
+
+    def __getitem__(self, indices: range) -> tuple[list[float], int]:
+        return [self._length_of(index) for index in indices], len(indices)
+
+    def _length_of(self, index: int) -> float:
+        with self._random.own():
+            self._random.seed(0, index)
+            length = self._length(self._data[index])
+        try:
+            return float(length)
+        except (TypeError, ValueError):
+            raise DataError(
+                f"length(sample) returned a {type(length).__name__} for sample {index} of the training data.\n"
+                "  Return a number, such as the sample's tokens."
+            ) from None

@@ -1,0 +1,185 @@
+"""Balance by length: the same windows in every world, in micro-batches with little padding, and ranks that finish
+together."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launcher.errors import ConfigError, DataError, TaskError
+from launcher.plan.batch import Batch
+from launcher.plan.run_plan import TaskPlan
+from launcher.plan.windows import share_of_window
+from launcher.rundir.files import value_from_json
+from launcher.train.data.length_balance import balanced
+from launcher.train.data.sample_order import ArrangedData
+from launcher.train.data.window_feed import WindowPosition, open_feed
+from launcher.train.inspection.task_probe import probe
+from launcher.train.world import World
+from tests.helpers import ROOT, make_plan
+from tests.train.data import order_tasks
+from tests.train.data.feeds import CPU, plan_for, read
+
+LENGTHS = [random.Random(n).choice((3, 10, 40, 200)) + n % 3 for n in range(103)]
+DATA = ArrangedData(list(range(103)), lengths=LENGTHS)
+TASKS = order_tasks.__name__
+
+
+def batch_of(micro: int, ranks: int) -> Batch:
+    return Batch(global_size=micro * ranks, micro_size=micro, accumulation=1, world_size=ranks)
+
+
+def padded(parts: list[list[int]], lengths: list[int]) -> int:
+    return sum(len(part) * max(lengths[offset] for offset in part) for part in parts if part)
+
+
+@given(lengths=st.lists(st.integers(0, 500), min_size=1, max_size=80), micro=st.integers(1, 6), ranks=st.integers(1, 5))
+def test_a_window_is_divided_without_loss_into_parts_of_alike_lengths(
+    lengths: list[int], micro: int, ranks: int
+) -> None:
+    batch = batch_of(micro, ranks)
+    window = balanced(lengths, batch)
+    assert sorted(chain.from_iterable(chain.from_iterable(window.offsets))) == list(range(len(lengths)))
+    assert {len(of_rank) for of_rank in window.offsets} == {-(-len(lengths) // (micro * ranks))}
+    sizes = [len(part) for of_rank in window.offsets for part in of_rank]
+    assert max(sizes) <= micro
+    assert max(sizes) - min(sizes) <= 1
+    unsorted = [list(part) for rank in range(ranks) for part in share_of_window(len(lengths), batch, rank)]
+    ours = padded(list(chain.from_iterable(window.offsets)), lengths)
+    assert ours <= padded(unsorted, lengths)
+    assert window.padding_fraction == pytest.approx(1 - sum(lengths) / ours if ours else 0.0)
+    assert 0 <= window.padding_fraction < 1
+    # the n-th micro-batches of all ranks are neighbours: all of their samples are at least as long as the next ones'
+    rounds = [[lengths[o] for part in parts for o in part] for parts in zip(*window.offsets, strict=True)]
+    assert all(min(one) >= max(two) for one, two in itertools.pairwise(rounds))
+
+
+@given(lengths=st.lists(st.integers(1, 500), min_size=48, max_size=48))
+def test_ranks_differ_by_no_more_than_a_micro_batch(lengths: list[int]) -> None:
+    """For long micro-batches on one rank, the others get those that follow in the order."""
+    window = balanced(lengths, batch_of(4, 3))
+    work = [padded(of_rank, lengths) for of_rank in window.offsets]
+    assert max(work) - min(work) <= 4 * max(lengths)
+
+
+@pytest.mark.parametrize("loader_workers", [0, 1])
+def test_members_of_a_window_are_those_without_balance_in_every_world(loader_workers: int) -> None:
+    options = ("train.epochs=2", "batch.uneven=true", f"train.loader_workers={loader_workers}")
+    plain = read(plan_for(24, 1, *options), list(range(103)))
+    worlds = [(24, 1), (4, 2), (2, 4), (5, 3), (2, 30)]
+    for micro, ranks in worlds if not loader_workers else worlds[1:2]:
+        plan = plan_for(micro, ranks, *options, "batch.balance=length")
+        assert read(plan, DATA) == plain
+        # in the middle of the second epoch, also in micro-batches of half the size, as after running out of memory
+        halved = dataclasses.replace(plan, batch=plan.batch.shrunk() or plan.batch)
+        for resumed in (plan, halved):
+            assert read(resumed, DATA, WindowPosition(7)) == plain[7:]
+
+
+def test_a_ramp_keeps_its_windows() -> None:
+    options = ("batch.ramp=[[3,8],[5,16]]", "train.epochs=3", "schedule=constant")
+    plain = read(plan_for(2, 2, *options), list(range(103)))
+    for micro, ranks in ((8, 1), (2, 2), (1, 4)):
+        assert read(plan_for(micro, ranks, *options, "batch.balance=length"), DATA) == plain
+
+
+def test_a_sample_draws_the_same_numbers_as_without_balance() -> None:
+    """Its random numbers follow from its position, wherever its micro-batch is."""
+
+    class Drawing:
+        def __len__(self) -> int:
+            return 103
+
+        def __getitem__(self, index: int) -> tuple[int, float]:
+            return index, random.random()
+
+    def drawn(*options: str) -> dict[int, float]:
+        data: Any = ArrangedData(Drawing(), lengths=LENGTHS) if options else Drawing()
+        seen: dict[int, float] = {}
+        for rank in range(2):
+            feed = open_feed(data, plan_for(3, 2, "train.epochs=1", *options), World(rank, 2, rank), CPU, collate=list)
+            for window in feed.windows():
+                seen |= dict(sample for batch in window.micro_batches for sample in batch.data[: batch.samples])
+            feed.close()
+        return seen
+
+    assert drawn("batch.balance=length") == drawn()
+    assert len(drawn()) == 103
+
+
+def test_a_rank_without_samples_runs_the_shortest_one() -> None:
+    plan = plan_for(4, 30, "train.epochs=1", "batch.uneven=true", "batch.balance=length")
+    feeds = [open_feed(DATA, plan, World(rank, 30, rank), CPU) for rank in range(30)]
+    batches = [next(next(feed.windows()).micro_batches) for feed in feeds]
+    stand_ins = [batch.data.tolist() for batch in batches if not batch.samples]
+    shortest = min(LENGTHS[sample] for batch in batches for sample in batch.data.tolist())
+    assert len(stand_ins) == 6
+    assert {LENGTHS[sample] for (sample,) in stand_ins} == {shortest}
+
+
+def test_the_padding_is_that_of_all_ranks() -> None:
+    plan = plan_for(3, 2, "train.epochs=1", "batch.balance=length")
+    feeds = [open_feed(DATA, plan, World(rank, 2, rank), CPU) for rank in range(2)]
+    for windows in zip(*(feed.windows() for feed in feeds), strict=True):
+        rows = [[LENGTHS[i] for i in batch.data] for window in windows for batch in window.micro_batches]
+        padding = 1 - sum(map(sum, rows)) / sum(len(row) * max(row) for row in rows)
+        assert [window.padding_fraction for window in windows] == pytest.approx([padding] * 2)
+    plain = open_feed(DATA, plan_for(3, 2), World(0, 2, 0), CPU)
+    assert next(plain.windows()).padding_fraction is None
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ([1, 2], r"There are \[2\] lengths for 3 samples"),
+        ([1, -1, 2], "The length of sample 1 is -1"),
+        ([1.0, 2.0, float("nan")], "The length of sample 2 is nan"),
+        ([1.0, float("inf"), 2.0], "The length of sample 1 is inf"),
+        (["long", "short", "short"], "are no numbers"),
+        (torch.ones(3, 2), r"There are \[3, 2\] lengths for 3 samples"),
+    ],
+)
+def test_lengths_that_are_none_are_refused(lengths: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        ArrangedData([7, 8, 9], lengths=lengths)
+
+
+def test_balance_without_lengths_is_one_message() -> None:
+    with pytest.raises(
+        ConfigError, match=r"batch.balance=length: the lengths of the samples are not known.\n.*Arranged"
+    ):
+        open_feed(list(range(103)), plan_for(4, 2, "batch.balance=length"), World(0, 2, 0), CPU)
+    with pytest.raises(ConfigError, match=r"batch.balance=length: does not work with a stream"):
+        make_plan("batch.balance=length", samples=None)
+    with pytest.raises(
+        ConfigError, match=r"lengths of the samples of task._target_=.*Plain are not known.*\n.*lengths\(data\)"
+    ):
+        planned("Plain")
+
+
+def planned(name: str) -> TaskPlan:
+    """The task as it is described to the plan, which is then solved."""
+    fields = probe(f"{TASKS}.{name}", {}, [str(ROOT)], shards=False, seed=0, balance="length")
+    task = value_from_json(TaskPlan, fields)
+    make_plan("batch.balance=length", task=task)
+    return task
+
+
+@pytest.mark.parametrize("name", ["WithLengths", "WithLength", "WithColumn"])
+def test_the_plan_knows_where_lengths_come_from(name: str) -> None:
+    assert planned(name).lengths
+
+
+def test_mistakes_in_lengths_are_known_before_anything_starts() -> None:
+    with pytest.raises(TaskError, match=r"There are \[1\] lengths for 90 samples"):
+        planned("TooFewLengths")
+    with pytest.raises(TaskError, match=r"must be lengths\(data\): "):
+        planned("LengthsOfNothing")
