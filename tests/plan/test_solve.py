@@ -313,7 +313,8 @@ def test_an_early_plan_keeps_its_meaning() -> None:
     for part, later in LATER_KEYS.items():
         assert loaded[part] == EARLY[part] | later
     assert loaded["train"]["clip_norm"] is None
-    assert loaded["fewer"] == EARLY["fewer"]
+    later = {"balance": "none"}
+    assert loaded["fewer"] == [each | {"batch": each["batch"] | later} for each in EARLY["fewer"]]
     null = json.dumps(EARLY | {"train": EARLY["train"] | {"calibrate_s": None}})
     assert RunPlan.from_json(null).train.calibrate_s is None, "null in the file is not a missing key"
 
