@@ -262,7 +262,7 @@ def _require_same_kinds(kinds: list[dict[str, str]]) -> None:
         kinds: by rank, each data set's kind by its name.
     """
     for name in dict.fromkeys(name for of_rank in kinds for name in of_rank):
-        own = [of_rank.get(name, _kind(None)) for of_rank in kinds]
+        own = [of_rank.get(name, _NO_DATA) for of_rank in kinds]
         for rank, kind in enumerate(own):
             if kind != own[0]:
                 raise DataError(f"{name} differs between ranks: {own[0]} on rank 0, {kind} on rank {rank}.\n{_REMEDY}")
@@ -282,9 +282,12 @@ def _same_beginning(outlines: Mapping[str, list[Outline | None]], trained_on: st
     return None
 
 
+_NO_DATA = "no data (None)"
+
+
 def _kind(dataset: Any, seed: int) -> str:
     if dataset is None:
-        return "no data (None)"
+        return _NO_DATA
     if isinstance(dataset, ArrangedData):
         return f"{len(dataset)} samples{dataset.digests(seed)}"
     return f"{len(dataset)} samples" if is_mapped(dataset) else "a stream"
