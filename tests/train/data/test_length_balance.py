@@ -54,7 +54,8 @@ def test_a_window_is_divided_without_loss_into_parts_of_alike_lengths(
     assert max(sizes) - min(sizes) <= 1
     unsorted = [list(part) for rank in range(ranks) for part in share_of_window(len(lengths), batch, rank)]
     ours = padded(list(chain.from_iterable(window.offsets)), lengths)
-    assert ours <= padded(unsorted, lengths)
+    if min(sizes) == max(sizes):
+        assert ours <= padded(unsorted, lengths)
     assert window.padding_fraction == pytest.approx(1 - sum(lengths) / ours if ours else 0.0)
     assert 0 <= window.padding_fraction < 1
     # the n-th micro-batches of all ranks are neighbours: all of their samples are at least as long as the next ones'
