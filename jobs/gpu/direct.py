@@ -115,7 +115,9 @@ def ddp(environment: Environment) -> str:
         for first in (0, 4):
             batch = task.collate([data[8 * window + first + n] for n in range(4)]).to(device)
             with parallel.micro_batch(Sync.boundary, first=first == 0, last=first == 4):
-                task.loss(parallel.forward, batch).total.backward()
+                loss = task.loss(parallel.module, batch).total
+                with parallel.backward(loss):
+                    loss.backward()
             task.loss(alone, batch).total.backward()
         gradients = parallel.gradients()
         if environment.on_gpu:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from launcher.config.schema import OnOom
-from launcher.errors import RecordFailed
+from launcher.errors import RecordFailed, TaskError
 from launcher.heartbeat import HEARTBEAT, Phase, Wait
 from launcher.loss import Loss, as_losses
 from launcher.plan.run_plan import RunPlan
@@ -44,6 +44,7 @@ from launcher.train.evaluation import Evaluation
 from launcher.train.measure.flops import peak_flops
 from launcher.train.metrics import Metrics, NoRecord, Sink
 from launcher.train.optimizers import MakeSchedule, build_optimizer
+from launcher.train.parallel.shard_units import direct_use, is_direct_use
 from launcher.train.world import World, device_of, join
 
 # messages on stragglers that a process prints: on a noisy machine ranks take turns
@@ -246,6 +247,8 @@ class TrainingLoop:
                 oom.store_micro_size(self.plan, engine.plan.batch)
                 print(f"step {engine.steps + 1}: out of memory. Continuing with {engine.plan.batch.text}", flush=True)
             return
+        if is_direct_use(error):
+            raise TaskError(direct_use("a parameter", engine.plan.strategy.kind)) from error
         if not oom.is_out_of_memory(error):
             raise error
         if batch.on_oom is OnOom.shrink and (smaller := batch.shrunk()) is not None:

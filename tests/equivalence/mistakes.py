@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from contextlib import AbstractContextManager
 
 from torch import Tensor, nn
 
 from launcher import Engine
+from launcher.config.schema import Sync
 from launcher.train.engine.window_totals import ReducedTotals
 from tests.equivalence.grid import CLIP
 
@@ -63,25 +63,19 @@ def schedule_per_micro_batch(engine: Engine) -> None:
     _after_backward(engine, lambda: engine._current.at_boundary or engine._optimizer_step.schedule.step())
 
 
-def sync_outside_forward(engine: Engine) -> None:
-    """The context that skips a sync opens after the forward pass, in which DDP decides: every micro-batch is sent."""
-    micro_batch, backward = engine.parallel.micro_batch, engine.precision.backward
-    opened: list[AbstractContextManager[object]] = []
+def sync_never_skipped(engine: Engine) -> None:
+    """Every micro-batch is sent, as without ``no_sync``."""
+    micro_batch = engine.parallel.micro_batch
 
-    def late(*args: Any, **kwargs: Any) -> AbstractContextManager[object]:
-        opened[:] = [micro_batch(*args, **kwargs)]
-        return nullcontext()
+    def last(sync: Sync, *, first: bool, last: bool) -> AbstractContextManager[object]:  # noqa: ARG001
+        return micro_batch(sync, first=first, last=True)
 
-    def wrong(loss: Tensor) -> None:
-        with opened[0]:
-            backward(loss)
-
-    engine.parallel.micro_batch, engine.precision.backward = late, wrong
+    engine.parallel.micro_batch = last
 
 
 MISTAKES: dict[str, Callable[[Engine], None]] = {
     mistake.__name__: mistake
     for mistake in (
-        mean_of_means, no_division, full_count, clip_per_micro_batch, schedule_per_micro_batch, sync_outside_forward,
+        mean_of_means, no_division, full_count, clip_per_micro_batch, schedule_per_micro_batch, sync_never_skipped,
     )
 }  # fmt: skip

@@ -56,7 +56,7 @@ SEEN = {
     "full_count": [(ALL, {"norm"})],
     "clip_per_micro_batch": [(CLIPPED, {"full", "short", "norm", "parameters"})],
     "schedule_per_micro_batch": [(ALL, {"parameters"})],
-    "sync_outside_forward": [(ALL, {"error"})],
+    "sync_never_skipped": [(ALL, {"error"})],
 }
 
 

@@ -24,7 +24,6 @@ pytestmark = pytest.mark.slow
         ("crash", 1, ["launch: rank 1 failed: killed by SIGSEGV", "Fatal Python error", "in misbehave"]),
         ("not finite", 1, ["The loss of step 3 is not finite", "rank 1, micro-batch 3", "optimizer.lr"]),
         ("unused", 1, ["does not depend on 1 of the model's parameters: forgotten", "find_unused_parameters=true"]),
-        ("bypass", 1, ["strategy.sync=boundary means", "0 bytes were seen in 0 collectives"]),
         ("bad gradient", 1, ["The gradient of step 1 has norm nan", "2.bias"]),
         ("nothing held out", 1, ["eval_data() has no item"]),
         ("held-out sample", 1, ["collate", "While micro-batch 1 of eval_data() was evaluated on rank 0."]),

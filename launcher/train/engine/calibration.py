@@ -312,10 +312,11 @@ class Calibration:
                 else self._parallel.micro_batch(sync, first=number == 0, last=number == count - 1)
             ):
                 with self._precision.autocast():
-                    loss_sum, items = self._run(self._parallel.forward, micro)
+                    loss_sum, items = self._run(self._parallel.module, micro)
                 some = items.clamp(min=1) if isinstance(items, Tensor) else max(1, items)
-                with self._parallel.backward():
-                    self._precision.backward(loss_sum / (some * count))
+                part = loss_sum / (some * count)
+                with self._parallel.backward(part):
+                    self._precision.backward(part)
         if not silent:
             self._parallel.gradients()  # all of them have arrived
         self._synchronise()

@@ -19,7 +19,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from launcher.config.schema import OnNonfinite
 from launcher.errors import EngineMisuse
@@ -118,9 +118,9 @@ class Engine(ProgressCounters):
         self.context.activate()
 
     @property
-    def model(self) -> Callable[..., Any]:
-        """Wrapped model: the forward pass must call it."""
-        return self.parallel.forward
+    def model(self) -> nn.Module:
+        """The user's own model, for the forward pass: its methods, attributes and parameters can be used as well."""
+        return self.parallel.module
 
     def windows(
         self, dataset: Any, collate: Collate | None = None, forward: Forward | None = None, *, compare_data: bool = True
@@ -204,8 +204,9 @@ class Engine(ProgressCounters):
             totals.send(more=self._feed.has_next(), stop=self._stop(), save_due=self._save_due())
             if current.may_abandon and totals.out_of_memory():
                 raise oom.WindowAbandoned
-        with self.parallel.backward(totals.items_of_all if last else None):
-            self.precision.backward(loss_sum * weight)
+        weighted = loss_sum * weight
+        with self.parallel.backward(weighted, totals.items_of_all if last else None):
+            self.precision.backward(weighted)
 
     def step(self) -> StepResult:
         """Take the window's optimizer step: sum over ranks, check, average exactly, clip, apply, schedule.

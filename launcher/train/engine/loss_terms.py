@@ -12,10 +12,13 @@ from typing import Any, Self, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from launcher.config.schema import StrategyKind
 from launcher.errors import EngineMisuse, TaskError
 from launcher.loss import Loss
 from launcher.quantities import first_names
+from launcher.train.parallel.shard_units import direct_use
 from launcher.train.world import World
 
 # metrics of the launcher's own, as train/NAME or eval/NAME
@@ -153,6 +156,8 @@ def require_sum(loss_sum: object, items: object) -> None:
             f"The loss of a micro-batch is {kind}, and must be a scalar tensor: the sum over its items.\n"
             '  Sum it: reduction="sum" in torch\'s losses, or .sum().'
         )
+    if isinstance(loss_sum, DTensor):
+        raise TaskError(direct_use("a parameter", StrategyKind.fsdp))
     if isinstance(items, Tensor):
         if items.numel() != 1:
             raise TaskError(

@@ -122,9 +122,10 @@ def _run_windows(
         last = number == micro_batches - 1
         parallel.meter.open_window()
         with parallel.micro_batch(plan.strategy.sync, first=number == 0, last=last), precision.autocast():
-            losses = as_losses(task.loss(parallel.forward, inputs), plan.batch.micro_size, plan.task.target)
-            with parallel.backward():
-                precision.backward(sum((loss.total for loss in losses[1:]), losses[0].total))
+            losses = as_losses(task.loss(parallel.module, inputs), plan.batch.micro_size, plan.task.target)
+            total = sum((loss.total for loss in losses[1:]), losses[0].total)
+            with parallel.backward(total):
+                precision.backward(total)
         if last:
             parallel.gradients()
             optimizer.step()

@@ -239,8 +239,8 @@ class Meter:
                     f"strategy.sync={sync.value} means {kind.value} of {wanted:,} bytes in this window of "
                     f"{count(micro_batches, 'micro-batch', 'micro-batches')}; {seen:,} bytes were "
                     f"seen in {count(self._collectives[kind], 'collective')}.\n"
-                    "  Every forward pass must go through the engine's model (engine.model, or the model handed to "
-                    "loss), and the loss must reach every parameter that requires a gradient."
+                    "  The loss must reach every parameter that requires a gradient, by passes of the engine's model "
+                    "(engine.model, or the model handed to loss), not of a copy."
                 )
 
 

@@ -27,14 +27,12 @@ class Parallel:
     several ranks derive from it.
 
     Args:
-        forward: callable that the training loop uses for forward passes.
-        module: the user's model, for evaluation and checkpoints.
+        module: the user's model.
         meter: counts and times the collectives that this strategy runs.
         averaged_over: number of ranks over which the collectives average the gradients; 1 if they sum.
         local_norm: norm of this rank's gradient before the reduction, for the gradient noise scale.
     """
 
-    forward: Callable[..., Any]
     averaged_over = 1
 
     def __init__(self, model: nn.Module, plan: RunPlan, device: torch.device, layout: Layout | None = None) -> None:
@@ -43,7 +41,7 @@ class Parallel:
         Args:
             layout: payload of the strategy's collectives. Default: whole gradients, all-reduced over all ranks.
         """
-        self.module = self.forward = model
+        self.module = model
         self._parameters = trained(model)
         self._unused_allowed = plan.strategy.find_unused_parameters
         layout = layout or Layout.replicated(sum(p.nbytes for p in self._parameters), plan.batch.world_size)
@@ -63,12 +61,13 @@ class Parallel:
         """Discard the current window, none of whose passes has run a collective yet."""
         self.zero_grad()
 
-    def backward(self, items: Callable[[], float] | None = None) -> AbstractContextManager[None]:  # noqa: ARG002
+    def backward(self, loss: Tensor, items: Callable[[], float] | None = None) -> AbstractContextManager[None]:  # noqa: ARG002
         """Return the context for the backward pass of a micro-batch's loss.
 
         A loss that uses gradients itself, such as a gradient penalty, runs further backward passes outside of it.
 
         Args:
+            loss: what the backward pass starts from.
             items: only in the window's last micro-batch: function that waits for the number of items in the window on
                 all ranks, and returns it.
         """

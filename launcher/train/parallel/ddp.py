@@ -22,7 +22,12 @@ from launcher.train.parallel.base import Parallel
 
 
 class Ddp(Parallel):
-    """Strategy for DDP. Gradients are views into DDP's buckets, so that there is one copy of them."""
+    """Strategy for DDP. Gradients are views into DDP's buckets, so that there is one copy of them.
+
+    The forward pass is that of the user's own model: DDP's would only prepare its reducer, which ``micro_batch`` and
+    ``backward`` do here. A loss may therefore call any method of the model, in any number of passes. Until ``backward``
+    prepares the reducer, gradients are accumulated and not reduced, as under ``no_sync``.
+    """
 
     def __init__(self, model: nn.Module, plan: RunPlan, device: torch.device) -> None:
         super().__init__(model, plan, device)
@@ -32,7 +37,8 @@ class Ddp(Parallel):
         self._order = self._first_order()
         self._strategy, self._device = strategy, device
         self._compression = _compression(strategy, model, self.meter)
-        self.forward = self._ddp = self._wrapped(init_sync=True)
+        self._compiled, self._reduces = plan.train.compile, False
+        self._ddp = self._wrapped(init_sync=True)
 
     def _first_order(self) -> list[str] | None:
         """Return the initial ``_order``: None if the next synchronised backward pass must record it; [] if DDP never
@@ -72,27 +78,45 @@ class Ddp(Parallel):
         return sent.then(finished)
 
     def micro_batch(self, sync: Sync, *, first: bool, last: bool) -> AbstractContextManager[object]:  # noqa: ARG002
-        self._sync = sync
-        # DDP decides in forward whether to synchronise, so the context must be entered before it
-        if not reduces(sync, last=last):
-            return self._ddp.no_sync()
-        return nullcontext() if self._order is not None else self._record_order()
+        self._sync, self._reduces = sync, reduces(sync, last=last)
+        self._rebuild_buckets()  # before the forward pass needs memory
+        records = self._reduces and self._order is None
+        context = self._record_order() if records else nullcontext()
+        return self._in_compiled_graphs(context) if self._compiled else context
 
-    def abandon(self) -> None:
-        # the boundary's forward pass has prepared the reducer for its backward pass, which will not take place
-        self._ddp.reducer._reset_state()
-        self.zero_grad()
+    @contextmanager
+    def _in_compiled_graphs(self, context: AbstractContextManager[object]) -> Iterator[None]:
+        """Let ``torch.compile`` split its graphs by buckets, so that reductions overlap with the backward pass."""
+        with self._ddp._inside_ddp_forward(), context:
+            yield
 
-    def backward(self, items: Callable[[], float] | None = None) -> AbstractContextManager[None]:
+    def _rebuild_buckets(self) -> None:
+        """Lay out the buckets in the order of the first synchronised backward pass, once it has taken place."""
+        self._ddp._has_rebuilt_buckets |= self._ddp.reducer._rebuild_buckets()
+
+    def backward(self, loss: Tensor, items: Callable[[], float] | None = None) -> AbstractContextManager[None]:
         # under `every`, part of the residue is from this window already
         if items is not None and self._sync is not Sync.every:
             self._compression.before_reduction(items)
-        return self.meter.reducing() if self._ddp.require_backward_grad_sync else nullcontext()
+        return self._reducing(loss) if self._reduces else nullcontext()
+
+    @contextmanager
+    def _reducing(self, loss: Tensor) -> Iterator[None]:
+        ddp, reducer = self._ddp, self._ddp.reducer
+        reducer.prepare_for_forward()
+        # DDP looks for unused parameters from the model's outputs; from the loss, it finds those of unused outputs too
+        reducer.prepare_for_backward([loss] if ddp.find_unused_parameters and not ddp.static_graph else [])
+        with self.meter.reducing():
+            yield
+            if ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued:
+                ddp._static_graph_delay_allreduce_enqueued = True
+                # the first backward pass has only recorded the graph
+                reducer._delay_all_reduce()  # pyright: ignore[reportAttributeAccessIssue]
 
     @contextmanager
     def without_collectives(self) -> Iterator[None]:
-        with self._ddp.no_sync():
-            yield
+        self._reduces = False
+        yield
         self.zero_grad()
 
     @contextmanager
@@ -151,7 +175,7 @@ class Ddp(Parallel):
         reducer.prepare_for_backward([])
         for name in names:
             parameters[name].view_as(parameters[name]).backward(torch.zeros_like(parameters[name]))
-        self._ddp._has_rebuilt_buckets = reducer._rebuild_buckets()
+        self._rebuild_buckets()
         self._order = names
         self.zero_grad()
 

@@ -29,7 +29,7 @@ from launcher.train.parallel.base import Parallel, local, trained
 from launcher.train.parallel.collectives import Gather, Scatter
 from launcher.train.parallel.deferred_init import Recipe, fill
 from launcher.train.parallel.mixed_precision import groups_of, matmul_parameters, narrow
-from launcher.train.parallel.shard_units import Uses, owned
+from launcher.train.parallel.shard_units import Uses, owned, refuse_direct_use
 from launcher.train.precision import DTYPES
 from launcher.train.world import patience
 
@@ -73,6 +73,7 @@ class Fsdp(Parallel):
         if strategy.cpu_offload:
             _move_buffers(model, device)  # only parameters are kept in host memory
         self._parameters = trained(model)  # the shards
+        refuse_direct_use(model, strategy.kind)
         self._modules = [module for module in (model, *units) if isinstance(module, FSDPModule)]
         gather = Gather(self.meter, device)
         self._gather = gather
@@ -116,6 +117,7 @@ class Fsdp(Parallel):
         self._scatter.sends_on = self._replicated and over_all
         if keeps and first:
             self._gather_all()
+        self._gather_root()
         return nullcontext()
 
     def _set(
@@ -135,6 +137,17 @@ class Fsdp(Parallel):
     def _gather_all(self) -> None:
         for module in self._modules:
             module.unshard(async_op=True)
+
+    def _gather_root(self) -> None:
+        """Gather the parameters that are in no unit, which the root's forward pass would do next. A loss can then use
+        them directly, and call other methods of the model than its forward pass."""
+        self._root_state()._lazy_init()  # otherwise the first unit that is called would take itself for the root
+        for group in groups_of(self._modules[0]):
+            group.unshard()
+            group.wait_for_unshard()
+
+    def _root_state(self) -> Any:
+        return self._modules[0]._get_fsdp_state()  # pyright: ignore[reportPrivateUsage]
 
     def _widen(self, parameter: Any, dtype: torch.dtype) -> Tensor:
         """Gather a parameter that was gathered as ``dtype`` again, in its own dtype, and return the whole of it. The
@@ -165,9 +178,12 @@ class Fsdp(Parallel):
     def _parameters_of_root(self) -> list[Any]:
         return [parameter for group in groups_of(self._modules[0]) for parameter in group.fsdp_params]
 
-    def backward(self, items: Callable[[], float] | None = None) -> AbstractContextManager[None]:  # noqa: ARG002
+    @contextmanager
+    def backward(self, loss: Tensor, items: Callable[[], float] | None = None) -> Iterator[None]:  # noqa: ARG002
         self._uses.before_backward()
-        return nullcontext()
+        yield
+        if not self._uses.completed:  # the loss depends on no output of a unit, or of the root's forward pass
+            self._root_state()._root_post_backward_final_callback()
 
     @contextmanager
     def without_collectives(self) -> Iterator[None]:
@@ -201,6 +217,7 @@ class Fsdp(Parallel):
     def evaluation(self) -> Iterator[None]:
         self._uses.begin(in_loss=False)
         self._set(reduce=False, all_reduce=False, reshard_after_forward=True, reshard_after_backward=True)
+        self._gather_root()
         yield
         for module in self._modules:
             module.reshard()

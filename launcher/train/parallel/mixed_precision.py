@@ -91,7 +91,7 @@ def matmul_parameters(model: nn.Module) -> dict[nn.Parameter, tuple[nn.Module, s
         own = isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
         for name, parameter in module.named_parameters(recurse=False):
             if type(module).forward in _MULTIPLIES and name in ("weight", "bias") and not own:
-                used[parameter] = module, name
+                used.setdefault(parameter, (module, name))  # torch's FSDP knows a tied one by its first place
             else:
                 others.add(parameter)
     return {p: place for p, place in used.items() if p not in others}

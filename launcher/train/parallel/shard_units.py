@@ -1,10 +1,12 @@
 """Shard units: the parts of a model that are gathered and freed together, and their uses in a micro-batch.
 
 ``fully_shard`` reduces a unit's gradients, and frees its parameters, as soon as the backward pass has completed one
-forward pass of the unit. That is too early in two cases:
+forward pass of the unit. That is too early in three cases:
 
 - The unit ran more than once (a siamese network, a layer that several depths share): its gradients are complete when
   the backward pass has completed all its runs. They are reduced once, at the end of the backward pass.
+- The unit is the root: a loss may use its parameters and methods outside of its forward pass. They are reduced at the
+  end, too.
 - The loss contains a gradient (``torch.autograd.grad``, as in a gradient penalty): that inner backward pass completes
   no gradient of a parameter, and with ``create_graph=True`` its graph uses the gathered parameters again. They stay
   gathered until the engine's own backward pass is complete.
@@ -14,12 +16,14 @@ All other cases are left to ``fully_shard``, which overlaps each reduction with 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from launcher.config.schema import StrategyKind
 from launcher.errors import TaskError
 from launcher.train.parallel.mixed_precision import groups_of
 
@@ -165,6 +169,33 @@ def _shown(module: object) -> str:
     return type(module).__name__
 
 
+def refuse_direct_use(model: nn.Module, kind: StrategyKind) -> None:
+    """Let a backward pass that reaches the shard of a parameter, instead of the gathered parameter, raise TaskError:
+    each rank would add its own gradient to its shard, and the gradients of the others would be lost."""
+
+    def refuse(name: str, gradient: Tensor) -> NoReturn:  # noqa: ARG001
+        raise TaskError(direct_use(name, kind))
+
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(functools.partial(refuse, name))
+
+
+def direct_use(what: str, kind: StrategyKind) -> str:
+    """Return the message for a loss that uses a parameter of a shard unit outside of the unit's forward pass."""
+    return (
+        f"The loss uses {what} of a shard unit outside of the unit's forward pass, where strategy={kind.value} has "
+        "only this rank's part of it.\n"
+        "  Use it in the forward pass of the unit; or keep its module whole in each micro-batch: leave it out of the "
+        "task's shard_units(model), or use strategy=ddp. For weight decay, use the optimizer's."
+    )
+
+
+def is_direct_use(error: BaseException) -> bool:
+    """Return whether torch has raised ``error`` because a shard was used together with a whole tensor."""
+    return isinstance(error, RuntimeError) and "got mixed torch.Tensor and DTensor" in str(error)
+
+
 class Uses:
     """Tracker of the uses of all units of a model in a micro-batch.
 
@@ -173,9 +204,12 @@ class Uses:
     """
 
     def __init__(self, modules: Sequence[FSDPModule]) -> None:
-        self._groups = [_Group(group, self) for module in modules for group in groups_of(module)]
+        self._groups = [
+            _Group(group, self, of_root=module is modules[0]) for module in modules for group in groups_of(module)
+        ]
         self.in_loss = False  # a backward pass that starts now is an inner one, part of computing the loss
         self.held = False  # the micro-batch has had such a backward pass
+        self.completed = True  # torch has completed all groups at the end of the backward pass
 
     def begin(self, *, in_loss: bool) -> None:
         """Reset the counters before a micro-batch or other passes.
@@ -190,7 +224,7 @@ class Uses:
 
     def before_backward(self) -> None:
         """Expect the backward pass that completes the micro-batch's gradients."""
-        self.in_loss = False
+        self.in_loss = self.completed = False
         if self.held:
             for each in self._groups:  # a forward pass after the inner backward pass may have freed the parameters
                 each.gather()
@@ -200,8 +234,8 @@ class _Group:
     """Replacement for two methods of a parameter group: one is called in each forward pass, the other when FSDP takes
     the gradients to be complete."""
 
-    def __init__(self, group: Any, uses: Uses) -> None:
-        self._group, self._uses = group, uses
+    def __init__(self, group: Any, uses: Uses, *, of_root: bool) -> None:
+        self._group, self._uses, self._of_root = group, uses, of_root
         self._register, self._complete = type(group)._register_post_backward_hook, group.post_backward
         self.forwards = 0  # forward passes with gradient in this micro-batch
         group._register_post_backward_hook = self.register
@@ -215,12 +249,16 @@ class _Group:
 
     def post_backward(self) -> None:
         """Complete the gradients if no other use of the unit can add to them."""
-        if self.forwards <= 1 and not self._uses.held:
-            self.complete()
+        if self.forwards <= 1 and not self._uses.held and not self._of_root:
+            self._reduce()
 
     def complete(self) -> None:
-        """Reduce the gradients and free the parameters. torch also calls this for all groups at the end of a backward
-        pass."""
+        """Complete the gradients at the end of a backward pass, where torch calls this for all groups."""
+        self._uses.completed |= not self._uses.in_loss
+        self._reduce()
+
+    def _reduce(self) -> None:
+        """Reduce the gradients and free the parameters."""
         if self._uses.in_loss:
             self._uses.held = True
         else:

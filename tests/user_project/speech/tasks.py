@@ -67,15 +67,13 @@ class Tagger:
 
     def loss(self, model, batch):
         self.misbehave()
-        if self.trouble == "bypass" and torch.is_grad_enabled():
-            model = model.module
         targets = batch[:, 1:]
         logits = model(batch[:, :-1]).flatten(0, 1).float()
         total = functional.cross_entropy(logits, targets.flatten(), ignore_index=0, reduction="sum")
         if self.trouble == "not finite" and self.calls == 11 and os.environ["RANK"] == "1":
             total = total * float("nan")
         if self.trouble == "bad gradient":
-            total = total + (model.module if hasattr(model, "module") else model)[2].bias.mul(0).square().sum().sqrt()
+            total = total + model[2].bias.mul(0).square().sum().sqrt()
         if self.trouble == "detached":
             total = total.detach()
         if self.trouble == "remembers":  # how far it has come, which is in no checkpoint
