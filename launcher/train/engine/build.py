@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -13,11 +14,12 @@ from torch.utils.checkpoint import checkpoint
 
 from launcher.config.schema import Parameters, PrecisionKind, Recompute, StrategyKind
 from launcher.errors import EngineMisuse, TaskError
+from launcher.plan.optimizer_plan import assign
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.sync_policy import SHARDED
 from launcher.quantities import first_names
 from launcher.train.data.randomness import random_state, restore_random_state
-from launcher.train.optimizers import as_one
+from launcher.train.optimizers import as_one, trained_parameters
 from launcher.train.parallel.base import Parallel, ShardUnits
 from launcher.train.parallel.deferred_init import Recipe, build_deferred
 from launcher.train.parallel.init_recorder import NotDeferrable
@@ -134,27 +136,73 @@ def _make(make: Callable[[], nn.Module], world: World, *, deferred: bool) -> tup
 
 
 class TrainedParameters:
-    """Names of the parameters that required a gradient when the strategy and the optimizer were set up.
+    """Parameters that required a gradient when the strategy and the optimizer were set up, some of them frozen since.
 
-    By name, because FSDP has other parameter objects in forward and backward passes.
+    They are kept by name, because FSDP has other parameter objects in forward and backward passes. A frozen parameter
+    still requires a gradient, so that the same collectives run in every window; its gradient is discarded.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, parallel: Parallel) -> None:
+        self._parallel, self._model = parallel, parallel.module
         self._names = self._current_names()
 
+    @property
+    def frozen(self) -> list[str]:
+        """Names of the frozen parameters."""
+        return sorted(name for name, p in self._model.named_parameters() if p in self._parallel.frozen)
+
+    def freeze(self, match: str) -> list[str]:
+        """Freeze the parameters that ``match`` selects, and return their names.
+
+        Raises:
+            EngineMisuse: it selects none, or no parameter would be left to train.
+        """
+        found = self._select("freeze", match)
+        if self._parallel.frozen | set(found) == {p for _, p in trained_parameters(self._model)}:
+            raise EngineMisuse(f"engine.freeze({match!r}): would leave nothing to train.")
+        self._parallel.frozen.update(found)
+        return list(found.values())
+
+    def unfreeze(self, match: str) -> list[str]:
+        """Train the parameters that ``match`` selects again, and return their names."""
+        found = self._select("unfreeze", match)
+        self._parallel.frozen.difference_update(found)
+        return list(found.values())
+
+    def restore(self, frozen: list[str]) -> None:
+        """Freeze exactly the parameters of these names."""
+        parameters = dict(self._model.named_parameters())
+        self._parallel.frozen = {parameters[name] for name in frozen}
+
+    def _select(self, method: str, match: str) -> dict[nn.Parameter, str]:
+        named = trained_parameters(self._model)
+        try:
+            chosen = assign([(names, p.ndim) for names, p in named], [{"match": match}])
+        except re.error as error:
+            raise EngineMisuse(
+                f"engine.{method}({match!r}): is neither a regular expression nor a number of dimensions: {error}."
+            ) from None
+        found = {p: names[0] for (names, p), group in zip(named, chosen, strict=True) if group is not None}
+        if not found:
+            raise EngineMisuse(
+                f"engine.{method}({match!r}): matches no parameter that is trained.\n"
+                f"  Names: {first_names([names[0] for names, _ in named], 8)}. A parameter that did not require a "
+                "gradient when the engine was made stays as it is."
+            )
+        return found
+
     def require_same(self) -> None:
-        """Raise EngineMisuse if parameters were frozen or unfrozen since then."""
+        """Raise EngineMisuse if the loop has set ``requires_grad`` of parameters since then."""
         names = self._current_names()
         if names == self._names:
             return
         changes = {"unfrozen": sorted(names - self._names), "frozen": sorted(self._names - names)}
         shown = "; ".join(f"{change}: {first_names(names, 8)}" for change, names in changes.items() if names)
         raise EngineMisuse(
-            f"The set of trained parameters has changed since the engine was made ({shown}).\n"
-            "  The engine synchronises, shards and updates only the parameters that were trained at that time. Let "
-            "all parameters\n  that are ever trained require a gradient from the start, with a learning rate of 0 "
-            "until they are trained; or save,\n  and make a new model and a new engine for each phase."
+            f"requires_grad of parameters has changed since the engine was made ({shown}).\n"
+            "  The engine synchronises, shards and updates the parameters that were trained at that time. Let all "
+            "parameters that\n  are ever trained require a gradient from the start, and use engine.freeze(match) and "
+            "engine.unfreeze(match)."
         )
 
     def _current_names(self) -> set[str]:

@@ -93,7 +93,7 @@ class Engine(ProgressCounters):
         join(self.world, self.device, plan.train.hang_timeout)
         self.plan = plan = precision.resolve_precision(plan, self.world, self.device)
         self.parallel, self.optimizer = build_parallel(model, optimizer, plan, self.device, shard_units, self.world)
-        self._trained = TrainedParameters(self.parallel.module)
+        self._trained = TrainedParameters(self.parallel)
         self.buffers = Buffers(self.parallel.module, self.world, self.device)
         offloads = torch.device("cpu") if plan.strategy.cpu_offload else None
         self.precision = Precision(plan.precision, self.device, gradients_on=offloads)
@@ -238,7 +238,7 @@ class Engine(ProgressCounters):
         full = agreed.samples == self.plan.batch.global_size_at(window.index)
         ended = EndedWindow(
             samples=agreed.samples, items=agreed.items, grad_norm=norm,
-            comparable=full and not skipped and self.plan.batch.even_at(window.index),
+            comparable=full and not skipped and not self.parallel.frozen and self.plan.batch.even_at(window.index),
             gradient_unit=divisor / (scale or 1.0),
             step_s=step_s, data_s=current.data_s, wait_s=self.parallel.meter.waited_s,
         )  # fmt: skip
@@ -309,6 +309,19 @@ class Engine(ProgressCounters):
         self._calibration.measure(self.plan, functools.partial(self._current.run, forward), micro_batches, self.steps)
         self.context.take_scalars()  # the window itself logs them again
 
+    def freeze(self, match: str) -> list[str]:
+        """Stop to train the parameters that ``match`` selects, and return their names: they keep value and optimizer
+        state, and are no part of the gradient's norm. All ranks call it, between two windows.
+
+        Args:
+            match: regular expression for names, or a number of dimensions ("ndim<2"), as in optimizer.groups.
+        """
+        return self._trained.freeze(match)
+
+    def unfreeze(self, match: str) -> list[str]:
+        """Train the parameters that ``match`` selects again, and return their names."""
+        return self._trained.unfreeze(match)
+
     @property
     def over(self) -> bool:
         """True if the plan's steps or epochs are done."""
@@ -358,6 +371,7 @@ class Engine(ProgressCounters):
             "gathered_by_every": self.parallel.meter.gathered_by_every,
             "changing_buffers": self.buffers.changing,
             "gradient_order": self.parallel.gradient_order(),
+            "frozen": self._trained.frozen,
         }
 
     def load_state_dict(self, state: dict[str, Any], *, alike: bool = True, same_order: bool = True) -> None:
@@ -374,5 +388,6 @@ class Engine(ProgressCounters):
             self.parallel.meter.gathered_by_every = state["gathered_by_every"]
         self._noise.load_state_dict(state["noise"])
         self.buffers.know(state["changing_buffers"])
+        self._trained.restore(state.get("frozen", []))
         if same_order:
             self.parallel.take_gradient_order(state["gradient_order"])

@@ -31,6 +31,7 @@ class Parallel:
         meter: counts and times the collectives that this strategy runs.
         averaged_over: number of ranks over which the collectives average the gradients; 1 if they sum.
         local_norm: norm of this rank's gradient before the reduction, for the gradient noise scale.
+        frozen: parameters whose gradients are computed and reduced, but left out of the norm and the optimizer step.
     """
 
     averaged_over = 1
@@ -44,6 +45,8 @@ class Parallel:
         self.module = model
         self._parameters = trained(model)
         self._unused_allowed = plan.strategy.find_unused_parameters
+        self.frozen: set[nn.Parameter] = set()
+        self._left_out: list[tuple[nn.Parameter, Tensor]] = []  # frozen ones of this window, with their gradients
         layout = layout or Layout.replicated(sum(p.nbytes for p in self._parameters), plan.batch.world_size)
         self.meter = Meter(plan.strategy.kind, layout, device)
         self.local_norm = LocalGradNorm()
@@ -101,6 +104,11 @@ class Parallel:
                 "  Freeze them (requires_grad_(False)), use them in the loss, or set "
                 "strategy=ddp strategy.sync=every strategy.find_unused_parameters=true."
             )
+        if self.frozen:
+            self._left_out = [(p, p.grad) for p in self._parameters if p in self.frozen and p.grad is not None]
+            for parameter, _ in self._left_out:
+                parameter.grad = None  # optimizers take no step for a parameter without a gradient
+            gradients = [p.grad for p in self._parameters if p.grad is not None]
         return gradients
 
     def total_norm(self, gradients: list[Tensor]) -> Tensor:
@@ -109,6 +117,12 @@ class Parallel:
         return get_total_norm(gradients)
 
     def zero_grad(self) -> None:
+        for parameter, gradient in self._left_out:
+            parameter.grad = gradient
+        self._left_out = []
+        self._zero_gradients()
+
+    def _zero_gradients(self) -> None:
         for parameter in self._parameters:
             parameter.grad = None
 

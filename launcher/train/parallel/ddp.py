@@ -137,7 +137,7 @@ class Ddp(Parallel):
                 self._compression.load_state_dict(kept)
         self.take_gradient_order(order)
 
-    def zero_grad(self) -> None:
+    def _zero_gradients(self) -> None:
         # in place: set to None, they would be allocated outside the buckets in the next window, as a second copy
         if gradients := [p.grad for p in self._parameters if p.grad is not None]:
             torch._foreach_zero_(gradients)
