@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 PYTEST_ARGS ?=
 
-.PHONY: train test test-all coverage lint docs-reference bench bench-sync bench-speedup gpu gpu-wheels clean
+.PHONY: train test test-all coverage lint docs-reference bench bench-balance bench-sync bench-speedup gpu gpu-wheels clean
 
 train: $(VENV)/.installed
 	$(BIN)/launch train $(ARGS)
@@ -40,6 +40,14 @@ docs-reference: $(VENV)/.installed
 
 bench: $(VENV)/.installed
 	$(BIN)/launch run -- jobs/bench.py
+
+# Time and padding of batch.balance=length against the order of the data: docs/development/benchmarks.md. 10 minutes.
+BALANCE = $(BIN)/launch run cluster.workers_per_node=$(1) -- jobs/bench_balance.py $(2)
+bench-balance: $(VENV)/.installed
+	$(call BALANCE,2,)
+	$(call BALANCE,2,--strategy fsdp --sync every)
+	$(call BALANCE,4,)
+	$(call BALANCE,4,--strategy fsdp --sync every)
 
 # Two shaped hosts on this machine (needs root and iproute2): docs/explanations/sync.md and sync.png are made of it. 20 minutes.
 ON_HOSTS = $(BIN)/python -m tests.infra.hosts --rate $(1) -- $(BIN)/launch run cluster=hosts cluster.nodes=2 \

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from launcher.plan.run_plan import RunPlan as RunPlan
     from launcher.train.context import Context as Context
     from launcher.train.context import current as current
+    from launcher.train.data.packing import Packing as Packing
+    from launcher.train.data.packing import document_bounds as document_bounds
+    from launcher.train.data.packing import document_mask as document_mask
+    from launcher.train.data.packing import document_mask_mod as document_mask_mod
     from launcher.train.data.sample_order import ArrangedData as ArrangedData
     from launcher.train.engine.engine import Engine as Engine
     from launcher.train.engine.window_totals import StepResult as StepResult
@@ -36,11 +40,15 @@ _HOMES = {
     "Engine": "launcher.train.engine.engine",
     "Job": "launcher.api",
     "Loss": "launcher.loss",
+    "Packing": "launcher.train.data.packing",
     "RunPlan": "launcher.plan.run_plan",
     "StepResult": "launcher.train.engine.window_totals",
     "Study": "launcher.api",
     "compose": "launcher.config.hydra",
     "current": "launcher.train.context",
+    "document_bounds": "launcher.train.data.packing",
+    "document_mask": "launcher.train.data.packing",
+    "document_mask_mod": "launcher.train.data.packing",
     "make_plan": "launcher.api",
     "plan_job": "launcher.launch.planner",
     "submit": "launcher.api",

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 
-from launcher import Loss
+from launcher import Loss, Packing
 from launcher.train.world import World
 
 SAMPLES, VOCABULARY = 90, 13
@@ -83,6 +83,16 @@ class WithColumn(Plain):
 
     def train_data(self) -> Any:
         return self.Columns()
+
+
+class Packed(WithLengths):
+    """Rows of 64 tokens."""
+
+    collate = Packing(64)  # pyright: ignore[reportAssignmentType]
+
+    def loss(self, model: Any, batch: Any) -> Loss:
+        logits, targets = model(batch["input_ids"]).flatten(0, 1), batch["targets"].flatten()
+        return Loss(functional.cross_entropy(logits, targets, reduction="sum"), batch["items"])
 
 
 class TooFewLengths(Plain):

@@ -26,6 +26,8 @@ CASES = [
     "WithLengths precision=fp32 batch.balance=length stop=3",
     "WithLength precision=fp32 batch.balance=length",
     "WithLength precision=fp32 batch.balance=length train.loader_workers=1",
+    "Packed precision=fp32",
+    "Packed precision=fp32 batch.balance=length strategy=fsdp",
     "Weighted precision=fp32",
     "WeightedAndBalanced precision=fp32 batch.balance=length stop=2",
     "Curriculum precision=fp32 batch.balance=length strategy=fsdp",

@@ -1,0 +1,142 @@
+"""Packing: documents of any length joined to rows of one length, with attention and positions that end at a document's
+bounds, so that the loss is that of each document alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from launcher.errors import DataError
+
+# target of a position without a token to predict; torch's cross_entropy ignores it by default
+NO_TARGET = -100
+# document of a row's unused positions
+NO_DOCUMENT = -1
+
+
+class Packing:
+    """Collate function that packs documents into rows: the longest first, each into the first row that has room for it.
+
+    A micro-batch's samples are packed together, so a micro-batch has as many rows as its documents fill. The batch is a
+    dict of int64 tensors [rows, length], and a number:
+
+    - ``input_ids``: the tokens; ``pad_id`` where a row is not filled.
+    - ``targets``: the token that follows in the same document; -100 at a document's end and where a row is not filled.
+    - ``position_ids``: position in the document, from 0.
+    - ``document_ids``: number of the document in its row, from 0; -1 where the row is not filled.
+    - ``items``: number of targets.
+
+    Args:
+        length: tokens per row.
+        tokens: sample -> its tokens, a tensor or a sequence of numbers. Default: the sample itself, or its
+            ``input_ids`` if it is a mapping.
+        pad_id: token of unused positions.
+        split: cut longer documents into pieces, each of which starts at position 0 without what precedes it. No target
+            is lost. By default a longer document is an error.
+
+    Raises:
+        DataError: ``length`` is below 1; or, when it is called, a document has more tokens and ``split`` is false.
+    """
+
+    def __init__(
+        self, length: int, tokens: Callable[[Any], Any] | None = None, *, pad_id: int = 0, split: bool = False
+    ) -> None:
+        if length < 1:
+            raise DataError(f"Packing(length={length}): a row must have at least 1 token.")
+        self.length, self.pad_id, self.split = length, pad_id, split
+        self._tokens = tokens or _tokens_of
+
+    def __call__(self, samples: Sequence[Any]) -> dict[str, Any]:
+        rows: list[list[tuple[Tensor, Tensor]]] = []
+        room: list[int] = []
+        pieces = sorted(self._pieces(samples), key=lambda piece: -len(piece[0]))  # stable
+        for piece in pieces:
+            size = len(piece[0])
+            row = next((number for number, free in enumerate(room) if free >= size), len(rows))
+            if row == len(rows):
+                rows.append([])
+                room.append(self.length)
+            rows[row].append(piece)
+            room[row] -= size
+        return self._batch(rows or [[]])
+
+    def _pieces(self, samples: Sequence[Any]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield (tokens, targets) of each document, or of its pieces."""
+        for sample in samples:
+            tokens = torch.as_tensor(self._tokens(sample)).long()
+            if tokens.ndim != 1:
+                raise DataError(
+                    f"Packing: the tokens of a sample have the shape {list(tokens.shape)}, and must be one sequence.\n"
+                    "  Give Packing a function tokens(sample) that returns them."
+                )
+            if len(tokens) > self.length and not self.split:
+                raise DataError(
+                    f"Packing(length={self.length}): a document has {len(tokens)} tokens.\n"
+                    "  Use longer rows, cut documents in the dataset, or use split=True."
+                )
+            targets = torch.cat([tokens[1:], tokens.new_full((min(1, len(tokens)),), NO_TARGET)])
+            for start in range(0, len(tokens), self.length):
+                yield tokens[start : start + self.length], targets[start : start + self.length]
+
+    def _batch(self, rows: list[list[tuple[Tensor, Tensor]]]) -> dict[str, Any]:
+        shape = len(rows), self.length
+        input_ids, targets = torch.full(shape, self.pad_id), torch.full(shape, NO_TARGET)
+        position_ids, document_ids = torch.zeros(shape, dtype=torch.long), torch.full(shape, NO_DOCUMENT)
+        for number, row in enumerate(rows):
+            start = 0
+            for document, (tokens, following) in enumerate(row):
+                place = slice(start, start + len(tokens))
+                input_ids[number, place], targets[number, place] = tokens, following
+                position_ids[number, place] = torch.arange(len(tokens))
+                document_ids[number, place] = document
+                start = place.stop
+        return {
+            "input_ids": input_ids,
+            "targets": targets,
+            "position_ids": position_ids,
+            "document_ids": document_ids,
+            "items": int((targets != NO_TARGET).sum()),
+        }
+
+
+def _tokens_of(sample: Any) -> Any:
+    return cast("Mapping[str, Any]", sample)["input_ids"] if isinstance(sample, Mapping) else sample
+
+
+def document_mask(document_ids: Tensor) -> Tensor:
+    """Return the causal attention mask within documents, for torch's scaled_dot_product_attention.
+
+    Args:
+        document_ids: [rows, length], of a batch of ``Packing``.
+
+    Returns:
+        Bool [rows, 1, length, length], true where a query (third dimension) sees a key (last one). An unused position
+        sees unused ones only.
+    """
+    same = document_ids[:, None, :, None] == document_ids[:, None, None, :]
+    return same.tril()
+
+
+def document_mask_mod(document_ids: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """Return the same mask as a function for ``create_block_mask`` of torch.nn.attention.flex_attention."""
+
+    def mask_mod(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:  # noqa: ARG001
+        return (query >= key) & (document_ids[row, query] == document_ids[row, key])
+
+    return mask_mod
+
+
+def document_bounds(document_ids: Tensor) -> Tensor:
+    """Return the first positions of all documents, and the end, in the rows laid end to end: ``cu_seqlens`` of kernels
+    for attention over sequences of unequal lengths. A row's unused end counts as a document.
+
+    Returns:
+        int32 [documents + 1]
+    """
+    starts = torch.ones_like(document_ids, dtype=torch.bool)
+    starts[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+    firsts = starts.flatten().nonzero().flatten()
+    return torch.cat([firsts, firsts.new_tensor([document_ids.numel()])]).to(torch.int32)
