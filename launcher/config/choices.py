@@ -24,6 +24,11 @@ class StrategyKind(StrEnum):
     hsdp = "hsdp"
 
 
+class BestMode(StrEnum):
+    min = "min"
+    max = "max"
+
+
 class Sync(StrEnum):
     auto = "auto"
     every = "every"

@@ -14,6 +14,7 @@ from typing import Any
 
 from launcher.config.choices import (
     Balance,
+    BestMode,
     ClusterKind,
     Compress,
     Device,
@@ -256,6 +257,8 @@ class TrainConfig:
     eval_samples: int | None = None
     """Limit of samples per evaluation and held-out set: the first ones of a stream; of a data set with a length, spread
     evenly over it. The same ones for every world size. Default: all."""
+    patience: int | None = None
+    """Evaluations in a row without a better value of checkpoint.best after which the run ends; null: never."""
     loader_workers: int = 1
     """Processes per rank that read and collate ahead of the step; 0: in the step's own process."""
     hang_timeout: float | None = 1800.0
@@ -277,6 +280,12 @@ class CheckpointConfig:
     """Minutes between two checkpoints. Default, without every: none; slurm: 10."""
     keep: int | None = None
     """Number of newest checkpoints to keep. Default: all; slurm, if every and every_minutes are not set: 3."""
+    best: str | None = None
+    """Metric of the evaluation, such as eval/accuracy: the checkpoint of the best one so far is saved, if none is
+    otherwise due, and kept beside the newest. Default: none."""
+    best_mode: BestMode | None = None
+    """Which value of that metric is the better one: min or max. Default: min if its name contains loss or perplexity;
+    any other name needs it."""
     async_save: bool = True
     """Copy the state to host memory and write it while training continues; the last checkpoint is written at once."""
     on_error: OnError = OnError.stop

@@ -75,12 +75,14 @@ def shortened(plan: RunPlan) -> tuple[RunPlan, tuple[str, ...]]:
         changed.append("no checkpoints by the clock (checkpoint.every_minutes)")
     if not plan.cluster.max_restarts:
         changed.append("cluster.max_restarts=1, or a killed worker would end the job")
+    if plan.train.patience is not None:
+        changed.append("no run ends early (train.patience=null)")
     cluster = dataclasses.replace(plan.cluster, max_restarts=max(1, plan.cluster.max_restarts))
     plan = dataclasses.replace(
         plan,
         cluster=cluster,
         schedule=schedule,
-        train=dataclasses.replace(plan.train, log_every=1, calibrate_s=0.0),
+        train=dataclasses.replace(plan.train, log_every=1, calibrate_s=0.0, patience=None),
         checkpoint=dataclasses.replace(plan.checkpoint, every_minutes=None, keep=keep),
     )
     return plan, tuple(changed)

@@ -161,7 +161,7 @@ def judge_drill(interrupted: Sequence[InterruptedRun], rerun_difference: Differe
 
 
 # prefixes of metrics that two runs of the same job share; the others are times and memory
-_REPRODUCIBLE = ("train/", "eval/", "batch/", "progress/", "noise/", "amp/")
+_REPRODUCIBLE = ("train/", "eval/", "best/", "batch/", "progress/", "noise/", "amp/")
 
 
 @dataclass(frozen=True)

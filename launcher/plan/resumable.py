@@ -88,6 +88,7 @@ RULES: dict[str, tuple[Permission, str]] = {
     "train.straggler_share": (Permission.change, ""),
     "train.eval_every": (Permission.change, ""),
     "train.eval_micro_size": (Permission.change, ""),
+    "train.patience": (Permission.change, ""),
     "train.eval_samples": (Permission.change, ""),
     "train.loader_workers": (Permission.change, ""),
     "task": (Permission.force, "another task, or other data, would be learned from here on"),

@@ -289,8 +289,9 @@ class RunPlan(LaunchPlan):
             "eval_samples": None,
             "on_nonfinite": OnNonfinite.stop,
             "shuffle": True,
+            "patience": None,
         },
-        CheckpointConfig: {"async_save": False, "on_error": OnError.stop},
+        CheckpointConfig: {"async_save": False, "on_error": OnError.stop, "best": None, "best_mode": None},
         WandbConfig: {"notes": None, "job_type": None},
     }
 

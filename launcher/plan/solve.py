@@ -25,6 +25,7 @@ from launcher.config.schema import (
 from launcher.errors import ConfigError, TaskError
 from launcher.plan import worlds
 from launcher.plan.batch import Batch, solve_batch
+from launcher.plan.best_metric import best_notes, solve_best_mode
 from launcher.plan.host import Site
 from launcher.plan.launch_plan import PLAN_FORMAT, ClusterPlan, RunInfo
 from launcher.plan.optimizer_plan import solve_optimizer
@@ -195,7 +196,7 @@ def _on_cluster(
         optimizer=optimizer,
         schedule=schedule,
         train=extended(TrainPlan, config.train, steps=steps, calibrate_s=config.run.calibrate_s),
-        checkpoint=_checkpoint(config.checkpoint, config.cluster.kind),
+        checkpoint=_checkpoint(config, task),
         wandb=config.wandb,
         notes=(
             *_notes(schedule, steps, epoch, batch, optimizer),
@@ -205,15 +206,17 @@ def _on_cluster(
             *task.data_notes,
             *_mode_notes(task),
             *_parameter_notes(precision, task),
+            *best_notes(config.checkpoint, config.train),
         ),
     )
 
 
-def _checkpoint(config: CheckpointConfig, kind: ClusterKind) -> CheckpointConfig:
+def _checkpoint(config: Config, task: TaskPlan) -> CheckpointConfig:
     """Return the checkpoint plan; a Slurm job, which can lose its nodes at any time, saves periodically by default."""
-    if kind is not ClusterKind.slurm or config.every is not None or config.every_minutes is not None:
-        return config
-    return dataclasses.replace(config, every_minutes=SLURM_SAVES_EVERY_MIN, keep=config.keep or SLURM_KEEPS)
+    plan = dataclasses.replace(config.checkpoint, best_mode=solve_best_mode(config.checkpoint, config.train, task))
+    if config.cluster.kind is not ClusterKind.slurm or plan.every is not None or plan.every_minutes is not None:
+        return plan
+    return dataclasses.replace(plan, every_minutes=SLURM_SAVES_EVERY_MIN, keep=plan.keep or SLURM_KEEPS)
 
 
 def _epoch(config: BatchConfig, batch: Batch, task: TaskPlan) -> EpochPlan:

@@ -52,6 +52,7 @@ _BOUNDS: dict[str, tuple[Callable[[Number], bool], str]] = {
     "train.log_every": _at_least(1),
     "train.eval_every": _at_least(0),
     "train.eval_micro_size": _at_least(1),
+    "train.patience": _at_least(1),
     "train.eval_samples": _at_least(1),
     "train.loader_workers": _at_least(0),
     "train.hang_timeout": _above(0),

@@ -185,6 +185,8 @@ def summary_table(plan: RunPlan, summary: dict[str, Any]) -> Table:
     if verdict == "killed" and "stopped_by" in summary:
         verdict = f"stopped by {summary['stopped_by']} before it could save"
     table, add = named_lines(f"Run {plan.run.name}: {verdict}")
+    if "stopped_early" in summary:
+        add("stopped early", summary["stopped_early"])
     if "train/loss" in summary:
         held_out = "" if summary.get("eval/loss") is None else f", held-out {summary['eval/loss']:.4f}"
         add("loss", f"{summary['train/loss']:.4f}{held_out} after {count(summary['steps'], 'step')}")
@@ -222,6 +224,8 @@ def summary_table(plan: RunPlan, summary: dict[str, Any]) -> Table:
         add("metrics", near(plan.paths.metrics))
     if summary.get("checkpoint"):
         add("checkpoint", near(summary["checkpoint"]))
+    if (best := summary.get("best")) is not None and best["step"] is not None:
+        add("best", best_text(best) + ("" if best["directory"] is None else f": {near(best['directory'])}"))
     if summary.get("checkpoint/failed"):
         add("not saved", f"{count(summary['checkpoint/failed'], 'checkpoint')}: see the log of rank 0")
     mirror = read_json(plan.paths.wandb_status) or {}
@@ -233,6 +237,11 @@ def summary_table(plan: RunPlan, summary: dict[str, Any]) -> Table:
         several = len([*pattern.parent.glob(pattern.name)]) > 1
         add("upload", f"wandb sync {near(pattern if several else mirror['dir'])}")
     return table
+
+
+def best_text(best: dict[str, Any]) -> str:
+    """Return the metric, value and step of the best evaluation."""
+    return f"{best['metric']} {best['value']:.6g} at step {best['step']}"
 
 
 def _not_measured(plan: RunPlan, summary: dict[str, Any]) -> str:

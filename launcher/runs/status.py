@@ -56,6 +56,7 @@ class Run:
         submissions: number of accepted submissions.
         step, steps: optimizer steps recorded, and planned.
         sweep, cell: directory of the sweep, and what distinguishes this cell from the others.
+        best: metric, step, value and directory of the best evaluation by checkpoint.best; None without one.
         precision: number format of the forward and backward pass; auto before it is decided, None for a script of
             `launch run`.
     """
@@ -78,6 +79,7 @@ class Run:
     sweep: str | None = None
     cell: str | None = None
     precision: str | None = None
+    best: dict[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -195,11 +197,21 @@ class _Read:
             loss=record.get("train/loss"),
             failure=self.summary.get("failure") if state is RunState.failed else None,
             precision=self.precision,
+            best=self._best(record),
         )
+
+    def _best(self, record: dict[str, Any]) -> dict[str, Any] | None:
+        """Return the best evaluation. ``record``: the last one."""
+        metric, step = self.plan.get("checkpoint", {}).get("best"), record.get("best/step")
+        if metric is None or step is None:
+            return None
+        directory = self.paths.checkpoint(int(step))
+        saved = str(directory) if directory.exists() else None
+        return {"metric": metric, "step": int(step), "value": record.get("best/value"), "directory": saved}
 
     def _of_slurm(self, listed: Listed | None, silent: bool) -> tuple[RunState, str]:
         if self.is_over:
-            return RunState.done, ""
+            return RunState.done, self._early_end
         if listed is not None and listed.state not in client.ENDED:
             return self._active(listed)
         if silent:
@@ -231,6 +243,11 @@ class _Read:
             return RunState.running, "starting"
         return RunState.running, "its nodes lost contact; waiting for Slurm" if self.verdict == "failed" else ""
 
+    @property
+    def _early_end(self) -> str:
+        """Reason why a run that is done ended before its last step; empty if it did not."""
+        return f"stopped early: {self.summary['stopped_early']}" if "stopped_early" in self.summary else ""
+
     def _of_this_host(self) -> tuple[RunState, str]:
         alive = self.last.runs_here() if self.last is not None else False
         if alive:
@@ -241,7 +258,7 @@ class _Read:
             return RunState.cancelled, ""
         match self.verdict:
             case "done":
-                return RunState.done, ""
+                return RunState.done, self._early_end
             case "stopped":
                 return RunState.stopped, "`launch resume` continues"
             case "failed":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -43,16 +44,21 @@ class Evaluation:
         """Names of the losses that every evaluation yields."""
         return {"eval/loss", *(f"eval/{name}/loss" for name in self.sets if name)} if self.sets else set()
 
-    def try_first(self) -> None:
+    def try_first(self) -> set[str] | None:
         """Evaluate the first micro-batch of each rank and set, so that an error in the evaluation shows before
-        training."""
+        training.
+
+        Returns:
+            Names of the metrics; None if they are not known.
+        """
         kept = SavedAttributes(self._engine.parallel.module, self._task)
-        for name, data in self.sets.items():
-            if not isinstance(data, Iterator):  # it would lose the samples
-                self._averages(name, max_batches=1)
+        # an iterator would lose the samples
+        tried = {name: data for name, data in self.sets.items() if not isinstance(data, Iterator)}
+        results = {name: {"loss": math.nan} | self._averages(name, max_batches=1) for name in tried}
         self._engine.context.take_scalars()
         if changed := kept.restore():
             print(f"The trial evaluation before the first step changed {changed}.", flush=True)
+        return set(_by_name(results)) if len(tried) == len(self.sets) else None
 
     def run(self) -> Metrics:
         """Return the metrics of all sets. Those of set NAME are ``eval/NAME/...``; ``eval/...`` are the first set's.
@@ -60,11 +66,10 @@ class Evaluation:
         Raises:
             DataError: a set has no item.
         """
-        results = {name: self._evaluate(name) for name in self.sets}
-        metrics: Metrics = {f"eval/{key}": value for key, value in next(iter(results.values()), {}).items()}
-        for name, values in results.items():
-            metrics |= {f"eval/{name}/{key}": value for key, value in values.items() if name}
-        return metrics
+        metrics = _by_name({name: self._evaluate(name) for name in self.sets})
+        if self._engine.plan.checkpoint.best is None:
+            return metrics
+        return self._engine.world.of_rank_0(metrics)  # ranks that differ in the last digit would decide differently
 
     def _evaluate(self, name: str) -> Metrics:
         """Return the metrics of one set: "loss", the mean over items (of several terms, the sum of their means), and
@@ -78,8 +83,8 @@ class Evaluation:
         return averages
 
     def _averages(self, name: str, max_batches: int | None = None) -> Metrics:
-        """Return the averages over one set on all ranks. ``max_batches``: limit of micro-batches per rank; None:
-        all."""
+        """Return the averages over one set on all ranks: nan if there is nothing to count; no "loss" if there is no
+        item. ``max_batches``: limit of micro-batches per rank; None: all."""
         engine, collate, target = self._engine, getattr(self._task, "collate", None), self._engine.plan.task.target
         HEARTBEAT.beat(Phase.evaluating)
         sums = HeldOutSums(engine.world, engine.device)
@@ -95,7 +100,15 @@ class Evaluation:
                     with engine.precision.autocast():
                         losses = as_losses(self._task.loss(module, batch.data), batch.samples, target)
                     sums.add(losses, batch.samples)
-        return sums.averages()
+        return dict.fromkeys(sums.names, math.nan) | sums.averages()
+
+
+def _by_name(results: Mapping[str, Metrics]) -> Metrics:
+    """Return the metrics of all sets by their names in the record; the first set's also without its name."""
+    metrics = {f"eval/{key}": value for key, value in next(iter(results.values()), {}).items()}
+    for name, values in results.items():
+        metrics |= {f"eval/{name}/{key}": value for key, value in values.items() if name}
+    return metrics
 
 
 @contextmanager

@@ -169,11 +169,13 @@ class TrainingLoop:
         Args:
             last: the record of that step in the checkpoint; None: the run starts.
         """
-        engine, missing = self.engine, Metrics()
-        if last is None:
+        engine, best, missing = self.engine, self.totals.best, Metrics()
+        if last is None or best.is_new:
             with self.explain_out_of_memory("while the first held-out data was evaluated", "train.eval_micro_size"):
-                self.evaluation.try_first()
-        else:
+                names = self.evaluation.try_first()
+            if names is not None:
+                best.require_known(names)
+        if last is not None:
             self.recorded, missing = engine.steps, self.missing_evaluation(last)
         if engine.world.rank == 0:
             complete = last and last | missing
@@ -181,7 +183,9 @@ class TrainingLoop:
 
     def run(self, samples: Any) -> str:
         """Run the remaining steps of the plan, and return the verdict: done or stopped."""
-        engine = self.engine
+        engine, best = self.engine, self.totals.best
+        if best.exhausted:
+            return "done"
         self.cadence.start_clock()
         collate, compare = getattr(self.task, "collate", None), not is_mapped(samples)  # mapped data was compared
         for window in engine.windows(samples, collate, self.loss, compare_data=compare):
@@ -198,6 +202,8 @@ class TrainingLoop:
             self.finish_step(result)
             if result.stopped:
                 return "stopped"
+            if best.exhausted:
+                break
         return "done"
 
     def loss(self, model: Callable[..., Any], batch: Any) -> list[Loss]:
@@ -214,6 +220,7 @@ class TrainingLoop:
                 values |= self.save(result, values)
             if evaluates:
                 values |= self.evaluate()
+                values |= self.judge(result, values, saved=saves)
         except Exception:
             if not (result.skipped and result.step == self.recorded):
                 with suppress(RecordFailed):  # the disk is full; the error that is raised matters more
@@ -274,6 +281,7 @@ class TrainingLoop:
         values["batch/empty_windows"] = engine.empty_windows
         if engine.nonfinite_windows:
             values["batch/nonfinite_windows"] = engine.nonfinite_windows
+        values |= totals.best.metrics()
         if totals.since:
             values["progress/measured_since"] = totals.since
         if engine.precision.scales:
@@ -306,15 +314,20 @@ class TrainingLoop:
             return False
         return bool(extra or result.last or result.step % self.plan.train.log_every == 0)
 
-    def save(self, result: StepResult, values: Metrics) -> Metrics:
-        """Save a checkpoint, and return its metrics. ``values``: the metrics of this step, which the checkpoint
-        includes, because the process may end before they are recorded."""
+    def save(self, result: StepResult, values: Metrics, *, last: bool = False) -> Metrics:
+        """Save a checkpoint, and return its metrics.
+
+        Args:
+            values: the metrics of this step, which the checkpoint includes, because the process may end before they are
+                recorded.
+            last: no step follows, although there would be further ones.
+        """
         started = time.perf_counter()
         HEARTBEAT.beat(Phase.saving)
         with HEARTBEAT.waiting_for(Wait.collective):
             self.engine.share_buffers()
         self.record.sync()
-        next_due = None if result.last else self.cadence.next(result.step)
+        next_due = None if result.last or last else self.cadence.next(result.step)
         self.saver.save(metrics.as_record(result.step, values), next_due=next_due)
         self.cadence.start_clock()
         return {"time/checkpoint_s": time.perf_counter() - started}
@@ -326,9 +339,30 @@ class TrainingLoop:
         self.totals.evaluation = {name: value if math.isfinite(value) else None for name, value in values.items()}
         return values | self.engine.context.take_scalars()
 
+    def judge(self, result: StepResult, values: Metrics, *, saved: bool) -> Metrics:
+        """Compare this step's evaluation with the best one; save it if it is better, or if the run ends because none
+        was. Return the metrics of that.
+
+        Args:
+            values: the metrics of this step.
+            saved: a checkpoint of this step is saved already.
+        """
+        best, saves = self.totals.best, self.plan.checkpoint.enabled
+        improved = best.judge(result.step, values)
+        judged = best.metrics()
+        if improved and saves and not saved:
+            best.saved_as_best()
+            judged |= self.save(result, values | judged)
+        if best.exhausted and not result.last:
+            if self.engine.world.rank == 0:
+                print(f"step {result.step}: stopped early: {best.verdict}", flush=True)
+            if saves:
+                judged |= self.save(result, values | judged, last=True)
+        return judged
+
     def missing_evaluation(self, last: dict[str, Any]) -> Metrics:
         """Return the metrics of the evaluation due at the step that the run resumes from, if its record lacks them
-        because the run stopped before it, or it failed; otherwise nothing.
+        because the run stopped before it, or it failed; otherwise nothing. It is judged in both cases.
 
         Args:
             last: the record of that step in the checkpoint.
@@ -338,8 +372,14 @@ class TrainingLoop:
         if not self.evaluation.sets or not due:
             return {}
         world = self.engine.world
-        written = world.of_rank_0(metrics.read_record(self.plan.paths.metrics, step) if world.rank == 0 else None)
-        if written is None or not self.evaluation.loss_names <= written.keys():
-            return self.evaluate()
+        written: dict[str, Any] = (
+            world.of_rank_0(metrics.read_record(self.plan.paths.metrics, step) if world.rank == 0 else None) or last
+        )
+        best = self.totals.best
+        if not self.evaluation.loss_names | {best.metric or "eval/loss"} <= written.keys():
+            values = self.evaluate()
+            best.judge(step, values)
+            return values | best.metrics()
         self.totals.evaluation = {name: value for name, value in written.items() if name.startswith("eval/")}
+        best.judge(step, self.totals.evaluation)
         return {}

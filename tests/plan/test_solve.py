@@ -301,8 +301,9 @@ LATER_KEYS: dict[str, dict[str, Any]] = {
         "eval_samples": None,
         "on_nonfinite": "stop",
         "shuffle": True,
+        "patience": None,
     },
-    "checkpoint": {"async_save": False, "on_error": "stop"},
+    "checkpoint": {"async_save": False, "on_error": "stop", "best": None, "best_mode": None},
     "wandb": {"notes": None, "job_type": None},
 }
 

@@ -69,7 +69,7 @@ class Saver:
         self.wait()
         self._last = next_due is None
         run = {"account": self._totals.state_dict(), "record": record}
-        snapshot = save.take_snapshot(self._engine, self._fence, self._plan.keep, run)
+        snapshot = save.take_snapshot(self._engine, self._fence, self._totals.best.retention(), run)
         if next_due is None or not self._plan.async_save:
             self._write(snapshot, next_due)
             self._handle_failure()

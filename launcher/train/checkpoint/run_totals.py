@@ -11,6 +11,7 @@ from typing import Any
 
 from launcher.plan.sync_policy import Collective
 from launcher.plan.windows import WARM_UP_WINDOWS
+from launcher.train.checkpoint.best_evaluation import BestEvaluation
 from launcher.train.checkpoint.load import Restored
 from launcher.train.checkpoint.origin import origin_of
 from launcher.train.engine.engine import Engine
@@ -35,6 +36,7 @@ class RunTotals:
     Attributes:
         loss: mean loss of the last window with items; None before there is one.
         evaluation: metrics of the last evaluation; None for one that was not finite.
+        best: the best evaluation by checkpoint.best.
         typical: communication of the last full window.
         seconds: (step, waiting for data) of full windows, without the warm-up windows of each process.
         warm_up_seconds: the same, of this process's warm-up windows.
@@ -55,6 +57,7 @@ class RunTotals:
         self.engine, self._batch = engine, engine.plan.batch
         self.loss: float | None = None
         self.evaluation: dict[str, float | None] = {}
+        self.best = BestEvaluation(engine.plan)
         self.typical: CommStats | None = None
         self.seconds = deque[tuple[float, float]](maxlen=SAMPLED_WINDOWS)
         self.warm_up_seconds = deque[tuple[float, float]](maxlen=SAMPLED_WINDOWS)
@@ -108,6 +111,7 @@ class RunTotals:
         """Return the totals as JSON, for a checkpoint."""
         self.memory()
         return {name: getattr(self, name) for name in _STORED} | {
+            "best": self.best.state_dict(),
             "typical": None if self.typical is None else dataclasses.asdict(self.typical),
             "step_seconds": [step_s for step_s, _ in self.seconds],
             "data_seconds": [data_s for _, data_s in self.seconds],
@@ -118,6 +122,7 @@ class RunTotals:
         would be different under this plan."""
         state, step = restored.run["account"], self.engine.steps
         self.loss, self.evaluation = state["loss"], _evaluation(state)
+        self.best.load_state_dict(state.get("best"))
         self.resumed, self.seconds_before = state["resumed"] + 1, state["total_s"]
         self.worlds, self.failed_saves = state.get("worlds", []), state.get("failed_saves", 0)
         before = _setting(restored.origin | {"world_size": restored.ranks})
@@ -152,6 +157,7 @@ class RunTotals:
             "precision": engine.plan.precision.kind.value,
             **({} if self.loss is None else {"train/loss": self.loss}),
             **self.evaluation,
+            **self.best.summary(engine.plan.paths, over=engine.over),
             "batch/global_size": self.size or self._batch.global_size,
             "batch/micro_size": engine.plan.batch.micro_size,
             "progress/samples": engine.samples,

@@ -3,7 +3,8 @@ committed by rename.
 
 A directory named step_NNNNNN is complete: tensors and the optimizer's options in torch's format, everything else in
 state.json, and size and checksum of each file in manifest.json. Checkpoints beyond `checkpoint.keep` are deleted after
-the commit. Ranks exchange their errors before they continue, so that none waits for a rank that has failed.
+the commit, except for that of the best evaluation. Ranks exchange their errors before they continue, so that none waits
+for a rank that has failed.
 """
 
 from __future__ import annotations
@@ -114,13 +115,28 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
+class Retention:
+    """Checkpoints to keep.
+
+    Args:
+        keep: number of the newest ones; None: all.
+        best: step of one that is kept in addition.
+        superseded: steps of those that were saved only because they were the best so far, and are not any more.
+    """
+
+    keep: int | None = None
+    best: int | None = None
+    superseded: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class Snapshot:
     """Content of one step's checkpoint, and where it is to be written.
 
     Args:
         tensors: this rank's share.
         state: text of state.json.
-        keep: number of the newest checkpoints to keep; None: all.
+        retention: earlier checkpoints to keep.
         predicted_bytes: predicted size of the whole checkpoint.
         staged: the tensors are copies, which training does not change.
     """
@@ -130,17 +146,19 @@ class Snapshot:
     state: str
     world: World
     fence: Fence
-    keep: int | None
+    retention: Retention
     predicted_bytes: int
     staged: bool = False
 
 
-def take_snapshot(engine: Engine, fence: Fence, keep: int | None = None, run: dict[str, Any] | None = None) -> Snapshot:
+def take_snapshot(
+    engine: Engine, fence: Fence, retention: Retention | None = None, run: dict[str, Any] | None = None
+) -> Snapshot:
     """Return a snapshot of the engine; its tensors are the engine's own, not copies. All ranks call it, between two
     windows.
 
     Args:
-        keep: number of the newest checkpoints to keep; None: all.
+        retention: earlier checkpoints to keep; None: all.
         run: JSON data that ``load`` returns to the caller; rank 0's is stored.
     """
     state = {"origin": origin_of(engine.plan), "engine": engine.state_dict(), "run": run or {}}
@@ -150,7 +168,7 @@ def take_snapshot(engine: Engine, fence: Fence, keep: int | None = None, run: di
         state=json.dumps(state, indent=2, allow_nan=False) + "\n",
         world=engine.world,
         fence=fence,
-        keep=keep,
+        retention=retention or Retention(),
         predicted_bytes=predicted_bytes(engine),
     )
 
@@ -223,7 +241,7 @@ class _CheckpointWrite:
             sync_directory(self._target.parent)
         except OSError as error:  # the checkpoint is committed, and the rest is a convenience
             print(f"{self._target.name} is complete, but {self._paths.latest} does not name it: {error}", flush=True)
-        delete_old(self._paths, self._fence, self._snapshot.keep)
+        delete_old(self._paths, self._fence, self._snapshot.retention)
 
     def _on_rank_0(self, work: Callable[[], T]) -> T:
         """Run ``work`` on rank 0 and return its result on all ranks; if it fails, its error is raised on all ranks."""
@@ -268,12 +286,15 @@ class _CheckpointWrite:
         return "There is no complete checkpoint yet." if newest is None else f"The newest complete one is {newest}."
 
 
-def delete_old(paths: RunPaths, fence: Fence, keep: int | None) -> None:
-    """Delete all but the newest ``keep`` checkpoints. Only rank 0 calls it; failures are ignored."""
-    for old in paths.committed_checkpoints()[keep:] if keep else ():
-        step = int(old.name.removeprefix("step_"))
+def delete_old(paths: RunPaths, fence: Fence, retention: Retention) -> None:
+    """Delete the checkpoints that are not to be kept. Only rank 0 calls it; failures are ignored."""
+    steps = [int(path.name.removeprefix("step_")) for path in paths.committed_checkpoints()]
+    superseded = {*retention.superseded} if retention.best in steps else set[int]()  # its save may have failed
+    superseded -= {*steps[:1]}
+    others = [step for step in steps if step not in superseded]
+    for step in {*steps, *superseded} - {*others[: retention.keep], retention.best}:
         with suppress(OSError):  # renamed first, so that a partly deleted one never has a checkpoint's name
-            old.rename(paths.discarded_checkpoint(step, fence.own))
+            paths.checkpoint(step).rename(paths.discarded_checkpoint(step, fence.own))
     delete_partial(paths, fence)
 
 

@@ -243,6 +243,12 @@ class HeldOutSums:
             for position, value in enumerate(value for pair in pairs for value in pair):
                 self._totals[position] += value.detach().double() if isinstance(value, Tensor) else value
 
+    @property
+    def names(self) -> list[str]:
+        """Names of the averages besides "loss", including those with nothing to count."""
+        parts = self._parts or PLAIN
+        return [*(f"loss_{name}" for name in parts.terms if name is not None), *parts.metrics]
+
     def averages(self) -> dict[str, float]:
         """Return "loss", the sum of the terms' means, and the averages of named terms and metrics, over all ranks. All
         ranks call it. Without "loss" there is no item.

@@ -15,6 +15,7 @@ from launcher.config.schema import StrategyKind
 from launcher.rundir.fencing import Fence
 from launcher.rundir.paths import RunPaths
 from launcher.train.checkpoint import load, save
+from launcher.train.checkpoint.save import Retention
 from launcher.train.world import World
 
 
@@ -106,7 +107,7 @@ def main() -> None:
         require_no_gradient_copy(overrides)
     for steps in (999_998, 999_999, 1_000_000):
         second._optimizer_step.steps = steps
-        save.write(save.take_snapshot(second, Fence.here(paths), keep=2))
+        save.write(save.take_snapshot(second, Fence.here(paths), Retention(keep=2)))
     if second.world.rank == 0:
         assert paths.latest.read_text() == "step_1000000\n"
         print("kept", *sorted(p.name for p in paths.checkpoints.iterdir() if p != paths.latest))

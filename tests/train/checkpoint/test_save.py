@@ -13,7 +13,7 @@ import pytest
 from launcher.errors import CheckpointFailed
 from launcher.rundir.fencing import Attempt, Fence
 from launcher.rundir.paths import RunPaths
-from launcher.train.checkpoint.save import Snapshot, delete_old, delete_partial, write
+from launcher.train.checkpoint.save import Retention, Snapshot, delete_old, delete_partial, write
 from launcher.train.world import World
 from tests.helpers import torchrun
 
@@ -50,13 +50,13 @@ def test_no_run_fails_for_what_cannot_be_deleted(tmp_path: Path, monkeypatch: py
         for step in (1, 2, 3, 4):
             paths.checkpoint(step).mkdir(parents=True, exist_ok=True)
             (paths.checkpoint(step) / "file").touch()
-        delete_old(paths, fence, 2)
+        delete_old(paths, fence, Retention(keep=2))
         assert [path.name for path in paths.committed_checkpoints()] == ["step_000004", "step_000003"]
     assert {attempt for attempt, _ in paths.partial_checkpoints()} == {"0.1"}
     delete_partial(paths, fence)
     assert len(paths.partial_checkpoints()) == 4
     held = False
-    delete_old(paths, fence, None)
+    delete_old(paths, fence, Retention())
     assert {path.name for path in paths.checkpoints.iterdir()} == {"step_000003", "step_000004"}
 
 
@@ -64,7 +64,7 @@ def test_dead_mount_is_a_failed_checkpoint(tmp_path: Path, monkeypatch: pytest.M
     """An OSError in place of CheckpointFailed would leave the other ranks waiting for this rank's error."""
     fence = Fence(RunPaths(tmp_path), Attempt(0, 1))
     snapshot = Snapshot(
-        step=1, tensors={}, state="", world=World(0, 1, 0), fence=fence, keep=None, predicted_bytes=1 << 20
+        step=1, tensors={}, state="", world=World(0, 1, 0), fence=fence, retention=Retention(), predicted_bytes=1 << 20
     )
     stat = Path.stat
 

@@ -175,7 +175,9 @@ def test_what_is_recorded(task: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def recorded(device: str) -> dict[str, float]:
         parts: Any = SimpleNamespace(
             device=torch.device(device), world=SimpleNamespace(size=2), plan=plan, samples=0, items=0, empty_windows=0,
+            nonfinite_windows=0,
             precision=SimpleNamespace(scales=False), total_s=1.0, calibration_due=False, last=False, since=0,
+            best=SimpleNamespace(metrics=dict),
         )  # fmt: skip
         loop = trainer.TrainingLoop(plan, task, parts, parts, parts, parts, parts)
         return loop.step_metrics(parts)

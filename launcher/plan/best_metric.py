@@ -1,0 +1,89 @@
+"""Checks of ``checkpoint.best`` and ``train.patience``: the metric that decides, and which value of it is better."""
+
+from __future__ import annotations
+
+from launcher.config.schema import BestMode, CheckpointConfig, TrainConfig
+from launcher.errors import ConfigError, did_you_mean
+from launcher.plan.run_plan import TaskPlan
+
+PREFIX = "eval/"
+# parts of the names of metrics whose smaller value is the better one
+_SMALLER_IS_BETTER = ("loss", "perplexity")
+
+
+def solve_best_mode(checkpoint: CheckpointConfig, train: TrainConfig, task: TaskPlan) -> BestMode | None:
+    """Return the direction of ``checkpoint.best``; None without that key.
+
+    Raises:
+        ConfigError: the metric cannot be one of this job's evaluations, its direction is not known, or the keys
+            contradict each other.
+    """
+    metric = checkpoint.best
+    if metric is None:
+        _require_unused(checkpoint, train)
+        return None
+    _require_metric(metric, task)
+    if not checkpoint.enabled and train.patience is None:
+        raise ConfigError(
+            "checkpoint.best", metric, "has no effect: no checkpoint is saved (checkpoint.enabled=false), and the run "
+            "does not end early (train.patience=null).", "Leave it out.",
+        )  # fmt: skip
+    if train.patience is not None and not train.eval_every:
+        raise ConfigError(
+            "train.patience", train.patience, "has no effect: the only evaluation is that at the end "
+            "(train.eval_every=0).", "Set train.eval_every, in optimizer steps.",
+        )  # fmt: skip
+    if checkpoint.best_mode is not None:
+        return checkpoint.best_mode
+    if any(part in metric.rpartition("/")[2].lower() for part in _SMALLER_IS_BETTER):
+        return BestMode.min
+    raise ConfigError(
+        "checkpoint.best_mode", None, f"is needed with checkpoint.best={metric}, whose better value is not known.",
+        "Set checkpoint.best_mode=max if the larger one is (accuracy), or min (an error rate).",
+    )  # fmt: skip
+
+
+def _require_unused(checkpoint: CheckpointConfig, train: TrainConfig) -> None:
+    """Raise ConfigError if a key is set that needs ``checkpoint.best``."""
+    if train.patience is not None:
+        raise ConfigError(
+            "train.patience", train.patience, "needs a metric that says which evaluation is better.",
+            "Set checkpoint.best, such as checkpoint.best=eval/loss.",
+        )  # fmt: skip
+    if checkpoint.best_mode is not None:
+        raise ConfigError(
+            "checkpoint.best_mode", checkpoint.best_mode, "has no effect without checkpoint.best.",
+            "Set checkpoint.best too, or leave it out.",
+        )  # fmt: skip
+
+
+def _require_metric(metric: str, task: TaskPlan) -> None:
+    """Raise ConfigError if the evaluations of this task cannot have the metric. Most names are known only when the
+    loss has run: the workers check them before the first step."""
+    if not metric.startswith(PREFIX) or metric == PREFIX:
+        raise ConfigError(
+            "checkpoint.best", metric, f"is not a metric of the evaluation, whose names start with {PREFIX}.",
+            "Use eval/loss, or eval/NAME of a metric that the task's loss or eval_metrics() returns.",
+        )  # fmt: skip
+    if task.eval_sets is None:
+        return
+    if not task.eval_sets:
+        raise ConfigError(
+            "checkpoint.best", metric, "the task has no held-out data, so no evaluation takes place.",
+            "Give it a method eval_data(), or leave checkpoint.best out.",
+        )  # fmt: skip
+    name, found, _ = metric.removeprefix(PREFIX).partition("/")
+    named = [each for each in task.eval_sets if each]
+    if found and named and name not in named:
+        raise ConfigError(
+            "checkpoint.best", metric, f"eval_data() has no set {name!r}.",
+            f"{did_you_mean(name, named)}Its sets: {', '.join(named)}.",
+        )  # fmt: skip
+
+
+def best_notes(checkpoint: CheckpointConfig, train: TrainConfig) -> list[str]:
+    if checkpoint.best is None or train.eval_every:
+        return []
+    return [
+        f"checkpoint.best={checkpoint.best} has one evaluation to choose from, that at the end (train.eval_every=0)."
+    ]
