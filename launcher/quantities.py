@@ -23,9 +23,10 @@ def bytes_text(number: float) -> str:
     return f"{number:,.0f} {unit}" if unit == "B" else f"{number:,.2f} {unit}"
 
 
-def count(number: int, noun: str, nouns: str | None = None) -> str:
-    """Return ``number`` with ``noun`` or, unless it is 1, its plural: 1 window, 2,000 windows."""
-    return f"{number:,} {noun if number == 1 else nouns or noun + 's'}"
+def count(number: float, noun: str, nouns: str | None = None) -> str:
+    """Return ``number`` with ``noun`` or, unless it is 1, its plural: 1 window, 2,000 windows, 2.5 items."""
+    text = f"{number:,}" if isinstance(number, int) else f"{number:,.6g}"
+    return f"{text} {noun if number == 1 else nouns or noun + 's'}"
 
 
 def first_names(names: Sequence[str], most: int = 4) -> str:

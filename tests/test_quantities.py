@@ -7,19 +7,24 @@ import random
 
 import pytest
 
-from launcher.quantities import NO_INTERVAL, Interval, exposed_text, interval, speedup_text
+from launcher.quantities import NO_INTERVAL, Interval, count, exposed_text, interval, speedup_text
 
 
 def test_the_interval_holds_the_true_difference_as_often_as_it_says() -> None:
     """Skewed noise, as of a machine with other work; its median, and of few values its mean, is the truth."""
     draw = random.Random(1)
-    for count, truth in ((4, 0.0), (6, 0.0), (15, 0.0), (20, 0.0)):
+    for size, truth in ((4, 0.0), (6, 0.0), (15, 0.0), (20, 0.0)):
         hits = 0
         for _ in range(2000):
-            times = [draw.gauss(0, 1) for _ in range(count)] if count < 6 else [
-                draw.expovariate(1) - math.log(2) for _ in range(count)]  # fmt: skip
+            times = [draw.gauss(0, 1) for _ in range(size)] if size < 6 else [
+                draw.expovariate(1) - math.log(2) for _ in range(size)]  # fmt: skip
             hits += not interval(times).excludes(truth)
-        assert hits / 2000 > 0.935, count
+        assert hits / 2000 > 0.935, size
+
+
+def test_counts_have_a_plural_and_whole_numbers_no_fraction() -> None:
+    assert [count(1, "item"), count(2000, "window")] == ["1 item", "2,000 windows"]
+    assert [count(2.5, "item"), count(1.0, "item")] == ["2.5 items", "1 item"]
 
 
 def test_few_rounds_give_students_interval() -> None:
