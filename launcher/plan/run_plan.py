@@ -354,6 +354,19 @@ class RunPlan(LaunchPlan):
             return plan
         return plan.with_precision(PrecisionKind(found["kind"]), found["reason"])
 
+    def records(self, step: int, window: int) -> bool:
+        """Return whether optimizer step ``step``, from 1, is recorded, as far as is known before it. A checkpoint that
+        is due by the clock, a stop, and the end of a stream are not.
+
+        Args:
+            window: index of its window in the run, from 0.
+        """
+        train, windows = self.train, self.epoch.windows
+        often = (train.log_every, train.eval_every, self.checkpoint.every if self.checkpoint.enabled else 0)
+        if step == train.steps or any(every and step % every == 0 for every in often):
+            return True
+        return train.epochs is not None and windows is not None and window + 1 == train.epochs * windows
+
     @property
     def schedule_steps(self) -> int | None:
         """Return the number of optimizer steps that the learning rate schedule spans."""

@@ -100,7 +100,8 @@ class Evaluation:
                     with engine.precision.autocast():
                         losses = as_losses(self._task.loss(module, batch.data), batch.samples, target)
                     sums.add(losses, batch.samples)
-        return dict.fromkeys(sums.names, math.nan) | sums.averages()
+        with HEARTBEAT.waiting_for(Wait.collective):
+            return dict.fromkeys(sums.names, math.nan) | sums.averages()
 
 
 def _by_name(results: Mapping[str, Metrics]) -> Metrics:

@@ -39,6 +39,7 @@ from launcher.train.data.length_balance import arranged
 from launcher.train.engine import oom
 from launcher.train.engine.build import FromModel
 from launcher.train.engine.engine import Engine
+from launcher.train.engine.item_count import Items
 from launcher.train.engine.window_totals import StepResult
 from launcher.train.evaluation import Evaluation
 from launcher.train.measure.flops import peak_flops
@@ -133,6 +134,12 @@ def losses_of(task: Task, engine: Engine, model: Callable[..., Any], batch: Any)
     return as_losses(task.loss(model, batch), engine.samples_in_batch, engine.plan.task.target)
 
 
+def items_method_of(task: Task) -> Items | None:
+    """Return the task's method ``items(batch)``, if it has one."""
+    items: Items | None = getattr(task, "items", None)
+    return items if callable(items) else None
+
+
 class TrainingLoop:
     """Steps of a run, each followed by what is due: a checkpoint, an evaluation, a record.
 
@@ -188,7 +195,8 @@ class TrainingLoop:
             return "done"
         self.cadence.start_clock()
         collate, compare = getattr(self.task, "collate", None), not is_mapped(samples)  # mapped data was compared
-        for window in engine.windows(samples, collate, self.loss, compare_data=compare):
+        items = items_method_of(self.task)
+        for window in engine.windows(samples, collate, self.loss, items, compare_data=compare):
             try:
                 for batch in window:
                     engine.backward(self.loss(engine.model, batch))
@@ -278,6 +286,7 @@ class TrainingLoop:
         engine, totals = self.engine, self.totals
         progress, peak = (engine.samples, engine.items), metrics.peak_memory_bytes(engine.device)
         values = metrics.step_metrics(result, engine.plan, progress, totals.total_s, peak)
+        values |= {f"train/{name}": value for name, value in result.metrics.items()}
         values["batch/empty_windows"] = engine.empty_windows
         if engine.nonfinite_windows:
             values["batch/nonfinite_windows"] = engine.nonfinite_windows

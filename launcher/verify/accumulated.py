@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -35,7 +36,7 @@ from launcher.train.data.window_feed import WindowPosition
 from launcher.train.engine.engine import Engine
 from launcher.train.engine.preserved_state import SavedState
 from launcher.train.engine.window_totals import StepResult
-from launcher.train.trainer import losses_of
+from launcher.train.trainer import items_method_of, losses_of
 from launcher.train.world import World, device_of
 from launcher.verify.comparison import Gradient, without_dropout
 
@@ -261,7 +262,7 @@ def run_windows(plan: RunPlan, world: World, trials: Sequence[Trial], *, with_da
     task = load_task(plan.task.target, plan.task.params, plan.cluster.import_from, plan.train.seed)
     seed_everything(plan.train.seed)
     recorder = functools.partial(_GradientRecorder, world=world, device=device)
-    engine = Engine(task.model, recorder, plan, shard_units=getattr(task, "shard_units", None))
+    engine = Engine(task.model, recorder, plan, shard_units=getattr(task, "shard_units", None), owner=task)
     if with_data:
         train_data(task, plan.train.seed)
     seed_everything(plan.train.seed + 1 + world.rank)
@@ -276,7 +277,7 @@ def run_windows(plan: RunPlan, world: World, trials: Sequence[Trial], *, with_da
         if isinstance(result, str):
             return dataclasses.replace(run, refused=result)
         recorder = cast("_GradientRecorder", engine.optimizer)
-        if not result.items:  # training skips a window without items: its gradient is zero
+        if math.isnan(result.loss):  # training skips a window without items: its gradient is zero
             recorder.zero_grad()
             recorder.step()
         gradient = {names[position]: part for position, part in recorder.gradient.items()}
@@ -295,7 +296,9 @@ def _run_window(engine: Engine, task: Task, trial: Trial) -> StepResult | str:
     while True:
         engine.position = trial.position
         collate = getattr(task, "collate", None)
-        stream = cast("Generator[Any]", engine.windows(trial.dataset, collate, forward=loss_of, compare_data=False))
+        stream = cast(
+            "Generator[Any]", engine.windows(trial.dataset, collate, loss_of, items_method_of(task), compare_data=False)
+        )
         for batch in next(stream):
             engine.backward(loss_of(engine.model, batch))
         try:
@@ -303,7 +306,7 @@ def _run_window(engine: Engine, task: Task, trial: Trial) -> StepResult | str:
         except raised_on_all_ranks as error:
             return f"{type(error).__name__}: {error}"
         stream.close()
-        if not result.skipped or not result.items:
+        if not result.skipped or math.isnan(result.loss):
             return result
         kept.restore()
 

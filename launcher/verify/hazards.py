@@ -26,7 +26,7 @@ from launcher.train.data.stream import blocks_in_turn, is_sharded
 from launcher.train.parallel.batchnorm import batch_norms
 from launcher.train.world import World
 from launcher.verify.accumulated import read_mapped, read_stream
-from launcher.verify.certificate import FP32, Effect, Hazard
+from launcher.verify.certificate import FP32, Effect, Hazard, counts_differ
 from launcher.verify.comparison import distance, dropout_modules, without_dropout
 from launcher.verify.reference import Reference, ReferenceWindow
 
@@ -270,7 +270,7 @@ def _randomness(reference: Reference, samples: Sequence[Any]) -> Iterator[Hazard
         for seed in (1, 2):
             reference.restore()
             seed_everything(seed)
-            totals.append(reference.loss(samples).total.item())
+            totals.append(reference.mean(samples))
         return abs(totals[0] - totals[1]) > REPEATABLE * abs(totals[0])
 
     modules, random = dropout_modules(reference.model), differs()
@@ -314,7 +314,8 @@ def _additivity(reference: Reference, window: Sequence[Any], micro_size: int, to
     for module in norms:
         module.training = True
     # both results are means over their own items
-    factor = apart.items / (together.items or 1.0)
+    several = len(together.items_of_terms) > 1
+    factor = 1.0 if several else apart.items / (together.items or 1.0)
     added = {name: part * factor for name, part in apart.gradient.items()}
     error = max(
         distance(together.gradient, added),
@@ -331,15 +332,19 @@ def _additivity(reference: Reference, window: Sequence[Any], micro_size: int, to
             remedy="Return launcher.Loss(total=the sum over items, items=how many). A loss that needs the whole "
             "batch cannot be accumulated: use batch.accumulation=1, and gather what it needs.",
         )
-    if together.items != apart.items:
+    if any(counts_differ(*counts) for counts in zip(together.items_of_terms, apart.items_of_terms, strict=True)):
         yield Hazard(
             name="items that do not add up",
             effect=Effect.suspect,
-            seen=f"{len(samples)} samples as one batch have {together.items:g} items; as {apart.batches} "
-            f"micro-batches together {apart.items:g}.",
+            seen=f"{len(samples)} samples as one batch have {_counts(together)} items; as {apart.batches} "
+            f"micro-batches together {_counts(apart)}.",
             matters="The items of a sample depend on the other samples of its batch: perhaps padding is counted.",
             remedy="Count only what the total sums over, such as (targets != padding).sum().",
         )
+
+
+def _counts(window: ReferenceWindow) -> str:
+    return " and ".join(f"{items:g}" for items in window.items_of_terms)
 
 
 def _uses_batch(module: nn.Module) -> bool:

@@ -19,7 +19,7 @@ from launcher.plan.run_plan import RunPlan
 from launcher.task import build_model, load_task, seed_everything, train_data
 from launcher.train.context import ContextSource
 from launcher.train.data.loader import to_device
-from launcher.train.engine import loss_terms
+from launcher.train.engine.loss_terms import sum_of_means
 from launcher.train.engine.oom import is_out_of_memory
 from launcher.train.engine.preserved_state import SavedState
 from launcher.train.inspection.memory_forecast import free_host_bytes
@@ -37,7 +37,7 @@ class ReferenceWindow:
     """Reference of a window.
 
     Attributes:
-        gradient: of the mean over the items, on the host.
+        gradient: of the mean over the items, on the host; of several terms, of the sum of their means.
         unused: parameters on which the loss does not depend.
         batches: number of batches in which it was computed.
     """
@@ -45,8 +45,13 @@ class ReferenceWindow:
     gradient: Gradient
     unused: list[str]
     loss: float
-    items: float
+    items_of_terms: tuple[float, ...]
     batches: int
+
+    @property
+    def items(self) -> float:
+        """Number of items, of the first term if there are several."""
+        return self.items_of_terms[0]
 
 
 @dataclass
@@ -125,20 +130,31 @@ class Reference:
             with self.precision.autocast():
                 return self.task.loss(self.model, batch)
 
-    def loss(self, samples: Sequence[Any]) -> Loss:
-        losses = as_losses(self.task_loss(samples), len(samples), self.plan.task.target)
-        return Loss(*loss_terms.single(losses))
+    def losses(self, samples: Sequence[Any]) -> list[Loss]:
+        """Return the terms of the task's loss of these samples as one batch."""
+        return as_losses(self.task_loss(samples), len(samples), self.plan.task.target)
 
-    def _backward(self, samples: Sequence[Any]) -> tuple[float, float, Gradient]:
-        """Return (total loss, items, gradient of the total without unused parameters) of the samples as one batch."""
-        loss = self.loss(samples)
-        items = float(loss.items.item() if isinstance(loss.items, Tensor) else loss.items)
+    def mean(self, samples: Sequence[Any]) -> float:
+        """Return the mean loss of these samples as one batch; of several terms, the sum of their means."""
+        terms = self.losses(samples)
+        return sum_of_means([(term.total.item(), float(term.items)) for term in terms])
+
+    def _backward(self, samples: Sequence[Any]) -> list[tuple[float, float, Gradient]]:
+        """Return (total loss, items, gradient of the total without unused parameters) of each term, for the samples as
+        one batch."""
+        terms = self.losses(samples)
+        return [self._backward_of(term, several=len(terms) > 1) for term in terms]
+
+    def _backward_of(self, loss: Loss, *, several: bool) -> tuple[float, float, Gradient]:
+        items = float(loss.items)
+        if several and not loss.total.requires_grad:  # a term without items in this batch
+            return loss.total.item(), items, Gradient()
         # fp16: backward of the mean times a loss scale, as in training
         factor = self.plan.precision.init_scale / (items or 1.0) if self.precision.scales else 1.0
         while True:
             self.model.zero_grad(set_to_none=True)
             with self.precision.no_autocast():
-                (loss.total * factor).backward(retain_graph=self.precision.scales)
+                (loss.total * factor).backward(retain_graph=several or self.precision.scales)
             named = self.model.named_parameters()
             gradient = {name: _on_host(p.grad, factor) for name, p in named if p.grad is not None}
             if factor * items <= 1 or not self.precision.scales or all(g.isfinite().all() for g in gradient.values()):
@@ -172,18 +188,26 @@ class Reference:
 
     def in_batches(self, batches: Sequence[Sequence[Any]]) -> ReferenceWindow:
         """Return the gradient of the mean over given batches: their sums added up, divided by all their items."""
-        total, items, sums = 0.0, 0.0, Gradient()
+        terms: dict[int, tuple[float, float, Gradient]] = {}
         for batch in batches:
             self.restore()
-            batch_total, batch_items, gradient = self._backward(batch)
-            total, items = total + batch_total, items + batch_items
-            for name, part in gradient.items():
-                sums[name] = sums[name].add_(part) if name in sums else part
+            for number, (batch_total, batch_items, gradient) in enumerate(self._backward(batch)):
+                total, items, sums = terms.setdefault(number, (0.0, 0.0, Gradient()))
+                for name, part in gradient.items():
+                    sums[name] = sums[name].add_(part) if name in sums else part
+                terms[number] = total + batch_total, items + batch_items, sums
         trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        divisor = items or 1.0
-        mean = {name: sums[name].div_(divisor) if name in sums else torch.zeros(p.shape) for name, p in trained.items()}
-        unused = [name for name in trained if name not in sums]
-        return ReferenceWindow(mean, unused, total / divisor, items, len(batches))
+        mean = {}
+        for _, items, sums in terms.values():
+            for name, part in sums.items():
+                own = part.div_(items or 1.0) if items or len(terms) == 1 else part.zero_()
+                mean[name] = mean[name].add_(own) if name in mean else own
+        unused = [name for name in trained if name not in mean]
+        mean |= {name: torch.zeros(trained[name].shape) for name in unused}
+        mean = {name: mean[name] for name in trained}
+        totals = [(total, items) for total, items, _ in terms.values()]
+        loss = sum_of_means(totals) if any(items for _, items in totals) else 0.0
+        return ReferenceWindow(mean, unused, loss, tuple(items for _, items in totals), len(batches))
 
     def _estimate(self, samples: Sequence[Any]) -> int:
         """Return how many samples' activations fit into the host's memory.
@@ -196,7 +220,7 @@ class Reference:
             return len(samples)
         self.restore()
         with _saved_bytes() as saved:
-            self.loss(few)
+            self.losses(few)
         fitting = int(_FREE_SHARE * free_host_bytes() * len(few) / max(1, sum(saved.values())))
         return max(len(few), min(len(samples), fitting))
 

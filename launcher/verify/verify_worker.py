@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -26,7 +27,7 @@ from launcher.rundir.files import write_json
 from launcher.task import eval_set_text, eval_sets, first_samples, load_task, train_data
 from launcher.train import precision
 from launcher.train.data.length_balance import arranged
-from launcher.train.engine.loss_terms import require_sum
+from launcher.train.engine.loss_terms import require_terms
 from launcher.train.precision import DTYPES
 from launcher.train.world import World, device_of, disband, join
 from launcher.verify.accumulated import EngineRun, EngineWindow, Trial, choose_windows, in_fp32, run_windows
@@ -156,7 +157,7 @@ def _certify(plan: RunPlan, device: torch.device, measured: Measured) -> Certifi
     def make() -> Reference:
         return Reference(in_fp32(plan), fp32, device, most)
 
-    with_items = [n for n, reference in enumerate(references) if reference.items]
+    with_items = [n for n, reference in enumerate(references) if any(reference.items_of_terms)]
     if not with_items and fp32.refused is None:
         return _certificate(plan, [], measured.hazards, [], "None of the first windows holds an item.")
     first = samples[with_items[0] if with_items else 0]
@@ -178,8 +179,8 @@ def _evaluation_error(reference: Reference) -> str | None:
         for name, data in eval_sets(reference.task, plan.train.seed).items():
             of_set = f" of {eval_set_text(name)}" if name else ""
             with torch.no_grad(), reference.context.evaluation(name or None):
-                loss = reference.loss(first_samples(data, plan.train.eval_micro_size or plan.batch.micro_size))
-            require_sum(loss.total, loss.items)
+                losses = reference.losses(first_samples(data, plan.train.eval_micro_size or plan.batch.micro_size))
+            require_terms(losses)
     except Exception as error:  # user code may raise anything
         return f"The evaluation{of_set} fails: {type(error).__name__}: {error}"
     return None
@@ -273,7 +274,7 @@ def _window_check(window: EngineWindow, reference: ReferenceWindow, comparisons:
         reference_items=reference.items,
         micro_batches=result.micro_batches,
         reference_batches=reference.batches,
-        loss=result.loss if result.items else 0.0,
+        loss=0.0 if math.isnan(result.loss) else result.loss,
         reference_loss=reference.loss,
         comparisons=tuple(comparisons),
     )
@@ -310,7 +311,7 @@ def _notes(plan: RunPlan, measured: Measured, most: int | None, references: Sequ
     if plan.train.compile and measured.own is None:
         notes.append("The model was not compiled.")
     windows = measured.fp32.windows if measured.fp32 is not None else []
-    if empty := [window.trial.name for window in windows if not window.result.items]:
+    if empty := [window.trial.name for window in windows if math.isnan(window.result.loss)]:
         notes.append(f"Without items, and therefore skipped by training: {', '.join(empty)}.")
     if plan.batch.ramp:
         notes.append(

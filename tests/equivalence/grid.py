@@ -30,7 +30,9 @@ ACCUMULATIONS = (1, 2, 3, 8)
 
 @dataclass(frozen=True)
 class Problem:
-    """What is learned: the same in one process at once. ``items``: a sample has 6 of them, or 1 to 9."""
+    """What is learned: the same in one process at once. ``items``: a sample has 6 of them (fixed), or 1 to 9 (variable), or
+    1 to 9 with the weights of their classes (weighted); or there are two terms with items of their own, of which a sample
+    may have none (terms)."""
 
     items: str
     optimizer: str
@@ -57,6 +59,10 @@ class Cell:
 
 
 PROBLEMS = tuple(itertools.starmap(Problem, itertools.product(("fixed", "variable"), ("sgd", "adamw"), (None, CLIP))))
+# exact averages of other losses: all of their optimizers and clips are in the whole grid
+LOSSES = tuple(itertools.starmap(Problem, itertools.product(("weighted", "terms"), ("sgd", "adamw"), (None, CLIP))))
+# of LOSSES, each with another optimizer or clip than the next
+FEW_LOSSES = (0, 7, 3, 4)
 # each half has every pair of the three factors' values; the two differ in every three of them
 HALVES = ((0, 3, 5, 6), (1, 2, 4, 7))
 
@@ -64,18 +70,21 @@ HALVES = ((0, 3, 5, 6), (1, 2, 4, 7))
 def whole(world: int) -> Iterator[Cell]:
     """Every cell of a world."""
     for strategy in STRATEGIES[world]:
-        for sync, accumulation, problem in itertools.product(SYNCS[strategy], ACCUMULATIONS, PROBLEMS):
+        for sync, accumulation, problem in itertools.product(SYNCS[strategy], ACCUMULATIONS, (*PROBLEMS, *LOSSES)):
             yield Cell(strategy, sync, accumulation, problem)
 
 
 def covering(world: int) -> Iterator[Cell]:
-    """An eighth of them: every policy of every strategy with every accumulation, each with one problem, so that every
-    two values of two factors meet (test_grid.py)."""
+    """An eighth of those of PROBLEMS: every policy of every strategy with every accumulation, each with one problem, so
+    that every two values of two factors meet (test_grid.py). And each policy with two problems of LOSSES."""
     groups = [(w, strategy, sync) for w in STRATEGIES for strategy in STRATEGIES[w] for sync in SYNCS[strategy]]
     for number, (of, strategy, sync) in enumerate(groups):
         for place, accumulation in enumerate(ACCUMULATIONS if of == world else ()):
             problem = PROBLEMS[HALVES[number % 2][(place + number // 2) % 4]]
             yield Cell(strategy, sync, accumulation, problem)
+        for place, accumulation in enumerate((1, 3) if of == world else ()):
+            yield Cell(strategy, sync, accumulation, LOSSES[FEW_LOSSES[(number + 2 * place) % 4]])
+            yield Cell(strategy, sync, accumulation, LOSSES[FEW_LOSSES[(number + 2 * place + 1) % 4]])
 
 
 def balanced(world: int) -> Iterator[Cell]:

@@ -1,6 +1,6 @@
 """The engine is one big batch in fp64 wherever ranks and micro-batches are, and the suite sees the classic mistakes.
 
-`make test` runs the covering cells, an eighth of the grid; `python -m tests.equivalence.run` runs all 576 of them.
+`make test` runs the covering cells, a fraction of the grid; `python -m tests.equivalence.run` runs all 1152 of them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.equivalence.grid import ACCUMULATIONS, PROBLEMS, STRATEGIES, SYNCS, Cell, balanced, covering, mutated, whole
+from tests.equivalence.grid import (
+    ACCUMULATIONS,
+    LOSSES,
+    PROBLEMS,
+    STRATEGIES,
+    SYNCS,
+    Cell,
+    balanced,
+    covering,
+    mutated,
+    whole,
+)
 from tests.equivalence.run import run
 
 
@@ -27,13 +38,25 @@ def pairs(world: int, cell: Cell) -> set[object]:
 
 
 def test_two_values_of_two_factors_always_meet() -> None:
-    everywhere = [(world, cell) for world in STRATEGIES for cell in whole(world)]
-    chosen = [(world, cell) for world in STRATEGIES for cell in covering(world)]
+    cells = [(world, cell) for world in STRATEGIES for cell in whole(world)]
+    everywhere = [(world, cell) for world, cell in cells if cell.problem in PROBLEMS]
+    chosen = [(world, cell) for world in STRATEGIES for cell in covering(world) if cell.problem in PROBLEMS]
     policies = sum(len(SYNCS[strategy]) for world in STRATEGIES for strategy in STRATEGIES[world])
     assert len(everywhere) == len(set(everywhere)) == policies * len(ACCUMULATIONS) * len(PROBLEMS) == 576
+    assert len(cells) == len(set(cells)) == 2 * 576
     assert len(chosen) == len(set(chosen)) == 576 // 8
     assert set(chosen) <= set(everywhere)
     assert set().union(*itertools.starmap(pairs, chosen)) == set().union(*itertools.starmap(pairs, everywhere))
+
+
+def test_every_policy_has_float_items_and_several_terms_with_and_without_accumulation() -> None:
+    for world in STRATEGIES:
+        found = [cell for cell in covering(world) if cell.problem in LOSSES]
+        assert len(found) == len(set(found))
+        for strategy in STRATEGIES[world]:
+            for sync in SYNCS[strategy]:
+                seen = [(c.accumulation, c.problem.items) for c in found if (c.strategy, c.sync) == (strategy, sync)]
+                assert sorted(seen) == [(1, "terms"), (1, "weighted"), (3, "terms"), (3, "weighted")]
 
 
 @pytest.mark.slow

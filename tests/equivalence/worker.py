@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from launcher import ArrangedData, Engine, make_plan
+from launcher import ArrangedData, Engine, Loss, make_plan
 from launcher.config.hydra import compose
 from launcher.config.schema import Balance, Config, StrategyKind, Sync
 from launcher.errors import LauncherError
@@ -53,10 +53,18 @@ def build() -> nn.Module:
     return nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), hidden, nn.Tanh(), nn.Linear(WIDTH, VOCABULARY))
 
 
-def loss_sum(model: Any, batch: Tensor) -> tuple[Tensor, Tensor]:
-    targets = batch[:, 1:].flatten()
-    total = functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), targets, ignore_index=0, reduction="sum")
-    return total, (targets != 0).sum()
+def terms_of(model: Any, batch: Tensor, items: str) -> list[Loss]:
+    targets, logits = batch[:, 1:].flatten(), model(batch[:, :-1]).flatten(0, 1)
+    if items == "weighted":
+        weights = (torch.arange(VOCABULARY) / 7).to(logits.dtype)  # 0 for padding
+        total = functional.cross_entropy(logits, targets, weight=weights, reduction="sum")
+        return [Loss(total, weights[targets].sum())]
+    total = functional.cross_entropy(logits, targets, ignore_index=0, reduction="sum")
+    if items != "terms":
+        return [Loss(total, (targets != 0).sum())]
+    # a second term over the rare tokens only: many micro-batches have none
+    rare = targets == VOCABULARY - 1
+    return [Loss(total, (targets != 0).sum()), Loss(logits[rare].square().sum(), int(rare.sum()), name="rare")]
 
 
 def optimizer_of(model: nn.Module, name: str) -> torch.optim.Optimizer:
@@ -89,9 +97,10 @@ def reference(problem: Problem, schedule: SchedulePlan, seed: int) -> Reference:
     for step in range(STEPS):
         epoch, place = divmod(step, 2)
         order = Permutation(SAMPLES, seed, epoch).take(0, SAMPLES)
-        total, items = loss_sum(model, table[order[GLOBAL_SIZE:] if place else order[:GLOBAL_SIZE]])
+        terms = terms_of(model, table[order[GLOBAL_SIZE:] if place else order[:GLOBAL_SIZE]], problem.items)
         optimizer.zero_grad()
-        (total / items).backward()
+        means = [term.total / term.items for term in terms if term.items]
+        sum(means[1:], means[0]).backward()
         norms.append(nn.utils.clip_grad_norm_(parameters, problem.clip or torch.inf).item())
         gradients.append(flat([p.grad for p in parameters]))
         optimizer.param_groups[0]["lr"] = LR[problem.optimizer] * schedule.factor(step, STEPS)
@@ -138,10 +147,17 @@ def compare(cell: Cell, mistake: str) -> Outcome:
         """Pad to the longest of a balanced micro-batch; otherwise to the longest of all samples."""
         return table[indices][:, : lengths[indices].max() if cell.balance else LONGEST]
 
+    def forward(model: Any, batch: Tensor) -> list[Loss]:
+        return terms_of(model, batch, cell.problem.items)
+
     data = ArrangedData(range(SAMPLES), lengths=lengths)
-    for number, window in enumerate(engine.windows(data, collate)):
+    for number, window in enumerate(engine.windows(data, collate, forward)):
         for batch in window:
-            engine.backward(*loss_sum(engine.model, batch))
+            (term, *others) = forward(engine.model, batch)
+            if others:
+                engine.backward([term, *others])
+            else:
+                engine.backward(term.total, term.items)
         result = engine.step()
         if applied:
             kind = "full" if result.samples == GLOBAL_SIZE else "short"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 import time
 from collections import deque
@@ -26,7 +27,7 @@ SETTLED_WINDOWS = 10
 
 
 # totals that a checkpoint stores as they are
-_STORED = ("loss", "evaluation", "peak_bytes", "size", "since", "resumed", "worlds", "commit", "commits",
+_STORED = ("loss", "metrics", "evaluation", "peak_bytes", "size", "since", "resumed", "worlds", "commit", "commits",
            "failed_saves", "total_s")  # fmt: skip
 
 
@@ -35,6 +36,7 @@ class RunTotals:
 
     Attributes:
         loss: mean loss of the last window with items; None before there is one.
+        metrics: last averages of the loss's metrics and named terms; None for one that was not finite.
         evaluation: metrics of the last evaluation; None for one that was not finite.
         best: the best evaluation by checkpoint.best.
         typical: communication of the last full window.
@@ -56,6 +58,7 @@ class RunTotals:
     def __init__(self, engine: Engine, commit: str | None = None) -> None:
         self.engine, self._batch = engine, engine.plan.batch
         self.loss: float | None = None
+        self.metrics: dict[str, float | None] = {}
         self.evaluation: dict[str, float | None] = {}
         self.best = BestEvaluation(engine.plan)
         self.typical: CommStats | None = None
@@ -73,8 +76,11 @@ class RunTotals:
         self._windows = 0  # of this process
 
     def add(self, result: StepResult) -> None:
-        if result.items and result.nonfinite is None:
+        if not math.isnan(result.loss) and result.nonfinite is None:
             self.loss = result.loss
+            if result.metrics:
+                means = {f"train/{name}": mean for name, mean in result.metrics.items()}
+                self.metrics |= {name: mean if math.isfinite(mean) else None for name, mean in means.items()}
         self._windows += 1
         size = self._batch.global_size_at(result.window)
         if result.samples != size:
@@ -123,6 +129,7 @@ class RunTotals:
         state, step = restored.run["account"], self.engine.steps
         self.loss, self.evaluation = state["loss"], _evaluation(state)
         self.best.load_state_dict(state.get("best"))
+        self.metrics = state.get("metrics", {})
         self.resumed, self.seconds_before = state["resumed"] + 1, state["total_s"]
         self.worlds, self.failed_saves = state.get("worlds", []), state.get("failed_saves", 0)
         before = _setting(restored.origin | {"world_size": restored.ranks})
@@ -156,6 +163,7 @@ class RunTotals:
             "steps": engine.steps,
             "precision": engine.plan.precision.kind.value,
             **({} if self.loss is None else {"train/loss": self.loss}),
+            **self.metrics,
             **self.evaluation,
             **self.best.summary(engine.plan.paths, over=engine.over),
             "batch/global_size": self.size or self._batch.global_size,

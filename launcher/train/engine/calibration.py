@@ -23,16 +23,17 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from launcher.config.schema import StrategyKind, Sync
 from launcher.errors import EngineMisuse, SyncPolicyViolated, TaskError
 from launcher.heartbeat import HEARTBEAT, Phase
+from launcher.loss import Loss
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.sync_policy import transfers_per_window
 from launcher.quantities import Interval, interval
 from launcher.rundir.files import value_from_json as from_json
 from launcher.train.data.loader import MicroBatch
+from launcher.train.engine.loss_terms import sum_of_own_means
 from launcher.train.engine.oom import is_out_of_memory
 from launcher.train.engine.preserved_state import SavedAttributes, SavedState
 from launcher.train.parallel.base import Parallel
@@ -44,7 +45,7 @@ MIN_ROUNDS, MAX_ROUNDS = 3, 20
 # with run.calibrate_s=null: seconds at most, and the share of the run's predicted time
 DEFAULT_S, DEFAULT_SHARE = 15.0, 0.1
 
-Run = Callable[[Callable[..., Any], MicroBatch], tuple[Tensor, float | Tensor]]
+Run = Callable[[Callable[..., Any], MicroBatch], list[Loss]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +161,7 @@ class Calibration:
         """Run the phase if it is ``wanted``. All ranks call it. Engine, model and random state stay unchanged.
 
         Args:
-            run: the loop's forward pass: (model, micro-batch) -> (loss_sum, items).
+            run: the loop's forward pass: (model, micro-batch) -> terms of the loss.
             micro_batches: micro-batches of this rank, on the device; repeated if a full window has more.
 
         Raises:
@@ -312,9 +313,8 @@ class Calibration:
                 else self._parallel.micro_batch(sync, first=number == 0, last=number == count - 1)
             ):
                 with self._precision.autocast():
-                    loss_sum, items = self._run(self._parallel.module, micro)
-                some = items.clamp(min=1) if isinstance(items, Tensor) else max(1, items)
-                part = loss_sum / (some * count)
+                    losses = self._run(self._parallel.module, micro)
+                part = sum_of_own_means(losses, count)
                 with self._parallel.backward(part):
                     self._precision.backward(part)
         if not silent:

@@ -34,11 +34,14 @@ from launcher.train.data.window_feed import BEGINNING, Window, WindowPosition, o
 from launcher.train.engine import loss_terms, oom
 from launcher.train.engine.build import ModelFrom, OptimizerFrom, TrainedParameters, build_parallel
 from launcher.train.engine.calibration import Calibrated, Calibration, measured_as
-from launcher.train.engine.optimizer_step import OptimizerStep, ProgressCounters
+from launcher.train.engine.item_count import ItemCount, Items
+from launcher.train.engine.optimizer_step import OptimizerStep
+from launcher.train.engine.progress import EngineProgress
 from launcher.train.engine.window import CurrentWindow, Forward
 from launcher.train.engine.window_batchnorm import norms_of
+from launcher.train.engine.window_loss import WindowLoss
 from launcher.train.engine.window_totals import StepResult, WindowTotals
-from launcher.train.measure.noise_scale import Noise, NoiseScale
+from launcher.train.measure.noise_scale import NoiseScale
 from launcher.train.measure.observer import EndedWindow, Observer
 from launcher.train.measure.straggler import StragglerDetector
 from launcher.train.optimizers import MakeSchedule
@@ -48,7 +51,7 @@ from launcher.train.precision import Precision
 from launcher.train.world import World, device_of, join
 
 
-class Engine(ProgressCounters):
+class Engine(EngineProgress):
     """A model wrapped as the plan says, whose windows of micro-batches become optimizer steps.
 
     Args:
@@ -99,10 +102,12 @@ class Engine(ProgressCounters):
         self.precision = Precision(plan.precision, self.device, gradients_on=offloads)
         self._norms = norms_of(plan, self.parallel, self.precision, self.device)
         parts = self.parallel, self.optimizer, self.precision, self._norms
-        self._optimizer_step = step = OptimizerStep(*parts, plan, self.world, self.device, schedule)
+        self._loss = WindowLoss(self.world, self.device, self.parallel.meter)
+        self._optimizer_step = step = OptimizerStep(*parts, plan, self.world, self.device, self._loss, schedule)
         self.schedule = step.schedule
+        count = ItemCount(self.parallel, self.precision, self._norms, self._loss, step.weight, self.device, owner)
         self._current = CurrentWindow(
-            self.parallel, self.precision, self._norms, self.buffers, step, self.device, plan.strategy.sync,
+            self.parallel, self.precision, self._norms, self.buffers, step, self.device, plan.strategy.sync, count,
             may_abandon=oom.can_abandon(plan, self._norms), may_skip=plan.train.on_nonfinite is OnNonfinite.skip,
         )  # fmt: skip
         self._calibration = Calibration(self.world, self.device, self.parallel, self.precision, self._norms, owner)
@@ -110,8 +115,7 @@ class Engine(ProgressCounters):
         self.stragglers = StragglerDetector(self.world, self.device, plan.train.straggler_share)
         self._noise = NoiseScale(self.world.size, self.device, self.parallel.local_norm, random=plan.batch.random_parts)
         self._observers: list[Observer] = [self._noise, self.buffers, self.stragglers]
-        self._totals = WindowTotals(self.world, self.device, self.parallel.meter, self._observers)
-        self._flags_bytes = self._totals.payload_bytes + 8 * (plan.strategy.shard_size > 1)  # a sharded norm is summed
+        self._totals = WindowTotals(self.world, self.device, self.parallel.meter, self._loss, self._observers)
         self.position = BEGINNING
         rank_and_size = self.world.rank, self.world.size
         self.context = ContextSource(self.device, plan.train.seed, *rank_and_size, progress=self._step_and_epoch)
@@ -123,14 +127,18 @@ class Engine(ProgressCounters):
         return self.parallel.module
 
     def windows(
-        self, dataset: Any, collate: Collate | None = None, forward: Forward | None = None, *, compare_data: bool = True
-    ) -> Iterator[Iterator[Any]]:
+        self, dataset: Any, collate: Collate | None = None, forward: Forward | None = None, items: Items | None = None,
+        *, compare_data: bool = True,
+    ) -> Iterator[Iterator[Any]]:  # fmt: skip
         """Yield one iterator of this rank's batches for each optimizer step, until the plan's steps or epochs are done.
 
         Args:
-            forward: the loop's own forward pass, (model, batch) -> (loss_sum, items). It receives copies of batches:
-                of the first window for the calibration, of all windows with ``batch.norm=window``. Default: no
-                calibration, and ``batch.norm=window`` is refused.
+            forward: the loop's own forward pass, (model, batch) -> (loss_sum, items) or the terms of the loss. It
+                receives copies of batches: of the first window for the calibration, of all windows with
+                ``batch.norm=window``, and with several terms, unless ``items`` is given. Default: no calibration, and
+                ``batch.norm=window`` is refused.
+            items: batch -> number of items of each term, for a loss of several terms in windows of several
+                micro-batches.
             compare_data: whether the ranks compare their data before the first window.
 
         Raises:
@@ -138,7 +146,7 @@ class Engine(ProgressCounters):
             DataError: the data is not that of the plan, or differs between ranks.
             EngineMisuse: the loop left a window before ``step``.
         """
-        self._current.set_forward(forward)
+        self._current.set_forward(forward, items)
         self._current.require_closed()
         if self.over:
             return
@@ -151,7 +159,7 @@ class Engine(ProgressCounters):
             compare_data = False
             try:
                 for window in feed.windows():
-                    self._totals.clear()
+                    self._totals.clear(metrics=self.plan.records(self.steps + 1, window.index))
                     self.context.activate()
                     HEARTBEAT.begin_window(window.index + 1, self.steps + 1)
                     yield self._current.open(window, self._micro_batches(window))
@@ -171,41 +179,55 @@ class Engine(ProgressCounters):
         due = self.calibrated is None and self._calibration.wanted(self.plan)
         calibrate = functools.partial(self._calibrate, forward) if forward is not None and due else None
         micro_batches = current.prepare(window, calibrate)
-        for number in range(window.count):
+        while current.handed_out < window.count:
             micro = current.fetch(micro_batches, window.count)
-            with self.parallel.micro_batch(current.sync, first=number == 0, last=current.at_boundary):
+            with self.parallel.micro_batch(current.sync, first=current.handed_out == 1, last=current.at_boundary):
                 # the loop's forward and backward run in this context: DDP decides in forward whether to synchronise
                 self._norms.micro_batch(counts=micro.samples > 0)
                 with self.precision.autocast():
                     yield micro.data
                 current.require_backward()
+            if current.counts_first:
+                micro_batches = current.count_first(micro, micro_batches)
 
-    def backward(self, loss: Tensor | Loss | Sequence[Loss], items: float | Tensor | None = None) -> None:
+    def backward(
+        self, loss: Tensor | Loss | Sequence[Loss], items: float | Tensor | None = None,
+        metrics: loss_terms.MetricSums | None = None,
+    ) -> None:  # fmt: skip
         """Accumulate the gradient of one micro-batch, and synchronise it if the sync policy says so.
 
         Args:
-            loss: scalar, the loss summed over the micro-batch's items; or a ``Loss``, or a list of one.
+            loss: scalar, the loss summed over the micro-batch's items; or a ``Loss``, or a list of several terms.
             items: number of these items, or the sum of their weights.
+            metrics: (sum, count) by name, averaged over the window.
 
         Raises:
-            TaskError: the loss is no scalar, or ``items`` no number of at least 0.
+            EngineMisuse: several terms in a window of several micro-batches, whose items cannot be counted ahead.
+            TaskError: the loss is no scalar, ``items`` no number of at least 0, or terms or metrics are not those of
+                other micro-batches.
         """
         current, totals = self._current, self._totals
         samples = current.take_micro_batch().samples
-        loss_sum, items = loss_terms.single(loss, items, with_gradient=True)
-        weight = self._optimizer_step.weight(items, samples)
+        losses = loss_terms.as_terms(loss, items, metrics)
+        loss_terms.require_gradient(losses)
+        weight = self._optimizer_step.weight(losses, samples)
+        self._loss.require_parts(losses)
+        if self._loss.several and current.must_count():
+            return  # the window starts again, after the count
         if samples:
-            totals.add(loss_sum, items, samples)
+            totals.add(losses, samples)
         first, last = current.handed_out == 1, current.at_boundary
-        self._noise.before_backward(current.sync, totals.own_part, first=first, last=last)
+        if not self._loss.several:
+            self._noise.before_backward(current.sync, totals.own_part, first=first, last=last)
         if reduces(current.sync, last=last):
             self._trained.require_same()
         if last:
             totals.send(more=self._feed.has_next(), stop=self._stop(), save_due=self._save_due())
             if current.may_abandon and totals.out_of_memory():
                 raise oom.WindowAbandoned
-        weighted = loss_sum * weight
-        with self.parallel.backward(weighted, totals.items_of_all if last else None):
+        items_of_terms = (self._loss.counted or totals.items_by_term()) if self._loss.several else ()
+        weighted = self._loss.weighted(losses, weight, items_of_terms)
+        with self.parallel.backward(weighted, totals.divisor_of_all if last else None):
             self.precision.backward(weighted)
 
     def step(self) -> StepResult:
@@ -246,16 +268,17 @@ class Engine(ProgressCounters):
             observer.window_ended(ended)
         self.position = self._feed.advance(agreed.more)
         self._optimizer_step.count(agreed, window.epoch, epoch_over=self.position.epoch > window.epoch)
+        flags_bytes = self._totals.payload_bytes + 8 * (self.plan.strategy.shard_size > 1)  # a sharded norm is summed
         stopped = agreed.stop and not self.over
         self._finished = stopped or self.over
         return StepResult(
             step=self.steps, window=window.index, epoch=window.epoch, micro_batches=window.count,
             samples=agreed.samples, items=agreed.items, grad_norm=norm, lr=self._optimizer_step.lr,
-            loss=agreed.loss_sum / agreed.items if agreed.items else math.nan, padding_fraction=window.padding_fraction,
+            loss=agreed.loss, padding_fraction=window.padding_fraction,
             skipped=skipped, nonfinite=nonfinite, scale=scale, sync=current.sync, comm=comm,
             noise=self.noise, spent=self.stragglers.spent, straggler=self.stragglers.straggler,
             step_s=step_s, data_s=current.data_s, last=self._finished, stopped=stopped,
-            save_due=agreed.save_due, flags_bytes=self._flags_bytes,
+            save_due=agreed.save_due, flags_bytes=flags_bytes, metrics=self._loss.averages,
         )  # fmt: skip
 
     def shrinks(self, error: BaseException) -> bool:
@@ -279,9 +302,10 @@ class Engine(ProgressCounters):
         elif smaller is None or self._totals.sent or not (self._current.may_abandon and oom.is_out_of_memory(error)):
             return False
         else:
-            self._optimizer_step.weight(0, 0)  # where the others wait for this rank's first micro-batch
-            self._totals.send_out_of_memory()
-            self._totals.out_of_memory()
+            self._optimizer_step.weight(None, 0)  # where the others wait for this rank's first micro-batch
+            if not self._current.report_out_of_memory():
+                self._totals.send_out_of_memory()
+                self._totals.out_of_memory()
         self._current.abandon()
         self.plan = dataclasses.replace(self.plan, batch=smaller)
         self._optimizer_step.change_accumulation(smaller.accumulation)
@@ -293,7 +317,7 @@ class Engine(ProgressCounters):
         """Measure what the sync policy saves and what communication costs. All ranks call it, between two windows.
 
         Args:
-            forward: (model, batch) -> (loss_sum, items); it receives copies of the batches.
+            forward: (model, batch) -> (loss_sum, items) or the terms; it receives copies of the batches.
             batches: of this rank, each of micro-batch size; repeated if a window has more.
 
         Returns:
@@ -322,41 +346,9 @@ class Engine(ProgressCounters):
         """Train the parameters that ``match`` selects again, and return their names."""
         return self._trained.unfreeze(match)
 
-    @property
-    def over(self) -> bool:
-        """True if the plan's steps or epochs are done."""
-        steps, epochs = self.plan.train.steps, self.plan.train.epochs
-        over_by_steps = steps is not None and self.steps >= steps
-        return over_by_steps if epochs is None else self.position.epoch >= epochs
-
     def share_buffers(self, *, watch: bool = True) -> None:
         """Copy rank 0's changing buffers to all ranks, as each window does. ``watch``: look for more of them first."""
         self.buffers.share(self.parallel.meter, watch=watch)
-
-    @property
-    def samples_in_batch(self) -> int:
-        """Samples of the current micro-batch; 0 in a placeholder that only keeps step with the other ranks."""
-        if self._current.micro is None:
-            raise EngineMisuse("No micro-batch is under way.")
-        return self._current.micro.samples
-
-    def _step_and_epoch(self) -> tuple[int, int]:
-        return self.steps + (self._current.window is not None), self.position.epoch
-
-    @property
-    def window_index(self) -> int:
-        """Index of the next window in the run, from 0."""
-        return self.position.index
-
-    @property
-    def calibrated(self) -> Calibrated | None:
-        """Result of the calibration; None without one."""
-        return self._calibration.result
-
-    @property
-    def noise(self) -> Noise | None:
-        """Gradient noise scale; None before enough windows."""
-        return self._noise.estimate
 
     def state_dict(self) -> dict[str, Any]:
         """Return the checkpoint's part that JSON can hold. All ranks call it, between two windows."""

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, Self, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -21,6 +20,7 @@ from launcher.quantities import first_names
 from launcher.train.parallel.shard_units import direct_use
 from launcher.train.world import World
 
+MetricSums = Mapping[str, tuple[float | Tensor, float | Tensor]]
 # metrics of the launcher's own, as train/NAME or eval/NAME
 RESERVED = ("loss", "lr", "grad_norm")
 _NAME = re.compile(r"[A-Za-z][\w.@-]*")
@@ -44,17 +44,12 @@ class LossParts:
 
     @classmethod
     def of(cls, losses: Sequence[Loss]) -> Self:
-        """Return those of the terms of a loss.
-
-        Raises:
-            TaskError: a name is not allowed, or is there twice.
-        """
+        """Return those of the terms of a loss; see ``require_names``."""
         names = [name for loss in losses for name in loss.metrics]
-        parts = cls(tuple(loss.name for loss in losses), tuple(sorted(names, key=str)))
-        parts._require_names()
-        return parts
+        return cls(tuple(loss.name for loss in losses), tuple(sorted(names, key=str)))
 
-    def _require_names(self) -> None:
+    def require_names(self) -> None:
+        """Raise TaskError if a name is not allowed, or is there twice."""
         named = [f"loss_{name}" for name in self.terms if name is not None]
         for kind, names in (("name=", [name for name in self.terms if name is not None]), ("metrics: ", self.metrics)):
             for name in names:
@@ -74,6 +69,22 @@ class LossParts:
                 f"The terms of the loss have {first_names(twice)} twice. A name can be used once: the mean of the "
                 "term NAME is logged as loss_NAME."
             )
+
+    def difference(self, other: LossParts, of_self: str, of_other: str) -> str:
+        """Return the end of a message: how ``other`` differs, and what to do."""
+        if self.terms != other.terms:
+            return (
+                f"{of_self} has {_count_text(self)}, {of_other} {_count_text(other)}.\n"
+                "  Return the same terms for every micro-batch; a term without items has total=0 and items=0."
+            )
+        lacks = [name for name in self.metrics if name not in other.metrics]
+        if not lacks:
+            of_self, of_other = of_other, of_self
+            lacks = [name for name in other.metrics if name not in self.metrics]
+        return (
+            f"{of_other} lacks the metric {first_names(lacks)} of {of_self}.\n"
+            "  Return the same metrics for every micro-batch; (0, 0) if there is nothing to count."
+        )
 
     @property
     def plain(self) -> bool:
@@ -109,34 +120,46 @@ def sum_of_means(sums: Sequence[Sequence[float]]) -> float:
 def metrics_of(losses: Sequence[Loss]) -> list[tuple[Any, Any]]:
     """Return the (sum, count) of each metric of all terms, in the order of ``LossParts.metrics``."""
     pairs = {name: pair for loss in losses for name, pair in loss.metrics.items()}
-    return [pairs[name] for name in sorted(pairs)]
+    return [pairs[name] for name in sorted(pairs, key=str)]
 
 
-def as_terms(loss: Any, items: Any = None) -> list[Loss]:
-    """Return the terms that a loop passes to the engine: (loss_sum, items), a ``Loss``, or a sequence of several.
+def as_terms(loss: Any, items: Any = None, metrics: Any = None) -> list[Loss]:
+    """Return the terms that a loop passes to the engine: (loss_sum, items, metrics), a ``Loss``, or a list of several.
 
     Raises:
         TaskError: it is none of these, or a term has a wrong type or shape.
     """
     losses: Any = [loss] if isinstance(loss, Loss) else loss
     if not (isinstance(losses, list | tuple) and losses and all(isinstance(term, Loss) for term in losses)):
-        losses = [Loss(cast("Tensor", loss), items)]
+        losses = [Loss(cast("Tensor", loss), items, metrics or {})]
     require_terms(losses)
     return [*losses]
 
 
-def single(loss: Any, items: Any = None, *, with_gradient: bool = False) -> tuple[Tensor, float | Tensor]:
-    """Return (loss_sum, items) of a loss that has one term.
+def terms_of_forward(result: Any) -> list[Loss]:
+    """Return the terms that a loop's own forward pass has returned: a tuple is (loss_sum, items) or has metrics, too.
 
     Raises:
-        TaskError: it has several, or metrics.
+        TaskError: see ``as_terms``.
     """
-    losses = as_terms(loss, items)
-    if len(losses) > 1 or losses[0].metrics:
-        raise TaskError("Several terms and metrics are supported in the evaluation only, not yet in training.")
-    if with_gradient:
-        require_gradient(losses[0].total)
-    return losses[0].total, losses[0].items
+    if isinstance(result, tuple) and 2 <= len(result) <= 3 and not isinstance(result[0], Loss):
+        return as_terms(*result)
+    return as_terms(result)
+
+
+def sum_of_own_means(losses: Sequence[Loss], divisor: int) -> Tensor:
+    """Return the sum of the terms' means over the items of the micro-batch alone, divided by ``divisor``."""
+    somes = [loss.items.clamp(min=1) if isinstance(loss.items, Tensor) else max(1, loss.items) for loss in losses]
+    first, *others = (loss.total / (some * divisor) for loss, some in zip(losses, somes, strict=True))
+    return sum(others, first)
+
+
+def require_gradient(losses: Sequence[Loss]) -> None:
+    """Raise EngineMisuse if no term requires a gradient."""
+    if not any(loss.total.requires_grad for loss in losses):
+        raise EngineMisuse(
+            "The loss does not require a gradient: it was detached, made from a number, or computed under no_grad."
+        )
 
 
 def require_terms(losses: Sequence[Loss]) -> None:
@@ -158,6 +181,11 @@ def require_sum(loss_sum: object, items: object) -> None:
         )
     if isinstance(loss_sum, DTensor):
         raise TaskError(direct_use("a parameter", StrategyKind.fsdp))
+    require_items(items)
+
+
+def require_items(items: object) -> None:
+    """Raise TaskError if ``items`` is no number of items."""
     if isinstance(items, Tensor):
         if items.numel() != 1:
             raise TaskError(
@@ -172,14 +200,6 @@ def require_sum(loss_sum: object, items: object) -> None:
     # int first: the check for an abstract class is slow
     elif not (isinstance(items, int | numbers.Real) and 0 <= float(items) < math.inf):
         raise TaskError(NO_COUNT.format(f"this one has {items!r}"))
-
-
-def require_gradient(loss_sum: Tensor) -> None:
-    """Raise EngineMisuse if the loss does not require a gradient."""
-    if not loss_sum.requires_grad:
-        raise EngineMisuse(
-            "The loss does not require a gradient: it was detached, made from a number, or computed under no_grad."
-        )
 
 
 def _require_metrics(metrics: object) -> None:
@@ -232,9 +252,10 @@ class HeldOutSums:
         if self._parts is None or not self._parts.plain or len(losses) > 1 or losses[0].metrics or losses[0].name:
             parts = LossParts.of(losses)
             if self._parts is not None and parts != self._parts:
-                difference = other_parts(self._parts, parts)
+                difference = self._parts.difference(parts, "an earlier one", "this one")
                 raise TaskError(f"The micro-batches of the evaluation have different losses: {difference}")
             if self._parts is None:
+                parts.require_names()
                 self._parts = parts
                 rows = len(parts.terms) + len(parts.metrics)
                 self._totals = torch.zeros(2 * rows, dtype=torch.float64, device=self._device)
@@ -256,50 +277,41 @@ class HeldOutSums:
         Raises:
             TaskError: the ranks have different terms or metrics.
         """
-        parts = self._parts or PLAIN
-        totals = self._totals if len(self._totals) else torch.zeros(2, dtype=torch.float64, device=self._device)
-        if self._world.size > 1:
-            # the first three numbers are those of any loss: ranks with different parts can still exchange them
-            head = torch.cat([totals[:2], totals.new_tensor([not parts.plain])])
-            dist.all_reduce(head)
-            if head[2].item():
-                require_same_parts(parts, self._world)
-                dist.all_reduce(totals)
-            else:
-                totals = head[:2]
-        pairs = totals.reshape(-1, 2).tolist()
+        everyone = self._world.of_all((self._parts, self._totals.tolist()))
+        parts = same_parts([parts for parts, _ in everyone]) or PLAIN
+        sums = [0.0] * (2 * (len(parts.terms) + len(parts.metrics)))
+        for _, own in everyone:  # in the order of the ranks: the same result on each of them
+            sums = [total + part for total, part in zip(sums, own, strict=True)] if own else sums
+        pairs = list(zip(sums[::2], sums[1::2], strict=True))
         terms, metrics = pairs[: len(parts.terms)], pairs[len(parts.terms) :]
         loss = {"loss": sum_of_means(terms)} if any(items > 0 for _, items in terms) else {}
         return loss | parts.averages(terms, metrics)
 
 
-def require_same_parts(parts: LossParts, world: World) -> None:
-    """Raise TaskError on all ranks if their losses have different terms or metrics. All ranks call it."""
-    first, *others = world.of_all(parts)
-    for rank, other in enumerate(others, 1):
-        if other != first:
-            raise TaskError(f"The ranks return different losses: {other_parts(first, other, 'rank 0', f'rank {rank}')}")
+def same_parts(of_ranks: Sequence[LossParts | None]) -> LossParts | None:
+    """Return the parts that all ranks have; None if none of them has any.
+
+    Args:
+        of_ranks: by rank; None of a rank that has seen no loss.
+
+    Raises:
+        TaskError: they differ.
+    """
+    known = [(rank, parts) for rank, parts in enumerate(of_ranks) if parts is not None]
+    for rank, parts in known[1:]:
+        first, expected = known[0]
+        if parts != expected:
+            difference = expected.difference(parts, f"rank {first}", f"rank {rank}")
+            raise TaskError(f"The ranks return different losses: {difference}")
+    return known[0][1] if known else None
 
 
-def other_parts(one: LossParts, other: LossParts, of_one: str = "one", of_other: str = "another") -> str:
-    """Return the end of a message: the difference between the parts of two losses, and what to do."""
-    if one.terms != other.terms:
-        return (
-            f"{of_one} has {_terms(one)}, {of_other} {_terms(other)}.\n"
-            "  Return the same terms for every micro-batch; a term without items has total=0 and items=0."
-        )
-    lacks = [name for name in one.metrics if name not in other.metrics]
-    if not lacks:
-        of_one, of_other = of_other, of_one
-        lacks = [name for name in other.metrics if name not in one.metrics]
-    return (
-        f"{of_other} lacks the metric {first_names(lacks)} of {of_one}.\n"
-        "  Return the same metrics for every micro-batch; (0, 0) if there is nothing to count."
-    )
+def term_names(parts: LossParts | None) -> list[str]:
+    """Return the terms' names for messages: those without a name are numbered."""
+    terms = (None,) if parts is None else parts.terms
+    return [f"term {number if name is None else name}" for number, name in enumerate(terms, 1)]
 
 
-def _terms(parts: LossParts) -> str:
-    if len(parts.terms) == 1:
-        return "one term" if parts.terms[0] is None else f"the one term {parts.terms[0]}"
-    names = [str(number) if name is None else name for number, name in enumerate(parts.terms, 1)]
-    return f"{len(names)} terms ({', '.join(names)})"
+def _count_text(parts: LossParts) -> str:
+    names = term_names(parts)
+    return "one term" if parts.terms == (None,) else f"{len(names)} terms ({', '.join(names)})"

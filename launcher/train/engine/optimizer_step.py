@@ -7,17 +7,19 @@ W = 1), and this module multiplies the gradients once by C*W/N, with N the windo
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
 from launcher.config.schema import Compress, OnNonfinite
 from launcher.errors import DataError, NotFinite
+from launcher.loss import Loss
 from launcher.plan.run_plan import RunPlan
 from launcher.quantities import first_names
+from launcher.train.engine.window_loss import WindowLoss
 from launcher.train.engine.window_totals import ReducedTotals, WindowTotals, explain_bad_loss
 from launcher.train.optimizers import (
     MakeSchedule,
@@ -63,8 +65,10 @@ class OptimizerStep:
         plan: RunPlan,
         world: World,
         device: torch.device,
+        loss: WindowLoss,
         schedule: MakeSchedule | None = None,
     ) -> None:
+        self._loss = loss
         self._parallel, self._optimizer, self._precision, self._norms = parallel, optimizer, precision, norms
         self._plan, self._world, self._device = plan, world, device
         self._accumulation = plan.batch.accumulation
@@ -94,23 +98,22 @@ class OptimizerStep:
         """Loss scale of fp16; None in other precisions."""
         return self._precision.scaler.get_scale() if self._precision.scales else None
 
-    def weight(self, items: float | Tensor, samples: int) -> float:
-        """Return the factor of a micro-batch's loss in its backward pass: 1/C, or 0 for a stand-in without samples."""
-        if self._divisor is None:
-            self._divisor = self._agree_on_divisor(items if samples else 0)
-        return (samples > 0) / self._divisor
+    def weight(self, losses: Sequence[Loss] | None, samples: int) -> float:
+        """Return the factor of a micro-batch's loss in its backward pass: 1/C, or 0 for a stand-in without samples.
 
-    def _agree_on_divisor(self, items: float | Tensor) -> float:
-        """Return C, from the number of items in each rank's first micro-batch."""
-        most = torch.as_tensor(items, dtype=torch.float64, device=self._device).detach().reshape(1)
-        if self._world.size > 1:
-            most = most.clone()
-            dist.all_reduce(most, dist.ReduceOp.MAX)
-        return _power_of_two(most.item() * self._accumulation)
+        Args:
+            losses: the terms; None on a rank that ran out of memory in this micro-batch.
+        """
+        if self._divisor is None or self._loss.parts is None:
+            most = self._loss.agree(losses, samples)  # the number of items in a rank's first micro-batch
+            if self._divisor is None:
+                self._divisor = _power_of_two(most * self._accumulation)
+        return (samples > 0) / self._divisor
 
     def change_accumulation(self, accumulation: int) -> None:
         """Run the current window again, in ``accumulation`` micro-batches."""
         self._accumulation = accumulation
+        self._loss.forget()
         if not self.items:  # C was estimated from micro-batches of another size
             self._divisor = None
 
@@ -130,10 +133,10 @@ class OptimizerStep:
         if not math.isfinite(agreed.loss_sum):
             self._leave_out_nonfinite(explain_bad_loss(totals, self._world, self.steps + 1))
             return math.nan
-        if not agreed.items:
+        if not agreed.divisor:
             self._leave_out()
             return math.nan
-        factor = self.divisor * self._parallel.averaged_over / agreed.items
+        factor = self.divisor * self._parallel.averaged_over / agreed.divisor
         norm, clip_norm = agreed.grad_norm * factor, self._plan.train.clip_norm
         scale = self.scale
         if math.isfinite(norm):
@@ -157,7 +160,7 @@ class OptimizerStep:
         self._parallel.zero_grad()
         if self._precision.scales and not self.items:
             # the first micro-batch, which C was estimated from, may have had few items, or none
-            self._divisor = _power_of_two(agreed.items / self._world.size)
+            self._divisor = _power_of_two(agreed.divisor / self._world.size)
         return norm
 
     def _read_rates(self) -> None:
@@ -212,8 +215,8 @@ class OptimizerStep:
         """
         self.samples += agreed.samples
         self.items += agreed.items
-        self._items_in_epoch |= agreed.items > 0
-        self._empty_in_a_row = 0 if agreed.items else self._empty_in_a_row + 1
+        self._items_in_epoch |= agreed.divisor > 0
+        self._empty_in_a_row = 0 if agreed.divisor else self._empty_in_a_row + 1
         if (epoch_over and not self._items_in_epoch) or self._empty_in_a_row >= MAX_EMPTY_WINDOWS:
             which = f"No window of epoch {epoch + 1}" if epoch_over else f"None of {MAX_EMPTY_WINDOWS} windows in a row"
             raise DataError(
@@ -257,42 +260,6 @@ class OptimizerStep:
         self._divisor = state["divisor"]
         self._items_in_epoch = state["items_in_epoch"]
         self._nonfinite_in_a_row = state.get("nonfinite_in_a_row", 0)
-
-
-class ProgressCounters:
-    """Counters of an engine, as its optimizer step has counted it."""
-
-    _optimizer_step: OptimizerStep
-
-    @property
-    def steps(self) -> int:
-        """Optimizer steps taken."""
-        return self._optimizer_step.steps
-
-    @property
-    def skipped_steps(self) -> int:
-        """Windows not applied because fp16 overflowed."""
-        return self._optimizer_step.skipped_steps
-
-    @property
-    def empty_windows(self) -> int:
-        """Windows not applied because they held no item."""
-        return self._optimizer_step.empty_windows
-
-    @property
-    def nonfinite_windows(self) -> int:
-        """Windows not applied because their loss or gradient was not finite (train.on_nonfinite=skip)."""
-        return self._optimizer_step.nonfinite_windows
-
-    @property
-    def samples(self) -> int:
-        """Samples seen so far, on all ranks."""
-        return self._optimizer_step.samples
-
-    @property
-    def items(self) -> float:
-        """Items seen so far, on all ranks."""
-        return self._optimizer_step.items
 
 
 def _power_of_two(items: float) -> float:

@@ -17,6 +17,7 @@ from launcher.loss import Loss
 from launcher.train.data.loader import MicroBatch
 from launcher.train.data.window_feed import Window
 from launcher.train.engine import loss_terms
+from launcher.train.engine.item_count import ItemCount, Items
 from launcher.train.engine.optimizer_step import OptimizerStep
 from launcher.train.engine.preserved_state import SavedState
 from launcher.train.engine.window_batchnorm import WindowNorms
@@ -25,7 +26,7 @@ from launcher.train.parallel.batchnorm import Norms
 from launcher.train.parallel.replicas import Buffers
 from launcher.train.precision import Precision
 
-# the loop's own forward pass: (model, batch) -> (loss_sum, items), a Loss, or a list of one
+# the loop's own forward pass: (model, batch) -> (loss_sum, items), a Loss, or a list of several
 Forward = Callable[[Callable[..., Any], Any], tuple[Tensor, float | Tensor] | Loss | Sequence[Loss]]
 Calibrate = Callable[[list[MicroBatch]], None]
 
@@ -41,6 +42,8 @@ class CurrentWindow:
         calibrating: the calibration runs, before the first micro-batch is handed out.
         sync: the job's policy.
         forward: the loop's own forward pass, if it was given.
+        counts_first: the first micro-batch has shown that the loss has several terms, and runs again after their items
+            were counted.
         started: start of the window, by ``time.perf_counter``.
         data_s: seconds waited for data.
     """
@@ -54,12 +57,14 @@ class CurrentWindow:
         optimizer_step: OptimizerStep,
         device: torch.device,
         sync: Sync,
+        count: ItemCount,
         *,
         may_abandon: bool,
         may_skip: bool,
     ) -> None:
         self._parallel, self._precision, self._norms = parallel, precision, norms
         self._buffers, self._optimizer_step, self._device = buffers, optimizer_step, device
+        self._count, self.counts_first = count, False
         self._may_abandon, self._saves = may_abandon, may_abandon or may_skip
         self.window: Window | None = None
         self.micro: MicroBatch | None = None
@@ -85,8 +90,8 @@ class CurrentWindow:
         self._parallel.meter.open_window()
         self._buffers.share(self._parallel.meter)
 
-    def set_forward(self, forward: Forward | None) -> None:
-        """Set the loop's own forward pass.
+    def set_forward(self, forward: Forward | None, items: Items | None = None) -> None:
+        """Set the loop's own forward pass, and its own function for the number of items of a batch's terms.
 
         Raises:
             ConfigError: ``batch.norm=window`` without it.
@@ -98,7 +103,7 @@ class CurrentWindow:
                 "Give it: engine.windows(..., forward=function of (model, batch) that returns loss_sum and items); or "
                 "use batch.norm=sync.",
             )  # fmt: skip
-        self.forward = forward
+        self.forward, self._count.items = forward, items
 
     def take_micro_batch(self) -> MicroBatch:
         """Return the current micro-batch for its backward pass, and mark that pass as done.
@@ -166,7 +171,11 @@ class CurrentWindow:
         Args:
             calibrate: called with all micro-batches; None: no calibration.
         """
-        if calibrate is None and not isinstance(self._norms, WindowNorms):
+        whole_window = isinstance(self._norms, WindowNorms)
+        # the passes of batch.norm=window need the counts: they find out how many terms there are
+        counts = self._count.due(window.count) or (whole_window and self._count.may_be_due)
+        if calibrate is None and not whole_window and not counts:
+            self._save_for_count(window)
             return window.micro_batches
         started, ahead = time.perf_counter(), list(window.micro_batches)
         self.data_s += time.perf_counter() - started
@@ -176,8 +185,44 @@ class CurrentWindow:
             self.calibrating = False
             self._start()
             self.started -= self.data_s
+        if counts:
+            self._count.count(ahead, self._run_unwrapped)
+        else:
+            self._save_for_count(window)
         if isinstance(self._norms, WindowNorms):
             self._norms.look_ahead(ahead, self._scaled_loss)
+        return iter(ahead)
+
+    def _save_for_count(self, window: Window) -> None:
+        can_count = self.forward is not None or self._count.items is not None
+        self._count.save(possible=can_count and window.count > 1)
+
+    def must_count(self) -> bool:
+        """Return whether the micro-batch cannot run backward, because the items of the loss's terms must be counted
+        first. The window then starts again.
+
+        Raises:
+            EngineMisuse: they cannot be counted.
+        """
+        assert self.window is not None
+        if self._count.due(self.window.count):
+            self._count.require_saved(self.window.count)
+            self.counts_first = True
+        return self.counts_first
+
+    def report_out_of_memory(self) -> bool:
+        """Notify the other ranks that this one is out of memory, if they count or will count the items of the window;
+        return whether they do."""
+        return self.window is not None and self._count.report_out_of_memory(self.window.count)
+
+    def count_first(self, micro: MicroBatch, rest: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        """Count the items of the window, of which ``micro`` has run, and return all of its micro-batches."""
+        self.counts_first = False
+        self._count.restore()
+        ahead = [micro, *rest]
+        self._start()
+        self.handed_out = 0
+        self._count.count(ahead, self._run_unwrapped)
         return iter(ahead)
 
     def fetch(self, micro_batches: Iterator[MicroBatch], count: int) -> MicroBatch:
@@ -196,18 +241,22 @@ class CurrentWindow:
         if self.micro is not None:
             raise EngineMisuse("engine.backward(loss_sum, items) was not called for a micro-batch.")
 
-    def run(self, forward: Forward, model: Callable[..., Any], micro: MicroBatch) -> tuple[Tensor, float | Tensor]:
-        """Run ``forward`` on a copy of the micro-batch and return its (loss_sum, items); training uses the original."""
+    def run(self, forward: Forward, model: Callable[..., Any], micro: MicroBatch) -> list[Loss]:
+        """Run ``forward`` on a copy of the micro-batch and return the terms of its loss; training uses the original."""
         self.micro = micro
         try:
             result = forward(model, copy.deepcopy(micro.data))
         finally:
             self.micro = None
-        return loss_terms.single(*result) if isinstance(result, tuple) else loss_terms.single(result)
+        return loss_terms.terms_of_forward(result)
+
+    def _run_unwrapped(self, micro: MicroBatch) -> list[Loss]:
+        assert self.forward is not None
+        return self.run(self.forward, self._parallel.module, micro)
 
     def _scaled_loss(self, micro: MicroBatch) -> Tensor:
         """Return the scalar of the backward pass of ``micro``, by the unwrapped model, without collectives."""
-        assert self.forward is not None
         with self._precision.autocast():
-            loss_sum, items = self.run(self.forward, self._parallel.module, micro)
-        return self._precision.scaled(loss_sum * self._optimizer_step.weight(items, micro.samples))
+            losses = self._run_unwrapped(micro)
+        weight = self._optimizer_step.weight(losses, micro.samples)
+        return self._precision.scaled(self._count.weighted(losses, weight))

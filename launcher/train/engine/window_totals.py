@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,9 @@ from torch import Tensor
 
 from launcher.config.schema import Sync
 from launcher.errors import NotFinite, TaskError
-from launcher.train.engine.loss_terms import NO_COUNT
+from launcher.loss import Loss
+from launcher.train.engine.loss_terms import NO_COUNT, sum_of_means
+from launcher.train.engine.window_loss import WindowLoss
 from launcher.train.measure.comm_meter import CommStats, Meter
 from launcher.train.measure.noise_scale import Noise
 from launcher.train.measure.observer import Observer
@@ -29,10 +31,12 @@ class StepResult:
         step: optimizer steps taken so far, this one included unless it was skipped.
         window: index of the window in the run, from 0.
         epoch: from 0.
-        loss: sum over the window's items divided by their number; nan in a window without items, as is grad_norm.
+        loss: sum over the window's items divided by their number, of several terms the sum of these means; nan in a
+            window without items, as is grad_norm.
         grad_norm: global norm of the gradient of that mean, unscaled, before clipping.
         lr: learning rate of the first parameter group in this step, whether the plan or the user's loop set it.
-        samples, items: number in the window, on all ranks; items are an int if they are a whole number.
+        samples, items: number in the window, on all ranks; items are those of the first term, and an int if they are a
+            whole number.
         micro_batches: number that each rank ran.
         padding_fraction: part of the micro-batches' positions that is padding, if ``batch.balance`` measures it.
         skipped: fp16 overflowed, the window held no item, or it was not finite: parameters, schedule and step count
@@ -50,6 +54,8 @@ class StepResult:
         stopped: no window follows because a rank received a stop request.
         save_due: a checkpoint is due by rank 0's clock.
         flags_bytes: bytes that each rank passed to the small all-reduce of the window's totals and flags.
+        metrics: averages of the loss's metrics over the window, in steps that train.log_every records, and the mean of
+            each term NAME as "loss_NAME".
     """
 
     step: int
@@ -76,12 +82,18 @@ class StepResult:
     stopped: bool
     save_due: bool
     flags_bytes: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class ReducedTotals:
-    """Totals and flags of a window, equal on all ranks. ``grad_norm`` is the norm of the gradients before they are
-    multiplied by C*W/N."""
+    """Totals and flags of a window, equal on all ranks.
+
+    Args:
+        items, loss_sum: of the loss; of several terms, the items of the first one and the sum of all.
+        grad_norm: norm of the gradients before they are multiplied by C*W/N.
+        terms: (loss_sum, items) of each term if there are several.
+    """
 
     items: float
     loss_sum: float
@@ -90,6 +102,19 @@ class ReducedTotals:
     stop: bool
     save_due: bool
     grad_norm: float
+    terms: tuple[tuple[float, float], ...] = ()
+
+    @property
+    def divisor(self) -> float:
+        """N, by which the summed gradients are divided: the number of items; of several terms, the largest."""
+        return max(items for _, items in self.terms) if self.terms else self.items
+
+    @property
+    def loss(self) -> float:
+        """Mean over the items, or the sum of the means of several terms; nan without items."""
+        if self.terms:
+            return sum_of_means(self.terms)
+        return self.loss_sum / self.items if self.items else math.nan
 
 
 # positions of the step's own numbers in the all-reduce; those of the observers follow
@@ -104,23 +129,33 @@ class WindowTotals:
 
     Args:
         meter: records how long the all-reduce blocks the host.
+        loss: terms and metrics of the loss, the last of the observers.
         observers: their numbers are summed too.
 
     Attributes:
         losses: loss sums of this rank's micro-batches.
     """
 
-    def __init__(self, world: World, device: torch.device, meter: Meter, observers: Sequence[Observer]) -> None:
-        self._world, self._device, self._meter, self._observers = world, device, meter, observers
-        self._ends = [*itertools.accumulate((observer.width for observer in observers), initial=_FLAGS)]
+    def __init__(
+        self, world: World, device: torch.device, meter: Meter, loss: WindowLoss, observers: Sequence[Observer]
+    ) -> None:
+        self._world, self._device, self._meter, self._loss = world, device, meter, loss
+        self._observers = [*observers, loss]
         self.clear()
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes that a rank passes to the all-reduce."""
-        return 8 * self._ends[-1] if self._world.size > 1 else 0
+        """Bytes that a rank passes to the all-reduce, and to that of the items that are counted ahead."""
+        return 8 * self._ends[-1] + self._loss.counted_bytes if self._world.size > 1 else 0
 
-    def clear(self) -> None:
+    @property
+    def _ends(self) -> list[int]:
+        """Position of each observer's first number, and the total width. The ranks agree on that of the loss."""
+        return [*itertools.accumulate((observer.width for observer in self._observers), initial=_FLAGS)]
+
+    def clear(self, *, metrics: bool = True) -> None:
+        """Start a window. ``metrics``: those of the loss are wanted."""
+        self._loss.clear(due=metrics)
         self.losses: list[Tensor] = []
         self._items: list[Tensor] = []  # item counts of the micro-batches that were counted on the device
         self._counted_items: float = 0
@@ -128,13 +163,20 @@ class WindowTotals:
         self._shared: Tensor | None = None
         self._work: dist.Work | None = None
 
-    def add(self, loss_sum: Tensor, items: float | Tensor, samples: int) -> None:
-        self.losses.append(loss_sum.detach())
+    def add(self, losses: Sequence[Loss], samples: int) -> None:
+        """Add a micro-batch that has samples."""
+        items = losses[0].items
+        self.losses.append(losses[0].total.detach())
         self._samples += samples
+        self._loss.add(losses)
         if isinstance(items, Tensor):
             self._items.append(items.detach())
         else:
             self._counted_items += items
+
+    def losses_by_term(self) -> Sequence[Sequence[Tensor]]:
+        """Return the loss sums of this rank's micro-batches, each by term."""
+        return self._loss.own_totals or [[loss] for loss in self.losses]
 
     def own_part(self) -> tuple[Tensor | float, int]:
         """Return the items and samples of this rank so far; the host does not wait for a GPU."""
@@ -179,10 +221,17 @@ class WindowTotals:
         """True from the start of the all-reduce until the next window."""
         return self._shared is not None
 
-    def items_of_all(self) -> float:
-        """Wait for the all-reduce, and return the window's number of items on all ranks."""
-        items = self._arrived()[_ITEMS].item()
-        return whole(items) if math.isfinite(items) else 0
+    def items_by_term(self) -> list[float]:
+        """Wait for the all-reduce, and return each term's number of items in the window on all ranks; 0 for a number
+        that is not finite, which ``receive`` reports."""
+        sums = self._arrived()
+        start = self._ends[-2]
+        items = self._loss.items_of_terms(sums[_ITEMS].item(), sums[start:].tolist() if self._loss.several else ())
+        return [whole(number) if math.isfinite(number) else 0 for number in items]
+
+    def divisor_of_all(self) -> float:
+        """Wait for the all-reduce, and return the window's N, see ``ReducedTotals.divisor``."""
+        return max(self.items_by_term())
 
     def out_of_memory(self) -> bool:
         """Wait for the all-reduce, and return whether a rank is out of memory."""
@@ -206,8 +255,10 @@ class WindowTotals:
             raise self._explain_bad_items()
         for observer, (start, end) in zip(self._observers, itertools.pairwise(self._ends), strict=True):
             observer.receive(sums[start:end])
+        terms = self._loss.complete((sums[_LOSS], sums[_ITEMS]))
+        loss_sum = sum(total for total, _ in terms) if terms else sums[_LOSS]
         flags = (sums[_MORE] > 0, sums[_STOP] > 0, sums[_SAVE_DUE] > 0)
-        return ReducedTotals(whole(sums[_ITEMS]), sums[_LOSS], round(sums[_SAMPLES]), *flags, grad_norm.item())
+        return ReducedTotals(whole(sums[_ITEMS]), loss_sum, round(sums[_SAMPLES]), *flags, grad_norm.item(), terms)
 
     def sum_of(self, observer: Observer) -> list[float]:
         """Return the sums that ``observer`` would receive with the next window. All ranks call it.
@@ -252,13 +303,14 @@ def _sum(values: list[Tensor]) -> Tensor | float:
 
 def explain_bad_loss(totals: WindowTotals, world: World, step: int) -> NotFinite:
     """Return the error for a loss that is not finite, with its ranks and micro-batches. All ranks call it."""
-    bad = [n + 1 for n, loss in enumerate(totals.losses) if not torch.isfinite(loss).item()]
+    micro_batches = totals.losses_by_term()
+    bad = [n + 1 for n, terms in enumerate(micro_batches) if not all(torch.isfinite(loss).item() for loss in terms)]
     where = "; ".join(
         f"rank {rank}, micro-batch {', '.join(map(str, numbers_of_rank))}"
         for rank, numbers_of_rank in enumerate(world.of_all(bad))
         if numbers_of_rank
     )
-    if any(loss.dtype is torch.float16 for loss in totals.losses):
+    if any(loss.dtype is torch.float16 for terms in micro_batches for loss in terms):
         where += "; it is summed in float16, which ends at 65504: call .float() before the sum"
     return NotFinite(
         f"The loss of step {step} is not finite (inf or nan): {where or 'only its sum overflows'}.\n"

@@ -164,7 +164,7 @@ class Ddp(Parallel):
         finally:
             for handle in handles:
                 handle.remove()
-        self._order = order
+        self._order = order or None  # none: the micro-batch ran no backward pass, and runs again
 
     def take_gradient_order(self, names: list[str]) -> None:
         if not names or self._keeps_buckets:  # earlier versions saved names in the second case, too

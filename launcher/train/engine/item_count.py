@@ -1,0 +1,155 @@
+"""Count of a loss's items ahead: for a loss of several terms, before the first backward pass of a window of several
+micro-batches.
+
+The numbers come from the task's ``items(batch)`` if it has one; otherwise from a forward pass of each micro-batch
+without gradient, after which random state, buffers and attributes of the model and the task are restored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from launcher.errors import EngineMisuse, TaskError
+from launcher.heartbeat import HEARTBEAT, Phase
+from launcher.loss import Loss
+from launcher.train.data.loader import MicroBatch
+from launcher.train.engine.oom import WindowAbandoned
+from launcher.train.engine.preserved_state import SavedAttributes, SavedState
+from launcher.train.engine.window_loss import WindowLoss
+from launcher.train.parallel.base import Parallel
+from launcher.train.parallel.batchnorm import Norms
+from launcher.train.precision import Precision
+
+# batch -> number of items of each term
+Items = Callable[[Any], Sequence[float | Tensor]]
+Run = Callable[[MicroBatch], list[Loss]]
+
+
+class ItemCount:
+    """Count of the items of a window's terms over all micro-batches and ranks.
+
+    Args:
+        agree: called with the terms and the number of samples of the first micro-batch of this process; see
+            ``OptimizerStep.weight``.
+        owner: object that the forward pass belongs to; its attributes are restored, like the model's.
+
+    Attributes:
+        items: the task's own function; None: items are counted by forward passes.
+    """
+
+    def __init__(
+        self,
+        parallel: Parallel,
+        precision: Precision,
+        norms: Norms,
+        loss: WindowLoss,
+        agree: Callable[[Sequence[Loss], int], object],
+        device: torch.device,
+        owner: object,
+    ) -> None:
+        self._parallel, self._precision, self._norms = parallel, precision, norms
+        self._loss, self._agree, self._device, self._owner = loss, agree, device, owner
+        self._start: tuple[SavedState, SavedAttributes] | None = None
+        self.items: Items | None = None
+
+    @property
+    def may_be_due(self) -> bool:
+        """True unless the loss is known to have one term."""
+        return self._loss.parts is None or self._loss.several
+
+    def weighted(self, losses: Sequence[Loss], weight: float) -> Tensor:
+        """Return the scalar of a backward pass: the terms' sum, see ``WindowLoss.weighted``."""
+        return self._loss.weighted(losses, weight, self._loss.counted or ())
+
+    def due(self, count: int) -> bool:
+        """Return whether the items of a window of ``count`` micro-batches must be counted before the next one."""
+        return count > 1 and self._loss.several and self._loss.counted is None
+
+    def save(self, *, possible: bool) -> None:
+        """Save the state before the first micro-batch of this process, which shows how many terms the loss has. If it
+        has several, it runs again after they were counted.
+
+        Args:
+            possible: the window has several micro-batches, and their items can be counted.
+        """
+        wanted = possible and self._loss.parts is None
+        self._start = (self._saved_state(), self._saved_attributes()) if wanted else None
+
+    def report_out_of_memory(self, count: int) -> bool:
+        """Take part in the count of a window of ``count`` micro-batches as a rank that is out of memory; return whether
+        there is one."""
+        due = self.due(count)
+        if due:
+            self._loss.share_counts(out_of_memory=True)
+        return due
+
+    def require_saved(self, count: int) -> None:
+        """Raise EngineMisuse if the items of a window of ``count`` micro-batches cannot be counted."""
+        if self._start is None:
+            raise EngineMisuse(
+                "A loss of several terms needs the number of items of each term in the whole window before its first "
+                f"backward pass, and this window has {count} micro-batches.\n"
+                "  Pass engine.windows(..., items=function of a batch that returns the number of items of each term), "
+                "or forward=function of (model, batch) that returns the terms; or use batch.accumulation=1."
+            )
+
+    def restore(self) -> None:
+        """Restore the state that ``save`` has saved."""
+        assert self._start is not None
+        state, attributes = self._start
+        self._parallel.abandon()
+        state.restore()
+        self._restore_attributes(attributes)
+        self._start = None
+
+    def count(self, micro_batches: Sequence[MicroBatch], run: Run) -> None:
+        """Count the items of all micro-batches of the window. All ranks call it.
+
+        Args:
+            run: the forward pass of a copy of a micro-batch through the unwrapped model.
+
+        Raises:
+            TaskError: the terms differ between micro-batches or ranks, a number is no count, or a forward pass has
+                changed state that cannot be restored.
+            WindowAbandoned: another rank ran out of memory.
+        """
+        if self.items is not None and self._loss.parts is not None:
+            for micro in micro_batches:
+                if micro.samples:
+                    self._loss.count(self.items(micro.data))
+        else:
+            state, attributes = self._saved_state(), self._saved_attributes()
+            with torch.no_grad(), self._parallel.meter.unchecked(), self._parallel.evaluation():
+                for number, micro in enumerate(micro_batches, 1):
+                    HEARTBEAT.beat(Phase.computing, number)
+                    self._norms.trial(alone=True)
+                    with self._precision.autocast():
+                        losses = run(micro)
+                    if self._loss.parts is None:
+                        self._agree(losses, micro.samples)
+                    self._loss.require_parts(losses)
+                    if micro.samples:
+                        self._loss.count([loss.items for loss in losses])
+            state.restore()
+            self._restore_attributes(attributes)
+        if self._loss.several and not self._loss.share_counts():
+            raise WindowAbandoned
+
+    def _saved_state(self) -> SavedState:
+        return SavedState(self._parallel.module, self._device)
+
+    def _saved_attributes(self) -> SavedAttributes:
+        return SavedAttributes(self._parallel.module, self._owner)
+
+    def _restore_attributes(self, attributes: SavedAttributes) -> None:
+        if changed := attributes.restore():
+            raise TaskError(
+                f"The forward pass changes {changed}, which is neither a parameter nor a buffer, and too large to be "
+                "restored after the items of the loss's terms were counted.\n"
+                "  Make it a buffer of the model (register_buffer), or give the task a method items(batch) that "
+                "returns the number of items of each term."
+            )
