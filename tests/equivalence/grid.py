@@ -30,9 +30,9 @@ ACCUMULATIONS = (1, 2, 3, 8)
 
 @dataclass(frozen=True)
 class Problem:
-    """What is learned: the same in one process at once. ``items``: a sample has 6 of them (fixed), or 1 to 9 (variable), or
-    1 to 9 with the weights of their classes (weighted); or there are two terms with items of their own, of which a sample
-    may have none (terms)."""
+    """What is learned: the same in one process at once. ``items``: a sample has 6 of them (fixed), or 1 to 9
+    (variable), or 1 to 9 with the weights of their classes (weighted); or there are two terms with items of their own,
+    of which a sample may have none (terms)."""
 
     items: str
     optimizer: str
