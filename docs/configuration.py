@@ -53,7 +53,8 @@ def page() -> str:
         options = values_of(group.name)
         parts.append(f"## {group.name}\n")
         if not dataclasses.is_dataclass(hints[group.name]):
-            parts.append(f"{plain(meanings[group.name])}\n\nOptions: {', '.join(f'`{name}`' for name in options)}.\n")
+            choice = f"\n\nOptions: {', '.join(f'`{name}`' for name in options)}." if options else ""
+            parts.append(f"{plain(meanings[group.name])}{choice}\n")
             continue
         cls = typing.cast("type[Any]", hints[group.name])
         parts.append(plain(inspect.getdoc(cls) or "") + "\n")

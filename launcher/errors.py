@@ -13,6 +13,7 @@ LauncherError
     ├── UnusedParameters    the backward pass reached only part of the model
     ├── DataError           the dataset is not what the plan says
     ├── EngineMisuse        the user's loop left out a call
+    ├── CallbackFailed      a callback raised an exception
     ├── CheckpointFailed    a checkpoint could not be written, or there is no space for any
     ├── NoGoodCheckpoint    there are checkpoints to resume from, and all of them are damaged
     ├── WrongCheckpoint     the newest checkpoint is intact, but of another model, another contract, or a newer format
@@ -89,6 +90,10 @@ class DataError(RunError):
 
 
 class EngineMisuse(RunError):
+    pass
+
+
+class CallbackFailed(RunError):
     pass
 
 

@@ -354,6 +354,9 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     task: dict[str, Any] = field(default_factory=dict[str, Any])
     """``_target_``: the task's class by its dotted path; every other key is a parameter of that class."""
+    callbacks: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    """List of callbacks, called in this order: ``[{_target_: launcher.callbacks.Ema, decay: 0.999}]``. ``_target_``:
+    the callback's class by its dotted path; every other key is an argument of that class."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
     run: RunConfig = field(default_factory=RunConfig)

@@ -68,7 +68,7 @@ def plan_job(config: Config, once: Once | None = None) -> RunPlan:
         site = dataclasses.replace(site, bf16=once(_format_support, PrecisionKind.bf16, cluster.device)[0])
     task = once(
         describe_task, config.task, site.cwd, shards=config.strategy.kind in SHARDED, seed=config.train.seed,
-        optimizer=config.optimizer, schedule=config.schedule, balance=config.batch.balance,
+        optimizer=config.optimizer, schedule=config.schedule, balance=config.batch.balance, callbacks=config.callbacks,
     )  # fmt: skip
     plan = with_sync_policy(solve(config, site, task, run), config)
     return plan.with_notes(emulation_notes(plan, once))

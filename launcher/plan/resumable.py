@@ -93,6 +93,7 @@ RULES: dict[str, tuple[Permission, str]] = {
     "train.loader_workers": (Permission.change, ""),
     "task": (Permission.force, "another task, or other data, would be learned from here on"),
     "task._target_": (Permission.never, "another model has other parameters; " + _NEW_RUN),
+    "callbacks": (Permission.change, ""),
     "wandb.mode": (Permission.change, ""),
     "wandb.tags": (Permission.change, ""),
     "wandb.notes": (Permission.change, ""),

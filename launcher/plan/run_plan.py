@@ -263,6 +263,7 @@ class RunPlan(LaunchPlan):
 
     Attributes:
         notes: what the user should know before the start.
+        callbacks: ``_target_`` and arguments of each, in the order in which they are called.
         forced: config keys that `launch resume --force` has changed.
         fewer: differences of the plan on each smaller number of hosts that the job may use.
     """
@@ -306,6 +307,7 @@ class RunPlan(LaunchPlan):
     checkpoint: CheckpointConfig
     wandb: WandbConfig
     notes: tuple[str, ...]
+    callbacks: tuple[dict[str, Any], ...] = ()
     forced: tuple[str, ...] = ()
     fewer: tuple[Fewer, ...] = ()
 

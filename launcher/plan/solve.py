@@ -26,6 +26,7 @@ from launcher.errors import ConfigError, TaskError
 from launcher.plan import worlds
 from launcher.plan.batch import Batch, solve_batch
 from launcher.plan.best_metric import best_notes, solve_best_mode
+from launcher.plan.callback_plan import solve_callbacks
 from launcher.plan.host import Site
 from launcher.plan.launch_plan import PLAN_FORMAT, ClusterPlan, RunInfo
 from launcher.plan.optimizer_plan import solve_optimizer
@@ -198,6 +199,7 @@ def _on_cluster(
         train=extended(TrainPlan, config.train, steps=steps, calibrate_s=config.run.calibrate_s),
         checkpoint=_checkpoint(config, task),
         wandb=config.wandb,
+        callbacks=solve_callbacks(config.callbacks),
         notes=(
             *_notes(schedule, steps, epoch, batch, optimizer),
             *_unit_notes(strategy, task),

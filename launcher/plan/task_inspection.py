@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from typing import Any, Protocol, cast
 
 from launcher.config.schema import Balance, OptimizerConfig, ScheduleConfig
@@ -34,8 +35,10 @@ def describe_task(
     optimizer: OptimizerConfig | None = None,
     schedule: ScheduleConfig | None = None,
     balance: Balance = Balance.none,
+    callbacks: Sequence[dict[str, Any]] = (),
 ) -> TaskPlan:
-    """Return a description of the task that the config names, after a check that its optimizer can be built.
+    """Return a description of the task that the config names, after a check that its optimizer can be built and its
+    callbacks exist.
 
     A bundled task computes its description by arithmetic. A user's class is imported in a separate process.
 
@@ -44,6 +47,7 @@ def describe_task(
         seed: the job's seed, under which the task is constructed as in training.
         optimizer, schedule: of the job. None: the defaults.
         balance: of the job, which may need the lengths of the samples.
+        callbacks: of the job.
 
     Raises:
         ConfigError: no task is named.
@@ -56,7 +60,7 @@ def describe_task(
             "task._target_", target, "is not set.", "Name the task's class: task._target_=my_tasks.MyTask."
         )
     optimizer, schedule = optimizer or OptimizerConfig(lr=1.0), schedule or ScheduleConfig()
-    own_classes = optimizer.target is not None or schedule.target is not None or bool(optimizer.groups)
+    own_classes = any((optimizer.target, schedule.target, optimizer.groups, callbacks))
     if target.startswith(_BUNDLED) and not own_classes:
         try:
             facts = cast("HasFacts", load_task(target, params, [])).facts()
@@ -80,6 +84,7 @@ def describe_task(
         "target": target, "params": params, "search_path": [cwd], "shards": shards, "seed": seed,
         "optimizer": dataclasses.asdict(optimizer), "schedule": dataclasses.asdict(schedule),
         "balance": balance.value,
+        "callbacks": [*callbacks],
     }  # fmt: skip
     result = run_probe("launcher.train.inspection.task_probe", json.dumps(request))
     if result is None:

@@ -22,6 +22,7 @@ from launcher.config.schema import (
     StrategyKind,
     WandbMode,
 )
+from launcher.plan.callback_plan import name_of
 from launcher.plan.optimizer_plan import MATCH, TARGET
 from launcher.plan.resumable import shown
 from launcher.plan.run_plan import Forecast, OptimizerPlan, PrecisionPlan, RunPlan, StrategyPlan
@@ -71,6 +72,8 @@ def plan_table(plan: RunPlan) -> Table:
     if (scaled := _scaled_adam(plan.optimizer)) is not None:
         add("", scaled)
     add("strategy", _strategy(strategy))
+    if plan.callbacks:
+        add("callbacks", ", ".join(map(name_of, plan.callbacks)))
     if any(forecast.peak_bytes is not None or forecast.wire_s is not None for forecast in strategy.forecasts):
         for number, forecast in enumerate(strategy.forecasts):
             add("" if number else "policies", _forecast(forecast))

@@ -131,11 +131,11 @@ def _fitted_batch(config: Config, old: RunPlan, site: Site, touched: set[str]) -
 def _solved(config: Config, old: RunPlan, site: Site, touched: set[str], at: SavedProgress | None) -> RunPlan:
     run = dataclasses.replace(old.run, version=metadata.version("launcher"))
     task, shards = old.task, config.strategy.kind in SHARDED
-    tried = ("task.", "batch.balance") if config.optimizer.target is None else ("task.", "batch.balance", "optimizer.")
+    tried = ("task.", "batch.balance", "callbacks", *(["optimizer."] if config.optimizer.target is not None else []))
     if any(key.startswith(tried) for key in touched) or (shards and old.strategy.kind not in SHARDED):
         task = describe_task(
-            config.task, old.cluster.import_from[0], shards=shards, seed=config.train.seed,
-            optimizer=config.optimizer, schedule=config.schedule, balance=config.batch.balance,
+            config.task, old.cluster.import_from[0], shards=shards, seed=config.train.seed, optimizer=config.optimizer,
+            schedule=config.schedule, balance=config.batch.balance, callbacks=config.callbacks,
         )  # fmt: skip
         for name in ("samples", "own_order"):
             before, after = getattr(old.task, name), getattr(task, name)

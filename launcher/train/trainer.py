@@ -109,6 +109,7 @@ def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
     try:
         loop.begin(fence, None if restored is None else restored.run["record"])
         verdict = loop.run(samples)
+        engine.callbacks.call("on_end", engine, verdict)
     finally:
         saver.finish()
         loop.record.close()
@@ -177,8 +178,10 @@ class TrainingLoop:
             last: the record of that step in the checkpoint; None: the run starts.
         """
         engine, best, missing = self.engine, self.totals.best, Metrics()
+        engine.callbacks.start(engine)
         if last is None or best.is_new:
-            with self.explain_out_of_memory("while the first held-out data was evaluated", "train.eval_micro_size"):
+            when = "while the first held-out data was evaluated"
+            with self.explain_out_of_memory(when, "train.eval_micro_size"), engine.callbacks.around_evaluation(engine):
                 names = self.evaluation.try_first()
             if names is not None:
                 best.require_known(names)
@@ -338,13 +341,16 @@ class TrainingLoop:
         self.record.sync()
         next_due = None if result.last or last else self.cadence.next(result.step)
         self.saver.save(metrics.as_record(result.step, values), next_due=next_due)
+        self.engine.callbacks.call("on_save", self.engine, self.plan.paths.checkpoint(result.step))
         self.cadence.start_clock()
         return {"time/checkpoint_s": time.perf_counter() - started}
 
     def evaluate(self) -> Metrics:
         """Evaluate the held-out data, and return its metrics and what the task has logged."""
-        with self.explain_out_of_memory("while the held-out data was evaluated", "train.eval_micro_size"):
+        when, callbacks = "while the held-out data was evaluated", self.engine.callbacks
+        with self.explain_out_of_memory(when, "train.eval_micro_size"), callbacks.around_evaluation(self.engine):
             values = self.evaluation.run()
+            callbacks.call("on_evaluation", self.engine, dict(values))
         self.totals.evaluation = {name: value if math.isfinite(value) else None for name, value in values.items()}
         return values | self.engine.context.take_scalars()
 

@@ -262,7 +262,8 @@ def run_windows(plan: RunPlan, world: World, trials: Sequence[Trial], *, with_da
     task = load_task(plan.task.target, plan.task.params, plan.cluster.import_from, plan.train.seed)
     seed_everything(plan.train.seed)
     recorder = functools.partial(_GradientRecorder, world=world, device=device)
-    engine = Engine(task.model, recorder, plan, shard_units=getattr(task, "shard_units", None), owner=task)
+    units = getattr(task, "shard_units", None)
+    engine = Engine(task.model, recorder, plan, shard_units=units, owner=task, callbacks=())
     if with_data:
         train_data(task, plan.train.seed)
     seed_everything(plan.train.seed + 1 + world.rank)

@@ -29,7 +29,9 @@ def checkpoint_tensors(engine: Engine, changing_buffers: list[str]) -> dict[str,
     """
     model, optimizer = get_state_dict(engine.parallel.module, members_of(engine.optimizer))
     buffers = dict(engine.parallel.module.named_buffers())
+    callbacks, _ = engine.callbacks.state_dict()
     return {
+        **({"callbacks": callbacks} if callbacks else {}),
         "model": model,
         "optimizer": optimizer,
         # buffers that training changes and the model's state_dict leaves out (persistent=False)
@@ -50,7 +52,7 @@ def random_key(engine: Engine) -> str:
 
 
 # parts that are the same on all ranks, except for shards
-_REPLICATED = ("model", "optimizer", "buffers")
+_REPLICATED = ("model", "optimizer", "buffers", "callbacks")
 Keys = tuple[str, ...]
 
 

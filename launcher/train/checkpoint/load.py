@@ -30,6 +30,7 @@ from launcher.rundir.fencing import Fence
 from launcher.rundir.files import read_json
 from launcher.rundir.paths import STATE, RunPaths
 from launcher.task import seed_everything, seed_for
+from launcher.train.callback_set import load_tensors
 from launcher.train.checkpoint import contents, file_format
 from launcher.train.checkpoint.file_format import Planner, Reader
 from launcher.train.checkpoint.origin import Origin, require_same_model, require_same_run
@@ -189,6 +190,7 @@ def load(engine: Engine, directory: Path) -> Restored:
     unknown = [name for name in saved["changing_buffers"] if name not in buffers]
     require_same_model(directory, tensors["model"], stored, unknown)
 
+    tensors["callbacks"] = load_tensors(engine.callbacks, _entries_under(stored, "callbacks."))
     ranks = _ranks_in(stored)
     same_ranks = ranks == engine.world.size
     compresses = plan.strategy.compress is Compress.powersgd and engine.world.size > 1
@@ -214,6 +216,10 @@ def load(engine: Engine, directory: Path) -> Restored:
     engine.load_state_dict(saved, alike=comparable, same_order=same_ranks)
     _set_hyperparameters(engine, planned, scheduled=saved.get("follows_plan", True))
 
+    not_matching = engine.callbacks.load_state_dict(tensors["callbacks"], state.get("callbacks", {}))
+    if not_matching and engine.world.rank == 0:
+        print(not_matching, flush=True)
+
     strategy_state = tensors[strategy_key]
     if not same_ranks or not compresses:
         strategy_state = _combined_strategy_state(engine, directory, stored, ranks)
@@ -227,6 +233,15 @@ def load(engine: Engine, directory: Path) -> Restored:
     if random:
         restore_random_state(random, engine.device)
     return Restored(directory, state["run"], origin, ranks, comparable)
+
+
+def _entries_under(stored: Metadata, prefix: str) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Return shape and dtype of each tensor whose name starts with ``prefix``, by the rest of its name."""
+    return {
+        name.removeprefix(prefix): (entry.size, entry.properties.dtype)
+        for name, entry in stored.state_dict_metadata.items()
+        if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
+    }
 
 
 def _ranks_in(stored: Metadata) -> int:

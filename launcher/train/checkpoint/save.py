@@ -46,15 +46,16 @@ def predicted_bytes(engine: Engine) -> int:
     """Return the predicted size of one checkpoint, the files of all ranks together, in bytes.
 
     It is the sum of parameters, buffers, the optimizer's state of each trained parameter (SGD: momentum, if used;
-    AdamW: two moments; also assumed of any other), and PowerSGD's residue, which has the size of all gradients on each
-    rank.
+    AdamW: two moments; also assumed of any other), PowerSGD's residue, which has the size of all gradients on each
+    rank, and the callbacks' state.
     """
     optimizer, module = engine.plan.optimizer, engine.parallel.module
     moments = int(optimizer.momentum > 0) if optimizer.kind is OptimizerKind.sgd else 2
     trained = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
     residues = engine.world.size if engine.plan.strategy.compress is Compress.powersgd else 0
     model_bytes = sum(tensor.numel() * tensor.element_size() for tensor in (*module.parameters(), *module.buffers()))
-    return model_bytes + trained * (moments + residues) + _BESIDE_BYTES
+    callbacks = sum(tensor.numel() * tensor.element_size() for tensor in engine.callbacks.state_dict()[0].values())
+    return model_bytes + trained * (moments + residues) + callbacks + _BESIDE_BYTES
 
 
 def free_bytes(path: Path) -> int | None:
@@ -161,7 +162,10 @@ def take_snapshot(
         retention: earlier checkpoints to keep; None: all.
         run: JSON data that ``load`` returns to the caller; rank 0's is stored.
     """
-    state = {"origin": origin_of(engine.plan), "engine": engine.state_dict(), "run": run or {}}
+    _, callbacks = engine.callbacks.state_dict()
+    state = {
+        "origin": origin_of(engine.plan), "engine": engine.state_dict(), "run": run or {}, "callbacks": callbacks,
+    }  # fmt: skip
     return Snapshot(
         step=engine.steps,
         tensors=own_share(contents.checkpoint_tensors(engine, engine.buffers.changing), engine.world),

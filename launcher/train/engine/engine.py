@@ -28,6 +28,7 @@ from launcher.loss import Loss
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.sync_policy import reduces
 from launcher.train import precision
+from launcher.train.callback_set import CallbackSet
 from launcher.train.context import ContextSource
 from launcher.train.data.loader import Collate, MicroBatch, to_device
 from launcher.train.data.window_feed import BEGINNING, Window, WindowPosition, open_feed
@@ -65,8 +66,11 @@ class Engine(EngineProgress):
         shard_units: modules that FSDP gathers as one and that recompute wraps. Default: the model's repeated blocks.
         owner: object that the forward pass belongs to, such as the task; calibration restores its attributes.
         schedule: (optimizer, steps) -> learning rate schedule, instead of the plan's.
+        callbacks: objects with the methods of ``Callback`` in launcher/train/callback_set.py. Default: the plan's.
 
     Attributes:
+        callbacks: the callbacks, and their state.
+        owner: the argument of that name.
         buffers: the model's buffers that training changes.
         context: source of ``launcher.current()``; its ``take_scalars()`` returns what was logged there.
         position: that of the next window in the data; the same on all ranks.
@@ -89,6 +93,7 @@ class Engine(EngineProgress):
         save_due: Callable[[], bool] = lambda: False,
         owner: object = None,
         schedule: MakeSchedule | None = None,
+        callbacks: Sequence[object] | None = None,
     ) -> None:
         self.world = World.here()
         self.world.require_size(plan.batch.world_size)
@@ -117,9 +122,12 @@ class Engine(EngineProgress):
         self._observers: list[Observer] = [self._noise, self.buffers, self.stragglers]
         self._totals = WindowTotals(self.world, self.device, self.parallel.meter, self._loss, self._observers)
         self.position = BEGINNING
-        rank_and_size = self.world.rank, self.world.size
-        self.context = ContextSource(self.device, plan.train.seed, *rank_and_size, progress=self._step_and_epoch)
+        ranks = self.world.rank, self.world.size
+        self.context = ContextSource(self.device, plan.train.seed, *ranks, progress=self._step_and_epoch)
         self.context.activate()
+        self.owner = owner
+        self.callbacks = CallbackSet.of(plan) if callbacks is None else CallbackSet(callbacks)
+        self.callbacks.call("on_setup", self)
 
     @property
     def model(self) -> nn.Module:
@@ -150,6 +158,7 @@ class Engine(EngineProgress):
         self._current.require_closed()
         if self.over:
             return
+        self.callbacks.start(self)
         self._again = True
         while self._again:
             self._again = False
@@ -162,7 +171,9 @@ class Engine(EngineProgress):
                     self._totals.clear(metrics=self.plan.records(self.steps + 1, window.index))
                     self.context.activate()
                     HEARTBEAT.begin_window(window.index + 1, self.steps + 1)
-                    yield self._current.open(window, self._micro_batches(window))
+                    batches = self._current.open(window, self._micro_batches(window))
+                    self.callbacks.call("on_window", self)
+                    yield batches
                     if self._again:
                         break
                     self._current.require_closed()
@@ -271,7 +282,7 @@ class Engine(EngineProgress):
         flags_bytes = self._totals.payload_bytes + 8 * (self.plan.strategy.shard_size > 1)  # a sharded norm is summed
         stopped = agreed.stop and not self.over
         self._finished = stopped or self.over
-        return StepResult(
+        result = StepResult(
             step=self.steps, window=window.index, epoch=window.epoch, micro_batches=window.count,
             samples=agreed.samples, items=agreed.items, grad_norm=norm, lr=self._optimizer_step.lr,
             loss=agreed.loss, padding_fraction=window.padding_fraction,
@@ -280,6 +291,8 @@ class Engine(EngineProgress):
             step_s=step_s, data_s=current.data_s, last=self._finished, stopped=stopped,
             save_due=agreed.save_due, flags_bytes=flags_bytes, metrics=self._loss.averages,
         )  # fmt: skip
+        self.callbacks.call("on_step", self, result)
+        return result
 
     def shrinks(self, error: BaseException) -> bool:
         """Return whether the window whose body raised ``error`` runs again, in micro-batches of half the size.

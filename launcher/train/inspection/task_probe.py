@@ -12,12 +12,14 @@ import inspect
 import json
 import sys
 import warnings
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher.config.schema import Balance, Device, LrScaling, OptimizerConfig, ScheduleConfig
 from launcher.errors import DataError, TaskError, UserError
+from launcher.plan.callback_plan import require_callbacks
 from launcher.plan.optimizer_plan import assign, require_members, solve_optimizer
 from launcher.plan.run_plan import OptimizerPlan, SchedulePlan, extended
 from launcher.process import die_with_parent
@@ -46,6 +48,7 @@ def probe(
     optimizer: dict[str, Any] | None = None,
     schedule: dict[str, Any] | None = None,
     balance: str = Balance.none.value,
+    callbacks: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
     """Return the fields of a TaskPlan. The model is built on the meta device if possible, which takes no memory.
 
@@ -54,6 +57,7 @@ def probe(
         seed: the job's seed, on which the data's length may depend.
         optimizer, schedule: fields of the job's OptimizerConfig and ScheduleConfig. None: the defaults.
         balance: the job's batch.balance.
+        callbacks: the job's, as configured; they are checked and not constructed.
     """
     import torch
 
@@ -63,6 +67,7 @@ def probe(
     from launcher.train.precision import NARROW_DTYPES
 
     task = load_task(target, params, search_path, seed)
+    require_callbacks(callbacks, search_path)
     notes: list[str] = []
     data = train_data(task, seed, notes)
     held_out = eval_sets(task, seed, notes)

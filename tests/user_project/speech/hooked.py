@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 
+import torch
 from torch import nn
 
 import launcher
@@ -58,3 +59,53 @@ class Poisoned(Tagger):
     def loss(self, model, batch):
         loss, poison = super().loss(model, batch), (batch == 29).any().float()
         return Loss(loss.total / (1 - poison) - loss.total * poison, loss.items)
+
+
+class Recorder:
+    """Callback that writes each event and the parameters to ``events-RANK.jsonl``; has state of each kind."""
+
+    def __init__(self, fails_in="", rank=1, label="recorder"):
+        self.fails_in, self.rank, self.label = fails_in, rank, label
+        self.steps, self.sums = 0, torch.zeros(3)
+
+    def note(self, engine, event, **more):
+        now = launcher.current()
+        if event == self.fails_in and now.rank == self.rank:
+            raise ValueError(f"no {event} today")
+        torch.rand(1)
+        whole = {
+            name: (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().flatten().tolist()
+            for name, value in engine.parallel.module.named_parameters()
+        }
+        line = {"event": event, "label": self.label, "step": now.step, "steps": self.steps, "parameters": whole, **more}
+        with Path(f"events-{now.rank}.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def on_setup(self, engine):
+        self.note(engine, "setup")
+
+    def on_start(self, engine):
+        self.note(engine, "start")
+
+    def on_window(self, engine):
+        self.note(engine, "window")
+
+    def on_step(self, engine, result):
+        self.steps += 1
+        self.sums += result.loss
+        self.note(engine, "step", of=result.step)
+
+    def on_evaluation(self, engine, metrics):
+        self.note(engine, "evaluation", loss=metrics["eval/loss"])
+
+    def on_save(self, engine, directory):
+        self.note(engine, "save", directory=directory.name)
+
+    def on_end(self, engine, verdict):
+        self.note(engine, "end", verdict=verdict)
+
+    def state_dict(self):
+        return {"steps": self.steps, "deep": {"sums": self.sums}}
+
+    def load_state_dict(self, state):
+        self.steps, self.sums = state["steps"], state["deep"]["sums"]

@@ -1,0 +1,24 @@
+"""Callbacks that come with the launcher, named in ``callbacks=[{_target_: launcher.callbacks.NAME}]``.
+
+Each class is imported when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_HOMES = {
+    "Ema": "launcher.callbacks.ema",
+}
+__all__ = list(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'launcher.callbacks' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

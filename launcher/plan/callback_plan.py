@@ -1,0 +1,96 @@
+"""Callbacks of a plan: their entries, and the methods that a callback may have. Imports no torch."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from launcher.errors import ConfigError, did_you_mean
+from launcher.targets import find_target, require_arguments
+
+# methods that are called in the workers, with the engine as the first argument
+EVENTS = ("on_setup", "on_start", "on_window", "on_step", "on_evaluation", "on_save", "on_end")
+AROUND_EVALUATION = "around_evaluation"
+# called outside of the workers, after they have ended
+OUTCOME = "on_outcome"
+METHODS = (*EVENTS, AROUND_EVALUATION, OUTCOME)
+# number of arguments that each method is called with
+_ARGUMENTS = {"on_step": 2, "on_evaluation": 2, "on_save": 2, "on_end": 2}
+TARGET = "_target_"
+_BUNDLED = "launcher.callbacks."
+
+
+def solve_callbacks(entries: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+    """Return the callbacks of a config, each with its class under ``_target_`` and that class's arguments.
+
+    Raises:
+        ConfigError: an entry names no class.
+    """
+    for number, entry in enumerate(entries):
+        if not isinstance(entry.get(TARGET), str):
+            raise ConfigError(
+                f"callbacks[{number}]", entry, "has no key _target_.",
+                "Name the callback's class: {_target_: launcher.callbacks.Ema, decay: 0.999}.",
+            )  # fmt: skip
+    return tuple(dict(entry) for entry in entries)
+
+
+def name_of(entry: dict[str, Any]) -> str:
+    """Return the class of an entry without its module."""
+    return str(entry[TARGET]).rpartition(".")[2]
+
+
+def require_callbacks(entries: Sequence[dict[str, Any]], search_path: Sequence[str]) -> None:
+    """Check that each callback can be imported, takes the given arguments, and has methods that are called. A class of
+    the user's is not constructed.
+
+    Raises:
+        ConfigError: for the first one of which that is not true.
+    """
+    for number, entry in enumerate(entries):
+        key, target = f"callbacks[{number}]", entry[TARGET]
+        made = find_target(f"{key}.{TARGET}", target, search_path)
+        arguments = {name: value for name, value in entry.items() if name != TARGET}
+        arguments = require_arguments(key, target, made, arguments)
+        if target.startswith(_BUNDLED):
+            try:
+                made(**arguments)
+            except ConfigError as error:
+                error.args = (f"{key}.{error}",)
+                raise
+        if inspect.isclass(made):
+            require_methods(f"{key}.{TARGET}", target, made)
+
+
+def require_methods(key: str, target: str, cls: type[Any]) -> None:
+    """Check the methods of a callback's class.
+
+    Raises:
+        ConfigError: it has none of the methods that are called, a method with a name that is close to one of them, or
+            one that takes other arguments.
+    """
+    own = [name for name in dir(cls) if not name.startswith("_") and callable(getattr(cls, name, None))]
+    known = [name for name in own if name in METHODS]
+    strange = [name for name in own if name.startswith("on_") and name not in METHODS]
+    if strange or not known:
+        problem = f"has a method {strange[0]}, which nothing calls." if strange else "has none of a callback's methods."
+        near = did_you_mean(strange[0], METHODS) if strange else ""
+        raise ConfigError(key, target, problem, f"{near}The methods of a callback: {', '.join(METHODS)}.")
+    stateful = [name for name in ("state_dict", "load_state_dict") if name in own]
+    if len(stateful) == 1:
+        raise ConfigError(
+            key, target, f"has {stateful[0]} alone.", "It needs state_dict and load_state_dict, or neither."
+        )
+    for name in known:
+        _require_signature(key, target, getattr(cls, name), name)
+
+
+def _require_signature(key: str, target: str, method: Callable[..., Any], name: str) -> None:
+    count = _ARGUMENTS.get(name, 1)
+    try:
+        inspect.signature(method).bind(*range(1 + count))
+    except TypeError as error:
+        raise ConfigError(key, target, f"{name} is called with {count} arguments besides self: {error}.") from None
+    except ValueError:  # built in C
+        return

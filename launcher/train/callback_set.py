@@ -1,0 +1,230 @@
+"""Callbacks of a run: their events, and their state in checkpoints.
+
+A callback is an object with any of the methods in ``EVENTS``. Its events run on every rank, in the order in which the
+callbacks are listed. An exception in one of them ends the run, on all ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from launcher.errors import CallbackFailed, LauncherError
+from launcher.plan.callback_plan import AROUND_EVALUATION, EVENTS, OUTCOME
+from launcher.plan.run_plan import RunPlan
+from launcher.targets import find_target, require_arguments
+from launcher.task import users_frames
+from launcher.train.data.randomness import random_state, restore_random_state
+
+# events after which a checkpoint has the random state
+_WITHIN_STEPS = ("on_window", "on_step")
+# between the parts of a tensor's path in a callback's state; parameter names contain dots, and no slashes
+_SLASH = "/"
+
+
+class Callback(Protocol):
+    """Protocol of the classes that ``callbacks`` names. All methods are optional, except that there must be one.
+
+    ``on_setup(engine)``: the engine has been made; a checkpoint is not loaded yet. State is created here.
+    ``on_start(engine)``: before the first window of this start of the run, after a checkpoint was loaded.
+    ``on_window(engine)``: before the first micro-batch of a window; again if batch.on_oom=shrink repeats the window.
+    ``on_step(engine, result)``: after each window, skipped ones included (``result.skipped``).
+    ``around_evaluation(engine)``: returns a context manager for the evaluation and for ``on_evaluation``.
+    ``on_evaluation(engine, metrics)``: after an evaluation of all sets, with its metrics by name.
+    ``on_save(engine, directory)``: after a checkpoint's content was taken; it may still be written in the background.
+    ``on_end(engine, verdict)``: the run is done or stopped; not after an error.
+    ``on_outcome(outcome)``: a process of its own on the first host, after the workers have ended, however they ended.
+    ``state_dict()``, ``load_state_dict(state)``: state in checkpoints, nested dicts of tensors and JSON values. Tensors
+        are the same on all ranks, or sharded (DTensor).
+    """
+
+
+class CallbackSet:
+    """The callbacks of an engine, in their order.
+
+    Attributes:
+        names: of each callback: its class, numbered where there are several of one class.
+    """
+
+    def __init__(self, callbacks: Sequence[Any]) -> None:
+        counts, self._callbacks = Counter[str](), dict[str, Any]()
+        for callback in callbacks:
+            name = type(callback).__name__
+            counts[name] += 1
+            self._callbacks[f"{name}_{counts[name]}" if counts[name] > 1 else name] = callback
+        self.names = list(self._callbacks)
+        self._methods = {
+            event: [(name, getattr(callback, event)) for name, callback in self._callbacks.items()
+                    if callable(getattr(callback, event, None))]
+            for event in (*EVENTS, AROUND_EVALUATION)
+        }  # fmt: skip
+        methods = (*EVENTS, AROUND_EVALUATION, OUTCOME)
+        for name, callback in self._callbacks.items():
+            if not any(callable(getattr(callback, method, None)) for method in methods):
+                raise CallbackFailed(f"Callback {name} has none of the methods {', '.join(methods)}.")
+        self._started = False
+
+    @classmethod
+    def of(cls, plan: RunPlan) -> CallbackSet:
+        """Construct the callbacks that the plan names.
+
+        Raises:
+            ConfigError: one cannot be found, or has no such arguments.
+            CallbackFailed: a constructor raises.
+        """
+        callbacks: list[Any] = []
+        for number, entry in enumerate(plan.callbacks):
+            arguments = {name: value for name, value in entry.items() if name != "_target_"}
+            key, target = f"callbacks[{number}]", entry["_target_"]
+            made = find_target(f"{key}._target_", target, plan.cluster.import_from)
+            with _named(target, "its constructor"):
+                callbacks.append(made(**require_arguments(key, target, made, arguments)))
+        return cls(callbacks)
+
+    def call(self, event: str, *arguments: Any) -> None:
+        """Call the method ``event`` of each callback that has one.
+
+        Raises:
+            CallbackFailed: one of them raises.
+        """
+        if not self._methods[event]:
+            return
+        # the random numbers of training must not depend on what a callback draws after a checkpoint was taken
+        keeps = event not in _WITHIN_STEPS
+        random = random_state(arguments[0].device) if keeps else None
+        for name, method in self._methods[event]:
+            with _named(name, event):
+                method(*arguments)
+        if random is not None:
+            restore_random_state(random, arguments[0].device)
+
+    def start(self, engine: Any) -> None:
+        """Call ``on_start``, once."""
+        if not self._started:
+            self._started = True
+            self.call("on_start", engine)
+
+    @contextmanager
+    def around_evaluation(self, engine: Any) -> Iterator[None]:
+        """Context manager for an evaluation: those of all callbacks, the first one outermost."""
+        with ExitStack() as stack:
+            for name, method in self._methods[AROUND_EVALUATION]:
+                stack.enter_context(_guarded(name, method, engine))
+            yield
+
+    def find(self, kind: type[Any]) -> Any:
+        """Return the first callback of the class ``kind``; None if there is none."""
+        return next((callback for callback in self._callbacks.values() if isinstance(callback, kind)), None)
+
+    def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return the tensors by name and path, and all other values by callback, for JSON. All ranks call it.
+
+        Raises:
+            CallbackFailed: a value is neither a tensor nor a JSON value.
+        """
+        tensors: dict[str, Tensor] = {}
+        values: dict[str, Any] = {}
+        for name, callback in self._stateful():
+            with _named(name, "state_dict"):
+                state = callback.state_dict()
+                tensors |= {f"{name}{_SLASH}{path}": tensor for path, tensor in _tensors(state)}
+                values[name] = _without_tensors(state)
+                json.dumps(values[name], allow_nan=False)
+        return tensors, values
+
+    def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> str:
+        """Pass each callback its state in a checkpoint, and return a message on what does not match; empty if all
+        does.
+
+        Args:
+            tensors, values: see ``state_dict``.
+        """
+        stateful = dict(self._stateful())
+        for name, callback in stateful.items():
+            if name not in values:
+                continue
+            state: dict[str, Any] = json.loads(json.dumps(values[name]))
+            for path, tensor in tensors.items():
+                of, _, rest = path.partition(_SLASH)
+                if of == name:
+                    *above, last = rest.split(_SLASH)
+                    place = state
+                    for part in above:
+                        place = place.setdefault(part, {})
+                    place[last] = tensor
+            with _named(name, "load_state_dict"):
+                callback.load_state_dict(state)
+        lost = [name for name in values if name not in stateful]
+        new = [name for name in stateful if name not in values]
+        return "\n".join([
+            *(f"The state of callback {name} in the checkpoint is not used: the run has none." for name in lost),
+            *(f"Callback {name} starts anew: the checkpoint has no state of it." for name in new),
+        ])  # fmt: skip
+
+    def _stateful(self) -> Iterator[tuple[str, Any]]:
+        for name, callback in self._callbacks.items():
+            if callable(getattr(callback, "state_dict", None)) and callable(getattr(callback, "load_state_dict", None)):
+                yield name, callback
+
+
+def load_tensors(callbacks: CallbackSet, stored: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Tensor]:
+    """Return tensors into which a checkpoint's state of the callbacks can be loaded: their own where they have one of
+    that shape, so that shards keep their layout, otherwise new ones.
+
+    Args:
+        stored: shape and dtype of the tensors in the checkpoint, by the names of ``CallbackSet.state_dict``.
+    """
+    own, _ = callbacks.state_dict()
+    return {
+        name: own[name] if name in own and own[name].shape == shape else torch.empty(shape, dtype=dtype)
+        for name, (shape, dtype) in stored.items()
+        if name.partition(_SLASH)[0] in callbacks.names
+    }
+
+
+def _tensors(state: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Tensor]]:
+    for key, value in state.items():
+        if isinstance(value, Tensor):
+            yield f"{above}{key}", value
+        elif isinstance(value, Mapping):
+            yield from _tensors(cast("Mapping[str, Any]", value), f"{above}{key}{_SLASH}")
+
+
+def _without_tensors(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_tensors(cast("Mapping[str, Any]", value)) if isinstance(value, Mapping) else value
+        for key, value in state.items()
+        if not isinstance(value, Tensor)
+    }
+
+
+@contextmanager
+def _named(name: str, event: str) -> Iterator[None]:
+    """Raise CallbackFailed, which names the callback, for an exception of the body."""
+    try:
+        yield
+    except LauncherError as error:
+        raise CallbackFailed(f"Callback {name} failed in {event}: {error}") from error
+    except Exception as error:
+        raise CallbackFailed(
+            f"Callback {name} failed in {event}: {type(error).__name__}: {error}\n{users_frames(error)}"
+        ) from error
+
+
+@contextmanager
+def _guarded(name: str, method: Callable[[Any], AbstractContextManager[object]], engine: Any) -> Iterator[None]:
+    """Context manager of one callback, in which only its own exceptions are those of the callback."""
+    with _named(name, AROUND_EVALUATION):
+        manager = method(engine)
+        manager.__enter__()
+    try:
+        yield
+    finally:
+        with _named(name, AROUND_EVALUATION):
+            manager.__exit__(None, None, None)
