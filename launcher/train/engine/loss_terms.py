@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from launcher.config.schema import StrategyKind
 from launcher.errors import EngineMisuse, TaskError
 from launcher.loss import Loss
-from launcher.quantities import first_names
+from launcher.quantities import count, first_names
 from launcher.train.parallel.shard_units import direct_use
 from launcher.train.world import World
 
@@ -314,4 +314,4 @@ def term_names(parts: LossParts | None) -> list[str]:
 
 def _count_text(parts: LossParts) -> str:
     names = term_names(parts)
-    return "one term" if parts.terms == (None,) else f"{len(names)} terms ({', '.join(names)})"
+    return "one term" if parts.terms == (None,) else f"{count(len(names), 'term')} ({', '.join(names)})"

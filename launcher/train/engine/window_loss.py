@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from launcher import quantities
 from launcher.errors import TaskError
 from launcher.loss import Loss
 from launcher.train.engine.loss_terms import NO_COUNT, LossParts, metrics_of, require_items, same_parts, term_names
@@ -126,7 +127,11 @@ class WindowLoss:
             TaskError: there are not as many numbers as terms.
         """
         if not isinstance(items, list | tuple) or len(items) != self._terms:
-            given = f"{len(items)} numbers" if isinstance(items, list | tuple) else f"a {type(items).__name__}"
+            given = (
+                quantities.count(len(items), "number")
+                if isinstance(items, list | tuple)
+                else f"a {type(items).__name__}"
+            )
             raise TaskError(
                 f"items(batch) returned {given} for a loss of {self._terms} terms.\n"
                 "  Return a list with the number of items of each term, in the order of the terms."
@@ -247,7 +252,7 @@ class WindowLoss:
                 float(ahead).is_integer() and abs(ahead - now) > 0.5
             ):
                 raise TaskError(
-                    f"{name} of the loss had {ahead:g} items in this window when they were counted before its first "
+                    f"The loss's {name} had {ahead:g} items in this window when they were counted before its first "
                     f"backward pass, and {now:g} in the window itself. Nothing was applied.\n"
                     "  The number of items must not depend on random numbers (dropout) or on state that changes. Give "
                     "the task a method items(batch) that returns the numbers of a micro-batch, or use "
