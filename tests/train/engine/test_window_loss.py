@@ -1,4 +1,4 @@
-"""Losses of several terms and metrics of a loss: averages of one big batch, on real ranks; a message for each mistake."""
+"""Losses of several terms and metrics of a loss: averages of one big batch, on real ranks; one message each."""
 
 from __future__ import annotations
 
