@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import KeyPath, keystr, tree_leaves_with_path, tree_map_with_path
 
+from launcher.train.checkpoint.file_format import STREAM_KEY
 from launcher.train.data.randomness import random_state
 from launcher.train.engine.engine import Engine
 from launcher.train.optimizers import members_of
@@ -38,7 +39,13 @@ def checkpoint_tensors(engine: Engine, changing_buffers: list[str]) -> dict[str,
         "buffers": {name: buffers[name] for name in changing_buffers if name not in model},
         random_key(engine): random_state(engine.device),
         strategy_key(engine): engine.parallel.state_dict(),
+        stream_key(engine.world.rank): engine.stream.state_dict(),
     }
+
+
+def stream_key(rank: int) -> str:
+    """Return the key of the state of the stream that a rank reads."""
+    return f"{STREAM_KEY}{rank}"
 
 
 def strategy_key(engine: Engine) -> str:

@@ -30,6 +30,8 @@ from launcher.rundir.files import read_json, write_json
 from launcher.rundir.paths import STATE
 
 MANIFEST = "manifest.json"
+# start of the key of a rank's state of the stream
+STREAM_KEY = "stream_rank"
 # raised by an incompatible change to this module, contents.checkpoint_tensors or save.take_snapshot
 CHECKPOINT_FORMAT = 1
 _CHUNK = 1 << 22

@@ -196,6 +196,11 @@ def load(engine: Engine, directory: Path) -> Restored:
     compresses = plan.strategy.compress is Compress.powersgd and engine.world.size > 1
     random_key, strategy_key = contents.random_key(engine), contents.strategy_key(engine)
     tensors[random_key] = _empty_state(stored, random_key, engine.device)
+    # rank 0's is that of all ranks, unless the stream shards itself
+    own_key = contents.stream_key(engine.world.rank)
+    stream_key = own_key if _empty_state(stored, own_key, engine.device) else contents.stream_key(0)
+    tensors.pop(own_key)
+    tensors[stream_key] = _empty_state(stored, stream_key, engine.device)
     tensors[strategy_key] = _empty_state(stored, strategy_key, engine.device) if same_ranks and compresses else {}
     _leave_out_unknown(directory, tensors["optimizer"]["state"], stored)
     if not any(
@@ -227,6 +232,7 @@ def load(engine: Engine, directory: Path) -> Restored:
         engine.parallel.load_state_dict(strategy_state)
     elif strategy_state.get("residue") and engine.world.rank == 0:
         print(_explain_dropped(strategy_state["residue"]), flush=True)
+    engine.stream.load_state_dict(tensors[stream_key])
     random = tensors[random_key]
     if not random or (engine.device.type == "cuda" and "cuda" not in random):  # a new rank, or one saved on a CPU
         seed_everything(seed_for(plan.train.seed, f"{engine.world.rank}/{engine.steps}"))

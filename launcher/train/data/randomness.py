@@ -198,6 +198,9 @@ class SampleRandom:
 
     An augmented sample is then the same after a resume, in every loader process and for every world size. If the rank's
     own process reads the dataset, it does not draw from the random numbers that dropout uses.
+
+    Attributes:
+        stream_state: state of the random numbers of ``continued``; None before its first use.
     """
 
     def __init__(self, seed: int) -> None:
@@ -206,7 +209,7 @@ class SampleRandom:
         self._drawn = False
         self._watch = _Watch(self._install_numpy)
         self._numpy: _NumpyGenerator | None = None
-        self._stream_state: tuple[Tensor, Any, Any] | None = None
+        self.stream_state: tuple[Tensor, Any, Any] | None = None
 
     @contextmanager
     def own(self) -> Iterator[None]:
@@ -260,20 +263,20 @@ class SampleRandom:
         """Return a context for a read whose random numbers continue those of the previous one. A stream then draws the
         same numbers, regardless of how it is divided into reads."""
         with self.own():
-            if self._stream_state is None:
+            if self.stream_state is None:
                 self.seed(epoch, -1)
             else:
-                torch.set_rng_state(self._stream_state[0])
-                random.setstate(self._stream_state[1])
-                if self._stream_state[2] is not None:
-                    sys.modules["numpy"].random.set_state(self._stream_state[2])
+                torch.set_rng_state(self.stream_state[0])
+                random.setstate(self.stream_state[1])
+                if self.stream_state[2] is not None:
+                    sys.modules["numpy"].random.set_state(self.stream_state[2])
             try:
                 yield
             finally:
                 # NumPy's too: to change its generator drops the second of two normal numbers
                 numpy = sys.modules.get("numpy")
                 numpy_state = numpy and numpy.random.get_state(legacy=False)
-                self._stream_state = torch.get_rng_state(), random.getstate(), numpy_state
+                self.stream_state = torch.get_rng_state(), random.getstate(), numpy_state
 
 
 _ROUNDS = 4

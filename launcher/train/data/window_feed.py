@@ -20,13 +20,15 @@ from launcher.config.schema import Balance, ShortWindow
 from launcher.errors import ConfigError, DataError
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.windows import Windows, share_of_window
+from launcher.quantities import count
 from launcher.task import is_loader, is_mapped
 from launcher.train.data.fingerprint import Outline, require_same_data, require_same_stream
 from launcher.train.data.length_balance import BalancedWindow, balanced
 from launcher.train.data.loader import Collate, MicroBatch, prefetch, read_samples, read_tensors
 from launcher.train.data.randomness import SampleRandom, Seed
 from launcher.train.data.sample_order import ArrangedData, SampleOrder, samples_per_epoch
-from launcher.train.data.stream import OVER, Shard, blocks_of_windows, start_epoch
+from launcher.train.data.stream import OVER, STATE, Shard, blocks_of_windows, is_sharded, start_epoch
+from launcher.train.data.stream_state import StreamCheckpoint, StreamState
 from launcher.train.world import World
 
 # windows whose division by length is kept: those that are read ahead
@@ -84,15 +86,18 @@ def open_feed(
     start: WindowPosition = BEGINNING,
     *,
     compare: bool = False,
+    checkpoint: StreamCheckpoint | None = None,
 ) -> Feed:
     """Return the source of windows of ``dataset`` from ``start`` on.
 
-    The part of a stream before ``start`` is read and dropped, so a stream must repeat its samples in the same order.
+    Without a saved state, the part of a stream before ``start`` is read and dropped, so a stream must repeat its
+    samples in the same order.
 
     Args:
         dataset: map-style (``__len__``, ``__getitem__``), or iterable.
         collate: samples -> batch; default: torch's default_collate.
         compare: check that all ranks hold the same data; all ranks must call this function then.
+        checkpoint: the stream's state, restored and to be saved.
 
     Raises:
         ConfigError: ``batch.balance=length``, and the dataset has no lengths.
@@ -107,7 +112,16 @@ def open_feed(
     if compare:
         require_same_data({"The training data": dataset}, plan, world, device)
     if plan.task.samples is None:
-        return StreamFeed(dataset, plan, world, device, collate, start, compare=compare and world.size > 1)
+        return StreamFeed(
+            dataset,
+            plan,
+            world,
+            device,
+            collate,
+            start,
+            compare=compare and world.size > 1,
+            checkpoint=checkpoint or StreamCheckpoint(),
+        )
     samples = samples_per_epoch(dataset, plan.train.seed) if is_mapped(dataset) else None
     if samples != plan.task.samples:
         length = "no length" if samples is None else f"{samples} samples"
@@ -254,29 +268,59 @@ class StreamFeed:
         collate: Collate,
         start: WindowPosition,
         *,
+        checkpoint: StreamCheckpoint,
         compare: bool = False,
     ) -> None:
         self._dataset, self._plan, self._world, self._device, self._collate = dataset, plan, world, device, collate
         self._position = start
         self._compare = compare
+        self._checkpoint, checkpoint.source = checkpoint, self._state
+        self._arrived: StreamState | None = None
         self._stand_in: MicroBatch | None = None
         self._open()
 
     def _open(self) -> None:
         start_epoch(self._dataset, self._position.epoch)
         batch, seed = self._plan.batch, self._plan.train.seed
-        window = self._position.index - self._position.window  # index of the epoch's first window
-        skip = sum(batch.accumulation_at(index) for index in range(window, self._position.index))
-        blocks = blocks_of_windows(batch, window, self._world.rank)
-        shard = Shard(self._dataset, blocks, self._collate, seed, self._position.epoch, skip, outlined=self._compare)
+        index, state = self._position.index, self._checkpoint.restored(self._position.index, self._world.rank)
+        first = index - self._position.window  # index of the epoch's first window
+        skip = sum(batch.accumulation_at(each) for each in range(first, index))
+        if skip and state is None and self._world.rank == 0:
+            past = count(index - first, "window")
+            print(
+                f"The checkpoint has no state of the stream: the {past} of the epoch so far are read again.", flush=True
+            )
+        shard = Shard(
+            self._dataset,
+            blocks_of_windows(batch, first, self._world.rank),
+            self._collate,
+            seed,
+            self._position.epoch,
+            skip,
+            outlined=self._compare,
+            rank=self._world.rank if self._world.rank == 0 or is_sharded(self._dataset) else None,
+            restored=None if state is None else (state, blocks_of_windows(batch, index, self._world.rank)),
+        )
         self._source = prefetch(shard, self._plan, self._device, seed)
         if self._compare:
             self._compare = False
             outlines = [Outline(*each) for each in next(self._source).data]
             require_same_stream("The training data", outlines, self._world)
-        self._next = next(self._source, None)
+        self._next = self._fetch()
         if self._next is not None and self._next.samples == OVER:
             self._stand_in, self._next = MicroBatch(self._next.data, 0), None
+
+    def _fetch(self) -> MicroBatch | None:
+        """Return the next micro-batch; None at the end. Keep the state that precedes a window's first one."""
+        item = next(self._source, None)
+        if item is not None and item.samples == STATE:
+            self._arrived, item = StreamState(*item.data), next(self._source, None)
+        return item
+
+    def _state(self) -> StreamState | None:
+        """Return the stream's state before the next window; None without one, and for a share that is over."""
+        state = self._arrived if self._next is not None else None
+        return state if state is not None and state.window == self._position.index else None
 
     def windows(self) -> Iterator[Window]:
         while True:
@@ -288,7 +332,7 @@ class StreamFeed:
     def _micro_batches(self, count: int) -> Iterator[MicroBatch]:
         for _ in range(count):
             if self._next is not None:
-                current, self._next = self._next, next(self._source, None)
+                current, self._next = self._next, self._fetch()
                 self._stand_in = MicroBatch(current.data, 0)
                 yield current
             elif self._stand_in is not None:

@@ -31,6 +31,7 @@ from launcher.train import precision
 from launcher.train.callback_set import CallbackSet
 from launcher.train.context import ContextSource
 from launcher.train.data.loader import Collate, MicroBatch, to_device
+from launcher.train.data.stream_state import StreamCheckpoint
 from launcher.train.data.window_feed import BEGINNING, Window, WindowPosition, open_feed
 from launcher.train.engine import loss_terms, oom
 from launcher.train.engine.build import ModelFrom, OptimizerFrom, TrainedParameters, build_parallel
@@ -75,6 +76,7 @@ class Engine(EngineProgress):
         context: source of ``launcher.current()``; its ``take_scalars()`` returns what was logged there.
         position: that of the next window in the data; the same on all ranks.
         schedule: learning rate schedule; the engine steps it.
+        stream: state of a stream that is trained on, for checkpoints.
 
     Raises:
         ConfigError: the plan is for another number of ranks.
@@ -122,6 +124,7 @@ class Engine(EngineProgress):
         self._observers: list[Observer] = [self._noise, self.buffers, self.stragglers]
         self._totals = WindowTotals(self.world, self.device, self.parallel.meter, self._loss, self._observers)
         self.position = BEGINNING
+        self.stream = StreamCheckpoint()
         ranks = self.world.rank, self.world.size
         self.context = ContextSource(self.device, plan.train.seed, *ranks, progress=self._step_and_epoch)
         self.context.activate()
@@ -163,8 +166,9 @@ class Engine(EngineProgress):
         while self._again:
             self._again = False
             self._feed = feed = open_feed(
-                dataset, self.plan, self.world, self.device, collate, self.position, compare=compare_data
-            )
+                dataset, self.plan, self.world, self.device, collate, self.position, compare=compare_data,
+                checkpoint=self.stream,
+            )  # fmt: skip
             compare_data = False
             try:
                 for window in feed.windows():

@@ -173,6 +173,27 @@ class WrongOrder(Plain):
                 return list(range(SAMPLES - epoch))
 
 
+class Streamed(Plain):
+    """The texts as a stream, whose state is the position in it."""
+
+    class Stream(IterableDataset[Tensor]):
+        position = start = 0
+
+        def __iter__(self) -> Any:
+            for index in range(self.start, SAMPLES):
+                self.position = index + 1
+                yield Texts()[index]
+
+        def state_dict(self) -> dict[str, int]:
+            return {"position": self.position}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.start = state["position"]
+
+    def train_data(self) -> Any:
+        return self.Stream()
+
+
 class OrderedStream(Weighted):
     class Stream(IterableDataset[Tensor]):
         def __iter__(self) -> Any:

@@ -32,6 +32,8 @@ CASES = [
     "WeightedAndBalanced precision=fp32 batch.balance=length stop=2",
     "Curriculum precision=fp32 batch.balance=length strategy=fsdp",
     "Plain precision=fp32 train.shuffle=false",
+    "Streamed precision=fp32",
+    "Streamed precision=fp32 stop=3 stop=6",
     "OrderOfRank",
     "LengthsOfRank batch.balance=length",
     "LengthIsText batch.balance=length",
@@ -48,7 +50,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, A
 
 def orders_of(name: str, options: str) -> list[list[int]]:
     """The two epochs, as the case orders them."""
-    if "shuffle=false" in options:
+    if "shuffle=false" in options or name == "Streamed":
         return [list(range(SAMPLES))] * 2
     task: Any = getattr(order_tasks, name)()
     if hasattr(task, "order"):
@@ -83,7 +85,7 @@ def test_a_job_is_that_of_one_big_batch(case: str, seen: dict[str, list[dict[str
     assert [line["step"] for line in records] == list(range(1, len(losses) + 1))
     assert [line["train/loss"] for line in records] == pytest.approx(losses, rel=1e-5 if exact else 0.02)
     assert [line["train/grad_norm"] for line in records] == pytest.approx(norms, rel=1e-4 if exact else 0.1)
-    assert records[-1]["progress/epoch"] == 2
+    assert records[-1]["progress/epoch"] == (1 if name == "Streamed" else 2)
 
 
 def test_micro_batches_hold_less_padding(seen: dict[str, list[dict[str, Any]]]) -> None:
@@ -102,6 +104,15 @@ def test_a_stopped_job_resumes_bit_by_bit(seen: dict[str, list[dict[str, Any]]])
     whole, resumed = (seen[case][0]["records"] for case in (CASES[1], CASES[4]))
     for key in ("train/loss", "train/grad_norm", "balance/padding_fraction", "progress/samples"):
         assert [line[key] for line in resumed] == [line[key] for line in whole]
+
+
+def test_a_stream_resumes_bit_by_bit_and_reads_nothing_again(seen: dict[str, list[dict[str, Any]]]) -> None:
+    whole, resumed = (seen[case] for case in ("Streamed precision=fp32", "Streamed precision=fp32 stop=3 stop=6"))
+    for key in ("train/loss", "train/grad_norm"):
+        assert [line[key] for line in resumed[0]["records"]] == [line[key] for line in whole[0]["records"]]
+    for rank in range(2):
+        again = resumed[rank]["reads"] - whole[rank]["reads"]
+        assert again <= 2 * 6, "a block of both ranks that was read ahead at each stop; the past would be 96 samples"
 
 
 def test_ranks_run_equally_many_micro_batches_of_alike_lengths(seen: dict[str, list[dict[str, Any]]]) -> None:

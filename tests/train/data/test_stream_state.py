@@ -1,0 +1,248 @@
+"""A stream with a state is not read again by a resume; any other one is, with the same windows."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from launcher.plan.run_plan import RunPlan
+from launcher.train.data.stream_state import StreamCheckpoint
+from launcher.train.data.window_feed import BEGINNING, WindowPosition, open_feed
+from launcher.train.world import World
+from tests.train.data.feeds import CPU, Stream, advance, plan_for
+
+LENGTH = 120
+READS: list[int] = []
+
+
+class Stateful(IterableDataset[int]):
+    """Numbers, with the position in it as its state."""
+
+    def __init__(self) -> None:
+        self.position = self.start = 0
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(self.start, LENGTH):
+            self.position = number + 1
+            READS.append(number)
+            yield number
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.start = state["position"]
+
+
+class Drawing(Stateful):
+    """Its samples are drawn, too."""
+
+    def __iter__(self) -> Iterator[int]:
+        for number in super().__iter__():
+            yield number + 1000 * random.randrange(1000) + 10**6 * int(torch.randint(1000, ()))
+
+
+class OfIterator(IterableDataset[int]):
+    """The iterator has the state."""
+
+    class Numbers:
+        def __init__(self) -> None:
+            self.state = [0]
+
+        def __iter__(self) -> OfIterator.Numbers:
+            return self
+
+        def __next__(self) -> int:
+            if self.state[0] == LENGTH:
+                raise StopIteration
+            self.state[0] += 1
+            READS.append(self.state[0] - 1)
+            return self.state[0] - 1
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"state": self.state}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.state = state["state"]
+
+    def __iter__(self) -> Iterator[int]:
+        return self.Numbers()
+
+
+class Sharded(Stateful):
+    """Each rank reads every other number."""
+
+    sharded = True
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def __iter__(self) -> Iterator[int]:
+        return (2 * number + self.rank for number in super().__iter__() if 2 * number + self.rank < LENGTH)
+
+
+class OfTensors(Stateful):
+    """A state that JSON cannot hold."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": torch.tensor(self.position)}
+
+
+class Buffered(Stateful):
+    """A buffer that is not part of the state: a resume would leave out what it held."""
+
+    def __iter__(self) -> Iterator[int]:
+        numbers = super().__iter__()
+        while buffer := list(itertools.islice(numbers, 10)):
+            yield from reversed(buffer)
+
+
+def datasets(kind: Any, ranks: int) -> list[Any]:
+    return [kind(rank) if kind is Sharded else kind() for rank in range(ranks)]
+
+
+def run(
+    plan: RunPlan,
+    kind: Any,
+    start: WindowPosition = BEGINNING,
+    saved: list[dict[str, Tensor]] | None = None,
+    windows: int = 100,
+) -> tuple[list[list[int]], WindowPosition, list[dict[str, Tensor]]]:
+    """The windows of all ranks from ``start`` on, the position after them, and the states that a checkpoint has."""
+    size = plan.batch.world_size
+    checkpoints = [StreamCheckpoint() for _ in range(size)]
+    for rank, checkpoint in enumerate(checkpoints):
+        if saved is not None:
+            checkpoint.load_state_dict((rank < len(saved) and saved[rank]) or saved[0])
+    feeds = [
+        open_feed(data, plan, World(rank, size, rank), CPU, start=start, checkpoint=checkpoints[rank])
+        for rank, data in enumerate(datasets(kind, size))
+    ]
+    streams = [feed.windows() for feed in feeds]
+    merged, place = list[list[int]](), start
+    while len(merged) < windows and place.epoch < 2:
+        members: list[int] = []
+        for stream in streams:
+            for batch in next(stream).micro_batches:
+                members += batch.data.tolist()[: batch.samples]
+        merged.append(sorted(members))
+        place = advance(feeds)
+    states = [checkpoint.state_dict() for checkpoint in checkpoints]
+    for feed in feeds:
+        feed.close()
+    return merged, place, states
+
+
+def plan_of(micro: int, ranks: int, loader_workers: int = 0) -> RunPlan:
+    options = ("train.epochs=2", "schedule=constant", "batch.uneven=true", f"train.loader_workers={loader_workers}")
+    return plan_for(micro, ranks, *options, samples=None)
+
+
+@pytest.mark.parametrize("kind", [Stateful, Drawing, OfIterator, Sharded])
+@pytest.mark.parametrize("loader_workers", [0, 1])
+def test_a_resume_reads_nothing_again(kind: Any, loader_workers: int) -> None:
+    """At a window in the middle of each epoch, and at an epoch's last one."""
+    plan = plan_of(4, 2, loader_workers)
+    whole, _, _ = run(plan, kind)
+    assert len(whole) == 10
+    for after in (1, 4, 7) if not loader_workers else (7,):
+        first, place, states = run(plan, kind, windows=after)
+        assert bool(states[0]), "there is a state"
+        assert bool(states[1]) == (kind is Sharded), "rank 0's is that of all ranks, of a stream that all read"
+        READS.clear()
+        rest, _, _ = run(plan, kind, place, states)
+        assert first + rest == whole
+        if not loader_workers:
+            share = 2 if kind is Sharded else 1
+            past = place.window * 24 // share
+            assert READS[0] == past
+            ranks = 2
+            epochs_left = 2 - place.epoch
+            assert len(READS) <= ranks * (epochs_left * LENGTH - past)
+
+
+@pytest.mark.parametrize("kind", [Stateful, Drawing])
+def test_a_stream_that_all_ranks_read_resumes_at_another_world_size(kind: Any) -> None:
+    whole, _, _ = run(plan_of(24, 1), kind)
+    _, place, states = run(plan_of(4, 2), kind, windows=3)
+    for micro, ranks in ((24, 1), (3, 2), (4, 3), (1, 7)):
+        READS.clear()
+        rest, _, _ = run(plan_of(micro, ranks), kind, place, states)
+        assert rest == whole[3:]
+        assert READS[0] == 3 * 24
+
+
+def test_a_share_that_is_over_stays_over() -> None:
+    """Of the last window's 7 samples rank 0 has 4, rank 1 has 3 and rank 2 none."""
+
+    class Short(Stateful):
+        def __iter__(self) -> Iterator[int]:
+            return itertools.takewhile(lambda number: number < 31, super().__iter__())
+
+    plan = plan_of(4, 3)
+    whole, _, _ = run(plan, Short)
+    _, place, states = run(plan, Short, windows=1)
+    READS.clear()
+    assert run(plan, Short, place, states)[0] == whole[1:]
+    assert READS[0] == 24
+
+
+@pytest.mark.parametrize("kind", [Stream, OfTensors, Buffered])
+def test_a_stream_without_a_state_that_can_be_saved_is_read_again(
+    kind: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = (lambda: Stream(LENGTH)) if kind is Stream else kind
+    plan = plan_of(4, 2)
+    whole, _, _ = run(plan, made)
+    _, place, states = run(plan, made, windows=2)
+    assert bool(states[0]) == (kind is Buffered)
+    assert run(plan, made, place, states)[0] == whole[2:]
+    printed = capsys.readouterr().out
+    if kind is Buffered:
+        assert "does not lead to the samples that followed it" in printed
+    else:
+        assert "The checkpoint has no state of the stream: the 2 windows of the epoch so far are read again." in printed
+    assert ("The state of the stream has values that JSON cannot hold" in printed) == (kind is OfTensors)
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_streams_of_hugging_face(shuffled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read on where they were; those with a shuffle buffer, whose samples are not in their state, are read again."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    library = pytest.importorskip("datasets")
+
+    def make() -> Any:
+        stream = library.Dataset.from_dict({"x": list(range(LENGTH))}).to_iterable_dataset(num_shards=4)
+        stream = stream.map(lambda row: {"x": READS.append(row["x"]) or row["x"]})
+        return Numbers(stream.shuffle(seed=1, buffer_size=20) if shuffled else stream)
+
+    class Numbers(IterableDataset[int]):
+        """The column x."""
+
+        def __init__(self, stream: Any) -> None:
+            self.stream = stream
+            self.set_epoch = stream.set_epoch
+            self.state_dict, self.load_state_dict = stream.state_dict, stream.load_state_dict
+
+        def __iter__(self) -> Iterator[int]:
+            return (row["x"] for row in self.stream)
+
+    plan = plan_of(4, 2)
+    whole, _, _ = run(plan, make)
+    _, place, states = run(plan, make, windows=3)
+    READS.clear()
+    assert run(plan, make, place, states)[0] == whole[3:]
+    again = Counter(READS)
+    if shuffled:
+        assert sum(again.values()) > 2 * (2 * LENGTH - 3 * 24), "all of the first epoch, by both ranks"
+    else:
+        assert sum(again.values()) <= 2 * (2 * LENGTH - 3 * 24)
