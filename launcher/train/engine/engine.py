@@ -74,9 +74,8 @@ class Engine(EngineProgress):
         owner: the argument of that name.
         buffers: the model's buffers that training changes.
         context: source of ``launcher.current()``; its ``take_scalars()`` returns what was logged there.
-        position: that of the next window in the data; the same on all ranks.
+        position, stream: of the next window in the data, the same on all ranks; state of a stream, for checkpoints.
         schedule: learning rate schedule; the engine steps it.
-        stream: state of a stream that is trained on, for checkpoints.
 
     Raises:
         ConfigError: the plan is for another number of ranks.
@@ -123,8 +122,7 @@ class Engine(EngineProgress):
         self._noise = NoiseScale(self.world.size, self.device, self.parallel.local_norm, random=plan.batch.random_parts)
         self._observers: list[Observer] = [self._noise, self.buffers, self.stragglers]
         self._totals = WindowTotals(self.world, self.device, self.parallel.meter, self._loss, self._observers)
-        self.position = BEGINNING
-        self.stream = StreamCheckpoint()
+        self.position, self.stream = BEGINNING, StreamCheckpoint()
         ranks = self.world.rank, self.world.size
         self.context = ContextSource(self.device, plan.train.seed, *ranks, progress=self._step_and_epoch)
         self.context.activate()
