@@ -30,12 +30,15 @@ class Loss:
             {"accuracy": (correct, count)}. The same names in every micro-batch; (0, 0) where there is nothing to count.
             They are logged as train/NAME and eval/NAME.
         name: of a term, whose mean is logged as train/loss_NAME and eval/loss_NAME.
+        outputs: arguments of ``update`` of the task's ``eval_metrics()``, such as (predictions, targets), or a dict of
+            them by name; of one term only. Used in the evaluation only.
     """
 
     total: Tensor
     items: int | float | Tensor
     metrics: Mapping[str, tuple[float | Tensor, float | Tensor]] = field(default_factory=dict)
     name: str | None = None
+    outputs: Any = field(default=None, repr=False)
 
 
 # registry in which the warnings module stores what it has shown

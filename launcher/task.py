@@ -48,6 +48,7 @@ class Task(Protocol):
             the optimizer group.
         ``schedule(optimizer, steps)``: a torch.optim.lr_scheduler.LRScheduler that is stepped after each of ``steps``
             optimizer steps (None: not known); by default, that of the schedule group.
+        ``eval_metrics()``: torchmetrics objects, updated in the evaluation with the outputs of the loss.
     """
 
     def model(self) -> nn.Module: ...
@@ -135,6 +136,14 @@ def eval_sets(task: Task, seed: int, notes: list[str] | None = None) -> dict[str
         _require_names(data)
     sets = data if isinstance(data, dict) else {"": data}
     return {name: _dataset_of(task, each, eval_set_text(name), notes) for name, each in sets.items()}
+
+
+def eval_metrics(task: Task, seed: int) -> Any:
+    """Return what the task's ``eval_metrics`` returns, called under the job's seed; None without that method."""
+    if not callable(method := getattr(task, "eval_metrics", None)):
+        return None
+    _seed(seed, "metrics")
+    return method()
 
 
 def eval_set_text(name: str) -> str:

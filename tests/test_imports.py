@@ -32,9 +32,9 @@ LAYERS = (
     ("rundir",),
     ("plan",),
     (
-        "launch", "train.world", "train.context", "train.precision", "train.optimizers", "train.measure", "train.data",
-        "train.parallel", "train.callback_set", "train.engine", "train.metrics", "train.checkpoint",
-        "train.evaluation", "train.trainer", "train.inspection", "train.worker",
+        "launch", "train.world", "train.context", "train.precision", "train.optimizers", "train.eval_metrics",
+        "train.measure", "train.data", "train.parallel", "train.callback_set", "train.engine", "train.metrics",
+        "train.checkpoint", "train.evaluation", "train.trainer", "train.inspection", "train.worker",
     ),
     ("callbacks",),
     ("runs",),
@@ -46,7 +46,7 @@ LAYERS = (
 )  # fmt: skip
 TRAIN = (
     ("train.world", "train.context"),
-    ("train.precision", "train.optimizers"),
+    ("train.precision", "train.optimizers", "train.eval_metrics"),
     ("train.measure", "train.data"),
     ("train.parallel",),
     ("train.callback_set",),

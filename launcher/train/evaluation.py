@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import IterableDataset, default_collate
 
-from launcher.errors import DataError, LauncherError
+from launcher.errors import DataError, LauncherError, TaskError
 from launcher.heartbeat import HEARTBEAT, Phase, Wait
 from launcher.loss import as_losses
 from launcher.plan.run_plan import RunPlan
+from launcher.quantities import first_names
 from launcher.task import Task, eval_set_text, is_mapped, seed_everything, seed_for
 from launcher.train.data.loader import Collate, MicroBatch, prefetch
 from launcher.train.data.stream import Shard, blocks_in_turn, is_sharded
@@ -24,6 +25,7 @@ from launcher.train.data.window_feed import Samples
 from launcher.train.engine.engine import Engine
 from launcher.train.engine.loss_terms import HeldOutSums
 from launcher.train.engine.preserved_state import SavedAttributes, SavedState
+from launcher.train.eval_metrics import EvalMetrics
 from launcher.train.metrics import Metrics
 from launcher.train.world import World
 
@@ -38,6 +40,8 @@ class Evaluation:
     def __init__(self, engine: Engine, task: Task, sets: Mapping[str, Any]) -> None:
         self.sets = sets
         self._engine, self._task = engine, task
+        self._metrics = EvalMetrics(task, engine.plan.train.seed, engine.world, engine.device)
+        self._names_known = True  # False once a metric could not be computed in the trial
 
     @property
     def loss_names(self) -> set[str]:
@@ -54,11 +58,11 @@ class Evaluation:
         kept = SavedAttributes(self._engine.parallel.module, self._task)
         # an iterator would lose the samples
         tried = {name: data for name, data in self.sets.items() if not isinstance(data, Iterator)}
-        results = {name: {"loss": math.nan} | self._averages(name, max_batches=1) for name in tried}
+        results = {name: {"loss": math.nan} | self._values(name, trial=True) for name in tried}
         self._engine.context.take_scalars()
         if changed := kept.restore():
             print(f"The trial evaluation before the first step changed {changed}.", flush=True)
-        return set(_by_name(results)) if len(tried) == len(self.sets) else None
+        return set(_by_name(results)) if len(tried) == len(self.sets) and self._names_known else None
 
     def run(self) -> Metrics:
         """Return the metrics of all sets. Those of set NAME are ``eval/NAME/...``; ``eval/...`` are the first set's.
@@ -74,22 +78,24 @@ class Evaluation:
     def _evaluate(self, name: str) -> Metrics:
         """Return the metrics of one set: "loss", the mean over items (of several terms, the sum of their means), and
         the averages of named terms and metrics."""
-        averages = self._averages(name)
-        if "loss" not in averages:
+        values = self._values(name)
+        if "loss" not in values:
             raise DataError(
                 f"{eval_set_text(name)} has no item: there is nothing to evaluate on.\n  "
                 + ("Leave it out." if name else "Return None to have no evaluation.")
             )
-        return averages
+        return values
 
-    def _averages(self, name: str, max_batches: int | None = None) -> Metrics:
-        """Return the averages over one set on all ranks: nan if there is nothing to count; no "loss" if there is no
-        item. ``max_batches``: limit of micro-batches per rank; None: all."""
+    def _values(self, name: str, *, trial: bool = False) -> Metrics:
+        """Return the averages over one set on all ranks, nan if there is nothing to count, and the task's
+        ``eval_metrics()``; no "loss" if there is no item. ``trial``: only each rank's first micro-batch."""
         engine, collate, target = self._engine, getattr(self._task, "collate", None), self._engine.plan.task.target
         HEARTBEAT.beat(Phase.evaluating)
-        sums = HeldOutSums(engine.world, engine.device)
+        sums, metrics = HeldOutSums(engine.world, engine.device), self._metrics
+        metrics.reset()
         with _eval_mode(engine, name) as module:
-            batches = eval_batches(self.sets[name], engine.plan, engine.world, engine.device, collate, max_batches)
+            limit = 1 if trial else None
+            batches = eval_batches(self.sets[name], engine.plan, engine.world, engine.device, collate, limit)
             for number in itertools.count(1):
                 with _note_micro_batch(number, name, engine.world.rank):
                     with HEARTBEAT.waiting_for(Wait.io):
@@ -100,8 +106,15 @@ class Evaluation:
                     with engine.precision.autocast():
                         losses = as_losses(self._task.loss(module, batch.data), batch.samples, target)
                     sums.add(losses, batch.samples)
-        with HEARTBEAT.waiting_for(Wait.collective):
-            return dict.fromkeys(sums.names, math.nan) | sums.averages()
+                    if batch.samples:
+                        metrics.update(losses)
+            with HEARTBEAT.waiting_for(Wait.collective):
+                averages = sums.averages()
+            computed = metrics.compute(trial=trial)
+        self._names_known &= computed is not None
+        if twice := [key for key in computed or {} if key in (*sums.names, "loss")]:
+            raise TaskError(f"eval_metrics() has {first_names(twice)}, as the loss has.\n  Choose another name.")
+        return dict.fromkeys(sums.names, math.nan) | averages | (computed or {})
 
 
 def _by_name(results: Mapping[str, Metrics]) -> Metrics:

@@ -70,6 +70,16 @@ class World:
             dist.all_gather_object(values, value, group)
         return values
 
+    def to_rank_0(self, value: T) -> list[T] | None:
+        """Return on rank 0 the ``value`` of every rank, by rank; None on the others. All ranks call it; values are
+        pickled."""
+        values: list[T] = [value] * self.size
+        if self.size > 1:
+            import torch.distributed as dist
+
+            dist.gather_object(value, None if self.rank else values)
+        return None if self.rank else values
+
     def of_rank_0(self, value: T, group: dist.ProcessGroup | None = None) -> T:
         """Return rank 0's ``value``. All ranks call it; the value is pickled. ``group``: as in ``of_all``."""
         values = [value]

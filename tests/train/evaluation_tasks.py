@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -92,7 +93,7 @@ class Detector:
         return {
             "one": near,
             "several": {"near": near, "far": far, "stream": Streamed(Sequences(11, 4))},
-            "three samples": Sequences(3, 5),
+            "three samples": Sequences(3, 10),
             "no item": {"near": near, "none": Sequences(0, 3)},
         }[self.held_out]
 
@@ -132,3 +133,54 @@ class Scripted(Detector):
         count = batch[2].numel()
         metrics = {"accuracy": (value * count, count), "never": (0, 0)}
         return Loss(total=0.0 * loss.total + value * loss.items, items=loss.items, metrics=metrics)
+
+
+class Ranked(Detector):
+    """Metrics that are no sums. ``kind``: what ``eval_metrics`` returns."""
+
+    def __init__(self, kind: str = "several", held_out: str = "several", samples: int = 48) -> None:
+        super().__init__(held_out, samples)
+        self.kind = kind
+
+    def loss(self, model: Any, batch: tuple[Tensor, Tensor, Tensor]) -> Loss:
+        x, mask, labels = batch
+        score = model(x, mask)
+        total = functional.binary_cross_entropy_with_logits(score.float(), labels.float(), reduction="sum")
+        if self.kind == "without outputs":
+            return Loss(total, len(labels))
+        if self.kind == "classes":  # logits of two classes, by position
+            return Loss(total, len(labels), outputs=(torch.stack([-score, score], 1), labels))
+        scores = {"preds": score.sigmoid(), "target": labels, "unused": x}
+        return Loss(total, len(labels), metrics={"positive": (labels.sum(), len(labels))}, outputs=scores)
+
+    def eval_metrics(self) -> Any:
+        from torchmetrics import MeanSquaredError, MetricCollection, PearsonCorrCoef
+        from torchmetrics.classification import (
+            BinaryAccuracy,
+            BinaryAUROC,
+            BinaryConfusionMatrix,
+            MulticlassAccuracy,
+        )
+        from torchmetrics.wrappers import ClasswiseWrapper
+
+        class Correlation(PearsonCorrCoef):
+            """A metric of the user's own, whose states torchmetrics neither adds nor concatenates."""
+
+            def update(self, preds: Tensor, target: Tensor) -> None:
+                super().update(preds, target.float())
+
+        if self.kind == "several":
+            low, high = BinaryAccuracy(threshold=0.3), BinaryAccuracy(threshold=0.7)
+            several = {"auroc": BinaryAUROC(), "mse": MeanSquaredError(), "corr": Correlation()}
+            return MetricCollection({**several, "low": low, "high": high})
+        if self.kind == "classes":
+            return {"of": ClasswiseWrapper(MulticlassAccuracy(num_classes=2, average=None), labels=["no", "yes"])}
+        return {
+            "one": BinaryAUROC(),
+            "without outputs": BinaryAUROC(),
+            "vector": BinaryConfusionMatrix(),
+            "twice": {"positive": BinaryAUROC()},
+            "function": {"auroc": BinaryAUROC.compute},
+            "of my own": SimpleNamespace(update=list, compute=list, reset=list),
+            "a name": MetricCollection({"auroc": BinaryAUROC()}, prefix="val/"),
+        }[self.kind]

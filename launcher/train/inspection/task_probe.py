@@ -28,6 +28,7 @@ from launcher.task import (
     Task,
     build_model,
     column_of_lengths,
+    eval_metrics,
     eval_sets,
     is_mapped,
     load_task,
@@ -61,6 +62,7 @@ def probe(
     """
     import torch
 
+    from launcher.train.eval_metrics import metrics_by_name
     from launcher.train.parallel.batchnorm import batch_norms
     from launcher.train.parallel.mixed_precision import matmul_parameters
     from launcher.train.parallel.shard_units import find_units
@@ -71,6 +73,7 @@ def probe(
     notes: list[str] = []
     data = train_data(task, seed, notes)
     held_out = eval_sets(task, seed, notes)
+    metrics_by_name(eval_metrics(task, seed))
     if not is_mapped(data) and not hasattr(data, "__iter__"):
         raise TaskError(
             f"task._target_={target}: train_data() returned a {type(data).__name__} that has no length and cannot be "
