@@ -40,6 +40,8 @@ class Task(Protocol):
             All epochs have equally many. By default, train.shuffle decides.
         ``lengths(data) -> sequence``: a number for each sample of the training data, for batch.balance=length; or
             ``length(sample) -> float``, for which each sample is read once before training.
+        ``items(batch) -> list``: number of items of each term of a loss of several terms, as ``loss`` returns them; by
+            default they are counted by forward passes.
         ``flops_per_sample() -> float``: model FLOPs of one sample, forward and backward, for throughput/flops_per_s
             and throughput/mfu; by default they are counted.
         ``shard_units(model) -> list[nn.Module]``: modules that FSDP and HSDP gather together; by default, the repeated

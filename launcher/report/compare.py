@@ -47,7 +47,7 @@ class Row:
     """Row of the report.
 
     Attributes:
-        figures: of the run, by the names in ``FIGURES``; rows with the same run share them.
+        figures: of the run, by the names in ``FIGURES`` and of all rows' metrics; rows with the same run share them.
         same_as: label of an earlier row with the same run, which is counted once.
     """
 
@@ -127,12 +127,14 @@ class RunComparison:
     Attributes:
         rows: all rows in the requested order.
         groups: the rows that count, by task.
+        metrics: names of the metrics of the tasks' own losses.
     """
 
     title: str
     rows: tuple[Row, ...]
     groups: tuple[TaskGroup, ...]
     notes: tuple[str, ...]
+    metrics: tuple[str, ...] = ()
 
     @property
     def varying(self) -> tuple[str, ...]:
@@ -159,9 +161,13 @@ def side_by_side(
         figures = earlier.figures if earlier else dict(run.figures)
         rows.append(Row(entry=entry, data=run, figures=figures, same_as=earlier.entry.label if earlier else ""))
         first.setdefault(entry.dir, rows[-1])
+    metrics = dict.fromkeys(name for row in rows for name in row.data.metrics)
+    for row in rows:
+        row.figures.update(dict.fromkeys(metrics) | row.data.metrics)
     targets = dict.fromkeys(row["task"] for row in rows if row.counts)
     groups = [_group(target, [row for row in rows if row["task"] == target], loss) for target in targets]
-    return RunComparison(title=title, rows=tuple(rows), groups=tuple(groups), notes=tuple(_notes(rows, groups)))
+    notes = tuple(_notes(rows, groups))
+    return RunComparison(title=title, rows=tuple(rows), groups=tuple(groups), notes=notes, metrics=tuple(metrics))
 
 
 def _group(target: str, rows: Sequence[Row], given: float | None) -> TaskGroup:

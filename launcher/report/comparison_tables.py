@@ -76,6 +76,8 @@ class Column:
         return "" if value is None or not self.text(row) else repr(value)
 
 
+# most metrics of the tasks' own losses in the terminal's table
+MOST_METRICS = 4
 COLUMNS = (
     Column("batch/world_size", "workers", "", "workers", 1, ",d"),
     Column("batch/global_size", "global batch", "samples", "batch", 1, ",d"),
@@ -96,6 +98,13 @@ COLUMNS = (
 )
 
 
+def columns_of(comparison: RunComparison) -> list[Column]:
+    """Return all columns, those of the tasks' own metrics last. The terminal shows the held-out ones."""
+    shown = [name for name in comparison.metrics if name.startswith("eval/") and "/loss" not in name][:MOST_METRICS]
+    own = [Column(name, name, "", name if name in shown else "", 1, ".4g") for name in comparison.metrics]
+    return [*COLUMNS, *own]
+
+
 def speedup_cell(row: Row) -> str:
     """Return the speed-up if it may be claimed, its interval if not, and nothing if it was not measured."""
     if row.speedup is None:
@@ -107,7 +116,7 @@ def speedup_cell(row: Row) -> str:
 
 def terminal_table(comparison: RunComparison) -> Table:
     """Return a table with one line per run; a value that was not measured is empty."""
-    columns = [column for column in COLUMNS if column.short]
+    columns = [column for column in columns_of(comparison) if column.short]
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("run", overflow="fold")
     table.add_column("state", no_wrap=True)
@@ -121,11 +130,11 @@ def terminal_table(comparison: RunComparison) -> Table:
 
 def page_headings(comparison: RunComparison) -> list[tuple[str, str]]:
     """Return (heading, unit) of each column of the page's table."""
-    figures = [(column.heading.format(hours=comparison.hours_unit), column.unit) for column in COLUMNS]
+    figures = [(column.heading.format(hours=comparison.hours_unit), column.unit) for column in columns_of(comparison)]
     return [("run", ""), ("state", ""), *figures]
 
 
-def page_line(row: Row) -> dict[str, Any]:
+def page_line(comparison: RunComparison, row: Row) -> dict[str, Any]:
     """Return a row of the page's table: each cell's text and sort key, and remarks on the run."""
     entry = row.entry
     remarks = [
@@ -134,7 +143,7 @@ def page_line(row: Row) -> dict[str, Any]:
         row.data.problem,
         "the same run as an earlier row" if row.same_as else "",
     ]
-    cells = [(column.text(row) or "–", column.sort_key(row)) for column in COLUMNS]
+    cells = [(column.text(row) or "–", column.sort_key(row)) for column in columns_of(comparison)]
     return {"label": entry.label, "state": entry.state, "remarks": "; ".join(filter(None, remarks)), "cells": cells}
 
 

@@ -21,6 +21,7 @@ from launcher.process import die_with_parent
 from launcher.quantities import Interval
 from launcher.rundir.files import read_json
 from launcher.rundir.paths import RunPaths
+from launcher.runs.status import task_metrics
 
 # Names of a run's figures, in the order of `--csv` and `--json`. scaling/* and loss/* need other runs
 # (launcher/report/compare.py); the first line's are decided before the start; the others are measured.
@@ -65,6 +66,7 @@ class RunData:
         figures: by the names in ``FIGURES``; None: unknown or not measured. Medians are over full windows.
         settings: flattened config.yaml, with solved values in place of those left open.
         curves: training loss, smoothed and held-out loss.
+        metrics: last values of the metrics of the task's own loss, by name.
         minima: points at which the smoothed loss was lower than ever before.
         problem: why there are no settings or no measurements.
         resumed_after: step after which the run was resumed with settings that change a step's time or traffic; 0:
@@ -77,6 +79,7 @@ class RunData:
     settings: dict[str, str] = field(default_factory=dict[str, str])
     curves: dict[str, list[Point]] = field(default_factory=dict[str, list[Point]])
     minima: list[Point] = field(default_factory=list[Point])
+    metrics: dict[str, float | None] = field(default_factory=dict[str, "float | None"])
     problem: str = ""
     resumed_after: int = 0
     damaged_lines: int = 0
@@ -185,6 +188,7 @@ class _Record:
         self.held_out: list[Point] = []
         self.full_windows: list[tuple[float, ...]] = []
         self.last: dict[str, Any] = {}
+        self.metrics: dict[str, Any] = {}
         self.calibration: dict[str, Any] = {}
         self.damaged_lines = self.resumed_after = 0
         self.without_clock = False
@@ -219,6 +223,7 @@ class _Record:
         if "comm/step_s" in record or "comm/exposed_s" in record:
             self.calibration |= record
         self.last = record
+        self.metrics |= task_metrics(record)
         self.without_clock |= without_clock
 
 
@@ -249,6 +254,7 @@ def _measured(metrics: Path, planned: dict[str, Any], settings: dict[str, str]) 
             "held-out loss": thinned(record.held_out),
         },
         minima=minima,
+        metrics=record.metrics,
         resumed_after=record.resumed_after,
         damaged_lines=record.damaged_lines,
         without_clock=record.without_clock,

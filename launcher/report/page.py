@@ -56,7 +56,7 @@ def page(comparison: RunComparison, now: datetime) -> str:
         constant=_constant(comparison),
         sections=sections,
         columns=page_headings(comparison),
-        table=[page_line(row) for row in comparison.rows],
+        table=[page_line(comparison, row) for row in comparison.rows],
         notes=comparison.notes,
         definitions=DEFINITIONS,
         plotly=Markup(get_plotlyjs()),

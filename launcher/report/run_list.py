@@ -15,7 +15,7 @@ from launcher.plan.launch_plan import LaunchPlan
 from launcher.quantities import count
 from launcher.report.tables import best_text, failure_text, named_lines, near
 from launcher.rundir.paths import SweepPaths
-from launcher.runs.status import Run, RunState, error_of
+from launcher.runs.status import Run, RunState, error_of, metrics_text
 
 COLOURS: dict[str, str] = {
     RunState.done: "green", RunState.running: "cyan", RunState.failed: "red", RunState.lost: "red",
@@ -97,6 +97,8 @@ def status_table(run: Run, events: Sequence[dict[str, Any]] = ()) -> Table:
         add("nodes", f"{run.nodes}{ranks}")
     if run.step is not None:
         add("step", _step(run) + ("" if run.loss is None else f", loss {run.loss:.4f}"))
+    if run.metrics:
+        add("metrics", metrics_text(run.metrics))
     if run.best is not None:
         where = "" if run.best["directory"] is None else f": {near(run.best['directory'])}"
         add("best", f"{best_text(run.best)}{where}")

@@ -29,6 +29,7 @@ from launcher.plan.run_plan import Forecast, OptimizerPlan, PrecisionPlan, RunPl
 from launcher.process import CRASH_MARK
 from launcher.quantities import bytes_text, count, exposed_text, speedup_text
 from launcher.rundir.files import last_lines, read_json
+from launcher.runs.status import metrics_text, task_metrics
 
 # factor between global batch and noise scale from which they count as far apart: a step makes less than a fifth of the
 # progress of one without noise, or more than four fifths
@@ -193,6 +194,8 @@ def summary_table(plan: RunPlan, summary: dict[str, Any]) -> Table:
     if "train/loss" in summary:
         held_out = "" if summary.get("eval/loss") is None else f", held-out {summary['eval/loss']:.4f}"
         add("loss", f"{summary['train/loss']:.4f}{held_out} after {count(summary['steps'], 'step')}")
+    if metrics := task_metrics(summary):
+        add("metrics", metrics_text(metrics))
     if "throughput/samples_per_s" in summary:
         add(
             "throughput",

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, cast
@@ -56,6 +56,7 @@ class Run:
         submissions: number of accepted submissions.
         step, steps: optimizer steps recorded, and planned.
         sweep, cell: directory of the sweep, and what distinguishes this cell from the others.
+        metrics: those of the task's own loss in the last record, see ``task_metrics``.
         best: metric, step, value and directory of the best evaluation by checkpoint.best; None without one.
         precision: number format of the forward and backward pass; auto before it is decided, None for a script of
             `launch run`.
@@ -75,6 +76,7 @@ class Run:
     step: int | None = None
     steps: int | None = None
     loss: float | None = None
+    metrics: dict[str, float | None] = field(default_factory=dict[str, "float | None"])
     failure: dict[str, Any] | None = None
     sweep: str | None = None
     cell: str | None = None
@@ -195,6 +197,7 @@ class _Read:
             step=record.get("step"),
             steps=self.plan.get("train", {}).get("steps"),
             loss=record.get("train/loss"),
+            metrics=task_metrics(record),
             failure=self.summary.get("failure") if state is RunState.failed else None,
             precision=self.precision,
             best=self._best(record),
@@ -280,6 +283,26 @@ def _object(path: Path) -> dict[str, Any]:
         return read_json(path) or {}
     except (OSError, ValueError):
         return {}
+
+
+# the launcher's own metrics of training and evaluation
+_OWN_METRICS = {"train/loss", "train/grad_norm", "train/lr", "eval/loss"}
+
+
+def task_metrics(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metrics in a record or a summary that the task's loss and its terms have, and those of further
+    evaluation sets."""
+    return {
+        name: value
+        for name, value in record.items()
+        if name.startswith(("train/", "eval/")) and name not in _OWN_METRICS
+    }
+
+
+def metrics_text(metrics: Mapping[str, float | None]) -> str:
+    """Return ``train/accuracy 0.912, eval/accuracy 0.9``."""
+    values = {name: "not finite" if value is None else f"{value:.4g}" for name, value in metrics.items()}
+    return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
 def _last_record(metrics: Path) -> dict[str, Any]:

@@ -212,6 +212,23 @@ def test_a_loss_that_is_asked_for(grid: Path) -> None:
     assert by_name(grid, "--loss", "1")["accumulation=1 workers_per_node=1"]["loss/hours"] is None
 
 
+def test_metrics_of_the_task_are_figures(grid: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = RunPaths(grid / "a4w2")
+    lines = read_records(run)
+    for number, line in enumerate(lines):
+        line["train/accuracy"] = number / 100
+    lines[5]["eval/accuracy"] = 0.75
+    write_records(run, lines)
+    runs = {Path(each["dir"]).name: each for each in as_json(grid)["runs"] if each["dir"]}
+    assert runs["a4w2"]["train/accuracy"] == (len(lines) - 1) / 100
+    assert runs["a4w2"]["eval/accuracy"] == 0.75, "the last one, though later records have none"
+    assert runs["a1w1"]["eval/accuracy"] is None
+    assert launch_report([str(grid), "--csv"]) == 0
+    assert "train/accuracy" in capsys.readouterr().out.splitlines()[0]
+    assert launch_report([str(grid)]) == 0
+    assert "eval/accuracy" in capsys.readouterr().out
+
+
 def test_a_loss_that_is_not_finite(tmp_path: Path) -> None:
     paths = make_run(tmp_path, "wild", verdict="failed")
     write_records(paths, [line | {"train/loss": None} for line in read_records(paths)])
