@@ -48,8 +48,12 @@ def test_dataset_and_collate_fn_are_used(name: str) -> None:
 @pytest.mark.parametrize("how", REFUSED)
 def test_what_is_not_its_dataset_is_refused(how: str) -> None:
     task = load_task(f"{TASKS}.LoadedInVain", {"how": how}, [], seed=7)
-    with pytest.raises(TaskError, match=re.escape(REFUSED[how])):
+    with pytest.raises(TaskError, match=re.escape(REFUSED[how])) as raised:
         assert train_data(task, 7) is not eval_sets(task, 7)[""]
+    names_the_way = "Give the task a method order(epoch, seed) that returns the indices of an epoch" in str(
+        raised.value
+    )
+    assert names_the_way == (how in ("subset", "weights"))
 
 
 class TakesAnything:
