@@ -287,9 +287,7 @@ class StreamFeed:
         skip = sum(batch.accumulation_at(each) for each in range(first, index))
         if skip and state is None and self._world.rank == 0:
             past = count(index - first, "window")
-            print(
-                f"The checkpoint has no state of the stream: the {past} of the epoch so far are read again.", flush=True
-            )
+            print(f"Without a saved state of the stream, the {past} of the epoch so far are read again.", flush=True)
         shard = Shard(
             self._dataset,
             blocks_of_windows(batch, first, self._world.rank),
