@@ -228,4 +228,6 @@ def typed(value: object) -> str:
 
 
 def _run_here(plan: LaunchPlan | RunPlan) -> int:
-    return local.run_job(plan, Silence(), Peers()).status
+    verdict = local.run_job(plan, Silence(), Peers())
+    local.report_outcome(verdict.plan, verdict.summary)
+    return verdict.status

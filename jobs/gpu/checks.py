@@ -184,6 +184,25 @@ def auto_micro(environment: Environment) -> str:
     return f"chose {min(sizes):.0f}; {compare_with_plain_of(environment)}"
 
 
+@check("memory snapshot", seconds=150)
+def memory_snapshot(environment: Environment) -> str:
+    need_cuda(environment)
+    job = ("strategy=single", "precision=fp32", "task.megabytes=100", "task.room=1500")
+    callbacks = "{_target_: launcher.callbacks.MemorySnapshot},{_target_: launcher.callbacks.Profile, steps: [2]}"
+    environment.train(*job, "batch.micro_size=24", "batch.on_oom=shrink", f"callbacks=[{callbacks}]")
+    found = [*(environment.run / "memory").glob("step_*.rank0.pickle")]
+    if not found or not found[0].stat().st_size:
+        raise AssertionError("a rank ran out of memory, and there is no snapshot")
+    kernels = sum(event.get("cat") == "kernel" for event in _trace(environment, 2))
+    if not kernels:
+        raise AssertionError("the trace of step 2 has no kernel of the GPU")
+    return f"{found[0].stat().st_size} bytes in {found[0].name}; {kernels} kernels in the trace of step 2"
+
+
+def _trace(environment: Environment, step: int) -> list[dict[str, Any]]:
+    return json.loads((environment.run / "traces" / f"step_{step:06d}.rank0.json").read_text())["traceEvents"]
+
+
 @check("out of memory in a collective: restart", seconds=180)
 def restart(environment: Environment) -> str:
     need_cuda(environment)

@@ -10,6 +10,11 @@ from typing import Any
 
 _HOMES = {
     "Ema": "launcher.callbacks.ema",
+    "Email": "launcher.callbacks.notifications",
+    "MemorySnapshot": "launcher.callbacks.diagnostics",
+    "Profile": "launcher.callbacks.diagnostics",
+    "GeneratedSamples": "launcher.callbacks.samples",
+    "Webhook": "launcher.callbacks.notifications",
 }
 __all__ = list(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 

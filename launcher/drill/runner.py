@@ -27,6 +27,7 @@ from launcher.drill.verdict import (
     wrong_steps,
 )
 from launcher.errors import RunError
+from launcher.plan.callback_plan import without_reports
 from launcher.plan.run_plan import RunPlan
 from launcher.process import wait_until
 from launcher.quantities import count
@@ -61,7 +62,8 @@ def of_length(plan: RunPlan, paths: RunPaths, length: Length) -> RunPlan:
         cluster = dataclasses.replace(cluster, slurm=dataclasses.replace(cluster.slurm, options=options))
     train = dataclasses.replace(plan.train, steps=length.windows, epochs=None)
     checkpoint = dataclasses.replace(plan.checkpoint, every=length.every)
-    return dataclasses.replace(plan, run=run, cluster=cluster, train=train, checkpoint=checkpoint)
+    callbacks = without_reports(plan.callbacks)
+    return dataclasses.replace(plan, run=run, cluster=cluster, train=train, checkpoint=checkpoint, callbacks=callbacks)
 
 
 def shortened(plan: RunPlan) -> tuple[RunPlan, tuple[str, ...]]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -18,6 +19,7 @@ from typing import Any, Protocol, TypeVar
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESUMABLE, RecordFailed, SiteError
 from launcher.launch.agent import open_attempt
 from launcher.launch.peers import Peers, Regrouping
+from launcher.plan.callback_plan import may_report
 from launcher.plan.host import WANDB_ENV, allowed_env
 from launcher.plan.launch_plan import LaunchPlan, RunInfo
 from launcher.plan.run_plan import RunPlan
@@ -32,6 +34,8 @@ POLL_S = 0.1
 AGENT = (sys.executable, "-P", "-m", "launcher.launch.agent")
 # in addition to cluster.grace_s, which the workers get
 AGENT_LEAVES_WITHIN_S = 10
+# time that callbacks have to report a run's outcome
+REPORTS_WITHIN_S = 60
 
 
 class Display(Protocol):
@@ -277,6 +281,26 @@ def _summary_of_status(plan: LaunchPlan, status: int) -> dict[str, Any]:
         f"the node agent ended with status {status}", plan.paths.node_log(plan.node), exit_code=status
     )
     return {"verdict": "killed" if status < 0 else "failed", "failure": record}
+
+
+def report_outcome(plan: LaunchPlan, summary: Mapping[str, Any]) -> None:
+    """Let the run's callbacks act on its outcome (``on_outcome``), in a separate process. Whatever goes wrong is only
+    printed.
+
+    Args:
+        summary: content of summary.json.
+    """
+    if plan.node != 0 or not isinstance(plan, RunPlan) or not any(map(may_report, plan.callbacks)):
+        return
+    command = [sys.executable, "-P", "-m", "launcher.callbacks.run_outcome", plan.run.dir, str(os.getpid())]
+    try:
+        # its own session: a second Ctrl-C must not reach it; standard output is for what `launch` itself prints
+        subprocess.run(
+            command, input=json.dumps(summary), text=True, stdout=2, cwd=plan.cluster.cwd, start_new_session=True,
+            timeout=REPORTS_WITHIN_S, check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError) as error:
+        print(f"The outcome of the run was not reported: {error}", file=sys.stderr, flush=True)
 
 
 P = TypeVar("P", bound=LaunchPlan)

@@ -18,7 +18,9 @@ METHODS = (*EVENTS, AROUND_EVALUATION, OUTCOME)
 # number of arguments that each method is called with
 _ARGUMENTS = {"on_step": 2, "on_evaluation": 2, "on_save": 2, "on_end": 2}
 TARGET = "_target_"
-_BUNDLED = "launcher.callbacks."
+BUNDLED = "launcher.callbacks."
+# bundled callbacks that act on the outcome of a run
+_REPORTING = frozenset({"Webhook", "Email"})
 
 
 def solve_callbacks(entries: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
@@ -41,6 +43,16 @@ def name_of(entry: dict[str, Any]) -> str:
     return str(entry[TARGET]).rpartition(".")[2]
 
 
+def may_report(entry: dict[str, Any]) -> bool:
+    """Return False for a callback that certainly has no method ``on_outcome``, and need not be imported for it."""
+    return not entry[TARGET].startswith(BUNDLED) or name_of(entry) in _REPORTING
+
+
+def without_reports(entries: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+    """Return the callbacks without the bundled ones that send messages."""
+    return tuple(entry for entry in entries if not (entry[TARGET].startswith(BUNDLED) and may_report(entry)))
+
+
 def require_callbacks(entries: Sequence[dict[str, Any]], search_path: Sequence[str]) -> None:
     """Check that each callback can be imported, takes the given arguments, and has methods that are called. A class of
     the user's is not constructed.
@@ -53,7 +65,7 @@ def require_callbacks(entries: Sequence[dict[str, Any]], search_path: Sequence[s
         made = find_target(f"{key}.{TARGET}", target, search_path)
         arguments = {name: value for name, value in entry.items() if name != TARGET}
         arguments = require_arguments(key, target, made, arguments)
-        if target.startswith(_BUNDLED):
+        if target.startswith(BUNDLED):
             try:
                 made(**arguments)
             except ConfigError as error:

@@ -12,6 +12,7 @@ its mirror owns the W&B run, and this one exits silently.
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import select
@@ -83,13 +84,35 @@ def _mirror(plan: RunPlan, fence: Fence) -> None:
             record: dict[str, Any] = json.loads(line)
             if record["step"] > done:  # a truncated file is read again from the start and repeats steps
                 done = record["step"]
-                run.log(record, step=done)
+                run.log(record | samples_of(plan.paths, done) if plan.callbacks else record, step=done)
     signal.alarm(ENDS_WITHIN_S)
     summary = read_json(plan.paths.summary) or {}
     fence.check()
     run.summary.update({name: value for name, value in summary.items() if value is not None})
     run.finish(exit_code=0 if summary.get("verdict") in ("done", "stopped") else 1)
     _set_status(plan, fence, delivered=done)
+
+
+def samples_of(paths: RunPaths, step: int) -> dict[str, Any]:
+    """Return what the model generated after ``step``, by name, as W&B's texts and images. The files are complete
+    before the record of that step is written."""
+    directory = paths.samples(step)
+    if not directory.is_dir():
+        return {}
+    import wandb
+
+    samples: dict[str, Any] = {}
+    for path in sorted(directory.iterdir()):
+        name = f"samples/{path.stem}"
+        if path.suffix == ".txt":
+            text = html.escape(path.read_text(encoding="utf-8", errors="replace"))
+            samples[name] = wandb.Html(f'<pre style="white-space: pre-wrap">{text}</pre>', inject=False)
+        elif path.suffix == ".png":
+            try:
+                samples[name] = wandb.Image(str(path))
+            except wandb.Error as error:  # it needs Pillow
+                print(f"{path} is not in W&B: {error}", flush=True)
+    return samples
 
 
 def _open(plan: RunPlan, fence: Fence) -> Any:

@@ -135,6 +135,18 @@ class RunPaths:
         """Return the step of the newest complete checkpoint; 0 without one."""
         return max((int(path.name.removeprefix("step_")) for path in self.committed_checkpoints()), default=0)
 
+    def trace(self, step: int, rank: int) -> Path:
+        """Return the profiler's trace of one step on one rank (launcher.callbacks.Profile)."""
+        return self.root / "traces" / f"step_{step:06d}.rank{rank}.json"
+
+    def memory_snapshot(self, step: int, rank: int) -> Path:
+        """Return the GPU memory snapshot of a rank that ran out of memory (launcher.callbacks.MemorySnapshot)."""
+        return self.root / "memory" / f"step_{step:06d}.rank{rank}.pickle"
+
+    def samples(self, step: int) -> Path:
+        """Return the directory of what the model generated after one step (launcher.callbacks.GeneratedSamples)."""
+        return self.root / "samples" / f"step_{step:06d}"
+
     def refused_checkpoint(self, checkpoint: Path) -> Path:
         """Return the path to which a damaged checkpoint is moved, so that it is kept but not used."""
         first = self.checkpoints / f"refused_{checkpoint.name}"

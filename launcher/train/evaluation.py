@@ -93,7 +93,7 @@ class Evaluation:
         HEARTBEAT.beat(Phase.evaluating)
         sums, metrics = HeldOutSums(engine.world, engine.device), self._metrics
         metrics.reset()
-        with _eval_mode(engine, name) as module:
+        with eval_mode(engine, name) as module:
             limit = 1 if trial else None
             batches = eval_batches(self.sets[name], engine.plan, engine.world, engine.device, collate, limit)
             for number in itertools.count(1):
@@ -126,7 +126,7 @@ def _by_name(results: Mapping[str, Metrics]) -> Metrics:
 
 
 @contextmanager
-def _eval_mode(engine: Engine, name: str) -> Iterator[nn.Module]:
+def eval_mode(engine: Engine, name: str) -> Iterator[nn.Module]:
     """Yield the model in eval mode with rank 0's buffers, for the evaluation of set ``name``.
 
     Random state, buffers and each module's mode are restored at the end.

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, LauncherError, SiteError, Superseded, UserError
 from launcher.launch.agent import load_plan, open_attempt, serve
+from launcher.launch.local import report_outcome
 from launcher.launch.network import Route, find_route, free_port, interface_env
 from launcher.launch.slurm import client
 from launcher.launch.slurm.client import SlurmTask
@@ -28,7 +29,7 @@ from launcher.plan.launch_plan import HostPosition, LaunchPlan
 from launcher.process import StopShield, die_with_parent, wait_until
 from launcher.rundir import history
 from launcher.rundir.fencing import Attempt, Fence
-from launcher.rundir.files import write_text
+from launcher.rundir.files import read_json, write_text
 from launcher.rundir.history import failure_record
 from launcher.rundir.paths import RunPaths
 
@@ -48,6 +49,8 @@ def run_node(run_dir: str, submission: int) -> NoReturn:
         status = EXIT_FAILED
         try:
             status = _run_or_report(task, fence, shield)
+            if task.node == 0:
+                report_outcome(load_plan(paths.plan), {"verdict": "failed"} | (read_json(paths.summary) or {}))
         except Superseded as error:
             print(error, flush=True)
         finally:

@@ -1,0 +1,91 @@
+"""Outcome of a run, for the callbacks that act on it after its workers have ended.
+
+    python -m launcher.callbacks.run_outcome RUN_DIR PARENT_PID        standard input: summary.json
+
+``launcher.launch.local.report_outcome`` starts this process, because the callbacks may be classes of the user's, which
+the command line does not import.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launcher.errors import LauncherError
+from launcher.plan.callback_plan import OUTCOME, TARGET, may_report, name_of
+from launcher.plan.launch_plan import LaunchPlan
+from launcher.plan.run_plan import RunPlan
+from launcher.process import die_with_parent
+from launcher.quantities import count
+from launcher.rundir.paths import RunPaths
+from launcher.targets import find_target, require_arguments
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Outcome of one start of a run.
+
+    Attributes:
+        run, dir: name and directory of the run.
+        verdict: done; stopped: it can be resumed; failed; killed: it had no time to save.
+        steps: optimizer steps taken, if known.
+        metrics: the numbers in summary.json.
+        error: first error of a failed run; otherwise empty.
+        host: the host that sends this.
+    """
+
+    run: str
+    dir: str
+    verdict: str
+    steps: int | None
+    metrics: dict[str, float]
+    error: str
+    host: str
+
+    @classmethod
+    def of(cls, plan: LaunchPlan, summary: Mapping[str, Any]) -> Outcome:
+        numbers = {name: float(value) for name, value in summary.items() if "/" in name and _is_number(value)}
+        return cls(
+            run=plan.run.name, dir=plan.run.dir, verdict=summary["verdict"], steps=summary.get("steps"),
+            metrics=numbers, error=str((summary.get("failure") or {}).get("error", "")), host=socket.gethostname(),
+        )  # fmt: skip
+
+    @property
+    def text(self) -> str:
+        """Outcome in a few lines."""
+        after = "" if self.steps is None else f" after {count(self.steps, 'step')}"
+        losses = [f"{name} {self.metrics[name]:.4g}" for name in ("train/loss", "eval/loss") if name in self.metrics]
+        lines = [f"Run {self.run}: {self.verdict}{after}{', ' if losses else ''}{', '.join(losses)}", self.error]
+        return "\n".join([*filter(None, lines), f"{self.host}:{self.dir}"])
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def main(run_dir: str, parent: str) -> None:
+    die_with_parent(int(parent))
+    plan = RunPlan.load(RunPaths(Path(run_dir)).plan)
+    outcome = Outcome.of(plan, json.load(sys.stdin))
+    sys.path[:0] = [place for place in plan.cluster.import_from if place not in sys.path]
+    for number, entry in enumerate(plan.callbacks):
+        if not may_report(entry):
+            continue
+        key, target = f"callbacks[{number}]", entry[TARGET]
+        try:
+            made = find_target(f"{key}.{TARGET}", target, plan.cluster.import_from)
+            if hasattr(made, OUTCOME):
+                arguments = {name: value for name, value in entry.items() if name != TARGET}
+                made(**require_arguments(key, target, made, arguments)).on_outcome(outcome)
+        except Exception as error:  # nothing that a callback does here may change how the run has ended
+            kind = "" if isinstance(error, LauncherError) else f"{type(error).__name__}: "
+            print(f"Callback {name_of(entry)} did not report that the run is {outcome.verdict}: {kind}{error}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

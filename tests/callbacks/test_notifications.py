@@ -1,0 +1,152 @@
+"""Messages at the end of a run, received by an HTTP and an SMTP server of the test's own."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.callbacks import Email, Webhook
+from launcher.callbacks.run_outcome import Outcome
+from launcher.errors import ConfigError
+from launcher.plan.callback_plan import may_report, without_reports
+from tests.conftest import Launch
+from tests.helpers import ROOT
+from tests.infra.runs import OWN
+
+OUTCOME = Outcome(
+    run="a", dir="/runs/a", verdict="failed", steps=3, metrics={"train/loss": 0.25}, error="out of luck", host="here"
+)
+
+
+@pytest.fixture
+def web() -> Iterator[tuple[str, list[Any]]]:
+    """Address of an HTTP server, and the bodies that it receives."""
+    received: list[Any] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            received.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(500 if self.path == "/broken" else 200)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None: ...  # pyright: ignore[reportIncompatibleMethodOverride]
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}", received
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def mail() -> Iterator[tuple[str, list[str]]]:
+    """HOST:PORT of an SMTP server, and the lines that it receives."""
+    received: list[str] = []
+
+    def serve(listening: socket.socket) -> None:
+        connection, _ = listening.accept()
+        with connection, connection.makefile("rwb", buffering=0) as stream:
+            stream.write(b"220 test\r\n")
+            while line := stream.readline().decode().rstrip("\r\n"):
+                received.append(line)
+                if line == "data":
+                    stream.write(b"354 continue\r\n")
+                    while (line := stream.readline().decode().rstrip("\r\n")) != ".":
+                        received.append(line)
+                stream.write(b"221 bye\r\n" if line == "QUIT" else b"250 ok\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=serve, args=(listening,), daemon=True)
+        thread.start()
+        yield f"127.0.0.1:{listening.getsockname()[1]}", received
+        thread.join(timeout=30)
+
+
+def test_a_webhook(web: tuple[str, list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    address, received = web
+    Webhook(url=f"{address}/x").on_outcome(OUTCOME)
+    (body,) = received
+    assert body["text"] == "Run a: failed after 3 steps, train/loss 0.25\nout of luck\nhere:/runs/a"
+    assert {name: body[name] for name in ("run", "verdict", "steps", "metrics")} == {
+        "run": "a", "verdict": "failed", "steps": 3, "metrics": {"train/loss": 0.25},
+    }  # fmt: skip
+    Webhook(url=address, verdicts=["done"]).on_outcome(OUTCOME)
+    assert len(received) == 1
+    monkeypatch.setenv("SECRET_ADDRESS", address)
+    Webhook(url_from="SECRET_ADDRESS").on_outcome(OUTCOME)
+    assert len(received) == 2
+    with pytest.raises(OSError, match="500"):
+        Webhook(url=f"{address}/broken").on_outcome(OUTCOME)
+    with pytest.raises(OSError, match="NOT_SET is not set"):
+        Webhook(url_from="NOT_SET").on_outcome(OUTCOME)
+
+
+def test_an_email(mail: tuple[str, list[str]]) -> None:
+    server, received = mail
+    Email(to=["me@example.org", "you@example.org"], server=server, sender="run@example.org").on_outcome(OUTCOME)
+    assert "rcpt TO:<you@example.org>" in received
+    assert "Subject: Run a: failed" in received
+    assert "out of luck" in received
+
+
+@pytest.mark.parametrize(
+    ("cls", "arguments", "words"),
+    [
+        (Webhook, {}, "url=null: is not set, nor is url_from"),
+        (Webhook, {"url": "ftp://x"}, "url=ftp://x: must start with http"),
+        (Webhook, {"url": "http://x", "url_from": "Y"}, "url_from=Y: url is set too"),
+        (Webhook, {"url": "http://x", "verdicts": ["won"]}, "verdicts=.*must be some of done, stopped, failed, killed"),
+        (Email, {"to": [], "server": "x", "sender": "a@b"}, "to=.*must be e-mail addresses"),
+        (Email, {"to": ["a@b"], "server": "x:y", "sender": "a@b"}, "server=x:y: must be HOST or HOST:PORT"),
+        (Email, {"to": ["a@b"], "server": "x", "sender": "a@b", "user": "u"}, "user=u: needs password_from"),
+    ],
+)
+def test_values_that_make_no_sense(cls: Any, arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        cls(**arguments)
+
+
+def test_what_is_asked_after_a_run() -> None:
+    entries = [{"_target_": f"launcher.callbacks.{name}"} for name in ("Ema", "Webhook")] + [{"_target_": "my.Own"}]
+    assert [may_report(entry) for entry in entries] == [False, True, True]
+    assert without_reports(entries) == (entries[0], entries[2]), "a drill sends no message"
+
+
+def test_messages_need_no_torch() -> None:
+    code = "import sys, launcher.callbacks.run_outcome as o; from launcher.callbacks import Webhook as w; "
+    code += "print('torch' in sys.modules)"
+    out = subprocess.check_output([sys.executable, "-P", "-c", code], text=True, cwd=ROOT)
+    assert out == "False\n"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("project")
+def test_at_the_end_of_a_job(launch: Launch, project: Path, web: tuple[str, list[Any]]) -> None:
+    address, received = web
+    job = [word for word in OWN if not word.startswith("run.name")]
+    hook = "{_target_: launcher.callbacks.Webhook, url_from: TEST_HOOK},{_target_: speech.hooked.Reporting}"
+    env = {**os.environ, "TEST_HOOK": address}
+    done = launch("train", *job, "run.name=fine", "train.steps=2", f"callbacks=[{hook}]", env=env)
+    assert done.returncode == 0, done.stderr
+    assert (received[0]["run"], received[0]["verdict"], received[0]["steps"]) == ("fine", "done", 2)
+    assert received[0]["metrics"]["train/loss"] > 0
+    assert (project / "outcome.txt").read_text().startswith("Run fine: done after 2 steps")
+
+    env["TEST_HOOK"] = f"{address}/broken"
+    failed = launch("train", *job, "run.name=dead", "task.trouble=killed", f"callbacks=[{hook}]", env=env)
+    assert failed.returncode == 1, "as without the message"
+    assert "Callback Webhook did not report that the run is failed: HTTPError: HTTP Error 500" in failed.stderr
+    assert received[1]["verdict"] == "failed"
+    assert "SIGKILL" in received[1]["error"]
+    assert "SIGKILL" in (project / "outcome.txt").read_text()
