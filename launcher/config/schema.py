@@ -338,7 +338,8 @@ class SweepConfig:
     """slurm: cells of one array that run at the same time. Default: no limit."""
     objective: str | None = None
     """Result that a sweeper which learns from results, such as Optuna's, receives for a cell: a number in its
-    summary.json. Default: eval/loss if there is one, else train/loss."""
+    summary.json, such as eval/accuracy; or best, the best value of checkpoint.best. Default: eval/loss if there is
+    one, else train/loss."""
 
 
 @dataclass(kw_only=True)

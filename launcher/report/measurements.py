@@ -66,7 +66,7 @@ class RunData:
         figures: by the names in ``FIGURES``; None: unknown or not measured. Medians are over full windows.
         settings: flattened config.yaml, with solved values in place of those left open.
         curves: training loss, smoothed and held-out loss.
-        metrics: last values of the metrics of the task's own loss, by name.
+        metrics: last values of the metrics of the task's own loss, and the best evaluation, by name.
         minima: points at which the smoothed loss was lower than ever before.
         problem: why there are no settings or no measurements.
         resumed_after: step after which the run was resumed with settings that change a step's time or traffic; 0:
@@ -223,7 +223,8 @@ class _Record:
         if "comm/step_s" in record or "comm/exposed_s" in record:
             self.calibration |= record
         self.last = record
-        self.metrics |= task_metrics(record)
+        best = {name: record[name] for name in ("best/step", "best/value") if name in record}
+        self.metrics |= task_metrics(record) | best
         self.without_clock |= without_clock
 
 

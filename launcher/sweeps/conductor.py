@@ -322,9 +322,11 @@ def _result(cell: RequestedCell, paths: RunPaths | None) -> Result:
         return RunError(f"{name}: did not finish, and so has no result.")
     key = cell.config.sweep.objective or ("eval/loss" if "eval/loss" in summary else "train/loss")
     value = summary.get(key)
+    if isinstance(value, dict):  # best
+        value = value.get("value")  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     if isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
     if key in summary and value is None:
-        return RunError(f"{name}: its {key} was not finite at the end.")
+        return RunError(f"{name}: its {key} was not finite{'' if key == 'best' else ' at the end'}.")
     numbers = sorted(name for name, entry in summary.items() if isinstance(entry, int | float))
     return ConfigError("sweep.objective", key, "is not a number in the summary.", f"There are: {', '.join(numbers)}.")

@@ -106,7 +106,10 @@ def test_a_sweeper_with_batches_gets_all_of_them() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # Optuna's own, of its age
-def test_optuna_is_told_the_results(capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("direction", "best"), [("minimize", min), ("maximize", max)])
+def test_optuna_is_told_the_results(
+    direction: str, best: Callable[[list[float]], float], capfd: pytest.CaptureFixture[str]
+) -> None:
     kept: dict[str, str] = {}
 
     def keep(files: Path) -> None:
@@ -114,14 +117,14 @@ def test_optuna_is_told_the_results(capfd: pytest.CaptureFixture[str]) -> None:
 
     cells = cells_of(
         "hydra/sweeper=optuna", "hydra.sweeper.n_trials=12", "hydra.sweeper.n_jobs=3", "hydra.sweeper.sampler.seed=1",
-        "hydra.sweeper.direction=minimize", "optimizer.lr=tag(log,interval(1e-4,1))", "train.steps=4",
+        f"hydra.sweeper.direction={direction}", "optimizer.lr=tag(log,interval(1e-4,1))", "train.steps=4",
         keep=keep,
     )  # fmt: skip
     assert len(cells) == 12
     rates = [cell.config.optimizer.lr for cell in cells]
     assert all(cell.overrides == (f"optimizer.lr={rate}",) for cell, rate in zip(cells, rates, strict=True))
     assert len(set(rates)) == 12
-    assert f"best_value: {min(rates)}" in kept["optimization_results.yaml"]
+    assert f"best_value: {best(rates)}" in kept["optimization_results.yaml"]
     capfd.readouterr()  # Optuna's own lines
 
 

@@ -378,3 +378,21 @@ def test_one_run_has_a_page(tmp_path: Path) -> None:
     assert launch_report([str(paths.root)]) == 0
     page = Page((tmp_path / "report.html").read_text())
     assert "no scaling to show" in page.text
+
+
+def test_metrics_of_the_evaluation_are_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Runs of other metrics, and one without any."""
+    make_run(tmp_path, "a", **{"eval/accuracy": 0.75, "eval/far/auroc": 0.5, "best/step": 7, "best/value": 0.875})
+    make_run(tmp_path, "b", **{"eval/f1": None})
+    make_run(tmp_path, "c")
+    runs = by_name(tmp_path)
+    assert [runs[name]["eval/accuracy"] for name in "abc"] == [0.75, None, None]
+    assert (runs["a"]["eval/far/auroc"], runs["a"]["best/value"], runs["b"]["eval/f1"]) == (0.5, 0.875, None)
+    assert runs["c"]["eval/loss"] == 3.125
+    assert launch_report([str(tmp_path), "--csv"]) == 0
+    lines = [*csv.DictReader(io.StringIO(capsys.readouterr().out))]
+    assert [line["eval/accuracy"] for line in lines] == ["0.75", "", ""]
+    assert launch_report([str(tmp_path)]) == 0
+    assert "eval/accuracy" in capsys.readouterr().out
+    page = (tmp_path / "report.html").read_text()
+    assert all(name in page for name in ("eval/accuracy", "eval/far/auroc", "best/value"))

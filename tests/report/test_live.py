@@ -193,6 +193,16 @@ def test_the_summary(tmp_path: Path) -> None:
         "W&B           /nowhere/run/wandb/offline-run-x\n"
         "upload        wandb sync /nowhere/run/wandb/offline-run-x"
     )
+    summary |= {
+        "stopped_early": "eval/f1 has not improved in 2 evaluations, since step 4 (0.5)", "eval/f1": 0.25,
+        "eval/x": None,
+        "best": {"metric": "eval/f1", "step": 4, "value": 0.5, "directory": "/nowhere/run/checkpoints/step_000004"},
+    }  # fmt: skip
+    text = shown(summary_table(plan, summary))
+    assert "stopped early  eval/f1 has not improved in 2 evaluations, since step 4 (0.5)" in text
+    assert "metrics        eval/f1 0.25, eval/x not finite" in text
+    assert "best           eval/f1 0.5 at step 4: /nowhere/run/checkpoints/step_000004" in text
+    del summary["stopped_early"], summary["best"]
     summary |= {"comm/speedup": 1.01, "comm/speedup_low": 0.98, "comm/speedup_high": 1.03}
     assert "speed-up      no difference measured (0.98x to 1.03x): 200.0 ms" in shown(summary_table(plan, summary))
     del summary["comm/speedup"]

@@ -122,6 +122,10 @@ def test_sweepers_learn_what_sweep_objective_names(machine: Machine) -> None:
     machine.numbers = {"train/loss": 2.0, "throughput/samples_per_s": 70}
     assert begin(machine, seeds=(1,), results=True) == [2.0]
     assert begin(machine, "sweep.objective=throughput/samples_per_s", seeds=(1,), results=True) == [70.0]
+    machine.numbers |= {"eval/accuracy": 0.75, "eval/far/auroc": 0.5, "best": {"step": 3, "value": 0.875}}
+    assert begin(machine, "sweep.objective=eval/accuracy", seeds=(5,), results=True) == [0.75]
+    assert begin(machine, "sweep.objective=eval/far/auroc", seeds=(6,), results=True) == [0.5]
+    assert begin(machine, "sweep.objective=best", seeds=(7,), results=True) == [0.875]
     machine.numbers["eval/loss"] = 4
     assert begin(machine, seeds=(3,), results=True) == [4.0]
     machine.numbers["eval/loss"] = None  # whatever the training loss is
