@@ -64,10 +64,10 @@ def as_losses(value: Loss | Sequence[Loss] | Tensor, samples: int, target: str) 
     Raises:
         TaskError: it is none of these.
     """
-    from torch import Tensor
-
     if isinstance(value, Loss):
         return [value]
+    from torch import Tensor
+
     if isinstance(value, Tensor) and value.numel() == 1:
         warnings.warn_explicit(
             f"{target}.loss returned a bare tensor: taken for the mean over the micro-batch's samples. Where the items "

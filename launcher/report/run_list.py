@@ -98,7 +98,7 @@ def status_table(run: Run, events: Sequence[dict[str, Any]] = ()) -> Table:
     if run.step is not None:
         add("step", _step(run) + ("" if run.loss is None else f", loss {run.loss:.4f}"))
     if run.metrics:
-        add("metrics", metrics_text(run.metrics))
+        add("averages", metrics_text(run.metrics))
     if run.best is not None:
         where = "" if run.best["directory"] is None else f": {near(run.best['directory'])}"
         add("best", f"{best_text(run.best)}{where}")

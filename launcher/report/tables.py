@@ -195,7 +195,7 @@ def summary_table(plan: RunPlan, summary: dict[str, Any]) -> Table:
         held_out = "" if summary.get("eval/loss") is None else f", held-out {summary['eval/loss']:.4f}"
         add("loss", f"{summary['train/loss']:.4f}{held_out} after {count(summary['steps'], 'step')}")
     if metrics := task_metrics(summary):
-        add("metrics", metrics_text(metrics))
+        add("averages", metrics_text(metrics))
     if "throughput/samples_per_s" in summary:
         add(
             "throughput",

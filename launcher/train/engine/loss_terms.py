@@ -7,7 +7,7 @@ import numbers
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, cast
+from typing import Any, Self, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -129,11 +129,20 @@ def as_terms(loss: Any, items: Any = None, metrics: Any = None) -> list[Loss]:
     Raises:
         TaskError: it is none of these, or a term has a wrong type or shape.
     """
-    losses: Any = [loss] if isinstance(loss, Loss) else loss
-    if not (isinstance(losses, list | tuple) and losses and all(isinstance(term, Loss) for term in losses)):
+    if isinstance(loss, Loss):
+        losses = [loss]
+    elif isinstance(loss, list | tuple) and _are_terms(loss):
+        losses = [*loss]
+    else:
         losses = [Loss(cast("Tensor", loss), items, metrics or {})]
     require_terms(losses)
-    return [*losses]
+    return losses
+
+
+def _are_terms(losses: Sequence[object]) -> TypeGuard[Sequence[Loss]]:
+    if len(losses) == 1:  # this runs for each micro-batch, and a generator is slow
+        return isinstance(losses[0], Loss)
+    return bool(losses) and all(isinstance(term, Loss) for term in losses)
 
 
 def terms_of_forward(result: Any) -> list[Loss]:
@@ -156,7 +165,7 @@ def sum_of_own_means(losses: Sequence[Loss], divisor: int) -> Tensor:
 
 def require_gradient(losses: Sequence[Loss]) -> None:
     """Raise EngineMisuse if no term requires a gradient."""
-    if not any(loss.total.requires_grad for loss in losses):
+    if not losses[0].total.requires_grad and not any(loss.total.requires_grad for loss in losses):
         raise EngineMisuse(
             "The loss does not require a gradient: it was detached, made from a number, or computed under no_grad."
         )

@@ -45,7 +45,7 @@ class WindowLoss:
     def __init__(self, world: World, device: torch.device, meter: Meter) -> None:
         self._world, self._device, self._meter = world, device, meter
         self.parts: LossParts | None = None
-        self._terms, self._metrics = 1, 0
+        self._terms, self._metrics, self._plain = 1, 0, False
         self.clear()
 
     def clear(self, *, due: bool = True) -> None:
@@ -99,21 +99,21 @@ class WindowLoss:
             same_parts(self._world.of_all(parts))
         if parts is not None:
             parts.require_names()
-        self.parts = parts
+        self.parts, self._plain = parts, parts is not None and parts.plain
         if math.isfinite(terms):
             self._terms, self._metrics = int(terms), int(metrics)
         return items
 
     def forget(self) -> None:
-        """Let the ranks agree again in the next micro-batch, one of them may not know the names yet."""
-        self.parts = None
+        """Let the ranks agree again in the next micro-batch: one of them may not know the names yet."""
+        self.parts, self._plain = None, False
 
     def require_parts(self, losses: Sequence[Loss]) -> None:
         """Raise TaskError if the terms or metrics are not those that the ranks have agreed on."""
+        if self._plain and len(losses) == 1 and not losses[0].metrics and losses[0].name is None:
+            return
         parts = self.parts
         assert parts is not None
-        if parts.plain and len(losses) == 1 and not losses[0].metrics and losses[0].name is None:
-            return
         if (own := LossParts.of(losses)) != parts:
             raise TaskError(
                 f"A micro-batch of rank {self._world.rank} has another loss than the first one: "
@@ -222,7 +222,7 @@ class WindowLoss:
             TaskError: a number of items is not finite, negative, or not the one counted ahead; or a metric's count is
                 not finite, or negative. On all ranks.
         """
-        if self._terms == 1 and not self._metrics and (self.parts is None or self.parts.plain):
+        if self._plain:
             return ()
         numbers, split = self._sums, 2 * (self._terms - 1)
         others = zip(numbers[1:split:2], numbers[:split:2], strict=True)
