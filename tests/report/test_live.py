@@ -200,7 +200,7 @@ def test_the_summary(tmp_path: Path) -> None:
     }  # fmt: skip
     text = shown(summary_table(plan, summary))
     assert "stopped early  eval/f1 has not improved in 2 evaluations, since step 4 (0.5)" in text
-    assert "metrics        eval/f1 0.25, eval/x not finite" in text
+    assert "averages       eval/f1 0.25, eval/x not finite" in text
     assert "best           eval/f1 0.5 at step 4: /nowhere/run/checkpoints/step_000004" in text
     del summary["stopped_early"], summary["best"]
     summary |= {"comm/speedup": 1.01, "comm/speedup_low": 0.98, "comm/speedup_high": 1.03}
