@@ -12,6 +12,7 @@ from rich.table import Table
 
 from launcher.config.schema import (
     Balance,
+    BestMode,
     Compress,
     LrScaling,
     OnOom,
@@ -83,12 +84,27 @@ def plan_table(plan: RunPlan) -> Table:
     if strategy.wire_bytes is not None and strategy.wire_bytes_every is not None:
         every = f"{bytes_text(strategy.wire_bytes_every)} with sync=every"
         add("wire a step", f"{bytes_text(strategy.wire_bytes)} a rank predicted; {every}")
+    if (best := _best(plan)) is not None:
+        add("best", best)
     add("files", near(plan.run.dir))
     wandb = f"{plan.wandb.mode.value}, project {plan.wandb.project}, id {plan.run.id}"
     add("W&B", "disabled" if plan.wandb.mode is WandbMode.disabled else wandb)
     for note in plan.notes:
         add("note", note)
     return table
+
+
+def _best(plan: RunPlan) -> str | None:
+    """Return which evaluation is the best one, and what follows from it; None without ``checkpoint.best``."""
+    metric, mode, patience = plan.checkpoint.best, plan.checkpoint.best_mode, plan.train.patience
+    if metric is None:
+        return None
+    parts = [f"the {'highest' if mode is BestMode.max else 'lowest'} {metric}"]
+    if plan.checkpoint.enabled:
+        parts.append("its checkpoint is kept")
+    if patience is not None:
+        parts.append(f"the run ends after {count(patience, 'evaluation')} without a better one")
+    return ", ".join(parts)
 
 
 def _updates(plan: RunPlan, clip: str) -> list[str]:

@@ -56,6 +56,13 @@ def test_the_plan_shows_what_the_square_root_rule_has_scaled() -> None:
     assert "betas" not in shown(plan_table(make_plan("optimizer.lr_scaling=linear", "optimizer.reference_batch=16")))
 
 
+def test_the_plan_says_which_evaluation_is_the_best() -> None:
+    text = shown(plan_table(make_plan("checkpoint.best=eval/loss", "train.eval_every=5", "train.patience=3")))
+    assert "the lowest eval/loss, its checkpoint is kept, the run ends after 3 evaluations without a better one" in text
+    text = shown(plan_table(make_plan("checkpoint.best=eval/f1", "checkpoint.best_mode=max", "train.eval_every=5")))
+    assert "the highest eval/f1, its checkpoint is kept\n" in text
+
+
 def test_the_plan_of_a_stream() -> None:
     text = shown(plan_table(make_plan("train.epochs=2", "schedule=constant", "train.clip_norm=null", samples=None)))
     assert "windows       as many as the stream has; the last one is exact, however short" in text
