@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from launcher import Engine
 from launcher.config.schema import Sync
-from launcher.train.engine.window_totals import ReducedTotals
+from launcher.train.engine.window_totals import ReducedTotals, WindowTotals
 from tests.equivalence.grid import CLIP
 
 
@@ -26,8 +26,8 @@ def mean_of_means(engine: Engine) -> None:
 def _with_items(engine: Engine, items: Callable[[ReducedTotals], int]) -> None:
     apply = engine._optimizer_step.apply
 
-    def wrong(gradients: list[Tensor], agreed: ReducedTotals) -> float:
-        return apply(gradients, dataclasses.replace(agreed, items=items(agreed)))
+    def wrong(gradients: list[Tensor], agreed: ReducedTotals, totals: WindowTotals) -> float:
+        return apply(gradients, dataclasses.replace(agreed, items=items(agreed)), totals)
 
     engine._optimizer_step.apply = wrong
 
