@@ -141,7 +141,7 @@ def test_at_the_end_of_a_job(launch: Launch, project: Path, web: tuple[str, list
     assert done.returncode == 0, done.stderr
     assert (received[0]["run"], received[0]["verdict"], received[0]["steps"]) == ("fine", "done", 2)
     assert received[0]["metrics"]["train/loss"] > 0
-    assert (project / "outcome.txt").read_text().startswith("Run fine: done after 2 steps")
+    assert (project / "runs/fine/outcome.txt").read_text().startswith("Run fine: done after 2 steps")
 
     env["TEST_HOOK"] = f"{address}/broken"
     failed = launch("train", *job, "run.name=dead", "task.trouble=killed", f"callbacks=[{hook}]", env=env)
@@ -149,4 +149,4 @@ def test_at_the_end_of_a_job(launch: Launch, project: Path, web: tuple[str, list
     assert "Callback Webhook did not report that the run is failed: HTTPError: HTTP Error 500" in failed.stderr
     assert received[1]["verdict"] == "failed"
     assert "SIGKILL" in received[1]["error"]
-    assert "SIGKILL" in (project / "outcome.txt").read_text()
+    assert "SIGKILL" in (project / "runs/dead/outcome.txt").read_text()

@@ -82,7 +82,7 @@ def test_the_ledger_tells_the_truth_of_a_failure(either: Cluster, project: Path)
     mine = Project(either, project)
     done = mine.launch(
         "train", "cluster=slurm", "cluster.nodes=2", "cluster.workers_per_node=1", *JOB, "task.trouble=raise", "--wait",
-        status=1,
+        "callbacks=[{_target_: speech.hooked.Reporting}]", status=1,
     )  # fmt: skip
     assert "ValueError: the eleventh utterance is cursed" in done.stderr
     shown = mine.launch("status", "own").stdout
@@ -92,6 +92,7 @@ def test_the_ledger_tells_the_truth_of_a_failure(either: Cluster, project: Path)
     assert (run["state"], run["failure"]["rank"], run["failure"]["node"]) == ("failed", 1, 1)
     assert "cursed" in mine.launch("logs", "ow", "--rank", "1").stdout
     mine.nothing_is_left()
+    assert "ValueError: the eleventh utterance is cursed" in (mine.run / "outcome.txt").read_text()
     again = mine.launch("retry", "own").stdout
     assert "Submitted own.retry1 as Slurm job" in again
     mine.launch("cancel", "own.retry1")

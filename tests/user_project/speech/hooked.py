@@ -132,4 +132,4 @@ class Reporting:
     """A callback of the user's own that acts on the outcome."""
 
     def on_outcome(self, outcome):
-        Path("outcome.txt").write_text(f"{outcome.text}|{outcome.steps}|{outcome.error}")
+        (Path(outcome.dir) / "outcome.txt").write_text(f"{outcome.text}|{outcome.steps}|{outcome.error}")
