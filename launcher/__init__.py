@@ -28,8 +28,10 @@ if TYPE_CHECKING:
     from launcher.train.data.packing import document_mask as document_mask
     from launcher.train.data.packing import document_mask_mod as document_mask_mod
     from launcher.train.data.sample_order import ArrangedData as ArrangedData
-    from launcher.train.engine.engine import Engine as Engine
     from launcher.train.engine.window_totals import StepResult as StepResult
+    from launcher.train.run_engine import RunEngine
+
+    Engine = RunEngine
 
 compat.install_old_names()
 
@@ -37,7 +39,7 @@ _HOMES = {
     "ArrangedData": "launcher.train.data.sample_order",
     "Config": "launcher.config.schema",
     "Context": "launcher.train.context",
-    "Engine": "launcher.train.engine.engine",
+    "Engine": "launcher.train.run_engine",
     "Job": "launcher.api",
     "Loss": "launcher.loss",
     "Packing": "launcher.train.data.packing",
@@ -54,6 +56,7 @@ _HOMES = {
     "submit": "launcher.api",
     "sweep": "launcher.api",
 }
+_OWN_NAMES = {"Engine": "RunEngine"}  # in its module, whose base class is the engine of `launch train`
 __all__ = list(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 __version__: str  # as in pyproject.toml
 
@@ -65,4 +68,4 @@ def __getattr__(name: str) -> Any:
         return metadata.version("launcher")
     if name not in _HOMES:
         raise AttributeError(f"module 'launcher' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(_HOMES[name]), _OWN_NAMES.get(name, name))

@@ -18,7 +18,7 @@ from launcher.config.schema import ClusterKind, Config, Device, PrecisionKind
 from launcher.errors import EXIT_INTERRUPTED, EXIT_RESUMABLE, SiteError, UserError
 from launcher.launch import local
 from launcher.launch.peers import Peers
-from launcher.launch.planner import new_run, plan_job
+from launcher.launch.planner import new_run, plan_job, run_of_script
 from launcher.launch.slurm import submit as slurm
 from launcher.plan import host
 from launcher.plan.host import Site
@@ -42,6 +42,8 @@ def make_plan(overrides: Sequence[str] | Config = (), *, samples: int | None) ->
     The model is not inspected here: strategy.sync=auto selects the policy that sends the fewest bytes, regardless of
     memory.
 
+    The run's name and directory are those of `launch run`, or under torchrun those of run.name and run.dir.
+
     Args:
         overrides: as on the command line, or a Config; the task group is not used.
         samples: the length of your dataset; None for a stream.
@@ -55,7 +57,7 @@ def make_plan(overrides: Sequence[str] | Config = (), *, samples: int | None) ->
     config = overrides if isinstance(overrides, Config) else compose(overrides)
     site = Site.here()
     world = World.here()
-    run = new_run(config.run, "own_loop", site.cwd)
+    run = run_of_script(os.environ) or new_run(config.run, "own_loop", site.cwd)
     started = world.size // world.local_size, world.local_size
     if started[0] == 1:  # on several hosts the engine resolves precision=auto on all of them together
         device = config.cluster.device

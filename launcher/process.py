@@ -31,6 +31,8 @@ _PR_SET_PDEATHSIG = 1
 AGENT_PID = "LAUNCHER_AGENT_PID"
 # Environment variable with the run's id, for all processes that the launcher starts for a run, and their children.
 RUN_ID = "LAUNCHER_RUN_ID"
+# Environment variable: the run's directory, for a script of `launch run`.
+RUN_DIR = "LAUNCHER_RUN_DIR"
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
@@ -148,6 +150,22 @@ def prepare_worker() -> None:
     os.dup2(1, 2)
     sys.excepthook = hook
     faulthandler.enable(file=2, all_threads=False)
+
+
+class StopRequest:
+    """Flag that is set by a signal. The ranks share it in the window's collective, and stop after the same window."""
+
+    def __init__(self) -> None:
+        self.received = False
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._receive)
+        unblock_stop_signals()
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        self.received = True
+
+    def __call__(self) -> bool:
+        return self.received
 
 
 def exit_without_teardown(status: int) -> NoReturn:

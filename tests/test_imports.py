@@ -34,7 +34,8 @@ LAYERS = (
     (
         "launch", "train.world", "train.context", "train.precision", "train.optimizers", "train.eval_metrics",
         "train.measure", "train.data", "train.parallel", "train.callback_set", "train.engine", "train.metrics",
-        "train.checkpoint", "train.evaluation", "train.trainer", "train.inspection", "train.worker",
+        "train.checkpoint", "train.evaluation", "train.training_loop", "train.trainer", "train.inspection",
+        "train.worker", "train.run_engine",
     ),
     ("callbacks",),
     ("runs",),
@@ -54,7 +55,8 @@ TRAIN = (
     ("train.metrics",),
     ("train.checkpoint",),
     ("train.evaluation",),
-    ("train.trainer",),
+    ("train.training_loop",),
+    ("train.trainer", "train.run_engine"),
     ("train.inspection", "train.worker"),
 )
 # (importing module, imported module): what breaks the order. Keep it empty. The root's own __init__, which names the

@@ -30,7 +30,7 @@ from launcher.launch.watchdog import HangWatch, NoWatch
 from launcher.plan.host import WANDB_ENV, allowed_env
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan
-from launcher.process import AGENT_PID, RUN_ID, StopShield, die_with_parent, living_children
+from launcher.process import AGENT_PID, RUN_DIR, RUN_ID, StopShield, die_with_parent, living_children
 from launcher.rundir import history
 from launcher.rundir.fencing import ATTEMPT, Attempt, Fence
 from launcher.rundir.files import clear_torn, read_json, write_json
@@ -90,7 +90,7 @@ def serve(plan: LaunchPlan, plan_file: Path, own: Attempt, shield: StopShield) -
         for name in set(os.environ) - set(allowed_env(os.environ, plan.env.allow)):
             del os.environ[name]  # only the mirror may see the W&B key
         os.environ |= {**plan.env.default, **os.environ, **plan.env.set}
-        os.environ |= {AGENT_PID: str(os.getpid()), ATTEMPT: str(own), RUN_ID: plan.run.id}
+        os.environ |= {AGENT_PID: str(os.getpid()), ATTEMPT: str(own), RUN_ID: plan.run.id, RUN_DIR: plan.run.dir}
         watch = _watch(plan, shield)
         ended = _run_workers(plan, plan_file, Fence(plan.paths, own).newest().get("attempt", 0), shield, watch)
         if watch.last is not None and plan.node == 0:

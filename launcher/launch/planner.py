@@ -24,6 +24,7 @@ from launcher.plan.run_plan import RunPlan, TaskPlan
 from launcher.plan.solve import solve
 from launcher.plan.sync_policy import SHARDED
 from launcher.plan.task_inspection import describe_task, run_probe, weigh_memory
+from launcher.process import RUN_DIR, RUN_ID
 
 T = TypeVar("T")
 
@@ -166,6 +167,20 @@ def new_run(config: RunConfig, stem: str, cwd: str) -> RunInfo:
         id=secrets.token_hex(4),
         dir=str((Path(cwd) / config.dir / name).resolve()),
         created=now.isoformat(timespec="seconds"),
+        version=metadata.version("launcher"),
+    )
+
+
+def run_of_script(env: Mapping[str, str]) -> RunInfo | None:
+    """Return name, id and directory of the run that the agent which started this process belongs to; None without
+    one."""
+    if RUN_DIR not in env:
+        return None
+    return RunInfo(
+        name=Path(env[RUN_DIR]).name,
+        id=env[RUN_ID],
+        dir=env[RUN_DIR],
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
         version=metadata.version("launcher"),
     )
 

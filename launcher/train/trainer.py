@@ -1,55 +1,37 @@
-"""Trainer: builds the engine, and runs a plan's steps with evaluation, record, checkpoints, stop and summary."""
+"""Trainer: builds engine, data and training loop of a plan, and runs it."""
 
 from __future__ import annotations
 
-import math
 import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
-from launcher.config.schema import OnOom
-from launcher.errors import RecordFailed, TaskError
-from launcher.heartbeat import HEARTBEAT, Phase, Wait
-from launcher.loss import Loss, as_losses
+from launcher.heartbeat import HEARTBEAT, Phase
 from launcher.plan.run_plan import RunPlan
 from launcher.rundir import code_snapshot
 from launcher.rundir.fencing import Fence
-from launcher.rundir.files import write_json
 from launcher.task import (
     Task,
     eval_set_text,
     eval_sets,
     file_of,
-    is_mapped,
     load_task,
     seed_everything,
     train_data,
 )
-from launcher.train import metrics, precision
+from launcher.train import precision
 from launcher.train.checkpoint import save
-from launcher.train.checkpoint.async_save import Saver
 from launcher.train.checkpoint.load import load_newest, require_same_shards
-from launcher.train.checkpoint.run_totals import RunTotals
 from launcher.train.data.fingerprint import require_same_data
 from launcher.train.data.length_balance import arranged
 from launcher.train.engine import oom
 from launcher.train.engine.build import FromModel
 from launcher.train.engine.engine import Engine
-from launcher.train.engine.item_count import Items
-from launcher.train.engine.window_totals import StepResult
 from launcher.train.evaluation import Evaluation
-from launcher.train.measure.flops import peak_flops
-from launcher.train.metrics import Metrics, NoRecord, Sink
 from launcher.train.optimizers import MakeSchedule, build_optimizer
-from launcher.train.parallel.shard_units import direct_use, is_direct_use
+from launcher.train.training_loop import Saves, TrainingLoop
 from launcher.train.world import World, device_of, join
-
-# messages on stragglers that a process prints: on a noisy machine ranks take turns
-MAX_STRAGGLER_LINES = 6
 
 
 def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
@@ -98,24 +80,17 @@ def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
     seed_everything(plan.train.seed + 1 + world.rank)  # from here on each rank draws other numbers, for dropout
 
     restored = load_newest(engine, plan.paths, fence, commit) if plan.checkpoint.enabled else None
-    totals = RunTotals(engine, commit)  # its clock starts now: loading a checkpoint is not training
     if restored is not None:
         require_same_shards(engine, restored, samples)
-        totals.restore(restored)
-    if plan.checkpoint.enabled:
-        save.require_writable(engine, plan.paths.checkpoints, resumed=restored is not None)
-    saver = Saver(engine, totals, fence, save_failed)
-    loop = TrainingLoop(submitted_plan, task, engine, Evaluation(engine, task, held_out), totals, cadence, saver)
+    saves = Saves(cadence, fence, save_failed, commit)
+    loop = TrainingLoop(submitted_plan, task, engine, Evaluation(engine, task, held_out), saves, restored)
     try:
-        loop.begin(fence, None if restored is None else restored.run["record"])
+        loop.begin(restored)
         verdict = loop.run(samples)
         engine.callbacks.call("on_end", engine, verdict)
     finally:
-        saver.finish()
-        loop.record.close()
-    if world.rank == 0:
-        fence.check()
-        write_json(plan.paths.summary, totals.summary(verdict))
+        loop.close()
+    loop.write_summary(verdict)
 
 
 def optimizer_of(task: Task, plan: RunPlan) -> FromModel:
@@ -128,273 +103,3 @@ def optimizer_of(task: Task, plan: RunPlan) -> FromModel:
 def schedule_of(task: Task, plan: RunPlan) -> MakeSchedule | None:
     """Return the task's own function for the learning rate schedule; None if the plan has one."""
     return getattr(task, "schedule") if plan.task.own_schedule else None  # noqa: B009
-
-
-def losses_of(task: Task, engine: Engine, model: Callable[..., Any], batch: Any) -> list[Loss]:
-    """Return the terms of the task's loss of the current micro-batch."""
-    return as_losses(task.loss(model, batch), engine.samples_in_batch, engine.plan.task.target)
-
-
-def items_method_of(task: Task) -> Items | None:
-    """Return the task's method ``items(batch)``, if it has one."""
-    items: Items | None = getattr(task, "items", None)
-    return items if callable(items) else None
-
-
-class TrainingLoop:
-    """Steps of a run, each followed by what is due: a checkpoint, an evaluation, a record.
-
-    Args:
-        plan: the plan as it was submitted; the engine's may have smaller micro-batches.
-    """
-
-    def __init__(
-        self,
-        plan: RunPlan,
-        task: Task,
-        engine: Engine,
-        evaluation: Evaluation,
-        totals: RunTotals,
-        cadence: save.Cadence,
-        saver: Saver,
-    ) -> None:
-        self.plan, self.task, self.engine, self.evaluation = plan, task, engine, evaluation
-        self.totals, self.cadence, self.saver = totals, cadence, saver
-        self.record: Sink = NoRecord()
-        self.recorded: int | None = None  # step of the newest record
-        self.straggler_lines = 0
-        own: Callable[[], float] | None = getattr(task, "flops_per_sample", None)
-        self.flops_per_sample = plan.task.flops_per_sample if own is None else own()
-        self.peak_flops: float | None = None
-        if engine.device.type == "cuda":
-            name, tf32 = torch.cuda.get_device_name(engine.device), torch.backends.cuda.matmul.fp32_precision
-            self.peak_flops = peak_flops(name, plan.precision.kind, tf32=tf32 == "tf32")
-
-    def begin(self, fence: Fence, last: dict[str, Any] | None) -> None:
-        """Try the evaluation, or catch up on the one that is missing at the step that the run resumes from; and open
-        the record.
-
-        Args:
-            last: the record of that step in the checkpoint; None: the run starts.
-        """
-        engine, best, missing = self.engine, self.totals.best, Metrics()
-        engine.callbacks.start(engine)
-        if last is None or best.is_new:
-            when = "while the first held-out data was evaluated"
-            with self.explain_out_of_memory(when, "train.eval_micro_size"), engine.callbacks.around_evaluation(engine):
-                names = self.evaluation.try_first()
-            if names is not None:
-                best.require_known(names)
-        if last is not None:
-            self.recorded, missing = engine.steps, self.missing_evaluation(last)
-        if engine.world.rank == 0:
-            complete = last and last | missing
-            self.record = metrics.open_record(engine.plan, fence, engine.steps, complete, amended=bool(missing))
-
-    def run(self, samples: Any) -> str:
-        """Run the remaining steps of the plan, and return the verdict: done or stopped."""
-        engine, best = self.engine, self.totals.best
-        if best.exhausted:
-            return "done"
-        self.cadence.start_clock()
-        collate, compare = getattr(self.task, "collate", None), not is_mapped(samples)  # mapped data was compared
-        items = items_method_of(self.task)
-        for window in engine.windows(samples, collate, self.loss, items, compare_data=compare):
-            try:
-                for batch in window:
-                    engine.backward(self.loss(engine.model, batch))
-            except Exception as error:
-                self.shrink_or_raise(error)
-                continue  # the window runs again
-            with self.explain_out_of_memory("while the optimizer took its step, whose state needs memory, too"):
-                result = engine.step()
-            self.totals.add(result)
-            self.print_events(result)
-            self.finish_step(result)
-            if result.stopped:
-                return "stopped"
-            if best.exhausted:
-                break
-        return "done"
-
-    def loss(self, model: Callable[..., Any], batch: Any) -> list[Loss]:
-        return losses_of(self.task, self.engine, model, batch)
-
-    def finish_step(self, result: StepResult) -> None:
-        """Save, evaluate and record what is due. The save comes first: an error in the evaluation must not lose the
-        steps so far."""
-        values, saves, evaluates = self.step_metrics(result), self.save_due(result), self.eval_due(result)
-        if records := self.log_due(result, extra=evaluates or saves):
-            values |= self.engine.context.take_scalars()
-        try:
-            if saves:
-                values |= self.save(result, values)
-            if evaluates:
-                values |= self.evaluate()
-                values |= self.judge(result, values, saved=saves)
-        except Exception:
-            if not (result.skipped and result.step == self.recorded):
-                with suppress(RecordFailed):  # the disk is full; the error that is raised matters more
-                    self.record.write(result.step, values)
-            raise
-        if records:
-            self.record.write(result.step, values | self.saver.take_metrics())
-            self.recorded = result.step
-            self.totals.calibration_due = False
-
-    def print_events(self, result: StepResult) -> None:
-        engine = self.engine
-        if engine.world.rank != 0:
-            return
-        if result.nonfinite is not None:
-            print(f"{result.nonfinite}\n  The window is skipped (train.on_nonfinite=skip).", flush=True)
-        elif result.skipped:
-            why = f"fp16 overflowed at loss scale {result.scale}" if result.items else "the window has no item"
-            print(f"step {engine.steps + 1}: skipped, {why}", flush=True)
-        if engine.stragglers.news is not None and self.straggler_lines < MAX_STRAGGLER_LINES:
-            self.straggler_lines += 1
-            last = self.straggler_lines == MAX_STRAGGLER_LINES
-            rest = " Further ones are in metrics.jsonl only (straggler/rank)." if last else ""
-            print(f"step {engine.steps}: {engine.stragglers.news}{rest}", flush=True)
-
-    def shrink_or_raise(self, error: Exception) -> None:
-        """Return if the window that raised is to be run again with smaller micro-batches; otherwise raise the error."""
-        engine, batch = self.engine, self.engine.plan.batch
-        if engine.shrinks(error):
-            if engine.world.rank == 0:
-                oom.store_micro_size(self.plan, engine.plan.batch)
-                print(f"step {engine.steps + 1}: out of memory. Continuing with {engine.plan.batch.text}", flush=True)
-            return
-        if is_direct_use(error):
-            raise TaskError(direct_use("a parameter", engine.plan.strategy.kind)) from error
-        if not oom.is_out_of_memory(error):
-            raise error
-        if batch.on_oom is OnOom.shrink and (smaller := batch.shrunk()) is not None:
-            oom.store_micro_size(self.plan, smaller)
-        raise oom.out_of_memory(error, batch, engine.world.rank, engine.steps + 1) from None
-
-    @contextmanager
-    def explain_out_of_memory(self, when: str, size_key: str = "batch.micro_size") -> Iterator[None]:
-        """Explain an out-of-memory error in the body. Smaller micro-batches may not help there, so none are stored for
-        later attempts. ``size_key``: key of the size that the body's memory depends on."""
-        try:
-            yield
-        except Exception as error:
-            if not oom.is_out_of_memory(error):
-                raise
-            rank, step = self.engine.world.rank, self.engine.steps + 1
-            raise oom.out_of_memory_beside(error, rank, step, when, size_key) from None
-
-    def step_metrics(self, result: StepResult) -> Metrics:
-        engine, totals = self.engine, self.totals
-        progress, peak = (engine.samples, engine.items), metrics.peak_memory_bytes(engine.device)
-        values = metrics.step_metrics(result, engine.plan, progress, totals.total_s, peak)
-        values |= {f"train/{name}": value for name, value in result.metrics.items()}
-        values["batch/empty_windows"] = engine.empty_windows
-        if engine.nonfinite_windows:
-            values["batch/nonfinite_windows"] = engine.nonfinite_windows
-        values |= totals.best.metrics()
-        if totals.since:
-            values["progress/measured_since"] = totals.since
-        if engine.precision.scales:
-            values["amp/skipped_steps"] = engine.skipped_steps
-        if totals.calibration_due or result.last:
-            values |= totals.calibration()
-        if self.flops_per_sample is not None:
-            flops_per_s = values["throughput/samples_per_s"] * self.flops_per_sample
-            values["throughput/flops_per_s"] = flops_per_s
-            if self.peak_flops is not None:
-                values["throughput/mfu"] = flops_per_s / (self.peak_flops * engine.world.size)
-        return values
-
-    def save_due(self, result: StepResult) -> bool:
-        if not self.plan.checkpoint.enabled or not self.engine.steps:  # before the first step there is nothing to save
-            return False
-        return result.last or (not result.skipped and self.cadence.due(result))
-
-    def eval_due(self, result: StepResult) -> bool:
-        if not self.evaluation.sets:
-            return False
-        if result.last:
-            return not result.stopped
-        every = self.plan.train.eval_every
-        return bool(every) and not result.skipped and result.step % every == 0
-
-    def log_due(self, result: StepResult, *, extra: bool) -> bool:
-        # a skipped window is not a step and has no record; it is counted in the next one
-        if result.skipped and (not result.last or result.step == self.recorded):
-            return False
-        return bool(extra or result.last or result.step % self.plan.train.log_every == 0)
-
-    def save(self, result: StepResult, values: Metrics, *, last: bool = False) -> Metrics:
-        """Save a checkpoint, and return its metrics.
-
-        Args:
-            values: the metrics of this step, which the checkpoint includes, because the process may end before they are
-                recorded.
-            last: no step follows, although there would be further ones.
-        """
-        started = time.perf_counter()
-        HEARTBEAT.beat(Phase.saving)
-        with HEARTBEAT.waiting_for(Wait.collective):
-            self.engine.share_buffers()
-        self.record.sync()
-        next_due = None if result.last or last else self.cadence.next(result.step)
-        self.saver.save(metrics.as_record(result.step, values), next_due=next_due)
-        self.engine.callbacks.call("on_save", self.engine, self.plan.paths.checkpoint(result.step))
-        self.cadence.start_clock()
-        return {"time/checkpoint_s": time.perf_counter() - started}
-
-    def evaluate(self) -> Metrics:
-        """Evaluate the held-out data, and return its metrics and what the task has logged."""
-        when, callbacks = "while the held-out data was evaluated", self.engine.callbacks
-        with self.explain_out_of_memory(when, "train.eval_micro_size"), callbacks.around_evaluation(self.engine):
-            values = self.evaluation.run()
-            callbacks.call("on_evaluation", self.engine, dict(values))
-        self.totals.evaluation = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        return values | self.engine.context.take_scalars()
-
-    def judge(self, result: StepResult, values: Metrics, *, saved: bool) -> Metrics:
-        """Compare this step's evaluation with the best one; save it if it is better, or if the run ends because none
-        was. Return the metrics of that.
-
-        Args:
-            values: the metrics of this step.
-            saved: a checkpoint of this step is saved already.
-        """
-        best, saves = self.totals.best, self.plan.checkpoint.enabled
-        improved = best.judge(result.step, values)
-        judged = best.metrics()
-        if improved and saves and not saved:
-            best.saved_as_best()
-            judged |= self.save(result, values | judged)
-        if best.exhausted and not result.last:
-            if self.engine.world.rank == 0:
-                print(f"step {result.step}: stopped early: {best.verdict}", flush=True)
-            if saves:
-                judged |= self.save(result, values | judged, last=True)
-        return judged
-
-    def missing_evaluation(self, last: dict[str, Any]) -> Metrics:
-        """Return the metrics of the evaluation due at the step that the run resumes from, if its record lacks them
-        because the run stopped before it, or it failed; otherwise nothing. It is judged in both cases.
-
-        Args:
-            last: the record of that step in the checkpoint.
-        """
-        every, step = self.plan.train.eval_every, last["step"]
-        due = self.engine.over or (every and step % every == 0)
-        if not self.evaluation.sets or not due:
-            return {}
-        world = self.engine.world
-        written: dict[str, Any] = (
-            world.of_rank_0(metrics.read_record(self.plan.paths.metrics, step) if world.rank == 0 else None) or last
-        )
-        best = self.totals.best
-        if not self.evaluation.loss_names | {best.metric or "eval/loss"} <= written.keys():
-            values = self.evaluate()
-            best.judge(step, values)
-            return values | best.metrics()
-        self.totals.evaluation = {name: value for name, value in written.items() if name.startswith("eval/")}
-        best.judge(step, self.totals.evaluation)
-        return {}

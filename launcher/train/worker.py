@@ -3,37 +3,18 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from pathlib import Path
-from types import FrameType
 
 from launcher.heartbeat import HEARTBEAT, Phase
 from launcher.plan.run_plan import RunPlan
 from launcher.process import (
-    STOP_SIGNALS,
+    StopRequest,
     exit_without_teardown,
     never_fail_to_print,
     prepare_worker,
     show_stacks_when_asked,
-    unblock_stop_signals,
 )
-
-
-class StopRequest:
-    """Flag that is set by a signal. The ranks share it in the window's collective, and stop after the same window."""
-
-    def __init__(self) -> None:
-        self.received = False
-        for number in STOP_SIGNALS:
-            signal.signal(number, self._receive)
-        unblock_stop_signals()
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        self.received = True
-
-    def __call__(self) -> bool:
-        return self.received
 
 
 def main(plan_path: str) -> None:

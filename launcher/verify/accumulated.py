@@ -36,7 +36,7 @@ from launcher.train.data.window_feed import WindowPosition
 from launcher.train.engine.engine import Engine
 from launcher.train.engine.preserved_state import SavedState
 from launcher.train.engine.window_totals import StepResult
-from launcher.train.trainer import items_method_of, losses_of
+from launcher.train.training_loop import items_method_of, losses_of
 from launcher.train.world import World, device_of
 from launcher.verify.comparison import Gradient, without_dropout
 

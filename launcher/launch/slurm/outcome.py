@@ -46,7 +46,7 @@ def conclude(plan: LaunchPlan, task: SlurmTask, fence: Fence, ended: NodeOutcome
     if not stopped_by:
         if task.node == 0 and ended.status == EXIT_DONE:
             if not isinstance(plan, RunPlan):
-                write_json(paths.summary, {"verdict": "done"})
+                write_json(paths.summary, summary | {"verdict": "done"})  # a script on the engine has written its own
             history.note_event(paths, "done", step=summary.get("steps"))
         return ended.status
     if task.node:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -27,11 +28,20 @@ class Saver:
     """Saver of one run's checkpoints, on every rank. All ranks call ``save`` and ``wait``; either all raise, or none.
 
     Args:
+        parts: further engines of this process, which are saved in the same checkpoints.
         failed: set when a background save fails and the run must stop; the next ``wait`` raises its error. Passed to
             ``Engine(stop=...)``, so that all ranks stop after the same window.
     """
 
-    def __init__(self, engine: Engine, totals: RunTotals, fence: Fence, failed: threading.Event) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        totals: RunTotals,
+        fence: Fence,
+        failed: threading.Event,
+        parts: Mapping[str, Engine] | None = None,
+    ) -> None:
+        self.parts = dict(parts or {})
         self._engine, self._totals, self._fence, self._failed = engine, totals, fence, failed
         self._plan = engine.plan.checkpoint
         # a group of its own: the thread's collectives must not be mixed with those of the steps in the default group
@@ -54,13 +64,14 @@ class Saver:
         """True while a checkpoint is written in the background."""
         return self._thread is not None and self._thread.is_alive()
 
-    def save(self, record: dict[str, Any], *, next_due: str | None) -> None:
+    def save(self, record: dict[str, Any], *, next_due: str | None, extra: dict[str, Any] | None = None) -> None:
         """Wait for the previous save, then start one.
 
         Args:
             record: metrics record of this step.
             next_due: when the next checkpoint is due, for messages; None: this is the last one, and is written before
                 the call returns.
+            extra: JSON data of the user's own loop; rank 0's is stored.
 
         Raises:
             CheckpointFailed: this save or the previous one failed, and the plan says to stop.
@@ -68,13 +79,19 @@ class Saver:
         """
         self.wait()
         self._last = next_due is None
-        run = {"account": self._totals.state_dict(), "record": record}
-        snapshot = save.take_snapshot(self._engine, self._fence, self._totals.best.retention(), run)
+        run = {"account": self._totals.state_dict(), "record": record, **({} if extra is None else {"extra": extra})}
+        snapshot = save.take_snapshot(self._engine, self._fence, self._totals.best.retention(), run, self.parts)
         if next_due is None or not self._plan.async_save:
             self._write(snapshot, next_due)
             self._handle_failure()
             return
-        snapshot = dataclasses.replace(snapshot, tensors=self._staging.copy(snapshot.tensors), staged=True)
+        copies = self._staging.copy(
+            {"": snapshot.tensors, **{name: part.tensors for name, part in snapshot.parts.items()}}
+        )
+        parts = {
+            name: dataclasses.replace(part, tensors=copies[name], staged=True) for name, part in snapshot.parts.items()
+        }
+        snapshot = dataclasses.replace(snapshot, tensors=copies[""], staged=True, parts=parts)
         self._thread = threading.Thread(target=self._write_in_background, args=(snapshot, next_due), daemon=True)
         self._thread.start()
 

@@ -13,6 +13,7 @@ With the same world size, every rank's state is restored bit by bit. With anothe
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,9 @@ class Restored:
         return saved_by if commit and saved_by != commit else None
 
 
-def load_newest(engine: Engine, paths: RunPaths, fence: Fence, commit: str | None = None) -> Restored | None:
+def load_newest(
+    engine: Engine, paths: RunPaths, fence: Fence, commit: str | None = None, parts: Mapping[str, Engine] | None = None
+) -> Restored | None:
     """Load the newest checkpoint whose files match its manifest, and return it; None if the run has no checkpoint. All
     ranks call it, with a fresh engine.
 
@@ -77,6 +80,7 @@ def load_newest(engine: Engine, paths: RunPaths, fence: Fence, commit: str | Non
 
     Args:
         commit: commit of the task's present code, if known.
+        parts: further engines that the checkpoint has, by name.
 
     Raises:
         NoGoodCheckpoint: the run has checkpoints, and all of them are damaged.
@@ -88,11 +92,14 @@ def load_newest(engine: Engine, paths: RunPaths, fence: Fence, commit: str | Non
     candidates: list[Path] = world.of_rank_0(paths.committed_checkpoints() if world.rank == 0 else [])
     damaged: list[Path] = []
     for directory in candidates:
-        if problems := _problems(world, directory):
+        if problems := [p for each in (directory, *parts_of(directory)) for p in _problems(world, each)]:
             damaged.append(directory)
             if world.rank == 0:
                 print(f"Checkpoint {directory} is damaged and not used: {'; '.join(problems)}.", flush=True)
             continue
+        _require_parts(directory, parts or {})
+        for name, part in (parts or {}).items():
+            load(part, directory / name)
         restored = load(engine, directory)
         if world.rank == 0:
             _move_aside(paths, fence, damaged)
@@ -108,6 +115,21 @@ def load_newest(engine: Engine, paths: RunPaths, fence: Fence, commit: str | Non
     if world.rank == 0 and paths.metrics.exists() and paths.metrics.stat().st_size:
         print(f"{paths.checkpoints} has no checkpoint: the run and its record restart at step 0.", flush=True)
     return None
+
+
+def parts_of(directory: Path) -> list[Path]:
+    """Return the directories of further engines inside a checkpoint, in one order on all ranks."""
+    return sorted(path for path in directory.iterdir() if path.is_dir())
+
+
+def _require_parts(directory: Path, parts: Mapping[str, Engine]) -> None:
+    """Raise WrongCheckpoint unless the checkpoint has exactly these further engines."""
+    saved = [path.name for path in parts_of(directory)]
+    if saved != sorted(parts):
+        raise WrongCheckpoint(
+            f"{directory} was saved with the further engines {', '.join(saved) or 'none'}, and engine.resume was given "
+            f"{', '.join(sorted(parts)) or 'none'}.\n  Give the same: engine.resume(parts={{name: engine}})."
+        )
 
 
 def _problems(world: World, directory: Path) -> list[str]:

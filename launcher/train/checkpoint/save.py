@@ -9,14 +9,15 @@ for a rank that has failed.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -140,6 +141,7 @@ class Snapshot:
         retention: earlier checkpoints to keep.
         predicted_bytes: predicted size of the whole checkpoint.
         staged: the tensors are copies, which training does not change.
+        parts: snapshots of further engines of the same process, each in a directory of its name inside the checkpoint.
     """
 
     step: int
@@ -150,10 +152,15 @@ class Snapshot:
     retention: Retention
     predicted_bytes: int
     staged: bool = False
+    parts: Mapping[str, Snapshot] = field(default_factory=dict)
 
 
 def take_snapshot(
-    engine: Engine, fence: Fence, retention: Retention | None = None, run: dict[str, Any] | None = None
+    engine: Engine,
+    fence: Fence,
+    retention: Retention | None = None,
+    run: dict[str, Any] | None = None,
+    parts: Mapping[str, Engine] | None = None,
 ) -> Snapshot:
     """Return a snapshot of the engine; its tensors are the engine's own, not copies. All ranks call it, between two
     windows.
@@ -161,7 +168,9 @@ def take_snapshot(
     Args:
         retention: earlier checkpoints to keep; None: all.
         run: JSON data that ``load`` returns to the caller; rank 0's is stored.
+        parts: further engines of this process, by name.
     """
+    snapshots = {name: take_snapshot(part, fence) for name, part in (parts or {}).items()}
     _, callbacks = engine.callbacks.state_dict()
     state = {
         "origin": origin_of(engine.plan), "engine": engine.state_dict(), "run": run or {}, "callbacks": callbacks,
@@ -173,7 +182,8 @@ def take_snapshot(
         world=engine.world,
         fence=fence,
         retention=retention or Retention(),
-        predicted_bytes=predicted_bytes(engine),
+        predicted_bytes=predicted_bytes(engine) + sum(part.predicted_bytes for part in snapshots.values()),
+        parts=snapshots,
     )
 
 
@@ -200,17 +210,29 @@ class _RankError:
 
 
 class _CheckpointWrite:
-    def __init__(self, snapshot: Snapshot, group: dist.ProcessGroup | None) -> None:
+    """Write of one snapshot. ``name``: of the directory inside the checkpoint, for a part of one."""
+
+    def __init__(self, snapshot: Snapshot, group: dist.ProcessGroup | None, name: str = "") -> None:
         self._snapshot, self._world, self._group = snapshot, snapshot.world, group
         self._fence, self._paths = snapshot.fence, snapshot.fence.paths
         self._target = self._paths.checkpoint(snapshot.step)
         self._partial = self._paths.partial_checkpoint(snapshot.step, self._fence.own)
+        self._directory = self._partial / name
 
     def run(self) -> Path:
         if self._on_rank_0(self._create):
+            for name, part in self._snapshot.parts.items():
+                part = dataclasses.replace(part, step=self._snapshot.step)
+                _CheckpointWrite(part, self._group, name).write_part()
             files = self._write_tensors()
             self._on_rank_0(lambda: self._commit(files))
         return self._target
+
+    def write_part(self) -> None:
+        """Write the snapshot into its directory, which is committed with the whole checkpoint."""
+        self._on_rank_0(self._directory.mkdir)
+        files = self._write_tensors()
+        self._on_rank_0(lambda: self._complete(files))
 
     def _create(self) -> bool:
         """Create the directory. Return False if a checkpoint of this step exists: writing it again would put it at
@@ -224,7 +246,7 @@ class _CheckpointWrite:
 
     def _write_tensors(self) -> file_format.Files:
         """Write this rank's share; return the files of all ranks."""
-        writer = Writer(self._partial, staged=self._snapshot.staged)
+        writer = Writer(self._directory, staged=self._snapshot.staged)
         try:
             dcp.save(self._snapshot.tensors, storage_writer=writer, process_group=self._group)
         except dcp.CheckpointException as error:  # torch raises it on all ranks, whichever rank failed
@@ -232,11 +254,15 @@ class _CheckpointWrite:
             self._fail(writer.error or (own[0] if own else None))
         return {name: file for files in self._world.of_all(writer.written, self._group) for name, file in files.items()}
 
-    def _commit(self, files: file_format.Files) -> None:
-        state = self._partial / STATE
+    def _complete(self, files: file_format.Files) -> None:
+        """Write what the directory has beside the tensors, the manifest last."""
+        state = self._directory / STATE
         write_text(state, self._snapshot.state)
-        file_format.write_manifest(self._partial, files | file_format.checksums([state]))
-        sync_directory(self._partial)
+        file_format.write_manifest(self._directory, files | file_format.checksums([state]))
+        sync_directory(self._directory)
+
+    def _commit(self, files: file_format.Files) -> None:
+        self._complete(files)
         self._fence.check()
         self._partial.rename(self._target)
         try:

@@ -123,6 +123,7 @@ class Engine(EngineProgress):
         self._observers: list[Observer] = [self._noise, self.buffers, self.stragglers]
         self._totals = WindowTotals(self.world, self.device, self.parallel.meter, self._loss, self._observers)
         self.position, self.stream = BEGINNING, StreamCheckpoint()
+        self._finished = False  # the loop ends after the present window
         ranks = self.world.rank, self.world.size
         self.context = ContextSource(self.device, plan.train.seed, *ranks, progress=self._step_and_epoch)
         self.context.activate()
@@ -157,7 +158,7 @@ class Engine(EngineProgress):
         """
         self._current.set_forward(forward, items)
         self._current.require_closed()
-        if self.over:
+        if self.over or self._finished:
             return
         self.callbacks.start(self)
         self._again = True

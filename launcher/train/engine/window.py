@@ -82,6 +82,7 @@ class CurrentWindow:
         self.handed_out, self.calibrating = 0, False
         self._saved = SavedState(self._parallel.module, self._device) if self._saves else None
         self._batches = batches
+        self._parallel.begin_window()
         self._start()
         return batches
 

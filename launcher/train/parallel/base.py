@@ -51,6 +51,11 @@ class Parallel:
         self.meter = Meter(plan.strategy.kind, layout, device)
         self.local_norm = LocalGradNorm()
 
+    def begin_window(self) -> None:
+        """Discard gradients that passes outside of windows have left, such as those of another model's loss."""
+        if any(parameter.grad is not None for parameter in self._parameters):
+            self.zero_grad()
+
     def micro_batch(self, sync: Sync, *, first: bool, last: bool) -> AbstractContextManager[object]:  # noqa: ARG002
         """Return the context for forward *and* backward of one micro-batch.
 

@@ -38,6 +38,7 @@ class Ddp(Parallel):
         self._strategy, self._device = strategy, device
         self._compression = _compression(strategy, model, self.meter)
         self._compiled, self._reduces = plan.train.compile, False
+        self._zeroed: list[int] = []  # versions of the gradients when they were set to zero
         self._ddp = self._wrapped(init_sync=True)
 
     def _first_order(self) -> list[str] | None:
@@ -141,6 +142,15 @@ class Ddp(Parallel):
         # in place: set to None, they would be allocated outside the buckets in the next window, as a second copy
         if gradients := [p.grad for p in self._parameters if p.grad is not None]:
             torch._foreach_zero_(gradients)
+        self._zeroed = self._versions()
+
+    def _versions(self) -> list[int]:
+        """Return a number for each gradient, which changes when the gradient does."""
+        return [p.grad._version for p in self._parameters if p.grad is not None]
+
+    def begin_window(self) -> None:
+        if self._versions() != self._zeroed:
+            self.zero_grad()
 
     def gradient_order(self) -> list[str]:
         """Return the order in which gradients became ready in the first synchronised backward pass of this process, or

@@ -200,7 +200,21 @@ class Fsdp(Parallel):
                 _drop_gradients(module)
                 module.reshard()
 
+    def begin_window(self) -> None:
+        self._reshard()
+        for module in self._modules:
+            _drop_gradients(module)
+        super().begin_window()
+
+    def _reshard(self) -> None:
+        """Free parameters that a pass outside of micro-batches has gathered: they are outdated after the next step."""
+        for module in self._modules:
+            for group in groups_of(module):
+                if group.is_unsharded:
+                    group.reshard()
+
     def gradients(self) -> list[Tensor]:
+        self._reshard()
         self._scatter.finish()
         return [local(gradient) for gradient in super().gradients()]
 

@@ -25,12 +25,12 @@ import torch
 import torch.distributed as dist
 
 from launcher.errors import RunError
+from launcher.process import StopRequest
 from launcher.rundir.paths import RunPaths
 from launcher.train.checkpoint import async_save, save
 from launcher.train.checkpoint.contents import Staging
 from launcher.train.checkpoint.save import Snapshot
 from launcher.train.trainer import train
-from launcher.train.worker import StopRequest
 from tests.helpers import patience
 from tests.train.checkpoint.resume_worker import plan_of
 

@@ -30,7 +30,7 @@ from launcher.train.data.randomness import random_state, restore_random_state
 from launcher.train.engine import calibration
 from launcher.train.engine.calibration import Calibrated
 from launcher.train.engine.engine import Engine
-from launcher.train.trainer import losses_of
+from launcher.train.training_loop import losses_of
 from launcher.train.world import World
 from tests.helpers import make_plan
 from tests.train.engine.calibration_task import SAMPLES, Traced

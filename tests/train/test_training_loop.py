@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from launcher.train.trainer import MAX_STRAGGLER_LINES, TrainingLoop
+from launcher.train.training_loop import MAX_STRAGGLER_LINES, TrainingLoop
 
 
 def test_ranks_that_take_turns_as_stragglers_do_not_fill_the_screen(capsys: pytest.CaptureFixture[str]) -> None:
