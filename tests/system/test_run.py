@@ -115,7 +115,7 @@ def test_windows_of_a_finished_run_are_none(launch: Launch, tmp_path: Path) -> N
     (tmp_path / "twice.py").write_text(f"{text}\nprint('again', len(list(engine.windows(data))), engine.steps)\n")
     done = launch("run", "--", "twice.py")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "again 0 3"
+    assert "again 0 3" in done.stdout.splitlines()
 
 
 def test_an_optimizer_without_some_parameters_is_refused(launch: Launch, tmp_path: Path) -> None:
