@@ -122,8 +122,7 @@ class Engine(EngineProgress):
         self._noise = NoiseScale(self.world.size, self.device, self.parallel.local_norm, random=plan.batch.random_parts)
         self._observers: list[Observer] = [self._noise, self.buffers, self.stragglers]
         self._totals = WindowTotals(self.world, self.device, self.parallel.meter, self._loss, self._observers)
-        self.position, self.stream = BEGINNING, StreamCheckpoint()
-        self._finished = False  # the loop ends after the present window
+        self.position, self.stream, self._finished = BEGINNING, StreamCheckpoint(), False
         ranks = self.world.rank, self.world.size
         self.context = ContextSource(self.device, plan.train.seed, *ranks, progress=self._step_and_epoch)
         self.context.activate()
