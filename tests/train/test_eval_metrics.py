@@ -45,9 +45,10 @@ def by_hand(model: torch.nn.Module, data: Sequences) -> dict[str, float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_metrics_are_those_of_the_whole_set(ranks: int, tmp_path: Path) -> None:
-    jobs = [job(tmp_path, name, *case) | {"target": f"{TASKS}.Ranked"} for name, case in CASES.items()]
+    cases = CASES | ({"hsdp": ({}, (FP32, "strategy=hsdp", "strategy.shard_size=2"))} if ranks == 4 else {})
+    jobs = [job(tmp_path, name, *case) | {"target": f"{TASKS}.Ranked"} for name, case in cases.items()]
     run(jobs, ranks, tmp_path)
-    for name in ("ddp", "fsdp", "bf16"):
+    for name in cases.keys() & {"ddp", "fsdp", "hsdp", "bf16"}:
         last, model = records(tmp_path / name)[-1], trained(tmp_path / name)
         for of, data in SETS.items():
             expected = by_hand(model, data)

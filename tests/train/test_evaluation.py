@@ -44,7 +44,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 def job(place: Path, name: str, task: dict[str, Any], overrides: Sequence[str], **more: Any) -> dict[str, Any]:
     """A line of the worker's jobs."""
-    overrides = [*JOB, *(["strategy.bucket_mb=0.001"] if "strategy=fsdp" not in overrides else []), *overrides]
+    overrides = [
+        *JOB,
+        *(["strategy.bucket_mb=0.001"] if not any("strategy=" in o for o in overrides) else []),
+        *overrides,
+    ]
     task = {"samples": 48, **task}
     return {"run": str(place / name), "target": f"{TASKS}.Detector", "overrides": overrides, "task": task, **more}
 
