@@ -30,3 +30,10 @@ def test_a_parameter_of_a_shard_unit_in_the_loss_is_refused(tmp_path: Path) -> N
     assert "The loss uses a parameter of a shard unit" in seen["decay_of_all"]
     assert "use the optimizer's" in seen["decay_of_all"]
     assert seen["part_of_a_unit"] == "torch: mixed tensors"
+
+
+def test_contrast_with_the_samples_of_all_ranks_is_exact_with_one_micro_batch(tmp_path: Path) -> None:
+    seen = run(2, "contrasts", tmp_path)
+    assert len(seen) == 4
+    for name, found in seen.items():
+        assert found["error"] < 3 * found["at once"], (name, found)

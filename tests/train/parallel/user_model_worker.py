@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.nn.functional import all_gather
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -173,12 +174,40 @@ def part_of_a_unit(model: Any, x: Tensor) -> Tensor:
     return square(model.blocks[0].up(x))
 
 
+def contrastive(model: Model, x: Tensor) -> Tensor:
+    """Each sample against those of all ranks, once by its own rank."""
+    own, others = model(x), model.encode(x.flip(1))
+    first, everything = 0, others
+    if dist.is_initialized() and len(x) < SAMPLES:
+        everything, first = torch.cat(all_gather(others)), dist.get_rank() * len(x)
+    logits = model.scale * own @ everything.T
+    return functional.cross_entropy(logits.double(), torch.arange(first, first + len(x)), reduction="sum")
+
+
+def contrasts() -> dict[str, Any]:
+    """Compare a window of one micro-batch per rank, whose ranks gather each other's samples, with one big batch."""
+    found: dict[str, Any] = {}
+    LOSSES["contrastive"] = contrastive
+    exact = by_hand("contrastive", torch.float64, autocast=False)
+    for policy in ("ddp", "fsdp"):
+        for precision in ("bf16", "fp32"):
+            at_once = distance(by_hand("contrastive", torch.float32, autocast=precision == "bf16"), exact)
+            whole = f"batch.micro_size={SAMPLES // dist.get_world_size()}"
+            gradients = windows(
+                lambda model, x: full("contrastive", model, x),
+                f"strategy={policy}", f"precision={precision}", "run.calibrate_s=0", whole,
+            )  # fmt: skip
+            error = max(distance(gradient, exact) for gradient in gradients)
+            found[f"{policy} {precision}"] = {"error": error, "at once": at_once}
+    return found
+
+
 def main() -> None:
     plan = make_plan([*OPTIONS, *POLICIES[0]], samples=SAMPLES)
     join(World.here(), device_of(World.here(), plan.cluster.device), None)
     results: dict[str, Any] = {}
     refusals = sys.argv[2] == "refusals"
-    for name in () if refusals else LOSSES:
+    for name in LOSSES if sys.argv[2] == "exact" else ():
         exact = by_hand(name, torch.float64, autocast=False)
         at_once = {
             kind: distance(by_hand(name, torch.float32, autocast=kind == "bf16"), exact) for kind in ("bf16", "fp32")
@@ -191,6 +220,8 @@ def main() -> None:
             )  # fmt: skip
             error = max(distance(gradient, exact) for gradient in found)
             results[f"{name} {precision} {' '.join(policy)}"] = {"error": error, "at once": at_once[precision]}
+    if sys.argv[2] == "contrasts":
+        results = contrasts()
     if refusals:
         results = {loss.__name__: refused(loss) for loss in (weight_of_a_unit, decay_of_all, part_of_a_unit)}
     if dist.get_rank() == 0:
