@@ -21,6 +21,11 @@ from tests.infra.runs import OWN, records
 CPU = torch.device("cpu")
 
 
+@pytest.fixture(autouse=True)
+def _no_engine_of_another_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("launcher.train.context._active", None)
+
+
 def test_without_an_engine_one_message_says_where_it_works() -> None:
     with pytest.raises(EngineMisuse, match=r"where no engine runs.*\n.*constructor"):
         launcher.current()

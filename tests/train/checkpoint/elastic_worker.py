@@ -21,7 +21,7 @@ from launcher.errors import RunError
 from launcher.plan.batch import RampStage
 from launcher.plan.run_plan import RunPlan
 from launcher.task import Task
-from launcher.train import trainer
+from launcher.train import trainer, training_loop
 from launcher.train.checkpoint import load
 from launcher.train.engine import calibration
 from launcher.train.engine.engine import Engine
@@ -46,7 +46,7 @@ def plan_of(job: dict[str, Any]) -> RunPlan:
 
 def note_samples(job: dict[str, Any]) -> None:
     """Which samples count in which window, a line a micro-batch; each rank in a file of its own."""
-    inner = trainer.losses_of.inner if hasattr(trainer.losses_of, "inner") else trainer.losses_of  # pyright: ignore
+    inner = getattr(training_loop.losses_of, "inner", training_loop.losses_of)
     file = Path(job["run"]) / f"seen.{World.here().rank}"
 
     def noted(task: Task, engine: Engine, model: Any, batch: Tensor) -> Any:
@@ -57,7 +57,7 @@ def note_samples(job: dict[str, Any]) -> None:
         return inner(task, engine, model, batch)
 
     noted.inner = inner  # pyright: ignore[reportFunctionMemberAccess]
-    trainer.losses_of = noted
+    training_loop.losses_of = noted
 
 
 def read(job: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from launcher import Loss
 from launcher.config.schema import PrecisionKind
 from launcher.tasks.bytes_gpt import BytesGPT
 from launcher.tasks.digits import Digits
-from launcher.train import metrics, trainer
+from launcher.train import metrics, training_loop
 from launcher.train.inspection.task_probe import probe
 from launcher.train.measure.flops import flops_per_sample, peak_flops
 from tests.helpers import make_plan
@@ -166,7 +166,7 @@ class Says(Text):
 @pytest.mark.parametrize("task", [Text(), Says()])
 def test_what_is_recorded(task: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """10 samples/s of 1e12 FLOPs, on two GPUs of 70 TFLOP/s in bf16."""
-    plan = make_plan("precision=bf16")
+    plan = make_plan("precision=bf16", "checkpoint.enabled=false")
     plan = dataclasses.replace(plan, task=dataclasses.replace(plan.task, flops_per_sample=1e12))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A10G")
     monkeypatch.setattr(metrics, "peak_memory_bytes", lambda _: 0)
@@ -177,9 +177,12 @@ def test_what_is_recorded(task: Any, monkeypatch: pytest.MonkeyPatch) -> None:
             device=torch.device(device), world=SimpleNamespace(size=2), plan=plan, samples=0, items=0, empty_windows=0,
             nonfinite_windows=0,
             precision=SimpleNamespace(scales=False), total_s=1.0, calibration_due=False, last=False, since=0,
-            best=SimpleNamespace(metrics=dict),
+            best=SimpleNamespace(metrics=dict), cadence=None, fence=None, failed=None, parts={}, commit=None,
+            metrics={},
         )  # fmt: skip
-        loop = trainer.TrainingLoop(plan, task, parts, parts, parts, parts, parts)
+        for part in ("RunTotals", "Saver"):
+            monkeypatch.setattr(training_loop, part, lambda *_: parts)
+        loop = training_loop.TrainingLoop(plan, task, parts, parts, parts, None)
         return loop.step_metrics(parts)
 
     assert recorded("cuda")["throughput/mfu"] == pytest.approx(10e12 / 140e12)
