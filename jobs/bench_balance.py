@@ -1,4 +1,4 @@
-"""What `batch.balance=length` saves: the same windows of real text with it and without, in turns in one run.
+"""Benchmark of `batch.balance=length`: the same windows of real text with it and without, in turns in one run.
 
     launch run cluster.workers_per_node=2 -- jobs/bench_balance.py [--steps 20] [--strategy ddp] [--sync boundary]
 

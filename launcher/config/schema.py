@@ -157,7 +157,7 @@ class BatchConfig:
     short_window: ShortWindow = ShortWindow.exact
     """A window at the end of an epoch that is not full. exact: use it with its true weight; drop: leave it out."""
     balance: Balance = Balance.none
-    """How a window's samples are divided into micro-batches. none: in the order of the data; length: by their lengths,
+    """Division of a window's samples into micro-batches. none: in the order of the data; length: by their lengths,
     so that micro-batches hold little padding and ranks finish together. The gradient is the same."""
     on_oom: OnOom = OnOom.stop
     """A rank that runs out of memory. stop: end the run; shrink: all ranks halve the micro-batch, accumulate more of

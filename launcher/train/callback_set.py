@@ -164,7 +164,7 @@ class CallbackSet:
         new = [name for name in stateful if name not in values]
         return "\n".join([
             *(f"The state of callback {name} in the checkpoint is not used: the run has none." for name in lost),
-            *(f"Callback {name} starts anew: the checkpoint has no state of it." for name in new),
+            *(f"Callback {name} starts without state: the checkpoint has none of it." for name in new),
         ])  # fmt: skip
 
     def _stateful(self) -> Iterator[tuple[str, Any]]:

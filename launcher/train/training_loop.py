@@ -43,7 +43,7 @@ MAX_STRAGGLER_LINES = 6
 
 @dataclass(frozen=True)
 class Saves:
-    """What determines when and how a run's checkpoints are written.
+    """Settings that determine when and how a run's checkpoints are written.
 
     Args:
         failed: set when a background save fails and the run must stop.

@@ -1,4 +1,4 @@
-"""What the plan refuses of checkpoint.best, checkpoint.best_mode and train.patience."""
+"""Mistakes in checkpoint.best, checkpoint.best_mode and train.patience."""
 
 from __future__ import annotations
 

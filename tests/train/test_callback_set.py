@@ -150,7 +150,7 @@ def test_state_of_tensors_and_values() -> None:
     assert second.find(Counting).steps == 7
     assert second.find(Counting).parts["0.weight"].tolist() == [1.0, 2.0]
     assert CallbackSet([Counting()]).load_state_dict({}, {}) == (
-        "Callback Counting starts anew: the checkpoint has no state of it."
+        "Callback Counting starts without state: the checkpoint has none of it."
     )
 
 
