@@ -214,6 +214,7 @@ def test_a_stream_without_a_state_that_can_be_saved_is_read_again(
     assert ("The state of the stream has values that JSON cannot hold" in printed) == (kind is OfTensors)
 
 
+@pytest.mark.nightly  # needs Hugging Face's datasets, which the suite does not install
 @pytest.mark.parametrize("shuffled", [False, True])
 def test_streams_of_hugging_face(shuffled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Read on where they were; those with a shuffle buffer, whose samples are not in their state, are read again."""
