@@ -30,9 +30,13 @@ ACCUMULATIONS = (1, 2, 3, 8)
 
 @dataclass(frozen=True)
 class Problem:
-    """What is learned: the same in one process at once. ``items``: a sample has 6 of them (fixed), or 1 to 9
-    (variable), or 1 to 9 with the weights of their classes (weighted); or there are two terms with items of their own,
-    of which a sample may have none (terms)."""
+    """Training job, which one process also solves as one big batch.
+
+    Args:
+        items: items of a sample: 6 (fixed), 1 to 9 (variable), 1 to 9 with the weights of their classes (weighted), or
+            those of two terms, each with items of its own, possibly none (terms).
+        clip: maximum norm of the gradient; None: no clip.
+    """
 
     items: str
     optimizer: str
@@ -41,7 +45,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Cell:
-    """``problem`` on a world, spread as the rest says. ``balance``: by the lengths of the samples."""
+    """Way to run ``problem`` on several ranks. ``balance``: samples are dealt out by their lengths."""
 
     strategy: str
     sync: str

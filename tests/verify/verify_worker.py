@@ -1,7 +1,7 @@
 """`launch verify`'s ranks on several tasks in turn, run by torchrun in test_verify.py.
 
-Each argument is a task of verify_tasks.py, and overrides. Rank 0 prints a JSON object for each: its certificate, or
-the error that it ended with.
+Each argument is a task of verify_tasks.py or mistaken_tasks.py, and overrides. Rank 0 prints a JSON object for each:
+its certificate, or the error that it ended with.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from launcher.plan.run_plan import RunPlan
 from launcher.train.world import World
 from launcher.verify.verify_worker import verify
 from tests.helpers import make_plan
-from tests.verify import verify_tasks
+from tests.verify import mistaken_tasks, verify_tasks
 
 OWN = ("precision=fp32", "batch.global_size=12", "batch.micro_size=2", "cluster.device=cpu")
 
@@ -28,7 +28,8 @@ def plan_of(name: str, overrides: list[str], ranks: int) -> RunPlan:
     others = [o for o in overrides if not o.startswith("task.")]
     length = None if "Stream" in name or "Shard" in name else 29
     plan = make_plan(*OWN, f"cluster.workers_per_node={ranks}", *others, samples=length)
-    task = dataclasses.replace(plan.task, target=f"{verify_tasks.__name__}.{name}", params=params)
+    module = verify_tasks if hasattr(verify_tasks, name) else mistaken_tasks
+    task = dataclasses.replace(plan.task, target=f"{module.__name__}.{name}", params=params)
     return dataclasses.replace(plan, task=task)
 
 

@@ -60,7 +60,8 @@ def read(plan: RunPlan, dataset: Any, start: WindowPosition = BEGINNING) -> list
 
 
 def advance(feeds: list[Feed]) -> WindowPosition:
-    """What the window's collective does: share who has data, and ask each feed where the next window lies."""
+    """Advance all feeds as a window's collective does, and return the position of the next window. They all have data
+    as long as one of them does."""
     more = any(feed.has_next() for feed in feeds)
     places = {feed.advance(more) for feed in feeds}
     assert len(places) == 1, "the ranks must end together"

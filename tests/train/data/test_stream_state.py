@@ -182,7 +182,7 @@ def test_a_stream_that_all_ranks_read_resumes_at_another_world_size(kind: Any) -
 
 
 def test_a_share_that_is_over_stays_over() -> None:
-    """Of the last window's 7 samples rank 0 has 4, rank 1 has 3 and rank 2 none."""
+    """The last window has 7 samples: 4 on rank 0, 3 on rank 1 and none on rank 2."""
 
     class Short(Stateful):
         def __iter__(self) -> Iterator[int]:
