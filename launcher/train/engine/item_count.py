@@ -19,6 +19,7 @@ from launcher.loss import Loss
 from launcher.train.data.loader import MicroBatch
 from launcher.train.engine.oom import WindowAbandoned
 from launcher.train.engine.preserved_state import SavedAttributes, SavedState
+from launcher.train.engine.window_batchnorm import WindowNorms
 from launcher.train.engine.window_loss import WindowLoss
 from launcher.train.parallel.base import Parallel
 from launcher.train.parallel.batchnorm import Norms
@@ -56,18 +57,15 @@ class ItemCount:
         self._start: tuple[SavedState, SavedAttributes] | None = None
         self.items: Items | None = None
 
-    @property
-    def may_be_due(self) -> bool:
-        """True unless the loss is known to have one term."""
-        return self._loss.parts is None or self._loss.several
-
     def weighted(self, losses: Sequence[Loss], weight: float) -> Tensor:
-        """Return the scalar of a backward pass: the terms' sum, see ``WindowLoss.weighted``."""
-        return self._loss.weighted(losses, weight, self._loss.counted or ())
+        """Return the scalar of a backward pass: the terms' sum, see ``WindowLoss.weighted``. While the items of several
+        terms are not counted yet, each term has the same weight."""
+        return self._loss.weighted(losses, weight, self._loss.counted or [1.0] * len(losses))
 
     def due(self, count: int) -> bool:
         """Return whether the items of a window of ``count`` micro-batches must be counted before the next one."""
-        return count > 1 and self._loss.several and self._loss.counted is None
+        ahead = count > 1 or isinstance(self._norms, WindowNorms)  # whose passes need the terms' weights
+        return ahead and self._loss.several and self._loss.counted is None
 
     def save(self, *, possible: bool) -> None:
         """Save the state before the first micro-batch of this process, which shows how many terms the loss has. If it

@@ -172,10 +172,8 @@ class CurrentWindow:
         Args:
             calibrate: called with all micro-batches; None: no calibration.
         """
-        whole_window = isinstance(self._norms, WindowNorms)
-        # the passes of batch.norm=window need the counts: they find out how many terms there are
-        counts = self._count.due(window.count) or (whole_window and self._count.may_be_due)
-        if calibrate is None and not whole_window and not counts:
+        due = self._count.due(window.count)
+        if calibrate is None and not due and not isinstance(self._norms, WindowNorms):
             self._save_for_count(window)
             return window.micro_batches
         started, ahead = time.perf_counter(), list(window.micro_batches)
@@ -186,12 +184,15 @@ class CurrentWindow:
             self.calibrating = False
             self._start()
             self.started -= self.data_s
-        if counts:
+        if due:
             self._count.count(ahead, self._run_unwrapped)
         else:
             self._save_for_count(window)
         if isinstance(self._norms, WindowNorms):
             self._norms.look_ahead(ahead, self._scaled_loss)
+            if self._count.due(window.count):  # the first passes of a process show that the loss has several terms
+                self._count.count(ahead, self._run_unwrapped)
+                self._norms.look_ahead(ahead, self._scaled_loss)
         return iter(ahead)
 
     def _save_for_count(self, window: Window) -> None:

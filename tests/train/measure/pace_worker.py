@@ -14,7 +14,7 @@ from launcher.train.engine.engine import Engine
 from launcher.train.metrics import step_metrics
 from tests.helpers import make_plan
 
-STEPS, SLEEP_S = 24, 0.02
+STEPS, SLEEP_S = 32, 0.02
 CASES = {
     "computes": [],
     "computes, every": ["strategy.sync=every"],

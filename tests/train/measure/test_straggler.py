@@ -108,7 +108,7 @@ def test_real_ranks(tmp_path: Path) -> None:
         assert found[name]["named"] == [1, of], name
         assert found[name]["said"][0].startswith("Straggler: rank 1 on ")
         assert len(found[name]["said"]) == 1
-        assert found[name]["slow"][1] >= LOOK_EVERY
+        assert found[name]["slow"][1] > LOOK_EVERY
         assert found[name]["first"] > LOOK_EVERY, "and not before there are enough windows"
     for seen in found.values():
         assert {"time/compute_s", "time/compute_s_max", "time/wait_s"} <= {*seen["metrics"]}
