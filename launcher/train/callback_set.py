@@ -14,6 +14,7 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from launcher.errors import CallbackFailed, LauncherError
 from launcher.plan.callback_plan import AROUND_EVALUATION, EVENTS, OUTCOME
@@ -112,11 +113,16 @@ class CallbackSet:
 
     @contextmanager
     def around_evaluation(self, engine: Any) -> Iterator[None]:
-        """Context manager for an evaluation: those of all callbacks, the first one outermost."""
+        """Context manager for an evaluation: those of all callbacks, the first one outermost. Random state is restored
+        at the end."""
+        methods = self._methods[AROUND_EVALUATION]
+        random = random_state(engine.device) if methods else None
         with ExitStack() as stack:
-            for name, method in self._methods[AROUND_EVALUATION]:
+            for name, method in methods:
                 stack.enter_context(_guarded(name, method, engine))
             yield
+        if random is not None:
+            restore_random_state(random, engine.device)
 
     def find(self, kind: type[Any]) -> Any:
         """Return the first callback of the class ``kind``; None if there is none."""
@@ -126,13 +132,14 @@ class CallbackSet:
         """Return the tensors by name and path, and all other values by callback, for JSON. All ranks call it.
 
         Raises:
-            CallbackFailed: a value is neither a tensor nor a JSON value.
+            CallbackFailed: a value is neither a tensor nor a JSON value, or would be restored under another key.
         """
         tensors: dict[str, Tensor] = {}
         values: dict[str, Any] = {}
         for name, callback in self._stateful():
             with _named(name, "state_dict"):
                 state = callback.state_dict()
+                require_text_keys(state)
                 tensors |= {f"{name}{_SLASH}{path}": tensor for path, tensor in _tensors(state)}
                 values[name] = _without_tensors(state)
                 json.dumps(values[name], allow_nan=False)
@@ -182,15 +189,34 @@ def load_tensors(callbacks: CallbackSet, stored: Mapping[str, tuple[torch.Size, 
     """
     own, _ = callbacks.state_dict()
     return {
-        name: own[name] if name in own and own[name].shape == shape else torch.empty(shape, dtype=dtype)
+        name: own[name] if name in own and _fits(own[name], shape, dtype) else torch.empty(shape, dtype=dtype)
         for name, (shape, dtype) in stored.items()
         if name.partition(_SLASH)[0] in callbacks.names
     }
 
 
+def _fits(tensor: Tensor, shape: torch.Size, dtype: torch.dtype) -> bool:
+    # loading converts to the tensor's own dtype: a loss loaded into an integer would lose its fraction
+    return tensor.shape == shape and (tensor.dtype == dtype or isinstance(tensor, DTensor))
+
+
+def require_text_keys(state: object) -> None:
+    """Raise TypeError if ``state`` has a key that is no text: JSON would return it as a text, without an error."""
+    if isinstance(state, Mapping):
+        for key, value in cast("Mapping[object, object]", state).items():
+            if not isinstance(key, str):
+                raise TypeError(f"the key {key!r} is a {type(key).__name__}, and would be restored as a text: use str")
+            require_text_keys(value)
+    elif isinstance(state, list | tuple):
+        for value in cast("Sequence[object]", state):
+            require_text_keys(value)
+
+
 def _tensors(state: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Tensor]]:
     for key, value in state.items():
         if isinstance(value, Tensor):
+            if _SLASH in key:
+                raise ValueError(f"the key {key!r} of a tensor has a slash, which separates the keys of nested dicts")
             yield f"{above}{key}", value
         elif isinstance(value, Mapping):
             yield from _tensors(cast("Mapping[str, Any]", value), f"{above}{key}{_SLASH}")

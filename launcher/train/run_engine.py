@@ -18,16 +18,17 @@ from pathlib import Path
 from typing import Any, cast
 
 from launcher.errors import EngineMisuse
-from launcher.loss import Loss
 from launcher.plan.run_plan import RunPlan
 from launcher.process import StopRequest
 from launcher.rundir.fencing import Fence
 from launcher.task import Task, seed_everything
+from launcher.train.callback_set import require_text_keys
 from launcher.train.checkpoint import save
 from launcher.train.checkpoint.load import load_newest
 from launcher.train.data.loader import Collate
 from launcher.train.engine.build import ModelFrom, OptimizerFrom
 from launcher.train.engine.engine import Engine
+from launcher.train.engine.loss_terms import terms_of_forward
 from launcher.train.engine.window import Forward
 from launcher.train.engine.window_totals import StepResult
 from launcher.train.evaluation import Evaluation
@@ -87,7 +88,8 @@ class RunEngine(Engine):
 
         Args:
             eval_data: held-out data, or a dict of several, evaluated every train.eval_every steps and at the end.
-            loss: (model, batch) -> (loss_sum, items) or Loss, for ``eval_data``.
+            loss: (model, batch) -> (loss_sum, items), (loss_sum, items, metrics), Loss or a list of several, for
+                ``eval_data``.
             collate: as of ``windows``, for ``eval_data``.
             parts: further engines of this process by name, such as the second one of a GAN. They are saved in the same
                 checkpoints and restored with them.
@@ -169,7 +171,7 @@ class RunEngine(Engine):
 
         Args:
             data: a data set, or a dict of several by name.
-            loss: (model, batch) -> (loss_sum, items) or Loss.
+            loss: (model, batch) -> (loss_sum, items), (loss_sum, items, metrics), Loss or a list of several.
         """
         return Evaluation(self, cast("Task", LoopTask(loss, collate)), _sets(data)).run()
 
@@ -206,7 +208,7 @@ class LoopTask:
     def loss(self, model: Callable[..., Any], batch: Any) -> Any:
         assert self.forward is not None
         value: Any = self.forward(model, batch)
-        return Loss(value[0], value[1]) if isinstance(value, tuple) else value
+        return terms_of_forward(value) if isinstance(value, tuple) else value
 
 
 def _sets(data: Any) -> dict[str, Any]:
@@ -218,6 +220,7 @@ def _sets(data: Any) -> dict[str, Any]:
 def _json(extra: dict[str, Any] | None) -> dict[str, Any] | None:
     try:
         json.dumps(extra, allow_nan=False)
+        require_text_keys(extra)
     except (TypeError, ValueError) as error:
         raise EngineMisuse(
             f"extra must be JSON: {error}.\n  Keep tensors as buffers of the model, or in a callback's state_dict."

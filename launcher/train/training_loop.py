@@ -294,6 +294,7 @@ class TrainingLoop:
             values = self.evaluation.run()
             callbacks.call("on_evaluation", self.engine, dict(values))
         self.totals.evaluation = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self.totals.evaluated_step = self.engine.steps
         return values | self.engine.context.take_scalars()
 
     def judge(self, result: StepResult, values: Metrics, *, saved: bool) -> Metrics:
@@ -319,7 +320,8 @@ class TrainingLoop:
 
     def missing_evaluation(self, last: dict[str, Any]) -> Metrics:
         """Return the metrics of the evaluation due at the step that the run resumes from, if its record lacks them
-        because the run stopped before it, or it failed; otherwise nothing. It is judged in both cases.
+        because the run stopped before it, or it failed; otherwise nothing. It is judged in both cases, and
+        callbacks get it unless the checkpoint has their state after it.
 
         Args:
             last: the record of that step in the checkpoint.
@@ -338,6 +340,11 @@ class TrainingLoop:
             best.judge(step, values)
             return values | best.metrics()
         self.totals.evaluation = {name: value for name, value in written.items() if name.startswith("eval/")}
+        if self.totals.evaluated_step != step:
+            values = {name: math.nan if value is None else value for name, value in self.totals.evaluation.items()}
+            with self.engine.callbacks.around_evaluation(self.engine):
+                self.engine.callbacks.call("on_evaluation", self.engine, values)
+            self.totals.evaluated_step = step
         best.judge(step, self.totals.evaluation)
         return {}
 

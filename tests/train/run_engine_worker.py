@@ -46,6 +46,11 @@ def with_metric(model: Any, batch: Tensor) -> Loss:
     return Loss(total, items, metrics={"mean": (batch.sum(), batch.numel())})
 
 
+def as_tuple(model: Any, batch: Tensor) -> tuple[Any, ...]:
+    loss = with_metric(model, batch)
+    return loss.total, loss.items, loss.metrics
+
+
 def main() -> None:
     results: dict[str, Any] = {}
     engine = engine_of()
@@ -56,6 +61,7 @@ def main() -> None:
         results["not resumed"] = refused(lambda: engine.finish_step(result))  # noqa: B023
     evaluated = engine.evaluate({"one": DATA, "two": DATA[:3]}, with_metric)
     results["evaluated"] = [evaluated[name] for name in ("eval/loss", "eval/one/loss", "eval/two/mean")]
+    results["as a tuple"] = engine.evaluate(DATA, as_tuple) == engine.evaluate(DATA, with_metric)
     with torch.no_grad():
         loss = engine.model(torch.stack(DATA)).square().mean().item()
     results["expected"] = [loss, loss, torch.stack(DATA[:3]).mean().item()]
@@ -67,7 +73,9 @@ def main() -> None:
     for window in engine.windows(DATA):
         for batch in window:
             engine.backward(*square(engine.model, batch))
-        results["tensor"] = refused(lambda: engine.finish_step(engine.step(), extra={"x": torch.ones(2)}))
+        result = engine.step()
+        results["tensor"] = refused(lambda: engine.finish_step(result, extra={"x": torch.ones(2)}))  # noqa: B023
+        results["number"] = refused(lambda: engine.finish_step(result, extra={"seen": [{3: 7}]}))  # noqa: B023
         break
     if dist.get_rank() == 0:
         print(json.dumps(results), flush=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from tests.helpers import make_plan
 from tests.infra.runs import OWN
 
 seen: list[tuple[Any, ...]] = []
+ON_CPU: Any = SimpleNamespace(device=torch.device("cpu"))
 
 
 class Noting:
@@ -122,10 +124,24 @@ def test_an_exception_names_callback_and_event(event: str) -> None:
 
 def test_an_evaluation_that_raises_is_not_the_callbacks_fault() -> None:
     callbacks = CallbackSet([Noting()])
-    with pytest.raises(ZeroDivisionError), callbacks.around_evaluation(None):
+    with pytest.raises(ZeroDivisionError), callbacks.around_evaluation(ON_CPU):
         raise ZeroDivisionError
     with pytest.raises(CallbackFailed, match="Failing failed in around_evaluation"):
-        CallbackSet([Failing("around_evaluation")]).around_evaluation(None).__enter__()
+        CallbackSet([Failing("around_evaluation")]).around_evaluation(ON_CPU).__enter__()
+
+
+def test_what_is_drawn_around_an_evaluation_is_given_back() -> None:
+    class Disturbing:
+        @contextmanager
+        def around_evaluation(self, engine: Engine) -> Any:  # noqa: ARG002
+            torch.rand(1)
+            yield
+            torch.rand(1)
+
+    random = torch.get_rng_state()
+    with CallbackSet([Disturbing()]).around_evaluation(ON_CPU):
+        pass
+    assert random.equal(torch.get_rng_state())
 
 
 def test_state_of_tensors_and_values() -> None:
@@ -159,6 +175,26 @@ def test_state_that_json_cannot_hold() -> None:
     callback.steps = float("nan")  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(CallbackFailed, match="Callback Counting failed in state_dict: ValueError: Out of range float"):
         CallbackSet([callback]).state_dict()
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [({3: torch.ones(1)}, "the key 3 is a int, and would be restored as a text"),
+     ({"seen": [{3: 7}]}, "the key 3 is a int, and would be restored as a text"),
+     ({"eval/loss": torch.ones(1)}, "the key 'eval/loss' of a tensor has a slash")],
+)  # fmt: skip
+def test_keys_that_would_not_be_restored(parts: Any, message: str) -> None:
+    callback = Counting()
+    callback.parts = parts
+    with pytest.raises(CallbackFailed, match=f"Callback Counting failed in state_dict: .*{message}"):
+        CallbackSet([callback]).state_dict()
+
+
+def test_a_tensor_of_another_dtype_is_not_converted_to_the_present_one() -> None:
+    callback = Counting()
+    callback.parts["late"]["norm"] = torch.tensor(0)  # pyright: ignore[reportArgumentType, reportIndexIssue]
+    place = load_tensors(CallbackSet([callback]), {"Counting/parts/late/norm": (torch.Size(), torch.float32)})
+    assert place["Counting/parts/late/norm"].dtype == torch.float32
 
 
 def test_an_object_without_methods() -> None:

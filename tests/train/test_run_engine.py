@@ -4,10 +4,73 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+from launcher import Engine, make_plan
 from tests.helpers import torchrun
+
+DATA = list(torch.sin(torch.arange(36.0)).reshape(9, 4))
+
+
+class FreezesOnSecondEvaluation:
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_evaluation(self, engine: Engine, metrics: dict[str, float]) -> None:
+        self.seen.append([engine.steps, metrics])
+        if len(self.seen) == 2:
+            engine.freeze("0.weight")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"]
+
+
+def train(place: Path, callback: object, every: int, *, steps: int = 8, by_hand: int = 0) -> Tensor:
+    """Train until the plan's end, or until ``steps``; return the parameters."""
+    plan = make_plan(
+        [f"run.dir={place}", "run.name=a", "batch.global_size=4", "train.steps=8", "cluster.device=cpu",
+         "precision=fp32", "train.loader_workers=0", "train.eval_every=2", f"checkpoint.every={every}",
+         "checkpoint.async_save=false"], samples=len(DATA),
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
+
+    def loss(model: Any, batch: Tensor) -> tuple[Tensor, int]:
+        return (model(batch) - 1).square().sum(), len(batch)
+
+    engine = Engine(model, torch.optim.SGD(model.parameters(), 0.1), plan, callbacks=[callback])
+    engine.resume(eval_data=DATA[:3], loss=loss)
+    for window in engine.windows(DATA):
+        for batch in window:
+            engine.backward(*loss(engine.model, batch))
+        result = engine.step()
+        engine.finish_step(result)
+        if result.step == by_hand:
+            engine.save()
+        if result.step == steps < 8:
+            assert engine._loop is not None  # pyright: ignore[reportPrivateUsage]
+            engine._loop.close()  # pyright: ignore[reportPrivateUsage]
+            break
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(("every", "by_hand"), [(2, 0), (100, 4)])
+def test_a_resumed_run_has_the_callbacks_state_after_the_evaluation(tmp_path: Path, every: int, by_hand: int) -> None:
+    """A step is saved before it is evaluated; ``by_hand``, after it."""
+    undisturbed, before, after = (FreezesOnSecondEvaluation() for _ in range(3))
+    whole = train(tmp_path / "whole", undisturbed, every)
+    train(tmp_path / "killed", before, every, steps=4, by_hand=by_hand)
+    assert train(tmp_path / "killed", after, every).equal(whole)
+    assert after.seen == undisturbed.seen
+    assert len(after.seen) == 4
 
 
 @pytest.mark.slow
@@ -30,4 +93,6 @@ def test_the_mistakes_of_a_loop_that_saves(tmp_path: Path) -> None:
     assert "The ranks have different run directories" in seen["directories"]
     assert "run.name=NAME" in seen["directories"]
     assert "once, before the first step" in seen["twice"]
+    assert "extra must be JSON: the key 3 is a int, and would be restored as a text" in seen["number"]
+    assert seen["as a tuple"], "a loss returned as (loss_sum, items, metrics) keeps its metrics"
     assert seen["evaluated"] == pytest.approx(seen["expected"])

@@ -28,7 +28,7 @@ SETTLED_WINDOWS = 10
 
 # totals that a checkpoint stores as they are
 _STORED = ("loss", "metrics", "evaluation", "peak_bytes", "size", "since", "resumed", "worlds", "commit", "commits",
-           "failed_saves", "total_s")  # fmt: skip
+           "failed_saves", "total_s", "evaluated_step")  # fmt: skip
 
 
 class RunTotals:
@@ -38,6 +38,7 @@ class RunTotals:
         loss: mean loss of the last window with items; None before there is one.
         metrics: last averages of the loss's metrics and named terms; None for one that was not finite.
         evaluation: metrics of the last evaluation; None for one that was not finite.
+        evaluated_step: step of the last evaluation in this process or in the checkpoint; None before there is one.
         best: the best evaluation by checkpoint.best.
         typical: communication of the last full window.
         seconds: (step, waiting for data) of full windows, without the warm-up windows of each process.
@@ -60,6 +61,7 @@ class RunTotals:
         self.loss: float | None = None
         self.metrics: dict[str, float | None] = {}
         self.evaluation: dict[str, float | None] = {}
+        self.evaluated_step: int | None = None
         self.best = BestEvaluation(engine.plan)
         self.typical: CommStats | None = None
         self.seconds = deque[tuple[float, float]](maxlen=SAMPLED_WINDOWS)
@@ -128,6 +130,7 @@ class RunTotals:
         would be different under this plan."""
         state, step = restored.run["account"], self.engine.steps
         self.loss, self.evaluation = state["loss"], _evaluation(state)
+        self.evaluated_step = state.get("evaluated_step")
         self.best.load_state_dict(state.get("best"))
         self.metrics = state.get("metrics", {})
         self.resumed, self.seconds_before = state["resumed"] + 1, state["total_s"]
