@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import os
 import sys
 import warnings
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
@@ -28,6 +26,7 @@ from launcher.train.data.randomness import Permutation
 from tests.equivalence import grid
 from tests.equivalence.grid import GLOBAL_SIZE, SELECTIONS, SHORT, Cell, Outcome, Problem
 from tests.equivalence.mistakes import MISTAKES
+from tests.infra.workers import leave_group, print_on_rank_0
 
 STEPS = grid.STEPS[sys.argv[1]]
 warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # thousands of lines
@@ -176,10 +175,8 @@ def main() -> None:
                 outcome = compare(cell, mistake)
             except LauncherError as error:
                 outcome = Outcome(str(cell), mistake, error=f"{type(error).__name__}: {error}")
-            if dist.get_rank() == 0:
-                print(json.dumps(dataclasses.asdict(outcome)), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+            print_on_rank_0(dataclasses.asdict(outcome))
+    leave_group()
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from torch import nn
 
 from launcher import Engine, make_plan
 from tests.infra.netns import counters_in
+from tests.infra.workers import leave_group
 
 WIDTH, LAYERS, GLOBAL_SIZE = 192, 6, 16
 BEFORE, AFTER = 2, 10  # windows
@@ -74,8 +75,7 @@ def main() -> None:
         told = run(policy)
         if os.environ["LOCAL_RANK"] == "0":
             print(json.dumps(told), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+    leave_group()
 
 
 if __name__ == "__main__":

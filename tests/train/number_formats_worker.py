@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from launcher import Engine, make_plan
@@ -22,6 +21,7 @@ from launcher.rundir.paths import RunPaths
 from launcher.train import precision
 from launcher.train.precision import resolve_precision
 from launcher.train.world import World, device_of, join
+from tests.infra.workers import leave_group
 
 OPTIONS = ["run.calibrate_s=0", "train.loader_workers=0", "batch.global_size=8", "cluster.device=cpu", "train.steps=1"]
 
@@ -78,8 +78,7 @@ def main() -> None:
     found["own loop"] = [engine.plan.precision.kind.value, *sorted(set(formats))]
     (place / f"rank{world.rank}.json").write_text(json.dumps(found))
     assert device_of(world, engine.plan.cluster.device) == device
-    dist.barrier()
-    dist.destroy_process_group()
+    leave_group()
 
 
 if __name__ == "__main__":

@@ -5,11 +5,9 @@ Rank 0 prints for each case of argv the largest relative difference from one pro
 
 from __future__ import annotations
 
-import json
 import sys
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer, RMSprop
@@ -19,6 +17,7 @@ from launcher.config.schema import Device
 from launcher.train.data.randomness import Permutation
 from launcher.train.engine.build import FromModel
 from launcher.train.optimizers import build_optimizer
+from tests.infra.workers import leave_group, print_on_rank_0
 
 STEPS, SAMPLES, SIZE = 6, 48, 16
 GROUPS = (
@@ -109,10 +108,8 @@ def main() -> None:
         seen = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
         worst = max(((a.detach().double() - b).norm() / b.norm()).item() for a, b in zip(seen, expected, strict=True))
         rates = [group["lr"] for group in engine.optimizer.param_groups]
-        if dist.get_rank() == 0:
-            print(json.dumps({"case": case, "worst": worst, "groups": len(rates), "first": rates[0]}), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+        print_on_rank_0({"case": case, "worst": worst, "groups": len(rates), "first": rates[0]})
+    leave_group()
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ and whether every rank did what it is to do about one rank's overflow.
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch.nn import functional
 from launcher import Engine, make_plan
 from launcher.train.data.randomness import Permutation
 from launcher.train.parallel.base import local
+from tests.infra.workers import leave_group, print_on_rank_0
 
 RANKS = int(sys.argv[2])
 VOCABULARY, WIDTH, LENGTH, SAMPLES = 64, 32, 256, 128  # 128 samples of 256 items are the window
@@ -122,10 +122,8 @@ def main() -> None:
         results[f"{precision} at once"] = window(strategy, sync, precision, 8 * micro)
     fixed = ("precision.init_scale=1", "precision.growth_interval=1000")
     results["fp16 without a scale"] = window(strategy, sync, "fp16", micro, *fixed)
-    if dist.get_rank() == 0:
-        print(json.dumps(results), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+    print_on_rank_0(results)
+    leave_group()
 
 
 if __name__ == "__main__":

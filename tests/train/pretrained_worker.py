@@ -6,18 +6,17 @@ weight and a BatchNorm.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from launcher import Engine, make_plan
 from launcher.train.data.randomness import Permutation
+from tests.infra.workers import leave_group, print_on_rank_0
 
 SAMPLES, WIDTH = 256, 12
 OPTIONS = ["run.calibrate_s=0", "train.loader_workers=0", "train.clip_norm=null", "train.steps=1", "cluster.device=cpu"]
@@ -107,10 +106,8 @@ def main() -> None:
         results[f"{strategy} bf16 unseeded build"] = run(Pretrained, False, *kind, "precision=bf16")
         results[f"{strategy} fp32"] = run(seeded, False, *kind, "precision=fp32")
         results[f"{strategy} keep"] = run(seeded, False, *kind, "precision=bf16", "precision.parameters=keep")
-    if dist.get_rank() == 0:
-        print(json.dumps(results), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+    print_on_rank_0(results)
+    leave_group()
 
 
 if __name__ == "__main__":

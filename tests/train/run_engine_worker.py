@@ -5,7 +5,6 @@ Argument: the run's directory.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from launcher import Engine, Loss, make_plan
 from launcher.errors import EngineMisuse
+from tests.infra.workers import leave_group, print_on_rank_0
 
 DATA = list(torch.arange(18.0).reshape(9, 2))
 
@@ -77,10 +77,8 @@ def main() -> None:
         results["tensor"] = refused(lambda: engine.finish_step(result, extra={"x": torch.ones(2)}))  # noqa: B023
         results["number"] = refused(lambda: engine.finish_step(result, extra={"seen": [{3: 7}]}))  # noqa: B023
         break
-    if dist.get_rank() == 0:
-        print(json.dumps(results), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+    print_on_rank_0(results)
+    leave_group()
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
@@ -21,6 +20,7 @@ from launcher import Engine, make_plan
 from launcher.errors import LauncherError
 from launcher.train.data.randomness import Permutation
 from launcher.train.world import World
+from tests.infra.workers import leave_group
 
 SAMPLES, BATCH, STEPS, SAVED = 48, 12, 8, 5
 
@@ -141,8 +141,7 @@ def main() -> None:
     if World.here().rank == 0:
         assert (Path(sys.argv[1]) / "whole0" / "checkpoints" / f"step_{STEPS:06d}" / "critic").is_dir()
         print(json.dumps(results), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+    leave_group()
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -17,6 +16,7 @@ from launcher.rundir.paths import RunPaths
 from launcher.train.checkpoint import load, save
 from launcher.train.checkpoint.save import Retention
 from launcher.train.world import World
+from tests.infra.workers import leave_group
 
 
 def engine_of(overrides: list[str]) -> Engine:
@@ -111,8 +111,7 @@ def main() -> None:
     if second.world.rank == 0:
         assert paths.latest.read_text() == "step_1000000\n"
         print("kept", *sorted(p.name for p in paths.checkpoints.iterdir() if p != paths.latest))
-    dist.barrier()
-    dist.destroy_process_group()
+    leave_group()
 
 
 if __name__ == "__main__":

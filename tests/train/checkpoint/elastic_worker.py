@@ -27,6 +27,7 @@ from launcher.train.engine import calibration
 from launcher.train.engine.engine import Engine
 from launcher.train.world import World
 from tests.helpers import make_plan
+from tests.infra.workers import leave_group
 from tests.train.checkpoint.elastic_task import Words
 
 torch.set_num_threads(1)
@@ -102,8 +103,7 @@ def main() -> None:
         else:
             assert "raises" not in job, f"{job['run']} went on"
     if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
+        leave_group()
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from launcher.train.engine import calibration
 from launcher.train.trainer import train
 from launcher.train.world import World
 from tests.helpers import make_plan
+from tests.infra.workers import leave_group
 
 torch.set_num_threads(1)
 calibration.MAX_ROUNDS = 3
@@ -84,8 +85,7 @@ def main() -> None:
             assert "raises" not in job, f"{job['run']} went on"
     if not dist.is_initialized():  # nothing was begun
         return
-    dist.barrier()
-    dist.destroy_process_group()
+    leave_group()
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from launcher.errors import LauncherError
 from launcher.train.trainer import train
 from tests.helpers import make_plan
+from tests.infra.workers import leave_group, print_on_rank_0
 from tests.train.data import data_tasks
 from tests.train.data.data_tasks import TRAINED, rank
 
@@ -54,10 +55,8 @@ def main() -> None:
     seen = {case: run(*case.split()) for case in json.loads(sys.argv[1])}
     everyone: list[dict[str, Any]] = [seen] * dist.get_world_size()
     dist.all_gather_object(everyone, seen)
-    if rank() == 0:
-        print(json.dumps({case: [each[case] for each in everyone] for case in seen}), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+    print_on_rank_0({case: [each[case] for each in everyone] for case in seen})
+    leave_group()
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from launcher.errors import LauncherError
 from launcher.plan.run_plan import TaskPlan
@@ -23,6 +22,7 @@ from launcher.train.inspection.task_probe import probe
 from launcher.train.trainer import train
 from launcher.train.world import World
 from tests.helpers import ROOT, make_plan
+from tests.infra.workers import leave_group, print_on_rank_0
 from tests.train.data import order_tasks
 
 torch.set_num_threads(1)
@@ -59,10 +59,8 @@ def run(place: Path, name: str, *options: str) -> dict[str, Any]:
 def main() -> None:
     results = {case: run(Path(f"run{n}"), *case.split()) for n, case in enumerate(json.loads(sys.argv[1]))}
     everyone: list[dict[str, Any]] = World.here().of_all(results)
-    if dist.get_rank() == 0:
-        print(json.dumps({case: [each[case] for each in everyone] for case in results}), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+    print_on_rank_0({case: [each[case] for each in everyone] for case in results})
+    leave_group()
 
 
 if __name__ == "__main__":

@@ -10,13 +10,11 @@ outputs of an evaluation are from those of the plain model under autocast.
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
@@ -24,6 +22,7 @@ from torch.nn import functional
 from launcher import Engine, make_plan
 from launcher.train.data.randomness import Permutation
 from launcher.train.world import World, device_of, join
+from tests.infra.workers import leave_group, print_on_rank_0
 
 DEVICE, RANKS = torch.device(sys.argv[1]), int(sys.argv[2])
 VOCABULARY, WIDTH, LENGTH, SAMPLES = 32, 16, 6, 48
@@ -191,10 +190,8 @@ def main() -> None:
         results["small"] = [sent_whole.abs().mean().item(), distance(sent_narrow, sent_whole)]
         narrow_sums = window(("fsdp", "boundary"), "bf16", "precision.reduce_dtype=bf16")["gradient"]
         results["narrow sums"] = distance(narrow_sums, exact)
-    if dist.get_rank() == 0:
-        print(json.dumps(results), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+    print_on_rank_0(results)
+    leave_group()
 
 
 if __name__ == "__main__":

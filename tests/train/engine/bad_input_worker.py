@@ -5,7 +5,6 @@ Prints one JSON object from rank 0: by case, what every rank raised.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from launcher import Engine, make_plan
 from launcher.errors import LauncherError
+from tests.infra.workers import leave_group, print_on_rank_0
 
 COMMON = ("precision=fp32", "run.calibrate_s=0", "train.loader_workers=0", "batch.global_size=8", "batch.micro_size=2")
 SAMPLES, EMPTY = 24, (1, 4)  # three windows an epoch
@@ -109,10 +109,8 @@ def main() -> None:
     empty_windows_leave_no_trace()
     everyone: list[dict[str, str]] = [seen] * dist.get_world_size()
     dist.all_gather_object(everyone, seen)
-    if dist.get_rank() == 0:
-        print(json.dumps({name: [words[name] for words in everyone] for name in seen}), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+    print_on_rank_0({name: [words[name] for words in everyone] for name in seen})
+    leave_group()
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from launcher.train.engine.engine import Engine
 from launcher.train.training_loop import losses_of
 from launcher.train.world import World
 from tests.helpers import make_plan
+from tests.infra.workers import leave_group
 from tests.train.engine.calibration_task import SAMPLES, Traced
 
 torch.set_num_threads(1)
@@ -182,8 +183,7 @@ def main() -> None:
             print(
                 json.dumps({"unlike": differs, "plain_order": plain_order, "order": order, **found[0][1]}), flush=True
             )
-    dist.barrier()
-    dist.destroy_process_group()
+    leave_group()
 
 
 if __name__ == "__main__":

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from launcher import Engine, make_plan
+from tests.infra.workers import leave_group, print_on_rank_0
 
 SAMPLES, WIDTH = 44, 16  # windows of 16, 16 and a short one of 12
 CASES = [
@@ -104,10 +103,8 @@ def main() -> None:
         # of each forward pass the linear layers of both blocks, whose graph may serve both
         calls = counters["stats"]["calls_captured"]
         results[" ".join(case)] = {"distance": ((compiled - plain).norm() / plain.norm()).item(), "calls": calls}
-    if dist.get_rank() == 0:
-        print(json.dumps(results), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+    print_on_rank_0(results)
+    leave_group()
 
 
 if __name__ == "__main__":

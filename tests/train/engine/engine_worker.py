@@ -5,7 +5,6 @@ Prints one JSON object from rank 0 for each run.
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch.nn import functional
 from launcher import Engine, make_plan
 from launcher.config.schema import Compress
 from launcher.train.data.randomness import Permutation
+from tests.infra.workers import leave_group, print_on_rank_0
 
 
 class Sentences(torch.utils.data.Dataset[Tensor]):
@@ -130,11 +130,9 @@ def main() -> None:
             overrides.append(word)
             continue
         seen = compare(data, overrides)
-        if dist.get_rank() == 0:
-            print(json.dumps(seen), flush=True)
+        print_on_rank_0(seen)
         overrides = []
-    dist.barrier()
-    dist.destroy_process_group()
+    leave_group()
 
 
 if __name__ == "__main__":

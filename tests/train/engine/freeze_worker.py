@@ -6,13 +6,11 @@ fp64 that toggles ``requires_grad``, with and without a resume from a checkpoint
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -22,7 +20,7 @@ from launcher.rundir.fencing import Fence
 from launcher.rundir.paths import RunPaths
 from launcher.train.checkpoint import load, save
 from launcher.train.data.randomness import Permutation
-from launcher.train.world import World
+from tests.infra.workers import leave_group, print_on_rank_0
 
 SAMPLES, BATCH, WIDTH, STEPS, SAVED = 64, 16, 6, 8, 4
 # the number of steps done before, and what is frozen from there on
@@ -147,10 +145,8 @@ def main() -> None:
                 "resumed alike": torch.equal(flat(engine.model), flat(resumed.model)),
             }
     results["refused"] = refusals()
-    if World.here().rank == 0:
-        print(json.dumps(results), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+    print_on_rank_0(results)
+    leave_group()
 
 
 if __name__ == "__main__":

@@ -5,18 +5,17 @@ Prints one JSON object from rank 0 for each case: the rates that the optimizer a
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import lr_scheduler
 
 from launcher import Engine, make_plan
+from tests.infra.workers import leave_group, print_on_rank_0
 
 STEPS, LR = 6, 0.5
 
@@ -69,10 +68,8 @@ def main() -> None:
     for line in sys.argv[1:]:
         own, *options = line.split("/")
         seen = run(own, options)
-        if dist.get_rank() == 0:
-            print(json.dumps(seen), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+        print_on_rank_0(seen)
+    leave_group()
 
 
 if __name__ == "__main__":

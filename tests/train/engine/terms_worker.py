@@ -20,6 +20,7 @@ from torch.nn import functional
 from launcher import Engine, Loss, StepResult, make_plan
 from launcher.errors import LauncherError
 from launcher.train.data.randomness import Permutation
+from tests.infra.workers import leave_group, print_on_rank_0
 
 COMMON = (
     "precision=fp32", "run.calibrate_s=0", "train.loader_workers=0", "batch.global_size=12", "train.clip_norm=null",
@@ -307,10 +308,8 @@ def messages() -> Any:
 def main() -> None:
     for name in sys.argv[1:]:
         seen = {name: globals()[name]()}
-        if dist.get_rank() == 0:
-            print(json.dumps(seen), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+        print_on_rank_0(seen)
+    leave_group()
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from launcher.train.engine.engine import Engine
 from launcher.train.inspection.memory_forecast import forecasts
 from launcher.train.inspection.task_probe import probe
 from launcher.train.optimizers import build_optimizer
+from tests.infra.workers import leave_group, print_on_rank_0
 
 RUN = RunInfo(name="run", id="abcd1234", dir="/nowhere/run", created="2024-01-01T00:00:00+00:00", version="0")
 
@@ -77,10 +78,8 @@ def count(file: Path) -> None:
                     break
             beside = kinds[Collective.broadcast].payload_bytes if Collective.broadcast in kinds else 0
             sent[sync.value] = sum(traffic.payload_bytes for traffic in kinds.values()) - beside
-        if dist.get_rank() == 0:
-            print(json.dumps(sent), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+        print_on_rank_0(sent)
+    leave_group()
 
 
 if __name__ == "__main__":

@@ -6,12 +6,10 @@ argv: a plan.json as `launch plan --json` prints it. Prints one JSON object from
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from launcher.config.schema import Sync
@@ -22,6 +20,7 @@ from launcher.task import load_task
 from launcher.train.engine.build import FromModel
 from launcher.train.engine.engine import Engine
 from launcher.train.optimizers import build_optimizer
+from tests.infra.workers import leave_group, print_on_rank_0
 
 WINDOWS = 2  # the optimizer's state exists from the second one on
 
@@ -53,10 +52,8 @@ def peak(plan: RunPlan, sync: Sync) -> int:
 def main() -> None:
     plan = RunPlan.load(Path(sys.argv[1]))
     peaks = {sync.value: peak(plan, sync) for sync in POLICIES[plan.strategy.kind]}
-    if dist.get_rank() == 0:
-        print(json.dumps(peaks), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+    print_on_rank_0(peaks)
+    leave_group()
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ w stays 0. So the gradient of an item is -x: |G|^2 = |mean|^2 = 1, and tr(Sigma)
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from launcher import Engine, make_plan
+from tests.infra.workers import leave_group, print_on_rank_0
 
 WIDTH, SCALE, WINDOWS, GLOBAL = 256, 24.0, 120, 32
 
@@ -104,10 +104,8 @@ def run(options: list[str]) -> dict[str, Any]:
 def main() -> None:
     for line in sys.argv[1:]:
         seen = run(line.split())
-        if dist.get_rank() == 0:
-            print(json.dumps(seen), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+        print_on_rank_0(seen)
+    leave_group()
 
 
 if __name__ == "__main__":

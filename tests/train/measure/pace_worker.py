@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from launcher.train.engine.engine import Engine
 from launcher.train.metrics import step_metrics
 from tests.helpers import make_plan
+from tests.infra.workers import leave_group, print_on_rank_0
 
 STEPS, SLEEP_S = 32, 0.02
 CASES = {
@@ -69,10 +69,8 @@ def train(name: str, overrides: list[str]) -> dict[str, Any]:
 def main() -> None:
     for name, overrides in CASES.items():
         seen = train(name, overrides)
-        if dist.get_rank() == 0:
-            print(json.dumps({name: seen}), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+        print_on_rank_0({name: seen})
+    leave_group()
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from launcher import Engine, make_plan
 from launcher.plan.sync_policy import Collective
+from tests.infra.workers import leave_group, print_on_rank_0
 
 
 class Model(nn.Module):
@@ -51,10 +51,8 @@ def main() -> None:
     common = ["batch.global_size=16", "batch.micro_size=4", "train.steps=8"]
     for strategy in sys.argv[1:]:
         seen = run([*common, *strategy.split()], data)
-        if dist.get_rank() == 0:
-            print(json.dumps(seen), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+        print_on_rank_0(seen)
+    leave_group()
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from launcher.plan.sync_policy import Collective
 from launcher.plan.windows import share_of_window
 from launcher.train.data.randomness import Permutation
 from launcher.train.parallel.batchnorm import batch_norms
+from tests.infra.workers import leave_group
 
 torch.set_num_threads(1)
 
@@ -172,8 +173,7 @@ def main() -> None:
             print(json.dumps(seen), flush=True)
         overrides = []
     if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
+        leave_group()
 
 
 if __name__ == "__main__":

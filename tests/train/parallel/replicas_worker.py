@@ -25,6 +25,7 @@ from launcher.errors import LauncherError
 from launcher.train.trainer import train
 from launcher.train.world import World
 from tests.helpers import make_plan as plan_of
+from tests.infra.workers import leave_group, print_on_rank_0
 from tests.train.parallel import replicas_tasks
 
 torch.set_num_threads(1)
@@ -250,10 +251,8 @@ def main() -> None:
         seen["toggles"] = words(toggles)
         seen["modes"] = modes()
         seen["evaluations"] = evaluations()
-    if rank() == 0:
-        print(json.dumps(seen), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+    print_on_rank_0(seen)
+    leave_group()
 
 
 if __name__ == "__main__":

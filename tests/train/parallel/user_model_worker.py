@@ -7,7 +7,6 @@ plain torch's is, of the same window as one batch in one process; and the messag
 from __future__ import annotations
 
 import copy
-import json
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +23,7 @@ from launcher.errors import TaskError
 from launcher.train.data.randomness import Permutation
 from launcher.train.parallel.shard_units import is_direct_use
 from launcher.train.world import World, device_of, join
+from tests.infra.workers import leave_group, print_on_rank_0
 from tests.train.parallel.uses_worker import OPTIONS, SAMPLES, WIDTH, Block, batch_of, distance, flat
 
 POLICIES: list[tuple[str, ...]] = [
@@ -224,10 +224,8 @@ def main() -> None:
         results = contrasts()
     if refusals:
         results = {loss.__name__: refused(loss) for loss in (weight_of_a_unit, decay_of_all, part_of_a_unit)}
-    if dist.get_rank() == 0:
-        print(json.dumps(results), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+    print_on_rank_0(results)
+    leave_group()
 
 
 if __name__ == "__main__":

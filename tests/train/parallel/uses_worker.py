@@ -6,13 +6,11 @@ plain torch's is, of the same window as one batch in one process.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
@@ -20,6 +18,7 @@ from torch.nn import functional
 from launcher import Engine, make_plan
 from launcher.train.data.randomness import Permutation
 from launcher.train.world import World, device_of, join
+from tests.infra.workers import leave_group, print_on_rank_0
 
 RANKS = int(sys.argv[1])
 WIDTH, SAMPLES, MICRO = 8, 32, 4
@@ -158,10 +157,8 @@ def main() -> None:
                 gradient, collectives = window(name, *policy, f"precision={precision}", calibrates)
                 error = {"error": distance(gradient, exact), "at once": at_once}
                 results[f"{name} {precision} {' '.join(policy)}"] = {**error, "collectives": collectives}
-    if dist.get_rank() == 0:
-        print(json.dumps(results), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+    print_on_rank_0(results)
+    leave_group()
 
 
 if __name__ == "__main__":
