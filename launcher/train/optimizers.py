@@ -49,7 +49,8 @@ def schedule_state(schedule: LRScheduler) -> dict[str, Any]:
         TaskError: it holds objects that are not loaded from a checkpoint again.
     """
     if isinstance(schedule, PlanSchedule):
-        return schedule.state_dict()
+        rates = {name: [float(rate) for rate in getattr(schedule, name)] for name in ("base_lrs", "_last_lr")}
+        return schedule.state_dict() | rates  # rates may be tensors
     file = io.BytesIO()
     try:
         torch.save(schedule.state_dict(), file)
@@ -77,7 +78,13 @@ def restore_schedule(schedule: LRScheduler, state: dict[str, Any]) -> None:
         )
     if "torch" in state:
         state = torch.load(io.BytesIO(base64.b64decode(state["torch"])), weights_only=True)
+    formats = schedule.base_lrs
     schedule.load_state_dict(state)
+    if isinstance(schedule, PlanSchedule):  # JSON has made numbers of rates that are tensors
+        schedule.base_lrs = [
+            torch.full_like(own, float(rate)) if isinstance(own, Tensor) else rate
+            for own, rate in zip(formats, schedule.base_lrs, strict=True)
+        ]
 
 
 class CombinedOptimizer(Optimizer):

@@ -6,12 +6,14 @@ import copy
 import mmap
 import weakref
 from collections.abc import Hashable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from torch.utils._pytree import KeyPath, keystr, tree_leaves_with_path, tree_map_with_path
 
 from launcher.train.checkpoint.file_format import STREAM_KEY
@@ -22,13 +24,18 @@ from launcher.train.parallel.base import local
 from launcher.train.world import World
 
 
-def checkpoint_tensors(engine: Engine, changing_buffers: list[str]) -> dict[str, Any]:
+def checkpoint_tensors(
+    engine: Engine, changing_buffers: list[str], *, create_optimizer_state: bool = False
+) -> dict[str, Any]:
     """Return the checkpoint's tensors (and the optimizer's options) by name.
 
     Args:
         changing_buffers: names of the buffers that training changes.
+        create_optimizer_state: let an optimizer that has no state yet create it, to be filled from a checkpoint. It
+            takes a step, so parameters must be loaded afterwards.
     """
-    model, optimizer = get_state_dict(engine.parallel.module, members_of(engine.optimizer))
+    with nullcontext() if create_optimizer_state else without_steps(engine.optimizer):
+        model, optimizer = get_state_dict(engine.parallel.module, members_of(engine.optimizer))
     buffers = dict(engine.parallel.module.named_buffers())
     callbacks, _ = engine.callbacks.state_dict()
     return {
@@ -41,6 +48,31 @@ def checkpoint_tensors(engine: Engine, changing_buffers: list[str]) -> dict[str,
         strategy_key(engine): engine.parallel.state_dict(),
         stream_key(engine.world.rank): engine.stream.state_dict(),
     }
+
+
+@contextmanager
+def without_steps(optimizer: Optimizer) -> Iterator[None]:
+    """Context manager in which the optimizer's steps have no effect.
+
+    torch's state_dict functions let an optimizer without state take a step with gradients and learning rate zero, to
+    create the state. For one whose parameters were all frozen so far, that would be Adam's first step, which the bias
+    correction counts; and one that adds noise would change the parameters.
+    """
+    members = members_of(optimizer)
+    own = [vars(member).get("step") for member in members]  # a schedule wraps it
+    for member in members:
+        member.step = _no_step  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        for member, step in zip(members, own, strict=True):
+            if step is None:
+                del member.step
+            else:
+                member.step = step
+
+
+def _no_step(closure: object = None) -> None: ...
 
 
 def stream_key(rank: int) -> str:

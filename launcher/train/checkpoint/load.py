@@ -208,7 +208,8 @@ def load(engine: Engine, directory: Path) -> Restored:
     origin, saved, plan = state.get("origin", {}), state["engine"], engine.plan
     require_same_run(directory, origin, saved["place"]["index"], plan)
     buffers = dict(engine.parallel.module.named_buffers())
-    tensors = contents.checkpoint_tensors(engine, [name for name in saved["changing_buffers"] if name in buffers])
+    changing = [name for name in saved["changing_buffers"] if name in buffers]
+    tensors = contents.checkpoint_tensors(engine, changing, create_optimizer_state=True)
     unknown = [name for name in saved["changing_buffers"] if name not in buffers]
     require_same_model(directory, tensors["model"], stored, unknown)
 
@@ -231,11 +232,12 @@ def load(engine: Engine, directory: Path) -> Restored:
         _require_whole_state(directory, tensors["optimizer"]["state"], stored)
     planned = [dict(group) for group in engine.optimizer.param_groups]
     dcp.load(tensors, storage_reader=Reader(directory), planner=Planner())
-    set_state_dict(
-        engine.parallel.module, members_of(engine.optimizer),
-        model_state_dict=tensors["model"], optim_state_dict=tensors["optimizer"],
-        options=StateDictOptions(strict=False),  # the model's names were compared; a parameter may have no state
-    )  # fmt: skip
+    with contents.without_steps(engine.optimizer):
+        set_state_dict(
+            engine.parallel.module, members_of(engine.optimizer),
+            model_state_dict=tensors["model"], optim_state_dict=tensors["optimizer"],
+            options=StateDictOptions(strict=False),  # the model's names were compared; a parameter may have no state
+        )  # fmt: skip
     for group, options in zip(engine.optimizer.param_groups, planned, strict=True):
         group.update({name: options[name] for name in _IMPLEMENTATION if name in group and name in options})
     setting = measured_as(plan)
