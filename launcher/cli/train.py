@@ -162,6 +162,8 @@ def _run_here(plan: LaunchPlan, peers: Peers, console: Console) -> int:
         _plain(console)(f"Run {plan.run.name}: {verdict.summary['verdict']}")
     elif isinstance(plan, RunPlan):
         console.print("", tables.summary_table(plan.on(verdict.plan.cluster.nodes), verdict.summary))
+    elif (recorded := RunPlan.of_record(plan.paths)) is not None:
+        console.print("", tables.summary_table(recorded, verdict.summary))
     local.report_outcome(verdict.plan, verdict.summary)
     return verdict.status
 

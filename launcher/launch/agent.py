@@ -308,7 +308,7 @@ def start_mirror(plan: LaunchPlan, own: Attempt) -> subprocess.Popen[bytes] | No
 
     It inherits the agent's blocked stop signals and keeps them blocked: it ends when its standard input closes.
     """
-    if not isinstance(plan, RunPlan) or plan.node != 0 or plan.wandb.mode is WandbMode.disabled:
+    if plan.node != 0 or (isinstance(plan, RunPlan) and plan.wandb.mode is WandbMode.disabled):
         return None
     with plan.paths.wandb_log.open("ab") as log:
         return subprocess.Popen(

@@ -34,6 +34,7 @@ from launcher.config.schema import (
 from launcher.plan.batch import Batch
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.rundir.files import Absent, read_json
+from launcher.rundir.paths import RunPaths
 
 Part = TypeVar("Part")
 
@@ -355,6 +356,14 @@ class RunPlan(LaunchPlan):
         if plan.precision.kind is not PrecisionKind.auto or (found := read_json(plan.paths.precision)) is None:
             return plan
         return plan.with_precision(PrecisionKind(found["kind"]), found["reason"])
+
+    @classmethod
+    def of_record(cls, paths: RunPaths) -> Self | None:
+        """Return the plan that the run's record belongs to: that of `launch train`, or of the engine that a script of
+        `launch run` has made; None if the script has made none, or none that resumes."""
+        if "batch" in (read_json(paths.plan) or {}):
+            return cls.load(paths.plan)
+        return cls.load(paths.loop_plan) if paths.loop_plan.exists() else None
 
     def records(self, step: int, window: int) -> bool:
         """Return whether optimizer step ``step``, from 1, is recorded, as far as is known before it. A checkpoint that

@@ -115,7 +115,9 @@ def read_run(run: Path) -> RunData:
         if not isinstance(plan, dict) or plan.get("format") != PLAN_FORMAT:  # pyright: ignore[reportUnknownMemberType]
             return RunData(problem="its plan was written by another version of launcher")
         if "batch" not in plan:
-            return RunData(problem="started by `launch run`, so it has no record")
+            if not paths.loop_plan.exists():
+                return RunData(problem="its script has no record: it does not call engine.resume()")
+            plan = _plan_of_loop(plan, paths)  # pyright: ignore[reportUnknownArgumentType]
         figures, settings = _planned(plan), _settings(plan, paths)  # pyright: ignore[reportUnknownArgumentType]
     except FileNotFoundError as error:
         return RunData(problem=f"its {Path(error.filename).name} is missing")
@@ -128,6 +130,14 @@ def read_run(run: Path) -> RunData:
     except OSError as error:
         problem = f"unreadable: {error.strerror}: metrics.jsonl"
     return RunData(figures=figures, settings=settings, problem=problem)
+
+
+def _plan_of_loop(plan: dict[str, Any], paths: RunPaths) -> dict[str, Any]:
+    """Return the plan of the engine in a script of `launch run`, of which ``plan`` is the job's; its task is the
+    script."""
+    script = next((word for word in plan["command"] if word.endswith(".py")), "")
+    engine: dict[str, Any] = json.loads(paths.loop_plan.read_text(encoding="utf-8"))
+    return engine | {"task": engine["task"] | {"target": Path(script).name}}
 
 
 def _planned(plan: dict[str, Any]) -> dict[str, Any]:

@@ -37,8 +37,13 @@ ENDS_WITHIN_S = 90
 
 
 def main(run_dir: str, attempt: str, trial: str = "first") -> None:
-    plan = RunPlan.load(RunPaths(Path(run_dir)).plan)
-    fence = Fence(plan.paths, Attempt.parse(attempt))
+    paths = RunPaths(Path(run_dir))
+    fence = Fence(paths, Attempt.parse(attempt))
+    while (plan := RunPlan.of_record(paths)) is None:  # a script of `launch run` has yet to make its engine
+        if _ended():
+            return
+    if plan.wandb.mode is WandbMode.disabled:
+        return
     try:
         _mirror_with_retry(plan, fence, trial)
     except Superseded as error:
@@ -68,7 +73,7 @@ def _mirror(plan: RunPlan, fence: Fence) -> None:
     if status.get("problem"):  # reported by an earlier mirror
         _set_status(plan, fence, problem=None)
     while plan.precision.kind is PrecisionKind.auto and not _ended():  # wait for the workers' decision
-        plan = RunPlan.load(plan.paths.plan)
+        plan = RunPlan.of_record(plan.paths) or plan
     run = _open(plan, fence)
     _set_status(plan, fence, dir=str(Path(run.dir).parent), url=run.url)
     # online, the server knows the last step; steps that an earlier mirror stored offline have not reached it yet

@@ -31,6 +31,7 @@ class RunPaths:
     root: Path
 
     plan = _Path("plan.json")  # the only input of a worker
+    loop_plan = _Path("loop_plan.json")  # plan of the engine that a script of `launch run` has made
     config = _Path("config.yaml")  # the composed config, with which the run can be repeated
     metrics = _Path("metrics.jsonl")  # the record: one JSON object per logged step, appended by rank 0
     summary = _Path("summary.json")  # verdict and last values

@@ -21,6 +21,7 @@ from launcher.errors import EngineMisuse
 from launcher.plan.run_plan import RunPlan
 from launcher.process import StopRequest
 from launcher.rundir.fencing import Fence
+from launcher.rundir.files import write_text
 from launcher.task import Task, seed_everything
 from launcher.train.callback_set import require_text_keys
 from launcher.train.checkpoint import save
@@ -114,6 +115,7 @@ class RunEngine(Engine):
             Path(plan.run.dir).mkdir(parents=True, exist_ok=True)
             fence.check()
             save.delete_partial(plan.paths, fence)
+            write_text(plan.paths.loop_plan, plan.to_json() + "\n")  # for reports and W&B
         self.world.of_all(None)  # the directory exists
         self._requested = StopRequest()
         restored = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import shutil
 from pathlib import Path
@@ -15,6 +16,7 @@ from tests.infra.checkpoints import tensors
 from tests.infra.jobs_on_slurm import Project
 from tests.infra.runs import records, summary
 from tests.infra.slurm import Cluster, needs_slurm
+from tests.system.test_wandb import read_back
 
 pytestmark = [
     pytest.mark.slow,
@@ -39,7 +41,9 @@ def assert_alike(run: Path, undisturbed: Path, steps: int) -> None:
     assert summary(run)["eval/loss"] == summary(undisturbed)["eval/loss"]
 
 
-@pytest.mark.parametrize("options", [("strategy=ddp",), ("strategy=fsdp", "checkpoint.async_save=false")])
+@pytest.mark.parametrize(
+    "options", [("strategy=ddp",), ("strategy=fsdp", "checkpoint.async_save=false", "wandb.mode=disabled")]
+)
 def test_a_loop_that_is_killed_and_stopped_resumes_bit_by_bit(
     launch: Launch, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
@@ -60,6 +64,25 @@ def test_a_loop_that_is_killed_and_stopped_resumes_bit_by_bit(
     assert "eval/one/loss" in at[3]
     assert "eval/other/loss" in at[19]
     assert_alike(run, tmp_path / "runs" / "whole", 20)
+
+    assert "wire a step" in resumed.stdout
+    rows = {row["run"]: row for row in csv.DictReader(launch("report", "mine", "whole", "--csv").stdout.splitlines())}
+    assert {name: (row["task"], row["step"]) for name, row in rows.items()} == {
+        "mine": ("own_loop.py", "20"), "whole": ("own_loop.py", "20"),
+    }  # fmt: skip
+    if "wandb.mode=disabled" in options:
+        assert not [*run.glob("wandb*")]
+    else:
+        config, history, last, _ = read_back(run)
+        assert (config["batch"]["global_size"], last["verdict"]) == (20, "done")
+        assert [step["step"] for step in history] == list(range(1, 21)), "each step once, over three starts"
+
+
+def test_a_script_without_the_engine_has_no_record(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "plain.py").write_text("print('plain')\n")
+    assert launch("run", "run.name=plain", "--", "plain.py").returncode == 0
+    assert not [*(tmp_path / "runs" / "plain").glob("wandb*")]
+    assert "its script has no record: it does not call engine.resume()" in launch("report", "plain").stdout
 
 
 @pytest.mark.root
