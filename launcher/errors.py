@@ -4,6 +4,7 @@ LauncherError
 ├── UserError               exit 2: the input is wrong; one message, no traceback, nothing was started
 │   ├── ConfigError         a key, a value, or a combination of them
 │   ├── TaskError           the task's class: a method missing, or a wrong result of one
+│   │   └── CollectiveInLoss    samples of other ranks in the loss of one of several micro-batches
 │   └── SiteError           this machine: GPUs, directories, credentials
 └── RunError                exit 1: the job started and failed
     ├── NotFinite           a loss or a gradient is inf or nan
@@ -54,6 +55,10 @@ class ConfigError(UserError):
 
 
 class TaskError(UserError):
+    pass
+
+
+class CollectiveInLoss(TaskError):
     pass
 
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.data import IterableDataset, Subset
 
 from launcher.config.schema import Compress, OnNonfinite, Parameters, PrecisionKind, ShortWindow
-from launcher.errors import DataError, NotFinite, SyncPolicyViolated, TaskError, UnusedParameters
+from launcher.errors import CollectiveInLoss, DataError, NotFinite, SyncPolicyViolated, TaskError, UnusedParameters
 from launcher.plan.batch import Batch
 from launcher.plan.run_plan import EpochPlan, RunPlan
 from launcher.task import Task, load_task, seed_everything, train_data
@@ -300,8 +300,11 @@ def _run_window(engine: Engine, task: Task, trial: Trial) -> StepResult | str:
         stream = cast(
             "Generator[Any]", engine.windows(trial.dataset, collate, loss_of, items_method_of(task), compare_data=False)
         )
-        for batch in next(stream):
-            engine.backward(loss_of(engine.model, batch))
+        try:
+            for batch in next(stream):
+                engine.backward(loss_of(engine.model, batch))
+        except CollectiveInLoss as error:  # other errors of the passes may be those of one rank
+            return f"{type(error).__name__}: {error}"
         try:
             result = engine.step()
         except raised_on_all_ranks as error:

@@ -89,6 +89,7 @@ REFUSED = {
     "AllPadding": "holds an item",
     "NotEvaluated": "The evaluation fails: ValueError: no labels in the held-out data",
     "Negative task.as_tensor=1": "must be a finite number, 0 or more",
+    "Gathered batch.short_window=drop": "The loss of a micro-batch depends on what other ranks have computed",
 }
 ERRORS = {
     "Vector": "The loss of a micro-batch is of shape [",

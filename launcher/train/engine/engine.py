@@ -222,7 +222,7 @@ class Engine(EngineProgress):
         current, totals = self._current, self._totals
         samples = current.take_micro_batch().samples
         losses = loss_terms.as_terms(loss, items, metrics)
-        loss_terms.require_gradient(losses)
+        current.require_sum(losses)
         weight = self._optimizer_step.weight(losses, samples)
         self._loss.require_parts(losses)
         if self._loss.several and current.must_count():

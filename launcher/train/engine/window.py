@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from launcher.config.schema import Sync
@@ -18,6 +19,7 @@ from launcher.train.data.loader import MicroBatch
 from launcher.train.data.window_feed import Window
 from launcher.train.engine import loss_terms
 from launcher.train.engine.item_count import ItemCount, Items
+from launcher.train.engine.loss_collectives import LossCollectives
 from launcher.train.engine.optimizer_step import OptimizerStep
 from launcher.train.engine.preserved_state import SavedState
 from launcher.train.engine.window_batchnorm import WindowNorms
@@ -74,6 +76,8 @@ class CurrentWindow:
         self._saved: SavedState | None = None
         self.forward: Forward | None = None
         self._arrived = self._queueing_s = 0.0
+        # None once a micro-batch of a window of several was watched
+        self._watch = LossCollectives() if dist.is_initialized() and dist.get_world_size() > 1 else None
 
     def open(self, window: Window, batches: Generator[Any, None, None]) -> Iterator[Any]:
         """Start a window, and return ``batches``, which yields the data of its micro-batches."""
@@ -114,8 +118,22 @@ class CurrentWindow:
         """
         if self.micro is None:
             raise EngineMisuse("engine.backward() must be called once for each micro-batch of `for batch in window`.")
+        if self._watch is not None:
+            self._watch.stop()
         micro, self.micro = self.micro, None
         return micro
+
+    def require_sum(self, losses: Sequence[Loss]) -> None:
+        """Check that the window's gradient can be the sum of its micro-batches' gradients.
+
+        Raises:
+            CollectiveInLoss: see ``LossCollectives``.
+            EngineMisuse: no term requires a gradient.
+        """
+        loss_terms.require_gradient(losses)
+        if self._watch is not None and self.window is not None and self.window.count > 1:
+            self._watch.require_none(losses, self.window.count)
+            self._watch = None
 
     def gradients_arrived(self) -> None:
         """Record that the host has just waited for the device."""
@@ -147,6 +165,8 @@ class CurrentWindow:
         """Leave the contexts of the current micro-batch, such as autocast, if the loop has left it."""
         if self._batches is not None:
             self._batches.close()
+        if self._watch is not None:
+            self._watch.stop()
 
     def abandon(self) -> None:
         """Discard everything that the window has done so far: it runs again."""
@@ -236,6 +256,8 @@ class CurrentWindow:
         self.data_s += time.perf_counter() - started
         self.at_boundary = self.handed_out == count
         HEARTBEAT.beat(Phase.computing, self.handed_out)
+        if self._watch is not None and count > 1:
+            self._watch.start()
         return micro
 
     def require_backward(self) -> None:
