@@ -162,7 +162,7 @@ class RunEngine(Engine):
             extra: as of ``finish_step``.
         """
         loop, result = self._require_loop("save"), self._result
-        if result is None or result.skipped:
+        if result is None or not result.step:
             return  # the newest checkpoint is of this step, or there is nothing to save yet
         loop.extra = _json(extra)
         loop.save(result, loop.step_metrics(result))

@@ -73,6 +73,37 @@ def test_a_resumed_run_has_the_callbacks_state_after_the_evaluation(tmp_path: Pa
     assert len(after.seen) == 4
 
 
+@pytest.mark.usefixtures("alone")
+def test_a_save_by_hand_after_a_skipped_window(tmp_path: Path) -> None:
+    """The steps before it are saved, and the run resumes after the skipped window."""
+
+    def engine() -> Engine:
+        plan = make_plan(
+            [f"run.dir={tmp_path}", "run.name=a", "batch.global_size=4", "train.steps=8", "cluster.device=cpu",
+             "precision=fp32", "train.loader_workers=0", "checkpoint.every=100", "train.on_nonfinite=skip"],
+            samples=len(DATA),
+        )  # fmt: skip
+        model = nn.Linear(4, 1)
+        return Engine(model, torch.optim.SGD(model.parameters(), 0.1), plan)
+
+    first = engine()
+    first.resume()
+    for number, window in enumerate(first.windows(DATA), 1):
+        for batch in window:
+            first.backward(first.model(batch).square().sum() * (torch.nan if number == 3 else 1), len(batch))
+        first.finish_step(first.step())
+        if number == 3:
+            first.save()
+            first.save()
+            assert first._loop is not None  # pyright: ignore[reportPrivateUsage]
+            first._loop.close()  # pyright: ignore[reportPrivateUsage]
+            break
+    second = engine()
+    assert second.resume() == {}
+    assert (second.steps, second.position.index, second.nonfinite_windows) == (2, 3, 1)
+    second._loop.close()  # pyright: ignore[reportPrivateUsage, reportOptionalMemberAccess]
+
+
 @pytest.mark.slow
 def test_two_models_against_each_other_are_those_of_plain_torch(tmp_path: Path) -> None:
     lines = torchrun(Path(__file__).parent / "two_engines_worker.py", [str(tmp_path)], 2, tmp_path).splitlines()
