@@ -291,7 +291,7 @@ def _require_samples_of_dataset(loader: Any, where: str, *, own_order: bool) -> 
         "  Give the task a method order(epoch, seed) that returns the indices of an epoch, such as "
         f"list({type(sampler).__name__}(...)), and return the dataset itself"
     )
-    if where == "eval_data()":
+    if where != "train_data()":  # a method order() is only for training
         order = instead
     if isinstance(sampler, WeightedRandomSampler) or (isinstance(sampler, RandomSampler) and sampler.replacement):
         raise TaskError(

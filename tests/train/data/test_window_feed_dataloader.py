@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler
 
 from launcher.errors import ConfigError, DataError, TaskError
 from launcher.plan.task_inspection import describe_task
@@ -54,6 +55,15 @@ def test_what_is_not_its_dataset_is_refused(how: str) -> None:
         raised.value
     )
     assert names_the_way == (how in ("subset", "weights"))
+
+
+@pytest.mark.parametrize("name", ["", "dev"])
+def test_a_loader_of_held_out_data_is_not_told_to_give_an_order(name: str) -> None:
+    task, loader = cast("Any", SimpleNamespace()), DataLoader(Numbers(), 4, sampler=SubsetRandomSampler(range(40)))
+    task.eval_data = lambda: {name: loader} if name else loader
+    with pytest.raises(TaskError, match="Return the dataset itself, or a Subset of those that belong to it") as raised:
+        eval_sets(task, 7)
+    assert "order(epoch, seed)" not in str(raised.value)
 
 
 class TakesAnything:
