@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
-from launcher.config.schema import LrScaling, OptimizerConfig, OptimizerKind
+from launcher.config.schema import LrScaling, OptimizerConfig, OptimizerKind, ScheduleKind
 from launcher.errors import ConfigError, did_you_mean
 from launcher.plan.run_plan import OptimizerPlan, extended
 
@@ -63,22 +63,27 @@ def solve_optimizer(config: OptimizerConfig, global_size: int) -> OptimizerPlan:
 
 def _require_arguments(config: OptimizerConfig) -> None:
     """Raise ConfigError for an argument that this kind of optimizer does not have."""
-    custom = config.kind is OptimizerKind.custom
-    if custom and config.target is None:
-        raise ConfigError(
-            "optimizer._target_", "null", "optimizer=custom needs the class of an optimizer.",
-            "Name it by its dotted path, such as optimizer._target_=torch.optim.Adagrad.",
-        )  # fmt: skip
-    if not custom and config.target is not None:
-        raise ConfigError(
-            "optimizer._target_", config.target, f"has no effect with optimizer={config.kind.value}.",
-            "Choose optimizer=custom; in a file of your own: `- override /optimizer: custom` among its defaults.",
-        )  # fmt: skip
-    for name in ("betas", "eps", "momentum", "nesterov"):
-        if not custom and name not in _ARGUMENTS[config.kind] and getattr(config, name) is not None:
+    require_target("optimizer", config.kind, config.target, "torch.optim.Adagrad")
+    for name in () if config.kind is OptimizerKind.custom else _NAMED:
+        if name not in _ARGUMENTS[config.kind] and getattr(config, name) is not None:
             raise ConfigError(
                 f"optimizer.{name}", getattr(config, name), f"has no effect with optimizer={config.kind.value}."
             )
+
+
+def require_target(group: str, kind: OptimizerKind | ScheduleKind, target: str | None, example: str) -> None:
+    """Raise ConfigError unless ``group``._target_ is set if, and only if, the option ``custom`` was chosen."""
+    custom = kind.value == "custom"
+    if custom and target is None:
+        raise ConfigError(
+            f"{group}._target_", "null", f"{group}=custom needs the class of your {group}.",
+            f"Name it by its dotted path, such as {group}._target_={example}.",
+        )  # fmt: skip
+    if not custom and target is not None:
+        raise ConfigError(
+            f"{group}._target_", target, f"has no effect with {group}={kind.value}.",
+            f"Choose {group}=custom; in a file of your own: `- override /{group}: custom` among its defaults.",
+        )  # fmt: skip
 
 
 def parameter_groups(config: OptimizerConfig) -> list[dict[str, Any]]:

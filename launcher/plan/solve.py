@@ -29,7 +29,7 @@ from launcher.plan.best_metric import best_notes, solve_best_mode
 from launcher.plan.callback_plan import solve_callbacks
 from launcher.plan.host import Site
 from launcher.plan.launch_plan import PLAN_FORMAT, ClusterPlan, RunInfo
-from launcher.plan.optimizer_plan import solve_optimizer
+from launcher.plan.optimizer_plan import require_target, solve_optimizer
 from launcher.plan.placement import solve_cluster, solve_env
 from launcher.plan.run_plan import (
     EpochPlan,
@@ -254,20 +254,11 @@ def _steps(config: TrainConfig, epoch: EpochPlan, batch: Batch, task: TaskPlan) 
 def _schedule(config: ScheduleConfig, steps: int | None) -> SchedulePlan:
     if config.kind is ScheduleKind.constant and config.min_ratio is not None:
         raise ConfigError("schedule.min_ratio", config.min_ratio, "has no effect with schedule=constant.")
+    require_target("schedule", config.kind, config.target, "torch.optim.lr_scheduler.OneCycleLR")
     if config.kind is ScheduleKind.custom:
-        if config.target is None:
-            raise ConfigError(
-                "schedule._target_", "null", "schedule=custom needs the class of a schedule.",
-                "Name it by its dotted path, such as schedule._target_=torch.optim.lr_scheduler.OneCycleLR.",
-            )  # fmt: skip
         named = {"warmup_steps": config.warmup_steps or None, "min_ratio": config.min_ratio}
         given = {name: value for name, value in named.items() if value is not None}
         return extended(SchedulePlan, config, arguments={**config.arguments, **given})
-    if config.target is not None:
-        raise ConfigError(
-            "schedule._target_", config.target, f"has no effect with schedule={config.kind.value}.",
-            "Choose schedule=custom; in a file of your own: `- override /schedule: custom` among its defaults.",
-        )  # fmt: skip
     if config.kind is not ScheduleKind.constant and steps is None:
         raise ConfigError(
             "schedule", config.kind, "needs the last step, and the length of a stream's epoch is unknown.",
