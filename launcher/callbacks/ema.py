@@ -53,10 +53,8 @@ class Ema:
         if result.skipped or result.step % self._every:
             return
         averages, parameters = self._pairs(engine)
-        same = all(one.dtype == other.dtype for one, other in zip(averages, parameters, strict=True))
-        if not same:
-            parameters = [parameter.to(average.dtype) for average, parameter in zip(averages, parameters, strict=True)]
-        torch._foreach_lerp_(averages, parameters, 1 - self._decay)
+        wide = [parameter.to(average.dtype) for average, parameter in zip(averages, parameters, strict=True)]
+        torch._foreach_lerp_(averages, wide, 1 - self._decay)
 
     @contextmanager
     def around_evaluation(self, engine: Engine) -> Iterator[None]:

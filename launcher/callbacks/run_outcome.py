@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.errors import LauncherError
-from launcher.plan.callback_plan import OUTCOME, TARGET, may_report, name_of
+from launcher.plan.callback_plan import OUTCOME, TARGET, class_arguments, may_report, name_of
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan
 from launcher.process import die_with_parent
@@ -80,8 +80,7 @@ def main(run_dir: str, parent: str) -> None:
         try:
             made = find_target(f"{key}.{TARGET}", target, plan.cluster.import_from)
             if hasattr(made, OUTCOME):
-                arguments = {name: value for name, value in entry.items() if name != TARGET}
-                made(**require_arguments(key, target, made, arguments)).on_outcome(outcome)
+                made(**require_arguments(key, target, made, class_arguments(entry))).on_outcome(outcome)
         except Exception as error:  # nothing that a callback does here may change how the run has ended
             kind = "" if isinstance(error, LauncherError) else f"{type(error).__name__}: "
             print(f"Callback {name_of(entry)} did not report that the run is {outcome.verdict}: {kind}{error}")

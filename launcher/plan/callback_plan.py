@@ -43,6 +43,11 @@ def name_of(entry: dict[str, Any]) -> str:
     return str(entry[TARGET]).rpartition(".")[2]
 
 
+def class_arguments(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of an entry's class."""
+    return {name: value for name, value in entry.items() if name != TARGET}
+
+
 def may_report(entry: dict[str, Any]) -> bool:
     """Return False for a callback that certainly has no method ``on_outcome``, and need not be imported for it."""
     return not entry[TARGET].startswith(BUNDLED) or name_of(entry) in _REPORTING
@@ -63,8 +68,7 @@ def require_callbacks(entries: Sequence[dict[str, Any]], search_path: Sequence[s
     for number, entry in enumerate(entries):
         key, target = f"callbacks[{number}]", entry[TARGET]
         made = find_target(f"{key}.{TARGET}", target, search_path)
-        arguments = {name: value for name, value in entry.items() if name != TARGET}
-        arguments = require_arguments(key, target, made, arguments)
+        arguments = require_arguments(key, target, made, class_arguments(entry))
         if target.startswith(BUNDLED):
             try:
                 made(**arguments)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from launcher.errors import CallbackFailed, LauncherError
-from launcher.plan.callback_plan import AROUND_EVALUATION, EVENTS, OUTCOME
+from launcher.plan.callback_plan import AROUND_EVALUATION, EVENTS, METHODS, TARGET, class_arguments
 from launcher.plan.run_plan import RunPlan
 from launcher.targets import find_target, require_arguments
 from launcher.task import users_frames
@@ -65,10 +65,9 @@ class CallbackSet:
                     if callable(getattr(callback, event, None))]
             for event in (*EVENTS, AROUND_EVALUATION)
         }  # fmt: skip
-        methods = (*EVENTS, AROUND_EVALUATION, OUTCOME)
         for name, callback in self._callbacks.items():
-            if not any(callable(getattr(callback, method, None)) for method in methods):
-                raise CallbackFailed(f"Callback {name} has none of the methods {', '.join(methods)}.")
+            if not any(callable(getattr(callback, method, None)) for method in METHODS):
+                raise CallbackFailed(f"Callback {name} has none of the methods {', '.join(METHODS)}.")
         self._started = False
 
     @classmethod
@@ -81,11 +80,10 @@ class CallbackSet:
         """
         callbacks: list[Any] = []
         for number, entry in enumerate(plan.callbacks):
-            arguments = {name: value for name, value in entry.items() if name != "_target_"}
-            key, target = f"callbacks[{number}]", entry["_target_"]
-            made = find_target(f"{key}._target_", target, plan.cluster.import_from)
+            key, target = f"callbacks[{number}]", entry[TARGET]
+            made = find_target(f"{key}.{TARGET}", target, plan.cluster.import_from)
             with _named(target, "its constructor"):
-                callbacks.append(made(**require_arguments(key, target, made, arguments)))
+                callbacks.append(made(**require_arguments(key, target, made, class_arguments(entry))))
         return cls(callbacks)
 
     def call(self, event: str, *arguments: Any) -> None:

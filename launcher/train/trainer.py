@@ -11,15 +11,7 @@ from launcher.heartbeat import HEARTBEAT, Phase
 from launcher.plan.run_plan import RunPlan
 from launcher.rundir import code_snapshot
 from launcher.rundir.fencing import Fence
-from launcher.task import (
-    Task,
-    eval_set_text,
-    eval_sets,
-    file_of,
-    load_task,
-    seed_everything,
-    train_data,
-)
+from launcher.task import Task, eval_set_text, eval_sets, file_of, load_task, seed_everything, train_data
 from launcher.train import precision
 from launcher.train.checkpoint import save
 from launcher.train.checkpoint.load import load_newest, require_same_shards

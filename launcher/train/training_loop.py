@@ -19,10 +19,7 @@ from launcher.loss import Loss, as_losses
 from launcher.plan.run_plan import RunPlan
 from launcher.rundir.fencing import Fence
 from launcher.rundir.files import write_json
-from launcher.task import (
-    Task,
-    is_mapped,
-)
+from launcher.task import Task, is_mapped
 from launcher.train import metrics
 from launcher.train.checkpoint import save
 from launcher.train.checkpoint.async_save import Saver
