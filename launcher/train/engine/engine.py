@@ -71,10 +71,10 @@ class Engine(EngineProgress):
 
     Attributes:
         callbacks: the callbacks, and their state.
-        owner: the argument of that name.
         buffers: the model's buffers that training changes.
         context: source of ``launcher.current()``; its ``take_scalars()`` returns what was logged there.
-        position, stream: of the next window in the data, the same on all ranks; state of a stream, for checkpoints.
+        position: that of the next window in the data, the same on all ranks.
+        stream: state of a stream, for checkpoints.
         schedule: learning rate schedule; the engine steps it.
 
     Raises:
