@@ -155,7 +155,7 @@ class WindowLoss:
         counts = torch.zeros(self._terms + 1, dtype=torch.float64, device=self._device)
         counts[-1] = out_of_memory
         for term in range(0 if out_of_memory else self._terms):
-            counts[term] = _sum([items[term] for items in self._own_counts], valid=True)
+            counts[term] = sum_of([items[term] for items in self._own_counts], valid=True)
         if self._world.size > 1:
             with self._meter.waiting():
                 dist.all_reduce(counts)
@@ -197,11 +197,11 @@ class WindowLoss:
     def contribution(self) -> Sequence[Tensor | float]:
         numbers: list[Tensor | float] = []
         for term in range(1, self._terms):
-            numbers.append(_sum([items[term] for items in self._items], valid=True))
-            numbers.append(_sum([totals[term] for totals in self._totals]))
+            numbers.append(sum_of([items[term] for items in self._items], valid=True))
+            numbers.append(sum_of([totals[term] for totals in self._totals]))
         for metric in range(self._metrics):
             for place in (0, 1):
-                numbers.append(_sum([pairs[metric][place] for pairs in self._pairs]))
+                numbers.append(sum_of([pairs[metric][place] for pairs in self._pairs]))
         return numbers
 
     def items_of_terms(self, first: float, sums: Sequence[float]) -> list[float]:
@@ -260,27 +260,36 @@ class WindowLoss:
                 )
 
     def _explain_bad_items(self, counts: Sequence[Sequence[float | Tensor]]) -> TaskError:
-        bad = [
-            (number, term, float(count))
-            for number, items in enumerate(counts, 1)
-            for term, count in enumerate(items)
-            if not 0 <= float(count) < math.inf
-        ]
-        names = term_names(self.parts)
-        where = "; ".join(
-            f"rank {rank}, micro-batch {number}: {names[term]} has {count:g}"
-            for rank, bad_of_rank in enumerate(self._world.of_all(bad))
-            for number, term, count in bad_of_rank
-        )
-        return TaskError(NO_COUNT.format(where))
+        return explain_bad_items(counts, [f": {name}" for name in term_names(self.parts)], self._world)
+
+
+def explain_bad_items(counts: Sequence[Sequence[float | Tensor]], names: Sequence[str], world: World) -> TaskError:
+    """Return the error for numbers of items that are not finite, or negative. All ranks call it.
+
+    Args:
+        counts: by micro-batch and term, on this rank.
+        names: text that follows the number of the micro-batch, for each term.
+    """
+    bad = [
+        (number, term, float(count))
+        for number, items in enumerate(counts, 1)
+        for term, count in enumerate(items)
+        if not 0 <= float(count) < math.inf
+    ]
+    where = "; ".join(
+        f"rank {rank}, micro-batch {number}{names[term]} has {count:g}"
+        for rank, bad_of_rank in enumerate(world.of_all(bad))
+        for number, term, count in bad_of_rank
+    )
+    return TaskError(NO_COUNT.format(where))
 
 
 def _detached(value: float | Tensor) -> float | Tensor:
     return value.detach() if isinstance(value, Tensor) else value
 
 
-def _sum(values: Sequence[float | Tensor], *, valid: bool = False) -> Tensor | float:
-    """Return the sum in fp64, on a GPU as a tensor, for which the host does not wait.
+def sum_of(values: Sequence[float | Tensor], *, valid: bool = False) -> Tensor | float:
+    """Return the sum of scalars in fp64, on a GPU as a tensor, for which the host does not wait.
 
     Args:
         valid: the values are counts; the sum is nan if one of them is not finite, or negative.

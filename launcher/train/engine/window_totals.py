@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from launcher.config.schema import Sync
-from launcher.errors import NotFinite, TaskError
+from launcher.errors import NotFinite
 from launcher.loss import Loss
-from launcher.train.engine.loss_terms import NO_COUNT, sum_of_means
-from launcher.train.engine.window_loss import WindowLoss
+from launcher.train.engine.loss_terms import sum_of_means
+from launcher.train.engine.window_loss import WindowLoss, explain_bad_items, sum_of
 from launcher.train.measure.comm_meter import CommStats, Meter
 from launcher.train.measure.noise_scale import Noise
 from launcher.train.measure.observer import Observer
@@ -157,22 +157,17 @@ class WindowTotals:
         """Start a window. ``metrics``: those of the loss are wanted."""
         self._loss.clear(due=metrics)
         self.losses: list[Tensor] = []
-        self._items: list[Tensor] = []  # item counts of the micro-batches that were counted on the device
-        self._counted_items: float = 0
+        self._items: list[float | Tensor] = []  # numbers of items of this rank's micro-batches
         self._samples = 0
         self._shared: Tensor | None = None
         self._work: dist.Work | None = None
 
     def add(self, losses: Sequence[Loss], samples: int) -> None:
         """Add a micro-batch that has samples."""
-        items = losses[0].items
+        self._items.append(losses[0].items)
         self.losses.append(losses[0].total.detach())
         self._samples += samples
         self._loss.add(losses)
-        if isinstance(items, Tensor):
-            self._items.append(items.detach())
-        else:
-            self._counted_items += items
 
     def losses_by_term(self) -> Sequence[Sequence[Tensor]]:
         """Return the loss sums of this rank's micro-batches, each by term."""
@@ -180,26 +175,21 @@ class WindowTotals:
 
     def own_part(self) -> tuple[Tensor | float, int]:
         """Return the items and samples of this rank so far; the host does not wait for a GPU."""
-        return self._counted_items + _sum(self._items), self._samples
+        return sum_of(self._items), self._samples
 
     def send(self, *, more: bool, stop: bool, save_due: bool) -> None:
         """Start the all-reduce. ``more``: this rank has samples for another window."""
         shares = [number for observer in self._observers for number in observer.contribution()]
-        values = [self._counted_items, 0.0, self._samples, more, stop, save_due, False, *(0.0 for _ in shares)]
-        computed: dict[int, Tensor | float] = {_LOSS: _sum(self.losses)}  # may still be computed by a GPU
-        computed |= enumerate(shares, _FLAGS)
-        if self._items:
-            counts = _stack(self._items)
-            # an invalid count makes the sum nan on every rank, which needs neither a separate flag nor the host
-            counted = counts.where((counts >= 0) & counts.isfinite(), torch.nan).sum()
-            computed[_ITEMS] = self._counted_items + counted
+        # an invalid number of items makes the sum nan on every rank, which needs neither a separate flag nor the host
+        items, loss_sum = sum_of(self._items, valid=True), sum_of(self.losses)
+        values = [items, loss_sum, self._samples, more, stop, save_due, False, *shares]  # of _ITEMS, _LOSS, ...
         if self._device.type == "cpu":
-            for position, value in computed.items():
-                values[position] = float(value)
-            flags = torch.tensor(values, dtype=torch.float64)
+            flags = torch.tensor([float(value) for value in values], dtype=torch.float64)
         else:
+            computed = {position: value for position, value in enumerate(values) if isinstance(value, Tensor)}
+            known = [0.0 if isinstance(value, Tensor) else value for value in values]
             # from pinned memory: an ordinary copy would block the host until the GPU has completed the forward pass
-            flags = torch.tensor(values, dtype=torch.float64, pin_memory=True).to(self._device, non_blocking=True)
+            flags = torch.tensor(known, dtype=torch.float64, pin_memory=True).to(self._device, non_blocking=True)
             for position, value in computed.items():
                 flags[position] = value
         self._all_reduce(flags)
@@ -252,7 +242,7 @@ class WindowTotals:
         """
         sums = self._arrived().tolist()
         if not math.isfinite(sums[_ITEMS]):
-            raise self._explain_bad_items()
+            raise explain_bad_items([[items] for items in self._items], [""], self._world)
         for observer, (start, end) in zip(self._observers, itertools.pairwise(self._ends), strict=True):
             observer.receive(sums[start:end])
         terms = self._loss.complete((sums[_LOSS], sums[_ITEMS]))
@@ -274,31 +264,10 @@ class WindowTotals:
             dist.all_reduce(flags)
         return flags[start : start + observer.width].tolist()
 
-    def _explain_bad_items(self) -> TaskError:
-        counts = [float(count.item()) for count in self._items]
-        bad = [(n + 1, count) for n, count in enumerate(counts) if not 0 <= count < math.inf]
-        where = "; ".join(
-            f"rank {rank}, micro-batch {number} has {count:g}"
-            for rank, bad_of_rank in enumerate(self._world.of_all(bad))
-            for number, count in bad_of_rank
-        )
-        return TaskError(NO_COUNT.format(where))
-
 
 def whole(number: float) -> float:
     """Return a whole number as an int, any other unchanged."""
     return int(number) if number.is_integer() else number
-
-
-def _stack(values: list[Tensor]) -> Tensor:
-    return torch.stack([v.reshape(()) for v in values]).double()
-
-
-def _sum(values: list[Tensor]) -> Tensor | float:
-    """Return the sum of scalars in fp64, on a GPU as a tensor, for which the host does not wait."""
-    if not values or values[0].device.type == "cpu":
-        return sum((value.item() for value in values), 0.0)
-    return _stack(values).sum()
 
 
 def explain_bad_loss(totals: WindowTotals, world: World, step: int) -> NotFinite:
