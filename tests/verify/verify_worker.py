@@ -7,6 +7,7 @@ its certificate, or the error that it ended with.
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 from typing import Any
 
@@ -17,7 +18,6 @@ from launcher.plan.run_plan import RunPlan
 from launcher.train.world import World
 from launcher.verify.verify_worker import verify
 from tests.helpers import make_plan
-from tests.infra.workers import print_on_rank_0
 from tests.verify import mistaken_tasks, verify_tasks
 
 OWN = ("precision=fp32", "batch.global_size=12", "batch.micro_size=2", "cluster.device=cpu")
@@ -47,7 +47,8 @@ def main(lines: list[str]) -> None:
         except LauncherError as error:
             found = {"error": f"{type(error).__name__}: {error}"}
             dist.destroy_process_group()
-        print_on_rank_0({"line": line, **found})
+        if world.rank == 0:  # the group is gone by now
+            print(json.dumps({"line": line, **found}), flush=True)
 
 
 if __name__ == "__main__":

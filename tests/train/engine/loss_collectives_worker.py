@@ -5,7 +5,6 @@ Prints one JSON object from rank 0: the message of each case on all ranks, empty
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +18,7 @@ from torch.nn import functional
 
 from launcher import Engine, Loss, make_plan
 from launcher.errors import LauncherError
+from tests.infra.workers import leave_group, print_on_rank_0
 
 COMMON = (
     "precision=fp32", "run.calibrate_s=0", "train.loader_workers=0", "batch.global_size=8", "optimizer=sgd",
@@ -152,8 +152,8 @@ def main() -> None:
         dist.all_gather_object(everyone, message)
         found[name] = everyone
     assert dict(vars(dist.ProcessGroup)) == METHODS  # nothing is recorded any more
-    if dist.get_rank() == 0:
-        print(json.dumps(found), flush=True)
+    print_on_rank_0(found)
+    leave_group()
 
 
 if __name__ == "__main__":
