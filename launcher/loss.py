@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,9 @@ from launcher.errors import TaskError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+# name of a metric, or of a term: letters, digits, and any of _ . @ -, with a letter first
+METRIC_NAME = re.compile(r"[A-Za-z][\w.@-]*")
 
 
 @dataclass

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import inspect
 import numbers
-import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -22,14 +21,13 @@ from torch.utils._pytree import tree_map
 
 from launcher.errors import DataError, TaskError
 from launcher.heartbeat import HEARTBEAT, Wait
-from launcher.loss import Loss
+from launcher.loss import METRIC_NAME, Loss
 from launcher.quantities import count
 from launcher.task import Task, eval_metrics
 from launcher.train.world import World
 
 _Result = dict[str, float] | DataError | TaskError | None
 _METHODS = ("update", "compute", "reset")
-_NAME = re.compile(r"[A-Za-z][\w.@-]*")
 _REMEDY = (
     "  eval_metrics() returns a torchmetrics Metric, or a MetricCollection or dict of several by name. For a metric of "
     "your own\n  derive from torchmetrics.Metric; sums and counts need none: Loss(..., metrics={name: (sum, count)})."
@@ -58,7 +56,7 @@ def metrics_by_name(returned: Any) -> dict[str, Any]:
                 f"{where} is a {type(member).__name__}, whose state cannot be merged over ranks: it is no torchmetrics "
                 f"Metric.\n{_REMEDY}"
             )
-        if not isinstance(name, str) or not _NAME.fullmatch(name) or name == "loss":
+        if not isinstance(name, str) or not METRIC_NAME.fullmatch(name) or name == "loss":
             raise TaskError(
                 f"eval_metrics() has the name {name!r}: a name has letters, digits, and any of _ . @ -, starts with a "
                 "letter, and is not loss.\n  It is logged as eval/NAME; prefix= and postfix= are not needed."

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import numbers
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeGuard, cast
@@ -15,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from launcher.config.schema import StrategyKind
 from launcher.errors import EngineMisuse, TaskError
-from launcher.loss import Loss
+from launcher.loss import METRIC_NAME, Loss
 from launcher.quantities import count, first_names
 from launcher.train.parallel.shard_units import direct_use
 from launcher.train.world import World
@@ -23,7 +22,6 @@ from launcher.train.world import World
 MetricSums = Mapping[str, tuple[float | Tensor, float | Tensor]]
 # metrics of the launcher's own, as train/NAME or eval/NAME
 RESERVED = ("loss", "lr", "grad_norm")
-_NAME = re.compile(r"[A-Za-z][\w.@-]*")
 NO_COUNT = (
     "The items of a micro-batch must be a finite number, 0 or more: {}.\n"
     "  Return how many items the loss is a sum over (target tokens, or samples), or the sum of their weights."
@@ -53,7 +51,7 @@ class LossParts:
         named = [f"loss_{name}" for name in self.terms if name is not None]
         for kind, names in (("name=", [name for name in self.terms if name is not None]), ("metrics: ", self.metrics)):
             for name in names:
-                if not isinstance(name, str) or not _NAME.fullmatch(name):
+                if not isinstance(name, str) or not METRIC_NAME.fullmatch(name):
                     raise TaskError(
                         f"Loss({kind}{name!r}): a name has letters, digits, and any of _ . @ -, and starts with a "
                         "letter."
