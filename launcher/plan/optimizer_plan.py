@@ -87,42 +87,58 @@ def require_target(group: str, kind: OptimizerKind | ScheduleKind, target: str |
 
 
 def parameter_groups(config: OptimizerConfig) -> list[dict[str, Any]]:
-    """Return the parameter groups as configured, checked; without any, those of the default."""
+    """Return the configured parameter groups, or the default ones if none are configured.
+
+    Raises:
+        ConfigError: a group has no valid ``match``, or an argument that its optimizer does not have.
+    """
     if config.groups is None:
-        # whatever the decay is: it may change on resume, and the groups may not
+        # the same for every weight_decay, which may change on resume, while the groups may not
         return [] if config.kind is OptimizerKind.custom and config.weight_decay is None else [dict(DEFAULT_GROUP)]
     for number, group in enumerate(config.groups):
         key = f"optimizer.groups[{number}]"
-        match = group.get(MATCH)
-        if not isinstance(match, str) or not match:
-            raise ConfigError(
-                key, group, "has no key match.",
-                'Give a regular expression for names, or a number of dimensions: {match: "ndim<2", weight_decay: 0}.',
-            )  # fmt: skip
-        try:
-            _matcher(match)
-        except re.error as error:
-            raise ConfigError(
-                f"{key}.match", match, f"is neither a regular expression nor a number of dimensions: {error}."
-            ) from None
-        names = _ARGUMENTS.get(config.kind)
-        if names is not None and TARGET not in group:
-            for name in [name for name in group if name not in (MATCH, *names)]:
-                raise ConfigError(
-                    f"{key}.{name}", group[name], f"{config.kind.value} has no such argument.",
-                    did_you_mean(name, names).strip() or f"Its arguments: {', '.join(names)}.",
-                )  # fmt: skip
-        if not isinstance(group.get(TARGET, ""), str):
+        _require_match(key, group)
+        if TARGET not in group:
+            _require_group_arguments(key, group, config.kind)
+        elif not isinstance(group[TARGET], str):
             raise ConfigError(f"{key}.{TARGET}", group[TARGET], "must be the dotted path of a class.")
-        if TARGET not in group and names is not None and "betas" in group and not valid_betas(group["betas"]):
-            raise ConfigError(f"{key}.betas", group["betas"], "must be two numbers of at least 0 and below 1.")
+        elif "lr" not in group:
+            raise ConfigError(f"{key}.lr", "null", "must be a number: a group with _target_ has a rate of its own.")
         if not _is_number(group.get("lr", 1.0)) or not group.get("lr", 1.0) > 0:
             raise ConfigError(f"{key}.lr", group["lr"], "must be a number above 0.")
         if not _is_number(group.get("weight_decay", 0.0)) or not group.get("weight_decay", 0.0) >= 0:
             raise ConfigError(f"{key}.weight_decay", group["weight_decay"], "must be a number of at least 0.")
-        if TARGET in group and "lr" not in group:
-            raise ConfigError(f"{key}.lr", "null", "must be a number: a group with _target_ has a rate of its own.")
     return [dict(group) for group in config.groups]
+
+
+def _require_match(key: str, group: Mapping[str, Any]) -> None:
+    match = group.get(MATCH)
+    if not isinstance(match, str) or not match:
+        raise ConfigError(
+            key, dict(group), "has no key match.",
+            'Give a regular expression for names, or a number of dimensions: {match: "ndim<2", weight_decay: 0}.',
+        )  # fmt: skip
+    try:
+        _matcher(match)
+    except re.error as error:
+        raise ConfigError(
+            f"{key}.match", match, f"is neither a regular expression nor a number of dimensions: {error}."
+        ) from None
+
+
+def _require_group_arguments(key: str, group: Mapping[str, Any], kind: OptimizerKind) -> None:
+    """Raise ConfigError for an argument that a built-in optimizer does not have; a class checks its own."""
+    if kind not in _ARGUMENTS:
+        return
+    names = _ARGUMENTS[kind]
+    for name in group:
+        if name not in (MATCH, *names):
+            raise ConfigError(
+                f"{key}.{name}", group[name], f"{kind.value} has no such argument.",
+                did_you_mean(name, names).strip() or f"Its arguments: {', '.join(names)}.",
+            )  # fmt: skip
+    if "betas" in group and not valid_betas(group["betas"]):
+        raise ConfigError(f"{key}.betas", group["betas"], "must be two numbers of at least 0 and below 1.")
 
 
 def _is_number(value: Any) -> bool:

@@ -150,7 +150,7 @@ def _judged(change: Change, beside: Iterable[Change]) -> tuple[Permission, str]:
     of_the_scale = key in ("precision.init_scale", "precision.growth_interval")
     if of_the_scale and not any(each.key == "precision.kind" for each in beside):
         return Permission.never, "the loss scale continues from the checkpoint"
-    if key == "optimizer.groups" and _members(before) == _members(after) is not None:
+    if key == "optimizer.groups" and None not in (before, after) and _members(before) == _members(after):
         return RULES["optimizer"]
     if key == "optimizer.weight_decay" and None in (before, after):  # it decides on the default groups of a class
         return RULES["optimizer.groups"]
@@ -164,10 +164,9 @@ def _judged(change: Change, beside: Iterable[Change]) -> tuple[Permission, str]:
     return rule(key) or (Permission.force, "it has no rule")
 
 
-def _members(groups: Any) -> list[tuple[Any, Any]] | None:
-    """Return what decides on the members and the optimizer of each group of `optimizer.groups`; None for the default
-    groups."""
-    return None if groups is None else [(group.get("match"), group.get("_target_")) for group in groups]
+def _members(groups: list[dict[str, Any]]) -> list[tuple[Any, Any]]:
+    """Return (match, class) of each group of `optimizer.groups`, which determine its members and its optimizer."""
+    return [(group.get("match"), group.get("_target_")) for group in groups]
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
