@@ -156,7 +156,7 @@ class RunEngine(Engine):
             self._end("stopped" if result.stopped else "done")
 
     def save(self, extra: dict[str, Any] | None = None) -> None:
-        """Save a checkpoint now, whatever is due. All ranks call it, between two windows, after a step.
+        """Save a checkpoint now, even if none is due. All ranks call it, between two windows, after a step.
 
         Args:
             extra: as of ``finish_step``.

@@ -21,7 +21,7 @@ def is_sharded(stream: Any) -> bool:
 
 
 def start_epoch(stream: Any, epoch: int) -> None:
-    """Tell the stream which epoch follows, if it has a method for that."""
+    """Call ``stream.set_epoch(epoch)`` if it has that method."""
     if callable(getattr(stream, "set_epoch", None)):
         stream.set_epoch(epoch)
 
