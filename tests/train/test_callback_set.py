@@ -113,6 +113,7 @@ def test_callbacks_of_the_plan() -> None:
     engine = engine_with(words=(f"callbacks=[{{_target_: {__name__}.Noting, name: of the plan}}]",))
     assert engine.callbacks.names == ["Noting"]
     train(engine)
+    assert seen[-1] == ("of the plan", "step", 2)
 
 
 @pytest.mark.usefixtures("alone")
