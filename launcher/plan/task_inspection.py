@@ -40,7 +40,8 @@ def describe_task(
     """Return a description of the task that the config names, after a check that its optimizer can be built and its
     callbacks exist.
 
-    A bundled task computes its description by arithmetic. A user's class is imported in a separate process.
+    A bundled task computes its description by arithmetic. A user's class is imported in a separate process, and so is a
+    bundled one if classes, parameter groups or callbacks of the config must be checked.
 
     Args:
         shards: whether the task's shard units matter and must be valid.
@@ -59,9 +60,9 @@ def describe_task(
         raise ConfigError(
             "task._target_", target, "is not set.", "Name the task's class: task._target_=my_tasks.MyTask."
         )
-    optimizer, schedule = optimizer or OptimizerConfig(lr=1.0), schedule or ScheduleConfig()
-    own_classes = any((optimizer.target, schedule.target, optimizer.groups, callbacks))
-    if target.startswith(_BUNDLED) and not own_classes:
+    optimizer, schedule = optimizer or OptimizerConfig(), schedule or ScheduleConfig()
+    checks = any((optimizer.target, schedule.target, optimizer.groups, callbacks))
+    if target.startswith(_BUNDLED) and not checks:
         try:
             facts = cast("HasFacts", load_task(target, params, [])).facts()
         except (TypeError, ValueError) as error:  # a parameter of the wrong type
