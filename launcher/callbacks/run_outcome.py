@@ -70,7 +70,8 @@ def _is_number(value: object) -> bool:
 
 def main(run_dir: str, parent: str) -> None:
     die_with_parent(int(parent))
-    plan = RunPlan.load(RunPaths(Path(run_dir)).plan)
+    plan = RunPlan.of_record(RunPaths(Path(run_dir)))
+    assert plan is not None
     outcome = Outcome.of(plan, json.load(sys.stdin))
     sys.path[:0] = [place for place in plan.cluster.import_from if place not in sys.path]
     for number, entry in enumerate(plan.callbacks):

@@ -290,7 +290,8 @@ def report_outcome(plan: LaunchPlan, summary: Mapping[str, Any]) -> None:
     Args:
         summary: content of summary.json.
     """
-    if plan.node != 0 or not isinstance(plan, RunPlan) or not any(map(may_report, plan.callbacks)):
+    recorded = RunPlan.of_record(plan.paths) if plan.node == 0 else None
+    if recorded is None or not any(map(may_report, recorded.callbacks)):
         return
     command = [sys.executable, "-P", "-m", "launcher.callbacks.run_outcome", plan.run.dir, str(os.getpid())]
     try:

@@ -150,3 +150,10 @@ def test_at_the_end_of_a_job(launch: Launch, project: Path, web: tuple[str, list
     assert received[1]["verdict"] == "failed"
     assert "SIGKILL" in received[1]["error"]
     assert "SIGKILL" in (project / "runs/dead/outcome.txt").read_text()
+
+    env["TEST_HOOK"] = address
+    own = [str(ROOT / "tests" / "system" / "own_loop.py"), "train.steps=3", "wandb.mode=disabled"]
+    hook = "callbacks=[{_target_: launcher.callbacks.Webhook, url_from: TEST_HOOK}]"
+    done = launch("run", "run.name=loop", "--", *own, hook, env=env)
+    assert done.returncode == 0, done.stderr
+    assert (received[2]["run"], received[2]["verdict"], received[2]["steps"]) == ("loop", "done", 3)
