@@ -14,11 +14,12 @@ import random
 import re
 import sys
 import traceback
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from launcher.errors import TaskError
+from launcher.errors import LauncherError, TaskError
 from launcher.targets import find_target, require_arguments
 
 if TYPE_CHECKING:
@@ -323,6 +324,19 @@ def users_frames(error: Exception) -> str:
     users = [frame for frame in frames if not frame.filename.startswith(others) and "importlib" not in frame.filename]
     syntax = traceback.format_exception_only(error)[:-1] if isinstance(error, SyntaxError) else []
     return "".join(traceback.format_list(users or ([] if syntax else frames)) + syntax).rstrip()
+
+
+@contextmanager
+def task_method(signature: str) -> Iterator[None]:
+    """Raise TaskError, with the user's frames, for an exception of the task's method ``signature`` in the body."""
+    try:
+        yield
+    except LauncherError:
+        raise
+    except Exception as error:
+        raise TaskError(
+            f"The task's {signature} raised {type(error).__name__}: {error}\n{users_frames(error)}"
+        ) from error
 
 
 def seed_for(seed: int, part: str) -> int:

@@ -14,9 +14,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
-from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_RESUMABLE, RecordFailed, SiteError
+from launcher.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_RESUMABLE,
+    RecordFailed,
+    SiteError,
+    class_named,
+)
 from launcher.launch.agent import open_attempt
 from launcher.launch.peers import Peers, Regrouping
 from launcher.plan.callback_plan import may_report
@@ -145,9 +153,11 @@ def run_job(plan: LaunchPlan, display: Display, peers: Peers) -> Verdict:
             f"{plan.paths.root}: the verdict, {summary['verdict']}, cannot be written there: {error.strerror}.\n"
             f"  Free space there; `launch resume {plan.run.name}` resumes from the newest checkpoint."
         ) from None
+    trained = plan.node != 0 or _recorded(plan) > recorded  # other hosts may not see the record
     if signals:
-        trained = plan.node != 0 or _recorded(plan) > recorded  # other hosts may not see the record
         status = _status_of_stop(plan, summary["verdict"], signals, trained=trained)
+    elif isinstance(plan, RunPlan) and "failure" in summary and not trained:
+        status = _status_before_training(cast("Mapping[str, Any]", summary["failure"]))
     return Verdict(status, summary, plan)
 
 
@@ -169,6 +179,13 @@ def _status_of_stop(plan: LaunchPlan, verdict: str, signals: list[int], *, train
         return EXIT_RESUMABLE if resumable else EXIT_INTERRUPTED
     of_verdict = {"done": EXIT_DONE, "failed": EXIT_FAILED, "stopped": EXIT_RESUMABLE}
     return of_verdict.get(verdict, EXIT_INTERRUPTED)
+
+
+def _status_before_training(failure: Mapping[str, Any]) -> int:
+    """Return the exit status of a run whose workers failed before their first step: that of wrong input if they
+    refused the task or a key of the config."""
+    kind = class_named(str(failure["kind"]))
+    return EXIT_FAILED if kind is None else kind.exit_status
 
 
 def _run_once(

@@ -6,18 +6,19 @@ import base64
 import inspect
 import io
 import pickle
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, AdamW, Optimizer, SparseAdam
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from launcher.config.schema import Device, OptimizerKind, ScheduleKind
 from launcher.errors import ConfigError, EngineMisuse, TaskError, WrongCheckpoint
 from launcher.plan.optimizer_plan import TARGET, arguments_of, assign, require_members
 from launcher.plan.run_plan import OptimizerPlan, SchedulePlan
+from launcher.quantities import first_names
 from launcher.targets import find_target, require_arguments
 
 # (optimizer, number of steps or None) -> schedule, used instead of the plan's
@@ -135,14 +136,14 @@ def as_one(optimizers: Any) -> Optimizer:
     """Return an optimizer, or a list of several, as one.
 
     Raises:
-        EngineMisuse: it is something else, or an optimizer that needs a closure.
+        EngineMisuse: it is something else, or an optimizer that the engine cannot step.
     """
     members = list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers]
     for member in members:
         if not isinstance(member, Optimizer):
             raise EngineMisuse(f"The optimizer is a {type(member).__name__}, not a torch optimizer or a list of them.")
-        if _needs_closure(member):
-            raise EngineMisuse(f"{type(member).__name__} {_CLOSURE[0]}\n  {_CLOSURE[1]}")
+        if refusal := _refusal(type(member)):
+            raise EngineMisuse(f"{type(member).__name__} {refusal[0]}\n  {refusal[1]}")
     if not members:
         raise EngineMisuse("The list of optimizers is empty.")
     return members[0] if len(members) == 1 else CombinedOptimizer(members)
@@ -153,15 +154,30 @@ def members_of(optimizer: Optimizer) -> list[Optimizer]:
     return optimizer.optimizers if isinstance(optimizer, CombinedOptimizer) else [optimizer]
 
 
-_CLOSURE = (
-    "needs a closure that computes the gradient again, which is not supported.",
-    "The gradient of a window is computed once: use an optimizer whose step() needs nothing.",
-)
-
-
-def _needs_closure(optimizer: Optimizer) -> bool:
+def _refusal(optimizer: Any) -> tuple[str, str] | None:
+    """Return why the engine cannot step optimizers of this class, and the remedy; None if it can."""
+    if not isinstance(optimizer, type) or not issubclass(optimizer, Optimizer):
+        return None  # a function, whose result is looked at
+    if issubclass(optimizer, SparseAdam):
+        return (
+            "takes sparse gradients only, and those of a window are dense.",
+            "Use torch.optim.Adam or AdamW; without sparse=True in nn.Embedding.",
+        )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
-    return closure is not None and closure.default is closure.empty
+    if closure is None or closure.default is not closure.empty:
+        return None
+    return (
+        "needs a closure that computes the gradient again, which is not supported.",
+        "The gradient of a window is computed once: use an optimizer whose step() needs nothing.",
+    )
+
+
+def _find_class(key: str, target: str) -> Any:
+    """Return the class or function ``target``. Raises ConfigError if the engine cannot step its optimizers."""
+    function = find_target(f"{key}._target_", target)
+    if refusal := _refusal(function):
+        raise ConfigError(f"{key}._target_", target, *refusal)
+    return function
 
 
 def trained_parameters(model: nn.Module) -> list[tuple[tuple[str, ...], nn.Parameter]]:
@@ -184,27 +200,47 @@ def build_optimizer(model: nn.Module, plan: OptimizerPlan, device: Device) -> Op
     named = trained_parameters(model)
     dimensions = [(names, parameter.ndim) for names, parameter in named]
     require_members(dimensions, plan.groups)
-    members: dict[int | None, list[nn.Parameter]] = {None: []}
+    members: dict[int | None, list[tuple[str, nn.Parameter]]] = {None: []}
     for number in range(len(plan.groups)):
         members[number] = []
-    for (_, parameter), number in zip(named, assign(dimensions, plan.groups), strict=True):
-        members[number].append(parameter)
+    for (names, parameter), number in zip(named, assign(dimensions, plan.groups), strict=True):
+        members[number].append((names[0], parameter))
     shared: list[dict[str, Any]] = []
     others: list[Optimizer] = []
-    for number, parameters in members.items():
+    for number, taken in members.items():
+        parameters = [parameter for _, parameter in taken]
         group = None if number is None else plan.groups[number]
         key = "optimizer" if number is None else f"optimizer.groups[{number}]"
         if not parameters:
             continue
         arguments = arguments_of(plan, group)
         if group is not None and TARGET in group:
+            _require_matrices(key, group[TARGET], taken)
             others.append(_construct(key, group[TARGET], [{"params": parameters}], arguments))
         else:
             if plan.target is not None:
-                function = find_target("optimizer._target_", plan.target)
+                function = _find_class("optimizer", plan.target)
+                _require_matrices("optimizer", plan.target, taken)
                 arguments = require_arguments(key, plan.target, function, arguments, positional=1)
             shared.append({"params": parameters, **arguments})
     return as_one([*([_main(shared, plan, device)] if shared else []), *others])
+
+
+def _require_matrices(key: str, target: str, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Raise ConfigError for parameters, with their names, that are no matrices, if ``target`` is torch's Muon."""
+    others = [(name, parameter.ndim) for name, parameter in parameters if parameter.ndim != 2]
+    muon = getattr(torch.optim, "Muon", None)
+    if not others or muon is None or find_target(f"{key}._target_", target) is not muon:
+        return
+    match = "ndim<2" if all(ndim < 2 for _, ndim in others) else "ndim>2"
+    if key == "optimizer":
+        hint = f'Give them another one: a group {{match: "{match}", _target_: torch.optim.AdamW, lr: 1e-3}}.'
+    else:
+        hint = f'Put a group that takes them before it in optimizer.groups, such as {{match: "{match}"}}.'
+    raise ConfigError(
+        f"{key}._target_", target, f"updates matrices only, and these parameters of the group are none: "
+        f"{first_names([name for name, _ in others], 8)}.", hint,
+    )  # fmt: skip
 
 
 def _main(groups: list[dict[str, Any]], plan: OptimizerPlan, device: Device) -> Optimizer:
@@ -222,7 +258,7 @@ def _main(groups: list[dict[str, Any]], plan: OptimizerPlan, device: Device) -> 
 
 def _construct(key: str, target: str, groups: list[dict[str, Any]], arguments: dict[str, Any]) -> Optimizer:
     """Return ``target(groups, **arguments)``. ``key``: of the group of keys that the arguments are from."""
-    function = find_target(f"{key}._target_", target)
+    function = _find_class(key, target)
     fitted = require_arguments(key, target, function, arguments, positional=1)
     try:
         optimizer = function(groups, **fitted)
@@ -230,8 +266,8 @@ def _construct(key: str, target: str, groups: list[dict[str, Any]], arguments: d
         raise ConfigError(f"{key}._target_", target, f"{type(error).__name__}: {error}.") from error
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(f"{key}._target_", target, f"made a {type(optimizer).__name__}, not a torch optimizer.")
-    if _needs_closure(optimizer):
-        raise ConfigError(f"{key}._target_", target, *_CLOSURE)
+    if refusal := _refusal(type(optimizer)):
+        raise ConfigError(f"{key}._target_", target, *refusal)
     return optimizer
 
 
@@ -262,11 +298,14 @@ def require_length(schedule: LRScheduler, steps: int | None) -> None:
         )  # fmt: skip
 
 
-def require_schedule(schedule: Any, source: str) -> LRScheduler:
+def require_schedule(schedule: Any, source: str, optimizer: Optimizer | None = None) -> LRScheduler:
     """Return ``schedule`` if the engine can step it.
 
+    Args:
+        optimizer: the one whose rates it must set. None: not checked.
+
     Raises:
-        TaskError: it is no learning rate schedule, or needs a metric at each step.
+        TaskError: it is no learning rate schedule, needs a metric at each step, or is that of another optimizer.
     """
     if isinstance(schedule, ReduceLROnPlateau):
         raise TaskError(
@@ -274,5 +313,14 @@ def require_schedule(schedule: Any, source: str) -> LRScheduler:
             "  Use a schedule that depends on the number of steps only."
         )
     if not isinstance(schedule, LRScheduler):
-        raise TaskError(f"{source}: made a {type(schedule).__name__}, not a torch.optim.lr_scheduler.LRScheduler.")
+        raise TaskError(
+            f"{source}: made a {type(schedule).__name__}, not a torch.optim.lr_scheduler.LRScheduler.\n"
+            "  Return one, such as LambdaLR(optimizer, factor)."
+        )
+    own = None if optimizer is None else [optimizer, *members_of(optimizer)]
+    if own is not None and not any(schedule.optimizer is each for each in own):
+        raise TaskError(
+            f"{source}: made a {type(schedule).__name__} of another optimizer.\n"
+            "  Pass the schedule the optimizer that the method is called with."
+        )
     return schedule

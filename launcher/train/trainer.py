@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
+from launcher.errors import EngineMisuse, TaskError
 from launcher.heartbeat import HEARTBEAT, Phase
 from launcher.plan.run_plan import RunPlan
 from launcher.rundir import code_snapshot
 from launcher.rundir.fencing import Fence
-from launcher.task import Task, eval_set_text, eval_sets, file_of, load_task, seed_everything, train_data
+from launcher.task import (
+    Task,
+    eval_set_text,
+    eval_sets,
+    file_of,
+    load_task,
+    seed_everything,
+    task_method,
+    train_data,
+)
 from launcher.train import precision
 from launcher.train.checkpoint import save
 from launcher.train.checkpoint.load import load_newest, require_same_shards
@@ -53,16 +66,19 @@ def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
     torch.use_deterministic_algorithms(plan.train.deterministic)
     cadence, save_failed = save.Cadence(plan.checkpoint), threading.Event()
     HEARTBEAT.beat(Phase.starting, 2)
-    engine = Engine(
-        task.model,
-        optimizer_of(task, plan),
-        plan,
-        lambda: stop() or save_failed.is_set(),
-        getattr(task, "shard_units", None),
-        cadence.by_clock,
-        owner=task,
-        schedule=schedule_of(task, plan),
-    )
+    try:
+        engine = Engine(
+            task.model,
+            optimizer_of(task, plan),
+            plan,
+            lambda: stop() or save_failed.is_set(),
+            getattr(task, "shard_units", None),
+            cadence.by_clock,
+            owner=task,
+            schedule=schedule_of(task, plan),
+        )
+    except EngineMisuse as error:  # of the optimizer that was passed to it
+        raise TaskError(f"task._target_={plan.task.target}: optimizer(model): {error}") from error
     HEARTBEAT.beat(Phase.starting, 3)
     samples, held_out = train_data(task, plan.train.seed), eval_sets(task, plan.train.seed)
     samples = arranged(samples, task, plan, world)
@@ -88,10 +104,22 @@ def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
 def optimizer_of(task: Task, plan: RunPlan) -> FromModel:
     """Return the function that makes the run's optimizer: the task's own, or that of the plan."""
     if plan.task.own_optimizer:
-        return FromModel(task.optimizer)  # pyright: ignore[reportAttributeAccessIssue]
+
+        def make(model: nn.Module) -> Any:
+            with task_method("optimizer(model)"):
+                return getattr(task, "optimizer")(model)  # noqa: B009
+
+        return FromModel(make)
     return FromModel(lambda model: build_optimizer(model, plan.optimizer, plan.cluster.device))
 
 
 def schedule_of(task: Task, plan: RunPlan) -> MakeSchedule | None:
     """Return the task's own function for the learning rate schedule; None if the plan has one."""
-    return getattr(task, "schedule") if plan.task.own_schedule else None  # noqa: B009
+    if not plan.task.own_schedule:
+        return None
+
+    def make(optimizer: Optimizer, steps: int | None) -> Any:
+        with task_method("schedule(optimizer, steps)"):
+            return getattr(task, "schedule")(optimizer, steps)  # noqa: B009
+
+    return make

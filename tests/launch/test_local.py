@@ -8,8 +8,9 @@ from unittest.mock import Mock
 
 import pytest
 
-from launcher.launch.local import _status_of_stop, _StopForwarder  # pyright: ignore[reportPrivateUsage]
+from launcher.launch.local import _status_before_training, _status_of_stop, _StopForwarder  # pyright: ignore[reportPrivateUsage]
 from launcher.launch.peers import Peers
+from launcher.rundir.history import failure_record
 from tests.helpers import make_plan  # pyright: ignore[reportPrivateUsage]
 
 
@@ -51,3 +52,11 @@ def test_only_who_typed_ctrl_c_reads_of_it(number: int) -> None:
     assert message.startswith("Stopping at the end of this window.")
     assert ("Ctrl-C" in message) == (number == SIGINT)
     agent.send_signal.assert_called_once_with(SIGTERM)
+
+
+@pytest.mark.parametrize(
+    ("kind", "status"),
+    [("ConfigError", 2), ("TaskError", 2), ("SiteError", 2), ("NotFinite", 1), ("Hang", 1), (None, 1)],
+)
+def test_wrong_input_that_only_the_workers_find_has_the_status_of_wrong_input(kind: str | None, status: int) -> None:
+    assert _status_before_training(failure_record("why", None, rank=0, kind=kind)) == status

@@ -49,6 +49,49 @@ def test_a_tasks_own_optimizer_and_schedule(project: Path, launch: Launch) -> No
     assert [each["train/lr"] for each in records(project / "runs" / "own")][3:] == pytest.approx([0.0025, 0.00125])
 
 
+WRONG = """
+import torch
+from launcher import Loss
+from speech.tasks import Tagger
+
+class Raises(Tagger):
+    def optimizer(self, model):
+        return torch.optim.SGD(model.no_such_method(), 0.1)
+
+class Part(Tagger):
+    def optimizer(self, model):
+        return torch.optim.SGD([next(model.parameters())], 0.1)
+
+class Nothing(Tagger):
+    def schedule(self, optimizer, steps):
+        return None
+
+class Detached(Tagger):
+    def loss(self, model, batch):
+        loss = super().loss(model, batch)
+        return Loss(loss.total.detach(), loss.items)
+"""
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        ("Raises", "The task's optimizer(model) raised AttributeError: 'Sequential' object has no attribute 'no_such"),
+        ("Part", "task._target_=wrong.Part: optimizer(model): The optimizer lacks 2 of the model's trained parameters"),
+        ("Nothing", "schedule(optimizer, steps): made a NoneType"),
+        ("Detached", "The loss does not require a gradient"),  # in the calibration
+    ],
+)
+def test_what_only_the_workers_find_is_wrong_input_too(project: Path, launch: Launch, task: str, words: str) -> None:
+    (project / "wrong.py").write_text(WRONG)
+    job = [word for word in OWN if not word.startswith(("task.", "run.calibrate_s"))]
+    done = launch("train", *job, f"task._target_=wrong.{task}", "train.steps=3")
+    assert done.returncode == 2, done.stderr
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+    assert ("wrong.py" in done.stderr) == (task == "Raises"), "the user's frames"
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_arguments_of_a_group_change_on_resume_if_forced(project: Path, launch: Launch) -> None:
     job = (*OWN, "optimizer=sgd", "optimizer.groups=[{match: '0.weight', lr: 0.1}]", "checkpoint.every=1")

@@ -29,8 +29,8 @@ pytestmark = pytest.mark.slow
         ("held-out sample", 1, ["collate", "While micro-batch 1 of eval_data() was evaluated on rank 0."]),
         ("held-out loss", 1, ["ValueError: this loss is for training only", "micro-batch 1 of eval_data()"]),
         ("leave", 1, ["the workers left before the run was over", "sys.exit"]),
-        ("detached", 1, ["does not require a gradient"]),
-        ("wrong type", 1, ["loss() returned a dict", "launcher.Loss"]),
+        ("detached", 2, ["does not require a gradient"]),
+        ("wrong type", 2, ["loss() returned a dict", "launcher.Loss"]),
     ],
 )
 def test_trouble_ends_the_run_with_its_own_words_first(

@@ -23,6 +23,7 @@ from launcher.train.optimizers import (
     as_one,
     build_optimizer,
     build_schedule,
+    members_of,
     require_length,
     require_schedule,
     restore_schedule,
@@ -71,6 +72,13 @@ def test_a_class_gets_its_arguments() -> None:
         (["torch.optim.Adam", "optimizer.betas=[0.5]"], "optimizer.betas=[0.5]: torch.optim.Adam takes"),
         (["torch.optim.Adam", "optimizer.eps=-1"], "optimizer._target_=torch.optim.Adam: ValueError: Invalid epsilon"),
         (["torch.optim.LBFGS"], "needs a closure"),
+        (["torch.optim.LBFGS", "optimizer.groups=[{match: bias, weight_decay: 0}]"], "LBFGS: needs a closure"),
+        (["torch.optim.SparseAdam"], "optimizer._target_=torch.optim.SparseAdam: takes sparse gradients only"),
+        (["torch.optim.Muon"], "updates matrices only, and these parameters of the group are none: 0.bias, 1.weight, "),
+        (["torch.optim.SGD", "optimizer.groups=[{match: '^[12]', _target_: torch.optim.Muon, lr: 0.1}]"],
+         'optimizer.groups[0]._target_=torch.optim.Muon: updates matrices only, and these parameters of the group are '
+         'none: 1.weight, 1.bias, 2.bias.\n  Put a group that takes them before it in optimizer.groups, such as '
+         '{match: "ndim<2"}.'),
         (["torch.nn.Linear", "optimizer.out_features=3"], "optimizer"),
         (["torch.optim.RMSprop", "optimizer.groups=[{match: bias, alhpa: 0.1}]"], "optimizer.groups[0].alhpa=0.1: "),
         (["torch.optim.RMSprop", "optimizer.groups=[{match: bias, alpha: x}]"], "optimizer.groups[0].alpha=x: "),
@@ -141,6 +149,11 @@ def test_schedules_that_cannot_be_stepped_are_refused() -> None:
         schedule_of(built(), "schedule._target_=torch.optim.lr_scheduler.CosineAnnealingLR")
     with pytest.raises(TaskError, match="made a dict"):
         require_schedule({}, "schedule(optimizer, steps)")
+    with pytest.raises(TaskError, match="made a MultiStepLR of another optimizer"):
+        require_schedule(MultiStepLR(built(), [2]), "schedule(optimizer, steps)", built())
+    pair = as_one([built(), built()])
+    for one in (pair, members_of(pair)[1]):
+        require_schedule(MultiStepLR(one, [2]), "schedule(optimizer, steps)", pair)
 
 
 def test_several_optimizers_are_saved_and_restored_as_one() -> None:

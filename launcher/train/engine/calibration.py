@@ -33,7 +33,7 @@ from launcher.plan.sync_policy import transfers_per_window
 from launcher.quantities import Interval, interval
 from launcher.rundir.files import value_from_json as from_json
 from launcher.train.data.loader import MicroBatch
-from launcher.train.engine.loss_terms import sum_of_own_means
+from launcher.train.engine.loss_terms import require_gradient, sum_of_own_means
 from launcher.train.engine.oom import is_out_of_memory
 from launcher.train.engine.preserved_state import SavedAttributes, SavedState
 from launcher.train.parallel.base import Parallel
@@ -314,6 +314,7 @@ class Calibration:
             ):
                 with self._precision.autocast():
                     losses = self._run(self._parallel.module, micro)
+                require_gradient(losses)
                 part = sum_of_own_means(losses, count)
                 with self._parallel.backward(part):
                     self._precision.backward(part)

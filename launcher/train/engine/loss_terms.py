@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from launcher.config.schema import StrategyKind
-from launcher.errors import EngineMisuse, TaskError
+from launcher.errors import TaskError
 from launcher.loss import METRIC_NAME, Loss
 from launcher.quantities import count, first_names
 from launcher.train.parallel.shard_units import direct_use
@@ -162,10 +162,12 @@ def sum_of_own_means(losses: Sequence[Loss], divisor: int) -> Tensor:
 
 
 def require_gradient(losses: Sequence[Loss]) -> None:
-    """Raise EngineMisuse if no term requires a gradient."""
+    """Raise TaskError if no term requires a gradient."""
     if not losses[0].total.requires_grad and not any(loss.total.requires_grad for loss in losses):
-        raise EngineMisuse(
-            "The loss does not require a gradient: it was detached, made from a number, or computed under no_grad."
+        raise TaskError(
+            "The loss does not require a gradient: it was detached, made from a number, or computed under no_grad.\n"
+            "  Return from loss(model, batch) what the model's output led to, without .detach(), .item() or "
+            "torch.no_grad()."
         )
 
 

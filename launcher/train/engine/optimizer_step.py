@@ -75,7 +75,9 @@ class OptimizerStep:
         if schedule is None:
             self.schedule = build_schedule(optimizer, plan.schedule, plan.schedule_steps)
         else:
-            self.schedule = require_schedule(schedule(optimizer, plan.schedule_steps), "schedule(optimizer, steps)")
+            self.schedule = require_schedule(
+                schedule(optimizer, plan.schedule_steps), "schedule(optimizer, steps)", optimizer
+            )
         require_length(self.schedule, plan.schedule_steps)
         self.follows_plan = True
         self.lr = float(self.schedule.get_last_lr()[0])

@@ -128,7 +128,7 @@ class CurrentWindow:
 
         Raises:
             CollectiveInLoss: see ``LossCollectives``.
-            EngineMisuse: no term requires a gradient.
+            TaskError: no term requires a gradient.
         """
         loss_terms.require_gradient(losses)
         if self._watch is not None and self.window is not None and self.window.count > 1:
