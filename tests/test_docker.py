@@ -27,7 +27,7 @@ def compose() -> dict[str, Any]:
 
 
 def installed_commands() -> set[str]:
-    """What the images have on their PATH of this project's own."""
+    """Return the names of this project's own programs on the images' PATH."""
     scripts = [DOCKER / "install.sh", DOCKER / "slurm/install.sh"]
     lines = "\n".join(path.read_text() for path in scripts)
     found = re.findall(r"^ *install -m 755 (.*) /usr/local/bin/(\w*)$", lines, re.MULTILINE)

@@ -1,6 +1,7 @@
 """Callbacks that come with the launcher, named in ``callbacks=[{_target_: launcher.callbacks.NAME}]``.
 
-Each class is imported when it is first used.
+Each class is imported when it is first used. launcher/train/callback_set.py calls the methods of callbacks, whose names
+are in launcher/plan/callback_plan.py.
 """
 
 from __future__ import annotations

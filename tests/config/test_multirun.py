@@ -19,7 +19,7 @@ from launcher.errors import ConfigError, UserError
 def cells_of(
     *arguments: str, confirmed: bool = False, keep: Callable[[Path], None] = lambda _: None
 ) -> list[RequestedCell]:
-    """What a sweeper asks for, in batches or all at once."""
+    """Return the cells that a sweeper asks for, in batches or all at once."""
     asked: list[RequestedCell] = []
 
     def take(cells: Sequence[RequestedCell], with_results: bool) -> Sequence[Result]:

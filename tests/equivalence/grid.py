@@ -99,7 +99,7 @@ def balanced(world: int) -> Iterator[Cell]:
 
 
 def mutated(world: int) -> Iterator[Cell]:
-    """Where each mistake is made: all problems, accumulated."""
+    """Return the cells in which each mistake is made: all problems, with accumulation."""
     assert world == 2
     for problem in PROBLEMS:
         yield Cell("ddp", "boundary", 3, problem)
@@ -110,8 +110,8 @@ SELECTIONS = {"whole": whole, "covering": covering, "balanced": balanced, "mutat
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of a cell's run, the largest relative error of: ``full`` and ``short`` windows' gradients as they are applied,
-    their norms before the clip, the last parameters. ``error``: what the engine refused to go on with."""
+    """Largest relative errors in a cell's run: gradients of ``full`` and ``short`` windows as they are applied, their
+    norms before the clip, the last parameters. ``error``: error that ended the run."""
 
     cell: str
     mistake: str = ""
@@ -123,7 +123,7 @@ class Outcome:
 
     @property
     def failures(self) -> list[str]:
-        """What is not as it is to be; the suite passes where there is none."""
+        """Return the names of errors above their bound; the suite passes if there are none."""
         bounds = {"full": GRADIENT, "short": GRADIENT, "norm": GRADIENT, "parameters": PARAMETERS}
         found = [name for name, bound in bounds.items() if not getattr(self, name) <= bound]
         return ["error", *found] if self.error else found

@@ -54,7 +54,7 @@ def _after_backward(engine: Engine, then: Callable[[], object]) -> None:
 
 
 def clip_per_micro_batch(engine: Engine) -> None:
-    """What has been accumulated so far is clipped after each backward pass."""
+    """The gradient accumulated so far is clipped after each backward pass."""
     if engine.plan.train.clip_norm is not None:
         _after_backward(engine, lambda: nn.utils.clip_grad_norm_(engine.parallel.module.parameters(), CLIP))
 

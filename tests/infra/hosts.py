@@ -63,7 +63,7 @@ class Hosts:
         return process
 
     def set_rate(self, rate: str) -> None:
-        """Of every link, in both directions; such as 100mbit."""
+        """Set the rate of every link, in both directions, such as 100mbit."""
         shape = ["root", "tbf", "rate", rate, "burst", str(BURST_BYTES), "latency", LATENCY]
         for host, name in enumerate(self.names):
             for place, device in ((name, "eth0"), (self.switch, f"port{host}")):

@@ -55,7 +55,7 @@ def counters_in(text: str, interface: str) -> list[int]:
 
 
 def sent_bytes(name: str, interface: str = "lo") -> int:
-    """What an interface of the namespace has sent since it was made."""
+    """Return the number of bytes that an interface of the namespace has sent since it was made."""
     return counters(name, interface)[8]
 
 

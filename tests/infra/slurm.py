@@ -140,7 +140,7 @@ class Cluster:
             raise AssertionError(f"{error}\n{self.logs()}") from None
 
     def logs(self, lines: int = 15) -> str:
-        """How the daemons' logs end."""
+        """Return the ends of the daemons' logs."""
         parts: list[str] = []
         for path in sorted((self.root / "log").iterdir()):
             text = path.read_text(errors="replace").splitlines()

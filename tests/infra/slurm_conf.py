@@ -1,4 +1,4 @@
-"""What the Slurm cluster of the tests is configured to be: slurm.conf and its companions, and who answers `sacct`."""
+"""Configuration of the tests' Slurm cluster: slurm.conf, its companions, and the program that answers `sacct`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOGIN = "login"  # the host of slurmctld, munged and whoever submits
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a cluster; ``cpus``, ``gpus`` and ``memory_mb`` are each node's, and need not exist."""
+    """Size of a cluster. ``cpus``, ``gpus`` and ``memory_mb`` are those of each node, and need not exist."""
 
     nodes: int
     cpus: int

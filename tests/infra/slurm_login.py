@@ -52,7 +52,7 @@ class Login:
         return {**mine, **self.env, **(more or {})}
 
     def command(self, *argv: str) -> list[str]:
-        """What runs ``argv`` there. It becomes ``argv``, with its directory, and gets its signals."""
+        """Return a command line that runs ``argv`` there, in the same directory; its process becomes ``argv``."""
         enter = ["unshare", "--mount", "--uts", "sh", "-c", ENTER, LOGIN, str(self.hosts_file)]
         return ["nsenter", f"--net=/run/netns/{self.namespace}", *enter, *argv]
 

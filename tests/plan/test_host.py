@@ -1,4 +1,4 @@
-"""What a machine shows, and what of a shell's environment a job sees."""
+"""Hardware that is found on a machine, and the part of a shell's environment that a job receives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Slurm is asked for: the options, the script, and what is refused before anything is submitted."""
+"""Requests to Slurm: options, script, and refusals before anything is submitted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the plan says of a model with BatchNorm."""
+"""The plan of a model with BatchNorm: notes, costs and refusals."""
 
 from __future__ import annotations
 

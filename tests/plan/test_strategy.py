@@ -29,7 +29,7 @@ def test_auto_takes_the_fewest_bytes_that_the_strategy_has() -> None:
 
 
 def test_predicted_bytes_of_each_policy() -> None:
-    """Of 1000 parameters, 800 in units, gathered as bf16 and summed as fp32; 2 shards x 2 replicas, 4 micro-batches."""
+    """1000 parameters, 800 in units, gathered as bf16, summed as fp32; 2 shards x 2 replicas, 4 micro-batches."""
     solved = make_plan(
         "strategy=hsdp", "cluster.workers_per_node=4", "strategy.shard_size=2", "batch.micro_size=4",
         "batch.accumulation=4", "precision=bf16",

@@ -88,7 +88,7 @@ def test_only_the_sharing_out_differs(total: int, micro: int | None, workers: in
 
 
 def test_a_world_of_the_range_is_the_job_that_has_just_so_many_hosts() -> None:
-    """Where that world needs no unequal shares, and derives no other micro-batch."""
+    """A smaller world is possible if it needs no unequal shares and derives the same micro-batch."""
     job = ("cluster=slurm", "cluster.workers_per_node=2", "batch.micro_size=2", "batch.global_size=48", "strategy=fsdp")
     elastic = make_plan(*job, "cluster.nodes=1:4")
     for nodes in (1, 2, 3, 4):

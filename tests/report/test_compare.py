@@ -46,7 +46,7 @@ def grid(tmp_path: Path) -> Path:
 
 
 def as_json(*arguments: object) -> dict[str, Any]:
-    """What `launch report ... --json` prints."""
+    """Return the output of `launch report ... --json`."""
     out = io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.stdout", out)
@@ -270,7 +270,7 @@ def test_a_sweep_of_another_version_is_shown_as_that(tmp_path: Path, capsys: pyt
 
 
 class Page(html.parser.HTMLParser):
-    """What a browser would fetch, and the text and scripts that it would show and run."""
+    """Return the addresses that a browser would fetch, and the text and scripts that it would show and run."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a person reads: whole tables as text, and the live display from growing files."""
+"""Terminal output: whole tables as text, and the live display from growing files."""
 
 from __future__ import annotations
 

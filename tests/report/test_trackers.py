@@ -1,4 +1,4 @@
-"""What W&B is given of a run beside its record."""
+"""Settings and files of a run that W&B receives in addition to the record."""
 
 from __future__ import annotations
 

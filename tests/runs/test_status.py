@@ -1,4 +1,4 @@
-"""How a run stands, by what its directory and Slurm say; and which run a word means."""
+"""State of a run according to its directory and Slurm; and the run that a name stands for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of cells on this machine: begun once, gone on with, refused before any begins."""
+"""Cells of a sweep on this machine: started once, continued, refused before any starts."""
 
 from __future__ import annotations
 

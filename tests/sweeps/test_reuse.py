@@ -1,4 +1,4 @@
-"""What makes two cells the same, and which of them need not begin."""
+"""Settings that make two cells the same, and cells that need not start."""
 
 from __future__ import annotations
 

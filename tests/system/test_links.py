@@ -19,7 +19,7 @@ WORKER = Path(__file__).parent / "link_worker.py"
 
 
 def measured(there: Hosts, tmp_path: Path, workers: int, policies: list[str]) -> dict[str, dict[str, Any]]:
-    """What the second host's first rank tells of each policy. ``workers``: on each host."""
+    """Return the figures of each policy on the second host's first rank. ``workers``: on each host."""
     where = f"cluster.rendezvous={there.address(0)}:29400"
     job = ("cluster=hosts", "cluster.nodes=2", where, f"cluster.workers_per_node={workers}", "run.name=job")
     command = launch_command("run", *job, "--", str(WORKER), *policies)

@@ -40,7 +40,7 @@ def said_of(job: dict[str, Any], output: str) -> list[str]:
 
 
 def committed(place: str) -> list[str]:
-    """What there is of checkpoints, whole or not."""
+    """Return the names of all checkpoints, complete or not."""
     return sorted(path.name for path in RunPaths(Path(place)).checkpoints.iterdir())
 
 

@@ -44,7 +44,7 @@ def ended(there: Cluster, job: str) -> None:
 
 
 def answers(there: Cluster) -> bool:
-    """Whether node1's slurmd can be reached from the login host."""
+    """Return whether node1's slurmd can be reached from the login host."""
     connect = "import socket; socket.create_connection(('node1', 6818), 0.5)"
     return there.login(sys.executable, "-S", "-c", connect, check=False).returncode == 0
 
@@ -106,7 +106,7 @@ def test_a_job_runs_on_two_hosts(three: Cluster, tmp_path: Path) -> None:
 
 
 def test_a_signal_reaches_the_tasks_of_one_cluster(tmp_path: Path) -> None:
-    """Of several at once, and under either way to track processes. Nothing is left of them."""
+    """Several clusters run at once, with either way to track processes; nothing is left of them."""
     (tmp_path / "waiter.py").write_text(WAITER)
     with cluster(2) as one, cluster(1) as other, cluster(1, proctrack="linuxproc") as plain:
         assert len(remains(one, other, plain)) > 3 + 2 + 2, "namespaces, daemons, directories"

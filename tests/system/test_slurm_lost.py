@@ -39,7 +39,7 @@ def test_a_node_that_loses_power_is_replaced(by_cgroup: Cluster, project: Path, 
 def test_a_link_that_heals_does_not_end_what_goes_on_elsewhere(
     by_cgroup: Cluster, project: Path, undisturbed: Path
 ) -> None:
-    """Of the first node, where Slurm's own srun of the lost start still is: its end was once that of the new start."""
+    """The first node fails, where Slurm's own srun of the lost start still runs: its end once ended the new start."""
     mine = Project(by_cgroup, project)
     mine.submit("cluster.nodes=2", "cluster.workers_per_node=1")
     mine.wait_for_step(15)

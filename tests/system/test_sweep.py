@@ -28,7 +28,7 @@ def there() -> Iterator[Cluster]:
 
 
 class Typed:
-    """What a user types on the login host."""
+    """Runner of commands that a user types on the login host."""
 
     def __init__(self, there: Cluster, place: Path) -> None:
         self.there, self.place = there, place

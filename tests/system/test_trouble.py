@@ -1,4 +1,4 @@
-"""What ends a run: its own words come first, the status is right, and no process is left."""
+"""Errors that end a run: their own message comes first, the status is right, and no process is left."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def mirror(run: Path, attempt: str = "0.0") -> subprocess.Popen[bytes]:
 
 
 def record_until(plan: RunPlan, step: int) -> None:
-    """As a run that has gone on from step 3 leaves it."""
+    """Write the record of a run that has reached ``step``."""
     lines = [json.dumps({"step": n, "train/loss": 10.0 - n}) + "\n" for n in range(1, step + 1)]
     write_text(plan.paths.metrics, "".join(lines))
 

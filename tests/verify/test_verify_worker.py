@@ -101,7 +101,7 @@ ERRORS = {
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What one start of two ranks says of all of them."""
+    """Return the certificates of all tasks, from one start of two ranks."""
     lines = [*EXACT, *CAUGHT, COARSE, *BLIND, *REFUSED, *ERRORS]
     out = torchrun(WORKER, lines, 2, tmp_path_factory.mktemp("verify"))
     found = [json.loads(line) for line in out.splitlines() if line.startswith('{"line"')]

@@ -1,4 +1,4 @@
-"""Engine: keeps the batch contract for any training loop, that of `launch train` or the user's own.
+"""Engine: keeps the batch contract for any training loop. ``launcher.Engine`` is its subclass RunEngine.
 
     engine = Engine(model, optimizer, plan)
     for window in engine.windows(dataset):          # one optimizer step each

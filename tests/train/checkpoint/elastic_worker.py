@@ -46,7 +46,7 @@ def plan_of(job: dict[str, Any]) -> RunPlan:
 
 
 def note_samples(job: dict[str, Any]) -> None:
-    """Which samples count in which window, a line a micro-batch; each rank in a file of its own."""
+    """Write the samples that count in each window, one line for each micro-batch and one file for each rank."""
     inner = getattr(training_loop.losses_of, "inner", training_loop.losses_of)
     file = Path(job["run"]) / f"seen.{World.here().rank}"
 
@@ -62,7 +62,7 @@ def note_samples(job: dict[str, Any]) -> None:
 
 
 def read(job: dict[str, Any]) -> None:
-    """What of PowerSGD's memory is there after a load, on all ranks together."""
+    """Write PowerSGD's residue after a load, summed over ranks; print random numbers and rates."""
     plan = plan_of(job)
     engine = Engine(Words().model, trainer.optimizer_of(Words(), plan), plan)
     restored = load.load(engine, Path(job["reads"]))

@@ -70,7 +70,7 @@ def save_for_ever(plan: RunPlan, rank: int, meeting: Path, told: int) -> None:
 
 
 def check(paths: RunPaths, at_least: int) -> int:
-    """What a kill has left: the newest step."""
+    """Check the checkpoints that a kill has left, and return the newest step."""
     whole = paths.committed_checkpoints()
     for directory in whole:
         files = file_format.read_manifest(directory)
@@ -95,13 +95,13 @@ def check(paths: RunPaths, at_least: int) -> int:
 
 
 class Told:
-    """What rank 0 writes: with which step it began, and then which are committed."""
+    """Steps that rank 0 writes to a pipe: the one it starts from, then each one committed."""
 
     def __init__(self, pipe: int) -> None:
         self._pipe, self._text = pipe, b""
 
     def wait_for(self, lines: int) -> bool:
-        """Whether it has come to so many before its end."""
+        """Return whether the process committed this many steps before its end."""
         while self._text.count(b"\n") < lines:
             piece = os.read(self._pipe, 1 << 16)
             if not piece:

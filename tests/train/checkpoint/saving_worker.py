@@ -48,7 +48,7 @@ def say(line: str) -> None:
 
 @dataclass
 class Conduct:
-    """What befalls a job."""
+    """Trouble that a job gets into."""
 
     job: dict[str, Any]
     asked: StopRequest = field(default_factory=StopRequest)

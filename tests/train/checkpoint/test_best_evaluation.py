@@ -126,7 +126,7 @@ def test_an_interrupted_run_keeps_the_same_ones_and_ends_at_the_same_step(name: 
 
 
 def assert_same_end(run: Path, whole: Path) -> None:
-    """As ``assert_same``, but a stop leaves a checkpoint where there would be none."""
+    """Like ``assert_same``, but a stop leaves a checkpoint where there would be none."""
     extra = set(saved(run)) - set(saved(whole))
     assert not extra - {3, 5, 7}
     for step in sorted(extra):

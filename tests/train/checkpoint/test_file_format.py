@@ -1,4 +1,4 @@
-"""What a checkpoint's index may name, whichever Python wrote it."""
+"""Names that a checkpoint's index may contain, whichever Python wrote it."""
 
 from __future__ import annotations
 

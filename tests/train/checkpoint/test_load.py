@@ -61,7 +61,7 @@ def run(jobs: list[dict[str, Any]], ranks: int, place: Path) -> str:
 
 
 def timeless(record: dict[str, Any]) -> dict[str, Any]:
-    """What two runs of the same job share: all but times and memory."""
+    """Return the entries that two runs of the same job share: all but times and memory."""
     of_comm = ("comm/time_s", "comm/step_s", "comm/speedup", "comm/exposed", "comm/ov", "comm/cal", "comm/not_measured")
     timed = ("time/", "throughput/", "memory/", "straggler", *of_comm)
     return {name: value for name, value in record.items() if not name.startswith(timed)}

@@ -1,4 +1,4 @@
-"""What a task builds is the same on every rank and at every start; where it is not, no step is taken."""
+"""A task must build the same on every rank and at every start; otherwise no step is taken."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def drawn(
     micro: int = 2,
     dataset: Any = Drawing(),  # noqa: B008
 ) -> dict[int, Any]:
-    """What each sample drew in the first epoch."""
+    """Return the number that each sample drew in the first epoch."""
     plan = plan_for(micro, ranks, f"train.loader_workers={loader_workers}", "batch.uneven=true")
     seen: dict[int, Any] = {}
     for rank in range(ranks):

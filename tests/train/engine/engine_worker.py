@@ -56,7 +56,7 @@ def flat(tensors: list[Tensor]) -> Tensor:
 
 
 def residue(engine: Engine, model: nn.Module, items: int) -> Tensor:
-    """What PowerSGD keeps back, as a part of the mean gradient."""
+    """Return PowerSGD's residue, summed over ranks, in the scale of the mean gradient."""
     kept = engine.parallel.state_dict()["residue"]
     mean = flat([kept.get(name, torch.zeros_like(p)) for name, p in model.named_parameters()])
     dist.all_reduce(mean)

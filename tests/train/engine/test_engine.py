@@ -66,7 +66,7 @@ SHARDED = {
 
 
 def collectives(kind: str, sync: str, micro_batches: int) -> dict[str, int]:
-    """Of two shard units and the root, which stays gathered between forward and backward."""
+    """Return the collectives of two shard units and the root, which stays gathered until the backward pass."""
     gathers = 3 if sync == "gather_once" else 5 * micro_batches
     scatters = 3 * micro_batches if sync in ("every", "replicas_at_boundary") else 3
     reduces = 3 * micro_batches if sync == "every" else 3

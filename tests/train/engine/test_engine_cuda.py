@@ -1,4 +1,4 @@
-"""What differs on a GPU and can be shown without one: devices, groups, time limits, where the loss scale is kept."""
+"""Differences on a GPU that can be tested without one: devices, groups, time limits, device of the loss scale."""
 
 from __future__ import annotations
 

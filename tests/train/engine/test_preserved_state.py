@@ -1,4 +1,4 @@
-"""What passes that do not train must restore: attributes of the model and of the task, and what they refer to."""
+"""State that passes without training must restore: attributes of the model and of the task, and what they refer to."""
 
 from __future__ import annotations
 

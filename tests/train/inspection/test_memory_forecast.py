@@ -124,7 +124,7 @@ def bytes_cases(ranks: int, *, complete: bool) -> list[tuple[list[str], str]]:
     ("ranks", "complete"), [(2, False), (4, False), pytest.param(2, True, marks=pytest.mark.nightly)]
 )
 def test_bytes_are_what_the_ranks_then_send(ranks: int, complete: bool, tmp_path: Path) -> None:
-    """Of each policy, to the byte, whatever is frozen, loaded, converted or shared."""
+    """The forecast of each policy is right to the byte, whatever is frozen, loaded, converted or shared."""
     plans, cases = tmp_path / "plans", bytes_cases(ranks, complete=complete)
     arguments = [json.dumps([overrides, {"model": model}]) for overrides, model in cases]
     command = [sys.executable, "-m", "tests.train.inspection.forecast_worker", "predict", str(plans), *arguments]

@@ -77,7 +77,7 @@ def send(meter: Meter, gathers: int, scatters: int, reduces: int) -> None:
     ],
 )
 def test_each_policy_of_hsdp(sync: Sync, gathers: int, scatters: int, reduces: int) -> None:
-    """What runs is told apart by kind; one reduction too few or too many, or a gather too many, is seen."""
+    """Collectives are counted by kind; one reduction too few or too many, or one gather too many, is noticed."""
     meter = Meter(StrategyKind.hsdp, HSDP_OF_4, CPU)
     send(meter, gathers, scatters, reduces)
     stats = meter.close_window(4, sync)
@@ -98,7 +98,7 @@ def test_each_policy_of_hsdp(sync: Sync, gathers: int, scatters: int, reduces: i
 
 
 def test_gathers_of_every_are_those_that_were_seen() -> None:
-    """How often a model calls its units is its own affair; once `every` has run, that is what savings are against."""
+    """A model may call its units any number of times; once `every` has run, savings are compared with that."""
     layout = Layout(shard_size=2, replicas=1, unit_bytes=800, root_bytes=200, gradient_bytes=0)
     meter = Meter(StrategyKind.fsdp, layout, CPU)
     meter.count(Collective.all_gather, 4 * 2600)

@@ -110,7 +110,7 @@ def test_a_convolution() -> None:
 
 
 class Meta(Text):
-    """What the look at a task hands over: a model on the meta device; and a method that keeps what it sees."""
+    """Model on the meta device, as the inspection of a task has it, with a method that keeps its input."""
 
     def model(self) -> nn.Module:
         with torch.device("meta"):

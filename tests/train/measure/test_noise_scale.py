@@ -51,7 +51,7 @@ def run_all(ranks: int, cases: list[str], place: Path) -> list[dict[str, Any]]:
 
 
 def deviations(small: float, ranks: int, scale: float) -> tuple[float, float]:
-    """Of the averages of tr(Sigma) and |G|^2, as parts of them, at most: standard deviations.
+    """Return upper bounds of the standard deviations of the averages of tr(Sigma) and |G|^2, relative to them.
 
     The squared norm of a mean gradient over B samples is that of a Gaussian vector of WIDTH numbers, with mean square
     |G|^2 = 1 and variance v = scale / (WIDTH B) each: its own variance is 4 v + 2 WIDTH v^2. The small ones are a mean
@@ -77,7 +77,7 @@ def ended(norm: float, samples: int, unit: float) -> EndedWindow:
 
 
 def scale_of(windows: list[tuple[float, float]]) -> float:
-    """What is said after windows with such a |G|^2 and tr(Sigma), without any noise of their own."""
+    """Return the scale after ``windows`` without noise, each given by its |G|^2 and tr(Sigma)."""
     own, large, small = LocalGradNorm(), 64, 32
     scale = NoiseScale(2, torch.device("cpu"), own)
     for grad_sq, variance in windows:
@@ -97,15 +97,16 @@ def test_the_large_gradients_of_a_run_s_beginning_do_not_drown_the_rest() -> Non
 
 
 def test_a_gradient_that_is_almost_zero_for_once_does_not_speak_for_all_that_follow() -> None:
-    """Of a scale of 500 for one window, among many with one of 50."""
+    """One window has a scale of 500, among many with 50."""
     usual = [(1.0, 50.0)]
     assert 50 < scale_of(usual * 20 + [(1e-14, 0.0), (1.0, 500.0)] + usual * 300) < 100
     assert scale_of(usual * 20 + [(1e-310, 0.0)] + usual * 300) == pytest.approx(50, rel=0.02)
 
 
 def simulated(scale: float, eigenvalues: Tensor, windows: int, ranks: int, seed: int) -> NoiseScale:
-    """What windows of 64 samples on so many ranks say of a problem with |G|^2 = 1 and tr(Sigma) = ``scale``, where the
-    gradient's covariance has such eigenvalues, but for a factor: few large ones make the norms scatter."""
+    """Return the noise scale after windows of 64 samples on ``ranks`` ranks, of a problem with |G|^2 = 1 and
+    tr(Sigma) = ``scale``. ``eigenvalues``: those of the gradient's covariance, but for a factor; with few large ones
+    the norms vary more."""
     generator, large, small = torch.Generator().manual_seed(seed), 64, 64 // ranks
     deviations = (eigenvalues / eigenvalues.sum() * scale / small).sqrt()
     draws = torch.randn(windows, ranks, len(eigenvalues), generator=generator, dtype=torch.float64)

@@ -122,7 +122,7 @@ def compare(data: Any, overrides: list[str]) -> dict[str, Any]:
 
 
 def normalised_with_dropout(data: Any) -> dict[str, Any]:
-    """What the first layer puts out over a window, where each pass draws dropout anew if it is let."""
+    """Return the first layer's outputs over a window; each pass would draw other dropout if nothing prevented it."""
     plan = make_plan(["precision=fp32", "train.steps=2", "batch.global_size=12", "batch.micro_size=3",
                       "batch.norm=window", "train.loader_workers=0"], samples=len(data))  # fmt: skip
     model = build(dropout=0.5)

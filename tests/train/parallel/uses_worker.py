@@ -72,7 +72,7 @@ def siamese(model: Any, x: Tensor) -> Tensor:
 
 
 def penalty(model: Any, x: Tensor) -> Tensor:
-    """As of a critic: forward passes before and after the one whose gradient is in the loss."""
+    """Loss of a critic: forward passes before and after the one whose gradient is in the loss."""
     before, at = model(x * 0.5), (x * 0.7).requires_grad_()
     (gradient,) = torch.autograd.grad(model(at).double().square().sum(), at, create_graph=True)
     after = model(x)

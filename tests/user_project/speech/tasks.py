@@ -115,7 +115,7 @@ class Tagger:
 
 
 def hold_the_interpreter():
-    """As code in C that loops, or waits, without giving the interpreter's lock back."""
+    """Behave like C code that loops or waits without releasing the interpreter's lock."""
     while True:
         ctypes.PyDLL(None).sleep(10_000)
 
