@@ -124,7 +124,9 @@ def _shown(value: object) -> str:
 
 def did_you_mean(word: str, candidates: Iterable[str], prefix: str = "") -> str:
     """Return ``"did you mean 'x'? "`` with the closest of ``candidates`` after ``prefix``; empty if none is close."""
-    closest = difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.6)
+    names = list(candidates)
+    closest = [name for name in names if name.lower() == word.lower()]
+    closest = closest or difflib.get_close_matches(word, names, n=1, cutoff=0.6)
     return f"did you mean '{prefix}{closest[0]}'? " if closest else ""
 
 

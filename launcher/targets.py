@@ -13,17 +13,21 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from launcher.errors import ConfigError, did_you_mean
+from launcher.quantities import first_names
 
 
-def find_target(key: str, target: str, search_path: Sequence[str] = ()) -> Callable[..., Any]:
+def find_target(
+    key: str, target: str, search_path: Sequence[str] = (), kind: Literal["class", "function"] = "class"
+) -> Callable[..., Any]:
     """Return the class or function with the dotted path ``target``.
 
     Args:
         key: the config key that names it.
         search_path: directories of the user's code, for the message.
+        kind: which of the two it usually is, for the message.
 
     Raises:
         ConfigError: there is none.
@@ -40,14 +44,17 @@ def find_target(key: str, target: str, search_path: Sequence[str] = ()) -> Calla
         raise
     cls = getattr(module, class_name, None)
     if cls is None:
+        is_kind = inspect.isclass if kind == "class" else inspect.isfunction
         public = [
             name for name, value in vars(module).items()
-            if inspect.isclass(value) and value.__module__.startswith(module_name) and not name.startswith("_")
+            if is_kind(value) and value.__module__.startswith(module_name) and not name.startswith("_")
         ]  # fmt: skip
+        public += [name for name in getattr(module, "__all__", ()) if name not in vars(module)]  # imported on first use
         near = did_you_mean(class_name, public)
+        plural = "classes" if kind == "class" else "functions"
         raise ConfigError(
             key, target, f"{module.__file__} has no {class_name!r}.",
-            f"{near}Its classes: {', '.join(public) or 'none'}.",
+            f"{near}Its {plural}: {first_names(public, 8) or 'none'}.",
         )  # fmt: skip
     if not callable(cls):
         raise ConfigError(key, target, f"this is a {type(cls).__name__}, not a class.")

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from launcher.errors import TaskError
+from launcher.errors import ConfigError, TaskError
 from launcher.rundir.files import write_text
 from launcher.targets import find_target
 from launcher.train.engine.engine import Engine
@@ -36,21 +37,37 @@ class GeneratedSamples:
         self._function = function
 
     def on_start(self, engine: Engine) -> None:
-        self._sample(engine)
+        self.require_task(engine.owner, engine.plan.cluster.import_from)
 
-    def _sample(self, engine: Engine) -> Callable[[Any], Any]:
-        if self._function is not None:
-            return find_target("function", self._function, engine.plan.cluster.import_from)
-        method = getattr(engine.owner, "sample", None)
-        if not callable(method):
-            raise TaskError(
-                f"{type(engine.owner).__name__} has no method sample(model).\n  Add it, or name a function: "
-                "{_target_: launcher.callbacks.GeneratedSamples, function: my_project.samples.generate}."
-            )
-        return cast("Callable[[Any], Any]", method)
+    def require_task(self, task: object, search_path: Sequence[str]) -> Callable[[Any], Any]:
+        """Return the function to call.
+
+        Args:
+            task: it may have a method ``sample``.
+            search_path: directories of the user's code, for the message.
+
+        Raises:
+            ConfigError: there is no such function, or it takes other arguments.
+            TaskError: the task's method is missing, or takes other arguments.
+        """
+        if self._function is None:
+            method = getattr(task, "sample", None)
+            if not callable(method):
+                raise TaskError(
+                    f"{type(task).__name__} has no method sample(model), which callbacks.GeneratedSamples calls.\n"
+                    "  Add it, or name a function: {_target_: launcher.callbacks.GeneratedSamples, function: "
+                    "my_project.samples.generate}."
+                )
+            if problem := _not_callable_with_a_model(method):
+                raise TaskError(f"The task's method must be sample(model): {problem}.")
+            return cast("Callable[[Any], Any]", method)
+        function = find_target("function", self._function, search_path, kind="function")
+        if problem := _not_callable_with_a_model(function):
+            raise ConfigError("function", self._function, f"is called as function(model): {problem}.")
+        return function
 
     def on_evaluation(self, engine: Engine, metrics: Mapping[str, float]) -> None:  # noqa: ARG002
-        sample = self._sample(engine)
+        sample = self.require_task(engine.owner, engine.plan.cluster.import_from)
         with eval_mode(engine, "") as model, engine.precision.autocast():
             result = sample(model)
         if engine.world.rank:
@@ -59,6 +76,17 @@ class GeneratedSamples:
         directory.mkdir(parents=True, exist_ok=True)
         for name, content in _named(result):
             _write(directory, name, content)
+
+
+def _not_callable_with_a_model(function: Any) -> str:
+    """Return why ``function`` cannot be called with one argument; empty if it can."""
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError as error:
+        return str(error)
+    except ValueError:  # built in C
+        pass
+    return ""
 
 
 def _named(result: Any) -> Iterator[tuple[str, Sample]]:

@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import re
-import typing
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-from launcher.config.schema import Config, key_of
+from launcher.config.schema import known_keys
 from launcher.errors import ConfigError, did_you_mean
 
 # keys of earlier versions that a run's config.yaml may contain -> their replacement
 RETIRED_KEYS = {"run.calibrate": "run.calibrate_s replaced it: seconds at most; run.calibrate_s=0 leaves it out."}
 # names that other programs use for an option, which do not resemble it
 _OTHER_NAMES = {"float16": "fp16", "half": "fp16", "bfloat16": "bf16", "float32": "fp32", "float": "fp32"}
+# forms of lists whose elements are no single values
+_LIST_FORMS = {
+    "batch.ramp": " of lists: [[100, 16], [200, 32]]",
+    "callbacks": ", one {...} for each callback: [{_target_: my_module.MyCallback}]",
+    "optimizer.groups": ', one {...} for each group: [{match: "ndim<2", weight_decay: 0}]',
+}
 _FREE = ("task", "hydra", "optimizer", "schedule")  # groups with keys of a class
 _DIR_FLAGS = ("--config-dir", "-cd")
-
-
-def known_keys() -> list[str]:
-    """Return every key that a user can set, dotted, and the groups themselves."""
-    keys: list[str] = []
-    for name, kind in typing.get_type_hints(Config).items():
-        keys.append(name)
-        if dataclasses.is_dataclass(kind):
-            keys += [f"{name}.{key_of(field)}" for field in dataclasses.fields(kind) if key_of(field) != "*"]
-    return keys
 
 
 def directories(arguments: Sequence[str]) -> list[Path]:
@@ -301,8 +295,8 @@ def _plain(text: str, key: str) -> str:
     ):
         if match := re.fullmatch(pattern, text):
             return match.expand(message)
-    if re.search(r"is not a ListConfig|with ListConfig|'typing\.List", text):
-        return f"must be a list{' of lists: [[100, 16], [200, 32]]' if key == 'batch.ramp' else ': [...]'}."
+    if re.search(r"is not a ListConfig|with ListConfig|'typing\.List|to Dict\[", text):
+        return f"must be a list{_LIST_FORMS.get(key, ': [...]')}."
     return f"{text}."
 
 

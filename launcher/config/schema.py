@@ -9,7 +9,8 @@ docs/reference/configuration.md is generated from this file.
 
 from __future__ import annotations
 
-from dataclasses import Field, dataclass, field
+import typing
+from dataclasses import Field, dataclass, field, fields, is_dataclass
 from typing import Any
 
 from launcher.config.choices import (
@@ -362,3 +363,13 @@ class Config:
     wandb: WandbConfig = field(default_factory=WandbConfig)
     run: RunConfig = field(default_factory=RunConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
+
+
+def known_keys() -> list[str]:
+    """Return every key that a user can set, dotted, and the groups themselves."""
+    keys: list[str] = []
+    for name, kind in typing.get_type_hints(Config).items():
+        keys.append(name)
+        if is_dataclass(kind):
+            keys += [f"{name}.{key_of(field)}" for field in fields(kind) if key_of(field) != "*"]
+    return keys

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 from launcher.config.schema import ClusterConfig, ClusterKind, Config, Device, PrecisionKind, RunConfig, Sync, WandbMode
 from launcher.errors import ConfigError, SiteError, UserError
 from launcher.plan import host
+from launcher.plan.callback_plan import require_variables, solve_callbacks
 from launcher.plan.host import Partition, Site, batch_env
 from launcher.plan.launch_plan import RunInfo
 from launcher.plan.run_plan import RunPlan, TaskPlan
@@ -62,7 +63,7 @@ def plan_job(config: Config, once: Once | None = None) -> RunPlan:
     once = once or Once()
     site = once(site_of, config.cluster)
     run = new_run(config.run, task_stem(config), site.cwd)
-    require_tracker_key(config)
+    require_secrets(config)
     # report errors that no task could cure before the task is inspected, which may take seconds
     cluster = solve(config, site, TaskPlan.unknown(ANY_NUMBER), run).cluster
     if config.precision.kind is PrecisionKind.auto and cluster.kind is ClusterKind.local:
@@ -112,12 +113,20 @@ def with_sync_policy(plan: RunPlan, config: Config) -> RunPlan:
     return most.with_fewer(fewer)
 
 
-def require_tracker_key(config: Config) -> None:
-    """Check that W&B will find its key, if it needs one. Raises SiteError."""
+def require_secrets(config: Config) -> None:
+    """Check that W&B will find its key, and callbacks the environment variables that they are to read, if they need
+    one.
+
+    Raises:
+        ConfigError, SiteError: they will not.
+    """
+    # a Slurm job finds a key in .netrc, or in a variable that the user lists in cluster.env
+    batch = config.cluster.kind is ClusterKind.slurm
+    env = batch_env(os.environ, ("HOME", *config.cluster.env)) if batch else os.environ
     if config.wandb.mode is WandbMode.online:
-        # a Slurm job finds the key in .netrc, or in a variable that the user lists in cluster.env
-        everything = config.cluster.kind is not ClusterKind.slurm
-        require_wandb_key(os.environ if everything else batch_env(os.environ, ("HOME", *config.cluster.env)))
+        require_wandb_key(env)
+    if config.cluster.kind is not ClusterKind.hosts:  # there only the first host reports
+        require_variables(solve_callbacks(config.callbacks), env, passed_on=batch)
 
 
 def task_stem(config: Config) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 from launcher.errors import ConfigError, did_you_mean
+from launcher.quantities import count, first_names
 from launcher.targets import find_target, require_arguments
 
 # methods that are called in the workers, with the engine as the first argument
@@ -14,9 +15,11 @@ EVENTS = ("on_setup", "on_start", "on_window", "on_step", "on_evaluation", "on_s
 AROUND_EVALUATION = "around_evaluation"
 # called outside of the workers, after they have ended
 OUTCOME = "on_outcome"
-METHODS = (*EVENTS, AROUND_EVALUATION, OUTCOME)
+# its state in checkpoints; a callback has both or neither
+STATE = ("state_dict", "load_state_dict")
+METHODS = (*EVENTS, AROUND_EVALUATION, OUTCOME, *STATE)
 # number of arguments that each method is called with
-_ARGUMENTS = {"on_step": 2, "on_evaluation": 2, "on_save": 2, "on_end": 2}
+_ARGUMENTS = {"on_step": 2, "on_evaluation": 2, "on_save": 2, "on_end": 2, "state_dict": 0}
 TARGET = "_target_"
 BUNDLED = "launcher.callbacks."
 # bundled callbacks that act on the outcome of a run
@@ -58,9 +61,68 @@ def without_reports(entries: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], 
     return tuple(entry for entry in entries if not (entry[TARGET].startswith(BUNDLED) and may_report(entry)))
 
 
-def require_callbacks(entries: Sequence[dict[str, Any]], search_path: Sequence[str]) -> None:
+def profile_notes(callbacks: Sequence[dict[str, Any]], steps: int | None, ranks: int) -> list[str]:
+    """Return a note for each bundled ``Profile`` of which some steps do not take place.
+
+    Args:
+        steps: of the run; None: not known.
+
+    Raises:
+        ConfigError: none of its steps takes place, or the job lacks one of its ranks.
+    """
+    notes: list[str] = []
+    for number, entry in enumerate(callbacks):
+        if entry[TARGET] != f"{BUNDLED}Profile":
+            continue
+        key = f"callbacks[{number}]"
+        if missing := [rank for rank in _numbers(entry, "ranks") if rank >= ranks]:
+            raise ConfigError(f"{key}.ranks", missing, f"the job has ranks 0 to {ranks - 1}.")
+        chosen = _numbers(entry, "steps")
+        late = [] if steps is None else [step for step in chosen if step > steps]
+        if late and len(late) == len(chosen):
+            raise ConfigError(
+                f"{key}.steps", late, f"the run ends after {count(steps or 0, 'step')}, so nothing is profiled.",
+                f"Choose steps from 1 to {steps}, or a later train.steps.",
+            )  # fmt: skip
+        if late:
+            notes.append(f"{key}.steps: {first_names([*map(str, late)])} after the end of the run: not profiled.")
+    return notes
+
+
+def _numbers(entry: dict[str, Any], name: str) -> list[int]:
+    """Return a list of numbers among the arguments of ``entry``; its types are checked later."""
+    value: Any = entry.get(name)
+    return [each for each in cast("list[Any]", value) if isinstance(each, int)] if isinstance(value, list) else []
+
+
+def require_variables(entries: Sequence[dict[str, Any]], env: Mapping[str, str], *, passed_on: bool) -> None:
+    """Check that the environment variables exist from which the bundled callbacks read addresses and passwords.
+
+    Args:
+        env: variables where the outcome is reported.
+        passed_on: ``env`` has only what is passed to a batch job.
+
+    Raises:
+        ConfigError: one does not.
+    """
+    for number, entry in enumerate(entries):
+        for name in ("url_from", "password_from"):
+            variable = entry.get(name)
+            if not str(entry[TARGET]).startswith(BUNDLED) or not isinstance(variable, str) or variable in env:
+                continue
+            hint = f"List it: cluster.env=[{variable}]." if passed_on else f"export {variable}=..."
+            where = "among those that the batch job gets" if passed_on else "here"
+            raise ConfigError(
+                f"callbacks[{number}].{name}", variable, f"there is no such environment variable {where}.", hint
+            )
+
+
+def require_callbacks(entries: Sequence[dict[str, Any]], search_path: Sequence[str], task: object = None) -> None:
     """Check that each callback can be imported, takes the given arguments, and has methods that are called. A class of
     the user's is not constructed.
+
+    Args:
+        task: the job's task; bundled callbacks may need a method of it.
 
     Raises:
         ConfigError: for the first one of which that is not true.
@@ -71,7 +133,9 @@ def require_callbacks(entries: Sequence[dict[str, Any]], search_path: Sequence[s
         arguments = require_arguments(key, target, made, class_arguments(entry))
         if target.startswith(BUNDLED):
             try:
-                made(**arguments)
+                bundled = made(**arguments)
+                if callable(require := getattr(bundled, "require_task", None)):
+                    require(task, search_path)
             except ConfigError as error:
                 error.args = (f"{key}.{error}",)
                 raise
@@ -93,7 +157,7 @@ def require_methods(key: str, target: str, cls: type[Any]) -> None:
         problem = f"has a method {strange[0]}, which nothing calls." if strange else "has none of a callback's methods."
         near = did_you_mean(strange[0], METHODS) if strange else ""
         raise ConfigError(key, target, problem, f"{near}The methods of a callback: {', '.join(METHODS)}.")
-    stateful = [name for name in ("state_dict", "load_state_dict") if name in own]
+    stateful = [name for name in STATE if name in own]
     if len(stateful) == 1:
         raise ConfigError(
             key, target, f"has {stateful[0]} alone.", "It needs state_dict and load_state_dict, or neither."
@@ -103,10 +167,12 @@ def require_methods(key: str, target: str, cls: type[Any]) -> None:
 
 
 def _require_signature(key: str, target: str, method: Callable[..., Any], name: str) -> None:
-    count = _ARGUMENTS.get(name, 1)
+    given = _ARGUMENTS.get(name, 1)
     try:
-        inspect.signature(method).bind(*range(1 + count))
+        inspect.signature(method).bind(*range(1 + given))
     except TypeError as error:
-        raise ConfigError(key, target, f"{name} is called with {count} arguments besides self: {error}.") from None
+        raise ConfigError(
+            key, target, f"{name} is called with {count(given, 'argument')} besides self: {error}."
+        ) from None
     except ValueError:  # built in C
         return

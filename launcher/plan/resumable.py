@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
-from launcher.config.config_errors import known_keys
-from launcher.config.schema import Config, key_of
+from launcher.config.schema import Config, key_of, known_keys
 
 
 class Permission(Enum):

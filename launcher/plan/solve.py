@@ -26,7 +26,7 @@ from launcher.errors import ConfigError, TaskError
 from launcher.plan import worlds
 from launcher.plan.batch import Batch, solve_batch
 from launcher.plan.best_metric import best_notes, solve_best_mode
-from launcher.plan.callback_plan import solve_callbacks
+from launcher.plan.callback_plan import profile_notes, solve_callbacks
 from launcher.plan.host import Site
 from launcher.plan.launch_plan import PLAN_FORMAT, ClusterPlan, RunInfo
 from launcher.plan.optimizer_plan import require_target, solve_optimizer
@@ -183,6 +183,7 @@ def _on_cluster(
             "optimizer.lr_scaling", config.optimizer.lr_scaling,
             "has no effect on an optimizer or a schedule of your own, which sets the rates itself.", "Leave it out.",
         )  # fmt: skip
+    callbacks = solve_callbacks(config.callbacks)
     return RunPlan(
         format=PLAN_FORMAT,
         run=run,
@@ -199,7 +200,7 @@ def _on_cluster(
         train=extended(TrainPlan, config.train, steps=steps, calibrate_s=config.run.calibrate_s),
         checkpoint=_checkpoint(config, task),
         wandb=config.wandb,
-        callbacks=solve_callbacks(config.callbacks),
+        callbacks=callbacks,
         notes=(
             *_notes(schedule, steps, epoch, batch, optimizer),
             *_unit_notes(strategy, task),
@@ -209,6 +210,7 @@ def _on_cluster(
             *_mode_notes(task),
             *_parameter_notes(precision, task),
             *best_notes(config.checkpoint, config.train),
+            *profile_notes(callbacks, steps, cluster.world_size),
         ),
     )
 

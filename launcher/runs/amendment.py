@@ -11,7 +11,7 @@ from importlib import metadata
 from launcher.config.hydra import amended, recompose
 from launcher.config.schema import BatchConfig, Config, PrecisionKind, ScheduleKind
 from launcher.errors import ConfigError, UserError
-from launcher.launch.planner import emulation_notes, require_tracker_key, site_of, with_sync_policy
+from launcher.launch.planner import emulation_notes, require_secrets, site_of, with_sync_policy
 from launcher.plan import windows
 from launcher.plan.batch import Batch
 from launcher.plan.host import Site
@@ -85,7 +85,7 @@ def replan(paths: RunPaths, old: RunPlan, overrides: Sequence[str], *, force: bo
     if not changed and done:
         raise UserError(f"{name}: is done, and nothing changes.\n  Set a later end: train.steps=N.")
     at = standing(paths)
-    require_tracker_key(config)
+    require_secrets(config)
     keeps_precision = config.precision.kind is PrecisionKind.auto
     if keeps_precision:  # also on another kind of machine
         config.precision = dataclasses.replace(config.precision, kind=old.precision.kind)

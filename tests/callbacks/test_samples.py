@@ -77,8 +77,9 @@ def test_in_a_job(launch: Launch, project: Path) -> None:
         "Callback GeneratedSamples failed in on_evaluation: sample(model) returned a int for 'sample'" in wrong.stderr
     )
     without = launch("train", *JOB, "run.name=none", "task._target_=speech.tasks.Tagger")
-    assert without.returncode == 1
+    assert without.returncode == 2
     assert "Tagger has no method sample(model)" in without.stderr
+    assert not (project / "runs" / "none").exists()
 
 
 def test_as_the_mirror_shows_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

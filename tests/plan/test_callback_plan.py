@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from launcher.errors import ConfigError
-from launcher.plan.callback_plan import name_of, require_callbacks, solve_callbacks
+from launcher.errors import ConfigError, UserError
+from launcher.plan.callback_plan import name_of, require_callbacks, require_variables, solve_callbacks
 from tests.conftest import Launch
 from tests.helpers import make_plan
 from tests.infra.runs import OWN
 
 HOOKED = "tests.plan.test_callback_plan"
+SAMPLES = "launcher.callbacks.GeneratedSamples"
 
 
 class Fine:
@@ -39,12 +40,34 @@ class Forgetful:
     def state_dict(self) -> dict[str, Any]: ...
 
 
+class Stateful:
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Speaking:
+    """A task."""
+
+
+def speak(model: Any, loudly: bool) -> str: ...
+
+
 WRONG = [
     ({"decay": 1}, "callbacks[0]={'decay': 1}: has no key _target_"),
     ({"_target_": None}, "has no key _target_"),
     ({"_target_": "Ema"}, "callbacks[0]._target_=Ema: must be a dotted path"),
     ({"_target_": "no_such.Thing"}, "callbacks[0]._target_=no_such.Thing: no module 'no_such'"),
-    ({"_target_": "launcher.callbacks.Emma"}, "has no 'Emma'"),
+    ({"_target_": "launcher.callbacks.Emma"}, "has no 'Emma'.\n  did you mean 'Ema'? Its classes: Ema, Email, "),
+    ({"_target_": "launcher.callbacks.EMA"}, "has no 'EMA'.\n  did you mean 'Ema'?"),
+    ({"_target_": SAMPLES}, "Speaking has no method sample(model), which callbacks.GeneratedSamples calls"),
+    (
+        {"_target_": SAMPLES, "function": f"{HOOKED}.speek"},
+        f"callbacks[0].function={HOOKED}.speek: {__file__} has no 'speek'.\n  did you mean 'speak'? Its functions: ",
+    ),
+    (
+        {"_target_": SAMPLES, "function": f"{HOOKED}.speak"},
+        f"callbacks[0].function={HOOKED}.speak: is called as function(model): missing a required argument: 'loudly'",
+    ),
     ({"_target_": "launcher.callbacks.Ema", "decai": 0.9}, "did you mean 'callbacks[0].decay'?"),
     ({"_target_": "launcher.callbacks.Ema", "decay": "high"}, "callbacks[0].decay=high: launcher.callbacks.Ema takes"),
     ({"_target_": "launcher.callbacks.Ema", "decay": 1.5}, "callbacks[0].decay=1.5: must be above 0 and below 1"),
@@ -58,8 +81,8 @@ WRONG = [
 
 @pytest.mark.parametrize(("entry", "words"), WRONG)
 def test_mistakes(entry: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        require_callbacks(solve_callbacks([entry]), ["here"])
+    with pytest.raises(UserError) as caught:
+        require_callbacks(solve_callbacks([entry]), ["here"], Speaking())
     assert words in str(caught.value)
 
 
@@ -67,13 +90,51 @@ def test_what_is_right() -> None:
     entries = [
         {"_target_": f"{HOOKED}.Fine", "size": 3, "anything": [1]},
         {"_target_": "launcher.callbacks.Ema", "decay": 0.9},
+        {"_target_": f"{HOOKED}.Stateful"},
     ]
     assert [*solve_callbacks(entries)] == entries
     require_callbacks(entries, [])
-    assert [name_of(entry) for entry in entries] == ["Fine", "Ema"]
+    assert [name_of(entry) for entry in entries] == ["Fine", "Ema", "Stateful"]
     plan = make_plan("callbacks=[{_target_: a.B, size: 3}]")
     assert type(plan).from_json(plan.to_json()).callbacks == ({"_target_": "a.B", "size": 3},)
     assert make_plan().callbacks == ()
+
+
+PROFILE = "callbacks=[{_target_: launcher.callbacks.Profile, %s}]"
+
+
+@pytest.mark.parametrize(
+    ("profile", "words"),
+    [
+        ("steps: [10], ranks: [0, 7]", "callbacks[0].ranks=[7]: the job has ranks 0 to 1."),
+        (
+            "steps: [100]",
+            "callbacks[0].steps=[100]: the run ends after 30 steps, so nothing is profiled.\n  Choose steps",
+        ),
+    ],
+)
+def test_what_a_profile_cannot_see(profile: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_plan("cluster.workers_per_node=2", "train.steps=30", PROFILE % profile)
+    assert words in str(caught.value)
+
+
+def test_a_profile_of_steps_of_which_some_do_not_take_place() -> None:
+    plan = make_plan("train.steps=30", PROFILE % "steps: [10, 100, 200]")
+    assert "callbacks[0].steps: 100, 200 after the end of the run: not profiled." in plan.notes
+    assert not any("profiled" in note for note in make_plan("train.steps=30", PROFILE % "steps: [10, 30]").notes)
+
+
+def test_variables_of_messages_exist_before_the_start() -> None:
+    entries = solve_callbacks([
+        {"_target_": "my.Own", "url_from": "ANYTHING"},
+        {"_target_": "launcher.callbacks.Webhook", "url_from": "NOPE"},
+    ])  # fmt: skip
+    require_variables(entries, {"NOPE": "http://x"}, passed_on=False)
+    with pytest.raises(ConfigError, match=r"callbacks\[1\].url_from=NOPE: there is no such .* here.\n  export NOPE="):
+        require_variables(entries, {}, passed_on=False)
+    with pytest.raises(ConfigError, match=r"that the batch job gets.\n  List it: cluster.env=\[NOPE\]"):
+        require_variables(entries, {}, passed_on=True)
 
 
 @pytest.mark.slow
@@ -88,6 +149,9 @@ def test_the_command_refuses_before_anything_starts(launch: Launch, project: Pat
         assert words in done.stderr
         assert "Traceback" not in done.stderr
     assert not (project / "runs").exists()
+    done = launch("train", *OWN, "callbacks=[{_target_: launcher.callbacks.Webhook, url_from: NO_SUCH_VARIABLE}]")
+    assert done.returncode == 2
+    assert "callbacks[0].url_from=NO_SUCH_VARIABLE: there is no such environment variable here" in done.stderr
     done = launch("train", "callbacks=[{_target_: launcher.callbacks.Ema, decay: 2}]")  # a bundled task
     assert done.returncode == 2
     assert "callbacks[0].decay=2: must be above 0 and below 1" in done.stderr

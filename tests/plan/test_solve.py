@@ -17,9 +17,8 @@ from torch import nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler
 
-from launcher.config.config_errors import known_keys
 from launcher.config.hydra import compose, compose_with_yaml, recompose
-from launcher.config.schema import BatchConfig, ClusterConfig, Config, Device, ScheduleKind, Sync
+from launcher.config.schema import BatchConfig, ClusterConfig, Config, Device, ScheduleKind, Sync, known_keys
 from launcher.errors import ConfigError, UserError
 from launcher.plan.host import Site
 from launcher.plan.launch_plan import RunInfo

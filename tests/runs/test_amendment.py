@@ -12,8 +12,8 @@ import pytest
 
 from launcher import cli
 from launcher.cli import train
-from launcher.config.config_errors import known_keys
 from launcher.config.hydra import compose_with_yaml
+from launcher.config.schema import known_keys
 from launcher.launch import local
 from launcher.launch.planner import plan_job
 from launcher.launch.slurm import client

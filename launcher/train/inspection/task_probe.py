@@ -69,7 +69,7 @@ def probe(
     from launcher.train.precision import NARROW_DTYPES
 
     task = load_task(target, params, search_path, seed)
-    require_callbacks(callbacks, search_path)
+    require_callbacks(callbacks, search_path, task)
     notes: list[str] = []
     data = train_data(task, seed, notes)
     held_out = eval_sets(task, seed, notes)
