@@ -92,8 +92,11 @@ class Digits:
         return TensorDataset(pixels[chosen], torch.as_tensor(data.target)[chosen])
 
     def loss(self, model: Any, batch: tuple[Tensor, Tensor]) -> Loss:
-        """Return the cross-entropy in nats. ``batch``: images and digits."""
+        """Return the cross-entropy in nats, and the accuracy. ``batch``: images and digits."""
         from torch.nn import functional
 
         pixels, digits = batch
-        return Loss(total=functional.cross_entropy(model(pixels).float(), digits, reduction="sum"), items=len(digits))
+        scores = model(pixels).float()
+        right = (scores.argmax(1) == digits).sum()
+        total = functional.cross_entropy(scores, digits, reduction="sum")
+        return Loss(total, items=len(digits), metrics={"accuracy": (right, len(digits))})
