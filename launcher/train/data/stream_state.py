@@ -69,17 +69,18 @@ class StreamReader:
         """
         try:
             dataset = copy.deepcopy(dataset)
-        except Exception:  # open files, for example
+            if has_state(dataset):
+                dataset.load_state_dict(state.stream)  # pyright: ignore[reportAttributeAccessIssue]
+            reader = cls(dataset, random, epoch)
+            if reader._owner is None:
+                return None
+            if reader._owner is not dataset:
+                reader._owner.load_state_dict(state.stream)
+            # not before: an iterator may draw when it is made, which it did with the epoch's first random numbers
+            random.stream_state = state.random
+            following = reader.read(len(state.following))
+        except Exception:  # open files cannot be copied, and a stream may refuse its state, also when it is read
             return None
-        random.stream_state = state.random
-        if has_state(dataset):
-            dataset.load_state_dict(state.stream)  # pyright: ignore[reportAttributeAccessIssue]
-        reader = cls(dataset, random, epoch)
-        if reader._owner is not dataset and reader._owner is not None:
-            reader._owner.load_state_dict(state.stream)
-        if reader._owner is None:
-            return None
-        following = reader.read(len(state.following))
         pairs = zip(outlines_of(following), state.following, strict=False)
         if len(following) < len(state.following) or not all(Outline(*a).agrees(Outline(*b)) for a, b in pairs):
             return None

@@ -77,6 +77,28 @@ class OfIterator(IterableDataset[int]):
         return self.Numbers()
 
 
+class Dropping(OfIterator):
+    """The iterator draws when it is made, and leaves out samples at random later in the epoch."""
+
+    class Numbers(OfIterator.Numbers):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.randperm(LENGTH)
+
+        def __next__(self) -> int:
+            number = super().__next__()
+            return number if int(torch.randint(20, ())) else next(self)
+
+
+class Refusing(Stateful):
+    """Its state is refused when the stream is read, as by some streams of Hugging Face."""
+
+    def __iter__(self) -> Iterator[int]:
+        if self.start:
+            raise KeyError("examples_iterable")
+        yield from super().__iter__()
+
+
 class Sharded(Stateful):
     """Each rank reads every other number."""
 
@@ -170,6 +192,15 @@ def test_a_resume_reads_nothing_again(kind: Any, loader_workers: int) -> None:
             assert len(READS) <= ranks * (epochs_left * LENGTH - past)
 
 
+def test_random_numbers_continue_if_the_iterator_draws_when_it_is_made() -> None:
+    """Samples that follow at once are often the same with other random numbers, too."""
+    plan = plan_of(4, 2)
+    whole, _, _ = run(plan, Dropping)
+    for after in range(1, 4):
+        _, place, states = run(plan, Dropping, windows=after)
+        assert run(plan, Dropping, place, states)[0] == whole[after:]
+
+
 @pytest.mark.parametrize("kind", [Stateful, Drawing])
 def test_a_stream_that_all_ranks_read_resumes_at_another_world_size(kind: Any) -> None:
     whole, _, _ = run(plan_of(24, 1), kind)
@@ -196,7 +227,7 @@ def test_a_share_that_is_over_stays_over() -> None:
     assert READS[0] == 24
 
 
-@pytest.mark.parametrize("kind", [Stream, OfTensors, Buffered])
+@pytest.mark.parametrize("kind", [Stream, OfTensors, Buffered, Refusing])
 def test_a_stream_without_a_state_that_can_be_saved_is_read_again(
     kind: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -204,10 +235,10 @@ def test_a_stream_without_a_state_that_can_be_saved_is_read_again(
     plan = plan_of(4, 2)
     whole, _, _ = run(plan, made)
     _, place, states = run(plan, made, windows=2)
-    assert bool(states[0]) == (kind is Buffered)
+    assert bool(states[0]) == (kind in (Buffered, Refusing))
     assert run(plan, made, place, states)[0] == whole[2:]
     printed = capsys.readouterr().out
-    if kind is Buffered:
+    if kind in (Buffered, Refusing):
         assert "does not lead to the samples that followed it" in printed
     else:
         assert "Without a saved state of the stream, the 2 windows of the epoch so far are read again." in printed
