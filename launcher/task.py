@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from launcher.errors import LauncherError, TaskError
+from launcher.quantities import first_names
 from launcher.targets import find_target, require_arguments
 
 if TYPE_CHECKING:
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
 
 
 REQUIRED_METHODS = ("model", "train_data", "loss")
+OPTIONAL_METHODS = (
+    "eval_data", "collate", "order", "lengths", "length", "items", "flops_per_sample", "shard_units", "optimizer",
+    "schedule", "eval_metrics", "sample",
+)  # fmt: skip
 
 
 class Task(Protocol):
@@ -115,10 +120,16 @@ def train_data(task: Task, seed: int, notes: list[str] | None = None) -> Any:
         notes: list to which a note is appended if a DataLoader was returned, whose settings are not used.
 
     Raises:
-        TaskError: it is a DataLoader whose samples are not those of its dataset.
+        TaskError: it is several data sets, or a DataLoader whose samples are not those of its dataset.
     """
     _seed(seed, "data")
-    return _dataset_of(task, task.train_data(), "train_data()", notes)
+    data: Any = task.train_data()
+    if _are_several(data) or (isinstance(data, dict) and data and 0 not in data):
+        raise TaskError(
+            f"train_data() returned a {type(data).__name__} of {_kinds(data)}: it must be one data set, whose elements "
+            "are samples.\n  Return the data set itself; torch.utils.data.ConcatDataset joins several."
+        )
+    return _dataset_of(task, data, "train_data()", notes)
 
 
 def eval_sets(task: Task, seed: int, notes: list[str] | None = None) -> dict[str, Any]:
@@ -127,7 +138,7 @@ def eval_sets(task: Task, seed: int, notes: list[str] | None = None) -> dict[str
     A single set has the name "". Without held-out data the result is empty.
 
     Raises:
-        TaskError: ``eval_data`` returned something else than a data set, or a dict of them by name.
+        TaskError: ``eval_data`` returned something else than a data set, or a dict of them by name; one is empty.
     """
     if not callable(getattr(task, "eval_data", None)):
         return {}
@@ -135,10 +146,38 @@ def eval_sets(task: Task, seed: int, notes: list[str] | None = None) -> dict[str
     data: Any = task.eval_data()
     if data is None:
         return {}
+    if _are_several(data):
+        raise TaskError(
+            f"eval_data() returned a {type(data).__name__} of {_kinds(data)}.\n"
+            "  Return one data set, or a dict of several by their names, which become part of the metrics' names."
+        )
     if isinstance(data, dict):
         _require_names(data)
     sets = data if isinstance(data, dict) else {"": data}
-    return {name: _dataset_of(task, each, eval_set_text(name), notes) for name, each in sets.items()}
+    sets = {name: _dataset_of(task, each, eval_set_text(name), notes) for name, each in sets.items()}
+    for name, each in sets.items():
+        if is_mapped(each) and not len(each):
+            raise empty_eval_set(name)
+    return sets
+
+
+def empty_eval_set(name: str) -> TaskError:
+    """Return the error for a held-out data set without samples."""
+    hint = "Leave it out." if name else "Return None to have no evaluation."
+    return TaskError(f"{eval_set_text(name)} has no sample: there is nothing to evaluate on.\n  {hint}")
+
+
+def _are_several(data: Any) -> bool:
+    """Return whether ``data`` is a tuple or list of data sets, instead of one whose elements are samples."""
+    from torch.utils.data import Dataset
+
+    return isinstance(data, tuple | list) and bool(data) and all(isinstance(each, Dataset) for each in data)
+
+
+def _kinds(data: Any) -> str:
+    """Return the types of the values in ``data``, for a message."""
+    values = data.values() if isinstance(data, dict) else data
+    return first_names([f"{type(each).__name__}" for each in values])
 
 
 def eval_metrics(task: Task, seed: int) -> Any:

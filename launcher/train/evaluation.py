@@ -18,7 +18,7 @@ from launcher.heartbeat import HEARTBEAT, Phase, Wait
 from launcher.loss import as_losses
 from launcher.plan.run_plan import RunPlan
 from launcher.quantities import first_names
-from launcher.task import Task, eval_set_text, is_mapped, seed_everything, seed_for
+from launcher.task import Task, empty_eval_set, eval_set_text, is_mapped, seed_everything, seed_for
 from launcher.train.data.loader import Collate, MicroBatch, prefetch
 from launcher.train.data.stream import Shard, blocks_in_turn, is_sharded
 from launcher.train.data.window_feed import Samples
@@ -100,6 +100,8 @@ class Evaluation:
                 with _note_micro_batch(number, name, engine.world.rank):
                     with HEARTBEAT.waiting_for(Wait.io):
                         batch = next(batches, None)
+                    if batch is None and number == 1:  # the same on all ranks
+                        raise empty_eval_set(name)
                     if batch is None:
                         break
                     HEARTBEAT.beat(Phase.evaluating, number)

@@ -25,7 +25,6 @@ pytestmark = pytest.mark.slow
         ("not finite", 1, ["The loss of step 3 is not finite", "rank 1, micro-batch 3", "optimizer.lr"]),
         ("unused", 1, ["does not depend on 1 of the model's parameters: forgotten", "find_unused_parameters=true"]),
         ("bad gradient", 1, ["The gradient of step 1 has norm nan", "2.bias"]),
-        ("nothing held out", 1, ["eval_data() has no item"]),
         ("held-out sample", 1, ["collate", "While micro-batch 1 of eval_data() was evaluated on rank 0."]),
         ("held-out loss", 1, ["ValueError: this loss is for training only", "micro-batch 1 of eval_data()"]),
         ("leave", 1, ["the workers left before the run was over", "sys.exit"]),

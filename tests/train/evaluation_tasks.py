@@ -38,6 +38,13 @@ class Sequences(Dataset[tuple[Tensor, Tensor]]):
         return self.data[index], self.labels[index]
 
 
+class Blank(Sequences):
+    """Sequences without elements."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.data[index][:0], self.labels[index]
+
+
 class Streamed(IterableDataset[tuple[Tensor, Tensor]]):
     def __init__(self, data: Sequences) -> None:
         self.data = data
@@ -94,7 +101,8 @@ class Detector:
             "one": near,
             "several": {"near": near, "far": far, "stream": Streamed(Sequences(11, 4))},
             "three samples": Sequences(3, 10),
-            "no item": {"near": near, "none": Sequences(0, 3)},
+            "no item": {"near": near, "none": Blank(5, 3)},
+            "no sample": {"near": near, "none": Streamed(Sequences(0, 3))},
         }[self.held_out]
 
     def collate(self, samples: list[Any]) -> Any:

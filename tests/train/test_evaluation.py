@@ -15,9 +15,9 @@ from torch.nn import functional
 from torch.utils.data import IterableDataset
 
 from launcher.errors import TaskError
-from launcher.task import eval_sets
+from launcher.task import eval_sets, train_data
 from launcher.train.evaluation import eval_batches
-from launcher.train.inspection.task_probe import probe
+from launcher.train.inspection.task_probe import near_misses, probe
 from launcher.train.world import World
 from tests.helpers import make_plan, torchrun
 from tests.infra.checkpoints import tensors
@@ -115,8 +115,15 @@ def test_an_evaluation_that_a_stop_left_out_is_made_up_for(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_a_set_without_items_is_named(tmp_path: Path) -> None:
-    out = run([job(tmp_path, "run", {"held_out": "no item"}, (FP32,), raises="DataError")], 2, tmp_path)
+    best = (FP32, "checkpoint.best=eval/accuracy", "checkpoint.best_mode=max")
+    jobs = [
+        job(tmp_path, "no item", {"held_out": "no item"}, (FP32,), raises="DataError"),
+        job(tmp_path, "no sample", {"held_out": "no sample"}, best, raises="TaskError"),
+    ]
+    out = run(jobs, 2, tmp_path)
     assert "eval_data()['none'] has no item" in out
+    assert "eval_data()['none'] has no sample" in out, "and not that there is no eval/accuracy"
+    assert not (tmp_path / "no sample" / "metrics.jsonl").exists()
 
 
 class Numbers(IterableDataset[int]):
@@ -155,6 +162,15 @@ def test_the_limit_takes_the_same_samples_in_every_world(ranks: int, monkeypatch
         ({3: [1]}, "a dict with the key 3: a dict must contain data sets by their names"),
         ({"a/b": [1]}, "a dict with the key 'a/b'"),
         ({"": [1]}, "a dict with the key ''"),
+        ([], "eval_data() has no sample: there is nothing to evaluate on.\n  Return None to have no evaluation."),
+        (
+            {"near": [1], "far": []},
+            "eval_data()['far'] has no sample: there is nothing to evaluate on.\n  Leave it out.",
+        ),
+        (
+            (Sequences(3, 1), Sequences(3, 2)),
+            "eval_data() returned a tuple of Sequences, Sequences.\n  Return one data",
+        ),
         ({"near": None}, "eval_data()['near'] is a NoneType: it must be a data set."),
     ],
 )
@@ -162,6 +178,30 @@ def test_names_are_checked(returned: Any, words: str) -> None:
     task: Any = SimpleNamespace(eval_data=lambda: returned)
     with pytest.raises(TaskError, match=re.escape(words)):
         eval_sets(task, 0)
+
+
+@pytest.mark.parametrize("returned", [{"train": [1]}, [Sequences(3, 1), Sequences(3, 2)]])
+def test_training_data_is_one_set(returned: Any) -> None:
+    task: Any = SimpleNamespace(train_data=lambda: returned)
+    with pytest.raises(
+        TaskError, match=r"train_data\(\) returned a (dict|list) of (list|Sequences, Sequences): it must"
+    ):
+        train_data(task, 0)
+
+
+class Misspelt:
+    def eval_dta(self) -> Any: ...
+    def evaluate_all(self) -> Any: ...
+    def optimiser(self, model: Any) -> Any: ...
+    def ordered(self) -> Any: ...
+
+
+def test_a_method_whose_name_is_close_to_an_optional_one_is_noted() -> None:
+    assert near_misses(cast("Any", Misspelt())) == [
+        "Misspelt has a method eval_dta, which the launcher does not call; did you mean eval_data?",
+        "Misspelt has a method optimiser, which the launcher does not call; did you mean optimizer?",
+    ]
+    assert near_misses(cast("Any", evaluation_tasks.Detector())) == []
 
 
 def test_one_set_and_none() -> None:

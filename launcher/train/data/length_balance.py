@@ -27,7 +27,7 @@ from launcher.quantities import count
 from launcher.task import Task, column_of_lengths, is_mapped
 from launcher.train.data.loader import prefetch
 from launcher.train.data.randomness import SampleRandom
-from launcher.train.data.sample_order import ArrangedData, Order
+from launcher.train.data.sample_order import ArrangedData, Order, checked_lengths
 from launcher.train.world import World
 
 # samples that a loader process reads for one answer
@@ -131,6 +131,15 @@ def lengths_of(data: Any, task: Task, plan: RunPlan, world: World) -> Sequence[f
             flush=True,
         )
     return values
+
+
+def require_length_of_first(data: Any, task: Task, seed: int) -> None:
+    """Check ``length(sample)`` of the first sample.
+
+    Raises:
+        DataError: it is no length.
+    """
+    checked_lengths([_LengthReader(data, getattr(task, "length"), seed)[range(1)][0][0]], 1)  # noqa: B009
 
 
 class _LengthReader(Dataset[tuple[list[float], int]]):

@@ -8,6 +8,7 @@ code. Reads one JSON object from standard input; writes the answer to the file n
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import inspect
 import json
 import sys
@@ -25,6 +26,7 @@ from launcher.plan.run_plan import OptimizerPlan, SchedulePlan, extended
 from launcher.process import die_with_parent
 from launcher.rundir.files import value_from_json
 from launcher.task import (
+    OPTIONAL_METHODS,
     Task,
     build_model,
     column_of_lengths,
@@ -70,7 +72,7 @@ def probe(
 
     task = load_task(target, params, search_path, seed)
     require_callbacks(callbacks, search_path, task)
-    notes: list[str] = []
+    notes = near_misses(task)
     data = train_data(task, seed, notes)
     held_out = eval_sets(task, seed, notes)
     metrics_by_name(eval_metrics(task, seed))
@@ -131,6 +133,23 @@ def probe(
     }
 
 
+def near_misses(task: Task) -> list[str]:
+    """Return a note for each method of the task that nothing calls, and whose name is close to that of an optional
+    method that the task does not have."""
+    home = type(task).__module__.partition(".")[0]
+    own = {
+        name: cls.__qualname__ for cls in type(task).__mro__ if cls.__module__.partition(".")[0] == home
+        for name, value in vars(cls).items() if not name.startswith("_") and inspect.isroutine(value)
+    }  # fmt: skip
+    missing = [name for name in OPTIONAL_METHODS if not callable(getattr(task, name, None))]
+    notes: list[str] = []
+    for name, owner in own.items():
+        near = [] if name in OPTIONAL_METHODS else difflib.get_close_matches(name, missing, n=1, cutoff=0.85)
+        if near:
+            notes.append(f"{owner} has a method {name}, which the launcher does not call; did you mean {near[0]}?")
+    return notes
+
+
 def _check_arrangement(
     task: Task, data: Any, seed: int, balance: Balance, notes: list[str]
 ) -> dict[str, int | bool | None]:
@@ -139,6 +158,7 @@ def _check_arrangement(
     Raises:
         DataError, TaskError: the order or the lengths do not belong to the data.
     """
+    from launcher.train.data.length_balance import require_length_of_first
     from launcher.train.data.sample_order import ArrangedData, checked_lengths, samples_per_epoch
 
     own_order, lengths = callable(getattr(task, "order", None)), callable(getattr(task, "lengths", None))
@@ -156,6 +176,8 @@ def _check_arrangement(
     column = column_of_lengths(data)
     if balance is Balance.length and (lengths or column is not None):
         checked_lengths(getattr(task, "lengths")(data) if lengths else column, len(data))  # noqa: B009
+    elif balance is Balance.length and callable(getattr(task, "length", None)) and len(data):
+        require_length_of_first(data, task, seed)
     samples = samples_per_epoch(ArrangedData(data, getattr(task, "order")), seed) if own_order else len(data)  # noqa: B009
     if own_order:
         notes.append(f"The task's own order(epoch, seed) is used: {samples} samples an epoch, of {len(data)}.")

@@ -184,3 +184,5 @@ def test_mistakes_in_lengths_are_known_before_anything_starts() -> None:
         planned("TooFewLengths")
     with pytest.raises(TaskError, match=r"must be lengths\(data\): "):
         planned("LengthsOfNothing")
+    with pytest.raises(TaskError, match=r"LengthIsText: length\(sample\) returned a str for sample 0"):
+        planned("LengthIsText")

@@ -57,7 +57,7 @@ class Tagger:
         return Utterances(self.samples)
 
     def eval_data(self):
-        held_out = Utterances(0 if self.trouble == "nothing held out" else 20)
+        held_out = Utterances(20)
         if self.trouble == "held-out sample":
             held_out.data[0] = None
         return held_out
