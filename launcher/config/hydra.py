@@ -84,7 +84,9 @@ def recompose(kept: str, overrides: Sequence[str]) -> tuple[Config, str]:
         had = _option(group, saved[group])
         chosen = [word.partition("=")[2] for word in overrides if word.partition("=")[0] == group]
         if chosen and chosen[-1] != had:
-            del saved[group]
+            before = saved.pop(group)
+            if group == "optimizer" and chosen[-1] == "custom":  # which has no learning rate of its own
+                saved[group] = {"lr": before["lr"]}
         defaults.append({group: had})
     ConfigStore.instance().store(name=_RESUMED, node={"defaults": [*defaults, "_self_"], **saved})
     with config_errors.in_plain_words(overrides, CONF), initialize_config_dir(str(CONF), version_base="1.3"):

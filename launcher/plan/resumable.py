@@ -7,10 +7,11 @@ is fixed: samples, their order, the global batch, the update rule. The rest may 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container, Iterable, Mapping
+import re
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any
+from typing import Any, cast
 
 from launcher.config.schema import Config, key_of, known_keys
 
@@ -47,6 +48,8 @@ _OF_THE_RUN = "it identifies the run and its files"
 _OF_THE_MIRROR = "W&B stores the run there"
 _OF_THE_STATE = "the checkpoint's optimizer state does not fit another one; "
 _OF_A_SCHEDULE = "a schedule of your own continues from its saved state; "
+# end of a line on a change that --force allows
+FORCED = "; --force allows it"
 _NEW_RUN = "start a new run: launch train"
 
 # key -> (permission, consequence of a change); a group's entry covers its keys that have none of their own
@@ -132,9 +135,37 @@ def refusals(changes: Iterable[Change], forced: Container[str]) -> list[str]:
     for change in listed:
         may, why = _judged(change, listed)
         if may is Permission.never or (may is Permission.force and change.key not in forced):
-            remedy = "; --force allows it" if may is Permission.force else ""
-            lines.append(f"{change.key}={shown(change.after)} (was {shown(change.before)}): {why}{remedy}.")
+            remedy = FORCED if may is Permission.force else ""
+            parts = _arguments_changed(change) if may is Permission.force else []
+            lines += [
+                f"{each.key}={shown(each.after)} (was {shown(each.before)}): {why}{remedy}."
+                for each in parts or [change]
+            ]
     return lines
+
+
+def refusal_text(lines: Sequence[str]) -> str:
+    """Return what ``refusals`` has found as one message."""
+    forcible = sum(line.endswith(f"{FORCED}.") for line in lines)
+    if forcible == len(lines):
+        head = "these keys change only with --force when a run resumes"
+    elif forcible:
+        head = "these keys cannot change when a run resumes, or only with --force"
+    else:
+        head = "these keys cannot change when a run resumes"
+    return f"{head}:\n  " + "\n  ".join(lines)
+
+
+def _arguments_changed(change: Change) -> list[Change]:
+    """Return the changes of single arguments of ``optimizer.groups``; none for another key."""
+    if change.key != "optimizer.groups":
+        return []
+    return [
+        Change(f"{change.key}[{number}].{name}", old.get(name), new.get(name))
+        for number, (old, new) in enumerate(zip(change.before, change.after, strict=True))
+        for name in dict.fromkeys([*old, *new])
+        if old.get(name) != new.get(name)
+    ]
 
 
 def _judged(change: Change, beside: Iterable[Change]) -> tuple[Permission, str]:
@@ -211,4 +242,14 @@ def shown(value: Any) -> str:
     """Return a value as the user would type it."""
     if value is None:
         return "null"
+    if isinstance(value, Mapping):
+        pairs = cast("Mapping[str, Any]", value).items()
+        return "{" + ", ".join(f"{name}: {_inner(each)}" for name, each in pairs) + "}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_inner, cast('Sequence[Any]', value)))}]"
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _inner(value: Any) -> str:
+    """Return a value inside a list or a dict; a text with special characters in quotes."""
+    return f'"{value}"' if isinstance(value, str) and not re.fullmatch(r"[\w.+/@%-]+", value) else shown(value)

@@ -17,7 +17,7 @@ from launcher.plan.batch import Batch
 from launcher.plan.host import Site
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.placement import solve_cluster
-from launcher.plan.resumable import Change, as_typed, changes, forced_by, refusals
+from launcher.plan.resumable import Change, as_typed, changes, forced_by, refusal_text, refusals
 from launcher.plan.run_plan import RunPlan, TaskPlan
 from launcher.plan.solve import sets_own_rates, solve
 from launcher.plan.sync_policy import SHARDED
@@ -79,7 +79,7 @@ def replan(paths: RunPaths, old: RunPlan, overrides: Sequence[str], *, force: bo
     changed = changes(as_typed(before), as_typed(config))
     forced = forced_by(changed)
     if wrong := refusals(changed, forced if force else ()):
-        raise UserError(f"{name}: these keys cannot change when a run resumes:\n  " + "\n  ".join(wrong))
+        raise UserError(f"{name}: {refusal_text(wrong)}")
     if force and not forced:
         raise UserError("--force: has no effect: none of these changes needs it.\n  Leave it out.")
     if not changed and done:

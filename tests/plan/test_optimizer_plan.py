@@ -10,7 +10,7 @@ from launcher.config.hydra import compose, compose_with_yaml, recompose, run_wit
 from launcher.config.schema import OptimizerConfig
 from launcher.errors import ConfigError
 from launcher.plan.optimizer_plan import arguments_of, assign, require_members, solve_optimizer
-from launcher.plan.resumable import as_typed, changes, refusals
+from launcher.plan.resumable import as_typed, changes, refusal_text, refusals
 
 NAMES = [
     (("embed.weight", "head.weight"), 2), (("blocks.0.norm.weight",), 1), (("blocks.0.up.weight",), 2),
@@ -139,6 +139,26 @@ def test_a_class_is_no_change_of_an_adamw_run() -> None:
     before, after = recompose(yaml, ())[0], recompose(yaml, ["optimizer._target_=a.B", "optimizer.lr=1"])[0]
     assert after.optimizer.kind.value == "custom"
     assert "does not fit another one" in refusals(changes(as_typed(before), as_typed(after)), ())[0]
+
+
+def test_another_class_is_refused_on_resume_without_a_rate_of_its_own() -> None:
+    _, yaml = compose_with_yaml(["optimizer.lr=0.7"])
+    before, after = recompose(yaml, ())[0], recompose(yaml, ["optimizer._target_=torch.optim.RMSprop"])[0]
+    assert after.optimizer.lr == 0.7
+    text = refusal_text(refusals(changes(as_typed(before), as_typed(after)), ()))
+    assert text.startswith("these keys cannot change when a run resumes:\n  ")
+    assert "optimizer._target_=torch.optim.RMSprop (was null): the checkpoint's optimizer state does not fit" in text
+
+
+def test_only_the_changed_argument_of_a_group_is_shown() -> None:
+    groups = 'optimizer.groups=[{match: "ndim<2", weight_decay: %s}, {match: "(up|down).weight", lr: 0.1}]'
+    before, after = (as_typed(compose([groups % decay])) for decay in (0, 0.1))
+    lines = refusals(changes(before, after), ())
+    assert lines == ["optimizer.groups[0].weight_decay=0.1 (was 0): it is part of the update rule; --force allows it."]
+    assert refusal_text(lines).startswith("these keys change only with --force when a run resumes:")
+    (line,) = refusals(changes(before, as_typed(compose(["optimizer.groups=[{match: embed, lr: 1}]"]))), ())
+    assert 'groups=[{match: embed, lr: 1}] (was [{match: "ndim<2", weight_decay: 0}, {match: "(up|down).w' in line
+    assert refusal_text([*lines, line]).startswith("these keys cannot change when a run resumes, or only with --force:")
 
 
 def test_what_may_change_on_resume() -> None:
