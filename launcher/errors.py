@@ -11,6 +11,7 @@ LauncherError
     ├── OutOfMemory         a micro-batch, or the optimizer's state, does not fit into a rank's memory
     ├── RecordFailed        the disk takes no more of metrics.jsonl, or of the verdict
     ├── SyncPolicyViolated  the collectives that ran are not those of the sync policy
+    ├── ReplicasDiffer      replicas of the model, or their learning rates, have become different
     ├── UnusedParameters    the backward pass reached only part of the model
     ├── DataError           the dataset is not what the plan says
     ├── EngineMisuse        the user's loop left out a call
@@ -83,6 +84,10 @@ class RecordFailed(RunError):
 
 
 class SyncPolicyViolated(RunError):
+    pass
+
+
+class ReplicasDiffer(RunError):
     pass
 
 

@@ -353,7 +353,7 @@ def _seed(seed: int, part: str) -> None:
     seed_everything(seed_for(seed, part))
 
 
-def users_frames(error: Exception) -> str:
+def users_frames(error: BaseException) -> str:
     """Return the frames of the traceback that are in the user's code, and the line of a syntax error; all frames if
     there are neither."""
     own = f"{Path(__file__).resolve().parent}{os.sep}"

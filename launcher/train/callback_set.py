@@ -51,9 +51,11 @@ class CallbackSet:
 
     Attributes:
         names: of each callback: its class, numbered where there are several of one class.
+        changes: by callback, the methods that have changed parameters, learning rates or what is frozen on this rank.
     """
 
     def __init__(self, callbacks: Sequence[Any]) -> None:
+        self.changes: dict[str, list[str]] = {}
         counts, self._callbacks = Counter[str](), dict[str, Any]()
         for callback in callbacks:
             name = type(callback).__name__
@@ -97,9 +99,13 @@ class CallbackSet:
         # the random numbers of training must not depend on what a callback draws after a checkpoint was taken
         keeps = event not in _WITHIN_STEPS
         random = random_state(arguments[0].device) if keeps else None
+        before = _version(arguments[0])
         for name, method in self._methods[event]:
             with _named(name, event):
                 method(*arguments)
+            if (after := _version(arguments[0])) != before:
+                before, events = after, self.changes.setdefault(name, [])
+                events += [event] * (event not in events)
         if random is not None:
             restore_random_state(random, arguments[0].device)
 
@@ -121,6 +127,11 @@ class CallbackSet:
             yield
         if random is not None:
             restore_random_state(random, engine.device)
+
+    @property
+    def stateful(self) -> list[str]:
+        """Names of the callbacks with state in checkpoints."""
+        return [name for name, _ in self._stateful()]
 
     def find(self, kind: type[Any]) -> Any:
         """Return the first callback of the class ``kind``; None if there is none."""
@@ -228,14 +239,26 @@ def _without_tensors(state: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _version(engine: Any) -> list[Any]:
+    """Return numbers that change when a parameter is changed in place, a learning rate is set, or a parameter is
+    frozen. A change through ``parameter.data`` is not seen."""
+    rates = [group["lr"] for group in engine.optimizer.param_groups]
+    return [
+        *(parameter._version for parameter in engine.model.parameters()),
+        *(rate._version if isinstance(rate, Tensor) else rate for rate in rates),
+        len(engine.parallel.frozen),
+    ]
+
+
 @contextmanager
 def _named(name: str, event: str) -> Iterator[None]:
-    """Raise CallbackFailed, which names the callback, for an exception of the body."""
+    """Raise CallbackFailed, which names the callback, for an exception of the body, also for one that would end this
+    process without a message (SystemExit)."""
     try:
         yield
     except LauncherError as error:
         raise CallbackFailed(f"Callback {name} failed in {event}: {error}") from error
-    except Exception as error:
+    except BaseException as error:
         raise CallbackFailed(
             f"Callback {name} failed in {event}: {type(error).__name__}: {error}\n{users_frames(error)}"
         ) from error
@@ -246,9 +269,18 @@ def _guarded(name: str, method: Callable[[Any], AbstractContextManager[object]],
     """Context manager of one callback, in which only its own exceptions are those of the callback."""
     with _named(name, AROUND_EVALUATION):
         manager = method(engine)
+        if not isinstance(manager, AbstractContextManager):
+            raise CallbackFailed(
+                f"it returned {_kind(manager)}, and must return a context manager: decorate it with "
+                "@contextlib.contextmanager and let it yield once."
+            )
         manager.__enter__()
     try:
         yield
     finally:
         with _named(name, AROUND_EVALUATION):
             manager.__exit__(None, None, None)
+
+
+def _kind(value: object) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"

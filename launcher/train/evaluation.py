@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,8 +24,10 @@ from launcher.train.data.loader import Collate, MicroBatch, prefetch
 from launcher.train.data.stream import Shard, blocks_in_turn, is_sharded
 from launcher.train.data.window_feed import Samples
 from launcher.train.engine.engine import Engine
-from launcher.train.engine.loss_terms import HeldOutSums
+from launcher.train.engine.loss_terms import HeldOutSums, terms_of_forward
 from launcher.train.engine.preserved_state import SavedAttributes, SavedState
+from launcher.train.engine.replica_check import ReplicaCheck
+from launcher.train.engine.window import Forward
 from launcher.train.eval_metrics import EvalMetrics
 from launcher.train.metrics import Metrics
 from launcher.train.world import World
@@ -71,7 +74,7 @@ class Evaluation:
             DataError: a set has no item.
         """
         metrics = _by_name({name: self._evaluate(name) for name in self.sets})
-        if self._engine.plan.checkpoint.best is None:
+        if self._engine.plan.checkpoint.best is None and not self._engine.callbacks.names:
             return metrics
         return self._engine.world.of_rank_0(metrics)  # ranks that differ in the last digit would decide differently
 
@@ -117,6 +120,45 @@ class Evaluation:
         if twice := [key for key in computed or {} if key in (*sums.names, "loss")]:
             raise TaskError(f"eval_metrics() has {first_names(twice)}, as the loss has.\n  Choose another name.")
         return dict.fromkeys(sums.names, math.nan) | averages | (computed or {})
+
+
+class EvaluatingEngine(Engine):
+    """Engine that evaluates any data between two windows, with the loss that it is given."""
+
+    def evaluate(self, data: Any, loss: Forward, collate: Collate | None = None) -> Metrics:
+        """Return eval/loss over all ranks, and the averages of further terms and metrics of the loss. All ranks call
+        it, between two windows. Each sample is used once; random state, buffers and modes are restored.
+
+        Args:
+            data: a data set, or a dict of several by name.
+            loss: (model, batch) -> (loss_sum, items), (loss_sum, items, metrics), Loss or a list of several.
+
+        Raises:
+            ReplicasDiffer: the ranks have different models.
+        """
+        ReplicaCheck(self).require_same()
+        with self.callbacks.around_evaluation(self):
+            return Evaluation(self, cast("Task", LoopTask(loss, collate)), sets_by_name(data)).run()
+
+
+@dataclass(frozen=True)
+class LoopTask:
+    """Loss and collate function of the user's own loop, where the trainer expects those of a task."""
+
+    forward: Forward | None
+    collate: Collate | None
+
+    def loss(self, model: Callable[..., Any], batch: Any) -> Any:
+        assert self.forward is not None
+        value: Any = self.forward(model, batch)
+        return terms_of_forward(value) if isinstance(value, tuple) else value
+
+
+def sets_by_name(data: Any) -> dict[str, Any]:
+    """Return data sets by name; "" is the name of a single one."""
+    if data is None:
+        return {}
+    return cast("dict[str, Any]", data) if isinstance(data, dict) else {"": data}
 
 
 def _by_name(results: Mapping[str, Metrics]) -> Metrics:

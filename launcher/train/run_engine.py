@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,17 +28,16 @@ from launcher.train.checkpoint.load import load_newest
 from launcher.train.data.loader import Collate
 from launcher.train.engine.build import ModelFrom, OptimizerFrom
 from launcher.train.engine.engine import Engine
-from launcher.train.engine.loss_terms import terms_of_forward
+from launcher.train.engine.replica_check import ReplicaCheck
 from launcher.train.engine.window import Forward
 from launcher.train.engine.window_totals import StepResult
-from launcher.train.evaluation import Evaluation
-from launcher.train.metrics import Metrics
+from launcher.train.evaluation import EvaluatingEngine, Evaluation, LoopTask, sets_by_name
 from launcher.train.optimizers import MakeSchedule
 from launcher.train.parallel.base import ShardUnits
 from launcher.train.training_loop import Saves, TrainingLoop
 
 
-class RunEngine(Engine):
+class RunEngine(EvaluatingEngine):
     """Engine with checkpoints, evaluation and record in the run's directory. Until ``resume`` is called it writes
     nothing, and is an Engine.
 
@@ -125,7 +123,7 @@ class RunEngine(Engine):
             seed_everything(plan.train.seed + 1 + self.world.rank)
         task = cast("Task", LoopTask(loss, collate))
         saves = Saves(self._cadence, fence, self._failed, parts=parts or {})
-        self._loop = TrainingLoop(plan, task, self, Evaluation(self, task, _sets(eval_data)), saves, restored)
+        self._loop = TrainingLoop(plan, task, self, Evaluation(self, task, sets_by_name(eval_data)), saves, restored)
         self._loop.begin(restored)
         if self.over or self._loop.totals.best.exhausted:  # its summary was deleted when this attempt started
             self._end("done")
@@ -136,6 +134,8 @@ class RunEngine(Engine):
         self._result = result = super().step()
         if self._loop is not None:
             self._loop.count(result)
+        elif result.last:
+            ReplicaCheck(self).require_same()  # nothing of this engine's is saved, and no other check follows
         return result
 
     def finish_step(self, result: StepResult, extra: dict[str, Any] | None = None) -> None:
@@ -167,16 +167,6 @@ class RunEngine(Engine):
         loop.extra = _json(extra)
         loop.save(result, loop.step_metrics(result))
 
-    def evaluate(self, data: Any, loss: Forward, collate: Collate | None = None) -> Metrics:
-        """Return eval/loss over all ranks, and the averages of further terms and metrics of the loss. All ranks call
-        it, between two windows. Each sample is used once; random state, buffers and modes are restored.
-
-        Args:
-            data: a data set, or a dict of several by name.
-            loss: (model, batch) -> (loss_sum, items), (loss_sum, items, metrics), Loss or a list of several.
-        """
-        return Evaluation(self, cast("Task", LoopTask(loss, collate)), _sets(data)).run()
-
     def _end(self, verdict: str) -> None:
         assert self._loop is not None
         self._finished = True
@@ -198,25 +188,6 @@ class RunEngine(Engine):
         if self._loop is None:
             raise EngineMisuse(f"engine.{method}() needs engine.resume() before the first window.")
         return self._loop
-
-
-@dataclass(frozen=True)
-class LoopTask:
-    """Loss and collate function of the user's own loop, where the trainer expects those of a task."""
-
-    forward: Forward | None
-    collate: Collate | None
-
-    def loss(self, model: Callable[..., Any], batch: Any) -> Any:
-        assert self.forward is not None
-        value: Any = self.forward(model, batch)
-        return terms_of_forward(value) if isinstance(value, tuple) else value
-
-
-def _sets(data: Any) -> dict[str, Any]:
-    if data is None:
-        return {}
-    return cast("dict[str, Any]", data) if isinstance(data, dict) else {"": data}
 
 
 def _json(extra: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -32,8 +32,7 @@ from launcher.train.data.fingerprint import require_same_data
 from launcher.train.data.length_balance import arranged
 from launcher.train.engine import oom
 from launcher.train.engine.build import FromModel
-from launcher.train.engine.engine import Engine
-from launcher.train.evaluation import Evaluation
+from launcher.train.evaluation import EvaluatingEngine, Evaluation
 from launcher.train.optimizers import MakeSchedule, build_optimizer
 from launcher.train.training_loop import Saves, TrainingLoop
 from launcher.train.world import World, device_of, join
@@ -67,7 +66,7 @@ def train(plan: RunPlan, stop: Callable[[], bool]) -> None:
     cadence, save_failed = save.Cadence(plan.checkpoint), threading.Event()
     HEARTBEAT.beat(Phase.starting, 2)
     try:
-        engine = Engine(
+        engine = EvaluatingEngine(
             task.model,
             optimizer_of(task, plan),
             plan,

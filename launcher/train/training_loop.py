@@ -28,6 +28,7 @@ from launcher.train.checkpoint.run_totals import RunTotals
 from launcher.train.engine import oom
 from launcher.train.engine.engine import Engine
 from launcher.train.engine.item_count import Items
+from launcher.train.engine.replica_check import ReplicaCheck
 from launcher.train.engine.window_totals import StepResult
 from launcher.train.evaluation import Evaluation
 from launcher.train.measure.flops import peak_flops
@@ -36,6 +37,8 @@ from launcher.train.parallel.shard_units import direct_use, is_direct_use
 
 # messages on stragglers that a process prints: on a noisy machine ranks take turns
 MAX_STRAGGLER_LINES = 6
+# windows after which a process compares its replicas with the others' before anything is due
+EARLY_CHECK = 3
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,8 @@ class TrainingLoop:
             save.require_writable(engine, plan.paths.checkpoints, resumed=restored is not None)
         self.cadence, self.fence = saves.cadence, saves.fence
         self.saver = Saver(engine, self.totals, saves.fence, saves.failed, saves.parts)
+        self.replicas = [ReplicaCheck(each) for each in (engine, *saves.parts.values())]
+        self.windows = 0  # of this process
         self.extra: dict[str, Any] | None = None  # JSON data of the user's own loop, for the next checkpoint
         self.record: Sink = NoRecord()
         self.recorded: int | None = None  # step of the newest record
@@ -145,6 +150,7 @@ class TrainingLoop:
     def count(self, result: StepResult) -> None:
         """Add a step to the run's totals, and print what is worth a line."""
         self.totals.add(result)
+        self.windows += 1
         self.print_events(result)
 
     def close(self) -> None:
@@ -165,6 +171,8 @@ class TrainingLoop:
         if records := self.log_due(result, extra=evaluates or saves):
             values |= self.engine.context.take_scalars()
         try:
+            if self.windows == EARLY_CHECK or result.last:  # saves and evaluations check, too
+                self.require_same_replicas()
             if saves:
                 values |= self.save(result, values)
             if evaluates:
@@ -272,6 +280,7 @@ class TrainingLoop:
                 recorded.
             last: no step follows, although there would be further ones.
         """
+        self.require_same_replicas(callbacks=True)
         started = time.perf_counter()
         HEARTBEAT.beat(Phase.saving)
         with HEARTBEAT.waiting_for(Wait.collective):
@@ -284,8 +293,19 @@ class TrainingLoop:
         self.cadence.start_clock()
         return {"time/checkpoint_s": time.perf_counter() - started}
 
+    def require_same_replicas(self, *, callbacks: bool = False) -> None:
+        """Check that replicas are equal. ``callbacks``: the state of callbacks, too, which is about to be saved.
+
+        Raises:
+            CallbackFailed: the state of a callback differs between ranks.
+            ReplicasDiffer: the model, or a setting, differs between ranks.
+        """
+        for check in self.replicas:
+            check.require_same(callbacks=callbacks)
+
     def evaluate(self) -> Metrics:
         """Evaluate the held-out data, and return its metrics and what the task has logged."""
+        self.require_same_replicas()
         when, callbacks = "while the held-out data was evaluated", self.engine.callbacks
         with self.explain_out_of_memory(when, "train.eval_micro_size"), callbacks.around_evaluation(self.engine):
             values = self.evaluation.run()

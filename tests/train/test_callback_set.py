@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 
 import launcher
 from launcher import Engine
+from launcher.callbacks import Ema
 from launcher.errors import CallbackFailed
 from launcher.train.callback_set import CallbackSet, load_tensors
 from tests.conftest import Launch
@@ -129,6 +130,58 @@ def test_an_evaluation_that_raises_is_not_the_callbacks_fault() -> None:
         raise ZeroDivisionError
     with pytest.raises(CallbackFailed, match="Failing failed in around_evaluation"):
         CallbackSet([Failing("around_evaluation")]).around_evaluation(ON_CPU).__enter__()
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_exception_that_would_end_the_process_without_a_message() -> None:
+    class Leaving:
+        def on_step(self, engine: Engine, result: Any) -> None:  # noqa: ARG002
+            raise SystemExit(0)
+
+    with pytest.raises(CallbackFailed, match="Callback Leaving failed in on_step: SystemExit: 0\n"):
+        train(engine_with(Leaving()))
+
+
+def test_around_evaluation_without_a_context_manager() -> None:
+    class Forgetful:
+        def around_evaluation(self, engine: Engine) -> None: ...
+
+    with pytest.raises(
+        CallbackFailed, match="Forgetful failed in around_evaluation: it returned None, and must return"
+    ):
+        CallbackSet([Forgetful()]).around_evaluation(ON_CPU).__enter__()
+
+
+@pytest.mark.usefixtures("alone")
+def test_callbacks_that_change_the_model_are_noted() -> None:
+    class Changing:
+        def on_window(self, engine: Engine) -> None:
+            engine.optimizer.param_groups[0]["lr"] = 0.5
+
+        @torch.no_grad()
+        def on_step(self, engine: Engine, result: Any) -> None:  # noqa: ARG002
+            engine.model.get_parameter("weight").add_(1)
+
+    engine = engine_with(Noting(), Changing(), Counting())
+    train(engine)
+    assert engine.callbacks.changes == {"Changing": ["on_window", "on_step"]}
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_evaluation_by_hand_is_that_of_the_averages() -> None:
+    engine = engine_with(Ema(0.5), words=("precision=fp32",))
+    before = engine.evaluate(list(torch.ones(4, 3)), squares)["eval/loss"]
+    average = engine.callbacks.find(Ema).averages["weight"]
+    average.add_(1)
+    after = engine.evaluate(list(torch.ones(4, 3)), squares)["eval/loss"]
+    bias = engine.model.get_parameter("bias")
+    assert after == pytest.approx((average.sum() + bias).square().item())
+    assert after != pytest.approx(before)
+    assert not engine.model.get_parameter("weight").equal(average)
+
+
+def squares(model: Any, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return model(batch).float().square().sum(), len(batch)
 
 
 def test_what_is_drawn_around_an_evaluation_is_given_back() -> None:
