@@ -30,14 +30,24 @@ def solve_callbacks(entries: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], 
     """Return the callbacks of a config, each with its class under ``_target_`` and that class's arguments.
 
     Raises:
-        ConfigError: an entry names no class.
+        ConfigError: an entry names no class, or several evaluate other parameters than the model's.
     """
+    averages: int | None = None
     for number, entry in enumerate(entries):
         if not isinstance(entry.get(TARGET), str):
             raise ConfigError(
                 f"callbacks[{number}]", entry, "has no key _target_.",
                 "Name the callback's class: {_target_: launcher.callbacks.Ema, decay: 0.999}.",
             )  # fmt: skip
+        if entry[TARGET] != f"{BUNDLED}Ema" or entry.get("evaluate") is False:
+            continue
+        if averages is not None:
+            raise ConfigError(
+                f"callbacks[{number}].evaluate", True,
+                f"callbacks[{averages}] evaluates its averages in place of the parameters already.",
+                "Use evaluate: false for all Ema but one.",
+            )  # fmt: skip
+        averages = number
     return tuple(dict(entry) for entry in entries)
 
 

@@ -246,8 +246,11 @@ def summary_table(plan: RunPlan, summary: dict[str, Any]) -> Table:
         add("metrics", near(plan.paths.metrics))
     if summary.get("checkpoint"):
         add("checkpoint", near(summary["checkpoint"]))
-    if (best := summary.get("best")) is not None and best["step"] is not None:
-        add("best", best_text(best) + ("" if best["directory"] is None else f": {near(best['directory'])}"))
+    if (best := summary.get("best")) is not None:
+        if best["step"] is not None:
+            add("best", best_text(best) + ("" if best["directory"] is None else f": {near(best['directory'])}"))
+        elif best.get("judged") is not None:
+            add("best", f"none ({best['metric']} was not finite in any evaluation)")
     if summary.get("checkpoint/failed"):
         add("not saved", f"{count(summary['checkpoint/failed'], 'checkpoint')}: see the log of rank 0")
     mirror = read_json(plan.paths.wandb_status) or {}

@@ -151,7 +151,7 @@ class CallbackSet:
                 require_text_keys(state)
                 tensors |= {f"{name}{_SLASH}{path}": tensor for path, tensor in _tensors(state)}
                 values[name] = _without_tensors(state)
-                json.dumps(values[name], allow_nan=False)
+                _require_json(values[name])
         return tensors, values
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> str:
@@ -219,6 +219,22 @@ def require_text_keys(state: object) -> None:
     elif isinstance(state, list | tuple):
         for value in cast("Sequence[object]", state):
             require_text_keys(value)
+
+
+def _require_json(values: Mapping[str, Any], above: str = "") -> None:
+    """Raise CallbackFailed, which names the key, if JSON cannot hold a value."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            _require_json(cast("Mapping[str, Any]", value), f"{above}{key}{_SLASH}")
+            continue
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError):
+            raise CallbackFailed(
+                f"the value of {above}{key} cannot be saved: {value!r}, of type {type(value).__name__}.\n"
+                "  A state is nested dicts, with texts as keys, of tensors, texts, finite numbers, true, false, None, "
+                "and lists of these without tensors:\n  use list(...) for a set, float(...) for a number of NumPy."
+            ) from None
 
 
 def _tensors(state: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Tensor]]:

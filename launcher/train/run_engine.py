@@ -60,6 +60,7 @@ class RunEngine(EvaluatingEngine):
         self._requested: StopRequest | None = None
         self._loop: TrainingLoop | None = None
         self._result: StepResult | None = None
+        self._unfinished = False  # neither finish_step nor save was called after the newest step
 
         def stops() -> bool:
             return stop() or self._failed.is_set() or (self._requested is not None and self._requested())
@@ -131,9 +132,15 @@ class RunEngine(EvaluatingEngine):
         return None if restored is None else restored.run.get("extra", {})
 
     def step(self) -> StepResult:
+        if self._unfinished:
+            raise EngineMisuse(
+                f"engine.finish_step(result) was not called after step {self.steps}: this run, which engine.resume() "
+                "has started, would have neither record\n  nor checkpoints. Call it after each engine.step()."
+            )
         self._result = result = super().step()
         if self._loop is not None:
             self._loop.count(result)
+            self._unfinished = True
         elif result.last:
             ReplicaCheck(self).require_same()  # nothing of this engine's is saved, and no other check follows
         return result
@@ -151,6 +158,7 @@ class RunEngine(EvaluatingEngine):
         """
         loop = self._require_loop("finish_step")
         loop.extra = _json(extra)
+        self._unfinished = False
         loop.finish_step(result)
         if result.last or loop.totals.best.exhausted:
             self._end("stopped" if result.stopped else "done")
@@ -162,6 +170,7 @@ class RunEngine(EvaluatingEngine):
             extra: as of ``finish_step``.
         """
         loop, result = self._require_loop("save"), self._result
+        self._unfinished = False
         if result is None or not result.step:
             return  # the newest checkpoint is of this step, or there is nothing to save yet
         loop.extra = _json(extra)

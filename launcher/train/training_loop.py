@@ -324,6 +324,8 @@ class TrainingLoop:
         """
         best, saves = self.totals.best, self.plan.checkpoint.enabled
         improved = best.judge(result.step, values)
+        if (warning := best.warning(values)) is not None and self.engine.world.rank == 0:
+            print(f"step {result.step}: {warning}", flush=True)
         judged = best.metrics()
         if improved and saves and not saved:
             best.saved_as_best()

@@ -125,6 +125,13 @@ def test_a_profile_of_steps_of_which_some_do_not_take_place() -> None:
     assert not any("profiled" in note for note in make_plan("train.steps=30", PROFILE % "steps: [10, 30]").notes)
 
 
+def test_one_average_is_evaluated() -> None:
+    ema = "{_target_: launcher.callbacks.Ema, decay: 0.9%s}"
+    with pytest.raises(ConfigError, match=r"callbacks\[1\].evaluate=true: callbacks\[0\] evaluates its averages"):
+        make_plan(f"callbacks=[{ema % ''},{ema % ', evaluate: true'}]")
+    assert len(make_plan(f"callbacks=[{ema % ', evaluate: false'},{ema % ''}]").callbacks) == 2
+
+
 def test_variables_of_messages_exist_before_the_start() -> None:
     entries = solve_callbacks([
         {"_target_": "my.Own", "url_from": "ANYTHING"},

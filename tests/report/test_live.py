@@ -209,6 +209,8 @@ def test_the_summary(tmp_path: Path) -> None:
     assert "stopped early  eval/f1 has not improved in 2 evaluations, since step 4 (0.5)" in text
     assert "averages       eval/f1 0.25, eval/x not finite" in text
     assert "best           eval/f1 0.5 at step 4: /nowhere/run/checkpoints/step_000004" in text
+    summary["best"] |= {"step": None, "value": None, "directory": None, "judged": 9}
+    assert "best           none (eval/f1 was not finite in any evaluation)" in shown(summary_table(plan, summary))
     del summary["stopped_early"], summary["best"]
     summary |= {"comm/speedup": 1.01, "comm/speedup_low": 0.98, "comm/speedup_high": 1.03}
     assert "speed-up      no difference measured (0.98x to 1.03x): 200.0 ms" in shown(summary_table(plan, summary))

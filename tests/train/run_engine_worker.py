@@ -77,6 +77,15 @@ def main() -> None:
         results["tensor"] = refused(lambda: engine.finish_step(result, extra={"x": torch.ones(2)}))  # noqa: B023
         results["number"] = refused(lambda: engine.finish_step(result, extra={"seen": [{3: 7}]}))  # noqa: B023
         break
+    engine = engine_of("run.name=c")
+    engine.resume()
+    for number, window in enumerate(engine.windows(DATA)):
+        for batch in window:
+            engine.backward(*square(engine.model, batch))
+        if number:
+            results["not finished"] = refused(engine.step)
+            break
+        engine.step()
     print_on_rank_0(results)
     leave_group()
 

@@ -227,7 +227,11 @@ def test_state_of_tensors_and_values() -> None:
 def test_state_that_json_cannot_hold() -> None:
     callback = Counting()
     callback.steps = float("nan")  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(CallbackFailed, match="Callback Counting failed in state_dict: ValueError: Out of range float"):
+    with pytest.raises(CallbackFailed, match="Counting failed in state_dict: the value of steps cannot be saved: nan"):
+        CallbackSet([callback]).state_dict()
+    callback.steps = 1
+    callback.parts["late"]["seen"] = {1}  # pyright: ignore[reportArgumentType, reportIndexIssue]
+    with pytest.raises(CallbackFailed, match=r"value of parts/late/seen cannot be saved: \{1\}, of type set"):
         CallbackSet([callback]).state_dict()
 
 

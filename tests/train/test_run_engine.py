@@ -124,6 +124,7 @@ def test_the_mistakes_of_a_loop_that_saves(tmp_path: Path) -> None:
     assert "The ranks have different run directories" in seen["directories"]
     assert "run.name=NAME" in seen["directories"]
     assert "once, before the first step" in seen["twice"]
+    assert "engine.finish_step(result) was not called after step 1: this run" in seen["not finished"]
     assert "extra must be JSON: the key 3 is a int, and would be restored as a text" in seen["number"]
     assert seen["as a tuple"], "a loss returned as (loss_sum, items, metrics) keeps its metrics"
     assert seen["evaluated"] == pytest.approx(seen["expected"])

@@ -39,6 +39,7 @@ class BestEvaluation:
         self.judged: int | None = None
         self.misses = 0
         self.extra: list[int] = []
+        self._warned = False
 
     def judge(self, step: int, values: Mapping[str, float | None]) -> bool:
         """Return whether the evaluation of ``step`` is the best so far. A step is judged once; a value that is not
@@ -57,6 +58,16 @@ class BestEvaluation:
             return False
         self.step, self.value, self.misses = step, value, 0
         return True
+
+    def warning(self, values: Mapping[str, float | None]) -> str | None:
+        """Return a message on the first evaluation of this process whose value is not finite; None otherwise."""
+        if self.metric is None or self._warned or self.metric not in values:
+            return None
+        value = values[self.metric]
+        if value is not None and math.isfinite(value):
+            return None
+        self._warned = True
+        return f"Warning: checkpoint.best={self.metric} is {value} in this evaluation, which therefore is not the best."
 
     def _is_better(self, value: float) -> bool:
         if self.value is None:
@@ -112,6 +123,7 @@ class BestEvaluation:
             "mode": self._mode.value,
             "step": self.step,
             "value": self.value,
+            "judged": self.judged,
             "directory": str(directory) if directory is not None and directory.exists() else None,
         }
         return {"best": best} | ({"stopped_early": self.verdict} if self.exhausted and not over else {})

@@ -164,6 +164,7 @@ def test_an_unknown_metric_ends_the_run_before_the_first_step(tmp_path: Path) ->
     text = "eval/never has not improved in 3 evaluations, from the start"
     assert summary(tmp_path / "never")["stopped_early"] == text
     assert summary(tmp_path / "never")["best"]["step"] is None
+    assert out.count("Warning: checkpoint.best=eval/never is nan") == 1
 
 
 def made(*overrides: str) -> BestEvaluation:
@@ -179,6 +180,13 @@ def test_what_is_better() -> None:
     assert not least.judge(5, {"eval/loss": 1.0}), "a step is judged once"
     with pytest.raises(ConfigError, match=r"checkpoint.best=eval/loss: the evaluation has no such metric."):
         least.judge(6, {"eval/other": 1.0})
+
+
+def test_the_first_value_that_is_not_finite_is_worth_a_warning() -> None:
+    best = made()
+    warnings = [best.warning({"eval/loss": value}) for value in (1.0, float("nan"), float("inf"))]
+    assert [warning is not None for warning in warnings] == [False, True, False]
+    assert "checkpoint.best=eval/loss is nan in this evaluation" in str(warnings[1])
 
 
 def test_another_metric_starts_afresh() -> None:
