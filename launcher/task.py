@@ -9,17 +9,14 @@ import functools
 import hashlib
 import inspect
 import itertools
-import os
 import random
 import re
 import sys
-import traceback
-from collections.abc import Callable, Iterator, Sequence, Sized
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence, Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from launcher.errors import LauncherError, TaskError
+from launcher.errors import TaskError
 from launcher.quantities import first_names
 from launcher.targets import find_target, require_arguments
 
@@ -351,31 +348,6 @@ def _require_samples_of_dataset(loader: Any, where: str, *, own_order: bool) -> 
 
 def _seed(seed: int, part: str) -> None:
     seed_everything(seed_for(seed, part))
-
-
-def users_frames(error: BaseException) -> str:
-    """Return the frames of the traceback that are in the user's code, and the line of a syntax error; all frames if
-    there are neither."""
-    own = f"{Path(__file__).resolve().parent}{os.sep}"
-    torch = sys.modules.get("torch")
-    others = (own, "<frozen", *(() if torch is None else (f"{Path(str(torch.__file__)).parent}{os.sep}",)))
-    frames = traceback.extract_tb(error.__traceback__)
-    users = [frame for frame in frames if not frame.filename.startswith(others) and "importlib" not in frame.filename]
-    syntax = traceback.format_exception_only(error)[:-1] if isinstance(error, SyntaxError) else []
-    return "".join(traceback.format_list(users or ([] if syntax else frames)) + syntax).rstrip()
-
-
-@contextmanager
-def task_method(signature: str) -> Iterator[None]:
-    """Raise TaskError, with the user's frames, for an exception of the task's method ``signature`` in the body."""
-    try:
-        yield
-    except LauncherError:
-        raise
-    except Exception as error:
-        raise TaskError(
-            f"The task's {signature} raised {type(error).__name__}: {error}\n{users_frames(error)}"
-        ) from error
 
 
 def seed_for(seed: int, part: str) -> int:

@@ -22,6 +22,7 @@ LAYERS = (
     ("compat",),
     ("errors",),
     ("quantities",),
+    ("tracebacks",),
     ("process",),
     ("heartbeat",),
     ("targets",),

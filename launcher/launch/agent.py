@@ -36,6 +36,7 @@ from launcher.rundir.fencing import ATTEMPT, Attempt, Fence
 from launcher.rundir.files import clear_torn, read_json, write_json
 from launcher.rundir.history import HANG, Failure, failure_record
 from launcher.rundir.paths import RunPaths
+from launcher.tracebacks import users_traceback
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import LogsSpecs
@@ -216,6 +217,8 @@ def _outcome_of_failure(
         return _failed(failure_record(hang.text, log, rank=hang.rank, kind=HANG, traceback=hang.stack or None, at=at))
     message, trace = _message_and_traceback(first)
     kind, _, text = message.partition(": ")
+    if trace and isinstance(plan, RunPlan):  # a script's own frames may be few: it gets the whole traceback
+        trace = users_traceback(trace)
     # compare the qualified name: a user's class may have the same short name
     own_class = class_named(kind) if trace and f"\n{errors.__name__}.{kind}: " in trace else None
     record = failure_record(

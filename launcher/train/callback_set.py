@@ -20,7 +20,7 @@ from launcher.errors import CallbackFailed, LauncherError
 from launcher.plan.callback_plan import AROUND_EVALUATION, EVENTS, METHODS, TARGET, class_arguments
 from launcher.plan.run_plan import RunPlan
 from launcher.targets import find_target, require_arguments
-from launcher.task import users_frames
+from launcher.tracebacks import users_frames
 from launcher.train.data.randomness import random_state, restore_random_state
 
 # events after which a checkpoint has the random state

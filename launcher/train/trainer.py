@@ -22,9 +22,9 @@ from launcher.task import (
     file_of,
     load_task,
     seed_everything,
-    task_method,
     train_data,
 )
+from launcher.tracebacks import task_method
 from launcher.train import precision
 from launcher.train.checkpoint import save
 from launcher.train.checkpoint.load import load_newest, require_same_shards

@@ -42,6 +42,14 @@ def test_trouble_ends_the_run_with_its_own_words_first(
     if trouble in ("raise", "held-out loss"):
         assert done.stderr.startswith("Traceback"), "the failing rank's traceback comes first"
         assert "misbehave" in done.stderr
+        frames = done.stderr.partition("launch: ")[0]
+        assert "/launcher/" not in frames, "the user's frames alone"
+        assert "/torch/" not in frames
+        assert (
+            "/launcher/train/"
+            in (project / "runs" / "own" / "logs" / "rank1.log").read_text()
+            + (project / "runs" / "own" / "logs" / "rank0.log").read_text()
+        ), "the log has all of them"
     elif trouble not in ("killed", "crash", "leave"):
         assert "Traceback" not in done.stderr, "a message of our own needs no traceback"
     assert "Traceback" not in done.stdout

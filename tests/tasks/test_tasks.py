@@ -12,9 +12,9 @@ import torch
 
 import launcher
 from launcher.errors import TaskError
-from launcher.task import users_frames
 from launcher.tasks.bytes_gpt import BytesGPT
 from launcher.tasks.digits import Digits
+from launcher.tracebacks import users_frames
 from launcher.train.parallel.batchnorm import batch_norms
 from launcher.train.parallel.mixed_precision import matmul_parameters
 from launcher.train.parallel.shard_units import find_units

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 from launcher.errors import DataError, LauncherError
 from launcher.plan.run_plan import RunPlan
 from launcher.process import STOP_SIGNALS, die_with_parent
-from launcher.task import users_frames
+from launcher.tracebacks import failure_in_loader
 
 # Loader processes are also forked during training, while gloo's threads enter and leave Python. Before Python 3.12, a
 # fork while one of them registers itself copies a held lock, and the child waits for it indefinitely. This call takes
@@ -135,10 +135,7 @@ class _Failed:
     def from_error(cls, error: Exception) -> _Failed:
         if isinstance(error, LauncherError):
             return cls(str(error))
-        frames = users_frames(error)
-        return cls(
-            f"{type(error).__name__}: {error}\n  Raised in a loader process by the dataset or collate:\n{frames}"
-        )
+        return cls(failure_in_loader(error))
 
 
 class _Guarded(Dataset[Any]):

@@ -35,8 +35,8 @@ from launcher.task import (
     is_mapped,
     load_task,
     train_data,
-    users_frames,
 )
+from launcher.tracebacks import users_frames
 
 if TYPE_CHECKING:
     from torch import nn
