@@ -25,6 +25,7 @@ class Packing:
 
     - ``input_ids``: the tokens; ``pad_id`` where a row is not filled.
     - ``targets``: the token that follows in the same document; -100 at a document's end and where a row is not filled.
+      If samples are mappings with ``labels``, the label of that token, so that -100 there leaves it out.
     - ``position_ids``: position in the document, from 0.
     - ``document_ids``: number of the document in its row, from 0; -1 where the row is not filled.
     - ``items``: number of targets.
@@ -32,13 +33,14 @@ class Packing:
     Args:
         length: tokens per row.
         tokens: sample -> its tokens, a tensor or a sequence of numbers. Default: the sample itself, or its
-            ``input_ids`` if it is a mapping.
+            ``input_ids`` if it is a mapping; ``labels`` are used only then.
         pad_id: token of unused positions.
         split: cut longer documents into pieces, each of which starts at position 0 without what precedes it. No target
             is lost. By default a longer document is an error.
 
     Raises:
-        DataError: ``length`` is below 1; or, when it is called, a document has more tokens and ``split`` is false.
+        DataError: ``length`` is below 1; or, when it is called, a document has more tokens and ``split`` is false, or
+            its ``labels`` or ``attention_mask`` cannot be used.
     """
 
     def __init__(
@@ -47,7 +49,7 @@ class Packing:
         if length < 1:
             raise DataError(f"Packing(length={length}): a row must have at least 1 token.")
         self.length, self.pad_id, self.split = length, pad_id, split
-        self._tokens = tokens or _tokens_of
+        self._tokens, self._labels = (tokens, None) if tokens else (_tokens_of, _labels_of)
 
     def __call__(self, samples: Sequence[Any]) -> dict[str, Any]:
         rows: list[list[tuple[Tensor, Tensor]]] = []
@@ -77,7 +79,8 @@ class Packing:
                     f"Packing(length={self.length}): a document has {len(tokens)} tokens.\n"
                     "  Use longer rows, cut documents in the dataset, or use split=True."
                 )
-            targets = torch.cat([tokens[1:], tokens.new_full((min(1, len(tokens)),), NO_TARGET)])
+            labels = tokens if self._labels is None else self._labels(sample, tokens)
+            targets = torch.cat([labels[1:], tokens.new_full((min(1, len(tokens)),), NO_TARGET)])
             for start in range(0, len(tokens), self.length):
                 yield tokens[start : start + self.length], targets[start : start + self.length]
 
@@ -104,6 +107,31 @@ class Packing:
 
 def _tokens_of(sample: Any) -> Any:
     return cast("Mapping[str, Any]", sample)["input_ids"] if isinstance(sample, Mapping) else sample
+
+
+def _labels_of(sample: Any, tokens: Tensor) -> Tensor:
+    """Return the ``labels`` of a sample that has them, one for each token; otherwise its tokens.
+
+    Raises:
+        DataError: there are not as many labels as tokens, or the sample's ``attention_mask`` says that it is padded.
+    """
+    columns = cast("Mapping[str, Any]", sample) if isinstance(sample, Mapping) else {}
+    mask, labels = columns.get("attention_mask"), columns.get("labels")
+    if mask is not None and not torch.as_tensor(mask).all():
+        raise DataError(
+            "Packing: the attention_mask of a sample has zeros: padding would be packed like text.\n"
+            "  Tokenize without padding, or give Packing a function tokens(sample) that cuts it off."
+        )
+    if labels is None:
+        return tokens
+    values = torch.as_tensor(labels).long()
+    if values.shape != tokens.shape:
+        raise DataError(
+            f"Packing: the labels of a sample have the shape {list(values.shape)}, and its {len(tokens)} tokens need "
+            "one each.\n  Without labels the tokens are used: remove the column, or give Packing a function "
+            "tokens(sample)."
+        )
+    return values
 
 
 def document_mask(document_ids: Tensor) -> Tensor:

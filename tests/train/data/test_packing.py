@@ -135,3 +135,33 @@ def test_what_cannot_be_packed_is_one_message() -> None:
         Packing(3)([[[1, 2]]])
     with pytest.raises(DataError, match=r"length=0"):
         Packing(0)
+
+
+def test_labels_are_the_targets_so_that_a_prompt_is_left_out() -> None:
+    """As in Hugging Face's datasets for fine-tuning: labels beside each token, -100 where nothing is to be learned."""
+    samples = [
+        {"input_ids": [1, 2, 3, 4], "labels": [-100, -100, 3, 4], "attention_mask": [1, 1, 1, 1]},
+        {"input_ids": torch.tensor([5, 6]), "labels": torch.tensor([5, 6])},
+        {"input_ids": [7, 8]},
+    ]
+    batch = Packing(8)(samples)
+    assert batch["input_ids"].tolist() == [[1, 2, 3, 4, 5, 6, 7, 8]]
+    assert batch["targets"].tolist() == [[-100, 3, 4, -100, 6, -100, 8, -100]]
+    assert batch["items"] == 4
+    assert Packing(2, split=True)(samples[:1])["targets"].tolist() == [[-100, 3], [4, -100]]
+    # a function of the user's own decides alone
+    own = Packing(8, tokens=lambda sample: sample["input_ids"])(samples[:1])
+    assert own["targets"].tolist() == [[2, 3, 4, -100, -100, -100, -100, -100]]
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"attention_mask": [1, 1, 0]}, "the attention_mask of a sample has zeros"),
+        ({"labels": [2, 3]}, "the labels of a sample have the shape [2], and its 3 tokens need one each"),
+    ],
+)
+def test_padding_and_labels_of_another_length_are_refused(columns: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError) as raised:
+        Packing(8)([{"input_ids": [1, 2, 0], **columns}])
+    assert message in str(raised.value)
