@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeGuard, cast
@@ -206,6 +207,7 @@ def require_items(items: object) -> None:
                 "The number of items of a micro-batch requires a gradient, and must not depend on the parameters.\n"
                 "  Count targets or samples, and apply weights in the loss; or detach() the number."
             )
+        _warn_if_narrow(items, "The number of items of a micro-batch is")
     # int first: the check for an abstract class is slow
     elif not (isinstance(items, int | numbers.Real) and 0 <= float(items) < math.inf):
         raise TaskError(NO_COUNT.format(f"this one has {items!r}"))
@@ -228,10 +230,24 @@ def _require_metrics(metrics: object) -> None:
                     f"The metric {name!r} of the loss has a tensor of shape {list(value.shape)}, and must be two "
                     "numbers: (sum, count).\n  Sum it over the micro-batch."
                 )
+            if isinstance(value, Tensor):
+                _warn_if_narrow(value, f"The metric {name!r} of the loss has a sum or count")
             if not isinstance(value, Tensor | int | numbers.Real):
                 raise TaskError(f"The metric {name!r} of the loss has {_short(value)}, and must be two numbers.")
         if not isinstance(pair[1], Tensor) and not 0 <= pair[1] < math.inf:
             raise TaskError(f"The count of the metric {name!r} is {pair[1]!r}, and must be a finite number, 0 or more.")
+
+
+def _warn_if_narrow(number: Tensor, subject: str) -> None:
+    """Warn of a number in bf16 or fp16: it was rounded before it arrived here, and averages would be wrong by that."""
+    if number.is_floating_point() and number.itemsize < 4:
+        exact = 2 ** (1 - round(math.log2(torch.finfo(number.dtype).eps)))
+        dtype = str(number.dtype).removeprefix("torch.")
+        warnings.warn(
+            f"{subject} in {dtype}, which rounds whole numbers above {exact}: averages are wrong by that. Convert what "
+            "is summed: mask.float().sum(), or count with integers.",
+            stacklevel=2,
+        )
 
 
 def _short(value: object) -> str:
