@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -58,7 +58,7 @@ def users_traceback(text: str) -> str:
 
 
 @contextmanager
-def task_method(signature: str) -> Iterator[None]:
+def task_method(signature: str) -> Generator[None]:
     """Raise TaskError, with the user's frames, for an exception of the task's method ``signature`` in the body."""
     try:
         yield

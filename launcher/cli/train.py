@@ -158,6 +158,9 @@ def _run_here(plan: LaunchPlan, peers: Peers, console: Console) -> int:
     verdict = local.run_job(plan, live.run_display(plan, console), peers)
     if "failure" in verdict.summary:
         print(tables.failure_text(verdict.summary, verdict.plan.node), file=sys.stderr)
+        name = run_list.command_name(plan.paths.root)
+        if first and isinstance(plan, RunPlan) and (hint := tables.resume_text(plan, verdict.summary["failure"], name)):
+            print(hint, file=sys.stderr)
     elif not first:
         _plain(console)(f"Run {plan.run.name}: {verdict.summary['verdict']}")
     elif isinstance(plan, RunPlan):

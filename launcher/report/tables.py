@@ -23,6 +23,7 @@ from launcher.config.schema import (
     StrategyKind,
     WandbMode,
 )
+from launcher.errors import NoGoodCheckpoint, Superseded, UserError, WrongCheckpoint, class_named
 from launcher.plan.callback_plan import name_of
 from launcher.plan.optimizer_plan import MATCH, TARGET
 from launcher.plan.resumable import shown
@@ -343,6 +344,19 @@ def failure_text(summary: dict[str, Any], node: int = 0) -> str:
         output = lines[max(crash, 0) :][:15]
     rank = "the job" if failure["rank"] is None else f"rank {failure['rank']}"
     return "\n".join([*output, f"launch: {rank} failed: {failure['error']}", f"  Its log: {near(log)}"])
+
+
+def resume_text(plan: RunPlan, failure: dict[str, Any], name: str) -> str:
+    """Return how to resume a run that has failed; empty without a checkpoint, or if that would fail again.
+
+    Args:
+        name: by which commands accept the run.
+    """
+    step, kind = plan.paths.newest_step(), class_named(str(failure["kind"]))
+    again = kind is not None and issubclass(kind, UserError | WrongCheckpoint | NoGoodCheckpoint | Superseded)
+    if not step or not plan.checkpoint.enabled or again or "launch resume" in failure["error"]:
+        return ""
+    return f"  `launch resume {name}` continues from step {step}."
 
 
 def near(path: str | Path) -> str:

@@ -17,9 +17,10 @@ from launcher.process import EXCEPTION_MARK
 from launcher.quantities import count
 from launcher.report import live
 from launcher.report.live import LiveDisplay, console
-from launcher.report.tables import failure_text, plan_table, summary_table
+from launcher.report.tables import failure_text, plan_table, resume_text, summary_table
 from launcher.report.verdicts import _window, drill_parts
 from launcher.rundir.files import Tail, write_text
+from launcher.rundir.history import failure_record
 from tests.helpers import make_plan
 
 
@@ -253,6 +254,18 @@ def test_a_failure_is_the_ranks_own_words_first() -> None:
         "log": "/l",
     }
     assert failure_text({"failure": failure}) == "Traceback ...\nlaunch: rank 3 failed: ValueError: x\n  Its log: /l"
+
+
+def test_a_failed_run_with_a_checkpoint_says_how_to_resume(tmp_path: Path) -> None:
+    plan = make_plan(run_dir=str(tmp_path))
+    killed = failure_record("killed by SIGKILL", tmp_path / "rank1.log", rank=1)
+    assert resume_text(plan, killed, "r") == "", "there is no checkpoint"
+    for step in (10, 20):
+        plan.paths.checkpoint(step).mkdir(parents=True)
+    assert resume_text(plan, killed, "r") == "  `launch resume r` continues from step 20."
+    for kind in ("TaskError", "WrongCheckpoint"):
+        assert resume_text(plan, failure_record("x", None, kind=kind), "r") == ""
+    assert resume_text(plan, failure_record("Free space: `launch resume r`.", None), "r") == ""
 
 
 def test_a_record_that_takes_the_place_of_another_is_read_from_its_beginning(tmp_path: Path) -> None:

@@ -158,7 +158,7 @@ class Saver:
             return
         if isinstance(error, CheckpointFailed):
             raise CheckpointFailed(
-                f"{error}\n  Free space, then resume from there: `launch resume {self._engine.plan.run.name}`. To let "
+                f"{error}\n  Once it can be written, resume: `launch resume {self._engine.plan.run.name}`. To let "
                 "training continue after a failed save: checkpoint.on_error=continue."
             ) from None
         raise error

@@ -143,9 +143,18 @@ class BestEvaluation:
             "misses": self.misses, "extra": self.extra,
         }  # fmt: skip
 
-    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Restore ``state``. That of another metric, or of the other direction, is dropped."""
-        if state is None or (state["metric"], state["mode"]) != (self.metric, self._mode):
-            return
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> str:
+        """Restore ``state``, and return a message if it is dropped: it is that of another metric, or direction."""
+        if state is None:
+            return ""
+        if (state["metric"], state["mode"]) != (self.metric, self._mode):
+            if state["step"] is None:
+                return ""
+            now = "nothing is the best now" if self.metric is None else f"that by {self.metric} starts afresh"
+            return (
+                f"The best evaluation by {state['metric']} ({state['mode']}), {state['value']:.6g} at step "
+                f"{state['step']}, no longer counts, and its checkpoint is kept no longer than others: {now}."
+            )
         self.step, self.value, self.judged = state["step"], state["value"], state["judged"]
         self.misses, self.extra = state["misses"], list(state["extra"])
+        return ""

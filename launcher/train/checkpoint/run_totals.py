@@ -131,7 +131,9 @@ class RunTotals:
         state, step = restored.run["account"], self.engine.steps
         self.loss, self.evaluation = state["loss"], _evaluation(state)
         self.evaluated_step = state.get("evaluated_step")
-        self.best.load_state_dict(state.get("best"))
+        dropped = self.best.load_state_dict(state.get("best"))
+        if dropped and self.engine.world.rank == 0:
+            print(dropped, flush=True)
         self.metrics = state.get("metrics", {})
         self.resumed, self.seconds_before = state["resumed"] + 1, state["total_s"]
         self.worlds, self.failed_saves = state.get("worlds", []), state.get("failed_saves", 0)

@@ -10,6 +10,7 @@ for a rank that has failed.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import secrets
@@ -200,13 +201,18 @@ def write(snapshot: Snapshot, group: dist.ProcessGroup | None = None) -> Path:
     return _CheckpointWrite(snapshot, group).run()
 
 
+# errors of a path; no space on the disk would cure them
+_OF_THE_PATH = frozenset({errno.ENOTDIR, errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR})
+
+
 @dataclass(frozen=True)
 class _RankError:
-    """Error of one rank, and the free bytes on its disk at that time."""
+    """Error of one rank, and the free bytes on its disk at that time. ``of_path``: the path is wrong, not the disk."""
 
     rank: int
     text: str
     free: int | None
+    of_path: bool
 
 
 class _CheckpointWrite:
@@ -294,17 +300,21 @@ class _CheckpointWrite:
         own = None
         if error is not None:
             text = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-            own = _RankError(self._world.rank, text, free_bytes(self._paths.checkpoints))
+            of_path = isinstance(error, OSError) and error.errno in _OF_THE_PATH
+            own = _RankError(self._world.rank, text, free_bytes(self._paths.checkpoints), of_path)
         errors = [each for each in self._world.of_all(own, self._group) if each is not None]
         if self._world.rank == 0:
             shutil.rmtree(self._partial, ignore_errors=True)  # no rank writes to it any more
         text = "; ".join(f"rank {each.rank}: {each.text}" for each in errors)
         free = min((each.free for each in errors if each.free is not None), default=None)
+        if all(each.of_path for each in errors):
+            cause = "That must be a directory to which this user may write."
+        else:
+            room = "an unknown number of bytes" if free is None else bytes_text(free)
+            cause = f"It needs about {bytes_text(self._snapshot.predicted_bytes)}, and {room} were free."
         raise CheckpointFailed(
             f"The checkpoint of step {self._snapshot.step} could not be written to {self._paths.checkpoints}: {text}.\n"
-            f"  It needs about {bytes_text(self._snapshot.predicted_bytes)}, "
-            f"and {'an unknown number of bytes' if free is None else bytes_text(free)} were free. "
-            f"{self._newest()}"
+            f"  {cause} {self._newest()}"
         ) from None
 
     def _newest(self) -> str:

@@ -193,8 +193,12 @@ def test_another_metric_starts_afresh() -> None:
     first = made("train.patience=2")
     first.judge(3, {"eval/loss": 1.0})
     same, other = made(), made("checkpoint.best_mode=max")
-    for each in (same, other):
-        each.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    nothing = BestEvaluation(make_plan())
+    state = json.loads(json.dumps(first.state_dict()))
+    text = [each.load_state_dict(state) for each in (same, other, nothing)]
+    dropped = "The best evaluation by eval/loss (min), 1 at step 3, no longer counts"
+    assert (text[0], text[1].startswith(dropped), text[2].startswith(dropped)) == ("", True, True)
+    assert made("checkpoint.best_mode=max").load_state_dict(made().state_dict()) == "", "there was none yet"
     assert (same.step, same.value, same.judged) == (3, 1.0, 3)
     assert other.is_new
     same.load_state_dict(None)  # a checkpoint of an earlier version

@@ -60,6 +60,18 @@ def test_no_run_fails_for_what_cannot_be_deleted(tmp_path: Path, monkeypatch: py
     assert {path.name for path in paths.checkpoints.iterdir()} == {"step_000003", "step_000004"}
 
 
+def test_a_wrong_path_is_not_taken_for_a_full_disk(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    paths.checkpoints.touch()
+    snapshot = Snapshot(
+        step=1, tensors={}, state="", world=World(0, 1, 0), fence=Fence(paths, Attempt(0, 1)), retention=Retention(),
+        predicted_bytes=1 << 20,
+    )  # fmt: skip
+    with pytest.raises(CheckpointFailed, match=r"Not a directory.*\n  That must be a directory to which") as caught:
+        write(snapshot)
+    assert "were free" not in str(caught.value)
+
+
 def test_dead_mount_is_a_failed_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An OSError in place of CheckpointFailed would leave the other ranks waiting for this rank's error."""
     fence = Fence(RunPaths(tmp_path), Attempt(0, 1))
