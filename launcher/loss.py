@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -84,13 +84,70 @@ def as_losses(value: Loss | Sequence[Loss] | Tensor, samples: int, target: str) 
     if isinstance(value, list | tuple) and value and all(isinstance(term, Loss) for term in cast("Any", value)):
         return list(value)
     raise TaskError(
-        f"task._target_={target}: loss() returned {_describe(value)}.\n"
+        f"task._target_={target}: loss() returned {describe_result(value)}.\n"
         "  Return launcher.Loss(total=sum over items, items=how many), a list of several, or a scalar tensor: the mean "
         "over samples."
     )
 
 
-def _describe(value: object) -> str:
+def has_window_loss(task: object) -> bool:
+    """Return whether the task's loss is that of all samples of a window: ``outputs`` and ``window_loss``."""
+    return callable(getattr(task, "window_loss", None)) and callable(getattr(task, "outputs", None))
+
+
+def require_one_loss(task: object, target: str) -> None:
+    """Raise TaskError if the task has two losses, or half of that of the whole window."""
+    has = {name: callable(getattr(task, name, None)) for name in ("loss", "outputs", "window_loss")}
+    if has["window_loss"] and has["loss"]:
+        raise TaskError(
+            f"task._target_={target}: the class has both loss and window_loss.\n"
+            "  Leave one out: loss(model, batch) for a sum over samples, or outputs(model, batch) and "
+            "window_loss(outputs) for a loss of all samples of a window."
+        )
+    if has["window_loss"] != has["outputs"] and not has["loss"]:
+        here, other = "outputs", "window_loss(outputs)"
+        if has["window_loss"]:
+            here, other = "window_loss", "outputs(model, batch)"
+        raise TaskError(
+            f"task._target_={target}: the class has {here}, but no method {other}.\n"
+            "  The loss of all samples of a window is window_loss of what outputs returns."
+        )
+
+
+def loss_of_batch(task: Any, model: Callable[..., Any], batch: Any) -> Loss | Sequence[Loss] | Tensor:
+    """Return the task's loss of a batch on its own, without the rest of its window."""
+    if not has_window_loss(task):
+        return task.loss(model, batch)
+    return window_loss_of(task, task.outputs(model, batch))
+
+
+def window_loss_of(task: Any, outputs: Any) -> Loss:
+    """Return the task's loss of rows. A scalar tensor is taken as a mean over the rows.
+
+    Args:
+        outputs: one tensor, or several, in the structure that the task's ``outputs`` returns.
+
+    Raises:
+        TaskError: it is neither.
+    """
+    value: Any = task.window_loss(outputs)
+    if isinstance(value, Loss):
+        return value
+    from torch import Tensor
+    from torch.utils._pytree import tree_leaves
+
+    if isinstance(value, Tensor) and value.numel() == 1:
+        rows = len(tree_leaves(outputs)[0])
+        return Loss(total=value.reshape(()) * rows, items=rows)
+    raise TaskError(
+        f"window_loss() returned {describe_result(value)}.\n"
+        "  Return launcher.Loss(total=sum over items, items=how many), or a scalar tensor: the mean over the window's "
+        "samples. Several terms can be added here; log their parts as Loss(metrics=...)."
+    )
+
+
+def describe_result(value: object) -> str:
+    """Return the type of what a task's loss has returned, for messages."""
     if not isinstance(value, list | tuple):
         return f"a {type(value).__name__}"
     if not value:

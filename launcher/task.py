@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from launcher.errors import TaskError
+from launcher.loss import has_window_loss, require_one_loss
 from launcher.quantities import first_names
 from launcher.targets import find_target, require_arguments
 
@@ -54,6 +55,8 @@ class Task(Protocol):
         ``schedule(optimizer, steps)``: a torch.optim.lr_scheduler.LRScheduler that is stepped after each of ``steps``
             optimizer steps (None: not known); by default, that of the schedule group.
         ``eval_metrics()``: torchmetrics objects, updated in the evaluation with the outputs of the loss.
+        ``outputs(model, batch)`` and ``window_loss(outputs) -> Loss``, in place of ``loss``: a tensor, or a tuple or
+            dict of tensors, with one row for each sample; and the loss of the rows of all samples of a window.
     """
 
     def model(self) -> nn.Module: ...
@@ -86,7 +89,9 @@ def load_task(target: str, params: dict[str, Any], search_path: Sequence[str], s
     if seed is not None:
         _seed(seed, "task")  # again after the import, which may have imported NumPy
     task = cls(**params)
-    missing = [name for name in REQUIRED_METHODS if not callable(getattr(task, name, None))]
+    require_one_loss(task, target)
+    required = [name for name in REQUIRED_METHODS if name != "loss" or not has_window_loss(task)]
+    missing = [name for name in required if not callable(getattr(task, name, None))]
     if missing:
         raise TaskError(
             f"task._target_={target}: the class has no method {' and no method '.join(missing)}.\n"

@@ -74,6 +74,7 @@ class TaskPlan:
         own_optimizer, own_schedule, own_order: the task has a method of that name, which is used.
         eval_sets: names of the held-out data sets, "" for a single one; empty: there is none; None: not known.
         lengths: samples have known lengths; None if that is not known.
+        window_loss: the loss is a function of all samples of a window, ``window_loss`` of what ``outputs`` returns.
     """
 
     target: str
@@ -97,6 +98,7 @@ class TaskPlan:
     eval_sets: tuple[str, ...] | None = None
     own_order: bool = False
     lengths: bool | None = None
+    window_loss: bool = False
 
     @classmethod
     def unknown(cls, samples: int | None) -> Self:

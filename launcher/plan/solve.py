@@ -63,6 +63,15 @@ def require_possible(batch: Batch, recompute: Recompute) -> None:
         )  # fmt: skip
 
 
+def norm_of_window_loss() -> ConfigError:
+    """Return the error for batch.norm=window with accumulation and a task that has ``window_loss``, which both need
+    passes of their own over the window."""
+    return ConfigError(
+        "batch.norm", Norm.window, "does not work with a task that has window_loss and accumulation.",
+        "Use batch.norm=sync, or batch.accumulation=1.",
+    )  # fmt: skip
+
+
 def what_norms_do(layers: int, batch: Batch) -> str | None:
     """Return a sentence on the statistics that the model's BatchNorms use and on the alternatives; None without any."""
     if not layers:
@@ -172,6 +181,8 @@ def _on_cluster(
     precision = solve_precision(config.precision, config.strategy.kind, cluster.device, site.bf16)
     strategy = solve_strategy(config.strategy, batch, cluster, precision, task)
     require_possible(batch, strategy.recompute)
+    if task.window_loss and batch.norm is Norm.window and batch.accumulation > 1:
+        raise norm_of_window_loss()
     if batch.on_oom is OnOom.shrink and batch.micro_size > 1:
         cluster = dataclasses.replace(
             cluster, max_restarts=max(cluster.max_restarts, (batch.micro_size - 1).bit_length())
@@ -206,6 +217,7 @@ def _on_cluster(
             *_unit_notes(strategy, task),
             *_precision_notes(precision, strategy),
             *_norm_notes(batch, task),
+            *_loss_notes(batch, task),
             *task.data_notes,
             *_mode_notes(task),
             *_parameter_notes(precision, task),
@@ -314,6 +326,19 @@ def _norm_notes(batch: Batch, task: TaskPlan) -> list[str]:
     if note is not None and batch.balance is Balance.length and batch.norm in (Norm.leave, Norm.sync):
         note += " With batch.balance=length these samples have alike lengths."
     return [] if note is None else [note]
+
+
+def _loss_notes(batch: Batch, task: TaskPlan) -> list[str]:
+    """Return the note on what a loss of the whole window costs."""
+    if not task.window_loss:
+        return []
+    start = "The task's window_loss is computed from the outputs of all samples of a window"
+    if batch.accumulation == 1:
+        return [f"{start}, which is one micro-batch."]
+    return [
+        f"{start}: each micro-batch runs forward once more, without gradient, about a third more time "
+        "(docs/guides/losses.md)."
+    ]
 
 
 def _notes(

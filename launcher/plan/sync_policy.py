@@ -45,6 +45,7 @@ class Collective(StrEnum):
         all_gather, reduce_scatter: parameters and gradients within a shard group.
         broadcast: buffers that training changes.
         statistics: all-reduces of the statistics that ``batch.norm`` computes over all ranks.
+        outputs: rows of each rank that a task's ``window_loss`` needs, sent to all ranks.
     """
 
     all_reduce = "all_reduce"
@@ -52,6 +53,7 @@ class Collective(StrEnum):
     reduce_scatter = "reduce_scatter"
     broadcast = "broadcast"
     statistics = "statistics"
+    outputs = "outputs"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,13 +127,15 @@ class Layout:
         """Return the wire bytes that one rank sends per payload byte.
 
         In a ring of W ranks: 2(W-1)/W for an all-reduce, (W-1)/W for a gather or scatter (Patarasuk & Yuan, 2009); a
-        broadcast forwards each byte once.
+        broadcast forwards each byte once. A rank's own rows (outputs) pass through all others.
         """
         if kind is Collective.broadcast:
             return 1.0
+        world_size = self.shard_size * self.replicas
         if kind is Collective.statistics:
-            world_size = self.shard_size * self.replicas
             return 2 * (world_size - 1) / world_size
+        if kind is Collective.outputs:  # the payload is this rank's own rows
+            return world_size - 1
         if kind is Collective.all_reduce:
             return 2 * (self.replicas - 1) / self.replicas
         return (self.shard_size - 1) / self.shard_size

@@ -225,7 +225,7 @@ def summary_table(plan: RunPlan, summary: dict[str, Any]) -> Table:
         sent, every = (bytes_text(summary[f"comm/{name}"]) for name in ("wire_bytes", "wire_bytes_every"))
         saved = f"{summary['comm/saved_fraction']:.1%} saved"
         add("wire a step", f"{sent} a rank counted; {every} with sync=every: {saved}")
-        for kind in ("all_gather", "reduce_scatter", "all_reduce", "statistics"):
+        for kind in ("all_gather", "reduce_scatter", "all_reduce", "statistics", "outputs"):
             if f"comm/{kind}/wire_bytes" in summary:
                 add("", f"{kind}: {bytes_text(summary[f'comm/{kind}/wire_bytes'])}")
         add("speed-up", speedup_text(summary) or _not_measured(plan, summary))

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from launcher.config.schema import Norm
+from launcher.loss import has_window_loss
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.solve import what_norms_do
 from launcher.quantities import first_names
@@ -155,6 +156,8 @@ def probe_task(make: Callable[[], Reference], window: Sequence[Any], micro_size:
         hazards += (more := list(probe))
         if any(hazard.effect is not Effect.noted for hazard in more):
             return hazards
+    if has_window_loss(reference.task):  # which is no sum over micro-batches, and needs not be
+        return hazards
     tolerance = min(FP32.most, max(10 * REPEATABLE, FP32.uncapped(rounding)))
     with without_dropout(reference.model):
         return [*hazards, *_additivity(reference, window, micro_size, tolerance)]
@@ -330,7 +333,7 @@ def _additivity(reference: Reference, window: Sequence[Any], micro_size: int, to
             matters="It is a mean, over items of which samples have unequal numbers, or samples affect each other "
             "within a batch (statistics of the batch, contrastive losses): then the split changes the result.",
             remedy="Return launcher.Loss(total=the sum over items, items=how many). A loss that needs the whole "
-            "batch cannot be accumulated: use batch.accumulation=1, and gather what it needs.",
+            "batch is window_loss(outputs) in place of loss(model, batch).",
         )
     if any(counts_differ(*counts) for counts in zip(together.items_of_terms, apart.items_of_terms, strict=True)):
         yield Hazard(

@@ -14,7 +14,7 @@ from torch.utils.data import default_collate
 
 from launcher.config.schema import Norm
 from launcher.errors import RunError
-from launcher.loss import Loss, as_losses
+from launcher.loss import Loss, as_losses, has_window_loss, loss_of_batch
 from launcher.plan.run_plan import RunPlan
 from launcher.task import build_model, load_task, seed_everything, train_data
 from launcher.train.context import ContextSource
@@ -128,7 +128,7 @@ class Reference:
         with self.context.active():
             batch = to_device(self._collate(list(samples)), self.device)
             with self.precision.autocast():
-                return self.task.loss(self.model, batch)
+                return loss_of_batch(self.task, self.model, batch)
 
     def losses(self, samples: Sequence[Any]) -> list[Loss]:
         """Return the terms of the task's loss of these samples as one batch."""
@@ -167,19 +167,21 @@ class Reference:
         """Return the gradient of the window's mean, computed in one batch or in as few as fit into memory.
 
         Raises:
-            RunError: not even one sample fits.
+            RunError: not even one sample fits; or the window does not, and its loss is that of the whole window.
         """
-        self.most = self.most or self._estimate(samples)
+        whole = has_window_loss(self.task)  # the loss has no sum over batches
+        self.most = self.most or (len(samples) if whole else self._estimate(samples))
         while True:
-            size = min(self.most, len(samples))
+            size = len(samples) if whole else min(self.most, len(samples))
             try:
                 return self.in_batches([samples[i : i + size] for i in range(0, len(samples), size)])
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
-                if size == 1:
+                if size == 1 or whole:
+                    least = "a window as one batch, which window_loss needs" if whole else "one sample"
                     raise RunError(
-                        "The reference does not fit into memory, not even with one sample and the whole model.\n"
+                        f"The reference does not fit into memory, not even with {least} and the whole model.\n"
                         "  Verify with more memory (cluster.device=cpu), or with a smaller model of the same code."
                     ) from None
             # outside the except block: the exception keeps the pass's tensors alive

@@ -45,3 +45,11 @@ def test_activations_computed_again_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"batch\.norm=window: does not work with strategy\.recompute=blocks"):
         make_plan(*WINDOW, "batch.norm=window", "strategy.recompute=blocks")
     make_plan(*WINDOW, "batch.norm=sync", "strategy.recompute=blocks")
+
+
+def test_a_loss_of_the_whole_window_has_passes_of_its_own() -> None:
+    task = replace(make_plan(batch_norms=2).task, window_loss=True)
+    with pytest.raises(ConfigError, match=r"batch\.norm=window: does not work with a task that has window_loss"):
+        make_plan(*WINDOW, "batch.norm=window", task=task)
+    note = make_plan(*WINDOW, "batch.norm=sync", task=task).notes[-1]
+    assert "each micro-batch runs forward once more" in note

@@ -201,6 +201,31 @@ class Gathered(Padded):
         return Loss(total=total, items=len(batch))
 
 
+class Matched:
+    """Contrastive loss over all samples of a window, with dropout in the model."""
+
+    def model(self) -> nn.Module:
+        return bag_of_words(nn.Dropout(0.2))
+
+    def train_data(self) -> Any:
+        return Sentences()
+
+    def collate(self, samples: list[Tensor]) -> Tensor:
+        return Padded().collate(samples)
+
+    def eval_data(self) -> Any:
+        return Sentences(7)
+
+    def outputs(self, model: Any, batch: Tensor) -> Any:
+        hidden = model(batch[:, :2])
+        return functional.normalize(hidden[:, 0], dim=1), functional.normalize(hidden[:, 1], dim=1)
+
+    def window_loss(self, outputs: tuple[Tensor, Tensor]) -> Loss:
+        one, other = outputs
+        own = torch.arange(len(one), device=one.device)
+        return Loss(functional.cross_entropy(8 * one @ other.T, own, reduction="sum"), len(one))
+
+
 class Denoising:
     """Several inputs, integers and time steps up to 993 among them, a residual stream in fp32, a mean of its own."""
 

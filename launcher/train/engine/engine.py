@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from launcher.config.schema import OnNonfinite
 from launcher.errors import EngineMisuse
 from launcher.heartbeat import HEARTBEAT, Phase
 from launcher.loss import Loss
@@ -42,6 +41,7 @@ from launcher.train.engine.progress import EngineProgress
 from launcher.train.engine.window import CurrentWindow, Forward
 from launcher.train.engine.window_batchnorm import norms_of
 from launcher.train.engine.window_loss import WindowLoss
+from launcher.train.engine.window_outputs import WindowOutputs
 from launcher.train.engine.window_totals import StepResult, WindowTotals
 from launcher.train.measure.noise_scale import NoiseScale
 from launcher.train.measure.observer import EndedWindow, Observer
@@ -112,15 +112,15 @@ class Engine(EngineProgress):
         self._optimizer_step = step = OptimizerStep(*parts, plan, self.world, self.device, self._loss, schedule)
         self.schedule = step.schedule
         count = ItemCount(self.parallel, self.precision, self._norms, self._loss, step.weight, self.device, owner)
+        self.outputs = WindowOutputs(owner, plan, self.parallel, self.precision, self._norms, self.world, self.device)
         self._current = CurrentWindow(
-            self.parallel, self.precision, self._norms, self.buffers, step, self.device, plan.strategy.sync, count,
-            may_abandon=oom.can_abandon(plan, self._norms), may_skip=plan.train.on_nonfinite is OnNonfinite.skip,
-        )  # fmt: skip
+            self.parallel, self.precision, self._norms, self.buffers, step, self.device, plan, count, self.outputs
+        )
         self._calibration = Calibration(self.world, self.device, self.parallel, self.precision, self._norms, owner)
         self._stop, self._save_due = stop, save_due if self.world.rank == 0 else lambda: False
         self.stragglers = StragglerDetector(self.world, self.device, plan.train.straggler_share)
         self._noise = NoiseScale(self.world.size, self.device, self.parallel.local_norm, random=plan.batch.random_parts)
-        self._observers: list[Observer] = [self._noise, self.buffers, self.stragglers]
+        self._observers: list[Observer] = [self._noise, self.buffers, self.stragglers, self.outputs]
         self._totals = WindowTotals(self.world, self.device, self.parallel.meter, self._loss, self._observers)
         self.position, self.stream, self._finished = BEGINNING, StreamCheckpoint(), False
         ranks = self.world.rank, self.world.size
@@ -230,7 +230,7 @@ class Engine(EngineProgress):
         if samples:
             totals.add(losses, samples)
         first, last = current.handed_out == 1, current.at_boundary
-        if not self._loss.several:
+        if not self._loss.several and not self.outputs.active:
             self._noise.before_backward(current.sync, totals.own_part, first=first, last=last)
         if reduces(current.sync, last=last):
             self._trained.require_same()

@@ -114,8 +114,9 @@ class LossCollectives:
                 f"The loss of a micro-batch depends on what other ranks have computed ({names}), and a window has "
                 f"{micro_batches} micro-batches: its gradient would be another one than that of one big batch. Nothing "
                 "was applied.\n"
-                "  Use larger micro-batches, one per window (batch.accumulation=1). If the result is only logged, "
-                "return sums instead, Loss(metrics={name: (sum, count)}), which the launcher adds up over the ranks."
+                "  Give the task outputs(model, batch) and window_loss(outputs) in place of loss: the launcher gathers "
+                "the rows of all ranks and micro-batches, exactly. Or use batch.accumulation=1. If the result is only "
+                "logged, return sums, Loss(metrics={name: (sum, count)}), which the launcher adds up over the ranks."
             )
 
 

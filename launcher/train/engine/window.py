@@ -5,24 +5,26 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from launcher.config.schema import Sync
+from launcher.config.schema import OnNonfinite
 from launcher.errors import ConfigError, EngineMisuse
 from launcher.heartbeat import HEARTBEAT, Phase
 from launcher.loss import Loss
+from launcher.plan.run_plan import RunPlan
 from launcher.train.data.loader import MicroBatch
 from launcher.train.data.window_feed import Window
-from launcher.train.engine import loss_terms
+from launcher.train.engine import loss_terms, oom
 from launcher.train.engine.item_count import ItemCount, Items
 from launcher.train.engine.loss_collectives import LossCollectives
 from launcher.train.engine.optimizer_step import OptimizerStep
 from launcher.train.engine.preserved_state import SavedState
 from launcher.train.engine.window_batchnorm import WindowNorms
+from launcher.train.engine.window_outputs import WindowOutputs
 from launcher.train.parallel.base import Parallel
 from launcher.train.parallel.batchnorm import Norms
 from launcher.train.parallel.replicas import Buffers
@@ -31,6 +33,7 @@ from launcher.train.precision import Precision
 # the loop's own forward pass: (model, batch) -> (loss_sum, items), a Loss, or a list of several
 Forward = Callable[[Callable[..., Any], Any], tuple[Tensor, float | Tensor] | Loss | Sequence[Loss]]
 Calibrate = Callable[[list[MicroBatch]], None]
+T = TypeVar("T")
 
 
 class CurrentWindow:
@@ -58,20 +61,19 @@ class CurrentWindow:
         buffers: Buffers,
         optimizer_step: OptimizerStep,
         device: torch.device,
-        sync: Sync,
+        plan: RunPlan,
         count: ItemCount,
-        *,
-        may_abandon: bool,
-        may_skip: bool,
+        outputs: WindowOutputs,
     ) -> None:
         self._parallel, self._precision, self._norms = parallel, precision, norms
         self._buffers, self._optimizer_step, self._device = buffers, optimizer_step, device
-        self._count, self.counts_first = count, False
-        self._may_abandon, self._saves = may_abandon, may_abandon or may_skip
+        self._count, self.counts_first, self._outputs = count, False, outputs
+        self._may_abandon = oom.can_abandon(plan, norms) and not outputs.exchanges
+        self._saves = self._may_abandon or plan.train.on_nonfinite is OnNonfinite.skip
         self.window: Window | None = None
         self.micro: MicroBatch | None = None
         self.at_boundary = self.calibrating = False
-        self.handed_out, self.sync = 0, sync
+        self.handed_out, self.sync = 0, plan.strategy.sync
         self._batches: Generator[Any, None, None] | None = None
         self._saved: SavedState | None = None
         self.forward: Forward | None = None
@@ -192,15 +194,19 @@ class CurrentWindow:
         Args:
             calibrate: called with all micro-batches; None: no calibration.
         """
-        due = self._count.due(window.count)
-        if calibrate is None and not due and not isinstance(self._norms, WindowNorms):
+        due, outputs = self._count.due(window.count), self._outputs
+        if outputs.active:
+            outputs.begin(window.index)
+        looks_ahead = isinstance(self._norms, WindowNorms) or (outputs.active and window.count > 1)
+        if calibrate is None and not due and not looks_ahead:
             self._save_for_count(window)
             return window.micro_batches
         started, ahead = time.perf_counter(), list(window.micro_batches)
         self.data_s += time.perf_counter() - started
         if calibrate is not None:
             self.calibrating = True  # stays so where it raises: no rank can leave its collectives
-            calibrate(ahead)
+            with outputs.alone():
+                calibrate(ahead)
             self.calibrating = False
             self._start()
             self.started -= self.data_s
@@ -213,6 +219,8 @@ class CurrentWindow:
             if self._count.due(window.count):  # the first passes of a process show that the loss has several terms
                 self._count.count(ahead, self._run_unwrapped)
                 self._norms.look_ahead(ahead, self._scaled_loss)
+        if outputs.active and window.count > 1:
+            outputs.look_ahead(ahead, self._outputs_of)
         return iter(ahead)
 
     def _save_for_count(self, window: Window) -> None:
@@ -267,12 +275,17 @@ class CurrentWindow:
 
     def run(self, forward: Forward, model: Callable[..., Any], micro: MicroBatch) -> list[Loss]:
         """Run ``forward`` on a copy of the micro-batch and return the terms of its loss; training uses the original."""
+        return loss_terms.terms_of_forward(self._run_copy(forward, model, micro))
+
+    def _run_copy(self, forward: Callable[..., T], model: Callable[..., Any], micro: MicroBatch) -> T:
         self.micro = micro
         try:
-            result = forward(model, copy.deepcopy(micro.data))
+            return forward(model, copy.deepcopy(micro.data))
         finally:
             self.micro = None
-        return loss_terms.terms_of_forward(result)
+
+    def _outputs_of(self, micro: MicroBatch) -> Any:
+        return self._run_copy(self._outputs.outputs, self._parallel.module, micro)
 
     def _run_unwrapped(self, micro: MicroBatch) -> list[Loss]:
         assert self.forward is not None

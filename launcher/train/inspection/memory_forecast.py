@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from launcher.config.schema import Device, Sync
 from launcher.errors import LauncherError
-from launcher.loss import as_losses
+from launcher.loss import as_losses, loss_of_batch
 from launcher.plan.run_plan import Forecast, RunPlan
 from launcher.plan.sync_policy import POLICIES, Collective, transfers_per_window
 from launcher.process import die_with_parent
@@ -122,7 +122,7 @@ def _run_windows(
         last = number == micro_batches - 1
         parallel.meter.open_window()
         with parallel.micro_batch(plan.strategy.sync, first=number == 0, last=last), precision.autocast():
-            losses = as_losses(task.loss(parallel.module, inputs), plan.batch.micro_size, plan.task.target)
+            losses = as_losses(loss_of_batch(task, parallel.module, inputs), plan.batch.micro_size, plan.task.target)
             total = sum((loss.total for loss in losses[1:]), losses[0].total)
             with parallel.backward(total):
                 precision.backward(total)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from launcher.config.schema import Balance, Device, LrScaling, OptimizerConfig, ScheduleConfig
 from launcher.errors import DataError, TaskError, UserError
+from launcher.loss import has_window_loss
 from launcher.plan.callback_plan import require_callbacks
 from launcher.plan.optimizer_plan import assign, require_members, solve_optimizer
 from launcher.plan.run_plan import OptimizerPlan, SchedulePlan, extended
@@ -127,6 +128,7 @@ def probe(
         "unit_matmul_parameters": sum(p.numel() for p in multiplied if p in in_units),
         "in_eval_mode": in_eval_mode(model),
         "eval_sets": tuple(held_out),
+        "window_loss": has_window_loss(task),
         **updates,
         **arrangement,
         "flops_per_sample": _flops(task, model, data),

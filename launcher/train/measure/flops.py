@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_flop_count
 
 from launcher.config.schema import PrecisionKind
+from launcher.loss import loss_of_batch
 from launcher.task import Task, first_batch
 from launcher.train.context import ContextSource
 
@@ -129,7 +130,7 @@ def _flops_of(task: Task, model: nn.Module, batch: Any, fake: FakeTensorMode) ->
     twin = _without_memory(model, fake).train()
     with fake, FlopCounterMode(display=False, custom_mapping=_MODEL_FLOPS) as counter:
         inputs = tree_map_only(Tensor, fake.from_tensor, batch)
-        loss = task.loss(twin, inputs)
+        loss = loss_of_batch(task, twin, inputs)
         terms: Any = loss if isinstance(loss, list | tuple) else [loss]
         torch.stack([getattr(term, "total", term) for term in terms]).sum().backward()
     return counter.get_total_flops()
