@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from launcher import Engine, make_plan
+from launcher.errors import WrongCheckpoint
 from tests.helpers import torchrun
 
 DATA = list(torch.sin(torch.arange(36.0)).reshape(9, 4))
@@ -102,6 +103,53 @@ def test_a_save_by_hand_after_a_skipped_window(tmp_path: Path) -> None:
     assert second.resume() == {}
     assert (second.steps, second.position.index, second.nonfinite_windows) == (2, 3, 1)
     second._loop.close()  # pyright: ignore[reportPrivateUsage, reportOptionalMemberAccess]
+
+
+@pytest.mark.usefixtures("alone")
+def test_arguments_edited_in_the_script_are_named_on_resume(tmp_path: Path, capsys: Any) -> None:
+    def run(lr: float, decay: float, biases: bool, *, steps: int = 8, groups: int = 2) -> str:
+        plan = make_plan(
+            [f"run.dir={tmp_path}", "run.name=a", "batch.global_size=4", "train.steps=8", "cluster.device=cpu",
+             "precision=fp32", "train.loader_workers=0", "checkpoint.every=2", "checkpoint.async_save=false"],
+            samples=len(DATA),
+        )  # fmt: skip
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
+        one = [p for p in model.parameters() if (p.ndim < 2) is biases]
+        two = [p for p in model.parameters() if (p.ndim < 2) is not biases]
+        split = [{"params": one, "weight_decay": decay}, {"params": two}] if groups == 2 else one + two
+        engine = Engine(model, torch.optim.AdamW(split, lr), plan)
+        capsys.readouterr()
+        try:
+            engine.resume()
+            for window in engine.windows(DATA):
+                for batch in window:
+                    engine.backward(engine.model(batch).square().sum(), len(batch))
+                engine.finish_step(engine.step())
+                if engine.steps == steps:
+                    break
+        except WrongCheckpoint as error:
+            return str(error)
+        finally:
+            if engine._loop is not None:  # pyright: ignore[reportPrivateUsage]
+                engine._loop.close()  # pyright: ignore[reportPrivateUsage]
+        return capsys.readouterr().out
+
+    run(2e-3, 0.0, True, steps=2)
+    assert "in the code" not in run(2e-3, 0.0, True, steps=4)
+    edited = run(2e-2, 0.1, True, steps=6).splitlines()
+    assert [line for line in edited if "in the code" in line] == [
+        "weight_decay=0.0 of the optimizer's group 0 is that of the checkpoint; 0.1 in the code is not used. To change "
+        'it, set engine.optimizer.param_groups[0]["weight_decay"] = 0.1 after engine.resume().',
+        *(
+            f"lr=0.002 of the optimizer's group {number} is that of the checkpoint; 0.02 in the code is not used. To "
+            f"change it, set engine.schedule.base_lrs[{number}] = 0.02 after engine.resume()."
+            for number in range(2)
+        ),
+    ]
+    moved = run(2e-3, 0.0, False)
+    assert "has 4 parameters in other groups of the optimizer: 0.bias was in group 0, and is in group 1; also" in moved
+    assert "has 2 parameter groups, and the optimizer has 1.\n  Use the same" in run(2e-3, 0.0, True, groups=1)
 
 
 @pytest.mark.slow

@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
 
-from launcher.config.schema import Compress, LrScaling
+from launcher.config.schema import Compress
 from launcher.errors import NoGoodCheckpoint, WrongCheckpoint
-from launcher.quantities import count, first_names
+from launcher.quantities import count
 from launcher.rundir.fencing import Fence
 from launcher.rundir.files import read_json
 from launcher.rundir.paths import STATE, RunPaths
@@ -34,16 +34,14 @@ from launcher.task import seed_everything, seed_for
 from launcher.train.callback_set import load_tensors
 from launcher.train.checkpoint import contents, file_format
 from launcher.train.checkpoint.file_format import Planner, Reader
+from launcher.train.checkpoint.optimizer_state import OptimizerOptions, leave_out_unknown, require_whole_state
 from launcher.train.checkpoint.origin import Origin, require_same_model, require_same_run
 from launcher.train.data.randomness import restore_random_state
 from launcher.train.data.stream import is_sharded
 from launcher.train.engine.calibration import measured_as
 from launcher.train.engine.engine import Engine
-from launcher.train.optimizers import PlanSchedule, members_of
+from launcher.train.optimizers import members_of
 from launcher.train.world import World
-
-# options that choose an optimizer's implementation, not its results: the present machine's are kept
-_IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
 
 
 @dataclass(frozen=True)
@@ -225,25 +223,24 @@ def load(engine: Engine, directory: Path) -> Restored:
     tensors.pop(own_key)
     tensors[stream_key] = _empty_state(stored, stream_key, engine.device)
     tensors[strategy_key] = _empty_state(stored, strategy_key, engine.device) if same_ranks and compresses else {}
-    _leave_out_unknown(directory, tensors["optimizer"]["state"], stored)
+    leave_out_unknown(directory, tensors["optimizer"]["state"], stored)
     if not any(
         key.startswith("optimizer.") for key in plan.forced
     ):  # without momentum there is less state, for example
-        _require_whole_state(directory, tensors["optimizer"]["state"], stored)
-    planned = [dict(group) for group in engine.optimizer.param_groups]
+        require_whole_state(directory, tensors["optimizer"]["state"], stored)
+    options = OptimizerOptions(engine, directory, tensors["optimizer"]["param_groups"], stored)
     dcp.load(tensors, storage_reader=Reader(directory), planner=Planner())
+    options.require_same_groups(tensors["optimizer"]["param_groups"])
     with contents.without_steps(engine.optimizer):
         set_state_dict(
             engine.parallel.module, members_of(engine.optimizer),
             model_state_dict=tensors["model"], optim_state_dict=tensors["optimizer"],
             options=StateDictOptions(strict=False),  # the model's names were compared; a parameter may have no state
         )  # fmt: skip
-    for group, options in zip(engine.optimizer.param_groups, planned, strict=True):
-        group.update({name: options[name] for name in _IMPLEMENTATION if name in group and name in options})
     setting = measured_as(plan)
     comparable = same_ranks and saved.get("measured_as", setting) == setting
     engine.load_state_dict(saved, alike=comparable, same_order=same_ranks)
-    _set_hyperparameters(engine, planned, scheduled=saved.get("follows_plan", True))
+    options.restore(scheduled=saved.get("follows_plan", True))
 
     not_matching = engine.callbacks.load_state_dict(tensors["callbacks"], state.get("callbacks", {}))
     if not_matching and engine.world.rank == 0:
@@ -294,57 +291,6 @@ def _empty_state(stored: Metadata, key: str, device: torch.device) -> dict[str, 
             else:
                 state[kind] = value
     return state
-
-
-def _leave_out_unknown(directory: Path, state: dict[str, dict[str, Any]], stored: Metadata) -> None:
-    """Remove the parameters without state in the checkpoint: they never had a gradient, or the optimizer kept none.
-
-    Raises:
-        WrongCheckpoint: the checkpoint has a part of a parameter's state, so that a changed option needs more of it.
-    """
-    for parameter, entries in list(state.items()):
-        lacking = [name for name in entries if f"optimizer.state.{parameter}.{name}" not in stored.state_dict_metadata]
-        if len(lacking) == len(entries):
-            del state[parameter]
-        elif lacking:
-            raise WrongCheckpoint(
-                f"{directory} has no {lacking[0]} of {parameter}, which the optimizer needs as it is configured now.\n"
-                "  Leave out the change of optimizer.* that needs it, or start a new run."
-            )
-
-
-def _require_whole_state(directory: Path, state: dict[str, dict[str, Any]], stored: Metadata) -> None:
-    """Raise WrongCheckpoint if the checkpoint has state that this run's optimizer has no place for."""
-    expected = {f"optimizer.state.{parameter}.{name}" for parameter, entries in state.items() for name in entries}
-    left = sorted(name for name in stored.state_dict_metadata if name.startswith("optimizer.state."))
-    left = [name.removeprefix("optimizer.state.") for name in left if name not in expected]
-    if left:
-        raise WrongCheckpoint(
-            f"{directory} has optimizer state that this run's optimizer does not have: {first_names(left, 4)}.\n"
-            "  Use the same optimizer and groups, or start a new run."
-        )
-
-
-def _set_hyperparameters(engine: Engine, planned: list[dict[str, Any]], *, scheduled: bool) -> None:
-    """Keep the optimizer's arguments from the checkpoint, except for those that the user forced, and set the next
-    step's learning rate by the plan's schedule, whose length may have changed.
-
-    Args:
-        planned: options of each group in a fresh engine of this plan.
-        scheduled: the plan's schedule set the run's learning rates; otherwise those of the checkpoint are kept.
-    """
-    plan, groups, schedule = engine.plan, engine.optimizer.param_groups, engine.schedule
-    forced = {name for group, _, name in (key.partition(".") for key in plan.forced) if group == "optimizer"}
-    resized = "batch.global_size" in plan.forced and plan.optimizer.lr_scaling is not LrScaling.none
-    if resized or forced & {"lr_scaling", "reference_batch"}:
-        forced |= {"lr", "betas", "eps"}
-    for group, options in zip(groups, planned, strict=True):
-        changed = options.keys() - {"params", "initial_lr", *_IMPLEMENTATION} if "groups" in forced else forced
-        group.update({name: options[name] for name in changed - {"lr"} if name in options})
-    if forced & {"lr", "groups"}:
-        schedule.base_lrs = [options["initial_lr"] for options in planned]
-    if scheduled and isinstance(schedule, PlanSchedule):
-        schedule.continue_at(engine.steps)
 
 
 def _combined_strategy_state(engine: Engine, directory: Path, stored: Metadata, ranks: int) -> dict[str, Any]:
