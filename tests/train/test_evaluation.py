@@ -196,12 +196,19 @@ class Misspelt:
     def ordered(self) -> Any: ...
 
 
+class Inheriting(evaluation_tasks.Detector):
+    def eval_dta(self) -> Any: ...
+    def eval_dataset(self) -> Any: ...
+
+
 def test_a_method_whose_name_is_close_to_an_optional_one_is_noted() -> None:
     assert near_misses(cast("Any", Misspelt())) == [
         "Misspelt has a method eval_dta, which the launcher does not call; did you mean eval_data?",
         "Misspelt has a method optimiser, which the launcher does not call; did you mean optimizer?",
     ]
     assert near_misses(cast("Any", evaluation_tasks.Detector())) == []
+    (note,) = near_misses(cast("Any", Inheriting()))
+    assert note.startswith("Inheriting has a method eval_dta,")
 
 
 def test_one_set_and_none() -> None:

@@ -8,13 +8,13 @@ code. Reads one JSON object from standard input; writes the answer to the file n
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 import json
 import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -137,18 +137,23 @@ def probe(
 
 def near_misses(task: Task) -> list[str]:
     """Return a note for each method of the task that nothing calls, and whose name is close to that of an optional
-    method that the task does not have."""
+    method that its class does not have. A name must be closer if the task inherits that method."""
     home = type(task).__module__.partition(".")[0]
-    own = {
-        name: cls.__qualname__ for cls in type(task).__mro__ if cls.__module__.partition(".")[0] == home
-        for name, value in vars(cls).items() if not name.startswith("_") and inspect.isroutine(value)
-    }  # fmt: skip
-    missing = [name for name in OPTIONAL_METHODS if not callable(getattr(task, name, None))]
     notes: list[str] = []
-    for name, owner in own.items():
-        near = [] if name in OPTIONAL_METHODS else difflib.get_close_matches(name, missing, n=1, cutoff=0.85)
-        if near:
-            notes.append(f"{owner} has a method {name}, which the launcher does not call; did you mean {near[0]}?")
+    for cls in type(task).__mro__:
+        own = vars(cls) if cls.__module__.partition(".")[0] == home else {}
+        for name in own:
+            if name.startswith("_") or name in OPTIONAL_METHODS or not inspect.isroutine(own[name]):
+                continue
+            wanted: dict[float, list[str]] = {0.85: [], 0.9: []}
+            for each in OPTIONAL_METHODS:
+                if each not in own:
+                    wanted[0.9 if callable(getattr(task, each, None)) else 0.85].append(each)
+            near = [found for cutoff, names in wanted.items() for found in get_close_matches(name, names, 1, cutoff)]
+            if near:
+                notes.append(
+                    f"{cls.__qualname__} has a method {name}, which the launcher does not call; did you mean {near[0]}?"
+                )
     return notes
 
 
