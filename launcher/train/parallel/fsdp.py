@@ -210,6 +210,7 @@ class Fsdp(Parallel):
         """Free parameters that a pass outside of micro-batches has gathered: they are outdated after the next step."""
         for module in self._modules:
             for group in groups_of(module):
+                group.wait_for_unshard()  # a unit may have been gathered early, and then not used
                 if group.is_unsharded:
                     group.reshard()
 
@@ -233,8 +234,7 @@ class Fsdp(Parallel):
         self._set(reduce=False, all_reduce=False, reshard_after_forward=True, reshard_after_backward=True)
         self._gather_root()
         yield
-        for module in self._modules:
-            module.reshard()
+        self._reshard()
 
 
 def mesh_of(device: torch.device, world_size: int, shard_size: int) -> DeviceMesh:

@@ -11,6 +11,15 @@ from tests.helpers import torchrun
 
 
 @pytest.mark.slow
+def test_an_evaluation_leaves_no_gathered_parameters(tmp_path: Path) -> None:
+    """A unit that was gathered early, and then not used, would be that of the evaluation in the next window."""
+    worker = Path(__file__).parent / "uses_worker.py"
+    seen = json.loads(torchrun(worker, ["2", "evaluations"], 2, tmp_path).splitlines()[-1])
+    for sync, (without, evaluated) in seen.items():
+        assert evaluated == without, sync
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "cases"), [(1, 16), (4, 56)])
 def test_the_gradient_is_that_of_plain_torch(ranks: int, cases: int, tmp_path: Path) -> None:
     lines = torchrun(Path(__file__).parent / "uses_worker.py", [str(ranks)], ranks, tmp_path).splitlines()

@@ -63,6 +63,15 @@ class Model(nn.Module):
         return self.head(x)
 
 
+class Backwards(Model):
+    """Model that runs its blocks in another order than that of their definition."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in reversed(self.blocks):
+            x = block(x)
+        return self.head(x)
+
+
 def shared(model: Any, x: Tensor) -> Tensor:
     return model(x).double().square().sum()
 
@@ -139,15 +148,43 @@ def window(name: str, *options: str) -> tuple[Tensor, dict[str, int]]:
     return found[0], collectives
 
 
+def with_evaluations(sync: str, *, evaluates: bool) -> list[float]:
+    """Return the losses of four windows. ``evaluates``: with other parameters after each of them, as `Ema` does."""
+    options = ["strategy=fsdp", f"strategy.sync={sync}", "precision=fp32", "run.calibrate_s=0"]
+    plan = make_plan(
+        [*OPTIONS, *options, "batch.global_size=8", "batch.micro_size=2", "train.steps=4"], samples=SAMPLES
+    )
+    torch.manual_seed(0)
+    engine = Engine(lambda: Backwards(1), lambda p: torch.optim.SGD(p, 0.1), plan)
+    parameters, losses = list(engine.parallel.module.parameters()), list[float]()
+    for batches in engine.windows(range(SAMPLES), batch_of):
+        for batch in batches:
+            engine.backward(shared(engine.model, batch), len(batch))
+        losses.append(engine.step().loss)
+        if evaluates:
+            with torch.no_grad():
+                kept = [parameter.clone() for parameter in parameters]
+                for parameter in parameters:
+                    parameter.mul_(3.0)
+                with engine.parallel.evaluation():
+                    engine.parallel.module(batch_of([0, 1]))
+                for parameter, value in zip(parameters, kept, strict=True):
+                    parameter.copy_(value)
+    return losses
+
+
 def distance(found: Tensor, wanted: Tensor) -> float:
     return ((found - wanted).norm() / wanted.norm()).item()
 
 
 def main() -> None:
-    plan = make_plan([*OPTIONS, POLICIES[RANKS][0][0]], samples=SAMPLES)
+    plan = make_plan([*OPTIONS, "strategy=ddp" if RANKS > 1 else "strategy=single"], samples=SAMPLES)
     join(World.here(), device_of(World.here(), plan.cluster.device), None)
     results: dict[str, Any] = {}
-    for name in LOSSES:
+    if "evaluations" in sys.argv:
+        for sync in ("every", "boundary", "gather_once"):
+            results[sync] = [with_evaluations(sync, evaluates=evaluates) for evaluates in (False, True)]
+    for name in LOSSES if not results else ():
         exact = by_hand(name, torch.float64, autocast=False)
         for precision in ("bf16", "fp32"):  # bf16 is the default
             at_once = distance(by_hand(name, torch.float32, autocast=precision == "bf16"), exact)
