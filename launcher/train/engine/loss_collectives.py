@@ -116,7 +116,8 @@ class LossCollectives:
                 "was applied.\n"
                 "  Give the task outputs(model, batch) and window_loss(outputs) in place of loss: the launcher gathers "
                 "the rows of all ranks and micro-batches, exactly. Or use batch.accumulation=1. If the result is only "
-                "logged, return sums, Loss(metrics={name: (sum, count)}), which the launcher adds up over the ranks."
+                "logged, return sums, Loss(metrics={name: (sum, count)}), which the launcher adds up over the ranks, "
+                "or, in a loop of your own, gather it after engine.backward()."
             )
 
 
