@@ -38,7 +38,7 @@ from launcher.config.choices import (
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
-    """Where the job runs."""
+    """Machines that the job runs on."""
 
     kind: ClusterKind = ClusterKind.local
     """local: this machine; hosts: several, with the same command typed on each; slurm: a Slurm job."""
@@ -56,7 +56,7 @@ class ClusterConfig:
     device: Device = Device.auto
     """auto: cuda if a GPU is visible (slurm: if the partition has GPUs), else cpu."""
     max_restarts: int = 0
-    """How often torchrun restarts the workers after a failure; a training job resumes from its last checkpoint."""
+    """Restarts of the workers by torchrun after a failure; a training job resumes from its last checkpoint."""
     grace_s: int = 30
     """Seconds that workers have to finish their window and save when the job is stopped."""
     env: list[str] = field(default_factory=list[str])
@@ -89,7 +89,7 @@ class ClusterConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyConfig:
-    """How the model is distributed over the ranks, and when gradients are synchronised."""
+    """Distribution of the model over the ranks, and synchronisation of gradients."""
 
     kind: StrategyKind = StrategyKind.ddp
     """single: one rank; ddp: a full copy of the model on each rank; fsdp: sharded over all ranks;
@@ -164,9 +164,9 @@ class BatchConfig:
     """A rank that runs out of memory. stop: end the run; shrink: all ranks halve the micro-batch, accumulate more of
     them, and repeat the window."""
     norm: Norm = Norm.leave
-    """What a BatchNorm normalises by: leave: one rank's micro-batch; sync: that micro-batch of all ranks; freeze: its
-    running statistics, which stay as they are; window: the whole window, with the gradient of one big batch, at the
-    cost of two more passes for each BatchNorm."""
+    """Statistics of a BatchNorm: leave: of one rank's micro-batch; sync: of that micro-batch of all ranks; freeze: the
+    running ones, which stay as they are; window: of the whole window, with the gradient of one big batch, at the cost
+    of two more passes for each BatchNorm."""
 
 
 # metadata of a field whose key has another name; "*": all keys of the group that have no field
@@ -285,7 +285,7 @@ class CheckpointConfig:
     """Metric of the evaluation, such as eval/accuracy: the checkpoint of the best one so far is saved, if none is
     otherwise due, and kept beside the newest. Default: none."""
     best_mode: BestMode | None = None
-    """Which value of that metric is the better one: min or max. Default: min if its name contains loss or perplexity;
+    """Better value of that metric: min or max. Default: min if its name contains loss or perplexity;
     any other name needs it."""
     async_save: bool = True
     """Copy the state to host memory and write it while training continues; the last checkpoint is written at once."""

@@ -36,7 +36,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Regrouping:
-    """How a job continues without the hosts that are gone, for one of the hosts that are left.
+    """Continuation of a job without the hosts that are gone, for one of the hosts that are left.
 
     Args:
         node: new number of this host.

@@ -58,7 +58,7 @@ class Collective(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Transfers:
-    """How often a window sends each part.
+    """Number of times that a window sends each part.
 
     Attributes:
         all_reduce: all gradients between replicas.

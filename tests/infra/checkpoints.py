@@ -1,4 +1,4 @@
-"""What a checkpoint's files hold."""
+"""Contents of a checkpoint's files."""
 
 from __future__ import annotations
 

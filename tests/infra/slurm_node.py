@@ -40,7 +40,7 @@ exec env --ignore-signal=CHLD sleep infinity < /dev/null > /dev/null 2>&1
 
 
 def status(pid: int) -> dict[str, str]:
-    """Of a process, from /proc; empty when it is gone."""
+    """Return the fields of /proc/PID/status; empty if the process is gone."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):
