@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 # name of a metric, or of a term: letters, digits, and any of _ . @ -, with a letter first
 METRIC_NAME = re.compile(r"[A-Za-z][\w.@-]*")
+# metrics of the launcher's own, as train/NAME or eval/NAME: no term and no metric of a loss has such a name
+RESERVED_NAMES = ("loss", "lr", "grad_norm")
 
 
 @dataclass

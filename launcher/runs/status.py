@@ -16,6 +16,7 @@ from typing import Any, cast
 from launcher.config.schema import ClusterKind, PrecisionKind
 from launcher.launch.slurm import client
 from launcher.launch.slurm.client import Listed, SlurmSilent
+from launcher.loss import RESERVED_NAMES
 from launcher.rundir import history
 from launcher.rundir.files import read_json
 from launcher.rundir.history import Submission
@@ -286,7 +287,7 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 # the launcher's own metrics of training and evaluation
-_OWN_METRICS = {"train/loss", "train/grad_norm", "train/lr", "eval/loss"}
+_OWN_METRICS = {"eval/loss", *(f"train/{name}" for name in RESERVED_NAMES)}
 
 
 def task_metrics(record: Mapping[str, Any]) -> dict[str, Any]:

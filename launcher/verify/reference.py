@@ -202,8 +202,11 @@ class Reference:
         mean = {}
         for _, items, sums in terms.values():
             for name, part in sums.items():
-                own = part.div_(items or 1.0) if items or len(terms) == 1 else part.zero_()
-                mean[name] = mean[name].add_(own) if name in mean else own
+                if items:
+                    part.div_(items)
+                elif len(terms) > 1:  # a term without an item is left out; the only one keeps its sum
+                    part.zero_()
+                mean[name] = mean[name].add_(part) if name in mean else part
         unused = [name for name in trained if name not in mean]
         mean |= {name: torch.zeros(trained[name].shape) for name in unused}
         mean = {name: mean[name] for name in trained}

@@ -15,14 +15,12 @@ from torch.distributed.tensor import DTensor
 
 from launcher.config.schema import StrategyKind
 from launcher.errors import TaskError
-from launcher.loss import METRIC_NAME, Loss
+from launcher.loss import METRIC_NAME, RESERVED_NAMES, Loss
 from launcher.quantities import count, first_names
 from launcher.train.parallel.shard_units import direct_use
 from launcher.train.world import World
 
 MetricSums = Mapping[str, tuple[float | Tensor, float | Tensor]]
-# metrics of the launcher's own, as train/NAME or eval/NAME
-RESERVED = ("loss", "lr", "grad_norm")
 NO_COUNT = (
     "The items of a micro-batch must be a finite number, 0 or more: {}.\n"
     "  Return how many items the loss is a sum over (target tokens, or samples), or the sum of their weights."
@@ -57,7 +55,7 @@ class LossParts:
                         f"Loss({kind}{name!r}): a name has letters, digits, and any of _ . @ -, and starts with a "
                         "letter."
                     )
-                if kind != "name=" and name in RESERVED:
+                if kind != "name=" and name in RESERVED_NAMES:
                     raise TaskError(
                         f"Loss(metrics: {name!r}): train/{name} is a metric of the launcher's own.\n"
                         "  Choose another name."
