@@ -77,14 +77,10 @@ class LiveDisplay(MessageDisplay):
             if '"event": "hang"' in line:
                 self.say(f"--- {json.loads(line)['what']} ---")
         newest = self._paths.newest_rank_log(0)
-        lines = self._log.lines()
+        self._say_output(self._log.lines())
         if newest != self._log.path:  # the workers were restarted
-            lines += [f"--- {newest.name} ---", *(tail := Tail(newest)).lines()]
-            self._log, self._muted = tail, False
-        for line in lines:
-            self._muted = self._muted or EXCEPTION_MARK in line  # torch prefixes the line with the rank
-            if not self._muted:
-                self.say(line)
+            self._log, self._muted = Tail(newest), False
+            self._say_output([f"--- {newest.name} ---", *self._log.lines()])
         replaced = self._metrics.replaced
         records = [json.loads(line) for line in self._metrics.lines()]
         if self._metrics.replaced > replaced:  # the run was restarted, and its record truncated to the resume point
@@ -97,6 +93,13 @@ class LiveDisplay(MessageDisplay):
         if not self._warned and (problem := (read_json(self._paths.wandb_status) or {}).get("problem")):
             self._warned = True
             self.say(f"W&B: {problem}")
+
+    def _say_output(self, lines: list[str]) -> None:
+        """Print rank 0's output up to an exception, which is printed at the end of the run."""
+        for line in lines:
+            self._muted = self._muted or EXCEPTION_MARK in line  # torch prefixes the line with the rank
+            if not self._muted:
+                self.say(line)
 
     def _restart_from(self, record: dict[str, Any] | None) -> None:
         """Reset the progress to ``record``, the last record kept, which has been displayed before."""

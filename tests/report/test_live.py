@@ -320,6 +320,19 @@ def test_a_run_that_is_resumed_shows_nothing_of_its_earlier_starts(tmp_path: Pat
     assert shown == ["--- rank0.attempt2.log ---", "Going on", "step 9/9  loss 5.5000  1 samples/s"]
 
 
+def test_the_output_after_a_restart_is_shown_though_the_start_before_ended_with_an_exception(tmp_path: Path) -> None:
+    """Both logs are read at the same moment."""
+    plan = make_plan("train.steps=9", run_dir=str(tmp_path))
+    plan.paths.logs.mkdir()
+    out = io.StringIO()
+    display = LiveDisplay(plan, Console(file=out, width=100))
+    plan.paths.rank_log(0).write_text(f"first\n[rank0]: {EXCEPTION_MARK}\n[rank0]: Traceback\n")
+    plan.paths.rank_log(0, 1).write_text("second\n")
+    display.refresh()
+    display.close()
+    assert out.getvalue().splitlines() == ["first", "--- rank0.attempt1.log ---", "second"]
+
+
 def test_the_live_display_follows_the_files(tmp_path: Path) -> None:
     plan = make_plan("train.steps=9", run_dir=str(tmp_path))
     plan.paths.logs.mkdir()

@@ -24,6 +24,7 @@ def test_a_run_that_does_not_improve_ends_and_says_so(project: Path, launch: Lau
     first = run / "checkpoints" / "step_000002"
     assert result["best"] == {
         "metric": "eval/loss", "mode": "min", "step": 2, "value": records(run)[1]["eval/loss"], "directory": str(first),
+        "judged": 6,
     }  # fmt: skip
     assert first.is_dir()
     text = "stopped early: eval/loss has not improved in 2 evaluations, since step 2"

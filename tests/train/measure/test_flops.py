@@ -180,7 +180,7 @@ def test_what_is_recorded(task: Any, monkeypatch: pytest.MonkeyPatch) -> None:
             best=SimpleNamespace(metrics=dict), cadence=None, fence=None, failed=None, parts={}, commit=None,
             metrics={},
         )  # fmt: skip
-        for part in ("RunTotals", "Saver"):
+        for part in ("RunTotals", "Saver", "ReplicaCheck"):
             monkeypatch.setattr(training_loop, part, lambda *_: parts)
         loop = training_loop.TrainingLoop(plan, task, parts, parts, parts, None)
         return loop.step_metrics(parts)
