@@ -21,13 +21,14 @@ test-all: lint tools
 	$(BIN)/python $(PYTEST) $(PYTEST_ARGS)
 
 # Measured: pytest, and what tests/infra/warm.py forks. Not: workers that are executed, whose environment is limited.
+# -i: files that tests wrote for themselves have no source any more.
 coverage: export COVERAGE_FILE = $(CURDIR)/build/coverage/data
 coverage: $(VENV)/.installed-dev tools
 	rm -rf build/coverage && mkdir -p build/coverage
 	-$(BIN)/python -m coverage run $(PYTEST) -m "not nightly" $(PYTEST_ARGS)
 	$(BIN)/python -m coverage combine -q
-	$(BIN)/python -m coverage html -q -d build/coverage
-	$(BIN)/python -m coverage report --skip-covered
+	$(BIN)/python -m coverage html -i -q -d build/coverage
+	$(BIN)/python -m coverage report -i --skip-covered
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
