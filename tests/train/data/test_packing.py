@@ -138,7 +138,7 @@ def test_what_cannot_be_packed_is_one_message() -> None:
 
 
 def test_labels_are_the_targets_so_that_a_prompt_is_left_out() -> None:
-    """As in Hugging Face's datasets for fine-tuning: labels beside each token, -100 where nothing is to be learned."""
+    """A sample has a label for each token; -100 marks tokens to leave out, as in Hugging Face's fine-tuning data."""
     samples = [
         {"input_ids": [1, 2, 3, 4], "labels": [-100, -100, 3, 4], "attention_mask": [1, 1, 1, 1]},
         {"input_ids": torch.tensor([5, 6]), "labels": torch.tensor([5, 6])},
