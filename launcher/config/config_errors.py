@@ -180,7 +180,8 @@ def _explain(error: Exception, arguments: Sequence[str], conf: Path) -> ConfigEr
                 )
         elif key not in known and key.split(".")[0] not in _FREE and "@" not in key and "/" not in key:
             return ConfigError(key, value, "there is no such key.", _nearest(key, known))
-    cause = error.__cause__ if error.__cause__ is not None else error
+    # Hydra's errors have OmegaConf's as their cause; under a debugger, OmegaConf's have causes without a key
+    cause = error if hasattr(error, "full_key") or error.__cause__ is None else error.__cause__
     full_key: str | None = getattr(cause, "full_key", None) or None
     key = full_key and full_key.partition("[")[0]  # the list's key for an element of a list
     lines = str(getattr(cause, "msg", None) or cause).splitlines()

@@ -278,6 +278,20 @@ def test_a_mistake_in_a_file_is_said_to_be_there(
     assert "+experiment=key" in capsys.readouterr().err
 
 
+def test_a_mistake_is_said_alike_under_a_debugger(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """OmegaConf's exceptions then have causes: errors of its own that name no key."""
+    monkeypatch.chdir(tmp_path)
+    said: list[str] = []
+    for debugger in "01":
+        monkeypatch.setenv("OC_CAUSE", debugger)
+        assert cli.run(["plan", "run.name=${nope}"]) == 2
+        said.append(capsys.readouterr().err)
+    assert said[0] == said[1]
+    assert "run.name: refers to a key that does not exist: ${nope}" in said[0]
+
+
 def test_flags_may_stand_between_overrides(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
