@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-from launcher.config.schema import known_keys
+from launcher.config.schema import WITH_TARGET, known_keys
 from launcher.errors import ConfigError, did_you_mean
 
 # keys of earlier versions that a run's config.yaml may contain -> their replacement
@@ -22,7 +22,7 @@ _LIST_FORMS = {
     "callbacks": ", one {...} for each callback: [{_target_: my_module.MyCallback}]",
     "optimizer.groups": ', one {...} for each group: [{match: "ndim<2", weight_decay: 0}]',
 }
-_FREE = ("task", "hydra", "optimizer", "schedule")  # groups with keys of a class
+_FREE = ("task", "hydra", *WITH_TARGET)  # groups with keys that the schema does not know
 _DIR_FLAGS = ("--config-dir", "-cd")
 
 

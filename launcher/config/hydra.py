@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher.config import config_errors
-from launcher.config.schema import Config, key_of
+from launcher.config.schema import WITH_TARGET, Config, key_of
 from launcher.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,8 +36,6 @@ _NOT_NULL = (
     "cluster.kind", "strategy.kind", "optimizer.kind", "schedule.kind", "train.seed",
     "checkpoint.enabled", "wandb.mode",
 )  # fmt: skip
-# groups with an option `custom`: a class, whose arguments are keys of the group
-_WITH_TARGET = ("optimizer", "schedule")
 
 
 def compose(overrides: Sequence[str] = ()) -> Config:
@@ -229,7 +227,7 @@ def _register_schema() -> None:
     from omegaconf import OmegaConf
 
     schema = OmegaConf.structured(_nullable(Config))
-    for group in _WITH_TARGET:
+    for group in WITH_TARGET:
         schema[group]._set_flag("struct", False)
     ConfigStore.instance().store(name=_SCHEMA, node=schema)
     ConfigStore.instance().store(group="hydra/launcher", name="cells", node={"_target_": _CELL_LAUNCHER})
@@ -271,7 +269,7 @@ def _to_config(composed: Any) -> tuple[Config, str]:
             if name in hints and value is None and type(None) not in typing.get_args(hints[name]):
                 values[group][name] = getattr(default, name)
                 OmegaConf.update(composed, f"{group}.{name}", values[group][name])
-        if group in _WITH_TARGET:
+        if group in WITH_TARGET:
             values[group] = _with_arguments(group, values[group])
         setattr(config, group, dataclasses.replace(default, **values[group]))
     return config, OmegaConf.to_yaml(composed)
@@ -303,7 +301,7 @@ def _open_free_keys(arguments: Sequence[str]) -> list[str]:
     words: list[str] = []
     for argument in arguments:
         group, _, value = argument.lstrip("+").partition("._target_=")
-        if group in _WITH_TARGET and group not in given and value != "null":
+        if group in WITH_TARGET and group not in given and value != "null":
             words.append(f"{group}=custom")
         words.append(f"++{argument}" if re.match(_OPEN_KEYS, argument) else argument)
     return words

@@ -171,6 +171,8 @@ class BatchConfig:
 
 # metadata of a field whose key has another name; "*": all keys of the group that have no field
 TARGET, ARGUMENTS = {"key": "_target_"}, {"key": "*"}
+# groups whose option `custom` is a class, whose arguments are further keys of the group
+WITH_TARGET = ("optimizer", "schedule")
 
 
 def key_of(field: Field[Any]) -> str:
