@@ -15,9 +15,8 @@ from launcher.doctor.probe import Answer, Question, read_answers, run_slurm_task
 from launcher.launch.slurm import client, submit
 from launcher.launch.slurm.client import ENDED, WAITING, SlurmJob
 from launcher.plan.host import Partition, torch_has_cuda
-from launcher.plan.launch_plan import LaunchPlan
+from launcher.plan.launch_plan import LaunchPlan, node_range
 from launcher.plan.sbatch_options import clock, least_s
-from launcher.plan.worlds import node_range
 from launcher.process import wait_until
 
 

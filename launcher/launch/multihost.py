@@ -22,9 +22,8 @@ from launcher.launch.channel import PROTOCOL, Channel, Listener, Message, wait
 from launcher.launch.job_facts import differences, job_facts
 from launcher.launch.network import Route, find_route, free_port, interface_env, require_reach
 from launcher.launch.peers import FirstHost, OtherHost, Peers
-from launcher.plan.launch_plan import HostPosition, LaunchPlan, RunInfo
+from launcher.plan.launch_plan import HostPosition, LaunchPlan, NodeRange, RunInfo
 from launcher.plan.run_plan import RunPlan
-from launcher.plan.worlds import NodeRange
 from launcher.process import wait_until
 from launcher.quantities import count
 from launcher.rundir.files import read_json, write_text

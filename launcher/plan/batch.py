@@ -1,5 +1,8 @@
 """Batch solver: which batch sizes fit together. ``launcher.plan.windows`` maps windows to samples.
 
+A job whose number of hosts is a range is planned for the most hosts. On fewer, global batch and micro-batch stay the
+same, so that neither training nor a rank's memory changes; accumulation follows.
+
 Standard library only; the plan, the workers and the tests all use these functions.
 """
 
@@ -145,6 +148,62 @@ def solve_batch(config: BatchConfig, world_size: int) -> Batch:
         global_size=total, micro_size=micro, accumulation=accumulation, world_size=world_size, ramp=ramp,
         norm=config.norm, on_oom=OnOom.shrink if config.micro_size == AUTO else config.on_oom, balance=config.balance,
     )  # fmt: skip
+
+
+def solve_largest(config: BatchConfig, world_size: int) -> Batch:
+    """Return the batch on the most hosts. A range of hosts permits unequal shares where needed, without ``uneven``."""
+    try:
+        return solve_batch(config, world_size)
+    except ConfigError as error:
+        if config.uneven:
+            raise
+        try:
+            return solve_batch(dataclasses.replace(config, uneven=True), world_size)
+        except ConfigError:
+            raise error from None
+
+
+def solve_smaller(config: BatchConfig, largest: Batch, world_size: int) -> Batch:
+    """Return the same global batch in micro-batches of the same size, on fewer ranks."""
+    same = dataclasses.replace(
+        config,
+        global_size=largest.global_size,
+        micro_size=largest.micro_size,
+        accumulation=None,
+        on_oom=largest.on_oom,  # set by batch.micro_size=auto
+    )
+    return solve_largest(same, world_size)
+
+
+def batch_notes(config: BatchConfig, batches: dict[int, Batch], batch_norms: int | None) -> tuple[str, ...]:
+    """Return the notes on the numbers of hosts that the job may have.
+
+    Args:
+        batches: by number of hosts.
+        batch_norms: number of the model's BatchNorm layers.
+    """
+    lines: list[str] = []
+    most = max(batches)
+    uneven = [n for n, batch in sorted(batches.items()) if not batch.even]
+    if uneven and not config.uneven:
+        lines.append(
+            f"On {_listed(uneven)} host{'' if uneven == [1] else 's'} the ranks take unequal shares of a window, with "
+            "the same gradient (as with batch.uneven=true)."
+        )
+    if config.accumulation is not None:
+        lines.append(f"batch.accumulation={config.accumulation} applies to {most} hosts; on fewer it is higher.")
+    if batch_norms and (config.norm is Norm.sync or (config.norm is Norm.leave and uneven)):
+        lines.append(
+            "What a BatchNorm normalises by depends on the number of hosts; with batch.norm=window or freeze it does "
+            "not."
+        )
+    return tuple(lines)
+
+
+def _listed(numbers: list[int]) -> str:
+    """Return ``2``, ``2 or 3``, ``2, 3 or 5``."""
+    *others, last = map(str, numbers)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _fixed_micro(config: BatchConfig) -> int | None:

@@ -4,17 +4,54 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 from launcher.config.schema import ClusterKind, Device
-from launcher.errors import UserError
-from launcher.plan.worlds import NodeRange
+from launcher.errors import ConfigError, UserError
 from launcher.rundir.files import Absent, value_from_json, write_text
 from launcher.rundir.paths import RunPaths
 
 PLAN_FORMAT = 1
+
+
+class NodeRange(NamedTuple):
+    """Allowed numbers of hosts; both ends are equal if the number is fixed."""
+
+    least: int
+    most: int
+
+    @property
+    def fixed(self) -> bool:
+        return self.least == self.most
+
+    @property
+    def text(self) -> str:
+        return str(self.most) if self.fixed else f"{self.least} to {self.most}"
+
+
+def node_range(nodes: int | str) -> NodeRange:
+    """Parse ``cluster.nodes``: a number, or ``"MIN:MAX"``.
+
+    Raises:
+        ConfigError: neither form, below 1, or MIN above MAX.
+    """
+    match = re.fullmatch(r"(-?\d+)(?::(-?\d+))?", str(nodes))
+    if match is None:
+        raise ConfigError(
+            "cluster.nodes", nodes, "is not a number of hosts.", "Write a number, or MIN:MAX such as cluster.nodes=2:4."
+        )
+    least, most = int(match[1]), int(match[2] or match[1])
+    if least < 1:
+        raise ConfigError("cluster.nodes", nodes, "must be at least 1.")
+    if least > most:
+        raise ConfigError(
+            "cluster.nodes", nodes, f"the minimum {least} is above the maximum {most}.",
+            f"Write cluster.nodes={most}:{least}.",
+        )  # fmt: skip
+    return NodeRange(least, most)
 
 
 @dataclass(frozen=True, kw_only=True)

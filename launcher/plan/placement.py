@@ -5,9 +5,8 @@ from __future__ import annotations
 from launcher.config.schema import ClusterConfig, ClusterKind, Device, StrategyKind
 from launcher.errors import ConfigError
 from launcher.plan.host import ALLOWED_ENV, Site, shares_gpus
-from launcher.plan.launch_plan import PLAN_FORMAT, ClusterPlan, EnvPlan, LaunchPlan, RunInfo
+from launcher.plan.launch_plan import PLAN_FORMAT, ClusterPlan, EnvPlan, LaunchPlan, NodeRange, RunInfo, node_range
 from launcher.plan.sbatch_options import names_gpus, solve_sbatch
-from launcher.plan.worlds import NodeRange, node_range
 
 CPU_WORKERS = 2
 SCRIPT_COMMAND = ("-P", "-m", "launcher.launch.script_worker")

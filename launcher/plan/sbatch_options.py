@@ -13,8 +13,7 @@ from pathlib import PurePosixPath
 from launcher.config.schema import ClusterConfig, Device
 from launcher.errors import ConfigError
 from launcher.plan.host import Partition
-from launcher.plan.launch_plan import LaunchPlan, SlurmPlan
-from launcher.plan.worlds import NodeRange
+from launcher.plan.launch_plan import LaunchPlan, NodeRange, SlurmPlan
 
 CPUS_PER_WORKER = 2  # on a CPU: the rank itself and its data loading process
 # Slurm checks time limits every 30 s, so its signal can come up to 30 s early

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from launcher.config.schema import (
     Balance,
     BatchConfig,
-    CheckpointConfig,
-    ClusterKind,
     Config,
     LrScaling,
     Norm,
@@ -23,12 +21,11 @@ from launcher.config.schema import (
     TrainConfig,
 )
 from launcher.errors import ConfigError, TaskError
-from launcher.plan import worlds
-from launcher.plan.batch import Batch, solve_batch
-from launcher.plan.best_metric import best_notes, solve_best_mode
+from launcher.plan.batch import Batch, batch_notes, solve_batch, solve_largest, solve_smaller
 from launcher.plan.callback_plan import profile_notes, solve_callbacks
+from launcher.plan.checkpoint_plan import best_notes, solve_checkpoint
 from launcher.plan.host import Site
-from launcher.plan.launch_plan import PLAN_FORMAT, ClusterPlan, RunInfo
+from launcher.plan.launch_plan import PLAN_FORMAT, ClusterPlan, RunInfo, node_range
 from launcher.plan.optimizer_plan import require_target, solve_optimizer
 from launcher.plan.placement import solve_cluster, solve_env
 from launcher.plan.run_plan import (
@@ -46,7 +43,6 @@ from launcher.plan.strategy import solve_precision, solve_strategy
 from launcher.plan.sync_policy import SHARDED
 from launcher.plan.validation import check
 from launcher.plan.windows import Windows, count_windows
-from launcher.plan.worlds import node_range
 from launcher.quantities import count, first_names
 
 
@@ -121,7 +117,6 @@ def require_possible_order(config: Config, task: TaskPlan) -> None:
 
 
 DEFAULT_STEPS = 300
-SLURM_SAVES_EVERY_MIN, SLURM_KEEPS = 10.0, 3
 WORKER_COMMAND = ("-P", "-m", "launcher.train.worker")
 
 
@@ -152,18 +147,25 @@ def solve(
     if started is not None or nodes.fixed:
         batch = rebatch(solve_batch(config.batch, cluster.world_size))
         return _on_cluster(config, site, task, run, cluster, batch)
-    largest = rebatch(worlds.solve_largest(config.batch, cluster.world_size))
+    largest = rebatch(solve_largest(config.batch, cluster.world_size))
     plan = _on_cluster(config, site, task, run, cluster, largest)
     fewer: list[RunPlan] = []
     for hosts in range(nodes.least, nodes.most):
         try:
             cluster = solve_cluster(config.cluster, site, run.name, config.strategy.kind, nodes=hosts)
-            batch = rebatch(worlds.solve_smaller(config.batch, largest, cluster.world_size))
+            batch = rebatch(solve_smaller(config.batch, largest, cluster.world_size))
             fewer.append(_on_cluster(config, site, task, run, cluster, batch))
         except ConfigError as error:
-            raise worlds.on_hosts(hosts, config.cluster.nodes, error) from None
+            raise _on_hosts(hosts, config.cluster.nodes, error) from None
     batches = {each.cluster.nodes: each.batch for each in (plan, *fewer)}
-    return plan.with_fewer(fewer).with_notes(worlds.notes(config.batch, batches, task.batch_norms))
+    return plan.with_fewer(fewer).with_notes(batch_notes(config.batch, batches, task.batch_norms))
+
+
+def _on_hosts(hosts: int, nodes: int | str, error: ConfigError) -> ConfigError:
+    """Return ``error``, which occurs on ``hosts`` hosts, as an error about the range ``nodes``."""
+    problem, _, remedy = str(error).partition("\n  ")
+    remedy = f"{remedy} Or start the range above {hosts}.".strip()
+    return ConfigError("cluster.nodes", nodes, f"not possible on {count(hosts, 'host')}: {problem}", remedy)
 
 
 def sets_own_rates(task: TaskPlan, schedule: ScheduleConfig) -> bool:
@@ -209,7 +211,7 @@ def _on_cluster(
         optimizer=optimizer,
         schedule=schedule,
         train=extended(TrainPlan, config.train, steps=steps, calibrate_s=config.run.calibrate_s),
-        checkpoint=_checkpoint(config, task),
+        checkpoint=solve_checkpoint(config, task),
         wandb=config.wandb,
         callbacks=callbacks,
         notes=(
@@ -225,14 +227,6 @@ def _on_cluster(
             *profile_notes(callbacks, steps, cluster.world_size),
         ),
     )
-
-
-def _checkpoint(config: Config, task: TaskPlan) -> CheckpointConfig:
-    """Return the checkpoint plan; a Slurm job, which can lose its nodes at any time, saves periodically by default."""
-    plan = dataclasses.replace(config.checkpoint, best_mode=solve_best_mode(config.checkpoint, config.train, task))
-    if config.cluster.kind is not ClusterKind.slurm or plan.every is not None or plan.every_minutes is not None:
-        return plan
-    return dataclasses.replace(plan, every_minutes=SLURM_SAVES_EVERY_MIN, keep=plan.keep or SLURM_KEEPS)
 
 
 def _epoch(config: BatchConfig, batch: Batch, task: TaskPlan) -> EpochPlan:

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from launcher.config.schema import Compress, Config, OnNonfinite
 from launcher.errors import ConfigError
+from launcher.plan.launch_plan import node_range
 from launcher.plan.optimizer_plan import valid_betas
-from launcher.plan.worlds import node_range
 
 Number = float | int
 

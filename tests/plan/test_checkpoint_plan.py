@@ -10,7 +10,7 @@ import pytest
 from launcher.config.hydra import compose
 from launcher.config.schema import BestMode
 from launcher.errors import ConfigError
-from launcher.plan.best_metric import solve_best_mode
+from launcher.plan.checkpoint_plan import solve_best_mode
 from launcher.plan.run_plan import RunPlan, TaskPlan
 from tests.helpers import make_plan
 

@@ -1,14 +1,29 @@
-"""Checks of ``checkpoint.best`` and ``train.patience``: the metric that decides, and which value of it is better."""
+"""Checkpoint solver: how often to save, and the metric that decides which checkpoint is the best one."""
 
 from __future__ import annotations
 
-from launcher.config.schema import BestMode, CheckpointConfig, TrainConfig
+import dataclasses
+
+from launcher.config.schema import BestMode, CheckpointConfig, ClusterKind, Config, TrainConfig
 from launcher.errors import ConfigError, did_you_mean
 from launcher.plan.run_plan import TaskPlan
 
 PREFIX = "eval/"
+SLURM_SAVES_EVERY_MIN, SLURM_KEEPS = 10.0, 3
 # parts of the names of metrics whose smaller value is the better one
 _SMALLER_IS_BETTER = ("loss", "perplexity")
+
+
+def solve_checkpoint(config: Config, task: TaskPlan) -> CheckpointConfig:
+    """Return the checkpoint plan; a Slurm job, which can lose its nodes at any time, saves periodically by default.
+
+    Raises:
+        ConfigError: as ``solve_best_mode``.
+    """
+    plan = dataclasses.replace(config.checkpoint, best_mode=solve_best_mode(config.checkpoint, config.train, task))
+    if config.cluster.kind is not ClusterKind.slurm or plan.every is not None or plan.every_minutes is not None:
+        return plan
+    return dataclasses.replace(plan, every_minutes=SLURM_SAVES_EVERY_MIN, keep=plan.keep or SLURM_KEEPS)
 
 
 def solve_best_mode(checkpoint: CheckpointConfig, train: TrainConfig, task: TaskPlan) -> BestMode | None:

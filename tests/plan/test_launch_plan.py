@@ -13,12 +13,11 @@ from launcher.config.schema import BatchConfig, Config, OnOom
 from launcher.doctor.slurm_checks import probe_options
 from launcher.errors import ConfigError, UserError
 from launcher.plan.host import Site
-from launcher.plan.launch_plan import LaunchPlan
+from launcher.plan.launch_plan import LaunchPlan, node_range
 from launcher.plan.placement import solve_script
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.solve import solve
 from launcher.plan.windows import share_of_window
-from launcher.plan.worlds import node_range
 from launcher.report import tables
 from tests.helpers import make_plan
 
