@@ -16,8 +16,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map
 
 from launcher.train.data.randomness import random_state, restore_random_state
@@ -242,10 +241,21 @@ def fill(model: nn.Module, recipe: Recipe) -> None:
         recipe.agree(value)
         target = named[names[0]]
         if isinstance(target, DTensor):
-            sizes, starts = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
-            for dim, (size, start) in enumerate(zip(sizes, starts, strict=True)):
-                value = value.narrow(dim, start, size)
-            target = target.to_local()
+            value, target = own_shard(value, target), target.to_local()
         target.copy_(value)
 
     recipe.replay(copy)
+
+
+def own_shard(value: Tensor, of: DTensor) -> Tensor:
+    """Return the view of the whole tensor ``value`` that this rank holds of ``of``; it may be empty.
+
+    Sharding splits like ``torch.chunk``, whose last chunks are smaller or missing, one dimension of the mesh after the
+    other (documentation of ``torch.distributed.tensor.Shard``).
+    """
+    mesh = of.device_mesh
+    for dim, placement in enumerate(of.placements):
+        if isinstance(placement, Shard):
+            chunks, own = value.chunk(mesh.size(dim), placement.dim), mesh.get_local_rank(dim)
+            value = chunks[own] if own < len(chunks) else value.narrow(placement.dim, 0, 0)
+    return value

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from launcher.tasks.bytes_model import GPT
-from launcher.train.parallel.deferred_init import build_deferred, fill
+from launcher.train.parallel.deferred_init import build_deferred, fill, own_shard
 
 
 class Uneven(nn.Module):
@@ -74,6 +74,22 @@ def values(hybrid: bool) -> bool:
     return same and losses[0] == losses[1] and math.isclose(losses[2], losses[3], rel_tol=1e-5)
 
 
+def shards() -> bool:
+    """Return whether each rank's part is the one that torch distributes, for sizes that ranks do not divide."""
+    ranks = dist.get_world_size()
+    line, grid = init_device_mesh("cpu", (ranks,)), init_device_mesh("cpu", (2, ranks // 2))
+    for shape in ((61, 24), (3, 5), (5, 3, 2), (7, 1), (1, 9)):
+        value = torch.arange(math.prod(shape)).view(shape)
+        for mesh, *placements in (
+            (line, Shard(0)), (line, Shard(1)), (line, Replicate()), (grid, Replicate(), Shard(0)),
+            (grid, Shard(1), Replicate()), (grid, Shard(0), Shard(1)), (grid, Shard(0), Shard(0)),
+        ):  # fmt: skip
+            target = distribute_tensor(value, mesh, placements)
+            if not torch.equal(own_shard(value, target), target.to_local()):
+                return False
+    return True
+
+
 def state(model: nn.Module) -> list[Tensor]:
     return [*model.parameters(), *model.buffers()]
 
@@ -105,7 +121,7 @@ def main() -> None:
     if sys.argv[1] == "memory":
         seen = memory()
     else:
-        same = torch.tensor([values(hybrid=False), values(hybrid=True)]).int()
+        same = torch.tensor([values(hybrid=False), values(hybrid=True), shards()]).int()
         dist.all_reduce(same, dist.ReduceOp.MIN)
         seen = {"same": same.tolist()}
     if dist.get_rank() == 0:
