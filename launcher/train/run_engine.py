@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
 from launcher.errors import EngineMisuse
-from launcher.plan.run_plan import RunPlan
 from launcher.process import StopRequest
 from launcher.rundir.fencing import Fence
 from launcher.rundir.files import write_text
@@ -26,14 +25,11 @@ from launcher.train.callback_set import require_text_keys
 from launcher.train.checkpoint import save
 from launcher.train.checkpoint.load import load_newest
 from launcher.train.data.loader import Collate
-from launcher.train.engine.build import ModelFrom, OptimizerFrom
 from launcher.train.engine.engine import Engine
 from launcher.train.engine.replica_check import ReplicaCheck
 from launcher.train.engine.window import Forward
 from launcher.train.engine.window_totals import StepResult
 from launcher.train.evaluation import EvaluatingEngine, Evaluation, LoopTask, sets_by_name
-from launcher.train.optimizers import MakeSchedule
-from launcher.train.parallel.base import ShardUnits
 from launcher.train.training_loop import Saves, TrainingLoop
 
 
@@ -44,31 +40,10 @@ class RunEngine(EvaluatingEngine):
     Args: those of Engine.
     """
 
-    def __init__(
-        self,
-        model: ModelFrom,
-        optimizer: OptimizerFrom,
-        plan: RunPlan,
-        stop: Callable[[], bool] = lambda: False,
-        shard_units: ShardUnits | None = None,
-        save_due: Callable[[], bool] = lambda: False,
-        owner: object = None,
-        schedule: MakeSchedule | None = None,
-        callbacks: Sequence[object] | None = None,
-    ) -> None:
-        self._cadence, self._failed = save.Cadence(plan.checkpoint), threading.Event()
-        self._requested: StopRequest | None = None
-        self._loop: TrainingLoop | None = None
-        self._result: StepResult | None = None
-        self._unfinished = False  # neither finish_step nor save was called after the newest step
-
-        def stops() -> bool:
-            return stop() or self._failed.is_set() or (self._requested is not None and self._requested())
-
-        def due() -> bool:
-            return save_due() or (self._loop is not None and self._cadence.by_clock())
-
-        super().__init__(model, optimizer, plan, stops, shard_units, due, owner, schedule, callbacks)
+    _requested: StopRequest | None = None
+    _loop: TrainingLoop | None = None
+    _result: StepResult | None = None
+    _unfinished = False  # neither finish_step nor save was called after the newest step
 
     def resume(
         self,
@@ -116,19 +91,20 @@ class RunEngine(EvaluatingEngine):
             save.delete_partial(plan.paths, fence)
             write_text(plan.paths.loop_plan, plan.to_json() + "\n")  # for reports and W&B
         self.world.of_all(None)  # the directory exists
-        self._requested = StopRequest()
+        cadence, failed = save.Cadence(plan.checkpoint), threading.Event()
+        self._add_requests(cadence, failed)
         restored = None
         if plan.checkpoint.enabled:
             restored = load_newest(self, plan.paths, fence, parts=parts)
         if restored is None:
             seed_everything(plan.train.seed + 1 + self.world.rank)
         task = cast("Task", LoopTask(loss, collate))
-        saves = Saves(self._cadence, fence, self._failed, parts=parts or {})
+        saves = Saves(cadence, fence, failed, parts=parts or {})
         self._loop = TrainingLoop(plan, task, self, Evaluation(self, task, sets_by_name(eval_data)), saves, restored)
         self._loop.begin(restored)
         if self.over or self._loop.totals.best.exhausted:  # its summary was deleted when this attempt started
             self._end("done")
-        self._cadence.start_clock()
+        cadence.start_clock()
         return None if restored is None else restored.run.get("extra", {})
 
     def step(self) -> StepResult:
@@ -182,6 +158,14 @@ class RunEngine(EvaluatingEngine):
         self.callbacks.call("on_end", self, verdict)
         self._loop.close()
         self._loop.write_summary(verdict)
+
+    def _add_requests(self, cadence: save.Cadence, failed: threading.Event) -> None:
+        """Let the windows' ends also see the run's own reasons to stop and to save, besides those of the loop."""
+        self._requested = requested = StopRequest()
+        stop, save_due = self._stop, self._save_due
+        self._stop = lambda: stop() or failed.is_set() or requested()
+        if self.world.rank == 0:
+            self._save_due = lambda: save_due() or cadence.by_clock()
 
     def _require_fresh(self, parts: Mapping[str, Engine]) -> None:
         if self._loop is not None or self.steps or any(part.steps for part in parts.values()):
