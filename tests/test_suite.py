@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests import helpers
 from tests.conftest import WAITING
 from tests.helpers import ROOT, launch_command, patience, torchrun
 from tests.infra import warm
@@ -111,3 +112,13 @@ def test_a_warm_process_has_the_status_and_output_of_its_program(arguments: list
     executed = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ours.returncode == executed.returncode == status
     assert (ours.stdout, ours.stderr) == (executed.stdout, executed.stderr)
+
+
+@pytest.mark.slow
+def test_a_run_that_hangs_shows_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "hang.py"
+    script.write_text("import time\nprint('begun', flush=True)\n\ndef forever():\n    time.sleep(9999)\n\nforever()\n")
+    monkeypatch.setattr(helpers, "patience", lambda seconds: seconds)
+    with pytest.raises(AssertionError, match=r"No end within 15 s(.|\n)*begun(.|\n)*line 5 in forever"):
+        torchrun(script, [], 2, tmp_path, timeout=15)
+    assert processes_of(tmp_path) == []

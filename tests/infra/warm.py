@@ -33,10 +33,15 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
+
+import psutil
+
+from launcher.process import handles
 
 ROOT = Path(__file__).resolve().parents[2]
 COLD = "LAUNCHER_TEST_COLD"
@@ -115,14 +120,35 @@ def join_network(path: str) -> None:
 
 
 def run(command: list[str], timeout: float, **options: Any) -> subprocess.CompletedProcess[str]:
-    """``subprocess.run`` with a warm start, and the output captured as text."""
+    """``subprocess.run`` with a warm start, and the output captured as text.
+
+    Raises:
+        AssertionError: it did not end within ``timeout`` seconds; with its output, and the stacks of its workers.
+    """
     with Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options) as process:
         try:
             out, err = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            _end_with_stacks(process)
+            out, err = process.communicate()
+            raise AssertionError(f"No end within {timeout:g} s.\n{out[-10000:]}\n{err[-10000:]}") from None
         except BaseException:
             process.kill()
             raise
     return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def _end_with_stacks(process: Popen) -> None:
+    """End a process and those that it started; a worker writes the stack of its main thread before."""
+    everyone = psutil.Process(process.pid).children(recursive=True)
+    for each in everyone:
+        with suppress(psutil.NoSuchProcess):
+            if handles(each.pid, signal.SIGABRT):  # faulthandler
+                each.send_signal(signal.SIGABRT)
+    psutil.wait_procs(everyone, timeout=5)
+    for each in [*everyone, process]:
+        with suppress(psutil.NoSuchProcess):
+            each.kill()
 
 
 _execute = subprocess.Popen._execute_child  # pyright: ignore

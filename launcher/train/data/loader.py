@@ -8,12 +8,15 @@ import dataclasses
 import functools
 import inspect
 import io
+import itertools
+import multiprocessing
 import os
 import pickle
 import signal
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterable, MutableMapping, Sequence
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, cast
@@ -30,13 +33,18 @@ from launcher.tracebacks import failure_in_loader
 
 # Loader processes are also forked during training, while gloo's threads enter and leave Python. Before Python 3.12, a
 # fork while one of them registers itself copies a held lock, and the child waits for it indefinitely. This call takes
-# and releases that lock before the fork, so it waits until no thread is registering itself.
+# and releases that lock before the fork, so it waits until no thread is registering itself. One may begin to in the
+# moment after it, and other libraries have locks, too: so ``_start`` replaces a process that does not start.
 if sys.version_info < (3, 12):
     os.register_at_fork(before=sys._current_frames)  # pyright: ignore[reportPrivateUsage]
 
 # Up to this size, sending a tensor by value through the loader's pipe is cheaper. torch sends a file descriptor of
 # shared memory over a separate socket connection: about 0.2 ms per tensor, regardless of its size.
 BY_VALUE_BYTES = 64 * 1024
+
+# Seconds that loader processes have to start, which takes milliseconds, and how often they are started in all.
+START_S = 60.0
+STARTS = 3
 
 Collate = Callable[[list[Any]], Any]  # samples -> batch
 
@@ -74,24 +82,16 @@ def prefetch(
         return
     if workers:
         source = _Guarded(source, packs) if order is not None else _GuardedStream(source, packs)
-    loader: DataLoader[Any] = DataLoader(
+    loader = functools.partial(
+        DataLoader[Any],
         source,
         batch_size=None,
-        sampler=order,  # pyright: ignore[reportArgumentType]
         num_workers=workers,
         collate_fn=_Pinned if pins else _identity,
         prefetch_factor=max(2, -(-2 * plan.batch.accumulation // workers)) if workers else None,
         pin_memory=pins,
-        worker_init_fn=functools.partial(_init_loader_process, os.getpid()),
-        # a separate generator: reading data must not draw from the random numbers that dropout uses
-        generator=torch.Generator().manual_seed(seed),
     )
-    # a stop request goes to the whole process group, and would kill a loader process that has no handlers yet
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        items = iter(loader)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    items = _start(loader, workers, order, seed)
     for item in items:
         if isinstance(item, _Failed):
             raise DataError(item.text)
@@ -99,16 +99,89 @@ def prefetch(
         yield MicroBatch(to_device(data, device), samples)
 
 
-def _init_loader_process(parent: int, worker: int) -> None:  # noqa: ARG001
-    """Set up signals in a loader process, so that it ends only with its rank, or by its rank's SIGTERM. A stop request
-    is sent to a rank's whole process group, or to every process of a job, but the rank's last window still needs its
-    data."""
+def _start(
+    loader: Callable[..., DataLoader[Any]], workers: int, order: Iterable[Any] | None, seed: int
+) -> Iterator[Any]:
+    """Return the items of the loader, whose processes have started.
+
+    A process that was forked while another thread held a lock may wait for that lock indefinitely. Such processes are
+    ended, and all are started again with the same ``order``.
+    """
+    specs = None if order is None else _Recorded(order)
+    for _ in range(STARTS):
+        before, started = set(multiprocessing.active_children()), multiprocessing.Semaphore(0)
+        # a stop request goes to the whole process group, and would kill a loader process that has no handlers yet
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        try:
+            items = iter(
+                loader(
+                    sampler=specs,
+                    worker_init_fn=functools.partial(_init_loader_process, os.getpid(), started),
+                    # separate: reading data must not draw from the random numbers that dropout uses
+                    generator=torch.Generator().manual_seed(seed),
+                )
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        processes = set(multiprocessing.active_children()) - before
+        if not (missing := _not_started(processes, started)):
+            if specs is not None:
+                specs.forget()
+            return items
+        print(f"{missing} of {workers} loader processes did not start within {START_S:g} s.", flush=True)
+        del items  # before the processes are killed, which would be an error of the loader
+        for process in processes:
+            process.kill()
+            process.join()
+        if specs is not None:
+            specs.rewind()
+    raise DataError(
+        f"Loader processes did not start, {STARTS} times.\n  With train.loader_workers=0 the data is read without them."
+    )
+
+
+def _not_started(processes: set[Any], started: Any) -> int:
+    """Return how many of ``processes`` have not released ``started`` within START_S; 0 if one has died, which the
+    loader reports."""
+    missing, end = len(processes), time.monotonic() + START_S
+    while missing and time.monotonic() < end and all(process.is_alive() for process in processes):
+        missing -= started.acquire(timeout=min(1.0, START_S))
+    return missing if all(process.is_alive() for process in processes) else 0
+
+
+class _Recorded:
+    """Iterable over ``items`` that can be rewound to its beginning until ``forget`` is called."""
+
+    def __init__(self, items: Iterable[Any]) -> None:
+        self._items, self._taken = iter(items), []
+        self._keeps = True
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in self._items:
+            if self._keeps:
+                self._taken.append(item)
+            yield item
+
+    def rewind(self) -> None:
+        self._items, self._taken = itertools.chain(self._taken, self._items), []
+
+    def forget(self) -> None:
+        self._keeps, self._taken = False, []
+
+
+def _init_loader_process(parent: int, started: Any, worker: int) -> None:  # noqa: ARG001
+    """Set up a loader process, and release ``started``.
+
+    Its signals are set so that it ends only with its rank, or by its rank's SIGTERM. A stop request is sent to a rank's
+    whole process group, or to every process of a job, but the rank's last window still needs its data.
+    """
     os.setpgid(0, 0)
     die_with_parent(parent)
     for number in set(STOP_SIGNALS) - {signal.SIGTERM}:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     threading.Thread(target=_exit_on_sigterm_of, args=(parent,), daemon=True).start()
+    started.release()
 
 
 def _exit_on_sigterm_of(parent: int) -> None:

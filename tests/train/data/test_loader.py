@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import signal
 from collections import OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.utils.data import _utils
 from torch.utils.data._utils import signal_handling
 
 from launcher.errors import DataError
@@ -84,6 +87,36 @@ def test_a_stop_request_does_not_end_a_process_that_is_starting(number: int, mon
 
     monkeypatch.setattr(signal_handling, "_set_worker_signal_handlers", start_and_get_a_signal)
     assert len(list(prefetch(Given(ITEMS), make_plan("train.loader_workers=1"), CPU, 0, [0, 1]))) == 2
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_process_that_does_not_start_is_replaced(
+    workers: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As if it had been forked while another thread held a lock."""
+    set_handlers, first = signal_handling._set_worker_signal_handlers, multiprocessing.Semaphore(1)
+
+    def block_once() -> None:
+        set_handlers()
+        if first.acquire(block=False):
+            signal.pause()
+
+    monkeypatch.setattr(signal_handling, "_set_worker_signal_handlers", block_once)
+    monkeypatch.setattr(loader, "START_S", 5.0)
+    monkeypatch.setattr(_utils, "MP_STATUS_CHECK_INTERVAL", 0.1)
+    plan = make_plan(f"train.loader_workers={workers}")
+    seen = list(prefetch(Given(ITEMS), plan, CPU, 0, iter([*range(len(ITEMS))])))
+    assert [batch.samples for batch in seen] == [*range(len(ITEMS))]
+    assert capsys.readouterr().out.startswith(f"1 of {workers} loader processes did not start within 5 s")
+    assert not multiprocessing.active_children()
+
+
+def test_processes_that_never_start_end_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signal_handling, "_set_worker_signal_handlers", signal.pause)
+    monkeypatch.setattr(loader, "START_S", 0.1)
+    monkeypatch.setattr(_utils, "MP_STATUS_CHECK_INTERVAL", 0.1)
+    with pytest.raises(DataError, match="Loader processes did not start, 3 times"):
+        list(prefetch(Given(ITEMS), make_plan("train.loader_workers=1"), CPU, 0, [0]))
 
 
 def test_a_failing_dataset_says_where() -> None:
@@ -216,7 +249,8 @@ def test_pinning_reaches_what_torch_does_not_know(monkeypatch: pytest.MonkeyPatc
     pinned: list[torch.Tensor] = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
     before = whole(torch.ones(2))
-    data, samples = torch.utils.data._utils.pin_memory.pin_memory(loader._Pinned((before, 3)))
+    pinned_item: Any = _utils.pin_memory.pin_memory(loader._Pinned((before, 3)))
+    data, samples = pinned_item
     assert samples == 3
     assert len(pinned) == len(tensors_of(before))
     assert type(data["dataclass"]) is Graph
