@@ -1,4 +1,5 @@
-"""Construction of the wrapped model and its optimizer from what the user passes to the engine."""
+"""Construction of the parts of an engine from what the user passes to it: the wrapped model, its optimizer, and how
+they compute."""
 
 from __future__ import annotations
 
@@ -19,13 +20,15 @@ from launcher.plan.run_plan import RunPlan
 from launcher.plan.sync_policy import SHARDED
 from launcher.quantities import first_names
 from launcher.train.data.randomness import random_state, restore_random_state
+from launcher.train.engine.window_batchnorm import norms_of
 from launcher.train.optimizers import as_one, trained_parameters
 from launcher.train.parallel.base import Parallel, ShardUnits
+from launcher.train.parallel.batchnorm import Norms
 from launcher.train.parallel.deferred_init import Recipe, build_deferred
 from launcher.train.parallel.init_recorder import NotDeferrable
 from launcher.train.parallel.replicas import require_same_structure, share_model, share_values
 from launcher.train.parallel.shard_units import find_units, require_parameters
-from launcher.train.precision import parameters_to_fp32
+from launcher.train.precision import Precision, parameters_to_fp32
 from launcher.train.world import World
 
 ALONE = World(rank=0, size=1, local_rank=0)
@@ -41,6 +44,42 @@ class FromModel:
 
 Optimizers = Optimizer | Sequence[Optimizer]
 OptimizerFrom = Optimizers | Callable[[Iterable[nn.Parameter]], Optimizers] | FromModel
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """Parts of an engine that its other parts work on.
+
+    Attributes:
+        plan: as the engine was made. With ``batch.on_oom=shrink`` the engine's own plan changes.
+        owner: object that the forward pass belongs to, such as the task.
+    """
+
+    world: World
+    device: torch.device
+    plan: RunPlan
+    parallel: Parallel
+    optimizer: Optimizer
+    precision: Precision
+    norms: Norms
+    owner: object
+
+
+def build_parts(
+    model: ModelFrom,
+    optimizer: OptimizerFrom,
+    plan: RunPlan,
+    device: torch.device,
+    shard_units: ShardUnits | None,
+    world: World,
+    owner: object,
+) -> EngineParts:
+    """Build the parts of an engine. All ranks call it. Raises like ``Engine``."""
+    parallel, optimizer = build_parallel(model, optimizer, plan, device, shard_units, world)
+    offloads = torch.device("cpu") if plan.strategy.cpu_offload else None
+    precision = Precision(plan.precision, device, gradients_on=offloads)
+    norms = norms_of(plan, parallel, precision, device)
+    return EngineParts(world, device, plan, parallel, optimizer, precision, norms, owner)
 
 
 def build_parallel(

@@ -33,13 +33,10 @@ from launcher.plan.sync_policy import transfers_per_window
 from launcher.quantities import Interval, interval
 from launcher.rundir.files import value_from_json as from_json
 from launcher.train.data.loader import MicroBatch
+from launcher.train.engine.build import EngineParts
 from launcher.train.engine.loss_terms import require_gradient, sum_of_own_means
 from launcher.train.engine.oom import is_out_of_memory
 from launcher.train.engine.preserved_state import SavedAttributes, SavedState
-from launcher.train.parallel.base import Parallel
-from launcher.train.parallel.batchnorm import Norms
-from launcher.train.precision import Precision
-from launcher.train.world import World
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 20
 # with run.calibrate_s=null: seconds at most, and the share of the run's predicted time
@@ -131,26 +128,15 @@ class WindowSync(Enum):
 
 
 class Calibration:
-    """The calibration phase on one rank.
-
-    Args:
-        owner: object that the forward pass belongs to; its attributes are restored, like the model's.
+    """The calibration phase on one rank. Attributes of the model and of the loop's owner are restored after it.
 
     Attributes:
         result: None before the calibration.
     """
 
-    def __init__(
-        self,
-        world: World,
-        device: torch.device,
-        parallel: Parallel,
-        precision: Precision,
-        norms: Norms,
-        owner: object = None,
-    ) -> None:
-        self._world, self._device, self._owner = world, device, owner
-        self._parallel, self._precision, self._norms = parallel, precision, norms
+    def __init__(self, parts: EngineParts) -> None:
+        self._world, self._device, self._owner = parts.world, parts.device, parts.owner
+        self._parallel, self._precision, self._norms = parts.parallel, parts.precision, parts.norms
         self.result: Calibrated | None = None
 
     def wanted(self, plan: RunPlan) -> bool:

@@ -18,7 +18,6 @@ import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from launcher.errors import EngineMisuse
@@ -33,13 +32,12 @@ from launcher.train.data.loader import Collate, MicroBatch, to_device
 from launcher.train.data.stream_state import StreamCheckpoint
 from launcher.train.data.window_feed import BEGINNING, Window, WindowPosition, open_feed
 from launcher.train.engine import loss_terms, oom
-from launcher.train.engine.build import ModelFrom, OptimizerFrom, TrainedParameters, build_parallel
+from launcher.train.engine.build import ModelFrom, OptimizerFrom, TrainedParameters, build_parts
 from launcher.train.engine.calibration import Calibrated, Calibration, measured_as
 from launcher.train.engine.item_count import ItemCount, Items
 from launcher.train.engine.optimizer_step import OptimizerStep
 from launcher.train.engine.progress import EngineProgress
 from launcher.train.engine.window import CurrentWindow, Forward
-from launcher.train.engine.window_batchnorm import norms_of
 from launcher.train.engine.window_loss import WindowLoss
 from launcher.train.engine.window_outputs import WindowOutputs
 from launcher.train.engine.window_totals import StepResult, WindowTotals
@@ -49,7 +47,6 @@ from launcher.train.measure.straggler import StragglerDetector
 from launcher.train.optimizers import MakeSchedule
 from launcher.train.parallel.base import ShardUnits
 from launcher.train.parallel.replicas import Buffers
-from launcher.train.precision import Precision
 from launcher.train.world import World, device_of, join
 
 
@@ -101,22 +98,18 @@ class Engine(EngineProgress):
         self.device = device_of(self.world, plan.cluster.device)
         join(self.world, self.device, plan.train.hang_timeout)
         self.plan = plan = precision.resolve_precision(plan, self.world, self.device)
-        self.parallel, self.optimizer = build_parallel(model, optimizer, plan, self.device, shard_units, self.world)
+        parts = build_parts(model, optimizer, plan, self.device, shard_units, self.world, owner)
+        self.parallel, self.optimizer = parts.parallel, parts.optimizer
+        self.precision, self._norms = parts.precision, parts.norms
         self._trained = TrainedParameters(self.parallel)
         self.buffers = Buffers(self.parallel.module, self.world, self.device)
-        offloads = torch.device("cpu") if plan.strategy.cpu_offload else None
-        self.precision = Precision(plan.precision, self.device, gradients_on=offloads)
-        self._norms = norms_of(plan, self.parallel, self.precision, self.device)
-        parts = self.parallel, self.optimizer, self.precision, self._norms
         self._loss = WindowLoss(self.world, self.device, self.parallel.meter)
-        self._optimizer_step = step = OptimizerStep(*parts, plan, self.world, self.device, self._loss, schedule)
+        self._optimizer_step = step = OptimizerStep(parts, self._loss, schedule)
         self.schedule = step.schedule
-        count = ItemCount(self.parallel, self.precision, self._norms, self._loss, step.weight, self.device, owner)
-        self.outputs = WindowOutputs(owner, plan, self.parallel, self.precision, self._norms, self.world, self.device)
-        self._current = CurrentWindow(
-            self.parallel, self.precision, self._norms, self.buffers, step, self.device, plan, count, self.outputs
-        )
-        self._calibration = Calibration(self.world, self.device, self.parallel, self.precision, self._norms, owner)
+        self.outputs = WindowOutputs(parts)
+        count = ItemCount(parts, self._loss, step.weight)
+        self._current = CurrentWindow(parts, self.buffers, step, count, self.outputs)
+        self._calibration = Calibration(parts)
         self._stop, self._save_due = stop, save_due if self.world.rank == 0 else lambda: False
         self.stragglers = StragglerDetector(self.world, self.device, plan.train.straggler_share)
         self._noise = NoiseScale(self.world.size, self.device, self.parallel.local_norm, random=plan.batch.random_parts)

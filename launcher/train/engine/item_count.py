@@ -17,13 +17,11 @@ from launcher.errors import EngineMisuse, TaskError
 from launcher.heartbeat import HEARTBEAT, Phase
 from launcher.loss import Loss
 from launcher.train.data.loader import MicroBatch
+from launcher.train.engine.build import EngineParts
 from launcher.train.engine.oom import WindowAbandoned
 from launcher.train.engine.preserved_state import SavedAttributes, SavedState
 from launcher.train.engine.window_batchnorm import WindowNorms
 from launcher.train.engine.window_loss import WindowLoss
-from launcher.train.parallel.base import Parallel
-from launcher.train.parallel.batchnorm import Norms
-from launcher.train.precision import Precision
 
 # batch -> number of items of each term
 Items = Callable[[Any], Sequence[float | Tensor]]
@@ -36,24 +34,14 @@ class ItemCount:
     Args:
         agree: called with the terms and the number of samples of the first micro-batch of this process; see
             ``OptimizerStep.weight``.
-        owner: object that the forward pass belongs to; its attributes are restored, like the model's.
 
     Attributes:
         items: the task's own function; None: items are counted by forward passes.
     """
 
-    def __init__(
-        self,
-        parallel: Parallel,
-        precision: Precision,
-        norms: Norms,
-        loss: WindowLoss,
-        agree: Callable[[Sequence[Loss], int], object],
-        device: torch.device,
-        owner: object,
-    ) -> None:
-        self._parallel, self._precision, self._norms = parallel, precision, norms
-        self._loss, self._agree, self._device, self._owner = loss, agree, device, owner
+    def __init__(self, parts: EngineParts, loss: WindowLoss, agree: Callable[[Sequence[Loss], int], object]) -> None:
+        self._parallel, self._precision, self._norms = parts.parallel, parts.precision, parts.norms
+        self._loss, self._agree, self._device, self._owner = loss, agree, parts.device, parts.owner
         self._start: tuple[SavedState, SavedAttributes] | None = None
         self.items: Items | None = None
 

@@ -12,13 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from launcher.config.schema import Compress, OnNonfinite
 from launcher.errors import DataError, NotFinite
 from launcher.loss import Loss
-from launcher.plan.run_plan import RunPlan
 from launcher.quantities import first_names
+from launcher.train.engine.build import EngineParts
 from launcher.train.engine.window_loss import WindowLoss
 from launcher.train.engine.window_totals import ReducedTotals, WindowTotals, explain_bad_loss
 from launcher.train.optimizers import (
@@ -29,10 +28,7 @@ from launcher.train.optimizers import (
     restore_schedule,
     schedule_state,
 )
-from launcher.train.parallel.base import Parallel, local
-from launcher.train.parallel.batchnorm import Norms
-from launcher.train.precision import Precision
-from launcher.train.world import World
+from launcher.train.parallel.base import local
 
 # most windows without items in a row; a stream may have no end
 MAX_EMPTY_WINDOWS = 1000
@@ -56,21 +52,12 @@ class OptimizerStep:
         lr: learning rate of the first parameter group in the latest window's optimizer step.
     """
 
-    def __init__(
-        self,
-        parallel: Parallel,
-        optimizer: Optimizer,
-        precision: Precision,
-        norms: Norms,
-        plan: RunPlan,
-        world: World,
-        device: torch.device,
-        loss: WindowLoss,
-        schedule: MakeSchedule | None = None,
-    ) -> None:
+    def __init__(self, parts: EngineParts, loss: WindowLoss, schedule: MakeSchedule | None) -> None:
+        plan = parts.plan
+        self._plan, self._world, self._device = plan, parts.world, parts.device
+        self._parallel, self._precision, self._norms = parts.parallel, parts.precision, parts.norms
+        self._optimizer = optimizer = parts.optimizer
         self._loss = loss
-        self._parallel, self._optimizer, self._precision, self._norms = parallel, optimizer, precision, norms
-        self._plan, self._world, self._device = plan, world, device
         self._accumulation = plan.batch.accumulation
         if schedule is None:
             self.schedule = build_schedule(optimizer, plan.schedule, plan.schedule_steps)

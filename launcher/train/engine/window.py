@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -15,20 +14,17 @@ from launcher.config.schema import OnNonfinite
 from launcher.errors import ConfigError, EngineMisuse
 from launcher.heartbeat import HEARTBEAT, Phase
 from launcher.loss import Loss
-from launcher.plan.run_plan import RunPlan
 from launcher.train.data.loader import MicroBatch
 from launcher.train.data.window_feed import Window
 from launcher.train.engine import loss_terms, oom
+from launcher.train.engine.build import EngineParts
 from launcher.train.engine.item_count import ItemCount, Items
 from launcher.train.engine.loss_collectives import LossCollectives
 from launcher.train.engine.optimizer_step import OptimizerStep
 from launcher.train.engine.preserved_state import SavedState
 from launcher.train.engine.window_batchnorm import WindowNorms
 from launcher.train.engine.window_outputs import WindowOutputs
-from launcher.train.parallel.base import Parallel
-from launcher.train.parallel.batchnorm import Norms
 from launcher.train.parallel.replicas import Buffers
-from launcher.train.precision import Precision
 
 # the loop's own forward pass: (model, batch) -> (loss_sum, items), a Loss, or a list of several
 Forward = Callable[[Callable[..., Any], Any], tuple[Tensor, float | Tensor] | Loss | Sequence[Loss]]
@@ -55,20 +51,17 @@ class CurrentWindow:
 
     def __init__(
         self,
-        parallel: Parallel,
-        precision: Precision,
-        norms: Norms,
+        parts: EngineParts,
         buffers: Buffers,
         optimizer_step: OptimizerStep,
-        device: torch.device,
-        plan: RunPlan,
         count: ItemCount,
         outputs: WindowOutputs,
     ) -> None:
-        self._parallel, self._precision, self._norms = parallel, precision, norms
-        self._buffers, self._optimizer_step, self._device = buffers, optimizer_step, device
-        self._count, self.counts_first, self._outputs = count, False, outputs
-        self._may_abandon = oom.can_abandon(plan, norms) and not outputs.exchanges
+        plan, self._device = parts.plan, parts.device
+        self._parallel, self._precision, self._norms = parts.parallel, parts.precision, parts.norms
+        self._buffers, self._optimizer_step, self._count, self._outputs = buffers, optimizer_step, count, outputs
+        self.counts_first = False
+        self._may_abandon = oom.can_abandon(plan, self._norms) and not outputs.exchanges
         self._saves = self._may_abandon or plan.train.on_nonfinite is OnNonfinite.skip
         self.window: Window | None = None
         self.micro: MicroBatch | None = None

@@ -26,19 +26,15 @@ from launcher.config.schema import PrecisionKind
 from launcher.errors import TaskError
 from launcher.heartbeat import HEARTBEAT, Phase
 from launcher.loss import Loss, has_window_loss, window_loss_of
-from launcher.plan.run_plan import RunPlan
 from launcher.plan.solve import norm_of_window_loss
 from launcher.plan.sync_policy import Collective
 from launcher.train.data.loader import MicroBatch
+from launcher.train.engine.build import EngineParts
 from launcher.train.engine.loss_terms import require_terms
 from launcher.train.engine.output_rows import Rows, gathered, joined, same_random_numbers
 from launcher.train.engine.preserved_state import SavedAttributes, SavedState
 from launcher.train.engine.window_batchnorm import WindowNorms
 from launcher.train.measure.observer import EndedWindow
-from launcher.train.parallel.base import Parallel
-from launcher.train.parallel.batchnorm import Norms
-from launcher.train.precision import Precision
-from launcher.train.world import World
 
 # relative difference of the rows in the two passes: of rounding at most, which a compiled model may do in another way
 _SAME_ROWS = {PrecisionKind.fp32: 1e-3}
@@ -78,8 +74,7 @@ class _Share:
 class WindowOutputs:
     """Loss of the window's rows on one rank, and observer of the differences between the two passes.
 
-    Args:
-        owner: the task; without the methods ``outputs`` and ``window_loss`` this object has no effect.
+    Without the task's methods ``outputs`` and ``window_loss`` this object has no effect.
 
     Attributes:
         active: the task has these methods.
@@ -88,16 +83,14 @@ class WindowOutputs:
         ConfigError: the task has them, and ``batch.norm=window`` needs other passes over the window.
     """
 
-    def __init__(
-        self, owner: Any, plan: RunPlan, parallel: Parallel, precision: Precision, norms: Norms, world: World,
-        device: torch.device,
-    ) -> None:  # fmt: skip
-        self._task, self.active = owner, has_window_loss(owner)
-        if self.active and isinstance(norms, WindowNorms):
+    def __init__(self, parts: EngineParts) -> None:
+        self._task: Any = parts.owner
+        self.active = has_window_loss(self._task)
+        if self.active and isinstance(parts.norms, WindowNorms):
             raise norm_of_window_loss()
-        self._parallel, self._precision, self._norms = parallel, precision, norms
-        self._world, self._device, self._seed = world, device, plan.train.seed
-        self._tolerance = _SAME_ROWS.get(plan.precision.kind, _SAME_NARROW_ROWS)
+        self._parallel, self._precision, self._norms = parts.parallel, parts.precision, parts.norms
+        self._world, self._device, self._seed = parts.world, parts.device, parts.plan.train.seed
+        self._tolerance = _SAME_ROWS.get(parts.plan.precision.kind, _SAME_NARROW_ROWS)
         self._form: str | None = None  # that all ranks have agreed on
         self._alone = False
         self.begin(0)
