@@ -37,7 +37,7 @@ from launcher.train.engine.calibration import Calibrated, Calibration, measured_
 from launcher.train.engine.item_count import ItemCount, Items
 from launcher.train.engine.optimizer_step import OptimizerStep
 from launcher.train.engine.progress import EngineProgress
-from launcher.train.engine.window import CurrentWindow, Forward
+from launcher.train.engine.window import CurrentWindow, Forward, Stage
 from launcher.train.engine.window_loss import WindowLoss
 from launcher.train.engine.window_outputs import WindowOutputs
 from launcher.train.engine.window_totals import StepResult, WindowTotals
@@ -193,7 +193,7 @@ class Engine(EngineProgress):
                 with self.precision.autocast():
                     yield micro.data
                 current.require_backward()
-            if current.counts_first:
+            if current.stage is Stage.restarting:
                 micro_batches = current.count_first(micro, micro_batches)
 
     def backward(
@@ -305,16 +305,8 @@ class Engine(EngineProgress):
         It returns False if a collective was in progress: no rank can leave it, and ``error`` must end the process.
         """
         smaller = self.plan.batch.shrunk()
-        if isinstance(error, oom.WindowAbandoned):
-            assert smaller is not None
-        elif smaller is None or self._totals.sent or not (self._current.may_abandon and oom.is_out_of_memory(error)):
+        if smaller is None or not self._current.abandoned_for(error, self._totals):
             return False
-        else:
-            self._optimizer_step.weight(None, 0)  # where the others wait for this rank's first micro-batch
-            if not self._current.report_out_of_memory():
-                self._totals.send_out_of_memory()
-                self._totals.out_of_memory()
-        self._current.abandon()
         self.plan = dataclasses.replace(self.plan, batch=smaller)
         self._optimizer_step.change_accumulation(smaller.accumulation)
         self._calibration.result = None  # it was of larger micro-batches

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
+from enum import Enum, auto
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from launcher.train.engine.optimizer_step import OptimizerStep
 from launcher.train.engine.preserved_state import SavedState
 from launcher.train.engine.window_batchnorm import WindowNorms
 from launcher.train.engine.window_outputs import WindowOutputs
+from launcher.train.engine.window_totals import WindowTotals
 from launcher.train.parallel.replicas import Buffers
 
 # the loop's own forward pass: (model, batch) -> (loss_sum, items), a Loss, or a list of several
@@ -32,19 +34,28 @@ Calibrate = Callable[[list[MicroBatch]], None]
 T = TypeVar("T")
 
 
+class Stage(Enum):
+    """Stage of an open window."""
+
+    calibrating = auto()
+    """The calibration runs, before the first micro-batch is handed out: no rank can leave its collectives."""
+    running = auto()
+    """Micro-batches are handed out, or will be."""
+    restarting = auto()
+    """The first micro-batch has shown that the loss has several terms, and runs again after their items were counted.
+    """
+
+
 class CurrentWindow:
     """This rank's progress in its current window.
 
     Attributes:
         window: None between two windows.
+        stage: that of the window.
         handed_out: number of micro-batches handed out so far.
         micro: the micro-batch that was handed out last, until ``backward`` is called for it.
-        at_boundary: that micro-batch is the last of the window on this rank, its boundary.
-        calibrating: the calibration runs, before the first micro-batch is handed out.
         sync: the job's policy.
         forward: the loop's own forward pass, if it was given.
-        counts_first: the first micro-batch has shown that the loss has several terms, and runs again after their items
-            were counted.
         started: start of the window, by ``time.perf_counter``.
         data_s: seconds waited for data.
     """
@@ -60,12 +71,11 @@ class CurrentWindow:
         plan, self._device = parts.plan, parts.device
         self._parallel, self._precision, self._norms = parts.parallel, parts.precision, parts.norms
         self._buffers, self._optimizer_step, self._count, self._outputs = buffers, optimizer_step, count, outputs
-        self.counts_first = False
         self._may_abandon = oom.can_abandon(plan, self._norms) and not outputs.exchanges
         self._saves = self._may_abandon or plan.train.on_nonfinite is OnNonfinite.skip
         self.window: Window | None = None
         self.micro: MicroBatch | None = None
-        self.at_boundary = self.calibrating = False
+        self.stage = Stage.running
         self.handed_out, self.sync = 0, plan.strategy.sync
         self._batches: Generator[Any, None, None] | None = None
         self._saved: SavedState | None = None
@@ -78,7 +88,7 @@ class CurrentWindow:
         """Start a window, and return ``batches``, which yields the data of its micro-batches."""
         self.window = window
         self.data_s = 0.0
-        self.handed_out, self.calibrating = 0, False
+        self.handed_out, self.stage = 0, Stage.running
         self._saved = SavedState(self._parallel.module, self._device) if self._saves else None
         self._batches = batches
         self._parallel.begin_window()
@@ -163,13 +173,27 @@ class CurrentWindow:
         if self._watch is not None:
             self._watch.stop()
 
-    def abandon(self) -> None:
-        """Discard everything that the window has done so far: it runs again."""
+    def abandoned_for(self, error: BaseException, totals: WindowTotals) -> bool:
+        """Return whether ``error``, which the loop's body raised, makes all ranks run the window again because one of
+        them is out of memory. Everything that the window has done so far is discarded then."""
+        if not isinstance(error, oom.WindowAbandoned):
+            if not self.may_abandon or totals.sent or not oom.is_out_of_memory(error):
+                return False
+            self._report_out_of_memory(totals)
         self.micro = None
         self.close_batches()
         self._parallel.abandon()
         self.restore()
         self.window = None
+        return True
+
+    def _report_out_of_memory(self, totals: WindowTotals) -> None:
+        """Notify the other ranks, in the collective that they will wait in."""
+        assert self.window is not None
+        self._optimizer_step.weight(None, 0)  # where they wait for this rank's first micro-batch
+        if not self._count.report_out_of_memory(self.window.count):
+            totals.send_out_of_memory()
+            totals.out_of_memory()
 
     def restore(self) -> None:
         """Restore random state and buffers from the start of the window."""
@@ -177,9 +201,14 @@ class CurrentWindow:
         self._saved.restore()
 
     @property
+    def at_boundary(self) -> bool:
+        """True if the micro-batch that was handed out last is the window's last one on this rank, its boundary."""
+        return self.window is not None and self.handed_out == self.window.count
+
+    @property
     def may_abandon(self) -> bool:
         """True if a window is open that can run again."""
-        return self.window is not None and self._may_abandon and not self.calibrating
+        return self.window is not None and self._may_abandon and self.stage is not Stage.calibrating
 
     def prepare(self, window: Window, calibrate: Calibrate | None) -> Iterator[MicroBatch]:
         """Return the window's micro-batches, after the passes that need all of them before the first one runs.
@@ -197,10 +226,10 @@ class CurrentWindow:
         started, ahead = time.perf_counter(), list(window.micro_batches)
         self.data_s += time.perf_counter() - started
         if calibrate is not None:
-            self.calibrating = True  # stays so where it raises: no rank can leave its collectives
+            self.stage = Stage.calibrating  # also after an exception
             with outputs.alone():
                 calibrate(ahead)
-            self.calibrating = False
+            self.stage = Stage.running
             self._start()
             self.started -= self.data_s
         if due:
@@ -230,17 +259,12 @@ class CurrentWindow:
         assert self.window is not None
         if self._count.due(self.window.count):
             self._count.require_saved(self.window.count)
-            self.counts_first = True
-        return self.counts_first
-
-    def report_out_of_memory(self) -> bool:
-        """Notify the other ranks that this one is out of memory, if they count or will count the items of the window;
-        return whether they do."""
-        return self.window is not None and self._count.report_out_of_memory(self.window.count)
+            self.stage = Stage.restarting
+        return self.stage is Stage.restarting
 
     def count_first(self, micro: MicroBatch, rest: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         """Count the items of the window, of which ``micro`` has run, and return all of its micro-batches."""
-        self.counts_first = False
+        self.stage = Stage.running
         self._count.restore()
         ahead = [micro, *rest]
         self._start()
@@ -255,7 +279,6 @@ class CurrentWindow:
         self.micro = micro = next(micro_batches)
         self.handed_out += 1
         self.data_s += time.perf_counter() - started
-        self.at_boundary = self.handed_out == count
         HEARTBEAT.beat(Phase.computing, self.handed_out)
         if self._watch is not None and count > 1:
             self._watch.start()

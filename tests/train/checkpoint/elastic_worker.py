@@ -25,6 +25,7 @@ from launcher.train import trainer, training_loop
 from launcher.train.checkpoint import load
 from launcher.train.engine import calibration
 from launcher.train.engine.engine import Engine
+from launcher.train.engine.window import Stage
 from launcher.train.world import World
 from tests.helpers import make_plan
 from tests.infra.workers import leave_group
@@ -51,7 +52,7 @@ def note_samples(job: dict[str, Any]) -> None:
     file = Path(job["run"]) / f"seen.{World.here().rank}"
 
     def noted(task: Task, engine: Engine, model: Any, batch: Tensor) -> Any:
-        trains = engine.samples_in_batch and not engine._current.calibrating  # pyright: ignore[reportPrivateUsage]
+        trains = engine.samples_in_batch and engine._current.stage is Stage.running  # pyright: ignore[reportPrivateUsage]
         samples = batch[:, 0].tolist() if trains else []
         with file.open("a") as out:
             out.write(json.dumps([engine.window_index, samples]) + "\n")

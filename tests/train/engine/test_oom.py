@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from launcher import Engine
 from launcher.errors import ConfigError
+from launcher.loss import Loss
 from launcher.plan.batch import Batch
 from launcher.plan.run_plan import RunPlan
 from launcher.train.engine import oom
@@ -64,6 +65,39 @@ def test_it_does_not_matter_where_in_a_window_memory_ran_out() -> None:
     assert all(torch.equal(one, other) for one, other in zip(first, last, strict=True))
     never, _ = trained(fails_at=None)
     assert not all(torch.equal(one, other) for one, other in zip(first, never, strict=True)), "dropout draws otherwise"
+
+
+def two_terms(model: Any, batch: Tensor) -> list[Loss]:
+    out = model(batch)
+    return [Loss(out.square().sum(), len(batch), name="one"), Loss(out.abs().sum(), 2 * len(batch), name="two")]
+
+
+def trained_with_terms(fails: bool) -> list[Tensor]:
+    """Parameters after two windows; ``fails``: memory runs out in the first micro-batch, after ``backward``, which has
+    found several terms that must be counted first."""
+    torch.manual_seed(0)
+    model = nn.Linear(5, 1)
+    plan = plan_of("batch.micro_size=8", "batch.on_oom=shrink", "train.steps=2", "precision=fp32")
+    engine = Engine(model, torch.optim.SGD(model.parameters(), 0.1), plan)
+    data = torch.randn(96, 5, generator=torch.Generator().manual_seed(1))
+    for window in engine.windows(list(data), forward=two_terms):
+        try:
+            for batch in window:
+                engine.backward(two_terms(engine.model, batch))
+                if fails:
+                    fails = False
+                    raise torch.OutOfMemoryError("injected")
+        except torch.OutOfMemoryError as error:
+            if not engine.shrinks(error):
+                raise
+            continue
+        engine.step()
+    return [value.clone() for value in model.state_dict().values()]
+
+
+@pytest.mark.usefixtures("alone")
+def test_memory_that_runs_out_before_the_terms_are_counted() -> None:
+    torch.testing.assert_close(trained_with_terms(fails=True), trained_with_terms(fails=False))
 
 
 @pytest.mark.usefixtures("alone")
