@@ -14,6 +14,7 @@ from launcher.plan.host import Site
 from launcher.plan.launch_plan import RunInfo
 from launcher.plan.run_plan import RunPlan, TaskPlan
 from launcher.plan.solve import solve
+from launcher.plan.task_inspection import InspectionRequest
 from tests.infra import composition, warm
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -49,6 +50,13 @@ def make_plan(
     )
     run = RunInfo(name="run", id="abcd1234", dir=run_dir, created="2024-01-01T00:00:00+00:00", version="0")
     return solve(compose(overrides), Site(gpus=gpus, cores=2, cwd="/nowhere"), task, run)
+
+
+def inspection_of(target: str, *overrides: str, **params: object) -> InspectionRequest:
+    """Return the request for an inspection of the task ``target(**params)`` of the job of ``overrides``."""
+    config = compose(overrides)
+    config.task = {"_target_": target, **params}
+    return InspectionRequest.of(config, str(ROOT))
 
 
 def slowness() -> float:

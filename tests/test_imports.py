@@ -210,8 +210,9 @@ def test_only_the_report_needs_what_the_report_is_made_of(tmp_path: Path) -> Non
 
 def test_a_look_at_a_task_needs_no_compiler(tmp_path: Path) -> None:
     """Every `launch train` and `launch plan` waits for it, and torch's compiler takes as long to import as torch."""
-    look = "probe('launcher.tasks.bytes_gpt.BytesGPT', {}, ['.'], shards=True, seed=0)"
-    code = f"import sys; from launcher.train.inspection.task_probe import probe; print({look})"
+    look = "probe(InspectionRequest.of(compose(['strategy=fsdp']), '.'))"
+    modules = "from launcher.config.hydra import compose; from launcher.plan.task_inspection import InspectionRequest"
+    code = f"import sys; {modules}; from launcher.train.inspection.task_probe import probe; print({look})"
     check = f"{code}; print(sorted({{'torch._dynamo', 'torch.distributed.tensor'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", check], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -24,7 +24,7 @@ from launcher.plan.launch_plan import RunInfo
 from launcher.plan.run_plan import RunPlan, TaskPlan
 from launcher.plan.solve import solve
 from launcher.plan.sync_policy import SHARDED
-from launcher.plan.task_inspection import describe_task, run_probe, weigh_memory
+from launcher.plan.task_inspection import InspectionRequest, describe_task, run_probe, weigh_memory
 from launcher.process import RUN_DIR, RUN_ID
 
 T = TypeVar("T")
@@ -68,10 +68,7 @@ def plan_job(config: Config, once: Once | None = None) -> RunPlan:
     cluster = solve(config, site, TaskPlan.unknown(ANY_NUMBER), run).cluster
     if config.precision.kind is PrecisionKind.auto and cluster.kind is ClusterKind.local:
         site = dataclasses.replace(site, bf16=once(_format_support, PrecisionKind.bf16, cluster.device)[0])
-    task = once(
-        describe_task, config.task, site.cwd, shards=config.strategy.kind in SHARDED, seed=config.train.seed,
-        optimizer=config.optimizer, schedule=config.schedule, balance=config.batch.balance, callbacks=config.callbacks,
-    )  # fmt: skip
+    task = once(describe_task, InspectionRequest.of(config, site.cwd))
     plan = with_sync_policy(solve(config, site, task, run), config)
     return plan.with_notes(emulation_notes(plan, once))
 

@@ -8,14 +8,15 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from typing import Any, Protocol, cast
+from dataclasses import dataclass
+from typing import Any, Protocol, Self, cast
 
-from launcher.config.schema import Balance, OptimizerConfig, ScheduleConfig
+from launcher.config.schema import Balance, Config, OptimizerConfig, ScheduleConfig
 from launcher.errors import ConfigError, TaskError
 from launcher.plan.optimizer_plan import parameter_groups
 from launcher.plan.run_plan import Forecast, RunPlan, TaskPlan
 from launcher.plan.strategy import with_forecasts, with_memory
+from launcher.plan.sync_policy import SHARDED
 from launcher.rundir.files import value_from_json
 from launcher.task import load_task
 
@@ -26,42 +27,64 @@ class HasFacts(Protocol):
     def facts(self) -> dict[str, int]: ...
 
 
-def describe_task(
-    config: dict[str, Any],
-    cwd: str,
-    *,
-    shards: bool,
-    seed: int,
-    optimizer: OptimizerConfig | None = None,
-    schedule: ScheduleConfig | None = None,
-    balance: Balance = Balance.none,
-    callbacks: Sequence[dict[str, Any]] = (),
-) -> TaskPlan:
-    """Return a description of the task that the config names, after a check that its optimizer can be built and its
+@dataclass(frozen=True, kw_only=True)
+class InspectionRequest:
+    """Parts of a job's config on which the inspection of its task depends.
+
+    Attributes:
+        task: the config's task, with ``_target_``.
+        import_from: directory that user code is imported from.
+        shards: whether the task's shard units matter and must be valid.
+        seed: the job's seed, under which the task is constructed as in training.
+        balance: may need the lengths of the samples.
+        callbacks: as configured; they are checked and not constructed.
+    """
+
+    task: dict[str, Any]
+    import_from: str
+    shards: bool
+    seed: int
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig
+    balance: Balance
+    callbacks: list[dict[str, Any]]
+
+    @classmethod
+    def of(cls, config: Config, import_from: str) -> Self:
+        return cls(
+            task=config.task, import_from=import_from, shards=config.strategy.kind in SHARDED, seed=config.train.seed,
+            optimizer=config.optimizer, schedule=config.schedule, balance=config.batch.balance,
+            callbacks=config.callbacks,
+        )  # fmt: skip
+
+    @property
+    def target(self) -> Any:
+        """Path of the task's class."""
+        return self.task.get("_target_")
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """Arguments of the task's class."""
+        return {name: value for name, value in self.task.items() if name != "_target_"}
+
+
+def describe_task(request: InspectionRequest) -> TaskPlan:
+    """Return a description of the task that a config names, after a check that its optimizer can be built and its
     callbacks exist.
 
     A bundled task computes its description by arithmetic. A user's class is imported in a separate process, and so is a
     bundled one if classes, parameter groups or callbacks of the config must be checked.
 
-    Args:
-        shards: whether the task's shard units matter and must be valid.
-        seed: the job's seed, under which the task is constructed as in training.
-        optimizer, schedule: of the job. None: the defaults.
-        balance: of the job, which may need the lengths of the samples.
-        callbacks: of the job.
-
     Raises:
         ConfigError: no task is named.
         TaskError: it cannot be imported, constructed or used; the message says why.
     """
-    params = {name: value for name, value in config.items() if name != "_target_"}
-    target = config.get("_target_")
+    target, params, optimizer = request.target, request.params, request.optimizer
     if not isinstance(target, str):
         raise ConfigError(
             "task._target_", target, "is not set.", "Name the task's class: task._target_=my_tasks.MyTask."
         )
-    optimizer, schedule = optimizer or OptimizerConfig(), schedule or ScheduleConfig()
-    checks = any((optimizer.target, schedule.target, optimizer.groups, callbacks))
+    checks = any((optimizer.target, request.schedule.target, optimizer.groups, request.callbacks))
     if target.startswith(_BUNDLED) and not checks:
         try:
             facts = cast("HasFacts", load_task(target, params, [])).facts()
@@ -81,13 +104,8 @@ def describe_task(
             eval_sets=("",),
             lengths=False,
         )
-    request = {
-        "target": target, "params": params, "search_path": [cwd], "shards": shards, "seed": seed,
-        "optimizer": dataclasses.asdict(optimizer), "schedule": dataclasses.asdict(schedule),
-        "balance": balance.value,
-        "callbacks": [*callbacks],
-    }  # fmt: skip
-    result = run_probe("launcher.train.inspection.task_probe", json.dumps(request))
+    question = json.dumps(dataclasses.asdict(request))
+    result = run_probe("launcher.train.inspection.task_probe", question)
     if result is None:
         raise TaskError(f"task._target_={target}: the process that inspected it ended early; its output is above.")
     if "error" in result:

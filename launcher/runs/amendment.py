@@ -21,7 +21,7 @@ from launcher.plan.resumable import Change, as_typed, changes, forced_by, refusa
 from launcher.plan.run_plan import RunPlan, TaskPlan
 from launcher.plan.solve import sets_own_rates, solve
 from launcher.plan.sync_policy import SHARDED
-from launcher.plan.task_inspection import describe_task
+from launcher.plan.task_inspection import InspectionRequest, describe_task
 from launcher.quantities import count
 from launcher.rundir import history
 from launcher.rundir.files import read_json, write_text
@@ -133,10 +133,7 @@ def _solved(config: Config, old: RunPlan, site: Site, touched: set[str], at: Sav
     task, shards = old.task, config.strategy.kind in SHARDED
     tried = ("task.", "batch.balance", "callbacks", *(["optimizer."] if config.optimizer.target is not None else []))
     if any(key.startswith(tried) for key in touched) or (shards and old.strategy.kind not in SHARDED):
-        task = describe_task(
-            config.task, old.cluster.import_from[0], shards=shards, seed=config.train.seed, optimizer=config.optimizer,
-            schedule=config.schedule, balance=config.batch.balance, callbacks=config.callbacks,
-        )  # fmt: skip
+        task = describe_task(InspectionRequest.of(config, old.cluster.import_from[0]))
         for name in ("samples", "own_order"):
             before, after = getattr(old.task, name), getattr(task, name)
             if before != after:

@@ -14,6 +14,7 @@ from launcher.loss import Loss
 from launcher.train.eval_metrics import EvalMetrics
 from launcher.train.inspection.task_probe import probe
 from launcher.train.world import World
+from tests.helpers import inspection_of
 from tests.infra.runs import records, summary
 from tests.train.evaluation_tasks import Detector, Ranked, Sequences, padded
 from tests.train.test_evaluation import FP32, SETS, TASKS, job, run, trained
@@ -108,7 +109,7 @@ def test_mistakes_show_before_the_first_step(tmp_path: Path) -> None:
 )
 def test_the_plan_refuses_other_objects(kind: str, words: str) -> None:
     with pytest.raises(TaskError, match=re.escape(words)):
-        probe(f"{TASKS}.Ranked", {"kind": kind}, [], False, 0)
+        probe(inspection_of(f"{TASKS}.Ranked", kind=kind))
 
 
 ALONE = World(0, 1, 0)

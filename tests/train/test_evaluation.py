@@ -19,7 +19,7 @@ from launcher.task import eval_sets, train_data
 from launcher.train.evaluation import eval_batches
 from launcher.train.inspection.task_probe import near_misses, probe
 from launcher.train.world import World
-from tests.helpers import make_plan, torchrun
+from tests.helpers import inspection_of, make_plan, torchrun
 from tests.infra.checkpoints import tensors
 from tests.infra.runs import records, summary
 from tests.train import evaluation_tasks
@@ -220,6 +220,6 @@ def test_one_set_and_none() -> None:
 
 def test_the_plan_builds_the_data_once_and_knows_the_sets() -> None:
     evaluation_tasks.BUILT.clear()
-    fields = probe(f"{TASKS}.Detector", {"held_out": "several"}, [], False, 0)
+    fields = probe(inspection_of(f"{TASKS}.Detector", held_out="several"))
     assert fields["eval_sets"] == ("near", "far", "stream")
     assert evaluation_tasks.BUILT == ["train", "eval"]

@@ -12,7 +12,6 @@ import inspect
 import json
 import sys
 import warnings
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from difflib import get_close_matches
 from pathlib import Path
@@ -24,6 +23,7 @@ from launcher.loss import has_window_loss
 from launcher.plan.callback_plan import require_callbacks
 from launcher.plan.optimizer_plan import assign, require_members, solve_optimizer
 from launcher.plan.run_plan import OptimizerPlan, SchedulePlan, extended
+from launcher.plan.task_inspection import InspectionRequest
 from launcher.process import die_with_parent
 from launcher.rundir.files import value_from_json
 from launcher.task import (
@@ -43,95 +43,82 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def probe(
-    target: str,
-    params: dict[str, Any],
-    search_path: list[str],
-    shards: bool,
-    seed: int,
-    optimizer: dict[str, Any] | None = None,
-    schedule: dict[str, Any] | None = None,
-    balance: str = Balance.none.value,
-    callbacks: Sequence[dict[str, Any]] = (),
-) -> dict[str, Any]:
-    """Return the fields of a TaskPlan. The model is built on the meta device if possible, which takes no memory.
+def probe(request: InspectionRequest) -> dict[str, Any]:
+    """Return the fields of a TaskPlan."""
+    from launcher.train.eval_metrics import metrics_by_name
 
-    Args:
-        shards: the strategy is sharded, so the task's shard units are used and checked.
-        seed: the job's seed, on which the data's length may depend.
-        optimizer, schedule: fields of the job's OptimizerConfig and ScheduleConfig. None: the defaults.
-        balance: the job's batch.balance.
-        callbacks: the job's, as configured; they are checked and not constructed.
+    search_path, seed, notes = [request.import_from], request.seed, list[str]()
+    task = load_task(request.target, request.params, search_path, seed)
+    require_callbacks(request.callbacks, search_path, task)
+    notes += near_misses(task)
+    data = train_data(task, seed, notes)
+    held_out = eval_sets(task, seed, notes)
+    metrics_by_name(eval_metrics(task, seed))
+    arrangement = _check_arrangement(task, data, request, notes)
+    model = _build_inspected(task, request)
+    return {
+        "target": request.target,
+        "params": request.params,
+        **_sizes(model, task, shards=request.shards),
+        "in_eval_mode": in_eval_mode(model),
+        "eval_sets": tuple(held_out),
+        "window_loss": has_window_loss(task),
+        **_check_update_rule(task, model, request.optimizer, request.schedule, notes),
+        **arrangement,
+        "data_notes": tuple(notes),  # of all the checks above
+        "flops_per_sample": _flops(task, model, data),
+    }
+
+
+def _build_inspected(task: Task, request: InspectionRequest) -> nn.Module:
+    """Return the model, on the meta device if possible, which takes no memory.
+
+    Raises:
+        TaskError: it is no module, or has nothing to train.
     """
     import torch
 
-    from launcher.train.eval_metrics import metrics_by_name
+    try:
+        # load_state_dict and others warn about meta tensors, which the job's model does not have
+        with torch.device("meta"), _without_random_values(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = build_model(task, request.seed)
+    except Exception:  # a constructor that uses the values of its tensors needs real ones
+        model = build_model(task, request.seed)
+    target = f"task._target_={request.target}"
+    if not isinstance(model, torch.nn.Module):
+        raise TaskError(f"{target}: model() returned a {type(model).__name__}, not a torch.nn.Module.")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise TaskError(
+            f"{target}: model() has no parameter that requires a gradient.\n"
+            "  Give it parameters, or unfreeze some (requires_grad_(True))."
+        )
+    return model
+
+
+def _sizes(model: nn.Module, task: Task, *, shards: bool) -> dict[str, int]:
+    """Return the counts of a TaskPlan. ``shards``: the task's own shard units are used and checked."""
     from launcher.train.parallel.batchnorm import batch_norms
     from launcher.train.parallel.mixed_precision import matmul_parameters
     from launcher.train.parallel.shard_units import find_units
     from launcher.train.precision import NARROW_DTYPES
 
-    task = load_task(target, params, search_path, seed)
-    require_callbacks(callbacks, search_path, task)
-    notes = near_misses(task)
-    data = train_data(task, seed, notes)
-    held_out = eval_sets(task, seed, notes)
-    metrics_by_name(eval_metrics(task, seed))
-    if not is_mapped(data) and not hasattr(data, "__iter__"):
-        raise TaskError(
-            f"task._target_={target}: train_data() returned a {type(data).__name__} that has no length and cannot be "
-            "iterated.\n  Give a map-style dataset (__len__ and __getitem__) or an IterableDataset."
-        )
-    try:
-        arrangement = _check_arrangement(task, data, seed, Balance(balance), notes)
-    except DataError as error:  # in training it is the job's
-        raise TaskError(f"task._target_={target}: {error}") from None
-    try:
-        # load_state_dict and others warn about meta tensors, which the job's model does not have
-        with torch.device("meta"), _without_random_values(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            model = build_model(task, seed)
-    except Exception:  # a constructor that uses the values of its tensors needs real ones
-        model = build_model(task, seed)
-    if not isinstance(model, torch.nn.Module):
-        raise TaskError(f"task._target_={target}: model() returned a {type(model).__name__}, not a torch.nn.Module.")
-    trained = [p for p in model.parameters() if p.requires_grad]
-    frozen = [p for p in model.parameters() if not p.requires_grad]
-    if not trained:
-        raise TaskError(
-            f"task._target_={target}: model() has no parameter that requires a gradient.\n"
-            "  Give it parameters, or unfreeze some (requires_grad_(True))."
-        )
     shard_units = getattr(task, "shard_units", None) if shards else None
     units = find_units(model, None if shard_units is None else shard_units(model))
     in_units = {parameter for unit in units for parameter in unit.parameters()}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    frozen = [p for p in model.parameters() if not p.requires_grad]
     multiplied = list(matmul_parameters(model))
-    updates = _check_update_rule(
-        task,
-        model,
-        value_from_json(OptimizerConfig, optimizer) if optimizer else OptimizerConfig(),
-        value_from_json(ScheduleConfig, schedule) if schedule else ScheduleConfig(),
-        notes,
-    )
     return {
-        "target": target,
-        "params": params,
         "parameters": sum(p.numel() for p in trained),
         "gradient_bytes": sum(p.numel() * p.element_size() for p in trained),
         "unit_parameters": sum(p.numel() for p in trained if p in in_units),
         "frozen_parameters": sum(p.numel() for p in frozen),
         "frozen_unit_parameters": sum(p.numel() for p in frozen if p in in_units),
         "batch_norms": len(batch_norms(model)),
-        "data_notes": tuple(notes),
         "narrow_parameters": sum(p.numel() for p in trained if p.dtype in NARROW_DTYPES),
         "matmul_parameters": sum(p.numel() for p in multiplied),
         "unit_matmul_parameters": sum(p.numel() for p in multiplied if p in in_units),
-        "in_eval_mode": in_eval_mode(model),
-        "eval_sets": tuple(held_out),
-        "window_loss": has_window_loss(task),
-        **updates,
-        **arrangement,
-        "flops_per_sample": _flops(task, model, data),
     }
 
 
@@ -158,13 +145,26 @@ def near_misses(task: Task) -> list[str]:
 
 
 def _check_arrangement(
-    task: Task, data: Any, seed: int, balance: Balance, notes: list[str]
+    task: Task, data: Any, request: InspectionRequest, notes: list[str]
 ) -> dict[str, int | bool | None]:
-    """Check the task's own order, and its lengths if they are needed, and return their fields of a TaskPlan.
+    """Check the training data, the task's own order, and its lengths if they are needed, and return their fields of a
+    TaskPlan.
 
     Raises:
-        DataError, TaskError: the order or the lengths do not belong to the data.
+        TaskError: they cannot be used, or do not belong together.
     """
+    if not is_mapped(data) and not hasattr(data, "__iter__"):
+        raise TaskError(
+            f"task._target_={request.target}: train_data() returned a {type(data).__name__} that has no length and "
+            "cannot be iterated.\n  Give a map-style dataset (__len__ and __getitem__) or an IterableDataset."
+        )
+    try:
+        return _arrangement(task, data, request.seed, request.balance, notes)
+    except DataError as error:  # in training it is the job's
+        raise TaskError(f"task._target_={request.target}: {error}") from None
+
+
+def _arrangement(task: Task, data: Any, seed: int, balance: Balance, notes: list[str]) -> dict[str, int | bool | None]:
     from launcher.train.data.length_balance import require_length_of_first
     from launcher.train.data.sample_order import ArrangedData, checked_lengths, samples_per_epoch
 
@@ -289,13 +289,13 @@ def _without_random_values() -> AbstractContextManager[object]:
 
 def main() -> None:
     die_with_parent(int(sys.argv[2]))
-    request = json.load(sys.stdin)
+    request = value_from_json(InspectionRequest, json.load(sys.stdin))
     try:
-        result: dict[str, Any] = {"task": probe(**request)}
+        result: dict[str, Any] = {"task": probe(request)}
     except UserError as error:
         result = {"error": str(error)}
     except Exception as error:  # user code may raise anything
-        result = {"error": f"task._target_={request['target']}: {type(error).__name__}: {error}\n{users_frames(error)}"}
+        result = {"error": f"task._target_={request.target}: {type(error).__name__}: {error}\n{users_frames(error)}"}
     Path(sys.argv[1]).write_text(json.dumps(result), encoding="utf-8")
 
 

@@ -21,7 +21,7 @@ from launcher.rundir.files import value_from_json
 from launcher.train.inspection.task_probe import probe
 from launcher.train.trainer import train
 from launcher.train.world import World
-from tests.helpers import ROOT, make_plan
+from tests.helpers import inspection_of, make_plan
 from tests.infra.workers import leave_group, print_on_rank_0
 from tests.train.data import order_tasks
 
@@ -36,7 +36,7 @@ COMMON = (
 def run(place: Path, name: str, *options: str) -> dict[str, Any]:
     stops = [int(option.removeprefix("stop=")) for option in options if option.startswith("stop=")]
     overrides = [option for option in options if not option.startswith("stop=")]
-    fields = probe(f"{order_tasks.__name__}.{name}", {}, [str(ROOT)], shards=False, seed=0)
+    fields = probe(inspection_of(f"{order_tasks.__name__}.{name}"))
     task = dataclasses.replace(value_from_json(TaskPlan, fields), batch_norms=0)
     plan = make_plan(*COMMON, *overrides, run_dir=str(place.resolve()), task=task)
     place.mkdir(exist_ok=True)

@@ -15,7 +15,7 @@ import torch
 from launcher.plan.task_inspection import describe_task
 from launcher.task import load_task, train_data
 from launcher.train.data.fingerprint import outline
-from tests.helpers import ROOT, torchrun
+from tests.helpers import inspection_of, torchrun
 from tests.train.data.data_tasks import SAMPLES, TRAINED
 
 WORKER = Path(__file__).parent / "data_worker.py"
@@ -92,9 +92,9 @@ def test_held_out_data_that_is_trained_on_is_pointed_out(printed: str) -> None:
 @pytest.mark.parametrize("seed", [1, 2])
 def test_the_plan_looks_at_the_data_of_the_run(seed: int) -> None:
     """Its length is drawn at random."""
-    config = {"_target_": "tests.train.data.data_tasks.OfSomeLength"}
-    planned = describe_task(config, str(ROOT), shards=False, seed=seed)
-    assert planned.samples == len(train_data(load_task(config["_target_"], {}, [], seed), seed))
+    target = "tests.train.data.data_tasks.OfSomeLength"
+    planned = describe_task(inspection_of(target, f"train.seed={seed}"))
+    assert planned.samples == len(train_data(load_task(target, {}, [], seed), seed))
 
 
 NAN, INF = float("nan"), float("inf")

@@ -24,7 +24,7 @@ from launcher.train.data.sample_order import ArrangedData
 from launcher.train.data.window_feed import WindowPosition, open_feed
 from launcher.train.inspection.task_probe import probe
 from launcher.train.world import World
-from tests.helpers import ROOT, make_plan
+from tests.helpers import inspection_of, make_plan
 from tests.train.data import order_tasks
 from tests.train.data.feeds import CPU, plan_for, read
 
@@ -168,7 +168,7 @@ def test_balance_without_lengths_is_one_message() -> None:
 
 def planned(name: str) -> TaskPlan:
     """The task as it is described to the plan, which is then solved."""
-    fields = probe(f"{TASKS}.{name}", {}, [str(ROOT)], shards=False, seed=0, balance="length")
+    fields = probe(inspection_of(f"{TASKS}.{name}", "batch.balance=length"))
     task = value_from_json(TaskPlan, fields)
     make_plan("batch.balance=length", task=task)
     return task

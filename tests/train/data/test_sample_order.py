@@ -19,7 +19,7 @@ from launcher.train.data.sample_order import ArrangedData, indices_of
 from launcher.train.data.window_feed import WindowPosition, open_feed
 from launcher.train.inspection.task_probe import probe
 from launcher.train.world import World
-from tests.helpers import ROOT, make_plan
+from tests.helpers import inspection_of, make_plan
 from tests.train.data import order_tasks
 from tests.train.data.feeds import CPU, plan_for, read
 
@@ -74,7 +74,7 @@ def test_balance_and_an_own_order_go_together() -> None:
 
 def planned(name: str, *options: str, **params: Any) -> TaskPlan:
     """The task as it is described to the plan, which is then solved."""
-    task = value_from_json(TaskPlan, probe(f"{TASKS}.{name}", params, [str(ROOT)], shards=False, seed=0))
+    task = value_from_json(TaskPlan, probe(inspection_of(f"{TASKS}.{name}", **params)))
     make_plan(*options, task=task)
     return task
 

@@ -16,7 +16,7 @@ from launcher.plan.task_inspection import describe_task
 from launcher.task import eval_sets, first_batch, is_mapped, load_task, train_data
 from launcher.train.data.window_feed import open_feed
 from launcher.train.world import World
-from tests.helpers import ROOT, make_plan
+from tests.helpers import inspection_of, make_plan
 from tests.train.data.data_tasks import SAMPLES, TRAINED, Numbers
 
 TASKS = "tests.train.data.data_tasks"
@@ -30,7 +30,7 @@ REFUSED = {
 
 
 def test_the_plan_counts_samples_and_says_what_is_not_used() -> None:
-    task = describe_task({"_target_": f"{TASKS}.Loaded"}, str(ROOT), shards=False, seed=7)
+    task = describe_task(inspection_of(f"{TASKS}.Loaded", "train.seed=7"))
     assert task.samples == TRAINED
     assert [note.split(":")[0] for note in task.data_notes] == [
         "train_data() returned a DataLoader", "eval_data() returned a DataLoader",

@@ -28,8 +28,10 @@ from launcher.train.engine.engine import Engine
 from launcher.train.inspection.memory_forecast import forecasts
 from launcher.train.inspection.task_probe import probe
 from launcher.train.optimizers import build_optimizer
+from tests.helpers import inspection_of
 from tests.infra.workers import leave_group, print_on_rank_0
 
+TASK = "tests.train.inspection.forecast_tasks.Task"
 RUN = RunInfo(name="run", id="abcd1234", dir="/nowhere/run", created="2024-01-01T00:00:00+00:00", version="0")
 
 
@@ -37,7 +39,7 @@ def predict(file: Path, cases: list[str]) -> None:
     lines: list[str] = []
     for case in cases:
         overrides, params = json.loads(case)
-        task = TaskPlan(**probe("tests.train.inspection.forecast_tasks.Task", params, [], shards=True, seed=0))
+        task = TaskPlan(**probe(inspection_of(TASK, "strategy=fsdp", **params)))
         plan = solve(compose(overrides), Site(gpus=0, cores=2, cwd="/nowhere"), task, RUN)
         problem = None
         if plan.strategy.kind in SHARDED:

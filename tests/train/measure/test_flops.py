@@ -20,7 +20,7 @@ from launcher.tasks.digits import Digits
 from launcher.train import metrics, training_loop
 from launcher.train.inspection.task_probe import probe
 from launcher.train.measure.flops import flops_per_sample, peak_flops
-from tests.helpers import make_plan
+from tests.helpers import inspection_of, make_plan
 
 WIDTH, HEADS, DEPTH, LENGTH, TOKENS = 32, 4, 3, 24, 50
 
@@ -152,10 +152,8 @@ def test_the_model_stays_as_it_is_and_what_cannot_be_counted_is_left_out() -> No
 
 
 def test_a_look_at_a_task_counts_them_unless_the_task_says_so() -> None:
-    search = (f"{__name__}.Text", {}, ["."], False, 0)
-    assert probe(*search)["flops_per_sample"] == counted(Text())
-    said = f"{__name__}.Says"
-    assert probe(said, *search[1:])["flops_per_sample"] is None
+    assert probe(inspection_of(f"{__name__}.Text"))["flops_per_sample"] == counted(Text())
+    assert probe(inspection_of(f"{__name__}.Says"))["flops_per_sample"] is None
 
 
 class Says(Text):
