@@ -33,7 +33,8 @@ from launcher.train.data.length_balance import arranged
 from launcher.train.engine import oom
 from launcher.train.engine.build import FromModel
 from launcher.train.evaluation import EvaluatingEngine, Evaluation
-from launcher.train.optimizers import MakeSchedule, build_optimizer
+from launcher.train.optimizers import build_optimizer
+from launcher.train.schedules import MakeSchedule
 from launcher.train.training_loop import Saves, TrainingLoop
 from launcher.train.world import World, device_of, join
 

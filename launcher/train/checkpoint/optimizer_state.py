@@ -13,7 +13,8 @@ from launcher.config.schema import LrScaling
 from launcher.errors import WrongCheckpoint
 from launcher.quantities import count, first_names
 from launcher.train.engine.engine import Engine
-from launcher.train.optimizers import PlanSchedule, members_of
+from launcher.train.optimizers import members_of
+from launcher.train.schedules import PlanSchedule
 
 # options that choose an optimizer's implementation, not its results: the present machine's are kept
 _IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")

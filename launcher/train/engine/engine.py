@@ -44,9 +44,9 @@ from launcher.train.engine.window_totals import StepResult, WindowTotals
 from launcher.train.measure.noise_scale import NoiseScale
 from launcher.train.measure.observer import EndedWindow, Observer
 from launcher.train.measure.straggler import StragglerDetector
-from launcher.train.optimizers import MakeSchedule
 from launcher.train.parallel.base import ShardUnits
 from launcher.train.parallel.replicas import Buffers
+from launcher.train.schedules import MakeSchedule
 from launcher.train.world import World, device_of, join
 
 

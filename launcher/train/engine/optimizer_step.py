@@ -20,7 +20,8 @@ from launcher.quantities import first_names
 from launcher.train.engine.build import EngineParts
 from launcher.train.engine.window_loss import WindowLoss
 from launcher.train.engine.window_totals import ReducedTotals, WindowTotals, explain_bad_loss
-from launcher.train.optimizers import (
+from launcher.train.parallel.base import local
+from launcher.train.schedules import (
     MakeSchedule,
     build_schedule,
     require_length,
@@ -28,7 +29,6 @@ from launcher.train.optimizers import (
     restore_schedule,
     schedule_state,
 )
-from launcher.train.parallel.base import local
 
 # most windows without items in a row; a stream may have no end
 MAX_EMPTY_WINDOWS = 1000

@@ -232,7 +232,8 @@ def _build_classes(model: nn.Module, optimizer: OptimizerPlan | None, schedule: 
     imports its compiler for this, which takes a second."""
     import torch
 
-    from launcher.train.optimizers import build_optimizer, build_schedule
+    from launcher.train.optimizers import build_optimizer
+    from launcher.train.schedules import build_schedule
 
     alone = torch.optim.SGD([torch.zeros(1)], 1.0)
     made = alone if optimizer is None else build_optimizer(model, optimizer, Device.cpu)
