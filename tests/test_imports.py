@@ -33,10 +33,10 @@ LAYERS = (
     ("rundir",),
     ("plan",),
     (
-        "launch", "train.world", "train.context", "train.precision", "train.optimizers", "train.eval_metrics",
-        "train.measure", "train.data", "train.parallel", "train.callback_set", "train.engine", "train.metrics",
-        "train.checkpoint", "train.evaluation", "train.training_loop", "train.trainer", "train.inspection",
-        "train.worker", "train.run_engine",
+        "launch", "train.world", "train.context", "train.precision", "train.optimizers", "train.schedules",
+        "train.eval_metrics", "train.measure", "train.data", "train.parallel", "train.callback_set", "train.engine",
+        "train.metrics", "train.checkpoint", "train.evaluation", "train.training_loop", "train.trainer",
+        "train.inspection", "train.worker", "train.run_engine",
     ),
     ("callbacks",),
     ("runs",),
@@ -49,6 +49,7 @@ LAYERS = (
 TRAIN = (
     ("train.world", "train.context"),
     ("train.precision", "train.optimizers", "train.eval_metrics"),
+    ("train.schedules",),
     ("train.measure", "train.data"),
     ("train.parallel",),
     ("train.callback_set",),
