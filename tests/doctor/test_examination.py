@@ -20,6 +20,7 @@ from launcher.doctor.probe import Exchange, Question
 from launcher.plan.host import file_system
 from tests.conftest import Launch
 from tests.helpers import launch_command, patience
+from tests.infra.runs import processes_of
 
 pytestmark = pytest.mark.slow
 
@@ -143,12 +144,4 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     assert process.returncode == 130
     assert b"Traceback" not in said
     assert list(tmp_path.iterdir()) == []
-    running = [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path).encode() in _read(path)]
-    assert running == []
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError:  # it has ended
-        return b""
+    assert processes_of(tmp_path) == []

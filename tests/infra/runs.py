@@ -9,6 +9,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from launcher.drill.processes import workers_of
 from tests.helpers import launch_command, patience
 from tests.infra import warm
 
@@ -30,15 +33,15 @@ def summary(run: Path) -> dict[str, Any]:
 
 def processes_of(run: Path) -> list[str]:
     """Command lines of every process that still belongs to a run."""
-    found: list[str] = []
-    for place in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            line = place.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        if str(run) in line and int(place.parent.name) != os.getpid():
-            found.append(line)
-    return found
+    others = (process for process in psutil.process_iter(["cmdline"]) if process.pid != os.getpid())
+    lines = (" ".join(process.info["cmdline"] or ()) for process in others)
+    return [line for line in lines if str(run) in line]
+
+
+def worker_of(run: Path, rank: int) -> psutil.Process:
+    """The worker of a rank. Its parent is the agent."""
+    run_id: str = json.loads((run / "plan.json").read_text())["run"]["id"]
+    return workers_of(run_id)[rank]
 
 
 def wait_for(condition: Any, what: str, seconds: float = 60, every_s: float = 0.05) -> None:
@@ -56,19 +59,3 @@ def start(project: Path, *arguments: str) -> subprocess.Popen[str]:
         stderr=subprocess.STDOUT,
         text=True,
     )
-
-
-def is_agent(cmdline: Path, run: Path) -> bool:
-    try:
-        words = cmdline.read_bytes().split(b"\0")
-    except OSError:
-        return False
-    return b"launcher.launch.agent" in words and str(run).encode() in words
-
-
-def is_worker(cmdline: Path, run: Path) -> bool:
-    try:
-        words = cmdline.read_bytes().split(b"\0")
-    except OSError:
-        return False
-    return b"launcher.train.worker" in words and str(run / "plan.json").encode() in words

@@ -14,7 +14,7 @@ from tests.helpers import launch_command
 from tests.infra.hosts import Hosts, hosts
 from tests.infra.jobs_on_hosts import SMALL, finish, start
 from tests.infra.netns import needs_root
-from tests.infra.runs import processes_of, records, summary, wait_for
+from tests.infra.runs import processes_of, records, summary, wait_for, worker_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.root, needs_root]
 
@@ -104,20 +104,11 @@ def under_way(run: Path) -> bool:
     return (run / "metrics.jsonl").exists() and len(records(run)) >= 2
 
 
-def worker_of(run: Path) -> int:
-    """The process of the one worker that reads ``run``'s plan."""
-    for place in Path("/proc").glob("[0-9]*/cmdline"):
-        words = place.read_bytes().split(b"\0")
-        if b"launcher.train.worker" in words and str(run).encode() in b" ".join(words):
-            return int(place.parent.name)
-    raise AssertionError(f"no worker of {run}")
-
-
 def test_a_killed_worker_ends_the_job_everywhere(pair: Hosts, tmp_path: Path) -> None:
     processes = start(pair, tmp_path, "train.steps=100000", "cluster.grace_s=5")
     one, two = tmp_path / "host0/runs/job", tmp_path / "host1/runs/job"
     wait_for(lambda: under_way(one), "two steps")
-    os.kill(worker_of(two), signal.SIGKILL)
+    worker_of(one, 1).kill()
     first, other = finish(processes, 1, 1)
     assert f"launch: the job failed on node 1 ({pair.address(1)}): rank 1: killed by SIGKILL" in first
     assert "launch: rank 1 failed: killed by SIGKILL" in other

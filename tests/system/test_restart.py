@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,7 @@ import torch
 from tests.conftest import Launch
 from tests.helpers import patience
 from tests.infra.checkpoints import tensors
-from tests.infra.runs import OWN, is_agent, processes_of, records, start, summary, wait_for
+from tests.infra.runs import OWN, processes_of, records, start, summary, wait_for, worker_of
 from tests.system.test_wandb import read_back
 from tests.train.checkpoint.test_load import timeless
 
@@ -20,28 +18,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distrib
 JOB = ("train.steps=40", "run.calibrate_s=5", "checkpoint.every=5", "checkpoint.keep=3", "wandb.mode=offline")
 
 
-def worker_of(run: Path, rank: int) -> int:
-    """The process id of a rank, not of its loaders, which look the same but for their parent."""
-    for place in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = Path("/proc") / (place / "stat").read_text().rpartition(")")[2].split()[1]
-            if is_agent(parent / "cmdline", run) and f"RANK={rank}".encode() in words(place / "environ"):
-                return int(place.name)
-        except OSError:
-            continue
-    raise AssertionError(f"there is no rank {rank} of {run}")
-
-
-def words(file: Path) -> list[bytes]:
-    return file.read_bytes().split(b"\0")
-
-
 def test_a_killed_rank_costs_nothing_but_time(launch: Launch, project: Path) -> None:
     assert launch("train", *OWN, *JOB, "run.name=whole").returncode == 0
     job = start(project, *JOB, "task.trouble=slow", "cluster.max_restarts=1")
     run = project / "runs" / "own"
     wait_for(lambda: len([*run.glob("checkpoints/step_*")]) >= 2 and len(records(run)) >= 12, "twelve steps")
-    os.kill(worker_of(run, 1), signal.SIGKILL)
+    worker_of(run, 1).kill()
     out, _ = job.communicate(timeout=patience(120))
     assert job.returncode == 0, out
     assert "Resuming from" in out

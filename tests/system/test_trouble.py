@@ -11,7 +11,7 @@ import pytest
 
 from tests.conftest import Launch
 from tests.helpers import patience
-from tests.infra.runs import OWN, is_agent, is_worker, processes_of, records, start, summary, wait_for
+from tests.infra.runs import OWN, processes_of, records, start, summary, wait_for, worker_of
 
 pytestmark = pytest.mark.slow
 
@@ -93,9 +93,7 @@ def test_sigterm_to_a_worker_stops_the_job_like_any_stop_from_outside(project: P
     job = start(project, "task.trouble=slow", "train.steps=100000")
     run = project / "runs" / "own"
     wait_for(lambda: (run / "metrics.jsonl").exists() and len(records(run)) >= 2, "two steps")
-    workers = [place.parent for place in Path("/proc").glob("[0-9]*/cmdline") if is_worker(place, run)]
-    second = [place for place in workers if b"RANK=1" in (place / "environ").read_bytes().split(b"\0")]
-    os.kill(int(second[0].name), signal.SIGTERM)
+    worker_of(run, 1).terminate()
     out, _ = job.communicate(timeout=patience(60))
     assert job.returncode == 75, out
     found = summary(run)
@@ -150,9 +148,7 @@ def test_kill_9_leaves_nothing_behind(project: Path, victim: str) -> None:
     if victim == "launcher.cli":
         job.kill()
     else:
-        agents = [int(p.parent.name) for p in Path("/proc").glob("[0-9]*/cmdline") if is_agent(p, run)]
-        assert len(agents) == 1
-        os.kill(agents[0], signal.SIGKILL)
+        os.kill(worker_of(run, 1).ppid(), signal.SIGKILL)
     job.communicate(timeout=patience(60))
     wait_for(lambda: not processes_of(run), "every process of the run to end", 60)
 
