@@ -275,12 +275,12 @@ def _plain(text: str, key: str) -> str:
     """
     descriptions = {
         "Integer": "a whole number", "int": "whole numbers", "Float": "a number", "bool": "true or false",
-        "String": "a text", "Union[int, str]": "a whole number",
+        "String": "a text", "int, str": "a whole number", "str, int": "a whole number",
     }  # fmt: skip
     for pattern in (
         r"Value ('.*?') (?:of type '.*' )?(?:could not be converted to|is not a valid) (\w+).*",
         r"Value ('.*?') \(\w+\) is incompatible with type hint '(\w+)'.*",
-        r"Value ('.*?') of type '\w+' is incompatible with type hint '(?:Optional\[)?(Union\[int, str\])\]?'",
+        r"Value ('.*?') of type '\w+' is incompatible with type hint '(?:Optional\[)?Union\[(int, str|str, int)\]\]?'",
     ):
         if match := re.fullmatch(pattern, text):
             return f"must be {descriptions.get(match[2], match[2])}, not {match[1]}."
