@@ -12,6 +12,7 @@ from launcher.errors import SiteError
 from launcher.plan.placement import endpoint
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+_REACH_WITHIN_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ def _shown(present: list[Interface]) -> str:
     return ", ".join(f"{i.address} ({i.name})" for i in present if not i.loopback) or "no address but loopback"
 
 
-def require_reach(address: str, port: int, whose: str, seconds: float = 5.0) -> None:
+def require_reach(address: str, port: int, whose: str) -> None:
     """Check that this host can connect to ``address``; a refused connection passes, as it shows that the host is there.
 
     Args:
@@ -169,7 +170,7 @@ def require_reach(address: str, port: int, whose: str, seconds: float = 5.0) -> 
     )
     if not problem:
         try:
-            socket.create_connection((address, port), timeout=seconds).close()
+            socket.create_connection((address, port), timeout=_REACH_WITHIN_S).close()
         except ConnectionRefusedError:
             pass
         except OSError as error:

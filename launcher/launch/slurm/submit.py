@@ -180,9 +180,9 @@ def _submit_function(
         raise refusal(plan, str(error)) from None
 
 
-def batch_script(plan: LaunchPlan, srun: Sequence[str] = _SRUN_OPTIONS) -> str:
+def batch_script(plan: LaunchPlan) -> str:
     """Return the batch script that submitit would write."""
-    executor = _executor(plan, srun, plan.run.name, plan.paths.slurm)
+    executor = _executor(plan, _SRUN_OPTIONS, plan.run.name, plan.paths.slurm)
     return executor._make_submission_file_text(executor._submitit_command_str, "")
 
 
