@@ -42,20 +42,37 @@ class MessageDisplay(Silence):
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
+class RankOutput:
+    """Output of one start of rank 0, up to an exception: that is printed at the end of the run."""
+
+    def __init__(self, log: Path) -> None:
+        self.log = log
+        self._tail, self._raised = Tail(log), False
+
+    def lines(self) -> list[str]:
+        """Return the lines added since the last call."""
+        shown: list[str] = []
+        for line in self._tail.lines():
+            self._raised = self._raised or EXCEPTION_MARK in line  # torch prefixes the line with the rank
+            if not self._raised:
+                shown.append(line)
+        return shown
+
+
 class LiveDisplay(MessageDisplay):
     """Rank 0's output with one progress line below it; without a terminal, occasional plain lines."""
 
     def __init__(self, plan: LaunchPlan, console: Console) -> None:
         super().__init__(console)
         self._paths = plan.paths
-        self._log = Tail(plan.paths.newest_rank_log(0))
+        self._output = RankOutput(plan.paths.newest_rank_log(0))
         self._metrics = Tail(plan.paths.metrics)
         self._events = Tail(plan.paths.events)
-        self._log.lines()  # skip lines of earlier starts
+        self._output.lines()  # skip lines of earlier starts
         self._events.lines()
         recorded = self._metrics.lines()
         self._steps = plan.train.steps if isinstance(plan, RunPlan) else None
-        self._muted = self._warned = False
+        self._warned = False
         self._last: dict[str, Any] | None = None
         self._printed_at = -PLAIN_LINE_EVERY_S
         self._first: dict[str, Any] | None = None  # record from which steps are timed
@@ -77,10 +94,12 @@ class LiveDisplay(MessageDisplay):
             if '"event": "hang"' in line:
                 self.say(f"--- {json.loads(line)['what']} ---")
         newest = self._paths.newest_rank_log(0)
-        self._say_output(self._log.lines())
-        if newest != self._log.path:  # the workers were restarted
-            self._log, self._muted = Tail(newest), False
-            self._say_output([f"--- {newest.name} ---", *self._log.lines()])
+        output = self._output.lines()
+        if newest != self._output.log:  # the workers were restarted
+            self._output = RankOutput(newest)
+            output += [f"--- {newest.name} ---", *self._output.lines()]
+        for line in output:
+            self.say(line)
         replaced = self._metrics.replaced
         records = [json.loads(line) for line in self._metrics.lines()]
         if self._metrics.replaced > replaced:  # the run was restarted, and its record truncated to the resume point
@@ -93,13 +112,6 @@ class LiveDisplay(MessageDisplay):
         if not self._warned and (problem := (read_json(self._paths.wandb_status) or {}).get("problem")):
             self._warned = True
             self.say(f"W&B: {problem}")
-
-    def _say_output(self, lines: list[str]) -> None:
-        """Print rank 0's output up to an exception, which is printed at the end of the run."""
-        for line in lines:
-            self._muted = self._muted or EXCEPTION_MARK in line  # torch prefixes the line with the rank
-            if not self._muted:
-                self.say(line)
 
     def _restart_from(self, record: dict[str, Any] | None) -> None:
         """Reset the progress to ``record``, the last record kept, which has been displayed before."""
@@ -160,13 +172,11 @@ class LogDisplay(Silence):
     """Rank 0's output only, for use beside a result that a script may read."""
 
     def __init__(self, plan: LaunchPlan, file: TextIO) -> None:
-        self._log, self._file, self._muted = Tail(plan.paths.rank_log(0)), file, False
+        self._output, self._file = RankOutput(plan.paths.rank_log(0)), file
 
     def refresh(self) -> None:
-        for line in self._log.lines():
-            self._muted = self._muted or EXCEPTION_MARK in line
-            if not self._muted:
-                self.say(line)
+        for line in self._output.lines():
+            self.say(line)
 
     def say(self, text: str) -> None:
         print(text, file=self._file, flush=True)
