@@ -141,7 +141,7 @@ def _drill(config: Config, yaml: str, windows: int, *, as_json: bool) -> int:
     plan = plan_job(dataclasses.replace(config, wandb=_NO_WANDB))
     if config.run.name is None:
         directory = Path(plan.run.dir).with_name(f"drill-{plan.run.name}")
-        plan = dataclasses.replace(plan, run=dataclasses.replace(plan.run, name=directory.name, dir=str(directory)))
+        plan = plan.as_run(dataclasses.replace(plan.run, name=directory.name, dir=str(directory)))
     plan, changed = shortened(plan)
     paths = DrillPaths(Path(plan.run.dir))
     local.make_directory(plan.run)

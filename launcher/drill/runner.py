@@ -56,14 +56,10 @@ class Length:
 def of_length(plan: RunPlan, paths: RunPaths, length: Length) -> RunPlan:
     """Return ``plan`` as a new run in ``paths`` with the given length."""
     run = dataclasses.replace(plan.run, name=paths.root.name, id=secrets.token_hex(4), dir=str(paths.root))
-    cluster = plan.cluster
-    if cluster.slurm is not None:
-        options = cluster.slurm.options | {"job-name": run.name}
-        cluster = dataclasses.replace(cluster, slurm=dataclasses.replace(cluster.slurm, options=options))
     train = dataclasses.replace(plan.train, steps=length.windows, epochs=None)
     checkpoint = dataclasses.replace(plan.checkpoint, every=length.every)
     callbacks = without_reports(plan.callbacks)
-    return dataclasses.replace(plan, run=run, cluster=cluster, train=train, checkpoint=checkpoint, callbacks=callbacks)
+    return dataclasses.replace(plan.as_run(run), train=train, checkpoint=checkpoint, callbacks=callbacks)
 
 
 def shortened(plan: RunPlan) -> tuple[RunPlan, tuple[str, ...]]:

@@ -335,8 +335,7 @@ def regroup(plan: P, regrouping: Regrouping, fence: Fence) -> tuple[P, Path, Fen
     """
     assert plan.cluster.place is not None
     place = dataclasses.replace(plan.cluster.place, node=regrouping.node, store=regrouping.store)
-    plan = plan.on(regrouping.nodes)
-    plan = dataclasses.replace(plan, cluster=dataclasses.replace(plan.cluster, place=place))
+    plan = plan.on(regrouping.nodes).at(place)
     own = dataclasses.replace(fence.own, restart=fence.own.restart + 1)
     fence = Fence(fence.paths, own)
     ranks = plan.cluster.world_size

@@ -138,7 +138,7 @@ def lead(plan: P, config_yaml: str, route: Route, facts: Message, say: Say) -> t
         gathering.wait()
         store = f"{address}:{free_port(address)}"
         own = HostPosition(node=0, address=address, interface=route.interface.name, store=store, shared=True)
-        plan = _placed(plan.on(len(channels) + 1), plan.run, own)
+        plan = plan.on(len(channels) + 1).at(own)
         local.create(plan, config_yaml)
         created = True
         run = {"name": plan.run.name, "id": plan.run.id, "created": plan.run.created}
@@ -215,7 +215,8 @@ def join_node_0(plan: P, config_yaml: str, route: Route, facts: Message, say: Sa
         )  # fmt: skip
         try:
             require_reach(place.store.rpartition(":")[0], route.rendezvous[1], "node 0")
-            plan = _placed(plan.on(int(welcome["nodes"])), _common_run(plan.run, welcome["welcome"]), place)
+            run = _common_run(plan.run, welcome["welcome"])
+            plan = dataclasses.replace(plan.on(int(welcome["nodes"])).at(place), run=run)
             plan, created = _make_directory(plan, config_yaml)
         except SiteError as error:
             channel.send(refused=str(error))
@@ -274,10 +275,6 @@ def _common_run(own: RunInfo, message: Any) -> RunInfo:
     )
 
 
-def _placed(plan: P, run: RunInfo, place: HostPosition) -> P:
-    return dataclasses.replace(plan, run=run, cluster=dataclasses.replace(plan.cluster, place=place))
-
-
 def _make_directory(plan: P, config_yaml: str) -> tuple[P, bool]:
     """Make the run's directory, unless another host has made it on a shared disk.
 
@@ -290,7 +287,7 @@ def _make_directory(plan: P, config_yaml: str) -> tuple[P, bool]:
         if not _is_of_this_run(plan):
             raise
         assert plan.cluster.place is not None
-        plan = _placed(plan, plan.run, dataclasses.replace(plan.cluster.place, shared=True))
+        plan = plan.at(dataclasses.replace(plan.cluster.place, shared=True))
         plan.save()
         return plan, False
     write_text(plan.paths.plan, plan.to_json() + "\n")  # without a shared disk this directory needs its own

@@ -207,6 +207,18 @@ class LaunchPlan:
             raise UserError(f"The job has {nodes} hosts, but was planned for {planned.text} (cluster.nodes).")
         return dataclasses.replace(self, cluster=dataclasses.replace(self.cluster, nodes=nodes))
 
+    def at(self, place: HostPosition) -> Self:
+        """Return the plan of this job for the host with this position."""
+        return dataclasses.replace(self, cluster=dataclasses.replace(self.cluster, place=place))
+
+    def as_run(self, run: RunInfo) -> Self:
+        """Return this plan for another run, whose name is also that of its Slurm job."""
+        cluster = self.cluster
+        if cluster.slurm is not None:
+            options = cluster.slurm.options | {"job-name": run.name}
+            cluster = dataclasses.replace(cluster, slurm=dataclasses.replace(cluster.slurm, options=options))
+        return dataclasses.replace(self, run=run, cluster=cluster)
+
     def worlds(self) -> list[Self]:
         """Return the plan for each number of hosts that the job may have, the largest first."""
         least, most = self.cluster.range

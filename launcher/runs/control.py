@@ -205,16 +205,12 @@ def _renamed(plan: LaunchPlan, paths: RunPaths) -> LaunchPlan:
     def moved(place: str) -> str:
         return new_code + place[len(old_code) :] if place.startswith(f"{old_code}{os.sep}") else place
 
-    slurm = plan.cluster.slurm
-    if slurm is not None:
-        slurm = dataclasses.replace(slurm, options=slurm.options | {"job-name": run.name})
-    cluster = dataclasses.replace(
-        plan.cluster, slurm=slurm, import_from=tuple(moved(place) for place in plan.cluster.import_from)
-    )
-    command = tuple(moved(word) for word in plan.command)
+    plan = plan.as_run(run)
+    cluster = dataclasses.replace(plan.cluster, import_from=tuple(map(moved, plan.cluster.import_from)))
+    command = tuple(map(moved, plan.command))
     own = {name: os.pathsep.join(map(moved, value.split(os.pathsep))) for name, value in plan.env.set.items()}
     env = dataclasses.replace(plan.env, set=own)
-    return dataclasses.replace(plan, run=run, cluster=cluster, command=command, env=env)
+    return dataclasses.replace(plan, cluster=cluster, command=command, env=env)
 
 
 def _require_over(run: Run, verb: str) -> None:

@@ -259,16 +259,11 @@ class Conductor:
         root, number = paths.root / name, 1
         while root.exists():
             root, number = paths.root / f"{name}.retry{number}", number + 1
-        plan = cell.plan
+        plan = cell.plan.as_run(dataclasses.replace(cell.plan.run, name=root.name, dir=str(root)))
         copies = self._once(code_snapshot.take_once, cell.roots, paths.code / cell.files, paths.root.parent)
-        cluster = dataclasses.replace(plan.cluster, import_from=copies or plan.cluster.import_from)
-        if (slurm := cluster.slurm) is not None:
-            options = slurm.options | {"job-name": root.name}
-            cluster = dataclasses.replace(cluster, slurm=dataclasses.replace(slurm, options=options))
         plan = dataclasses.replace(
             plan,
-            run=dataclasses.replace(plan.run, name=root.name, dir=str(root)),
-            cluster=cluster,
+            cluster=dataclasses.replace(plan.cluster, import_from=copies or plan.cluster.import_from),
             wandb=dataclasses.replace(plan.wandb, group=plan.wandb.group or paths.root.name),
         )
         return dataclasses.replace(cell, plan=plan)

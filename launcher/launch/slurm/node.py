@@ -172,11 +172,7 @@ def _join_nodes(plan: LaunchPlan, task: SlurmTask, fence: Fence) -> LaunchPlan:
         node=task.node, address=route.interface.address, interface=route.interface.name, store=store, shared=True
     )
     names = interface_env(route, cluster.interface)
-    return dataclasses.replace(
-        plan,
-        cluster=dataclasses.replace(cluster, place=place),
-        env=dataclasses.replace(plan.env, default=names | plan.env.default),
-    )
+    return dataclasses.replace(plan.at(place), env=dataclasses.replace(plan.env, default=names | plan.env.default))
 
 
 def _open_attempt(plan: LaunchPlan, task: SlurmTask, fence: Fence) -> None:
