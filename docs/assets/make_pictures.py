@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from rich.console import Console
 from rich.text import Text
@@ -26,16 +29,20 @@ SWEEP = (
     "-m", "batch.accumulation=1,2,4,8", "cluster.workers_per_node=1,2", "batch.global_size=64", "train.steps=60",
     "run.calibrate_s=15", "sweep.name=study", "wandb.mode=disabled",
 )  # fmt: skip
+# one core for each worker, however many there are: a second thread would wait for the cores that others use
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 COLUMNS, PROGRESS_LINES = 112, 3
 
 
-def output_of(work: Path, name: str, *arguments: str) -> str:
-    """Return what a command prints; from the file ``name`` if it has run before."""
+def output_of(work: Path, name: str, *arguments: str, env: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Return what a command prints; from the file ``name`` if it has run before. ``env``: added to the environment."""
     log = work / name
     if not log.exists():
         command = [*LAUNCH, *arguments]
-        done = subprocess.run(command, cwd=work, stdout=subprocess.PIPE, text=True, check=True)
+        done = subprocess.run(
+            command, cwd=work, env={**os.environ, **env}, stdout=subprocess.PIPE, text=True, check=True
+        )
         log.write_text(done.stdout)
     return log.read_text()
 
@@ -85,7 +92,7 @@ def main() -> None:
     given.work.mkdir(parents=True, exist_ok=True)
     work: Path = given.work.resolve()
     draw_terminal(output_of(work, "train.log", "train", *JOB), HERE / "terminal.svg")
-    output_of(work, "sweep.log", "train", *SWEEP)
+    output_of(work, "sweep.log", "train", *SWEEP, env=ONE_THREAD)
     output_of(work, "report.log", "report", "study")
     photograph(work / "runs" / "study" / "report.html", HERE / "report.png", given.height)
 
