@@ -9,7 +9,7 @@ import importlib.metadata
 import json
 import os
 import socket
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -153,14 +153,19 @@ def alone(paths: SweepPaths) -> Generator[None]:
 
 # identity, location and display: a cell that differs only in these is not run again
 _NOT_CONTENT = ("format", "run", "command", "wandb", "notes", "fewer")
-_NOT_OF_CLUSTER = ("cwd", "import_from", "link_gbit", "grace_s", "max_restarts", "slurm", "min_nodes")
+# the same within a part of the plan
+_NOT_OF_PART = {
+    "cluster": ("cwd", "import_from", "link_gbit", "grace_s", "max_restarts", "slurm", "min_nodes"),
+    "train": ("hang_timeout", "straggler_share"),
+    "precision": ("reason",),
+    "optimizer": ("reference_batch",),  # the optimizer's values, which follow from it, are there
+    "task": ("flops_per_sample",),
+    "strategy": ("sync_reason", "forecasts", "memory_bytes", "rehearses"),  # predictions, which may differ each time
+}
 _QUEUEING = (
     "job-name", "time", "account", "qos", "dependency", "mem", "requeue", "comment", "mail-type", "mail-user",
     "nice", "begin",
 )  # fmt: skip
-_NOT_OF_TRAIN = ("hang_timeout", "straggler_share")
-# predictions, which may differ from one planning to the next
-_PREDICTED = ("sync_reason", "forecasts", "memory_bytes", "rehearses")
 
 
 def content_of(plan: RunPlan, code: str) -> str:
@@ -169,23 +174,19 @@ def content_of(plan: RunPlan, code: str) -> str:
     Args:
         code: digest of the user's files.
     """
-    fields: dict[str, Any] = dataclasses.asdict(plan)
-    cluster, strategy = fields["cluster"], fields["strategy"]
-    content = {name: value for name, value in fields.items() if name not in _NOT_CONTENT}
-    content["train"] = {name: value for name, value in fields["train"].items() if name not in _NOT_OF_TRAIN}
-    content["cluster"] = {name: value for name, value in cluster.items() if name not in _NOT_OF_CLUSTER}
-    if (slurm := cluster["slurm"]) is None:
+    content = _without(dataclasses.asdict(plan), _NOT_CONTENT)
+    slurm: dict[str, Any] | None = content["cluster"]["slurm"]
+    content |= {part: _without(content[part], names) for part, names in _NOT_OF_PART.items()}
+    if slurm is None:
         content["machine"] = socket.gethostname()  # different machines may share a home directory
     else:
-        options: dict[str, Any] = slurm["options"]
-        content["options"] = {name: value for name, value in options.items() if name not in _QUEUEING}
+        content["options"] = _without(slurm["options"], _QUEUEING)
         content["slurm"] = [slurm["container"], slurm["setup"]]
-    content["precision"] = {name: value for name, value in fields["precision"].items() if name != "reason"}
-    # the optimizer's values, which follow from it, are there
-    content["optimizer"] = {name: value for name, value in fields["optimizer"].items() if name != "reference_batch"}
-    content["task"] = {name: value for name, value in fields["task"].items() if name != "flops_per_sample"}
-    content["strategy"] = {name: value for name, value in strategy.items() if name not in _PREDICTED}
     return digest([content, plan.run.version, importlib.metadata.version("torch"), code])
+
+
+def _without(fields: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if name not in names}
 
 
 def digest(value: Any) -> str:
