@@ -86,9 +86,8 @@ class Batch:
     @property
     def text(self) -> str:
         """Return a text such as "64 samples = 4 micro-batch × 8 accumulation × 2 ranks"."""
-        ranks = f"{self.world_size} rank{'' if self.world_size == 1 else 's'}"
+        ranks, total = count(self.world_size, "rank"), count(self.global_size, "sample")
         product = f"{self.micro_size} micro-batch × {self.accumulation} accumulation × {ranks}"
-        total = f"{self.global_size} sample{'' if self.global_size == 1 else 's'}"
         if self.global_size == self.micro_size * self.accumulation * self.world_size:
             return f"{total} = {product}"
         size = self.global_size / (self.accumulation * self.world_size)

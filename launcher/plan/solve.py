@@ -72,7 +72,7 @@ def what_norms_do(layers: int, batch: Batch) -> str | None:
     """Return a sentence on the statistics that the model's BatchNorms use and on the alternatives; None without any."""
     if not layers:
         return None
-    who = f"{layers} BatchNorm layer{'s' if layers > 1 else ''}"
+    who = count(layers, "BatchNorm layer")
     if batch.norm is Norm.freeze:
         return f"{who}: batch.norm=freeze, normalised by the running statistics that model() comes with."
     across = batch.micro_size * batch.world_size

@@ -15,7 +15,7 @@ from launcher.launch import local
 from launcher.launch.planner import Once, plan_job, task_stem
 from launcher.launch.slurm import client, submit
 from launcher.plan.run_plan import RunPlan
-from launcher.quantities import first_names
+from launcher.quantities import count, first_names
 from launcher.rundir import code_snapshot
 from launcher.rundir.files import read_json
 from launcher.rundir.paths import RunPaths, SweepPaths, is_run
@@ -250,8 +250,8 @@ class Conductor:
             )
         if old:
             self._say(
-                f"The code, or torch, differs from that of {len(old)} run{'' if len(old) == 1 else 's'}: these "
-                "cells start again, and the old runs are kept."
+                f"The code, or torch, differs from that of {count(len(old), 'run')}: these cells start again, and the "
+                "old runs are kept."
             )
 
     def _named(self, cell: _Planned, paths: SweepPaths, name: str) -> _Planned:
