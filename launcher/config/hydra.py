@@ -62,8 +62,7 @@ def recompose(kept: str, overrides: Sequence[str]) -> tuple[Config, str]:
     """Return a run's config from its stored YAML with ``overrides`` applied, and the new YAML. Raises like ``compose``.
 
     If an override chooses another option of a group (strategy=fsdp), the group starts with that option's values,
-    because
-    the run's values belonged to the old option.
+    because the run's values belonged to the old option.
     """
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir

@@ -62,8 +62,7 @@ class TaskPlan:
         unit_parameters: trained parameters within shard units.
         batch_norms: number of BatchNorm layers.
         matmul_parameters, unit_matmul_parameters: parameters of linear and convolution layers (whole model, within
-            shard
-            units), frozen ones included; FSDP gathers them in bf16 or fp16.
+            shard units), frozen ones included; FSDP gathers them in bf16 or fp16.
         data_notes: features of the user's DataLoader that are not used.
         flops_per_sample: forward and backward, counted because the task has no such method; None if it has one, or if
             counting failed.

@@ -105,7 +105,7 @@ def copy_code(roots: Sequence[Path], target: Path, leave_out: Path) -> tuple[str
 
 
 def take_once(roots: Sequence[Path], target: Path, leave_out: Path) -> tuple[str, ...]:
-    """Copy the code like ``take``, unless the copies exist."""
+    """Copy the code like ``copy_code``, unless the copies exist."""
     if (target / _NOTES).is_file():
         return tuple(map(str, _places(roots, target)))
     shutil.rmtree(target, ignore_errors=True)  # an interrupted copy
@@ -119,7 +119,7 @@ def commit_of(file: Path, copies: Sequence[str]) -> str | None:
     belongs to an installed package.
 
     Args:
-        copies: those that ``take`` has made; empty if the code is used in place.
+        copies: those that ``copy_code`` has made; empty if the code is used in place.
     """
     if copies:
         notes = cast("list[dict[str, str | None]]", read_json(Path(copies[0]).parent / _NOTES) or [])
@@ -134,12 +134,12 @@ def _is_below(file: Path, place: str | Path) -> bool:
 
 
 def digests(roots: Sequence[Path], leave_out: Path, this_run: Path) -> tuple[str, str]:
-    """Return two digests: of all files that ``take`` would copy, and of only the code and settings among them.
+    """Return two digests: of all files that ``copy_code`` would copy, and of only the code and settings among them.
 
     The second is stable although logs and tables beside the code change with every command.
 
     Raises:
-        SiteError: as ``take``.
+        SiteError: as ``copy_code``.
     """
     everything, code = hashlib.sha256(), hashlib.sha256()
     for number, root in enumerate(roots):

@@ -147,8 +147,7 @@ def note_event(paths: RunPaths, event: str, **fields: Any) -> None:
 
     Args:
         event: submitted, changed, started, restarted, stopped, killed, requeued, not requeued, hang, disconnected,
-            lost,
-            failed, done, cancelled.
+            lost, failed, done, cancelled.
     """
     line = json.dumps({"at": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **fields})
     with paths.events.open("a", encoding="utf-8") as file:

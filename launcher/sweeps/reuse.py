@@ -63,7 +63,7 @@ class ExistingRuns:
     """Existing runs by content.
 
     Attributes:
-        standing: finished in any sweep beside this one, or active in this one.
+        reusable: finished in any sweep beside this one, or active in this one.
         resumable: stopped in this one, with a checkpoint.
     """
 

@@ -98,7 +98,7 @@ def submit_in_arrays(
 
 
 def submit_array(plans: Sequence[LaunchPlan], name: str, folder: Path, at_once: int | None = None) -> list[str]:
-    """Submit runs of one ``shape`` whose directories exist, several as one array. Return a job id for each.
+    """Submit runs of one ``array_key`` whose directories exist, several as one array. Return a job id for each.
 
     If Slurm refuses, none of them is submitted.
 
