@@ -19,7 +19,7 @@ from launcher.config.schema import WITH_TARGET, Config, key_of
 from launcher.errors import ConfigError
 
 if TYPE_CHECKING:
-    from launcher.config.multirun import RequestedCell, Result
+    from launcher.config.multirun import Begin, RequestedCell, Result
 
 
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -144,61 +144,84 @@ def run_with_config(
             pass
         else:
             return act(*composed)
-    from hydra import main as hydra_main
+    from launcher.config.multirun import Begin
 
-    from launcher.config.multirun import BEGIN, Begin
-
-    arguments = _open_free_keys(arguments)
     statuses = [0]
-    wrong: list[Exception] = []
-    of_verb: list[Exception] = []
-
-    def job(composed: Any) -> None:
-        # stored and raised below: Hydra prints lines of its own about an exception from a job
-        try:
-            config, yaml = _to_config(composed)
-        except Exception as error:
-            wrong.append(error)
-            return
-        statuses.append(act(config, yaml))
 
     def begin(requested: Sequence[RequestedCell], with_results: bool) -> Sequence[Result]:
+        if cells is not None:
+            return cells(requested, with_results)
+        statuses.extend(act(cell.config, cell.yaml) for cell in requested)
+        return [None] * len(requested)
+
+    # no limit on the number of cells if they are only displayed
+    composed_by_hydra = _run_application(verb, arguments, Begin(begin, _to_config, confirmed or cells is None), keep)
+    statuses.extend(act(*composed) for composed in composed_by_hydra)
+    return max(statuses)
+
+
+def _run_application(
+    verb: str, arguments: Sequence[str], begin: Begin, keep: Callable[[Path], None]
+) -> list[tuple[Config, str]]:
+    """Run Hydra's application with a command's arguments.
+
+    Args:
+        begin: receives the cells of -m.
+        keep: called with the directory of the sweeper's own files before it is deleted.
+
+    Returns:
+        The config of a single job; none with -m, and if Hydra only prints something.
+
+    Raises:
+        ConfigError: in place of Hydra's errors. Exceptions of ``begin`` are raised as they are.
+    """
+    from hydra import main as hydra_main
+
+    from launcher.config.multirun import BEGIN
+
+    arguments = _open_free_keys(arguments)
+    configs: list[tuple[Config, str]] = []
+    wrong: list[Exception] = []
+    of_begin: list[Exception] = []
+
+    def job(composed: Any) -> None:
         try:
-            if cells is not None:
-                return cells(requested, with_results)
-            statuses.extend(act(cell.config, cell.yaml) for cell in requested)
-            return [None] * len(requested)
+            configs.append(_to_config(composed))
+        except Exception as error:  # raised below: Hydra prints lines of its own about an exception from a job
+            wrong.append(error)
+
+    def cells(requested: Sequence[RequestedCell], with_results: bool) -> Sequence[Result]:
+        try:
+            return begin.cells(requested, with_results)
         except Exception as error:
-            of_verb.append(error)
+            of_begin.append(error)
             raise
 
     application = hydra_main(version_base="1.3", config_path=str(CONF), config_name=_PRIMARY)(job)
     argv, environment = sys.argv, dict(os.environ)
+    token = BEGIN.set(dataclasses.replace(begin, cells=cells))
     try:
         with tempfile.TemporaryDirectory() as sweep_dir:
             sys.argv = [f"launch {verb}", *arguments]
             # makes Hydra raise instead of printing and exiting with status 1
             os.environ |= {"HYDRA_FULL_ERROR": "1", "LAUNCHER_SWEEP_DIR": sweep_dir}
-            # no limit on the number of cells if they are only displayed
-            token = BEGIN.set(Begin(begin, _to_config, confirmed or cells is None))
             try:
                 with config_errors.in_plain_words(arguments, CONF):
                     application()
                     if wrong:
                         raise wrong[0]
             except Exception:
-                if not of_verb:
-                    raise
+                if of_begin:  # raised here, because Hydra's errors are reworded
+                    raise of_begin[0] from None
+                raise
             finally:
-                BEGIN.reset(token)
                 keep(Path(sweep_dir))
-            if of_verb:  # raised here, because Hydra's errors are reworded
-                raise of_verb[0]
     finally:
+        BEGIN.reset(token)
         sys.argv = argv
         os.environ.clear()
         os.environ |= environment
-    return max(statuses)
+    return configs
 
 
 def _help(verb: str, arguments: Sequence[str]) -> str:
