@@ -22,3 +22,10 @@ def tensors(directory: Path) -> dict[str, Tensor]:
     }
     dcp.load(state, checkpoint_id=directory, no_dist=True)
     return state
+
+
+def assert_same_tensors(mine: Path, wanted: Path) -> None:
+    """Two checkpoints hold the same tensors, bit by bit."""
+    found, others = tensors(mine), tensors(wanted)
+    assert found.keys() == others.keys()
+    assert [name for name, tensor in found.items() if not torch.equal(tensor, others[name])] == []

@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from tests.helpers import launch, launch_command, patience
-from tests.infra.checkpoints import tensors
+from tests.infra.checkpoints import assert_same_tensors
 from tests.infra.runs import OWN, PROJECT, records, summary
 from tests.infra.slurm import Cluster
 
@@ -89,8 +87,5 @@ def assert_as_undisturbed(run: Path, undisturbed: Path) -> None:
     assert [record["step"] for record in mine] == list(range(1, STEPS + 1))
     assert [record["train/loss"] for record in mine] == [record["train/loss"] for record in wanted]
     last = f"step_{STEPS:06d}"
-    mine, wanted = tensors(run / "checkpoints" / last), tensors(undisturbed / "checkpoints" / last)
-    assert mine.keys() == wanted.keys()
-    for name, value in wanted.items():
-        assert torch.equal(mine[name], value), name
+    assert_same_tensors(run / "checkpoints" / last, undisturbed / "checkpoints" / last)
     assert summary(run)["eval/loss"] == summary(undisturbed)["eval/loss"]

@@ -27,6 +27,13 @@ def records(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+def timeless(record: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries that two runs of the same job share: all but times and memory."""
+    of_comm = ("comm/time_s", "comm/step_s", "comm/speedup", "comm/exposed", "comm/ov", "comm/cal", "comm/not_measured")
+    timed = ("time/", "throughput/", "memory/", "straggler", *of_comm)
+    return {name: value for name, value in record.items() if not name.startswith(timed)}
+
+
 def summary(run: Path) -> dict[str, Any]:
     return json.loads((run / "summary.json").read_text())
 

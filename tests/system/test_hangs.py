@@ -8,16 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.conftest import Launch
 from tests.helpers import launch_command, slowness
-from tests.infra.checkpoints import tensors
+from tests.infra.checkpoints import assert_same_tensors
 from tests.infra.hosts import hosts
 from tests.infra.jobs_on_hosts import finish
 from tests.infra.netns import needs_root
-from tests.infra.runs import OWN, processes_of, records, summary, wait_for
-from tests.train.checkpoint.test_load import timeless
+from tests.infra.runs import OWN, processes_of, records, summary, timeless, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 HERE = socket.gethostname()
@@ -56,9 +54,7 @@ def test_a_rank_that_hangs_costs_nothing_but_time(launch: Launch, project: Path)
     shown = " ".join(launch("status", "own").stdout.split())
     assert said in shown
     assert "in hold_the_interpreter" in shown
-    mine, wanted = (tensors(place / "checkpoints" / "step_000008") for place in (run, whole))
-    assert mine.keys() == wanted.keys()
-    assert all(torch.equal(tensor, wanted[name]) for name, tensor in mine.items())
+    assert_same_tensors(*(place / "checkpoints" / "step_000008" for place in (run, whole)))
     assert [timeless(record) for record in records(run)] == [timeless(record) for record in records(whole)]
     assert (summary(run)["verdict"], summary(run)["resumed"]) == ("done", 1)
     assert processes_of(run) == []

@@ -8,11 +8,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.conftest import Launch
 from tests.helpers import ROOT, launch
-from tests.infra.checkpoints import tensors
+from tests.infra.checkpoints import assert_same_tensors
 from tests.infra.jobs_on_slurm import Project
 from tests.infra.runs import records, summary
 from tests.infra.slurm import Cluster, needs_slurm
@@ -33,10 +32,7 @@ def assert_alike(run: Path, undisturbed: Path, steps: int) -> None:
     for one, other in zip(mine, wanted, strict=True):
         assert {name: one.get(name) for name in names} == {name: other.get(name) for name in names}
     last = f"checkpoints/step_{steps:06d}"
-    one, other = tensors(run / last), tensors(undisturbed / last)
-    assert one.keys() == other.keys()
-    for name, value in other.items():
-        assert torch.equal(one[name], value), name
+    assert_same_tensors(run / last, undisturbed / last)
     assert summary(run)["verdict"] == "done"
     assert summary(run)["eval/loss"] == summary(undisturbed)["eval/loss"]
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.conftest import Launch
 from tests.helpers import patience
-from tests.infra.checkpoints import tensors
-from tests.infra.runs import OWN, processes_of, records, start, summary, wait_for, worker_of
+from tests.infra.checkpoints import assert_same_tensors
+from tests.infra.runs import OWN, processes_of, records, start, summary, timeless, wait_for, worker_of
 from tests.system.test_wandb import read_back
-from tests.train.checkpoint.test_load import timeless
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 JOB = ("train.steps=40", "run.calibrate_s=5", "checkpoint.every=5", "checkpoint.keep=3", "wandb.mode=offline")
@@ -30,9 +28,7 @@ def test_a_killed_rank_costs_nothing_but_time(launch: Launch, project: Path) -> 
     assert "--- resumed after step" in out
 
     whole = project / "runs" / "whole"
-    mine, wanted = (tensors(place / "checkpoints" / "step_000040") for place in (run, whole))
-    assert mine.keys() == wanted.keys()
-    assert all(torch.equal(tensor, wanted[name]) for name, tensor in mine.items())
+    assert_same_tensors(*(place / "checkpoints" / "step_000040" for place in (run, whole)))
     assert [timeless(record) for record in records(run)] == [timeless(record) for record in records(whole)]
     assert (summary(run)["verdict"], summary(run)["resumed"]) == ("done", 1)
     kept = sorted(path.name for path in (run / "checkpoints").iterdir())

@@ -8,11 +8,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.conftest import Launch
 from tests.helpers import patience
-from tests.infra.checkpoints import tensors
+from tests.infra.checkpoints import assert_same_tensors
 from tests.infra.runs import OWN, processes_of, records, start, summary, wait_for
 from tests.system.test_wandb import read_back
 
@@ -50,8 +49,7 @@ def test_a_scheduler_around_it_finds_a_run_that_goes_on(project: Path, launch: L
     assert "own: is done. `launch retry own` starts it again" in refused.stderr
     again = launch("retry", "own")
     assert again.returncode == 0, again.stderr
-    mine, wanted = (tensors(place / "checkpoints" / "step_000012") for place in (run, run.with_name("own.retry1")))
-    assert all(torch.equal(mine[name], wanted[name]) for name in wanted)
+    assert_same_tensors(*(place / "checkpoints" / "step_000012" for place in (run, run.with_name("own.retry1"))))
     one, other = ([(r["step"], r["eval/loss"]) for r in records(p)] for p in (run, run.with_name("own.retry1")))
     assert one == other, "an evaluation that a stop left out is made up for"
     assert "Run own.retry1: done" in launch("status", "own.retry1").stdout

@@ -17,9 +17,9 @@ import torch
 from launcher.rundir.paths import RunPaths
 from tests.conftest import Launch
 from tests.helpers import patience, torchrun
-from tests.infra.checkpoints import tensors
-from tests.infra.runs import OWN, start, wait_for
-from tests.train.checkpoint.test_load import COMMON, DDP, PLAIN, POWERSGD, assert_same, records
+from tests.infra.checkpoints import assert_same_tensors, tensors
+from tests.infra.runs import OWN, records, start, wait_for
+from tests.train.checkpoint.test_load import COMMON, DDP, PLAIN, POWERSGD, assert_same
 
 WORKER = Path(__file__).parent.parent / "train" / "checkpoint" / "saving_worker.py"
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
@@ -78,9 +78,7 @@ def test_what_is_written_beside_the_steps_is_what_would_be_written_at_once(tmp_p
     for job in jobs:
         for step in (4, 8, 10):
             ours, theirs = (Path(f"{job['run']}{end}/checkpoints/step_{step:06d}") for end in ("", " at once"))
-            mine, wanted = tensors(ours), tensors(theirs)
-            assert mine.keys() == wanted.keys()
-            assert not [name for name in mine if not torch.equal(mine[name], wanted[name])]
+            assert_same_tensors(ours, theirs)
             assert (ours / "state.json").exists()
         first, later = (tensors(Path(job["run"]) / "checkpoints" / f"step_{step:06d}") for step in (4, 8))
         trained = [name for name in first if name.startswith(("model.layers.0.", "optimizer.state.layers.0.weight."))]
@@ -157,8 +155,7 @@ def test_a_disk_that_refuses_ends_the_run_or_does_not(tmp_path: Path) -> None:
                 summary = json.loads((place / "summary.json").read_text())
                 assert (summary["verdict"], summary["checkpoint/failed"]) == ("done", 1)
                 assert [r.get("checkpoint/failed", 0) for r in records(place)][-4:] == [1, 1, 1, 1]
-                mine, wanted = (tensors(p / "checkpoints" / "step_000010") for p in (place, tmp_path / "whole"))
-                assert not [name for name in wanted if not torch.equal(mine[name], wanted[name])]
+                assert_same_tensors(*(p / "checkpoints" / "step_000010" for p in (place, tmp_path / "whole")))
             else:
                 assert len([line for line in said if line.startswith("CheckpointFailed on rank")]) == 2
                 assert committed(job["run"]) == names(2, 4)

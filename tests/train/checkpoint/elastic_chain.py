@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers import torchrun
+from tests.infra.runs import records
 
 WORKER = Path(__file__).parent / "elastic_worker.py"
 STEPS = 20
@@ -69,10 +70,6 @@ def go(chains: Sequence[Chain], place: Path, beside: Mapping[int, Callable[[], l
 
 def job(run: Path, *overrides: str, **known: Any) -> dict[str, Any]:
     return {"run": str(run), "overrides": [*COMMON, *overrides], "task": {}} | known
-
-
-def records(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def seen(run: Path) -> dict[int, list[int]]:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from launcher.errors import ConfigError
 from launcher.rundir.fencing import Attempt, Fence
@@ -16,9 +15,8 @@ from launcher.rundir.paths import RunPaths
 from launcher.train.checkpoint.best_evaluation import BestEvaluation
 from launcher.train.checkpoint.save import Retention, delete_old
 from tests.helpers import make_plan, torchrun
-from tests.infra.checkpoints import tensors
-from tests.infra.runs import records, summary
-from tests.train.checkpoint.test_load import timeless
+from tests.infra.checkpoints import assert_same_tensors
+from tests.infra.runs import records, summary, timeless
 
 WORKER = Path(__file__).parent / "resume_worker.py"
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -56,9 +54,7 @@ def assert_same(run: Path, whole: Path) -> None:
     """Parameters, optimizer and random state of all checkpoints that are left, the record, and the verdict."""
     assert saved(run) == saved(whole)
     for step in saved(whole):
-        mine, wanted = (tensors(place / "checkpoints" / f"step_{step:06d}") for place in (run, whole))
-        assert mine.keys() == wanted.keys()
-        assert not [name for name, tensor in mine.items() if not torch.equal(tensor, wanted[name])]
+        assert_same_tensors(*(place / "checkpoints" / f"step_{step:06d}" for place in (run, whole)))
     assert [timeless(record) for record in records(run)] == [timeless(record) for record in records(whole)]
     ours, theirs = summary(run), summary(whole)
     assert best(run) == best(whole)

@@ -18,7 +18,8 @@ from torch.distributed.checkpoint import CheckpointException
 
 from launcher.train.checkpoint.file_format import Planner, Reader
 from tests.helpers import torchrun
-from tests.infra.checkpoints import tensors
+from tests.infra.checkpoints import assert_same_tensors, tensors
+from tests.infra.runs import records, timeless
 
 WORKER = Path(__file__).parent / "resume_worker.py"
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
@@ -60,25 +61,12 @@ def run(jobs: list[dict[str, Any]], ranks: int, place: Path) -> str:
     return torchrun(WORKER, [str(place / "jobs")], ranks, place, timeout=120)
 
 
-def timeless(record: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries that two runs of the same job share: all but times and memory."""
-    of_comm = ("comm/time_s", "comm/step_s", "comm/speedup", "comm/exposed", "comm/ov", "comm/cal", "comm/not_measured")
-    timed = ("time/", "throughput/", "memory/", "straggler", *of_comm)
-    return {name: value for name, value in record.items() if not name.startswith(timed)}
-
-
-def records(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 def assert_same(run: Path, undisturbed: Path, resumed: int) -> None:
     """Parameters, optimizer state, random state and every record."""
     ours, theirs = ([*sorted((path / "checkpoints").glob("step_*"))][-1] for path in (run, undisturbed))
     assert ours.name == theirs.name
-    mine, wanted = tensors(ours), tensors(theirs)
-    assert mine.keys() == wanted.keys()
-    assert len([name for name in mine if name.startswith("optimizer.state")]) > 20
-    assert not [name for name, tensor in mine.items() if not torch.equal(tensor, wanted[name])]
+    assert_same_tensors(ours, theirs)
+    assert len([name for name in tensors(ours) if name.startswith("optimizer.state")]) > 20
     states = [json.loads((path / "state.json").read_text())["engine"] for path in (ours, theirs)]
     for state in states:  # whether there was time enough to measure is the machine's affair
         del state["calibration"], state["gathered_by_every"]

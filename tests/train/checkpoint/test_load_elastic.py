@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from tests.infra.checkpoints import tensors
-from tests.train.checkpoint.elastic_chain import STEPS, go, job, records, run, seen, strategies, worst
+from tests.infra.runs import records
+from tests.train.checkpoint.elastic_chain import STEPS, go, job, run, seen, strategies, worst
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 

@@ -13,7 +13,7 @@ from launcher.errors import ConfigError
 from launcher.plan.validation import check
 from tests.conftest import Launch
 from tests.helpers import torchrun
-from tests.infra.checkpoints import tensors
+from tests.infra.checkpoints import assert_same_tensors
 from tests.infra.runs import OWN, records, summary
 
 WORKER = Path(__file__).parent / "nonfinite_worker.py"
@@ -78,10 +78,7 @@ def test_a_job_continues_and_resumes_bit_by_bit(launch: Launch, project: Path) -
     assert lines[-1]["batch/nonfinite_windows"] == 2
     resumed = launch("resume", "stop", "train.on_nonfinite=skip")
     assert resumed.returncode == 0, resumed.stderr
-    one, other = (tensors(project / "runs" / name / "checkpoints" / "step_000008") for name in ("through", "stop"))
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert value.equal(other[name]), name
+    assert_same_tensors(*(project / "runs" / name / "checkpoints" / "step_000008" for name in ("through", "stop")))
     assert [line["train/loss"] for line in records(project / "runs" / "stop")] == [line["train/loss"] for line in lines]
 
 
