@@ -58,6 +58,11 @@ def wait_for(condition: Any, what: str, seconds: float = 60, every_s: float = 0.
         time.sleep(every_s)
 
 
+def wait_for_steps(run: Path, steps: int, seconds: float = 60) -> None:
+    """Wait until the run has recorded so many steps."""
+    wait_for(lambda: (run / "metrics.jsonl").exists() and len(records(run)) >= steps, f"{steps} steps", seconds)
+
+
 def start(project: Path, *arguments: str) -> subprocess.Popen[str]:
     return warm.Popen(
         launch_command("train", *OWN, *arguments),

@@ -14,7 +14,7 @@ from tests.helpers import launch_command
 from tests.infra.hosts import Hosts, hosts
 from tests.infra.jobs_on_hosts import SMALL, finish, start
 from tests.infra.netns import needs_root
-from tests.infra.runs import processes_of, records, summary, wait_for, worker_of
+from tests.infra.runs import processes_of, records, summary, wait_for, wait_for_steps, worker_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.root, needs_root]
 
@@ -100,14 +100,10 @@ def test_a_way_that_leads_nowhere(pair: Hosts, tmp_path: Path, override: str, wo
     assert not list(tmp_path.iterdir())
 
 
-def under_way(run: Path) -> bool:
-    return (run / "metrics.jsonl").exists() and len(records(run)) >= 2
-
-
 def test_a_killed_worker_ends_the_job_everywhere(pair: Hosts, tmp_path: Path) -> None:
     processes = start(pair, tmp_path, "train.steps=100000", "cluster.grace_s=5")
     one, two = tmp_path / "host0/runs/job", tmp_path / "host1/runs/job"
-    wait_for(lambda: under_way(one), "two steps")
+    wait_for_steps(one, 2)
     worker_of(one, 1).kill()
     first, other = finish(processes, 1, 1)
     assert f"launch: the job failed on node 1 ({pair.address(1)}): rank 1: killed by SIGKILL" in first
@@ -119,7 +115,7 @@ def test_a_killed_worker_ends_the_job_everywhere(pair: Hosts, tmp_path: Path) ->
 def test_ctrl_c_on_one_host_stops_all_after_the_window(pair: Hosts, tmp_path: Path) -> None:
     processes = start(pair, tmp_path, "train.steps=100000")
     one, two = tmp_path / "host0/runs/job", tmp_path / "host1/runs/job"
-    wait_for(lambda: under_way(one), "two steps")
+    wait_for_steps(one, 2)
     processes[1].send_signal(signal.SIGINT)
     first, other = finish(processes, 130, 130)
     assert f"Stopped on node 1 ({pair.address(1)})" in first
@@ -133,7 +129,7 @@ def test_a_dead_link_ends_the_job_on_both_sides(pair: Hosts, tmp_path: Path) -> 
     """Nobody closes a connection: the workers would wait for half an hour."""
     processes = start(pair, tmp_path, "train.steps=100000", "cluster.grace_s=1")
     runs = tmp_path / "host0/runs/job", tmp_path / "host1/runs/job"
-    wait_for(lambda: under_way(runs[0]), "two steps")
+    wait_for_steps(runs[0], 2)
     pair.link_down(1)
     outputs = finish(processes, 1, 1)
     pair.link_up(1)
@@ -155,7 +151,7 @@ def test_a_job_goes_on_with_the_hosts_that_are_left(tmp_path: Path, launch: Laun
     run = tmp_path / "all/runs/job"
     with hosts(3) as three:
         processes = start(three, tmp_path, *RANGE, shared=True)
-        wait_for(lambda: (run / "metrics.jsonl").exists() and len(records(run)) >= 4, "four steps", 180)
+        wait_for_steps(run, 4, 180)
         assert json.loads((run / "incarnation.json").read_text())["ranks"] == 3
         lost_address = json.loads((run / "plan.node1.json").read_text())["cluster"]["place"]["address"]
         lost = [three.address(host) for host in range(3)].index(lost_address)  # numbers go by who comes first

@@ -12,7 +12,7 @@ import pytest
 from tests.conftest import Launch
 from tests.helpers import patience
 from tests.infra.checkpoints import assert_same_tensors
-from tests.infra.runs import OWN, processes_of, records, start, summary, wait_for
+from tests.infra.runs import OWN, processes_of, records, start, summary, wait_for, wait_for_steps
 from tests.system.test_wandb import read_back
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
@@ -31,7 +31,7 @@ def commit(project: Path) -> str:
 def test_a_scheduler_around_it_finds_a_run_that_goes_on(project: Path, launch: Launch, number: int) -> None:
     job = start(project, "task.trouble=slow", "train.steps=12", "train.eval_every=1")
     run = project / "runs" / "own"
-    wait_for(lambda: (run / "metrics.jsonl").exists() and len(records(run)) >= 3, "three steps")
+    wait_for_steps(run, 3)
     assert "is running" in launch("resume", "own").stderr
     job.send_signal(number)
     out, _ = job.communicate(timeout=patience(60))
@@ -101,7 +101,7 @@ def test_a_run_that_is_done_goes_on_in_another_world(project: Path, launch: Laun
 def test_cancel_ends_a_run_of_this_machine(project: Path, launch: Launch) -> None:
     job = start(project, "task.trouble=slow", "train.steps=1000")
     run = project / "runs" / "own"
-    wait_for(lambda: (run / "metrics.jsonl").exists() and len(records(run)) >= 2, "two steps")
+    wait_for_steps(run, 2)
     done = launch("cancel", "own")
     assert done.returncode == 0, done.stderr
     assert job.wait(patience(10)) == 75

@@ -11,7 +11,7 @@ import pytest
 
 from tests.conftest import Launch
 from tests.helpers import patience
-from tests.infra.runs import OWN, processes_of, records, start, summary, wait_for, worker_of
+from tests.infra.runs import OWN, processes_of, records, start, summary, wait_for, wait_for_steps, worker_of
 
 pytestmark = pytest.mark.slow
 
@@ -76,7 +76,7 @@ def test_a_gradient_that_no_loss_scale_helps_ends_the_run(launch: Launch) -> Non
 def test_ctrl_c_stops_after_the_window_and_saves(project: Path) -> None:
     job = start(project, "task.trouble=slow", "train.steps=100000")
     run = project / "runs" / "own"
-    wait_for(lambda: (run / "metrics.jsonl").exists() and len(records(run)) >= 3, "three steps")
+    wait_for_steps(run, 3)
     assert len(processes_of(run)) >= 3, "the agent and two workers are found while they live"
     job.send_signal(signal.SIGINT)
     out, _ = job.communicate(timeout=patience(60))
@@ -92,7 +92,7 @@ def test_ctrl_c_stops_after_the_window_and_saves(project: Path) -> None:
 def test_sigterm_to_a_worker_stops_the_job_like_any_stop_from_outside(project: Path) -> None:
     job = start(project, "task.trouble=slow", "train.steps=100000")
     run = project / "runs" / "own"
-    wait_for(lambda: (run / "metrics.jsonl").exists() and len(records(run)) >= 2, "two steps")
+    wait_for_steps(run, 2)
     worker_of(run, 1).terminate()
     out, _ = job.communicate(timeout=patience(60))
     assert job.returncode == 75, out
@@ -104,7 +104,7 @@ def test_sigterm_to_a_worker_stops_the_job_like_any_stop_from_outside(project: P
 def test_a_second_ctrl_c_kills_at_once(project: Path) -> None:
     job = start(project, "task.trouble=hang", "train.steps=100000", "cluster.grace_s=1000")
     run = project / "runs" / "own"
-    wait_for(lambda: (run / "metrics.jsonl").exists() and len(records(run)) >= 2, "two steps")
+    wait_for_steps(run, 2)
     job.send_signal(signal.SIGINT)
     assert job.stdout is not None
     assert any("Stopping at the end of this window" in line for line in job.stdout), "the first one was not answered"
@@ -131,7 +131,7 @@ def test_ctrl_c_before_the_first_step(project: Path, launch: Launch) -> None:
 def test_a_hanging_worker_does_not_outlive_ctrl_c(project: Path) -> None:
     job = start(project, "task.trouble=hang", "train.steps=100000", "cluster.grace_s=1")
     run = project / "runs" / "own"
-    wait_for(lambda: (run / "metrics.jsonl").exists() and len(records(run)) >= 2, "two steps")
+    wait_for_steps(run, 2)
     time.sleep(1)  # rank 1 hangs now, and rank 0 waits for it in a collective
     job.send_signal(signal.SIGINT)
     out, _ = job.communicate(timeout=patience(60))
@@ -144,7 +144,7 @@ def test_a_hanging_worker_does_not_outlive_ctrl_c(project: Path) -> None:
 def test_kill_9_leaves_nothing_behind(project: Path, victim: str) -> None:
     job = start(project, "task.trouble=slow", "train.steps=100000", "cluster.grace_s=5", "wandb.mode=offline")
     run = project / "runs" / "own"
-    wait_for(lambda: (run / "metrics.jsonl").exists() and len(records(run)) >= 2, "two steps")
+    wait_for_steps(run, 2)
     if victim == "launcher.cli":
         job.kill()
     else:
