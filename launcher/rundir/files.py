@@ -19,6 +19,7 @@ from typing import Any
 
 _STALE_TRIES = 5
 _WRITTEN_WITHIN_S = 1.0
+_END_BYTES = 2**16
 
 
 def clear_torn(directory: Path) -> None:
@@ -110,9 +111,11 @@ def value_from_json(kind: Any, value: Any, absent: Absent | None = None) -> Any:
 
 
 def last_lines(path: Path, count: int) -> list[str]:
-    """Return the last ``count`` lines of a log; none if it cannot be read."""
+    """Return the last ``count`` lines of a file of any size, from its last 64 KiB; none if it cannot be read."""
     try:
-        return path.read_text(encoding="utf-8", errors="replace").splitlines()[-count:]
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _END_BYTES))
+            return file.read().decode("utf-8", errors="replace").splitlines()[-count:]
     except OSError:
         return []
 

@@ -6,8 +6,8 @@ No other state exists that could be stale: a run that was moved, or that another
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -18,7 +18,7 @@ from launcher.launch.slurm import client
 from launcher.launch.slurm.client import Listed, SlurmSilent
 from launcher.loss import RESERVED_NAMES
 from launcher.rundir import history
-from launcher.rundir.files import read_json
+from launcher.rundir.files import last_lines, read_json
 from launcher.rundir.history import Submission
 from launcher.rundir.paths import RunPaths
 
@@ -86,9 +86,6 @@ class Run:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
-
-
-_TAIL_BYTES = 64 * 1024
 
 
 def statuses_of(runs: Iterable[RunPaths]) -> list[Run]:
@@ -308,14 +305,11 @@ def metrics_text(metrics: Mapping[str, float | None]) -> str:
 
 def _last_record(metrics: Path) -> dict[str, Any]:
     """Return the last complete record of metrics.jsonl; empty without one."""
-    try:
-        with metrics.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            lines = file.read().split(b"\n")[:-1]
-        last: Any = json.loads(lines[-1]) if lines else {}
-        return cast("dict[str, Any]", last) if isinstance(last, dict) else {}
-    except (OSError, ValueError):
-        return {}
+    for line in reversed(last_lines(metrics, 2)):
+        with suppress(ValueError):  # rank 0 may be writing the last one
+            record: Any = json.loads(line)
+            return cast("dict[str, Any]", record) if isinstance(record, dict) else {}
+    return {}
 
 
 def _first_line(summary: dict[str, Any]) -> str:

@@ -13,7 +13,7 @@ import pytest
 
 from launcher.launch.agent import open_attempt
 from launcher.rundir.fencing import Attempt, Fence
-from launcher.rundir.files import read_json, write_json, write_text
+from launcher.rundir.files import last_lines, read_json, write_json, write_text
 from launcher.rundir.paths import RunPaths
 
 
@@ -89,3 +89,11 @@ def test_what_a_killed_process_was_writing_goes_when_the_run_begins_again(tmp_pa
     open_attempt(Fence(RunPaths(tmp_path), Attempt()))
     assert not left.exists()
     assert {path.name for path in tmp_path.glob(".*")} == {of_the_living.name, of_another_host.name, ".submission.0"}
+
+
+def test_the_end_of_a_log_that_is_larger_than_memory(tmp_path: Path) -> None:
+    log = tmp_path / "rank0.log"
+    with log.open("wb") as file:
+        file.seek(2**40)  # a hole, which takes no space
+        file.write(b"\nlast\nwords\n")
+    assert last_lines(log, 2) == ["last", "words"]

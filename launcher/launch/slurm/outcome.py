@@ -20,7 +20,7 @@ from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan
 from launcher.rundir import history
 from launcher.rundir.fencing import Fence
-from launcher.rundir.files import read_json, write_json
+from launcher.rundir.files import last_lines, read_json, write_json
 from launcher.rundir.history import HANG, Failure, failure_record
 from launcher.rundir.paths import RunPaths
 
@@ -146,7 +146,7 @@ _CONNECTION = re.compile(
 _OF_TORCH = re.compile(
     r"gloo|NCCL|c10d|TCPStore|Dist(Backend|Network|Store)Error|torch/distributed/|did not come together"
 )
-_LOG_TAIL_BYTES = 8192
+_LOG_LINES = 100
 
 
 class Reports:
@@ -214,15 +214,8 @@ def lost_its_peers(failure: Failure) -> bool:
     if failure["kind"] == HANG:  # the stacks of waiting ranks contain torch's texts
         return False
     if text == "killed by SIGABRT":  # NCCL's watchdog aborts the process; the cause is in its log
-        text += _tail(failure["log"])
+        text += "\n".join(last_lines(Path(failure["log"]), _LOG_LINES)) if failure["log"] else ""
     return bool(_CONNECTION.search(text) and _OF_TORCH.search(text + str(failure["traceback"] or "")))
-
-
-def _tail(log: str | None) -> str:
-    try:
-        return Path(log or "").read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace")
-    except OSError:
-        return ""
 
 
 def _slurmd_timeout_s() -> int:
