@@ -34,6 +34,11 @@ def first_names(names: Sequence[str], most: int = 4) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
+def first_lines(lines: Sequence[str], most: int) -> list[str]:
+    """Return the first ``most`` lines, and one that says how many there are besides."""
+    return [*lines[:most], *([f"and {len(lines) - most} more"] if len(lines) > most else [])]
+
+
 # fewest measurements with which an interval of order statistics reaches 95%
 _SIGN_ROUNDS = 6
 # 97.5% quantile of Student's t distribution by number of values

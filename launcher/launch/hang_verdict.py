@@ -9,6 +9,7 @@ from typing import Any
 
 from launcher.heartbeat import IMPORTS, Phase, Progress
 from launcher.launch.stacks import Stacks
+from launcher.quantities import first_lines
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class Hang:
         return {"rank": self.rank, "host": self.host, "step": self.step, "phase": self.phase, "stack": self.stack}
 
 
+_SHOWN = 16
 # seconds; imports may come from a busy disk, so a shorter time limit does not apply to them
 _IMPORTS_WITHIN_S = 300.0
 
@@ -109,12 +111,8 @@ def judge_hang(behind: Sequence[RankState], answers: Mapping[int, Stacks], timeo
         "like that:"
     )
     lines = [f"rank {state.rank} on {state.host}: at {answer.location}" for state, answer in answered]
-    more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
     stack = "\n".join(f"--- rank {state.rank} ---\n{answer.text}" for state, answer in answered[:_SHOWN])
-    return _hang(state, None, "\n  ".join([text, *lines[:_SHOWN], *more]), stack)
-
-
-_SHOWN = 16
+    return _hang(state, None, "\n  ".join([text, *first_lines(lines, _SHOWN)]), stack)
 
 
 def _ranks(states: Iterable[RankState]) -> str:

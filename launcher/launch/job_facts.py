@@ -12,6 +12,7 @@ from typing import Any, cast
 from launcher.launch.channel import Message
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan
+from launcher.quantities import first_lines
 
 # not compared: values of one host (directories, addresses, environment), and values derived from compared ones
 _OWN = (
@@ -83,19 +84,15 @@ def differences(here: Message, there: Any, host: str, other: str) -> str:
     theirs = cast(Message, there)
     missing = "nothing"
     lines = [
-        f"  {key}: {_text(here.get(key, missing))} on {host}, {_text(theirs.get(key, missing))} on {other}"
+        f"{key}: {_text(here.get(key, missing))} on {host}, {_text(theirs.get(key, missing))} on {other}"
         for key in sorted({*here, *theirs})
         if here.get(key, missing) != theirs.get(key, missing)
     ]
     if not lines:
         return ""
-    if len(lines) > _LINES:
-        lines = [*lines[:_LINES], f"  and {len(lines) - _LINES} more"]
-    first, last = (
-        "The hosts were not given the same job. Nothing was started.",
-        "  Type the same command on every host, where the same code and data are.",
-    )
-    return "\n".join([first, *lines, last])
+    head = "The hosts were not given the same job. Nothing was started."
+    remedy = "Type the same command on every host, where the same code and data are."
+    return "\n  ".join([head, *first_lines(lines, _LINES), remedy])
 
 
 def _text(value: Any) -> str:

@@ -12,6 +12,7 @@ from typing import Any, cast
 from launcher.config.schema import LrScaling, OptimizerConfig, OptimizerKind, ScheduleKind
 from launcher.errors import ConfigError, did_you_mean
 from launcher.plan.run_plan import OptimizerPlan, extended
+from launcher.quantities import first_names
 
 # common practice: decay applies to matrices, not to biases and the scales of norms
 DEFAULT_GROUP: Mapping[str, Any] = {"match": "ndim<2", "weight_decay": 0.0}
@@ -184,7 +185,7 @@ def require_members(parameters: Sequence[Named], groups: Sequence[Mapping[str, A
         else:
             problem = "matches no parameter that is trained"
             near = did_you_mean(group[MATCH], names).strip()
-            hint = near or f"Names: {', '.join(names[:8])}{f' and {len(names) - 8} more' if len(names) > 8 else ''}."
+            hint = near or f"Names: {first_names(names, 8)}."
         raise ConfigError(f"optimizer.groups[{number}].match", group[MATCH], f"{problem}.", hint)
 
 

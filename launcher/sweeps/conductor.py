@@ -15,7 +15,7 @@ from launcher.launch import local
 from launcher.launch.planner import Once, plan_job, task_stem
 from launcher.launch.slurm import client, submit
 from launcher.plan.run_plan import RunPlan
-from launcher.quantities import count, first_names
+from launcher.quantities import count, first_lines, first_names
 from launcher.rundir import code_snapshot
 from launcher.rundir.files import read_json
 from launcher.rundir.paths import RunPaths, SweepPaths, is_run
@@ -76,8 +76,7 @@ def require_a_possible_one(requested: Sequence[RequestedCell], wrong: Sequence[U
     if len(problems) == 1:
         raise errors[0]
     lines = [f"{' '.join(overrides)}: {problem}" for problem, overrides in problems.items()]
-    more = [f"and {len(lines) - _SHOWN_REFUSALS} more"] if len(lines) > _SHOWN_REFUSALS else []
-    raise UserError("No cell of this sweep can run.\n  " + "\n  ".join([*lines[:_SHOWN_REFUSALS], *more]))
+    raise UserError("\n  ".join(["No cell of this sweep can run.", *first_lines(lines, _SHOWN_REFUSALS)]))
 
 
 # prefixes of arguments that do not identify the sweep

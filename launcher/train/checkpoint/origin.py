@@ -17,6 +17,7 @@ from launcher.plan import windows
 from launcher.plan.batch import Batch, RampStage
 from launcher.plan.resumable import Change, refusals
 from launcher.plan.run_plan import RunPlan
+from launcher.quantities import first_lines
 from launcher.train.checkpoint.file_format import CHECKPOINT_FORMAT
 
 Origin = dict[str, Any]
@@ -147,9 +148,6 @@ def require_same_model(
             problems.append(f"{name} has the shape {shape} here, and {shapes[name]} in the checkpoint")
     problems += [f"{name} is in the checkpoint only" for name in [*shapes, *unknown] if name not in model]
     if problems:
-        more = f"\n  and {len(problems) - _MAX_SHOWN} more" if len(problems) > _MAX_SHOWN else ""
-        raise WrongCheckpoint(
-            f"{directory} was saved from another model:\n  "
-            + "\n  ".join(problems[:_MAX_SHOWN])
-            + f"{more}\n  Resume with the model that the run had, or start a new run: launch train."
-        )
+        head = f"{directory} was saved from another model:"
+        remedy = "Resume with the model that the run had, or start a new run: launch train."
+        raise WrongCheckpoint("\n  ".join([head, *first_lines(problems, _MAX_SHOWN), remedy]))
