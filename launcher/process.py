@@ -12,8 +12,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn, Self, TextIO, TypeVar, cast
@@ -180,6 +180,30 @@ def exit_without_teardown(status: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Generator[None]:
+    """Context in which ``os.environ`` has these variables and no others."""
+    before = dict(os.environ)
+    os.environ.clear()
+    os.environ |= variables
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ |= before
+
+
+@contextmanager
+def signal_handler(numbers: Iterable[int], handler: Callable[[int, FrameType | None], object]) -> Generator[None]:
+    """Context in which ``handler`` handles these signals."""
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 def wait_until(condition: Callable[[], T], within_s: float = math.inf, every_s: float = 0.1) -> T:

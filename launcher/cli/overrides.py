@@ -6,11 +6,12 @@ import errno
 import os
 import signal
 import sys
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from launcher.errors import EXIT_FAILED, EXIT_INTERRUPTED, LauncherError, RecordFailed, UserError, did_you_mean
+from launcher.process import signal_handler
 
 if TYPE_CHECKING:
     from launcher.config.schema import Config
@@ -127,13 +128,6 @@ def with_config(verb: str, arguments: list[str], act: Callable[[Config, str], in
     return run_with_config(verb, arguments, act_or_explain, **sweep)
 
 
-@contextmanager
-def signals_as_interrupt() -> Generator[None]:
+def signals_as_interrupt() -> AbstractContextManager[None]:
     """Handle SIGTERM and SIGHUP like Ctrl-C, so that everything started is ended and no job is left behind."""
-    numbers = (signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return signal_handler((signal.SIGTERM, signal.SIGHUP), signal.default_int_handler)

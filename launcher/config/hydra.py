@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from launcher.config import config_errors
 from launcher.config.schema import WITH_TARGET, Config, key_of
 from launcher.errors import ConfigError
+from launcher.process import environment
 
 if TYPE_CHECKING:
     from launcher.config.multirun import Begin, RequestedCell, Result
@@ -198,15 +199,14 @@ def _run_application(
             raise
 
     application = hydra_main(version_base="1.3", config_path=str(CONF), config_name=_PRIMARY)(job)
-    argv, environment = sys.argv, dict(os.environ)
-    token = BEGIN.set(dataclasses.replace(begin, cells=cells))
+    argv, token = sys.argv, BEGIN.set(dataclasses.replace(begin, cells=cells))
     try:
+        sys.argv = [f"launch {verb}", *arguments]
         with tempfile.TemporaryDirectory() as sweep_dir:
-            sys.argv = [f"launch {verb}", *arguments]
-            # makes Hydra raise instead of printing and exiting with status 1
-            os.environ |= {"HYDRA_FULL_ERROR": "1", "LAUNCHER_SWEEP_DIR": sweep_dir}
+            # the first makes Hydra raise instead of printing and exiting with status 1
+            variables = {"HYDRA_FULL_ERROR": "1", "LAUNCHER_SWEEP_DIR": sweep_dir}
             try:
-                with config_errors.in_plain_words(arguments, CONF):
+                with environment(os.environ | variables), config_errors.in_plain_words(arguments, CONF):
                     application()
                     if wrong:
                         raise wrong[0]
@@ -219,8 +219,6 @@ def _run_application(
     finally:
         BEGIN.reset(token)
         sys.argv = argv
-        os.environ.clear()
-        os.environ |= environment
     return configs
 
 

@@ -30,7 +30,7 @@ from launcher.launch.watchdog import HangWatch, NoWatch
 from launcher.plan.host import WANDB_ENV, allowed_env
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan
-from launcher.process import AGENT_PID, RUN_DIR, RUN_ID, StopShield, die_with_parent, living_children
+from launcher.process import AGENT_PID, RUN_DIR, RUN_ID, StopShield, die_with_parent, environment, living_children
 from launcher.rundir import history
 from launcher.rundir.fencing import ATTEMPT, Attempt, Fence
 from launcher.rundir.files import clear_torn, read_json, write_json
@@ -85,15 +85,14 @@ def serve(plan: LaunchPlan, plan_file: Path, own: Attempt, shield: StopShield) -
     Replaces ``os.environ`` by the workers' environment during the call. Must be called from the main thread, inside
     ``shield``. The caller decides whether the job ends or is requeued.
     """
-    environment = dict(os.environ)
+    # only the mirror may see the W&B key
+    inherited = plan.env.default | allowed_env(os.environ, plan.env.allow) | plan.env.set
+    of_run = {AGENT_PID: str(os.getpid()), ATTEMPT: str(own), RUN_ID: plan.run.id, RUN_DIR: plan.run.dir}
     mirror = start_mirror(plan, own)
     try:
-        for name in set(os.environ) - set(allowed_env(os.environ, plan.env.allow)):
-            del os.environ[name]  # only the mirror may see the W&B key
-        os.environ |= {**plan.env.default, **os.environ, **plan.env.set}
-        os.environ |= {AGENT_PID: str(os.getpid()), ATTEMPT: str(own), RUN_ID: plan.run.id, RUN_DIR: plan.run.dir}
-        watch = _watch(plan, shield)
-        ended = _run_workers(plan, plan_file, Fence(plan.paths, own).newest().get("attempt", 0), shield, watch)
+        with environment(inherited | of_run):
+            watch = _watch(plan, shield)
+            ended = _run_workers(plan, plan_file, Fence(plan.paths, own).newest().get("attempt", 0), shield, watch)
         if watch.last is not None and plan.node == 0:
             ended = dataclasses.replace(ended, fields=ended.fields | {"hang": watch.last.entry})
         return ended
@@ -101,8 +100,6 @@ def serve(plan: LaunchPlan, plan_file: Path, own: Attempt, shield: StopShield) -
         # a scheduler that reclaims the node does not wait for the W&B server: the next mirror sends what is missing
         hurried = shield.received is not None and plan.cluster.slurm is not None
         finish_mirror(mirror, plan.paths, MIRROR_HURRIED_S if hurried else MIRROR_GRACE_S)
-        os.environ.clear()
-        os.environ |= environment
 
 
 def load_plan(path: Path) -> LaunchPlan:

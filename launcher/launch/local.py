@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -31,7 +32,7 @@ from launcher.plan.callback_plan import may_report
 from launcher.plan.host import WANDB_ENV, allowed_env
 from launcher.plan.launch_plan import LaunchPlan, RunInfo
 from launcher.plan.run_plan import RunPlan
-from launcher.process import RUN_ID, STOP_SIGNALS
+from launcher.process import RUN_ID, STOP_SIGNALS, signal_handler
 from launcher.quantities import count
 from launcher.rundir import history
 from launcher.rundir.fencing import Attempt, Fence
@@ -125,8 +126,7 @@ def run_job(plan: LaunchPlan, display: Display, peers: Peers) -> Verdict:
 
     submission = history.add_submission(plan.paths, Submission.now().by_this_process()) if _writes(plan) else 0
     fence = Fence(plan.paths, Attempt(submission))
-    handlers = {number: signal.signal(number, stop) for number in STOP_SIGNALS}
-    try:
+    with signal_handler(STOP_SIGNALS, stop), closing(display):
         if _writes(plan):
             open_attempt(fence, ranks=plan.cluster.world_size)
         _run_once(plan, plan.paths.plan_of(plan.node), fence, display, peers, signals)
@@ -135,10 +135,6 @@ def run_job(plan: LaunchPlan, display: Display, peers: Peers) -> Verdict:
             display.say(describe_regrouping(plan, regrouping))
             peers.start_regrouped()
             _run_once(plan, plan_file, fence, display, peers, signals)
-    finally:
-        display.close()
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
     status, summary = peers.conclude()
     if status == EXIT_DONE and summary["verdict"] == "stopped":  # nobody asked this process: a worker got a signal
         status, summary = EXIT_RESUMABLE, {"stopped_by": "a signal to a worker"} | summary

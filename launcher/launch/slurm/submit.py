@@ -14,8 +14,8 @@ import secrets
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,7 +27,7 @@ from launcher.plan.host import OWN_MEMORY, batch_env, file_system
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.placement import SCRIPT_COMMAND
 from launcher.plan.run_plan import RunPlan
-from launcher.process import RUN_ID
+from launcher.process import RUN_ID, environment
 from launcher.rundir import code_snapshot, history
 from launcher.rundir.history import Submission
 
@@ -169,10 +169,12 @@ def _submit_function(
     from submitit.core.utils import FailedJobError, FailedSubmissionError
 
     try:
+        # sbatch passes its environment to the job: no secrets, and no variables of an enclosing job
+        passed_on = batch_env(os.environ, plan.env.allow)
+        if len(each) == 1:  # the jobs of an array share their environment
+            passed_on[RUN_ID] = plan.run.id
         # submitit prints sbatch's error, which the refusal contains too
-        with _submitters_environment(plan), redirect_stderr(io.StringIO()):
-            if len(each) == 1:  # the jobs of an array share their environment
-                os.environ[RUN_ID] = plan.run.id
+        with environment(passed_on), redirect_stderr(io.StringIO()):
             executor = _executor(plan, srun, name, folder)
             executor.update_parameters(array_parallelism=at_once or len(each))
             return [job.job_id for job in executor.map_array(function, *zip(*each, strict=True))]
@@ -216,20 +218,6 @@ def _executor(plan: LaunchPlan, srun: Sequence[str], name: str, folder: Path) ->
         srun_args=[*srun, f"--cpus-per-task={slurm.cpus_per_node}", *sbatch_options.srun_options(plan, os.environ)],
     )
     return executor
-
-
-@contextmanager
-def _submitters_environment(plan: LaunchPlan) -> Generator[None, None, None]:
-    """Restrict ``os.environ``, which sbatch passes to the job: no secrets, and no variables of an enclosing job."""
-    before = dict(os.environ)
-    kept = batch_env(before, plan.env.allow)
-    os.environ.clear()
-    os.environ |= kept
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ |= before
 
 
 def _roots(plan: LaunchPlan) -> list[Path]:
