@@ -8,7 +8,9 @@ import select
 import socket
 import time
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
+
+from launcher.rundir.files import object_from_json
 
 Message = dict[str, Any]
 
@@ -81,7 +83,7 @@ class Channel:
             new = b""
         *lines, self._buffer = (self._buffer + new).split(b"\n")
         for line in lines:
-            message = _parse(line)
+            message = object_from_json(line)
             if message is None:
                 self.close()
                 return
@@ -137,14 +139,6 @@ class Listener:
     def close(self) -> None:
         for connection in (self._socket, *self._unknown):
             connection.close()
-
-
-def _parse(line: bytes) -> Message | None:
-    try:
-        message: Any = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return cast(Message, message) if isinstance(message, dict) else None
 
 
 def wait(sources: Sequence[Any], seconds: float) -> bool:

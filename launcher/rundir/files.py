@@ -77,6 +77,15 @@ def read_json(path: Path) -> dict[str, Any] | None:
     raise AssertionError
 
 
+def object_from_json(text: str | bytes) -> dict[str, Any] | None:
+    """Return the JSON object in ``text``; None if it is anything else, such as a line that is not complete."""
+    try:
+        value: Any = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return typing.cast("dict[str, Any]", value) if isinstance(value, dict) else None
+
+
 Absent = Mapping[type, Mapping[str, Any]]
 
 

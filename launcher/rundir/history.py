@@ -13,10 +13,10 @@ import socket
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from launcher.errors import UserError
-from launcher.rundir.files import read_json, write_json
+from launcher.rundir.files import object_from_json, read_json, write_json
 from launcher.rundir.paths import RunPaths
 
 
@@ -160,17 +160,9 @@ def read_events(paths: RunPaths) -> list[dict[str, Any]]:
         lines = paths.events.read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
         return []
-    return [event for line in lines if (event := _parse(line)) is not None]
-
-
-def _parse(line: str) -> dict[str, Any] | None:
-    try:
-        event: Any = json.loads(line)
-    except ValueError:
-        return None
+    events = (object_from_json(line) or {} for line in lines)
     # the end of a torn line may also be valid JSON: part of an event
-    complete = isinstance(event, dict) and "at" in event and "event" in event
-    return cast("dict[str, Any]", event) if complete else None
+    return [event for event in events if "at" in event and "event" in event]
 
 
 Failure = dict[str, Any]

@@ -5,20 +5,18 @@ No other state exists that could be stale: a run that was moved, or that another
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from launcher.config.schema import ClusterKind, PrecisionKind
 from launcher.launch.slurm import client
 from launcher.launch.slurm.client import Listed, SlurmSilent
 from launcher.loss import RESERVED_NAMES
 from launcher.rundir import history
-from launcher.rundir.files import last_lines, read_json
+from launcher.rundir.files import last_lines, object_from_json, read_json
 from launcher.rundir.history import Submission
 from launcher.rundir.paths import RunPaths
 
@@ -306,9 +304,8 @@ def metrics_text(metrics: Mapping[str, float | None]) -> str:
 def _last_record(metrics: Path) -> dict[str, Any]:
     """Return the last complete record of metrics.jsonl; empty without one."""
     for line in reversed(last_lines(metrics, 2)):
-        with suppress(ValueError):  # rank 0 may be writing the last one
-            record: Any = json.loads(line)
-            return cast("dict[str, Any]", record) if isinstance(record, dict) else {}
+        if (record := object_from_json(line)) is not None:  # rank 0 may be writing the last one
+            return record
     return {}
 
 
