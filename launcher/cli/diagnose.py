@@ -94,7 +94,8 @@ def _verify(plan: RunPlan, yaml: str, *, as_json: bool) -> tuple[int, bool]:
     from launcher.verify.certificate import Certificate
 
     local.create(plan, yaml)
-    verdict = local.run_job(plan, live.LogDisplay(plan, sys.stderr), Peers())
+    output = live.RankOutput(plan.paths.rank_log(0))  # in stderr, because a script may read the result
+    verdict = local.run_job(plan, live.LogFollower(output, sys.stderr), Peers())
     if "failure" in verdict.summary:
         print(tables.failure_text(verdict.summary), file=sys.stderr)
         return verdict.status, True

@@ -49,10 +49,10 @@ class RankOutput:
         self.log = log
         self._tail, self._raised = Tail(log), False
 
-    def lines(self) -> list[str]:
-        """Return the lines added since the last call."""
+    def lines(self, *, ended: bool = False) -> list[str]:
+        """Return the lines added since the last call. ``ended``: an unterminated last line too."""
         shown: list[str] = []
-        for line in self._tail.lines():
+        for line in self._tail.lines(over=ended):
             self._raised = self._raised or EXCEPTION_MARK in line  # torch prefixes the line with the rank
             if not self._raised:
                 shown.append(line)
@@ -168,20 +168,6 @@ def run_display(plan: LaunchPlan, console: Console) -> Silence:
     return display
 
 
-class LogDisplay(Silence):
-    """Rank 0's output only, for use beside a result that a script may read."""
-
-    def __init__(self, plan: LaunchPlan, file: TextIO) -> None:
-        self._output, self._file = RankOutput(plan.paths.rank_log(0)), file
-
-    def refresh(self) -> None:
-        for line in self._output.lines():
-            self.say(line)
-
-    def say(self, text: str) -> None:
-        print(text, file=self._file, flush=True)
-
-
 def _step_text(record: dict[str, Any], steps: int | None) -> str:
     held_out = f"  held-out {record['eval/loss']:.4f}" if record.get("eval/loss") is not None else ""
     loss = "-" if record["train/loss"] is None else f"{record['train/loss']:.4f}"  # None: the last window had no items
@@ -268,17 +254,17 @@ def node_log(paths: RunPaths, node: int) -> LogSource:
 
 
 class LogFollower(Silence):
-    """Display that prints a source's lines as they arrive."""
+    """Display that prints a log's lines as they arrive, and messages. ``file``: default: standard output."""
 
-    def __init__(self, source: LogSource) -> None:
-        self._source = source
+    def __init__(self, log: LogSource | RankOutput, file: TextIO | None = None) -> None:
+        self._log, self._file = log, file
 
     def refresh(self, *, ended: bool = False) -> None:
-        for line in self._source.lines(ended=ended):
+        for line in self._log.lines(ended=ended):
             self.say(line)
 
     def say(self, text: str) -> None:
-        print(text, flush=True)
+        print(text, file=self._file, flush=True)
 
     def close(self) -> None:
         self.refresh(ended=True)
