@@ -36,7 +36,7 @@ DTYPES = {PrecisionKind.bf16: torch.bfloat16, PrecisionKind.fp16: torch.float16}
 NARROW_DTYPES = (torch.bfloat16, torch.float16)
 
 
-def parameters_to_fp32(model: nn.Module, *, frozen: bool, optimizer: Optimizer | None = None) -> int:
+def parameters_to_fp32(model: nn.Module, *, frozen: bool, optimizer: Optimizer | None) -> int:
     """Convert trained parameters in bf16 or fp16 to fp32, in place, and return the number of their elements.
 
     Accumulated gradients and the optimizer's state have the dtype of their parameter. Frozen parameters have neither,

@@ -121,9 +121,7 @@ def _changes(origin: Origin, plan: RunPlan) -> list[Change]:
     return [change for change in pairs if change.before != change.after]
 
 
-def require_same_model(
-    directory: Path, model: Mapping[str, Any], stored: Metadata, unknown: Sequence[str] = ()
-) -> None:
+def require_same_model(directory: Path, model: Mapping[str, Any], stored: Metadata, unknown: Sequence[str]) -> None:
     """Check that the checkpoint is of this model.
 
     Args:

@@ -287,8 +287,8 @@ def wrap(
     model: nn.Module,
     plan: RunPlan,
     device: torch.device,
-    shard_units: ShardUnits | None = None,
-    recipe: Recipe | None = None,
+    shard_units: ShardUnits | None,
+    recipe: Recipe | None,
 ) -> Parallel:
     """Wrap ``model`` by the plan's strategy.
 

@@ -100,7 +100,7 @@ class CurrentWindow:
         self._parallel.meter.open_window()
         self._buffers.share(self._parallel.meter)
 
-    def set_forward(self, forward: Forward | None, items: Items | None = None) -> None:
+    def set_forward(self, forward: Forward | None, items: Items | None) -> None:
         """Set the loop's own forward pass, and its own function for the number of items of a batch's terms.
 
         Raises:
