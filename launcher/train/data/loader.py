@@ -6,6 +6,7 @@ import copy
 import ctypes
 import dataclasses
 import functools
+import gc
 import inspect
 import io
 import itertools
@@ -31,12 +32,26 @@ from launcher.plan.run_plan import RunPlan
 from launcher.process import STOP_SIGNALS, die_with_parent
 from launcher.tracebacks import failure_in_loader
 
-# Loader processes are also forked during training, while gloo's threads enter and leave Python. Before Python 3.12, a
-# fork while one of them registers itself copies a held lock, and the child waits for it indefinitely. This call takes
-# and releases that lock before the fork, so it waits until no thread is registering itself. One may begin to in the
-# moment after it, and other libraries have locks, too: so ``_start`` replaces a process that does not start.
+
+def wait_for_registering_threads() -> None:
+    """Wait until no thread is registering itself with Python.
+
+    Loader processes are also forked during training, while gloo's threads enter and leave Python. Before Python 3.12, a
+    fork while one of them registers itself copies a held lock, and the child waits for it indefinitely.
+    ``sys._current_frames`` takes and releases that lock. One may begin to register in the moment after it, and other
+    libraries have locks, too: so ``_start`` replaces a process that does not start.
+    """
+    collects = gc.isenabled()
+    gc.disable()  # freeing a tensor lets other threads run, which would wait for the lock, and this one for them
+    try:
+        sys._current_frames()  # pyright: ignore[reportPrivateUsage]
+    finally:
+        if collects:
+            gc.enable()
+
+
 if sys.version_info < (3, 12):
-    os.register_at_fork(before=sys._current_frames)  # pyright: ignore[reportPrivateUsage]
+    os.register_at_fork(before=wait_for_registering_threads)
 
 # Up to this size, sending a tensor by value through the loader's pipe is cheaper. torch sends a file descriptor of
 # shared memory over a separate socket connection: about 0.2 ms per tensor, regardless of its size.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 from collections import OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,7 +21,7 @@ from launcher.errors import DataError
 from launcher.process import STOP_SIGNALS
 from launcher.train.data import loader
 from launcher.train.data.loader import BY_VALUE_BYTES, prefetch, to_device
-from tests.helpers import make_plan
+from tests.helpers import make_plan, patience
 
 CPU = torch.device("cpu")
 
@@ -117,6 +119,41 @@ def test_processes_that_never_start_end_the_job(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(_utils, "MP_STATUS_CHECK_INTERVAL", 0.1)
     with pytest.raises(DataError, match="Loader processes did not start, 3 times"):
         list(prefetch(Given(ITEMS), make_plan("train.loader_workers=1"), CPU, 0, [0]))
+
+
+FORKS_BESIDE_THREADS = """
+import gc, os, sys, threading, time
+from launcher.train.data import loader
+
+class Garbage:
+    def __init__(self):
+        self.itself = self
+    def __del__(self):
+        time.sleep(1e-4)  # lets other threads run, as the end of a tensor does
+
+def start_threads():
+    while True:
+        threading.Thread(target=int).start()
+
+threading.Thread(target=start_threads, daemon=True).start()
+gc.set_threshold(1)
+for _ in range(200):
+    Garbage()
+    pid = os.fork()
+    if not pid:
+        os._exit(0)
+    os.waitpid(pid, 0)
+print("done", flush=True)
+os._exit(0)
+"""
+
+
+def test_a_fork_does_not_wait_for_threads_that_wait_for_it() -> None:
+    """A garbage collection in the middle of it let them run."""
+    done = subprocess.run(
+        [sys.executable, "-c", FORKS_BESIDE_THREADS], capture_output=True, text=True, timeout=patience(60), check=False
+    )
+    assert done.stdout == "done\n", done.stderr
 
 
 def test_a_failing_dataset_says_where() -> None:
