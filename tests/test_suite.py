@@ -117,8 +117,8 @@ def test_a_warm_process_has_the_status_and_output_of_its_program(arguments: list
 @pytest.mark.slow
 def test_a_run_that_hangs_shows_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "hang.py"
-    script.write_text("import time\nprint('begun', flush=True)\n\ndef forever():\n    time.sleep(9999)\n\nforever()\n")
+    script.write_text("import time\nprint('output', flush=True)\n\ndef wait():\n    time.sleep(9999)\n\nwait()\n")
     monkeypatch.setattr(helpers, "patience", lambda seconds: seconds)
-    with pytest.raises(AssertionError, match=r"No end within 15 s(.|\n)*begun(.|\n)*line 5 in forever"):
+    with pytest.raises(AssertionError, match=r"No end within 15 s(.|\n)*output(.|\n)*line 5 in wait"):
         torchrun(script, [], 2, tmp_path, timeout=15)
     assert processes_of(tmp_path) == []

@@ -95,7 +95,7 @@ def test_a_stop_request_does_not_end_a_process_that_is_starting(number: int, mon
 def test_a_process_that_does_not_start_is_replaced(
     workers: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As if it had been forked while another thread held a lock."""
+    """Simulate a fork during which another thread held a lock: the process waits before its start-up has ended."""
     set_handlers, first = signal_handling._set_worker_signal_handlers, multiprocessing.Semaphore(1)
 
     def block_once() -> None:
@@ -107,8 +107,8 @@ def test_a_process_that_does_not_start_is_replaced(
     monkeypatch.setattr(loader, "START_S", 5.0)
     monkeypatch.setattr(_utils, "MP_STATUS_CHECK_INTERVAL", 0.1)
     plan = make_plan(f"train.loader_workers={workers}")
-    seen = list(prefetch(Given(ITEMS), plan, CPU, 0, iter([*range(len(ITEMS))])))
-    assert [batch.samples for batch in seen] == [*range(len(ITEMS))]
+    seen = list(prefetch(Given([*range(9)]), plan, CPU, 0, iter([*range(9)])))
+    assert [(batch.data, batch.samples) for batch in seen] == [(number, number) for number in range(9)]
     assert capsys.readouterr().out.startswith(f"1 of {workers} loader processes did not start within 5 s")
     assert not multiprocessing.active_children()
 
@@ -149,7 +149,7 @@ os._exit(0)
 
 
 def test_a_fork_does_not_wait_for_threads_that_wait_for_it() -> None:
-    """A garbage collection in the middle of it let them run."""
+    """Collect garbage at each fork while other threads register themselves with Python."""
     done = subprocess.run(
         [sys.executable, "-c", FORKS_BESIDE_THREADS], capture_output=True, text=True, timeout=patience(60), check=False
     )
