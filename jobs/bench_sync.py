@@ -17,6 +17,7 @@ import argparse
 import dataclasses
 import json
 import os
+import re
 import socket
 import statistics
 import threading
@@ -170,6 +171,12 @@ def _name(record: dict[str, Any]) -> str:
     return f"{record['strategy']} {record['sync']}{compressed}"
 
 
+def _machine() -> str:
+    """Return the number and model of this machine's processors."""
+    models = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return f"{os.cpu_count()} cores: {', '.join(dict.fromkeys(models))}"
+
+
 def _row(record: dict[str, Any]) -> str:
     return (
         f"| {record['rate']} | {_name(record)} | {record['accumulation']} | {record['step_s'] * 1e3:,.0f} | "
@@ -191,7 +198,8 @@ def report(results: Path, to: Path) -> None:
         "limit, ms | step / limit |\n|---|---|---|---|---|---|---|---|---|"
     )
     rates = list(dict.fromkeys(record["rate"] for record in records))
-    lines = ["# Sync policies between two hosts", "", "Made by `make bench-sync`: see `jobs/bench_sync.py`.", ""]
+    made = f"Made by `make bench-sync` (`jobs/bench_sync.py`) on {_machine()}."
+    lines = ["# Sync policies between two hosts", "", made, ""]
     for rate in rates:
         bytes_a_second = statistics.median(record["line_rate"] for record in records if record["rate"] == rate)
         lines.append(f"- {rate}: a plain TCP stream reached {bytes_a_second * 8 / 1e6:,.0f} Mbit/s, both ways at once.")
