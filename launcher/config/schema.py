@@ -264,6 +264,10 @@ class TrainConfig:
     """Evaluations in a row without a better value of checkpoint.best after which the run ends; null: never."""
     loader_workers: int = 1
     """Processes per rank that read and collate ahead of the step; 0: in the step's own process."""
+    data_shards: int | None = None
+    """Shards of a stream that are read in turn: sample k of an epoch is the next one of shard k mod data_shards. Ranks
+    whose number divides it read their own shards only. It must divide each window. 1: the stream's own order. Default:
+    as many as a Hugging Face stream has, up to 64, if its operations allow it; 1 for other streams."""
     hang_timeout: float | None = 1800.0
     """Seconds without progress after which a rank counts as hanging and the workers are ended, and restarted as after
     any failure. Must exceed the start, any micro-batch, any batch of an evaluation and any checkpoint. null: never."""

@@ -65,7 +65,8 @@ def plan_job(config: Config, once: Once | None = None) -> RunPlan:
     run = new_run(config.run, task_stem(config), site.cwd)
     require_secrets(config)
     # report errors that no task could cure before the task is inspected, which may take seconds
-    cluster = solve(config, site, TaskPlan.unknown(ANY_NUMBER), run).cluster
+    of_streams = dataclasses.replace(config, train=dataclasses.replace(config.train, data_shards=None))
+    cluster = solve(of_streams, site, TaskPlan.unknown(ANY_NUMBER), run).cluster
     if config.precision.kind is PrecisionKind.auto and cluster.kind is ClusterKind.local:
         site = dataclasses.replace(site, bf16=once(_format_support, PrecisionKind.bf16, cluster.device)[0])
     task = once(describe_task, InspectionRequest.of(config, site.cwd))

@@ -83,6 +83,7 @@ RULES: dict[str, tuple[Permission, str]] = {
     "train.clip_norm": (Permission.force, _OF_THE_UPDATE),
     "train.seed": (Permission.never, "the order of the samples is drawn from it; " + _NEW_RUN),
     "train.shuffle": (Permission.never, "it is the order of the samples; " + _NEW_RUN),
+    "train.data_shards": (Permission.never, "it is the order of the samples; " + _NEW_RUN),
     "train.deterministic": (Permission.change, ""),
     "train.compile": (Permission.change, ""),
     "train.log_every": (Permission.change, ""),

@@ -53,6 +53,21 @@ def extended(part: type[Part], config: object, **solved: Any) -> Part:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StreamInfo:
+    """Shards of a stream.
+
+    Attributes:
+        shards: its own number of them; 0 if it cannot be divided.
+        automatic: it is known that a division keeps all samples.
+        problem: reason why it must not be divided, also if the user asks for it.
+    """
+
+    shards: int = 0
+    automatic: bool = False
+    problem: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TaskPlan:
     """Description of the task's model and data. A count is None if the model was not inspected.
 
@@ -74,6 +89,7 @@ class TaskPlan:
         eval_sets: names of the held-out data sets, "" for a single one; empty: there is none; None: not known.
         lengths: samples have known lengths; None if that is not known.
         window_loss: the loss is a function of all samples of a window, ``window_loss`` of what ``outputs`` returns.
+        stream: shards of the training data; None if it has a length, or is not known.
     """
 
     target: str
@@ -98,6 +114,7 @@ class TaskPlan:
     own_order: bool = False
     lengths: bool | None = None
     window_loss: bool = False
+    stream: StreamInfo | None = None
 
     @classmethod
     def unknown(cls, samples: int | None) -> Self:
@@ -243,9 +260,11 @@ class TrainPlan(TrainConfig):
     """Training settings. ``steps`` is None only for epochs over a stream.
 
     Attributes:
+        data_shards: solved; 1: a stream is not divided.
         calibrate_s: limit in seconds; None: a share of the run's time.
     """
 
+    data_shards: int = 1
     calibrate_s: float | None
 
 
@@ -293,6 +312,7 @@ class RunPlan(LaunchPlan):
             "on_nonfinite": OnNonfinite.stop,
             "shuffle": True,
             "patience": None,
+            "data_shards": 1,
         },
         CheckpointConfig: {"async_save": False, "on_error": OnError.stop, "best": None, "best_mode": None},
         WandbConfig: {"notes": None, "job_type": None},

@@ -24,6 +24,7 @@ from launcher.errors import ConfigError, TaskError
 from launcher.plan.batch import Batch, batch_notes, solve_batch, solve_largest, solve_smaller
 from launcher.plan.callback_plan import profile_notes, solve_callbacks
 from launcher.plan.checkpoint_plan import best_notes, solve_checkpoint
+from launcher.plan.data_shards import solve_data_shards
 from launcher.plan.host import Site
 from launcher.plan.launch_plan import PLAN_FORMAT, ClusterPlan, RunInfo, node_range
 from launcher.plan.optimizer_plan import require_target, solve_optimizer
@@ -210,7 +211,13 @@ def _on_cluster(
         precision=precision,
         optimizer=optimizer,
         schedule=schedule,
-        train=extended(TrainPlan, config.train, steps=steps, calibrate_s=config.run.calibrate_s),
+        train=extended(
+            TrainPlan,
+            config.train,
+            steps=steps,
+            calibrate_s=config.run.calibrate_s,
+            data_shards=solve_data_shards(config.train.data_shards, batch, task),
+        ),
         checkpoint=solve_checkpoint(config, task),
         wandb=config.wandb,
         callbacks=callbacks,

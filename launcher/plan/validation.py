@@ -55,6 +55,7 @@ _BOUNDS: dict[str, tuple[Callable[[Number], bool], str]] = {
     "train.patience": _at_least(1),
     "train.eval_samples": _at_least(1),
     "train.loader_workers": _at_least(0),
+    "train.data_shards": _at_least(1),
     "train.hang_timeout": _above(0),
     "train.straggler_share": _between(0, 1),
     "checkpoint.every": _at_least(1),

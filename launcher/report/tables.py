@@ -25,6 +25,7 @@ from launcher.config.schema import (
 )
 from launcher.errors import NoGoodCheckpoint, Superseded, UserError, WrongCheckpoint, class_named
 from launcher.plan.callback_plan import name_of
+from launcher.plan.data_shards import data_shards_text
 from launcher.plan.optimizer_plan import MATCH, TARGET
 from launcher.plan.resumable import shown
 from launcher.plan.run_plan import Forecast, OptimizerPlan, PrecisionPlan, RunPlan, StrategyPlan
@@ -174,7 +175,7 @@ def _forecast(forecast: Forecast) -> str:
 
 
 def _task(plan: RunPlan) -> str:
-    size = "a stream" if plan.task.samples is None else f"{plan.task.samples:,} samples"
+    size = data_shards_text(plan) if plan.task.samples is None else f"{plan.task.samples:,} samples"
     if not plan.train.shuffle and plan.task.samples is not None:
         size += " in the dataset's order"
     weights = "" if plan.task.parameters is None else f", {plan.task.parameters:,} parameters"

@@ -76,6 +76,7 @@ def replan(paths: RunPaths, old: RunPlan, overrides: Sequence[str], *, force: bo
     before, (config, yaml) = recompose(kept, ())[0], recompose(kept, overrides)
     for each in (before, config):  # solved at the first start, and the contract since then
         each.batch = dataclasses.replace(each.batch, global_size=each.batch.global_size or old.batch.global_size)
+        each.train = dataclasses.replace(each.train, data_shards=each.train.data_shards or old.train.data_shards)
     changed = changes(as_typed(before), as_typed(config))
     forced = forced_by(changed)
     if wrong := refusals(changed, forced if force else ()):

@@ -21,7 +21,7 @@ from launcher.plan.run_plan import RunPlan
 from launcher.quantities import first_names
 from launcher.task import Task, empty_eval_set, eval_set_text, is_mapped, seed_everything, seed_for
 from launcher.train.data.loader import Collate, MicroBatch, prefetch
-from launcher.train.data.stream import Shard, blocks_in_turn, is_sharded
+from launcher.train.data.stream import StreamShare, blocks_in_turn, is_sharded
 from launcher.train.data.window_feed import Samples
 from launcher.train.engine.engine import Engine
 from launcher.train.engine.loss_terms import HeldOutSums, terms_of_forward
@@ -297,10 +297,10 @@ def eval_batches(
     collate, limit = collate or default_collate, plan.train.eval_samples
     size = plan.train.eval_micro_size or plan.batch.micro_size
     if not is_mapped(dataset):
-        blocks = blocks_in_turn(size, world.size, world.rank)
+        rounds = blocks_in_turn(size, world.size, world.rank)
         stream = dataset if limit is None else _FirstSamples(dataset, limit, world)
-        shard = Shard(stream, blocks, collate, plan.train.seed, epoch=0)
-        return itertools.islice(_in_step(prefetch(shard, plan, device, plan.train.seed), world, size), max_batches)
+        share = StreamShare(stream, rounds, collate, plan.train.seed, epoch=0, rank=world.rank)
+        return itertools.islice(_in_step(prefetch(share, plan, device, plan.train.seed), world, size), max_batches)
     samples = len(dataset)
     used = samples if limit is None else min(limit, samples)
     own = [number * samples // used for number in range(world.rank, used, world.size)]

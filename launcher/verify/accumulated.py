@@ -25,8 +25,8 @@ from launcher.task import Task, load_task, seed_everything, train_data
 from launcher.train.data.randomness import SampleRandom
 from launcher.train.data.sample_order import ArrangedData, SampleOrder
 from launcher.train.data.stream import (
-    SampleBlock,
-    Shard,
+    Rounds,
+    StreamShare,
     blocks_in_turn,
     blocks_of_windows,
     is_sharded,
@@ -131,12 +131,12 @@ def _read_window(dataset: Any, window: int, plan: RunPlan, world: World) -> list
     """Return the window's samples on rank 0; on other ranks at most those that the rank itself reads."""
     sharded = is_sharded(dataset)
     if sharded:
-        blocks, count = blocks_of_windows(plan.batch, 0, world.rank), plan.batch.accumulation
+        rounds, count = blocks_of_windows(plan.batch, world.rank), plan.batch.accumulation
     elif world.rank == 0:  # all ranks have the same stream
-        blocks, count = blocks_in_turn(plan.batch.global_size, 1, 0), 1
+        rounds, count = blocks_in_turn(plan.batch.global_size, 1, 0), 1
     else:
         return []
-    own = itertools.islice(read_stream(dataset, blocks, plan.train.seed), window * count, (window + 1) * count)
+    own = itertools.islice(read_stream(dataset, rounds, plan.train.seed), window * count, (window + 1) * count)
     samples = [*itertools.chain.from_iterable(own)]
     if not sharded or world.size == 1:
         return samples
@@ -145,11 +145,11 @@ def _read_window(dataset: Any, window: int, plan: RunPlan, world: World) -> list
     return [*itertools.chain.from_iterable(all_ranks)]
 
 
-def read_stream(dataset: Any, blocks: Iterator[SampleBlock], seed: int) -> Iterator[list[Any]]:
-    """Yield the samples of each of this rank's ``blocks`` in epoch 0 of a stream."""
+def read_stream(dataset: Any, rounds: Rounds, seed: int) -> Iterator[list[Any]]:
+    """Yield the samples of each of this rank's blocks of ``rounds`` in epoch 0 of a stream."""
     start_epoch(dataset, 0)
-    for samples, size in Shard(dataset, blocks, list, seed, 0):
-        yield samples[: max(0, size)]
+    for samples, size, _ in StreamShare(dataset, rounds, list, seed, 0):
+        yield samples[:size]
 
 
 class _Beginning(IterableDataset[Any]):

@@ -70,7 +70,8 @@ def verify(plan: RunPlan, world: World) -> Certificate | None:
     device = device_of(world, plan.cluster.device)
     join(world, device, plan.train.hang_timeout)
     plan = precision.resolve_precision(plan, world, device, plan.paths.precision)
-    measured = _measure(dataclasses.replace(plan, batch=dataclasses.replace(plan.batch, ramp=())), world)
+    batch, train = dataclasses.replace(plan.batch, ramp=()), dataclasses.replace(plan.train, data_shards=1)
+    measured = _measure(dataclasses.replace(plan, batch=batch, train=train), world)
     gc.collect()  # free the engines' memory for the reference
     disband()
     if world.rank:

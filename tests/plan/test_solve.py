@@ -301,6 +301,7 @@ LATER_KEYS: dict[str, dict[str, Any]] = {
         "on_nonfinite": "stop",
         "shuffle": True,
         "patience": None,
+        "data_shards": 1,
     },
     "checkpoint": {"async_save": False, "on_error": "stop", "best": None, "best_mode": None},
     "wandb": {"notes": None, "job_type": None},

@@ -217,11 +217,9 @@ def load(engine: Engine, directory: Path) -> Restored:
     compresses = plan.strategy.compress is Compress.powersgd and engine.world.size > 1
     random_key, strategy_key = contents.random_key(engine), contents.strategy_key(engine)
     tensors[random_key] = _empty_state(stored, random_key, engine.device)
-    # rank 0's is that of all ranks, unless the stream shards itself
-    own_key = contents.stream_key(engine.world.rank)
-    stream_key = own_key if _empty_state(stored, own_key, engine.device) else contents.stream_key(0)
-    tensors.pop(own_key)
-    tensors[stream_key] = _empty_state(stored, stream_key, engine.device)
+    tensors.pop(contents.stream_key(engine.world.rank))
+    stream_keys = [contents.stream_key(rank) for rank in range(ranks)]
+    tensors |= {key: _empty_state(stored, key, engine.device) for key in stream_keys}
     tensors[strategy_key] = _empty_state(stored, strategy_key, engine.device) if same_ranks and compresses else {}
     leave_out_unknown(directory, tensors["optimizer"]["state"], stored)
     if not any(
@@ -253,7 +251,7 @@ def load(engine: Engine, directory: Path) -> Restored:
         engine.parallel.load_state_dict(strategy_state)
     elif strategy_state.get("residue") and engine.world.rank == 0:
         print(_explain_dropped(strategy_state["residue"]), flush=True)
-    engine.stream.load_state_dict(tensors[stream_key])
+    engine.stream.load_state_dict(tensors[key] for key in stream_keys)
     random = tensors[random_key]
     if not random or (engine.device.type == "cuda" and "cuda" not in random):  # a new rank, or one saved on a CPU
         seed_everything(seed_for(plan.train.seed, f"{engine.world.rank}/{engine.steps}"))

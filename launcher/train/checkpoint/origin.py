@@ -50,6 +50,7 @@ def origin_of(plan: RunPlan) -> Origin:
         "task_params": plan.task.params,
         "samples": plan.task.samples,
         "order": order_of(plan),
+        "data_shards": plan.train.data_shards,
         "short_window": plan.epoch.short_window_policy.value,
         "optimizer": plan.optimizer.name,
         "precision": plan.precision.kind.value,
@@ -110,6 +111,7 @@ def _changes(origin: Origin, plan: RunPlan) -> list[Change]:
         *(Change(f"task.{name}", old.get(name), params.get(name)) for name in sorted({*params, *old})),
         Change("task: samples", origin["samples"], plan.task.samples),
         Change("task: order", origin.get("order", "shuffled"), order_of(plan)),
+        Change("train.data_shards", origin.get("data_shards", 1), plan.train.data_shards),
         Change("train.seed", origin["seed"], plan.train.seed),
         Change("batch.short_window", origin["short_window"], plan.epoch.short_window_policy.value),
         Change(

@@ -26,6 +26,7 @@ from launcher.task import is_mapped
 from launcher.train.data.loader import prefetch
 from launcher.train.data.randomness import Permutation, SampleRandom
 from launcher.train.data.sample_order import ArrangedData
+from launcher.train.data.stream_shards import own_shards
 from launcher.train.world import World
 
 SAMPLES = 8
@@ -210,7 +211,11 @@ def require_same_data(datasets: Mapping[str, Any], plan: RunPlan, world: World, 
     Raises:
         DataError: a data set differs between ranks; raised on all of them.
     """
-    _require_same_kinds(world.of_all({name: _kind(data, plan.train.seed) for name, data in datasets.items()}))
+    kinds = {name: _kind(data, plan.train.seed) for name, data in datasets.items()}
+    if plan.train.data_shards > 1:
+        trained_on = next(iter(datasets))
+        kinds[trained_on] += f" of {own_shards(datasets[trained_on])} shards, divided into {plan.train.data_shards}"
+    _require_same_kinds(world.of_all(kinds))
     mapped = {name: data for name, data in datasets.items() if is_mapped(data) and len(data)}
     if not mapped or (world.size == 1 and len(mapped) == 1):
         return
@@ -238,7 +243,7 @@ def require_same_data(datasets: Mapping[str, Any], plan: RunPlan, world: World, 
 
 
 def require_same_stream(name: str, own: list[Outline], world: World) -> None:
-    """Compare the first samples of a stream that every rank reads whole. All ranks call it.
+    """Compare the first samples of a stream that every rank can read whole. All ranks call it.
 
     Raises:
         DataError: a rank reads other samples; raised on all ranks.
@@ -249,9 +254,9 @@ def require_same_stream(name: str, own: list[Outline], world: World) -> None:
             if not expected.agrees(outline):
                 raise DataError(
                     f"{name} differs between ranks: sample {number} of the stream on rank {rank} is not sample "
-                    f"{number} on rank 0.\n  Every rank reads the whole stream and takes its part. Shuffle and augment "
-                    "with torch's, Python's or NumPy's\n  global generators, which are seeded alike, and sort file "
-                    "names; or, where each rank has samples of its own,\n  set `sharded = True` on the data set."
+                    f"{number} on rank 0.\n  Every rank must have the whole stream, and takes its part. Shuffle and "
+                    "augment with torch's, Python's or NumPy's\n  global generators, which are seeded alike, and sort "
+                    "file names; or, where each rank has samples of its own,\n  set `sharded = True` on the data set."
                 )
 
 

@@ -72,28 +72,36 @@ class MicroBatch:
         data: the collated batch, on the device.
         samples: number of samples that count; 0 for a stand-in, which runs with weight zero because other ranks have
             samples for one more micro-batch than this rank.
+        note: sent with it by the source.
     """
 
     data: Any
     samples: int
+    note: Any = None
 
 
 def prefetch(
-    source: Dataset[Any], plan: RunPlan, device: torch.device, seed: int, order: Iterable[Any] | None = None
+    source: Dataset[Any],
+    plan: RunPlan,
+    device: torch.device,
+    seed: int,
+    order: Iterable[Any] | None = None,
+    readers: int = 1,
 ) -> Generator[MicroBatch, None, None]:
     """Yield micro-batches of ``source``, which loader processes read two windows ahead of the step.
 
     Args:
-        source: dataset of (batch, samples): one item for each element of ``order``, or iterable if ``order`` is None.
+        source: dataset of the arguments of MicroBatch: one item for each element of ``order``, or iterable if ``order``
+            is None.
         seed: seed of the loader processes' random numbers, for a dataset that augments or shuffles.
+        readers: number of loader processes among which an iterable divides its items; they are read in turn.
     """
-    # with several processes, each would read a copy of an iterable
-    workers = plan.train.loader_workers if order is not None else min(1, plan.train.loader_workers)
+    workers = plan.train.loader_workers if order is not None else min(readers, plan.train.loader_workers)
     packs, pins = workers > 0 and device.type == "cpu", device.type == "cuda"  # batches for a GPU use pinned memory
     if not workers and not pins:  # DataLoader would only add overhead
         # a generator expression: StopIteration from a dataset is an error in it, and would end a `map` silently
-        for data, samples in source if order is None else (source[spec] for spec in order):
-            yield MicroBatch(to_device(data, device), samples)
+        for data, *rest in source if order is None else (source[spec] for spec in order):
+            yield MicroBatch(to_device(data, device), *rest)
         return
     if workers:
         source = _Guarded(source, packs) if order is not None else _GuardedStream(source, packs)
@@ -110,8 +118,8 @@ def prefetch(
     for item in items:
         if isinstance(item, _Failed):
             raise DataError(item.text)
-        data, samples = pickle.loads(item) if packs else item
-        yield MicroBatch(to_device(data, device), samples)
+        data, *rest = pickle.loads(item) if packs else item
+        yield MicroBatch(to_device(data, device), *rest)
 
 
 def _start(
@@ -357,4 +365,7 @@ class _Pinned:
         self.item = item
 
     def pin_memory(self) -> Any:
-        return _mapped(self.item, "pin_memory", lambda each: each.pin_memory())
+        if isinstance(self.item, _Failed):
+            return self.item
+        data, *rest = self.item
+        return _mapped(data, "pin_memory", lambda each: each.pin_memory()), *rest

@@ -200,7 +200,7 @@ class SampleRandom:
     own process reads the dataset, it does not draw from the random numbers that dropout uses.
 
     Attributes:
-        stream_state: state of the random numbers of ``continued``; None before its first use.
+        stream_state: state of the random numbers of ``continued``; None until a read has drawn some.
     """
 
     def __init__(self, seed: int) -> None:
@@ -263,8 +263,10 @@ class SampleRandom:
         """Return a context for a read whose random numbers continue those of the previous one. A stream then draws the
         same numbers, regardless of how it is divided into reads."""
         with self.own():
+            seeded = None
             if self.stream_state is None:
                 self.seed(epoch, -1)
+                seeded = _global_states()
             else:
                 torch.set_rng_state(self.stream_state[0])
                 random.setstate(self.stream_state[1])
@@ -273,10 +275,20 @@ class SampleRandom:
             try:
                 yield
             finally:
-                # NumPy's too: to change its generator drops the second of two normal numbers
-                numpy = sys.modules.get("numpy")
-                numpy_state = numpy and numpy.random.get_state(legacy=False)
-                self.stream_state = torch.get_rng_state(), random.getstate(), numpy_state
+                drawn = _global_states()
+                if seeded is None or not _same_states(drawn, seeded):
+                    self.stream_state = drawn
+
+
+def _global_states() -> tuple[Tensor, Any, Any]:
+    # NumPy's too: to change its generator drops the second of two normal numbers
+    numpy = sys.modules.get("numpy")
+    return torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state(legacy=False)
+
+
+def _same_states(one: tuple[Tensor, Any, Any], other: tuple[Tensor, Any, Any]) -> bool:
+    words = [state and (state["state"]["key"].tobytes(), state["state"]["pos"]) for *_, state in (one, other)]
+    return torch.equal(one[0], other[0]) and one[1] == other[1] and words[0] == words[1]
 
 
 _ROUNDS = 4

@@ -1,18 +1,23 @@
-"""Division of a stream among the ranks: blocks of samples, and the rank's own ones collated."""
+"""Reading of a stream: the shards that this rank reads, in turn, and its micro-batches collated."""
 
 from __future__ import annotations
 
+import collections
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data._utils import worker
 
 from launcher.plan.batch import Batch
+from launcher.plan.data_shards import Division
 from launcher.plan.windows import share_of_window
+from launcher.task import seed_for
 from launcher.train.data.loader import Collate
 from launcher.train.data.randomness import SampleRandom
-from launcher.train.data.stream_state import StreamReader, StreamState, outlines_of
+from launcher.train.data.stream_shards import shard_of
+from launcher.train.data.stream_state import OUTLINED_SAMPLES, StreamReader, StreamState, outlines_of
 
 
 def is_sharded(stream: Any) -> bool:
@@ -27,119 +32,227 @@ def start_epoch(stream: Any, epoch: int) -> None:
 
 
 class SampleBlock(NamedTuple):
-    """The next ``size`` samples of a stream; ``own``: they belong to this rank. ``window``: index in the run."""
+    """The next ``size`` positions of a reader. ``number``: that of this rank's micro-batch in the window; None if the
+    samples are another rank's."""
 
     size: int
-    own: bool
-    window: int = 0
+    number: int | None
 
 
-def blocks_in_turn(size: int, world_size: int, rank: int) -> Iterator[SampleBlock]:
-    """Yield blocks of equal size that belong to the ranks in turn."""
-    for number in itertools.count():
-        yield SampleBlock(size, number % world_size == rank)
+class Round(NamedTuple):
+    """The blocks of a window. ``window``: index in the run."""
+
+    window: int
+    blocks: list[SampleBlock]
 
 
-def blocks_of_windows(batch: Batch, first: int, rank: int) -> Iterator[SampleBlock]:
-    """Yield the micro-batches of all ranks in full windows, from window ``first`` of the run on."""
-    for index in itertools.count(first):
-        size, ranks = batch.global_size_at(index), range(batch.world_size)
-        shares = [share_of_window(size, batch, each) for each in ranks]
-        for number in range(batch.accumulation_at(index)):
-            yield from (SampleBlock(len(shares[each][number]), each == rank, index) for each in ranks)
+# (process, first window) -> rounds
+Rounds = Callable[[int, int], Iterator[Round]]
 
 
-# marks, instead of a number of samples, a batch to be used as a stand-in: this rank's share has no more samples
-OVER = -1
-# marks, instead of a number of samples, the outlines of the stream's first samples, which are sent before all batches
-OUTLINES = -2
-# marks, instead of a number of samples, the stream's state before a window, which is sent before its first batch
-STATE = -3
+def blocks_in_turn(size: int, world_size: int, rank: int) -> Rounds:
+    """Return rounds of one block of equal size for each rank."""
+    blocks = [SampleBlock(size, 0 if each == rank else None) for each in range(world_size)]
+    return lambda process, first: (Round(index, blocks) for index in itertools.count(first))  # noqa: ARG005
 
 
-class Shard(IterableDataset[tuple[Any, int]]):
-    """This rank's blocks of a stream, collated.
+def blocks_of_windows(batch: Batch, rank: int, division: Division = Division()) -> Rounds:  # noqa: B008 (frozen)
+    """Return the full windows of the run as rounds: the micro-batches of a reader, or of all ranks if each reads
+    all."""
 
-    Every rank reads the whole stream with the same random numbers, so that a stream that shuffles has the same order.
+    def rounds(process: int, first: int) -> Iterator[Round]:
+        for index in itertools.count(first):
+            size, count = batch.global_size_at(index), batch.accumulation_at(index)
+            if division.ranks == batch.world_size:
+                numbers = range(process, count, division.processes)
+                base, extra = divmod(size // division.readers, len(numbers))
+                blocks = [SampleBlock(base + (n < extra), number) for n, number in enumerate(numbers)]
+            else:
+                shares = [share_of_window(size, batch, each) for each in range(batch.world_size)]
+                turns = itertools.product(range(count), range(batch.world_size))
+                blocks = [SampleBlock(len(shares[who][n]), n if who == rank else None) for n, who in turns]
+            yield Round(index, blocks)
+
+    return rounds
+
+
+class StreamNote(NamedTuple):
+    """Sent with each micro-batch of a stream.
 
     Args:
-        blocks: division of the stream. A block of size 0 of this rank is a stand-in, and counts 0 samples.
-        skip: number of this rank's blocks to drop. If none is left after them, the last one is sent, marked OVER.
-        outlined: send the outlines of the first samples first, marked OUTLINES; an empty list for a sharded stream.
-        rank: this rank, if it sends the stream's state before each window but the first, marked STATE; a stream without
-            a state sends none.
-        restored: continue from this state, if the stream can, and the blocks from its window on.
+        window: index in the run.
+        number: of the micro-batch in the window; None: it is only a stand-in, for a share without samples.
+        states: with a reader's first micro-batch of a window: states of its shards before that window, except for
+            shards that are over; None if a state is not known.
+        outlines: with the first micro-batch: outlines of the first samples, to be compared between ranks.
+    """
+
+    window: int
+    number: int | None
+    states: list[StreamState] | None = None
+    outlines: list[Any] = []  # noqa: RUF012 (never changed)
+
+
+class StreamShare(IterableDataset[tuple[Any, int, StreamNote]]):
+    """This rank's micro-batches of one epoch of a stream.
+
+    A reader reads its shards in turn: position k of its rounds is the next sample of shard k mod (number of its
+    shards), or empty if that shard is over. It sends all micro-batches of a window, also those without a sample, as
+    long as one of its shards has a sample for that window.
+
+    Args:
+        rounds: division of the epoch into blocks.
+        division: shards of the stream, and readers.
+        rank: this rank.
+        first: index of the epoch's first window.
+        start: windows before it are read and dropped.
+        saves: send the states of the shards before each window but the first.
+        outlined: send the outlines of the first samples.
+        restored: states of this rank's shards before window ``start``, which continue from there if they can.
     """
 
     def __init__(
         self,
         dataset: Iterable[Any],
-        blocks: Iterator[SampleBlock],
+        rounds: Rounds,
         collate: Collate,
         seed: int,
         epoch: int,
-        skip: int = 0,
         *,
+        division: Division = Division(),  # noqa: B008 (frozen)
+        rank: int = 0,
+        first: int = 0,
+        start: int = 0,
+        saves: bool = False,
         outlined: bool = False,
-        rank: int | None = None,
-        restored: tuple[StreamState, Iterator[SampleBlock]] | None = None,
+        restored: Mapping[int, StreamState] | None = None,
     ) -> None:
-        self._dataset, self._blocks, self._collate = dataset, blocks, collate
-        self._reading, self._collating = SampleRandom(seed), SampleRandom(seed)
-        self._epoch, self._skip, self._outlined = epoch, skip, outlined
-        self._rank, self._restored = rank, restored
+        self._dataset, self._rounds, self._collate, self._seed, self._epoch = dataset, rounds, collate, seed, epoch
+        self._division, self._rank, self._first, self._start = division, rank, first, start
+        self._saves, self._outlined, self._restored = saves, outlined, restored
+        self._sharded = is_sharded(dataset)
+        self._collating = SampleRandom(seed)
 
-    def __iter__(self) -> Iterator[tuple[Any, int]]:
-        sharded = is_sharded(self._dataset)
-        info = get_worker_info()
-        assert info is None or info.num_workers == 1
-        reader, blocks, skip, position = self._begin()
-        blocks = (block for block in blocks if block.own) if sharded else blocks
-        newest: list[Any] = []  # this rank's last block; before it has one, any rank's
-        left_out, state = position > 0, None
-        outlined, current = self._outlined, None
-        for size, own, window in blocks:
-            if window != current:
-                sends = self._rank is not None and current is not None and not skip
-                state = reader.state(window, self._rank if sharded else None, position) if sends else None
-                current = window
-            block = reader.read(size)
-            if state is not None and not state.following:
-                state = state._replace(following=outlines_of(block))
-            if outlined:
-                outlined = False
-                yield [] if sharded else outlines_of(block), OUTLINES
-            if size and not block:
+    def __iter__(self) -> Iterator[tuple[Any, int, StreamNote]]:
+        process = _take_process_number()
+        readers, first, position = self._open(process)
+        stride, own = self._division.readers, self._division.reader(self._rank, process)
+        outlines: list[Any] = []
+        newest: list[Any] = []  # this rank's last samples; before it has one, any rank's
+        sends_outlines, sent = self._outlined and process == 0 and not self._sharded, False
+        if sends_outlines and stride > 1:
+            outlines, sends_outlines = self._outlines_of_ends(), False
+        for window, blocks in self._rounds(process, first):
+            if self._sharded:
+                blocks = [block for block in blocks if block.number is not None]
+            each = sum(size for size, _ in blocks) // len(readers)
+            saves = self._saves and window > first and window >= self._start
+            states = self._states(readers, window, position) if saves and each else None
+            compared = max(1, min(each, OUTLINED_SAMPLES // len(readers)))
+            ahead = [reader.peek(compared) for reader in readers]
+            if not any(ahead):
                 break
-            newest = block if block and (own or not newest) else newest
-            if own and skip:
-                left_out, skip = True, skip - 1
-            elif own:
-                if state is not None and state.following:
-                    yield state, STATE
-                    state = None
-                left_out = False
-                yield self._collated(newest, position), len(block)
-            position += len(block)
-        if left_out and newest:
-            yield self._collated(newest, position), OVER
+            if states is not None:
+                states = [s._replace(following=outlines_of(a)) for s, a in zip(states, ahead, strict=True) if s and a]
+            if sends_outlines:
+                outlines, sends_outlines = outlines_of(itertools.chain(*ahead)), False
+            at = 0
+            for size, number in blocks:
+                block = _read(readers, at, size)
+                if block and (number is not None or not newest):
+                    newest = block
+                newest = newest or next(filter(None, ahead), [])
+                if number is not None and window >= self._start:
+                    note = StreamNote(window, number, states, outlines)
+                    yield self._collated(block or newest, position + own), len(block), note
+                    states, outlines, sent = None, [], True
+                at, position = at + size, position + size * stride
+        if not sent and (newest := newest or self._any_sample()):
+            note = StreamNote(self._start, None, None, outlines)
+            yield self._collated(newest, position + own), 0, note
 
-    def _begin(self) -> tuple[StreamReader, Iterator[SampleBlock], int, int]:
-        """Return (reader, blocks, own blocks to drop, samples before the first block)."""
+    def _open(self, process: int) -> tuple[list[StreamReader], int, int]:
+        """Return the readers of this process's shards, the index of the first window that they read, and the positions
+        before it."""
+        self._shards = shards = self._division.shards_of(self._rank, process)
         if self._restored is not None:
-            state, blocks = self._restored
-            if (reader := StreamReader.restored(self._dataset, self._reading, self._epoch, state)) is not None:
-                return reader, blocks, 0, state.position
-            self._reading.stream_state = None
-            if self._rank == 0:
+            states = [self._restored[shard] for shard in shards]
+            readers = [self._restored_reader(state) for state in states]
+            found = [reader for reader in readers if reader is not None]
+            if len(found) == len(states):
+                return found, self._start, max(state.position for state in states)
+            if self._rank == process == 0:
                 print(
                     "The state of the stream in the checkpoint does not lead to the samples that followed it: a "
                     "shuffle buffer,\n  for example, is not part of it. The epoch so far is read again.",
                     flush=True,
                 )
-        return StreamReader(self._dataset, self._reading, self._epoch), self._blocks, self._skip, 0
+        return [self._reader(shard) for shard in shards], self._first, 0
+
+    def _reader(self, shard: int) -> StreamReader:
+        return StreamReader(self._stream(shard), self._random(shard), self._epoch)
+
+    def _restored_reader(self, state: StreamState) -> StreamReader | None:
+        if state.over:
+            return StreamReader((), self._random(state.shard), self._epoch)
+        return StreamReader.restored(self._stream(state.shard), self._random(state.shard), self._epoch, state)
+
+    def _stream(self, shard: int) -> Iterable[Any]:
+        if self._division.shards == 1:
+            return self._dataset
+        random = SampleRandom(self._seed)
+        with random.own():
+            random.seed(self._epoch, -1)  # a stream that draws while it is divided draws the same for every shard
+            part = shard_of(self._dataset, self._division.shards, shard)
+            start_epoch(part, self._epoch)
+        return part
+
+    def _random(self, shard: int) -> SampleRandom:
+        """Return the random numbers of a shard, which do not depend on when the others are read."""
+        return SampleRandom(self._seed if self._division.shards == 1 else seed_for(self._seed, f"shard/{shard}"))
+
+    def _states(self, readers: list[StreamReader], window: int, position: int) -> list[StreamState | None] | None:
+        """Return the present state of each shard, None for one that is over; None if the state of any is not known."""
+        states: list[StreamState | None] = []
+        rank = self._rank if self._sharded else None
+        for shard, reader in zip(self._shards, readers, strict=True):
+            parts = reader.state()
+            if parts is None and not reader.over:
+                return None
+            states.append(None if parts is None else StreamState(window, rank, position, *parts, [], shard))
+        return states
+
+    def _outlines_of_ends(self) -> list[Any]:
+        """Return the outlines of the beginnings of the first and the last shard, which every rank reads once."""
+        ends = dict.fromkeys((0, self._division.shards - 1))
+        return outlines_of(itertools.chain(*(self._reader(shard).take(1) for shard in ends)))
+
+    def _any_sample(self) -> list[Any]:
+        """Return a sample of the stream, for a reader whose shards have none."""
+        if self._restored is None and self._division.shards == 1:
+            return []
+        samples = (self._reader(shard).take(1) for shard in range(self._division.shards))
+        return next(filter(None, samples), [])
 
     def _collated(self, samples: list[Any], position: int) -> Any:
         with self._collating.own():
             self._collating.seed(self._epoch, position)
             return self._collate(samples)
+
+
+def _read(readers: list[StreamReader], first: int, size: int) -> list[Any]:
+    """Return the samples at positions [first, first + size), at each of which it is the turn of one reader."""
+    turns = [position % len(readers) for position in range(first, first + size)]
+    read = {turn: iter(readers[turn].take(number)) for turn, number in collections.Counter(turns).items()}
+    return [sample for turn in turns for sample in itertools.islice(read[turn], 1)]
+
+
+def _take_process_number() -> int:
+    """Return the number of this loader process, and hide it from the stream.
+
+    Streams of Hugging Face, and others, read a part of their samples in a loader process, or draw other random numbers,
+    and the order of the samples would depend on the number of processes.
+    """
+    info = get_worker_info()
+    worker._worker_info = None  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    return 0 if info is None else info.id

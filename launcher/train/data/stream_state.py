@@ -11,12 +11,14 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from launcher.errors import WrongCheckpoint
+from launcher.quantities import count
 from launcher.train.data.fingerprint import Outline, outline
 from launcher.train.data.randomness import SampleRandom
 
@@ -25,15 +27,17 @@ OUTLINED_SAMPLES = 4
 
 
 class StreamState(NamedTuple):
-    """State of a stream before it was read for a window.
+    """State of a stream, or of one of its shards, before it was read for a window.
 
     Args:
         window: index of the window in the run.
         rank: the rank whose share it is, of a stream that shards itself; None: it is that of every rank.
-        position: samples read in the epoch.
+        position: samples read in the epoch by all readers.
         stream: what ``state_dict`` returned.
         random: state of the random numbers that the stream draws.
         following: outlines of the samples that follow.
+        shard: number of the shard.
+        over: there are no more samples.
     """
 
     window: int
@@ -42,6 +46,20 @@ class StreamState(NamedTuple):
     stream: Any
     random: Any
     following: list[Any]
+    shard: int = 0
+    over: bool = False
+
+
+class SavedShards(NamedTuple):
+    """A rank's part of the state of a stream.
+
+    Args:
+        own_shards: number of shards that the stream had; 0 if it was not divided.
+        states: of the shards that the rank reads; None if one is not known.
+    """
+
+    own_shards: int
+    states: list[StreamState] | None
 
 
 def outlines_of(samples: Iterable[Any]) -> list[Any]:
@@ -50,7 +68,11 @@ def outlines_of(samples: Iterable[Any]) -> list[Any]:
 
 
 class StreamReader:
-    """The samples of one epoch of a stream, read in blocks, with random numbers of its own."""
+    """The samples of one epoch of a stream, or of one of its shards, with random numbers of its own.
+
+    Attributes:
+        over: all samples were taken.
+    """
 
     def __init__(self, dataset: Iterable[Any], random: SampleRandom, epoch: int) -> None:
         self._random, self._epoch = random, epoch
@@ -58,6 +80,8 @@ class StreamReader:
             self._samples: Iterator[Any] = iter(dataset)
         holders: list[Any] = [dataset, self._samples]
         self._owner: Any = next((each for each in holders if has_state(each)), None)
+        self._ahead: list[Any] = []  # read and not taken
+        self._ended = False
 
     @classmethod
     def restored(
@@ -78,26 +102,38 @@ class StreamReader:
                 reader._owner.load_state_dict(state.stream)
             # not before: an iterator may draw when it is made, which it did with the epoch's first random numbers
             random.stream_state = state.random
-            following = reader.read(len(state.following))
+            following = reader.peek(len(state.following))
         except Exception:  # open files cannot be copied, and a stream may refuse its state, also when it is read
             return None
         pairs = zip(outlines_of(following), state.following, strict=False)
         if len(following) < len(state.following) or not all(Outline(*a).agrees(Outline(*b)) for a, b in pairs):
             return None
-        reader._samples = itertools.chain(following, reader._samples)
         return reader
 
-    def read(self, size: int) -> list[Any]:
-        """Return the next ``size`` samples; fewer at the end."""
-        with self._random.continued(self._epoch):
-            return list(itertools.islice(self._samples, size))
+    def peek(self, size: int) -> list[Any]:
+        """Return the next ``size`` samples, or fewer at the end, without taking them."""
+        if (missing := size - len(self._ahead)) > 0 and not self._ended:
+            with self._random.continued(self._epoch):
+                self._ahead += itertools.islice(self._samples, missing)
+            self._ended = len(self._ahead) < size
+        return self._ahead[:size]
 
-    def state(self, window: int, rank: int | None, position: int) -> StreamState | None:
-        """Return the present state, without the samples that follow; None if the stream has none."""
-        if self._owner is None:
+    def take(self, size: int) -> list[Any]:
+        """Return the next ``size`` samples; fewer at the end."""
+        samples = self.peek(size)
+        del self._ahead[:size]
+        return samples
+
+    @property
+    def over(self) -> bool:
+        return self._ended and not self._ahead
+
+    def state(self) -> tuple[Any, Any] | None:
+        """Return the present state of the stream and of its random numbers; None if it has none, and if it was read
+        further than samples were taken."""
+        if self._owner is None or self._ahead or self._ended:
             return None
-        stream = copy.deepcopy(self._owner.state_dict())
-        return StreamState(window, rank, position, stream, self._random.stream_state, [])
+        return copy.deepcopy(self._owner.state_dict()), self._random.stream_state
 
 
 def has_state(stream: Any) -> bool:
@@ -107,41 +143,67 @@ def has_state(stream: Any) -> bool:
 class StreamCheckpoint:
     """A rank's part of the stream's state in checkpoints.
 
-    If the stream shards itself, each rank saves and loads its own state. Otherwise all ranks read the same stream, and
-    its state before a window does not depend on the number of ranks: rank 0 saves it, and all ranks load it.
+    Each rank saves the states of the shards that it reads, except that rank 0 saves those that all ranks read. A rank
+    loads the states that all ranks have saved, and uses those of the shards that it reads now: the state of a shard
+    before a window does not depend on the number of ranks.
     """
 
     def __init__(self) -> None:
-        self.source: Callable[[], StreamState | None] = lambda: None
-        self._restored: StreamState | None = None
+        self.source: Callable[[], SavedShards] = lambda: SavedShards(0, None)
+        self._restored: list[StreamState] = []
+        self._own_shards: set[int] = set()
         self._reported = False
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the state at the next window, as the text of a JSON object; empty if it is not known."""
-        state = self.source()
-        if state is None:
-            return {}
+        """Return the states at the next window, as the text of a JSON object; empty if nothing is known."""
+        own_shards, states = self.source()
+        texts: list[str] = []
         try:
-            text = json.dumps(state._replace(random=_random_to_json(state.random)))
-            exact = StreamState(*json.loads(text)).stream == state.stream
+            for state in states or ():
+                texts.append(text := json.dumps(state._replace(random=_random_to_json(state.random))))
+                if StreamState(*json.loads(text)).stream != state.stream:
+                    raise ValueError
         except (TypeError, ValueError):
-            text, exact = "", False
-        if not exact:
+            texts = []
             if not self._reported:
                 self._reported = True
                 print("The state of the stream has values that JSON cannot hold: a resume reads it again.", flush=True)
+        if not texts and not own_shards:
             return {}
+        text = f'{{"own_shards": {own_shards}, "states": [{", ".join(texts)}]}}'
         return {"json": torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)}
 
-    def load_state_dict(self, tensors: dict[str, Tensor]) -> None:
-        if "json" in tensors:
-            state = StreamState(*json.loads(bytes(tensors["json"].cpu().tolist())))
-            self._restored = state._replace(random=_random_from_json(state.random))
+    def load_state_dict(self, of_ranks: Iterable[Mapping[str, Tensor]]) -> None:
+        """Restore what ``state_dict`` returned on all ranks."""
+        for tensors in of_ranks:
+            if "json" not in tensors:
+                continue
+            saved = json.loads(bytes(tensors["json"].cpu().tolist()))
+            if isinstance(saved, list):  # of earlier versions: one state
+                saved = {"own_shards": 0, "states": [saved]}
+            self._own_shards |= {saved["own_shards"]} - {0}
+            states = [StreamState(*each) for each in saved["states"]]
+            self._restored += [state._replace(random=_random_from_json(state.random)) for state in states]
 
-    def restored(self, window: int, rank: int) -> StreamState | None:
-        """Return the restored state if it is that of ``window`` and ``rank``."""
-        state = self._restored
-        return state if state is not None and state.window == window and state.rank in (None, rank) else None
+    def restored(self, window: int, rank: int, shards: Iterable[int]) -> dict[int, StreamState] | None:
+        """Return the restored states of ``shards``; None if one of them is not known for ``window`` and ``rank``."""
+        found = {
+            state.shard: state for state in self._restored if state.window == window and state.rank in (None, rank)
+        }
+        return {shard: found[shard] for shard in shards} if all(shard in found for shard in shards) else None
+
+    def require_own_shards(self, own_shards: int) -> None:
+        """Check that the stream has as many shards of its own as when it was saved.
+
+        Raises:
+            WrongCheckpoint: it has not: samples would be lost, or read twice.
+        """
+        for saved in self._own_shards - {own_shards}:
+            raise WrongCheckpoint(
+                f"The stream has {count(own_shards, 'shard')} of its own, and had {saved} when the checkpoint was "
+                "saved, within an epoch: it would be divided in another way.\n"
+                "  Resume with the files that the stream had; or start a new run: launch train."
+            )
 
 
 def _random_to_json(state: Any) -> Any:

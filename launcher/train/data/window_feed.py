@@ -18,6 +18,7 @@ from torch.utils.data import Dataset, default_collate
 
 from launcher.config.schema import Balance, ShortWindow
 from launcher.errors import ConfigError, DataError
+from launcher.plan.data_shards import Division
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.windows import Windows, share_of_window
 from launcher.quantities import count
@@ -27,8 +28,9 @@ from launcher.train.data.length_balance import BalancedWindow, balanced
 from launcher.train.data.loader import Collate, MicroBatch, prefetch, read_samples, read_tensors
 from launcher.train.data.randomness import SampleRandom, Seed
 from launcher.train.data.sample_order import ArrangedData, SampleOrder, samples_per_epoch
-from launcher.train.data.stream import OVER, STATE, Shard, blocks_of_windows, is_sharded, start_epoch
-from launcher.train.data.stream_state import StreamCheckpoint, StreamState
+from launcher.train.data.stream import StreamShare, blocks_of_windows, is_sharded, start_epoch
+from launcher.train.data.stream_shards import own_shards, require_shards
+from launcher.train.data.stream_state import SavedShards, StreamCheckpoint, StreamState
 from launcher.train.world import World
 
 # windows whose division by length is kept: those that are read ahead
@@ -100,7 +102,8 @@ def open_feed(
         checkpoint: the stream's state, restored and to be saved.
 
     Raises:
-        ConfigError: ``batch.balance=length``, and the dataset has no lengths.
+        ConfigError: ``batch.balance=length``, and the dataset has no lengths; or the stream cannot be divided into
+            ``train.data_shards``.
         DataError: the dataset is a DataLoader, its length is not the plan's, or the data differs between ranks.
     """
     if is_loader(dataset):
@@ -112,6 +115,7 @@ def open_feed(
     if compare:
         require_same_data({"The training data": dataset}, plan, world, device)
     if plan.task.samples is None:
+        require_shards(dataset, plan.train.data_shards)
         return StreamFeed(
             dataset,
             plan,
@@ -254,8 +258,8 @@ class _Ordered(Samples):
 class StreamFeed:
     """Windows of an iterable dataset, whose end is not known in advance.
 
-    A window holds the next global batch of the stream, divided by ``share_of_window``. A dataset that shards itself has
-    an attribute ``sharded = True``; one that shuffles must do so in the same way on every rank. A rank whose share has
+    A window holds the next global batch of the stream, or of its shards in turn. A dataset that shards itself has an
+    attribute ``sharded = True``; one that shuffles must do so in the same way on every rank. A rank whose share has
     ended runs stand-ins with weight zero until all shares have ended.
     """
 
@@ -272,53 +276,77 @@ class StreamFeed:
         compare: bool = False,
     ) -> None:
         self._dataset, self._plan, self._world, self._device, self._collate = dataset, plan, world, device, collate
-        self._position = start
-        self._compare = compare
+        self._position, self._compare = start, compare
+        self._division = Division.of(plan)
+        self._own_shards = own_shards(dataset) if self._division.shards > 1 else 0
+        if start.window:
+            checkpoint.require_own_shards(self._own_shards)
+        self._saves = world.rank == 0 or self._division.ranks > 1 or is_sharded(dataset)
         self._checkpoint, checkpoint.source = checkpoint, self._state
-        self._arrived: StreamState | None = None
-        self._stand_in: MicroBatch | None = None
         self._open()
 
     def _open(self) -> None:
         start_epoch(self._dataset, self._position.epoch)
-        batch, seed = self._plan.batch, self._plan.train.seed
-        index, state = self._position.index, self._checkpoint.restored(self._position.index, self._world.rank)
-        first = index - self._position.window  # index of the epoch's first window
-        skip = sum(batch.accumulation_at(each) for each in range(first, index))
-        if skip and state is None and self._world.rank == 0:
-            past = count(index - first, "window")
-            print(f"Without a saved state of the stream, the {past} of the epoch so far are read again.", flush=True)
-        shard = Shard(
+        batch, seed, division, rank = self._plan.batch, self._plan.train.seed, self._division, self._world.rank
+        index, past = self._position.index, self._position.window
+        shards = division.shards_of_rank(rank)
+        restored = self._checkpoint.restored(index, rank, shards) if past else None
+        if past and restored is None and rank == 0:
+            windows = count(past, "window")
+            print(f"Without a saved state of the stream, the {windows} of the epoch so far are read again.", flush=True)
+        share = StreamShare(
             self._dataset,
-            blocks_of_windows(batch, first, self._world.rank),
+            blocks_of_windows(batch, rank, division),
             self._collate,
             seed,
             self._position.epoch,
-            skip,
+            division=division,
+            rank=rank,
+            first=index - past,
+            start=index,
+            saves=self._saves,
             outlined=self._compare,
-            rank=self._world.rank if self._world.rank == 0 or is_sharded(self._dataset) else None,
-            restored=None if state is None else (state, blocks_of_windows(batch, index, self._world.rank)),
+            restored=restored,
         )
-        self._source = prefetch(shard, self._plan, self._device, seed)
+        self._ahead: list[MicroBatch] = []  # received and not used
+        self._stand_in: MicroBatch | None = None
+        self._outlines: list[Any] = []
+        self._source = prefetch(share, self._plan, self._device, seed, readers=division.processes)
+        self._receive()
         if self._compare:
             self._compare = False
-            outlines = [Outline(*each) for each in next(self._source).data]
-            require_same_stream("The training data", outlines, self._world)
-        self._next = self._fetch()
-        if self._next is not None and self._next.samples == OVER:
-            self._stand_in, self._next = MicroBatch(self._next.data, 0), None
+            require_same_stream("The training data", [Outline(*each) for each in self._outlines], self._world)
 
-    def _fetch(self) -> MicroBatch | None:
-        """Return the next micro-batch; None at the end. Keep the state that precedes a window's first one."""
-        item = next(self._source, None)
-        if item is not None and item.samples == STATE:
-            self._arrived, item = StreamState(*item.data), next(self._source, None)
-        return item
+    def _receive(self) -> bool:
+        """Wait for the next micro-batch; return False at the end."""
+        for item in self._source:
+            self._outlines += item.note.outlines
+            if item.note.number is not None:
+                self._ahead.append(item)
+                return True
+            self._stand_in = self._stand_in or MicroBatch(item.data, 0)
+        return False
 
-    def _state(self) -> StreamState | None:
-        """Return the stream's state before the next window; None without one, and for a share that is over."""
-        state = self._arrived if self._next is not None else None
-        return state if state is not None and state.window == self._position.index else None
+    def _state(self) -> SavedShards:
+        """Return the stream's state before the next window."""
+        index, processes = self._position.index, self._division.processes
+        unknown = SavedShards(self._own_shards, None)
+        if not self._position.window or not self._saves:
+            return unknown
+        # each process sends its states with its first micro-batch of the window
+        while not self._ahead or self._ahead[-1].note[:2] < (index, processes - 1):
+            if not self._receive():
+                break
+        states: dict[int, StreamState] = {}
+        for _, number, of_process, _ in (item.note for item in self._ahead if item.note.window == index):
+            if number < processes:
+                if of_process is None:
+                    return unknown
+                states |= {state.shard: state for state in of_process}
+        rank = self._world.rank if is_sharded(self._dataset) else None
+        ended = StreamState(index, rank, 0, None, None, [], over=True)
+        shards = self._division.shards_of_rank(self._world.rank)
+        return SavedShards(self._own_shards, [states.get(each, ended._replace(shard=each)) for each in shards])
 
     def windows(self) -> Iterator[Window]:
         while True:
@@ -328,22 +356,23 @@ class StreamFeed:
                 self._open()
 
     def _micro_batches(self, count: int) -> Iterator[MicroBatch]:
-        for _ in range(count):
-            if self._next is not None:
-                current, self._next = self._next, self._fetch()
+        for number in range(count):
+            if self._ahead and self._ahead[0].note[:2] == (self._position.index, number):
+                current = self._ahead.pop(0)
                 self._stand_in = MicroBatch(current.data, 0)
+                if not self._ahead:
+                    self._receive()
                 yield current
             elif self._stand_in is not None:
                 yield self._stand_in
             else:
                 raise DataError(
-                    f"Rank {self._world.rank} got no sample from the stream: it is empty, or has fewer blocks of "
-                    f"batch.micro_size={self._plan.batch.micro_size} samples than there are ranks.\n"
-                    "  Use fewer ranks or a smaller micro_size."
+                    f"Rank {self._world.rank} got no sample from the stream: it is empty.\n"
+                    "  With `sharded = True` each rank needs samples of its own."
                 )
 
     def has_next(self) -> bool:
-        return self._next is not None
+        return bool(self._ahead)
 
     def advance(self, anyone_has_next: bool) -> WindowPosition:
         index, epoch, window = dataclasses.astuple(self._position)

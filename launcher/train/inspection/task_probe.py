@@ -144,9 +144,7 @@ def near_misses(task: Task) -> list[str]:
     return notes
 
 
-def _check_arrangement(
-    task: Task, data: Any, request: InspectionRequest, notes: list[str]
-) -> dict[str, int | bool | None]:
+def _check_arrangement(task: Task, data: Any, request: InspectionRequest, notes: list[str]) -> dict[str, Any]:
     """Check the training data, the task's own order, and its lengths if they are needed, and return their fields of a
     TaskPlan.
 
@@ -164,9 +162,10 @@ def _check_arrangement(
         raise TaskError(f"task._target_={request.target}: {error}") from None
 
 
-def _arrangement(task: Task, data: Any, seed: int, balance: Balance, notes: list[str]) -> dict[str, int | bool | None]:
+def _arrangement(task: Task, data: Any, seed: int, balance: Balance, notes: list[str]) -> dict[str, Any]:
     from launcher.train.data.length_balance import require_length_of_first
     from launcher.train.data.sample_order import ArrangedData, checked_lengths, samples_per_epoch
+    from launcher.train.data.stream_shards import stream_info
 
     own_order, lengths = callable(getattr(task, "order", None)), callable(getattr(task, "lengths", None))
     if own_order:
@@ -177,7 +176,7 @@ def _arrangement(task: Task, data: Any, seed: int, balance: Balance, notes: list
                 "The task has a method order(epoch, seed), and its training data is a stream, which has no indices.\n"
                 "  Remove the method, and let the stream yield its samples in that order."
             )
-        return {"samples": None, "lengths": False}
+        return {"samples": None, "lengths": False, "stream": dataclasses.asdict(stream_info(data))}
     if lengths:
         _require_parameters_of(getattr(task, "lengths"), "lengths(data)", 1)  # noqa: B009
     column = column_of_lengths(data)

@@ -9,7 +9,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,11 @@ COMMON = (
 
 @dataclass(frozen=True)
 class Chain:
-    """``pieces``: (ranks, overrides) one after the other."""
+    """``pieces``: (ranks, overrides) one after the other. ``task``: parameters of the task."""
 
     name: str
     pieces: tuple[tuple[int, tuple[str, ...]], ...]
+    task: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 def run(jobs: Sequence[dict[str, Any]], ranks: int, place: Path) -> str:
@@ -63,7 +64,7 @@ def go(chains: Sequence[Chain], place: Path, beside: Mapping[int, Callable[[], l
         jobs = beside[number]() if number in beside else []
         for chain in chains:
             stop = {} if number == pieces - 1 else {"stop": STEPS // pieces}
-            jobs.append(job(place / chain.name, *chain.pieces[number][1], **stop))
+            jobs.append(job(place / chain.name, *chain.pieces[number][1], task=dict(chain.task), **stop))
         said.append(run(jobs, ranks, place))
     return said
 

@@ -38,7 +38,7 @@ calibration.MAX_ROUNDS = 3
 def plan_of(job: dict[str, Any]) -> RunPlan:
     plan = make_plan(
         *job["overrides"], f"cluster.workers_per_node={World.here().size}", run_dir=job["run"],
-        samples=job["task"].get("samples", 90),
+        samples=None if job["task"].get("streams") else job["task"].get("samples", 90),
     )  # fmt: skip
     task = dataclasses.replace(plan.task, target="tests.train.checkpoint.elastic_task.Words", params=job["task"])
     ramp = tuple(RampStage(windows=windows, global_size=size) for windows, size in job.get("past", []))

@@ -14,12 +14,14 @@ import torch
 
 from tests.infra.checkpoints import tensors
 from tests.infra.runs import records
-from tests.train.checkpoint.elastic_chain import STEPS, go, job, run, seen, strategies, worst
+from tests.train.checkpoint.elastic_chain import STEPS, Chain, go, job, run, seen, strategies, worst
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
 # `python -m tests.train.checkpoint.elastic_chain 8 4 6 1` is the same with more ranks
 WORLDS = (4, 2, 3, 1)
+# own shards on 4, 2 and 1 ranks; 3 ranks read all of them
+STREAM = ("strategy=ddp", "batch.micro_size=2", "train.data_shards=4")
 POWERSGD = ("strategy=ddp", "batch.micro_size=2", "strategy.compress=powersgd", "strategy.powersgd_start=2")
 # what a run at two ranks is asked to go on with, from a checkpoint of step 5 at four: (forced, overrides, task, says)
 WRONG: dict[str, tuple[list[str], list[str], dict[str, Any], list[str]]] = {
@@ -46,6 +48,8 @@ WRONG: dict[str, tuple[list[str], list[str], dict[str, Any], list[str]]] = {
 
 def test_a_run_goes_on_in_any_world_and_strategy(tmp_path: Path) -> None:
     chains = [strategies(WORLDS, turn) for turn in (0, 5)]  # every strategy, and most ways from one to another
+    streams = {"streams": True}
+    stream = Chain("stream", tuple((ranks, STREAM if ranks > 1 else STREAM[1:]) for ranks in WORLDS), streams)
     kept = tmp_path / "powersgd" / "checkpoints" / "step_000006"
     memories = {ranks: tmp_path / f"memory{ranks}" for ranks in WORLDS[1:]}
 
@@ -60,7 +64,13 @@ def test_a_run_goes_on_in_any_world_and_strategy(tmp_path: Path) -> None:
         other = ["strategy.powersgd_rank=2"] if ranks == 3 else []
         return [job(memories[ranks], *overrides, *other, reads=str(kept))]
 
-    said = go(chains, tmp_path, {0: whole, 1: lambda: reading(2), 2: lambda: reading(3), 3: lambda: reading(1)})
+    def alone() -> list[dict[str, Any]]:
+        return [*reading(1), job(tmp_path / "alone", "batch.micro_size=16", "train.data_shards=4", task=streams)]
+
+    said = go([*chains, stream], tmp_path, {0: whole, 1: lambda: reading(2), 2: lambda: reading(3), 3: alone})
+    assert seen(tmp_path / "stream") == seen(tmp_path / "alone"), "the same samples in each window"
+    assert worst(tmp_path / "stream", tmp_path / "alone") < 3e-6
+    assert not any("are read again" in text or "is read again" in text for text in said)
     for chain in chains:
         assert seen(tmp_path / chain.name) == seen(tmp_path / "whole"), "the same samples in each window"
         assert worst(tmp_path / chain.name, tmp_path / "whole") < 3e-6

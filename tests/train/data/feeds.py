@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from launcher.plan.run_plan import RunPlan
+from launcher.train.data.loader import Collate
+from launcher.train.data.stream_state import StreamCheckpoint
 from launcher.train.data.window_feed import BEGINNING, Feed, WindowPosition, open_feed
 from launcher.train.world import World
 from tests.helpers import make_plan
@@ -57,6 +60,42 @@ def read(plan: RunPlan, dataset: Any, start: WindowPosition = BEGINNING) -> list
     for feed in feeds:
         feed.close()
     return merged
+
+
+# windows, the position after them, and by rank the states that a checkpoint has
+Resumable = tuple[list[list[int]], WindowPosition, list[dict[str, Tensor]]]
+
+
+def run_resumably(
+    plan: RunPlan,
+    make: Callable[[int], Any],
+    start: WindowPosition = BEGINNING,
+    saved: Sequence[dict[str, Tensor]] = (),
+    windows: int = 100,
+    collate: Collate | None = None,
+) -> Resumable:
+    """The windows of all ranks from ``start`` on, until two epochs are over. ``make``: the data of a rank."""
+    size = plan.batch.world_size
+    checkpoints = [StreamCheckpoint() for _ in range(size)]
+    for checkpoint in checkpoints:
+        checkpoint.load_state_dict(saved)
+    feeds = [
+        open_feed(make(rank), plan, World(rank, size, rank), CPU, collate, start, checkpoint=checkpoints[rank])
+        for rank in range(size)
+    ]
+    streams = [feed.windows() for feed in feeds]
+    merged, place = list[list[int]](), start
+    while len(merged) < windows and place.epoch < 2:
+        members: list[int] = []
+        for stream in streams:
+            for batch in next(stream).micro_batches:
+                members += batch.data.tolist()[: batch.samples]
+        merged.append(sorted(members))
+        place = advance(feeds)
+    states = [checkpoint.state_dict() for checkpoint in checkpoints]
+    for feed in feeds:
+        feed.close()
+    return merged, place, states
 
 
 def advance(feeds: list[Feed]) -> WindowPosition:

@@ -10,14 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from launcher.plan.run_plan import RunPlan
-from launcher.train.data.stream_state import StreamCheckpoint
-from launcher.train.data.window_feed import BEGINNING, WindowPosition, open_feed
-from launcher.train.world import World
-from tests.train.data.feeds import CPU, Stream, advance, plan_for
+from tests.train.data.feeds import Resumable, Stream, plan_for, run_resumably
 
 LENGTH = 120
 READS: list[int] = []
@@ -128,40 +124,8 @@ class Buffered(Stateful):
             yield from reversed(buffer)
 
 
-def datasets(kind: Any, ranks: int) -> list[Any]:
-    return [kind(rank) if kind is Sharded else kind() for rank in range(ranks)]
-
-
-def run(
-    plan: RunPlan,
-    kind: Any,
-    start: WindowPosition = BEGINNING,
-    saved: list[dict[str, Tensor]] | None = None,
-    windows: int = 100,
-) -> tuple[list[list[int]], WindowPosition, list[dict[str, Tensor]]]:
-    """The windows of all ranks from ``start`` on, the position after them, and the states that a checkpoint has."""
-    size = plan.batch.world_size
-    checkpoints = [StreamCheckpoint() for _ in range(size)]
-    for rank, checkpoint in enumerate(checkpoints):
-        if saved is not None:
-            checkpoint.load_state_dict((rank < len(saved) and saved[rank]) or saved[0])
-    feeds = [
-        open_feed(data, plan, World(rank, size, rank), CPU, start=start, checkpoint=checkpoints[rank])
-        for rank, data in enumerate(datasets(kind, size))
-    ]
-    streams = [feed.windows() for feed in feeds]
-    merged, place = list[list[int]](), start
-    while len(merged) < windows and place.epoch < 2:
-        members: list[int] = []
-        for stream in streams:
-            for batch in next(stream).micro_batches:
-                members += batch.data.tolist()[: batch.samples]
-        merged.append(sorted(members))
-        place = advance(feeds)
-    states = [checkpoint.state_dict() for checkpoint in checkpoints]
-    for feed in feeds:
-        feed.close()
-    return merged, place, states
+def run(plan: RunPlan, kind: Any, *options: Any, **named: Any) -> Resumable:
+    return run_resumably(plan, lambda rank: kind(rank) if kind is Sharded else kind(), *options, **named)
 
 
 def plan_of(micro: int, ranks: int, loader_workers: int = 0) -> RunPlan:

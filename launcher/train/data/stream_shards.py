@@ -1,0 +1,107 @@
+"""Shards of a stream: whether a division keeps its samples, and the shards themselves.
+
+A stream can be divided if it has a method ``shard(num_shards, index)`` and the number of its own shards as
+``num_shards``, as those of Hugging Face have.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+from launcher.errors import DataError
+from launcher.plan.data_shards import require_divisible
+from launcher.plan.run_plan import StreamInfo
+
+# Operations of Hugging Face's streams after which a shard has the samples that the stream takes from the shard's files.
+# Classes of earlier versions are among them. Those that are not listed here are not divided automatically.
+_KEEP_SAMPLES = {
+    "ExamplesIterable", "ShuffledDataSourcesExamplesIterable", "ArrowExamplesIterable",
+    "ShuffledDataSourcesArrowExamplesIterable", "RebatchedArrowExamplesIterable", "SelectColumnsIterable",
+    "MappedExamplesIterable", "FilteredExamplesIterable", "BufferShuffledExamplesIterable", "FormattedExamplesIterable",
+    "TypedExamplesIterable",
+}  # fmt: skip
+_OF_THE_WHOLE = "skip() and take() count samples of the whole stream, and those of each shard in a divided one"
+# operations that give other samples in a divided stream, such as held-out ones
+_CHANGE_SAMPLES = {
+    "SkipExamplesIterable": _OF_THE_WHOLE,
+    "TakeExamplesIterable": _OF_THE_WHOLE,
+    "StepExamplesIterable": "it is divided by samples already",
+    "CyclingMultiSourcesExamplesIterable": "interleaved streams end with the first or the last of them",
+    "RandomlyCyclingMultiSourcesExamplesIterable": "interleaved streams end with the first or the last of them",
+    "HorizontallyConcatenatedMultiSourcesExamplesIterable": "its columns come from several streams",
+}
+
+
+def own_shards(stream: Any) -> int:
+    """Return the number of shards that a stream has; 0 if it cannot be divided."""
+    shards = getattr(stream, "num_shards", None)
+    return shards if isinstance(shards, int) and callable(getattr(stream, "shard", None)) else 0
+
+
+def stream_info(stream: Any) -> StreamInfo:
+    """Return what is known about the shards of a stream."""
+    shards = own_shards(stream)
+    if getattr(stream, "sharded", False):
+        return StreamInfo(shards=shards, problem="the stream has sharded = True: each rank has samples of its own.")
+    if not shards:
+        lacks = "the stream has no method shard(num_shards, index) and no attribute num_shards, which divide it."
+        return StreamInfo(problem=lacks)
+    operations = list(_operations(getattr(stream, "_ex_iterable", None)))
+    if not operations:
+        return StreamInfo(shards=shards)
+    if getattr(stream, "_distributed", None) is not None:
+        return StreamInfo(shards=shards, problem="the stream is divided by split_dataset_by_node() already.")
+    for operation in operations:
+        if problem := _problem(operation):
+            return StreamInfo(shards=shards, problem=f"{problem}.")
+    batched = any(getattr(each, "batched", False) for each in operations)  # batches do not cross shards
+    known = all(type(each).__name__ in _KEEP_SAMPLES for each in operations)
+    return StreamInfo(shards=shards, automatic=known and not batched)
+
+
+def _operations(operation: Any) -> Iterator[Any]:
+    """Yield a Hugging Face stream's operation and those that it reads from; none of any other stream."""
+    if operation is not None:
+        yield operation
+        for inner in (getattr(operation, "ex_iterable", None), *getattr(operation, "ex_iterables", ())):
+            yield from _operations(inner)
+
+
+def _problem(operation: Any) -> str:
+    """Return why a stream with this operation must not be divided."""
+    if getattr(operation, "with_indices", False):
+        return "with_indices counts samples from the beginning of the stream, and of each shard in a divided one"
+    if getattr(operation, "drop_last_batch", False):
+        return "drop_last_batch leaves out samples of each shard"
+    if getattr(operation, "is_batch_accumulate_arrow_table_function", False):
+        return "a function of the whole stream is applied"
+    return _CHANGE_SAMPLES.get(type(operation).__name__, "")
+
+
+def shard_of(stream: Any, shards: int, index: int) -> Any:
+    """Return shard ``index`` of ``shards``, which shares no state with the stream and its other shards.
+
+    Raises:
+        DataError: it cannot be copied.
+    """
+    shard = stream.shard(num_shards=shards, index=index)
+    try:
+        return copy.deepcopy(shard)  # a shard may be a shallow copy, whose generator is that of all shards
+    except Exception as error:
+        raise DataError(
+            f"A shard of the stream cannot be copied: {type(error).__name__}: {error}\n"
+            "  Open files in __iter__; or use train.data_shards=1."
+        ) from error
+
+
+def require_shards(stream: Any, shards: int) -> None:
+    """Check that the training data can be divided into ``shards``; for loops of the user's own, whose data is not known
+    when they are planned.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if shards > 1:
+        require_divisible(shards, own_shards(stream), stream_info(stream).problem)
