@@ -33,6 +33,7 @@ from launcher.config.schema import (
 )
 from launcher.plan.batch import Batch
 from launcher.plan.launch_plan import LaunchPlan
+from launcher.plan.windows import StreamInfo
 from launcher.rundir.files import Absent, read_json
 from launcher.rundir.paths import RunPaths
 
@@ -50,21 +51,6 @@ def extended(part: type[Part], config: object, **solved: Any) -> Part:
     own = part.__annotations__
     values = {name: value for name, value in vars(config).items() if value is not None or name not in own}
     return part(**(values | solved))
-
-
-@dataclass(frozen=True, kw_only=True)
-class StreamInfo:
-    """Shards of a stream.
-
-    Attributes:
-        shards: its own number of them; 0 if it cannot be divided.
-        automatic: it is known that a division keeps all samples.
-        problem: reason why it must not be divided, also if the user asks for it.
-    """
-
-    shards: int = 0
-    automatic: bool = False
-    problem: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

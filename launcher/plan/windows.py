@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from launcher.plan.batch import Batch, RampStage
@@ -16,6 +17,21 @@ from launcher.plan.batch import Batch, RampStage
 # The first windows of a process are slower: memory is allocated, and DDP rebuilds its buckets in the second one.
 # Medians leave them out.
 WARM_UP_WINDOWS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamInfo:
+    """Shards of a stream.
+
+    Attributes:
+        shards: its own number of them; 0 if it cannot be divided.
+        automatic: it is known that a division keeps all samples.
+        problem: reason why it must not be divided, also if the user asks for it.
+    """
+
+    shards: int = 0
+    automatic: bool = False
+    problem: str = ""
 
 
 class Span(NamedTuple):

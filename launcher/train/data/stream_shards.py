@@ -12,7 +12,7 @@ from typing import Any
 
 from launcher.errors import DataError
 from launcher.plan.data_shards import require_divisible
-from launcher.plan.run_plan import StreamInfo
+from launcher.plan.windows import StreamInfo
 
 # Operations of Hugging Face's streams after which a shard has the samples that the stream takes from the shard's files.
 # Classes of earlier versions are among them. Those that are not listed here are not divided automatically.
@@ -20,7 +20,7 @@ _KEEP_SAMPLES = {
     "ExamplesIterable", "ShuffledDataSourcesExamplesIterable", "ArrowExamplesIterable",
     "ShuffledDataSourcesArrowExamplesIterable", "RebatchedArrowExamplesIterable", "SelectColumnsIterable",
     "MappedExamplesIterable", "FilteredExamplesIterable", "BufferShuffledExamplesIterable", "FormattedExamplesIterable",
-    "TypedExamplesIterable",
+    "InterleavedShardsExamplesIterable", "TypedExamplesIterable",
 }  # fmt: skip
 _OF_THE_WHOLE = "skip() and take() count samples of the whole stream, and those of each shard in a divided one"
 # operations that give other samples in a divided stream, such as held-out ones

@@ -260,3 +260,40 @@ class Sharded(Split):
 class OtherStream(Split):
     def train_data(self) -> Any:
         return Stream(random.Random(os.urandom(8)))
+
+
+class Files(IterableDataset[Tensor]):
+    """The samples in files of equal size, which are its shards."""
+
+    def __init__(self, files: list[list[int]]) -> None:
+        self.files = files
+
+    @property
+    def num_shards(self) -> int:
+        return len(self.files)
+
+    def shard(self, num_shards: int, index: int) -> Files:
+        return Files(self.files[index::num_shards])
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (torch.tensor([float(n), 0.0]) for file in self.files for n in file)
+
+
+class StreamOfFiles(Split):
+    def files(self) -> list[list[int]]:
+        return [list(range(TRAINED))[number::8] for number in range(8)]
+
+    def train_data(self) -> Any:
+        return Files(self.files())
+
+
+class StreamOfFewerFiles(StreamOfFiles):
+    def files(self) -> list[list[int]]:
+        return super().files()[rank() :]
+
+
+class StreamOfUnsortedFiles(StreamOfFiles):
+    """The order of os.listdir, which is another one on each host."""
+
+    def files(self) -> list[list[int]]:
+        return super().files()[:: -1 if rank() else 1]

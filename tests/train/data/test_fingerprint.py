@@ -22,13 +22,18 @@ WORKER = Path(__file__).parent / "data_worker.py"
 SPLITS = ("Split", "Permuted", "Shuffled", "InTheConstructor", "OfAllKinds", "Augmented",
           "Loaded", "StatefullyLoaded")  # fmt: skip
 SEEDED = ("Split strategy=fsdp", "Split task.width=5 train.loader_workers=0", "Split precision=bf16 train.eval_every=1")
-ALIKE = ("Streamed", "Sharded", "TwinData", "Split train.seed=1")
+DIVIDED = "train.data_shards=4"
+ALIKE = ("Streamed", "Sharded", f"StreamOfFiles {DIVIDED}", "TwinData", "Split train.seed=1")
 ERRORS = {
     "OtherSplit": "DataError: train_data() differs between ranks: sample 0 on rank 1 is not sample 0 on rank 0.",
     "OtherHeldOut train.loader_workers=0": "DataError: eval_data() differs between ranks: sample 0 on rank 1",
     "OtherLabels": "DataError: train_data() differs between ranks: sample 1 on rank 1 is not sample 1 on rank 0.",
     "Longer": "DataError: train_data() differs between ranks: 72 samples on rank 0, 73 samples on rank 1.",
     "NotHeldOutEverywhere": "DataError: eval_data() differs between ranks: 8 samples on rank 0, no data (None) on rank",
+    f"StreamOfUnsortedFiles {DIVIDED}": "DataError: The training data differs between ranks: sample 0 of the stream on",
+    f"StreamOfFewerFiles {DIVIDED}": (
+        "DataError: train_data() differs between ranks: a stream of 8 shards, divided into 4 on rank 0, a stream of 7"
+    ),
     "OtherStream": "DataError: The training data differs between ranks: sample 0 of the stream on rank 1",
 }
 
@@ -71,7 +76,7 @@ def test_held_out_data_is_built_once(seen: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_streams(seen: dict[str, Any]) -> None:
-    for case in ("Streamed", "Sharded"):
+    for case in ("Streamed", "Sharded", f"StreamOfFiles {DIVIDED}"):
         assert {number for each in seen[case] for number in each["train"]} == set(range(TRAINED))
 
 

@@ -17,7 +17,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from launcher.errors import ConfigError, DataError, WrongCheckpoint
 from launcher.plan.data_shards import Division, data_shards_text
-from launcher.plan.run_plan import RunPlan, StreamInfo
+from launcher.plan.run_plan import RunPlan
+from launcher.plan.windows import StreamInfo
 from launcher.task import seed_for, train_data
 from launcher.train.checkpoint.origin import origin_of, require_same_run
 from launcher.train.data.randomness import SampleRandom
@@ -344,7 +345,7 @@ def test_a_resume_keeps_the_number() -> None:
 @pytest.mark.parametrize("shuffled", [False, True])
 def test_streams_of_hugging_face(shuffled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    library = pytest.importorskip("datasets")
+    library, distributed = pytest.importorskip("datasets"), pytest.importorskip("datasets.distributed")
     whole = library.Dataset.from_dict({"x": list(range(120))})
 
     def make(rank: int = 0) -> Any:  # noqa: ARG001
@@ -361,7 +362,7 @@ def test_streams_of_hugging_face(shuffled: bool, monkeypatch: pytest.MonkeyPatch
     for operation in (operator.methodcaller("skip", 3), operator.methodcaller("take", 9), filtered):
         assert stream_info(operation(make())).problem
     assert stream_info(library.interleave_datasets([make(), make()])).problem
-    assert stream_info(library.distributed.split_dataset_by_node(make(), 0, 2)).problem
+    assert stream_info(distributed.split_dataset_by_node(make(), 0, 2)).problem
     assert not stream_info(make().map(lambda rows: rows, batched=True)).automatic
     assert stream_info(library.concatenate_datasets([make(), make()])) == StreamInfo(shards=16)
 
@@ -383,6 +384,7 @@ def test_streams_of_hugging_face(shuffled: bool, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.nightly  # needs torchdata, which the suite does not install
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 def test_a_loader_with_a_state_works_like_a_data_loader() -> None:
     loaders = pytest.importorskip("torchdata.stateful_dataloader")
     task: Any = type("Task", (), {"train_data": lambda self: loaders.StatefulDataLoader(Stateful(), batch_size=4)})()  # noqa: ARG005
