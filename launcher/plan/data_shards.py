@@ -117,6 +117,8 @@ def data_shards_text(plan: RunPlan) -> str:
         remedy = f" ({KEY} divides it)" if several and ranks > 1 else ""
         return "a stream" + (f" that every rank reads{remedy}" if ranks > 1 and plan.task.stream is not None else "")
     text = f"a stream of {shards} shards"
+    if ranks == 1:
+        return text
     if shards % ranks == 0:
         return f"{text}, each rank reads its own"
     multiple = f"{KEY} a multiple of {ranks}"

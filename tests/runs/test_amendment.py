@@ -19,6 +19,7 @@ from launcher.launch.planner import plan_job
 from launcher.launch.slurm import client
 from launcher.plan.resumable import Permission, rule
 from launcher.plan.run_plan import RunPlan
+from launcher.plan.windows import StreamInfo
 from launcher.rundir import history
 from launcher.rundir.history import Submission
 from launcher.rundir.paths import RunPaths
@@ -84,6 +85,7 @@ REFUSED: dict[str, tuple[list[str], list[str]]] = {
             "task._target_=launcher.tasks.digits.Digits", "optimizer.kind=sgd (was adamw)", "batch.short_window=drop",
         ],
     ),
+    "shards": (["train.data_shards=2"], ["train.data_shards=2 (was 1): it is the order of the samples"]),
     "cluster": (["cluster=slurm"], ["cluster.kind=slurm (was local)"]),
     "mirror": (["wandb.project=x", "sweep.at_once=3"], ["wandb.project=x (was launcher): W&B stores the run there"]),
     "no checkpoints": (["checkpoint.enabled=false"], ["checkpoint.enabled=false (was true): a run resumes from"]),
@@ -112,6 +114,16 @@ def test_what_may_not_change_is_said_before_anything_is(
         assert "Traceback" not in told
     assert files(paths) == before
     assert not sent
+
+
+def test_the_shards_of_a_stream_are_kept(sent: list[RunPlan]) -> None:
+    """Also if a new run would have another number."""
+    paths = begun()
+    old = RunPlan.load(paths.plan)
+    task = dataclasses.replace(old.task, samples=None, stream=StreamInfo(shards=8, automatic=True))
+    dataclasses.replace(old, task=task, train=dataclasses.replace(old.train, data_shards=6)).save()
+    assert cli.run(["resume", "own", "train.steps=30"]) == 0
+    assert sent[-1].train.data_shards == 6
 
 
 def test_the_world_follows_and_the_old_plan_is_kept(sent: list[RunPlan]) -> None:

@@ -41,6 +41,7 @@ EXACT = {
     "Dropped strategy.compress=bf16 strategy.sync=every": {"dropout"},
     "Augmented": {"random data"},
     "Streamed": set[str](),
+    "StreamedFiles train.data_shards=4": set[str](),
     "Streamed batch.global_size=40": set[str](),
     "Greedy": set[str](),
     "Normalised batch.norm=window": set[str](),

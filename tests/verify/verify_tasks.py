@@ -158,6 +158,19 @@ class Streamed(Padded):
         return self.Data()
 
 
+class StreamedFiles(Padded):
+    """A stream that a job divides, and that is read whole here."""
+
+    class Data(Streamed.Data):
+        num_shards = 4
+
+        def shard(self, num_shards: int, index: int) -> Any:
+            return Sentences().data[index::num_shards]
+
+    def train_data(self) -> Any:
+        return self.Data()
+
+
 class Bf16Parameters(Padded):
     """Sum over tokens, with a model in bf16."""
 

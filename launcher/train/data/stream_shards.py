@@ -22,7 +22,7 @@ _KEEP_SAMPLES = {
     "MappedExamplesIterable", "FilteredExamplesIterable", "BufferShuffledExamplesIterable", "FormattedExamplesIterable",
     "InterleavedShardsExamplesIterable", "TypedExamplesIterable",
 }  # fmt: skip
-_OF_THE_WHOLE = "skip() and take() count samples of the whole stream, and those of each shard in a divided one"
+_OF_THE_WHOLE = "skip() and take() count samples of the whole stream, and would leave out others in a divided one"
 # operations that give other samples in a divided stream, such as held-out ones
 _CHANGE_SAMPLES = {
     "SkipExamplesIterable": _OF_THE_WHOLE,
