@@ -90,6 +90,7 @@ class TrainingLoop:
         self.record: Sink = NoRecord()
         self.recorded: int | None = None  # step of the newest record
         self.straggler_lines = 0
+        self.smaller_windows = False  # whether they were reported
         own: Callable[[], float] | None = getattr(task, "flops_per_sample", None)
         self.flops_per_sample = plan.task.flops_per_sample if own is None else own()
         self.peak_flops: float | None = None
@@ -202,6 +203,15 @@ class TrainingLoop:
             last = self.straggler_lines == MAX_STRAGGLER_LINES
             rest = " Further ones are in metrics.jsonl only (straggler/rank)." if last else ""
             print(f"step {engine.steps}: {engine.stragglers.news}{rest}", flush=True)
+        size, shards = engine.plan.batch.global_size_at(result.window), engine.plan.train.data_shards
+        if shards > 1 and result.samples < size and engine.position.window and not self.smaller_windows:
+            self.smaller_windows = True
+            print(
+                f"step {engine.steps}: {result.samples} of {size} samples: some of the stream's {shards} shards have "
+                "ended before others, and\n  windows are smaller until the end of the epoch. Files of equal length, or "
+                "train.data_shards=1, keep them whole.",
+                flush=True,
+            )
 
     def shrink_or_raise(self, error: Exception) -> None:
         """Return if the window that raised is to be run again with smaller micro-batches; otherwise raise the error."""
