@@ -37,6 +37,7 @@ class Packing:
         pad_id: token of unused positions.
         split: cut longer documents into pieces, each of which starts at position 0 without what precedes it. No target
             is lost. By default a longer document is an error.
+        own_rows: do not pack: each document has a row of its own, and rows are as long as the longest document.
 
     Raises:
         DataError: ``length`` is below 1; or, when it is called, a document has more tokens and ``split`` is false, or
@@ -44,14 +45,23 @@ class Packing:
     """
 
     def __init__(
-        self, length: int, tokens: Callable[[Any], Any] | None = None, *, pad_id: int = 0, split: bool = False
+        self,
+        length: int,
+        tokens: Callable[[Any], Any] | None = None,
+        *,
+        pad_id: int = 0,
+        split: bool = False,
+        own_rows: bool = False,
     ) -> None:
         if length < 1:
             raise DataError(f"Packing(length={length}): a row must have at least 1 token.")
-        self.length, self.pad_id, self.split = length, pad_id, split
+        self.length, self.pad_id, self.split, self.own_rows = length, pad_id, split, own_rows
         self._tokens, self._labels = (tokens, None) if tokens else (_tokens_of, _labels_of)
 
     def __call__(self, samples: Sequence[Any]) -> dict[str, Any]:
+        if self.own_rows:
+            rows = [[piece] for piece in self._pieces(samples)]
+            return self._batch(rows, max(len(tokens) for ((tokens, _),) in rows))
         rows: list[list[tuple[Tensor, Tensor]]] = []
         room: list[int] = []
         pieces = sorted(self._pieces(samples), key=lambda piece: -len(piece[0]))  # stable
@@ -63,7 +73,7 @@ class Packing:
                 room.append(self.length)
             rows[row].append(piece)
             room[row] -= size
-        return self._batch(rows or [[]])
+        return self._batch(rows or [[]], self.length)
 
     def _pieces(self, samples: Sequence[Any]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (tokens, targets) of each document, or of its pieces."""
@@ -84,8 +94,8 @@ class Packing:
             for start in range(0, len(tokens), self.length):
                 yield tokens[start : start + self.length], targets[start : start + self.length]
 
-    def _batch(self, rows: list[list[tuple[Tensor, Tensor]]]) -> dict[str, Any]:
-        shape = len(rows), self.length
+    def _batch(self, rows: list[list[tuple[Tensor, Tensor]]], length: int) -> dict[str, Any]:
+        shape = len(rows), length
         input_ids, targets = torch.full(shape, self.pad_id), torch.full(shape, NO_TARGET)
         position_ids, document_ids = torch.zeros(shape, dtype=torch.long), torch.full(shape, NO_DOCUMENT)
         for number, row in enumerate(rows):

@@ -1,0 +1,205 @@
+"""Task of next-token prediction with any causal language model of the transformers package."""
+
+from __future__ import annotations
+
+import inspect
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+from launcher.errors import TaskError
+from launcher.loss import Loss
+from launcher.tasks.hf_data import UnusableExample, require_columns, tokenized
+from launcher.tasks.hf_model import HFTask
+
+if TYPE_CHECKING:
+    from torch import nn
+
+# label of a token that is not predicted, as in transformers
+IGNORED = -100
+
+
+class HFCausalLM(HFTask):
+    """Fine-tuning or training of a causal language model. An item is a predicted token; a sample is an example.
+
+    Examples are of one of three kinds, by their columns: ``messages`` (a chat; the loss is on the answers only),
+    ``prompt`` and ``completion`` (the loss is on the completion only), or text.
+
+    Args:
+        model: directory of a model, name on the hub, or path of a configuration (random initial values).
+        data: file or directory of examples: json, parquet, csv, text, or what ``save_to_disk`` of datasets wrote.
+        text: column of the text.
+        tokenizer: directory or hub name; default: the model's.
+        seq_len: tokens in a row; longer texts are cut into pieces that do not see each other.
+        pack: examples share rows. Otherwise each has a row of its own, padded to the longest of its micro-batch.
+        eval_data: examples of the evaluation; default: a part of ``data``.
+        held_out: share of ``data`` for the evaluation, the same in every run; 0: none.
+        unusable: examples that are empty or, where they cannot be cut, too long: ``error``, or ``skip``.
+        lora: train LoRA adapters only: ``{r, alpha, dropout, targets}``.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        data: str,
+        text: str = "text",
+        tokenizer: str | None = None,
+        seq_len: int = 1024,
+        pack: bool = True,
+        eval_data: str | None = None,
+        held_out: float = 0.05,
+        unusable: Literal["error", "skip"] = "error",
+        lora: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(
+            "hf_causal_lm",
+            model,
+            data,
+            tokenizer=tokenizer,
+            seq_len=seq_len,
+            eval_data=eval_data,
+            held_out=held_out,
+            lora=lora,
+        )
+        if unusable not in ("error", "skip"):
+            raise TaskError(f"task.unusable={unusable}: must be error or skip.")
+        self._text, self._pack, self._unusable = text, pack, unusable
+
+    def model(self) -> nn.Module:
+        from transformers import AutoModelForCausalLM
+
+        self._require_causal()
+        model = self._build(AutoModelForCausalLM)
+        if self._pack:
+            self._require_packable(model)
+        return self._adapted(model, "CAUSAL_LM")
+
+    def _require_causal(self) -> None:
+        """Raise TaskError for an encoder, whose tokens see those that they predict."""
+        from transformers import MODEL_FOR_MASKED_LM_MAPPING
+
+        if type(self._config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(self._config, "is_decoder", False):
+            raise TaskError(
+                f"task.model={self._model}: a {self._config.model_type} is an encoder: its tokens see those that they "
+                "would predict.\n  Name a causal language model."
+            )
+
+    def _require_packable(self, model: Any) -> None:
+        """Raise TaskError if a document of ``model`` could see others in its row, or could see less than alone."""
+        config = model.config.get_text_config()
+        layers = set(getattr(config, "layer_types", None) or ["full_attention"])
+        window = getattr(config, "sliding_window", None)
+        window = window if getattr(config, "use_sliding_window", True) else None
+        reason = ""
+        if "position_ids" not in inspect.signature(model.forward).parameters:
+            reason = "takes no position_ids"
+        elif getattr(model, "_is_stateful", False) or layers - {"full_attention", "sliding_attention"}:
+            reason = "has layers that are not attention and carry a state from one document to the next"
+        elif window is not None and window < self._seq_len:
+            reason = f"attends to windows of {window} tokens, less than task.seq_len={self._seq_len}"
+        elif config._attn_implementation not in ("sdpa", "eager"):
+            reason = f"uses {config._attn_implementation}, which takes no mask of documents"
+        if reason:
+            raise TaskError(
+                f"task.pack=true: {type(model).__name__} {reason}, so documents cannot share a row.\n"
+                "  Use task.pack=false, with batch.balance=length against padding."
+            )
+
+    def _encoded(self, path: str, data: Any) -> Any:
+        if "messages" in data.column_names:
+            encode = self._chat
+        elif {"prompt", "completion"} <= set(data.column_names):
+            encode = self._completion
+        else:
+            require_columns("task.text", path, data, [self._text])
+            encode = self._plain
+        settings = {
+            "kind": encode.__name__,
+            "text": self._text,
+            "seq_len": self._seq_len,
+            "pack": self._pack,
+            "unusable": self._unusable,
+        }
+        return tokenized(data, path, self.tokenizer, settings, encode)
+
+    def _plain(self, example: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the pieces of a text. They overlap by one token, so that each but the first is predicted once."""
+        tokens = self._ended(self._tokens(example[self._text], whole=True))
+        step = self._seq_len - 1
+        pieces = (tokens[start : start + self._seq_len] for start in range(0, max(1, len(tokens) - 1), step))
+        return [self._sample(piece, piece) for piece in pieces]
+
+    def _completion(self, example: dict[str, Any]) -> list[dict[str, Any]]:
+        prompt = self._tokens(example["prompt"], whole=True)
+        answer = self._ended(self._tokens(example["completion"], whole=False))
+        return [self._sample(prompt + answer, [IGNORED] * len(prompt) + answer)]
+
+    def _chat(self, example: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return a chat as the tokenizer's template writes it, with the tokens of the answers as labels."""
+        messages = example["messages"]
+        tokens: list[int] = []
+        labels: list[int] = []
+        for number, message in enumerate(messages):
+            if message.get("role") != "assistant":
+                continue
+            for last, learned in ((number, False), (number + 1, True)):
+                longer = self._templated(messages[:last], prompts=not learned)
+                if longer[: len(tokens)] != tokens:
+                    raise TaskError(
+                        "the tokenizer's chat template writes the start of a chat differently when the chat continues, "
+                        "so that the tokens of an answer cannot be told from the rest.\n"
+                        "  Use a template that appends, or columns prompt and completion."
+                    )
+                added = longer[len(tokens) :]
+                labels += added if learned else [IGNORED] * len(added)
+                tokens = longer
+        return [self._sample(tokens, labels)]
+
+    def _templated(self, messages: list[dict[str, Any]], *, prompts: bool) -> list[int]:
+        """Return the tokens of ``messages``; ``prompts``: with the beginning of an answer at the end."""
+        try:
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompts)
+        except Exception as error:  # of the template, which is code of the model's authors
+            raise TaskError(f"the tokenizer's chat template: {error}") from None
+        return self.tokenizer(text, add_special_tokens=False).input_ids
+
+    def _tokens(self, text: Any, *, whole: bool) -> list[int]:
+        """Return the tokens of ``text``; ``whole``: with those that the tokenizer puts at the start of a text."""
+        if not isinstance(text, str):
+            raise UnusableExample(f"is {type(text).__name__} where text is expected")
+        return self.tokenizer(text, add_special_tokens=whole).input_ids
+
+    def _ended(self, tokens: list[int]) -> list[int]:
+        end = self.tokenizer.eos_token_id
+        return tokens if end is None or tokens[-1:] == [end] or not tokens else [*tokens, end]
+
+    def _sample(self, tokens: list[int], labels: list[int]) -> dict[str, Any]:
+        if len(tokens) > self._seq_len:
+            raise UnusableExample(f"has {len(tokens)} tokens, more than task.seq_len={self._seq_len}")
+        if all(label == IGNORED for label in labels[1:]):
+            raise UnusableExample("has no token to predict")
+        return {"input_ids": tokens, "labels": labels, "length": len(tokens)}
+
+    @cached_property
+    def collate(self) -> Any:
+        from launcher.train.data.packing import Packing
+
+        return Packing(self._seq_len, own_rows=not self._pack)
+
+    def loss(self, model: Any, batch: dict[str, Any]) -> Loss:
+        """Return the cross-entropy in nats, summed over the predicted tokens."""
+        import torch
+        from torch.nn import functional
+
+        from launcher.train.data.packing import document_mask
+
+        # without shared rows no mask is needed: a token sees what precedes it, and the unused end comes last
+        inputs = {"input_ids": batch["input_ids"], "use_cache": False}
+        if self._pack:
+            mask = document_mask(batch["document_ids"])
+            if model.config.get_text_config()._attn_implementation == "eager":  # adds the mask to the scores
+                mask = torch.where(mask, 0.0, torch.finfo(torch.float32).min)
+            inputs |= {"position_ids": batch["position_ids"], "attention_mask": mask}
+        result = model(**inputs)
+        logits, targets = result.logits.flatten(0, 1).float(), batch["targets"].flatten()
+        total = functional.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)
+        return Loss(total, items=batch["items"])

@@ -1,0 +1,139 @@
+"""Task of text classification with any sequence classifier of the transformers package."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+from launcher.errors import TaskError
+from launcher.loss import Loss
+from launcher.quantities import first_names
+from launcher.tasks.hf_data import UnusableExample, require_columns, tokenized
+from launcher.tasks.hf_model import HFTask
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class HFClassifier(HFTask):
+    """Fine-tuning of a sequence classifier, with an accuracy. An item is an example.
+
+    Args:
+        model: directory of a model, name on the hub, or path of a configuration (random initial values).
+        data: file or directory of examples: json, parquet, csv, or what ``save_to_disk`` of datasets wrote.
+        text: column of the text.
+        label: column of the class: a name or a number.
+        tokenizer: directory or hub name; default: the model's.
+        seq_len: tokens of an example at most.
+        eval_data: examples of the evaluation; default: a part of ``data``.
+        held_out: share of ``data`` for the evaluation, the same in every run; 0: none.
+        unusable: examples that are empty or longer than ``seq_len``: ``error``; ``skip``; or ``cut``, which cuts the
+            end off longer ones, and skips empty ones.
+        lora: train LoRA adapters and the head only: ``{r, alpha, dropout, targets}``.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        data: str,
+        text: str = "text",
+        label: str = "label",
+        tokenizer: str | None = None,
+        seq_len: int = 512,
+        eval_data: str | None = None,
+        held_out: float = 0.05,
+        unusable: Literal["error", "skip", "cut"] = "error",
+        lora: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(
+            "hf_classifier",
+            model,
+            data,
+            tokenizer=tokenizer,
+            seq_len=seq_len,
+            eval_data=eval_data,
+            held_out=held_out,
+            lora=lora,
+        )
+        if unusable not in ("error", "skip", "cut"):
+            raise TaskError(f"task.unusable={unusable}: must be error, skip or cut.")
+        self._text, self._label, self._unusable = text, label, unusable
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        tokenizer = super().tokenizer
+        if tokenizer.pad_token_id is None:
+            key, path = self._tokenizer_source
+            raise TaskError(
+                f"{key}={path}: the tokenizer has no pad token, and a classifier needs it to find a text's end.\n"
+                "  Set it with tokenizer.pad_token = ..., save the tokenizer, and name its directory in task.tokenizer."
+            )
+        return tokenizer
+
+    @cached_property
+    def _classes(self) -> list[Any]:
+        """Return the classes in the order of the model's outputs: all that the training examples have."""
+        data = self._examples[0]
+        require_columns("task.label", self._data, data, [self._label])
+        if names := getattr(data.features[self._label], "names", None):  # of a ClassLabel: its values are numbers
+            return list(range(len(names)))
+        values = set(data.unique(self._label))
+        kinds = {type(value) for value in values}
+        if kinds not in ({int}, {str}):
+            raise TaskError(
+                f"task.label={self._label}: its values are {first_names(sorted(kind.__name__ for kind in kinds))}; "
+                "a class is a number or a name."
+            )
+        if kinds == {int} and min(values) >= 0:
+            return list(range(max(values) + 1))
+        return sorted(values)
+
+    def model(self) -> nn.Module:
+        from transformers import AutoModelForSequenceClassification
+
+        self._config.num_labels = len(self._classes)
+        self._config.pad_token_id = self.tokenizer.pad_token_id
+        if isinstance(self._classes[0], str):
+            self._config.id2label = dict(enumerate(self._classes))
+            self._config.label2id = {name: number for number, name in enumerate(self._classes)}
+        return self._adapted(self._build(AutoModelForSequenceClassification), "SEQ_CLS")
+
+    def _encoded(self, path: str, data: Any) -> Any:
+        require_columns("task.text", path, data, [self._text])
+        require_columns("task.label", path, data, [self._label])
+        settings = {
+            "kind": "classifier",
+            "columns": [self._text, self._label],
+            "classes": self._classes,
+            "seq_len": self._seq_len,
+            "unusable": self._unusable,
+        }
+        return tokenized(data, path, self.tokenizer, settings, self._encode)
+
+    def _encode(self, example: dict[str, Any]) -> list[dict[str, Any]]:
+        text, label = example[self._text], example[self._label]
+        if label not in self._classes:
+            raise TaskError(f"task.label={self._label}: {label!r} is no class of the training examples.")
+        if not isinstance(text, str) or not text:
+            raise UnusableExample("has no text")
+        cut = {"truncation": True, "max_length": self._seq_len} if self._unusable == "cut" else {}
+        tokens = self.tokenizer(text, **cut).input_ids
+        if len(tokens) > self._seq_len:
+            raise UnusableExample(f"has {len(tokens)} tokens, more than task.seq_len={self._seq_len}")
+        return [{"input_ids": tokens, "label": self._classes.index(label), "length": len(tokens)}]
+
+    def collate(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
+        import torch
+
+        batch = self.tokenizer.pad([{"input_ids": sample["input_ids"]} for sample in samples], return_tensors="pt")
+        return {**batch, "labels": torch.tensor([sample["label"] for sample in samples])}
+
+    def loss(self, model: Any, batch: dict[str, Any]) -> Loss:
+        """Return the cross-entropy in nats, summed over the examples, and the accuracy."""
+        from torch.nn import functional
+
+        labels = batch["labels"]
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.float()
+        right = (logits.argmax(1) == labels).sum()
+        total = functional.cross_entropy(logits, labels, reduction="sum")
+        return Loss(total, items=len(labels), metrics={"accuracy": (right, len(labels))})

@@ -1,0 +1,220 @@
+"""Base of the tasks with models of the transformers package: model, tokenizer, adapters, and the data's two parts.
+
+The module does not import torch or transformers at module level.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from launcher.errors import TaskError, did_you_mean
+from launcher.quantities import first_names
+from launcher.tasks.hf_data import read_examples, split_examples
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
+# arguments of a LoRA adapter: key of the task -> argument of peft's LoraConfig
+_LORA = {"r": "r", "alpha": "lora_alpha", "dropout": "lora_dropout", "targets": "target_modules"}
+
+
+class HFTask:
+    """Model, tokenizer and examples of a task; the arguments are the keys of the tasks."""
+
+    def __init__(
+        self,
+        name: str,
+        model: str,
+        data: str,
+        *,
+        tokenizer: str | None,
+        seq_len: int,
+        eval_data: str | None,
+        held_out: float,
+        lora: dict[str, Any] | None,
+    ) -> None:
+        packages = ["transformers", "datasets", *(["peft"] if lora is not None else [])]
+        if missing := [each for each in packages if find_spec(each) is None]:
+            raise TaskError(f"task={name}: {', '.join(missing)} must be installed.\n  pip install launcher[hf]")
+        _require_lora_keys(lora or {})
+        self._model, self._tokenizer, self._lora = model, tokenizer, lora
+        self._data, self._eval_data, self._held_out = data, eval_data, held_out
+        self._config, self._seq_len = _load_config(model), seq_len
+        longest = getattr(self._config.get_text_config(), "max_position_embeddings", None)
+        if seq_len < 2 or (longest is not None and seq_len > longest):
+            most = "" if longest is None else f" and at most {longest}, the length of the model's sequences"
+            raise TaskError(f"task.seq_len={seq_len}: must be at least 2{most}.")
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        return _load_tokenizer(*self._tokenizer_source)
+
+    @property
+    def _tokenizer_source(self) -> tuple[str, str]:
+        """Return the config key that names the tokenizer, and its value."""
+        return ("task.model", self._model) if self._tokenizer is None else ("task.tokenizer", self._tokenizer)
+
+    @cached_property
+    def _examples(self) -> tuple[Any, Any]:
+        """Return (training, held-out) examples."""
+        data = read_examples("task.data", self._data)
+        if self._eval_data is not None:
+            return data, read_examples("task.eval_data", self._eval_data)
+        return split_examples(data, self._held_out)
+
+    def train_data(self) -> Any:
+        return self._encoded(self._data, self._examples[0])
+
+    def eval_data(self) -> Any:
+        data = self._examples[1]
+        return None if data is None else self._encoded(self._eval_data or self._data, data)
+
+    def _encoded(self, path: str, data: Any) -> Any:
+        raise NotImplementedError
+
+    def _build(self, auto: Any) -> Any:
+        """Return the model in fp32. ``auto``: class of transformers that finds the architecture."""
+        model = _build_pretrained(self._model, auto, self._config)
+        size, words = model.get_input_embeddings().num_embeddings, len(self.tokenizer)
+        if words > size:
+            key, path = self._tokenizer_source
+            raise TaskError(f"{key}={path}: the tokenizer has {words} tokens, and the model only {size}.")
+        return model
+
+    def _adapted(self, model: Any, kind: str) -> Any:
+        """Return ``model`` with adapters if ``task.lora`` is set. ``kind``: task type of peft."""
+        return model if self._lora is None else _with_lora(model, self._lora, kind)
+
+    def shard_units(self, model: Any) -> list[nn.Module]:
+        """Return the blocks that transformers does not divide between devices."""
+        from launcher.train.parallel.shard_units import find_units
+
+        plain: Callable[[], Any] | None = getattr(model, "get_base_model", None)  # of peft's
+        classes = set(getattr(plain() if plain is not None else model, "_no_split_modules", None) or ())
+        return [module for module in model.modules() if type(module).__name__ in classes] or find_units(model)
+
+
+def _is_config_file(model: str) -> bool:
+    """Return whether ``model`` names a configuration, of which a model with random values is made."""
+    return Path(model).is_file() and Path(model).suffix == ".json"
+
+
+def _load_config(model: str) -> Any:
+    """Return the configuration of ``model``.
+
+    Raises:
+        TaskError: it has none, or one of an architecture that transformers does not know.
+    """
+    from transformers import AutoConfig
+
+    path = Path(model)
+    if path.is_dir() and not (path / "config.json").exists():
+        raise TaskError(f"task.model={model}: it has no config.json.\n  Name a directory that save_pretrained wrote.")
+    if path.is_dir() and not any(next(path.glob(pattern), None) for pattern in _WEIGHTS):
+        raise TaskError(
+            f"task.model={model}: the directory has no weights (model.safetensors).\n"
+            f"  task.model={path / 'config.json'} trains from random values."
+        )
+    if path.is_file() and not _is_config_file(model):
+        raise TaskError(f"task.model={model}: a file must be a configuration, such as config.json.")
+    try:
+        return AutoConfig.from_pretrained(model)
+    except (OSError, ValueError, KeyError) as error:
+        raise TaskError(f"task.model={model}: {_first_line(error)}") from None
+
+
+def _build_pretrained(model: str, auto: Any, config: Any) -> Any:
+    """Return the model in fp32, with its weights, or with random values if ``model`` is a configuration.
+
+    Args:
+        auto: class of transformers that finds the architecture, such as AutoModelForCausalLM.
+
+    Raises:
+        TaskError: the architecture has no such head, or the weights are not those of the configuration.
+    """
+    import torch
+
+    try:
+        if _is_config_file(model):
+            return auto.from_config(config, dtype=torch.float32)
+        made, loaded = auto.from_pretrained(model, config=config, dtype=torch.float32, output_loading_info=True)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise TaskError(f"task.model={model}: {_first_line(error)}") from None
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        names = sorted(map(str, loaded.get(kind) or ()))
+        if names and not (kind == "missing_keys" and _is_new_head(names)):
+            raise TaskError(
+                f"task.model={model}: its weights are not those of a {type(made).__name__}: "
+                f"{kind.removesuffix('_keys')}: {first_names(names)}.\n  Name a model of this architecture."
+            )
+    return made
+
+
+def _is_new_head(names: list[str]) -> bool:
+    """Return whether only a classifier's head has no values yet."""
+    return all(name.split(".")[0] in ("score", "classifier") for name in names)
+
+
+def _load_tokenizer(key: str, path: str) -> Any:
+    """Return the tokenizer at ``path``, which the config key ``key`` names.
+
+    Raises:
+        TaskError: there is none.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise TaskError(f"{key}={path}: no tokenizer: {_first_line(error)}\n  Name one with task.tokenizer=.") from None
+
+
+def _with_lora(model: Any, lora: dict[str, Any], kind: str) -> Any:
+    """Return ``model`` with LoRA adapters of peft; every other parameter is frozen.
+
+    Args:
+        lora: ``r``, ``alpha``, ``dropout``, ``targets`` (names of modules, or "all-linear"); missing ones have the
+            defaults of peft.
+        kind: peft's task type.
+
+    Raises:
+        TaskError: ``lora`` has another key, or its targets match no module.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    _require_lora_keys(lora)
+    targets = lora.get("targets")
+    names = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if hasattr(module, "weight")})
+    wanted = [targets] if isinstance(targets, str) and targets != "all-linear" else targets
+    unknown = [name for name in wanted or () if targets != "all-linear" and not _matches(model, name)]
+    if unknown:
+        raise TaskError(
+            f"task.lora.targets={unknown[0]}: no module of the model has this name.\n"
+            f"  {did_you_mean(unknown[0], names)}Its modules with weights: {first_names(names)}."
+        )
+    try:
+        return get_peft_model(model, LoraConfig(task_type=kind, **{_LORA[name]: value for name, value in lora.items()}))
+    except (ValueError, TypeError) as error:
+        raise TaskError(f"task.lora: {_first_line(error)}") from None
+
+
+def _matches(model: Any, target: str) -> bool:
+    return any(name == target or name.endswith(f".{target}") for name, _ in model.named_modules())
+
+
+def _require_lora_keys(lora: dict[str, Any]) -> None:
+    """Raise TaskError if ``lora`` has a key that is no argument of an adapter."""
+    for name in lora:
+        if name not in _LORA:
+            raise TaskError(
+                f"task.lora.{name}: no such argument.\n  {did_you_mean(name, _LORA)}Known: {', '.join(_LORA)}."
+            )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

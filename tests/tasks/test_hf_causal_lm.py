@@ -1,0 +1,194 @@
+"""task=hf_causal_lm: what is learned, compared with transformers' own loss of each document alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.errors import TaskError
+from tests.tasks.hf_files import CHAT_TEMPLATE, TEXTS, save_lines, save_model
+
+torch = pytest.importorskip("torch")
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    datasets.disable_progress_bars()
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("llama"), "llama")
+
+
+def task(model: Path, data: Path, **settings: Any) -> Any:
+    from launcher.tasks.hf_causal_lm import HFCausalLM
+
+    return HFCausalLM(str(model), str(data), **({"held_out": 0.0, "seq_len": 64} | settings))
+
+
+def own_loss(model: Any, tokens: list[int], learned_from: int = 1) -> float:
+    """Return the summed loss of a document alone, by transformers' own formula."""
+    ids = torch.tensor([tokens])
+    labels = ids.clone()
+    labels[:, :learned_from] = -100
+    mean = model(input_ids=ids, labels=labels).loss.detach()
+    return float(mean) * (len(tokens) - max(1, learned_from))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen", "gpt2", "moe"])
+@pytest.mark.parametrize("pack", [True, False])
+def test_each_document_has_its_own_loss(kind: str, pack: bool, tmp_path: Path) -> None:
+    directory = save_model(tmp_path / kind, kind)
+    job = task(directory, save_lines(tmp_path / "texts.jsonl", [{"text": text} for text in TEXTS]), pack=pack)
+    model, data = job.model().eval(), job.train_data()
+    result = job.loss(model, job.collate([data[index] for index in range(len(data))]))
+    documents = [[*job.tokenizer(text).input_ids, job.tokenizer.eos_token_id] for text in TEXTS]
+    expected = sum(own_loss(model, document) for document in documents)
+    assert result.items == sum(len(document) - 1 for document in documents)
+    torch.testing.assert_close(float(result.total.detach()), expected, rtol=1e-5, atol=0)
+
+
+def test_a_long_text_is_cut_without_losing_a_target(llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "long.txt").write_text("".join(TEXTS) * 3)
+    job = task(llama, tmp_path / "long.txt", seq_len=16)
+    tokens = [*job.tokenizer("".join(TEXTS) * 3).input_ids, job.tokenizer.eos_token_id]
+    pieces = [row["input_ids"] for row in job.train_data()]
+    assert max(map(len, pieces)) == 16
+    assert [token for piece in pieces for token in piece[1:]] == tokens[1:]
+    assert [piece[0] for piece in pieces[1:]] == [piece[-1] for piece in pieces[:-1]]
+
+
+def test_the_loss_of_a_chat_is_on_its_answers(llama: Path, tmp_path: Path) -> None:
+    chat = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "one?"},
+        {"role": "assistant", "content": "first"},
+        {"role": "user", "content": "two?"},
+        {"role": "assistant", "content": "second"},
+        {"role": "user", "content": "not answered"},
+    ]
+    job = task(llama, save_lines(tmp_path / "chats.jsonl", [{"messages": chat}]), seq_len=128)
+    row = job.train_data()[0]
+    learned = [label for label in row["labels"] if label != -100]
+    assert job.tokenizer.decode(learned) == "first<|end|>second<|end|>"
+    whole = job.tokenizer.decode(row["input_ids"])
+    assert whole == job.tokenizer.apply_chat_template(chat[:5], tokenize=False)
+    assert [t for t, label in zip(row["input_ids"], row["labels"], strict=True) if label != -100] == learned
+
+
+def test_a_template_that_rewrites_a_chat_is_refused(tmp_path: Path) -> None:
+    newest_only = CHAT_TEMPLATE.replace("in messages", "in messages[-1:]")
+    job = task(
+        save_model(tmp_path / "model", "llama", template=newest_only),
+        save_lines(tmp_path / "chats.jsonl", [{"messages": [
+            {"role": "user", "content": "one?"}, {"role": "assistant", "content": "first"}
+        ]}]),
+    )  # fmt: skip
+    with pytest.raises(TaskError, match="chat template writes the start of a chat differently"):
+        job.train_data()
+
+
+def test_the_loss_of_a_completion_is_on_the_completion(llama: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": "area(2, 3) = ", "completion": "6"}, {"prompt": "", "completion": "all of it"}]
+    job = task(llama, save_lines(tmp_path / "pairs.jsonl", rows))
+    first, second = job.train_data()
+    assert job.tokenizer.decode([label for label in first["labels"] if label != -100]) == "6<|end|>"
+    assert job.tokenizer.decode(first["input_ids"]) == "area(2, 3) = 6<|end|>"
+    assert second["labels"] == second["input_ids"]
+
+
+def test_examples_that_cannot_be_used(llama: Path, tmp_path: Path) -> None:
+    pairs = [("p", "c"), ("p", ""), ("p" * 200, "c")]
+    rows = [{"prompt": prompt, "completion": completion} for prompt, completion in pairs]
+    file = save_lines(tmp_path / "pairs.jsonl", rows)
+    with pytest.raises(TaskError, match=r"example 1 \(counted from 0\) has no token to predict"):
+        task(llama, file).train_data()
+    assert list(task(llama, file, unusable="skip").train_data()["example"]) == [0]
+    with pytest.raises(TaskError, match="none of its 1 examples can be used"):
+        task(llama, save_lines(tmp_path / "none.jsonl", rows[1:2]), unusable="skip").train_data()
+
+
+def test_tokens_are_read_from_the_cache(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = save_lines(tmp_path / "texts.jsonl", [{"text": text} for text in TEXTS])
+    first = task(llama, file).train_data()[:]
+    from launcher.tasks.hf_causal_lm import HFCausalLM
+
+    monkeypatch.setattr(HFCausalLM, "_sample", None)
+    assert task(llama, file).train_data()[:] == first
+    with pytest.raises(TypeError):  # another setting, so another cache
+        task(llama, file, seq_len=32).train_data()
+
+
+def test_the_held_out_part_is_the_same_in_every_run(llama: Path, tmp_path: Path) -> None:
+    file = save_lines(tmp_path / "texts.jsonl", [{"text": f"{text} {n}"} for n in range(5) for text in TEXTS])
+    parts = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        job = task(llama, file, held_out=0.1)
+        parts.append((job.train_data()[:], job.eval_data()[:]))
+    assert parts[0] == parts[1]
+    train, held_out = ({tuple(ids) for ids in part["input_ids"]} for part in parts[0])
+    assert len(held_out) == 4
+    assert not train & held_out
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"text": "txet"}, "task.text=txet: .* has no such column.\n.*text"),
+        ({"seq_len": 4096}, "task.seq_len=4096: must be at least 2 and at most 128"),
+        ({"held_out": 1.5}, "task.held_out=1.5"),
+        ({"unusable": "drop"}, "task.unusable=drop"),
+        ({"lora": {"rank": 4}}, "task.lora.rank: no such argument"),
+        ({"lora": {"r": 4, "targets": ["q_porj"]}}, "task.lora.targets=q_porj.*\n.*q_proj"),
+        ({"tokenizer": "nowhere/at/all"}, "task.tokenizer=nowhere/at/all: no tokenizer"),
+    ],
+)
+def test_wrong_settings_are_named(llama: Path, tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+    file = save_lines(tmp_path / "texts.jsonl", [{"text": text} for text in TEXTS])
+
+    def build() -> None:
+        job = task(llama, file, **settings)
+        job.train_data()
+        job.model()
+
+    with pytest.raises(TaskError, match=message):
+        build()
+
+
+def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
+    directory = save_model(tmp_path / "model", "llama", weights=False)
+    file = save_lines(tmp_path / "texts.jsonl", [{"text": text} for text in TEXTS])
+    with pytest.raises(TaskError, match=r"no weights .*\n  task.model=.*config.json trains from random values"):
+        task(directory, file)
+    made = task(directory / "config.json", file, tokenizer=str(directory)).model()
+    assert next(made.parameters()).dtype == torch.float32
+
+
+def test_another_architecture_is_refused(llama: Path, tmp_path: Path) -> None:
+    file = save_lines(tmp_path / "texts.jsonl", [{"text": text} for text in TEXTS])
+    with pytest.raises(TaskError, match="a bert is an encoder"):
+        task(save_model(tmp_path / "bert", "bert"), file).model()
+    other = save_model(tmp_path / "other", "gpt2")
+    (other / "config.json").write_text((llama / "config.json").read_text())
+    with pytest.raises(TaskError, match="weights are not those of a LlamaForCausalLM: missing:"):
+        task(other, file).model()
+    config = (llama / "config.json").read_text().replace('"llama"', '"no_such_model"')
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(TaskError, match="no_such_model"):
+        task(tmp_path / "config.json", file, tokenizer=str(llama))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of peft
+def test_lora_trains_adapters_only(llama: Path, tmp_path: Path) -> None:
+    file = save_lines(tmp_path / "texts.jsonl", [{"text": text} for text in TEXTS])
+    model = task(llama, file, lora={"r": 2, "alpha": 4, "targets": ["q_proj", "v_proj"]}).model()
+    trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
+    assert all("lora_" in name for name in trained)
+    assert sum(trained.values()) == 2 * (2 * (32 + 32) + 2 * (32 + 16))  # 2 layers; r (inputs + outputs) for q and v
