@@ -119,13 +119,16 @@ def train_data(task: Task, seed: int, notes: list[str] | None = None) -> Any:
     from the model's, so that a teacher model built here does not have the student's initial values.
 
     Args:
-        notes: list to which a note is appended if a DataLoader was returned, whose settings are not used.
+        notes: list to which the task's ``notes`` are appended, and one if a DataLoader was returned, whose settings are
+            not used.
 
     Raises:
         TaskError: it is several data sets, or a DataLoader whose samples are not those of its dataset.
     """
     _seed(seed, "data")
     data: Any = task.train_data()
+    if notes is not None:
+        notes += getattr(task, "notes", ())
     if _are_several(data) or (isinstance(data, dict) and data and 0 not in data):
         raise TaskError(
             f"train_data() returned a {type(data).__name__} of {_kinds(data)}: it must be one data set, whose elements "

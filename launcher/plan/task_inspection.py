@@ -20,7 +20,7 @@ from launcher.plan.sync_policy import SHARDED
 from launcher.rundir.files import value_from_json
 from launcher.task import load_task
 
-_BUNDLED = "launcher.tasks."
+_WITH_FACTS = ("launcher.tasks.bytes_gpt.", "launcher.tasks.digits.")  # their description is arithmetic
 
 
 class HasFacts(Protocol):
@@ -72,8 +72,8 @@ def describe_task(request: InspectionRequest) -> TaskPlan:
     """Return a description of the task that a config names, after a check that its optimizer can be built and its
     callbacks exist.
 
-    A bundled task computes its description by arithmetic. A user's class is imported in a separate process, and so is a
-    bundled one if classes, parameter groups or callbacks of the config must be checked.
+    The small bundled tasks compute their description by arithmetic. Any other class is imported in a separate process,
+    and so are these if classes, parameter groups or callbacks of the config must be checked.
 
     Raises:
         ConfigError: no task is named.
@@ -85,7 +85,7 @@ def describe_task(request: InspectionRequest) -> TaskPlan:
             "task._target_", target, "is not set.", "Name the task's class: task._target_=my_tasks.MyTask."
         )
     checks = any((optimizer.target, request.schedule.target, optimizer.groups, request.callbacks))
-    if target.startswith(_BUNDLED) and not checks:
+    if target.startswith(_WITH_FACTS) and not checks:
         try:
             facts = cast("HasFacts", load_task(target, params, [])).facts()
         except (TypeError, ValueError) as error:  # a parameter of the wrong type

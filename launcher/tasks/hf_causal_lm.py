@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from launcher.errors import TaskError
 from launcher.loss import Loss
-from launcher.tasks.hf_data import UnusableExample, require_columns, tokenized
-from launcher.tasks.hf_model import HFTask
+from launcher.tasks.hf_data import Encode, UnusableExample, require_columns
+from launcher.tasks.hf_model import HfTask
 
 if TYPE_CHECKING:
     from torch import nn
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 IGNORED = -100
 
 
-class HFCausalLM(HFTask):
+class HfCausalLM(HfTask):
     """Fine-tuning or training of a causal language model. An item is a predicted token; a sample is an example.
 
     Examples are of one of three kinds, by their columns: ``messages`` (a chat; the loss is on the answers only),
@@ -68,7 +68,7 @@ class HFCausalLM(HFTask):
         from transformers import AutoModelForCausalLM
 
         self._require_causal()
-        model = self._build(AutoModelForCausalLM)
+        model = self._build(AutoModelForCausalLM, new_head=False)
         if self._pack:
             self._require_packable(model)
         return self._adapted(model, "CAUSAL_LM")
@@ -104,7 +104,7 @@ class HFCausalLM(HFTask):
                 "  Use task.pack=false, with batch.balance=length against padding."
             )
 
-    def _encoded(self, path: str, data: Any) -> Any:
+    def _encoding(self, path: str, data: Any) -> tuple[Encode, dict[str, Any]]:
         if "messages" in data.column_names:
             encode = self._chat
         elif {"prompt", "completion"} <= set(data.column_names):
@@ -119,7 +119,7 @@ class HFCausalLM(HFTask):
             "pack": self._pack,
             "unusable": self._unusable,
         }
-        return tokenized(data, path, self.tokenizer, settings, encode)
+        return encode, settings
 
     def _plain(self, example: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the pieces of a text. They overlap by one token, so that each but the first is predicted once."""

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from launcher.errors import TaskError
 from launcher.loss import Loss
 from launcher.quantities import first_names
-from launcher.tasks.hf_data import UnusableExample, require_columns, tokenized
-from launcher.tasks.hf_model import HFTask
+from launcher.tasks.hf_data import Encode, UnusableExample, require_columns
+from launcher.tasks.hf_model import HfTask
 
 if TYPE_CHECKING:
     from torch import nn
 
 
-class HFClassifier(HFTask):
+class HfClassifier(HfTask):
     """Fine-tuning of a sequence classifier, with an accuracy. An item is an example.
 
     Args:
@@ -84,6 +84,8 @@ class HFClassifier(HFTask):
                 f"task.label={self._label}: its values are {first_names(sorted(kind.__name__ for kind in kinds))}; "
                 "a class is a number or a name."
             )
+        if len(values) < 2:
+            raise TaskError(f"task.label={self._label}: only one class, {values.pop()!r}; there must be two at least.")
         if kinds == {int} and min(values) >= 0:
             return list(range(max(values) + 1))
         return sorted(values)
@@ -96,9 +98,9 @@ class HFClassifier(HFTask):
         if isinstance(self._classes[0], str):
             self._config.id2label = dict(enumerate(self._classes))
             self._config.label2id = {name: number for number, name in enumerate(self._classes)}
-        return self._adapted(self._build(AutoModelForSequenceClassification), "SEQ_CLS")
+        return self._adapted(self._build(AutoModelForSequenceClassification, new_head=True), "SEQ_CLS")
 
-    def _encoded(self, path: str, data: Any) -> Any:
+    def _encoding(self, path: str, data: Any) -> tuple[Encode, dict[str, Any]]:
         require_columns("task.text", path, data, [self._text])
         require_columns("task.label", path, data, [self._label])
         settings = {
@@ -108,7 +110,7 @@ class HFClassifier(HFTask):
             "seq_len": self._seq_len,
             "unusable": self._unusable,
         }
-        return tokenized(data, path, self.tokenizer, settings, self._encode)
+        return self._encode, settings
 
     def _encode(self, example: dict[str, Any]) -> list[dict[str, Any]]:
         text, label = example[self._text], example[self._label]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,7 +67,7 @@ def read_examples(key: str, path: str) -> Any:
                 f"  Known: {', '.join(_BUILDERS)}, and directories that save_to_disk wrote."
             )
         (kind,) = kinds
-        options = {"sample_by": "document"} if kind == "text" else {}
+        options: dict[str, Any] = {"sample_by": "document"} if kind == "text" else {}
         return datasets.load_dataset(kind, data_files=list(map(str, files)), split="train", **options)
     except TaskError:
         raise
@@ -119,12 +118,12 @@ def tokenized(data: Any, path: str, tokenizer: Any, settings: dict[str, Any], en
     Raises:
         TaskError: ``encode`` refused an example, whose number is in the message; or no example is left.
     """
-    import datasets
+    from datasets import config
     from filelock import FileLock
 
     text = json.dumps([_FORMAT, data._fingerprint, _identity(tokenizer), settings], sort_keys=True)
     fingerprint = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-    cache = Path(datasets.config.HF_DATASETS_CACHE) / "launcher" / f"{fingerprint}.arrow"
+    cache = Path(config.HF_DATASETS_CACHE) / "launcher" / f"{fingerprint}.arrow"
     cache.parent.mkdir(parents=True, exist_ok=True)
 
     def encode_rows(columns: dict[str, list[Any]], numbers: list[int]) -> dict[str, list[Any]]:
@@ -153,8 +152,6 @@ def tokenized(data: Any, path: str, tokenizer: Any, settings: dict[str, Any], en
         )
     if not len(result):
         raise TaskError(f"{path}: none of its {len(data)} examples can be used.")
-    if (unused := len(data) - len(set(result["example"]))) and os.environ.get("RANK", "0") == "0":
-        print(f"{path}: {unused} of {len(data)} examples cannot be used, and are left out.", flush=True)
     return result
 
 
@@ -165,5 +162,8 @@ class UnusableExample(Exception):
 def _identity(tokenizer: Any) -> list[Any]:
     """Return what a tokenizer's result depends on, as values for JSON."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    words = backend.to_str() if backend is not None else sorted(tokenizer.get_vocab().items())
+    if backend is None:
+        words: Any = sorted(tokenizer.get_vocab().items())
+    else:  # its own truncation and padding are those of the last call
+        words = json.loads(backend.to_str()) | {"truncation": None, "padding": None}
     return [type(tokenizer).__name__, words, tokenizer.chat_template, tokenizer.special_tokens_map]

@@ -5,6 +5,7 @@ The module does not import torch or transformers at module level.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import cached_property
 from importlib.util import find_spec
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from launcher.errors import TaskError, did_you_mean
 from launcher.quantities import first_names
-from launcher.tasks.hf_data import read_examples, split_examples
+from launcher.tasks.hf_data import Encode, read_examples, split_examples, tokenized
 
 if TYPE_CHECKING:
     from torch import nn
@@ -23,7 +24,7 @@ _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
 _LORA = {"r": "r", "alpha": "lora_alpha", "dropout": "lora_dropout", "targets": "target_modules"}
 
 
-class HFTask:
+class HfTask:
     """Model, tokenizer and examples of a task; the arguments are the keys of the tasks."""
 
     def __init__(
@@ -44,6 +45,7 @@ class HFTask:
         _require_lora_keys(lora or {})
         self._model, self._tokenizer, self._lora = model, tokenizer, lora
         self._data, self._eval_data, self._held_out = data, eval_data, held_out
+        self.notes: list[str] = []  # which the plan shows
         self._config, self._seq_len = _load_config(model), seq_len
         longest = getattr(self._config.get_text_config(), "max_position_embeddings", None)
         if seq_len < 2 or (longest is not None and seq_len > longest):
@@ -68,23 +70,31 @@ class HFTask:
         return split_examples(data, self._held_out)
 
     def train_data(self) -> Any:
-        return self._encoded(self._data, self._examples[0])
+        return self._rows(self._data, self._examples[0])
 
     def eval_data(self) -> Any:
         data = self._examples[1]
-        return None if data is None else self._encoded(self._eval_data or self._data, data)
+        return None if data is None else self._rows(self._eval_data or self._data, data)
 
-    def _encoded(self, path: str, data: Any) -> Any:
+    def _rows(self, path: str, data: Any) -> Any:
+        encode, settings = self._encoding(path, data)
+        rows = tokenized(data, path, self.tokenizer, settings, encode)
+        if unused := len(data) - len(rows.unique("example")):
+            self.notes.append(f"{path}: {unused} of {len(data)} examples cannot be used, and are left out.")
+        return rows
+
+    def _encoding(self, path: str, data: Any) -> tuple[Encode, dict[str, Any]]:
+        """Return the function that makes rows of an example of ``data``, and what else it depends on."""
         raise NotImplementedError
 
-    def _build(self, auto: Any) -> Any:
-        """Return the model in fp32. ``auto``: class of transformers that finds the architecture."""
-        model = _build_pretrained(self._model, auto, self._config)
+    def _build(self, auto: Any, *, new_head: bool) -> Any:
+        """Return the model in fp32, ready to train. ``auto``, ``new_head``: see ``_build_pretrained``."""
+        model = _build_pretrained(self._model, auto, self._config, new_head=new_head)
         size, words = model.get_input_embeddings().num_embeddings, len(self.tokenizer)
         if words > size:
             key, path = self._tokenizer_source
             raise TaskError(f"{key}={path}: the tokenizer has {words} tokens, and the model only {size}.")
-        return model
+        return model.train()
 
     def _adapted(self, model: Any, kind: str) -> Any:
         """Return ``model`` with adapters if ``task.lora`` is set. ``kind``: task type of peft."""
@@ -128,17 +138,20 @@ def _load_config(model: str) -> Any:
         raise TaskError(f"task.model={model}: {_first_line(error)}") from None
 
 
-def _build_pretrained(model: str, auto: Any, config: Any) -> Any:
+def _build_pretrained(model: str, auto: Any, config: Any, *, new_head: bool) -> Any:
     """Return the model in fp32, with its weights, or with random values if ``model`` is a configuration.
 
     Args:
         auto: class of transformers that finds the architecture, such as AutoModelForCausalLM.
+        new_head: the head may have no weights yet, and those of another head are not used.
 
     Raises:
         TaskError: the architecture has no such head, or the weights are not those of the configuration.
     """
     import torch
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     try:
         if _is_config_file(model):
             return auto.from_config(config, dtype=torch.float32)
@@ -147,17 +160,14 @@ def _build_pretrained(model: str, auto: Any, config: Any) -> Any:
         raise TaskError(f"task.model={model}: {_first_line(error)}") from None
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         names = sorted(map(str, loaded.get(kind) or ()))
-        if names and not (kind == "missing_keys" and _is_new_head(names)):
+        if new_head:
+            names = [name for name in names if name.startswith(f"{made.base_model_prefix}.") and ".pooler." not in name]
+        if names:
             raise TaskError(
                 f"task.model={model}: its weights are not those of a {type(made).__name__}: "
                 f"{kind.removesuffix('_keys')}: {first_names(names)}.\n  Name a model of this architecture."
             )
     return made
-
-
-def _is_new_head(names: list[str]) -> bool:
-    """Return whether only a classifier's head has no values yet."""
-    return all(name.split(".")[0] in ("score", "classifier") for name in names)
 
 
 def _load_tokenizer(key: str, path: str) -> Any:
@@ -198,7 +208,12 @@ def _with_lora(model: Any, lora: dict[str, Any], kind: str) -> Any:
             f"  {did_you_mean(unknown[0], names)}Its modules with weights: {first_names(names)}."
         )
     try:
-        return get_peft_model(model, LoraConfig(task_type=kind, **{_LORA[name]: value for name, value in lora.items()}))
+        with warnings.catch_warnings():
+            # peft asks for an attribute that transformers has renamed
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+            return get_peft_model(
+                model, LoraConfig(task_type=kind, **{_LORA[name]: value for name, value in lora.items()})
+            )
     except (ValueError, TypeError) as error:
         raise TaskError(f"task.lora: {_first_line(error)}") from None
 

@@ -27,9 +27,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def task(model: Path, data: Path, **settings: Any) -> Any:
-    from launcher.tasks.hf_causal_lm import HFCausalLM
+    from launcher.tasks.hf_causal_lm import HfCausalLM
 
-    return HFCausalLM(str(model), str(data), **({"held_out": 0.0, "seq_len": 64} | settings))
+    return HfCausalLM(str(model), str(data), **({"held_out": 0.0, "seq_len": 64} | settings))
 
 
 def own_loss(model: Any, tokens: list[int], learned_from: int = 1) -> float:
@@ -117,9 +117,9 @@ def test_examples_that_cannot_be_used(llama: Path, tmp_path: Path) -> None:
 def test_tokens_are_read_from_the_cache(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = save_lines(tmp_path / "texts.jsonl", [{"text": text} for text in TEXTS])
     first = task(llama, file).train_data()[:]
-    from launcher.tasks.hf_causal_lm import HFCausalLM
+    from launcher.tasks.hf_causal_lm import HfCausalLM
 
-    monkeypatch.setattr(HFCausalLM, "_sample", None)
+    monkeypatch.setattr(HfCausalLM, "_sample", None)
     assert task(llama, file).train_data()[:] == first
     with pytest.raises(TypeError):  # another setting, so another cache
         task(llama, file, seq_len=32).train_data()
@@ -185,7 +185,6 @@ def test_another_architecture_is_refused(llama: Path, tmp_path: Path) -> None:
         task(tmp_path / "config.json", file, tokenizer=str(llama))
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of peft
 def test_lora_trains_adapters_only(llama: Path, tmp_path: Path) -> None:
     file = save_lines(tmp_path / "texts.jsonl", [{"text": text} for text in TEXTS])
     model = task(llama, file, lora={"r": 2, "alpha": 4, "targets": ["q_proj", "v_proj"]}).model()
