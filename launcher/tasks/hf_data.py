@@ -59,8 +59,8 @@ def read_examples(key: str, path: str) -> Any:
                 )
             return data
         files = [source] if source.is_file() else sorted(each for each in source.rglob("*") if each.suffix in _BUILDERS)
-        kinds = {_BUILDERS.get(each.suffix) for each in files}
-        if len(kinds) != 1 or None in kinds:
+        kinds = {_BUILDERS.get(each.suffix, "") for each in files}
+        if len(kinds) != 1 or "" in kinds:
             names = first_names(sorted({each.suffix for each in files})) or "none"
             raise TaskError(
                 f"{key}={path}: one kind of file is read at a time, and this has {names}.\n"
