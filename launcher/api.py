@@ -18,7 +18,7 @@ from launcher.config.schema import ClusterKind, Config, Device, PrecisionKind
 from launcher.errors import EXIT_INTERRUPTED, EXIT_RESUMABLE, SiteError, UserError
 from launcher.launch import local
 from launcher.launch.peers import Peers
-from launcher.launch.planner import new_run, plan_job, run_of_script
+from launcher.launch.planner import initial_weights, new_run, plan_job, run_of_script
 from launcher.launch.slurm import submit as slurm
 from launcher.plan import host
 from launcher.plan.host import Site
@@ -64,7 +64,11 @@ def make_plan(overrides: Sequence[str] | Config = (), *, samples: int | None) ->
         if device is Device.auto:
             device = Device.cuda if site.gpus else Device.cpu
         site = dataclasses.replace(site, bf16=host.computes(PrecisionKind.bf16, device, os.environ))
-    return solve(config, site, TaskPlan.unknown(samples), run, started)
+    plan = solve(config, site, TaskPlan.unknown(samples), run, started)
+    before = RunPlan.load(plan.paths.loop_plan) if plan.paths.loop_plan.exists() else None
+    if before is not None and before.checkpoint.init_from == config.checkpoint.init_from:
+        return dataclasses.replace(plan, initial=before.initial)  # they may be gone: the run has its own checkpoints
+    return dataclasses.replace(plan, initial=initial_weights(config, site.cwd))
 
 
 # words that Hydra would not parse as text

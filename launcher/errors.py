@@ -18,6 +18,7 @@ LauncherError
     ├── CallbackFailed      a callback raised an exception
     ├── CheckpointFailed    a checkpoint could not be written, or there is no space for any
     ├── NoGoodCheckpoint    there are checkpoints to resume from, and all of them are damaged
+    ├── ExportFailed        a file of an export could not be written, or is not what was written
     ├── WrongCheckpoint     the newest checkpoint is intact, but of another model, another contract, or a newer format
     └── Superseded          the run continues elsewhere: this process belongs to an earlier attempt
 """
@@ -112,6 +113,10 @@ class CheckpointFailed(RunError):
 
 
 class NoGoodCheckpoint(RunError):
+    pass
+
+
+class ExportFailed(RunError):
     pass
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 REQUIRED_METHODS = ("model", "train_data", "loss")
 OPTIONAL_METHODS = (
     "eval_data", "collate", "order", "lengths", "length", "items", "flops_per_sample", "shard_units", "optimizer",
-    "schedule", "eval_metrics", "sample",
+    "schedule", "eval_metrics", "sample", "export",
 )  # fmt: skip
 
 
@@ -55,6 +55,8 @@ class Task(Protocol):
         ``schedule(optimizer, steps)``: a torch.optim.lr_scheduler.LRScheduler that is stepped after each of ``steps``
             optimizer steps (None: not known); by default, that of the schedule group.
         ``eval_metrics()``: torchmetrics objects, updated in the evaluation with the outputs of the loss.
+        ``export(model, directory)``: writes further files of `launch export` into ``directory`` (pathlib.Path);
+            ``model`` is on the CPU and has the exported values.
         ``outputs(model, batch)`` and ``window_loss(outputs) -> Loss``, in place of ``loss``: a tensor, or a tuple or
             dict of tensors, with one row for each sample; and the loss of the rows of all samples of a window.
     """

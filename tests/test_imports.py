@@ -39,7 +39,7 @@ LAYERS = (
     ),
     ("callbacks", "tasks"),
     ("runs",),
-    ("verify", "sweeps", "drill", "doctor"),
+    ("verify", "sweeps", "drill", "doctor", "export"),
     ("report",),
     ("api",),
     ("cli",),

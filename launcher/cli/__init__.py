@@ -25,6 +25,7 @@ launch: distributed training with an exact global batch.
   launch cancel RUN                           stop a run; its workers save a checkpoint first
   launch resume RUN   [key=value ...]         resume a run from its newest checkpoint, with these keys changed
   launch retry  RUN                           start a run again from step 0, with the same plan and code
+  launch export RUN --to DIR                  write the trained model as safetensors, in Hugging Face's layout
   launch report RUN... | SWEEP                compare runs: a table, CSV, JSON, and one HTML page with plots
   launch doctor [key=value ...]               check that this machine, or the cluster, is fit to run jobs
 
@@ -34,7 +35,10 @@ launch: distributed training with an exact global batch.
   resume       --force      allow changes of keys that affect what is learned
   drill        --json       the result as JSON                 --windows N    windows of each of its runs (default: 8)
   RUN          a run's name, its directory, or a prefix of its name; --dir DIR: directory of the runs (default: runs)
-  runs, status, report, doctor   --json    for scripts
+  runs, status, report, export, doctor   --json    for scripts
+  export       --step N     a checkpoint other than the newest --best         that of checkpoint.best
+               --ema        the averages of the callback Ema  --merge-lora   into the model; else the adapter alone
+               --dtype bf16 another number format             --max-shard-size SIZE   of a file (default: 5GB)
   report       --csv        for spreadsheets                   --html FILE    path of the page; --loss X: hours to X
   overrides    --help       the config's groups and values     --cfg job      the composed config
                --config-dir DIR   directory with your own config files
@@ -47,7 +51,7 @@ Exit status: 0 done; 1 the job failed; 2 the input is wrong; 75 stopped from out
 _MODULES = {
     **dict.fromkeys(("train", "plan", "run"), "train"),
     **dict.fromkeys(("verify", "drill", "doctor"), "diagnose"),
-    **dict.fromkeys(("runs", "status", "logs", "cancel", "resume", "retry", "report"), "runs"),
+    **dict.fromkeys(("runs", "status", "logs", "cancel", "resume", "retry", "report", "export"), "runs"),
 }
 
 

@@ -1,7 +1,8 @@
-"""Commands on existing runs: `launch runs`, `status`, `logs`, `cancel`, `resume`, `retry`, `report`."""
+"""Commands on existing runs: `launch runs`, `status`, `logs`, `cancel`, `resume`, `retry`, `export`, `report`."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from argparse import Namespace
@@ -17,7 +18,7 @@ from launcher.cli.overrides import flags_first
 from launcher.errors import EXIT_DONE, UserError
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan
-from launcher.quantities import first_names
+from launcher.quantities import bytes_text, count, first_names
 from launcher.report import live, run_list
 from launcher.report.tables import near
 from launcher.rundir import history
@@ -205,6 +206,36 @@ def _resume_changed(paths: RunPaths, overrides: list[str], console: Console, for
             console.print(f"{run.name} continues with {new.text}.", markup=False, highlight=False)
             history.note_event(paths, "changed", **{each.key: each.text for each in new.changed})
         return restart(new.plan, console, wait=wait)
+
+
+def launch_export(arguments: list[str]) -> int:
+    from launcher.export.request import DEFAULT_SHARD, DTYPES, ExportOptions, export_run
+
+    parser = _parser("export", "Write the trained model of a run as safetensors, in Hugging Face's layout.")
+    parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="directory to create")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--step", type=int, metavar="N", help="step of the checkpoint (default: the newest)")
+    which.add_argument("--best", action="store_true", help="the checkpoint of the best evaluation (checkpoint.best)")
+    parser.add_argument("--ema", action="store_true", help="the averages of the callback Ema")
+    parser.add_argument("--merge-lora", action="store_true", help="merge adapters of peft (default: write them alone)")
+    parser.add_argument("--dtype", choices=DTYPES, help="convert floating-point tensors (default: as they are)")
+    parser.add_argument("--max-shard-size", default=DEFAULT_SHARD, metavar="SIZE", help="of a file (default: 5GB)")
+    parser.add_argument("--json", action="store_true", help="one object")
+    given = parser.parse_args(arguments)
+    options = ExportOptions(
+        step=given.step, best=given.best, ema=given.ema, merge_lora=given.merge_lora, dtype=given.dtype,
+        max_shard=given.max_shard_size,
+    )  # fmt: skip
+    exported = export_run(resolve(given.run, given.dir), given.to, options)
+    if given.json:
+        print(json.dumps(dataclasses.asdict(exported), indent=2))
+        return EXIT_DONE
+    size = f"{count(exported.tensors, 'tensor')}, {bytes_text(exported.bytes)}"
+    print(f"Exported step {exported.step} of {exported.run} to {near(exported.directory)}: {size}.")
+    print(f"Files: {first_names(exported.files, 12)}")
+    if exported.tied:
+        print(f"Tied: {first_names([f'{name} is {kept}' for name, kept in exported.tied.items()])}")
+    return EXIT_DONE
 
 
 def launch_report(arguments: list[str]) -> int:

@@ -293,6 +293,10 @@ class CheckpointConfig:
     best_mode: BestMode | None = None
     """Better value of that metric: min or max. Default: min if its name contains loss or perplexity;
     any other name needs it."""
+    init_from: str | None = None
+    """Initial parameters and buffers of a new run: those of another run's newest checkpoint (its name, its directory or
+    a prefix of its name), of a checkpoint (.../checkpoints/step_000100), of a safetensors file, or of a directory with
+    model.safetensors or its index. Default: those that model() returns."""
     async_save: bool = True
     """Copy the state to host memory and write it while training continues; the last checkpoint is written at once."""
     on_error: OnError = OnError.stop

@@ -20,6 +20,7 @@ from launcher.errors import ConfigError, SiteError, UserError
 from launcher.plan import host
 from launcher.plan.callback_plan import require_variables, solve_callbacks
 from launcher.plan.host import Partition, Site, batch_env
+from launcher.plan.initial_weights import InitialWeights, find_weights
 from launcher.plan.launch_plan import RunInfo
 from launcher.plan.run_plan import RunPlan, TaskPlan
 from launcher.plan.solve import solve
@@ -69,9 +70,20 @@ def plan_job(config: Config, once: Once | None = None) -> RunPlan:
     cluster = solve(of_streams, site, TaskPlan.unknown(ANY_NUMBER), run).cluster
     if config.precision.kind is PrecisionKind.auto and cluster.kind is ClusterKind.local:
         site = dataclasses.replace(site, bf16=once(_format_support, PrecisionKind.bf16, cluster.device)[0])
-    task = once(describe_task, InspectionRequest.of(config, site.cwd))
-    plan = with_sync_policy(solve(config, site, task, run), config)
+    initial = once(initial_weights, config, site.cwd)
+    task = once(describe_task, InspectionRequest.of(config, site.cwd, initial))
+    plan = with_sync_policy(dataclasses.replace(solve(config, site, task, run), initial=initial), config)
     return plan.with_notes(emulation_notes(plan, once))
+
+
+def initial_weights(config: Config, cwd: str) -> InitialWeights | None:
+    """Return the weights that ``checkpoint.init_from`` names; None without that key.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    word = config.checkpoint.init_from
+    return None if word is None else find_weights(word, Path(cwd) / config.run.dir, Path(cwd))
 
 
 def emulation_notes(plan: RunPlan, once: Once | None = None) -> list[str]:

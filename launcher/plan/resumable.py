@@ -59,6 +59,7 @@ RULES: dict[str, tuple[Permission, str]] = {
     "strategy": (Permission.change, ""),
     "precision": (Permission.change, ""),
     "checkpoint": (Permission.change, ""),
+    "checkpoint.init_from": (Permission.never, "the run has started with other parameters; " + _NEW_RUN),
     "batch.micro_size": (Permission.change, ""),
     "batch.accumulation": (Permission.change, ""),
     "batch.uneven": (Permission.change, ""),

@@ -32,6 +32,7 @@ from launcher.config.schema import (
     WandbConfig,
 )
 from launcher.plan.batch import Batch
+from launcher.plan.initial_weights import InitialWeights
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.windows import StreamInfo
 from launcher.rundir.files import Absent, read_json
@@ -273,6 +274,7 @@ class RunPlan(LaunchPlan):
         callbacks: ``_target_`` and arguments of each, in the order in which they are called.
         forced: config keys that `launch resume --force` has changed.
         fewer: differences of the plan on each smaller number of hosts that the job may use.
+        initial: weights that the run starts with; None: those that the task's model() returns.
     """
 
     absent: ClassVar[Absent] = {
@@ -300,7 +302,13 @@ class RunPlan(LaunchPlan):
             "patience": None,
             "data_shards": 1,
         },
-        CheckpointConfig: {"async_save": False, "on_error": OnError.stop, "best": None, "best_mode": None},
+        CheckpointConfig: {
+            "async_save": False,
+            "on_error": OnError.stop,
+            "best": None,
+            "best_mode": None,
+            "init_from": None,
+        },
         WandbConfig: {"notes": None, "job_type": None},
     }
 
@@ -318,6 +326,7 @@ class RunPlan(LaunchPlan):
     callbacks: tuple[dict[str, Any], ...] = ()
     forced: tuple[str, ...] = ()
     fewer: tuple[Fewer, ...] = ()
+    initial: InitialWeights | None = None
 
     def on(self, nodes: int) -> Self:
         plan = super().on(nodes)

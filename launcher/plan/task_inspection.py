@@ -13,6 +13,7 @@ from typing import Any, Protocol, Self, cast
 
 from launcher.config.schema import Balance, Config, OptimizerConfig, ScheduleConfig
 from launcher.errors import ConfigError, TaskError
+from launcher.plan.initial_weights import InitialWeights
 from launcher.plan.optimizer_plan import parameter_groups
 from launcher.plan.run_plan import Forecast, RunPlan, TaskPlan
 from launcher.plan.strategy import with_forecasts, with_memory
@@ -38,6 +39,7 @@ class InspectionRequest:
         seed: the job's seed, under which the task is constructed as in training.
         balance: may need the lengths of the samples.
         callbacks: as configured; they are checked and not constructed.
+        initial: weights that must fit the model.
     """
 
     task: dict[str, Any]
@@ -48,13 +50,14 @@ class InspectionRequest:
     schedule: ScheduleConfig
     balance: Balance
     callbacks: list[dict[str, Any]]
+    initial: InitialWeights | None = None
 
     @classmethod
-    def of(cls, config: Config, import_from: str) -> Self:
+    def of(cls, config: Config, import_from: str, initial: InitialWeights | None = None) -> Self:
         return cls(
             task=config.task, import_from=import_from, shards=config.strategy.kind in SHARDED, seed=config.train.seed,
             optimizer=config.optimizer, schedule=config.schedule, balance=config.batch.balance,
-            callbacks=config.callbacks,
+            callbacks=config.callbacks, initial=initial,
         )  # fmt: skip
 
     @property
@@ -84,7 +87,7 @@ def describe_task(request: InspectionRequest) -> TaskPlan:
         raise ConfigError(
             "task._target_", target, "is not set.", "Name the task's class: task._target_=my_tasks.MyTask."
         )
-    checks = any((optimizer.target, request.schedule.target, optimizer.groups, request.callbacks))
+    checks = any((optimizer.target, request.schedule.target, optimizer.groups, request.callbacks, request.initial))
     if target.startswith(_WITH_FACTS) and not checks:
         try:
             facts = cast("HasFacts", load_task(target, params, [])).facts()

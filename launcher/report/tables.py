@@ -64,6 +64,8 @@ def plan_table(plan: RunPlan) -> Table:
         stages = ", then ".join(f"{stage.global_size} for {count(stage.windows, 'window')}" for stage in batch.ramp)
         add("", f"at first {stages}")
     add("task", _task(plan))
+    if plan.initial is not None:
+        add("starts with", f"the weights of {plan.initial.text}")
     add("windows", _windows(plan))
     if epoch.windows is not None and epoch.short_window_policy is ShortWindow.drop and plan.task.samples is not None:
         left_out = plan.task.samples % batch.global_size

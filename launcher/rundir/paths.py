@@ -12,6 +12,8 @@ from pathlib import Path
 
 # file of a checkpoint with everything that is not a tensor
 STATE = "state.json"
+# file of a checkpoint with size and checksum of each of its files
+MANIFEST = "manifest.json"
 
 
 class _Path:

@@ -102,6 +102,7 @@ def replan(paths: RunPaths, old: RunPlan, overrides: Sequence[str], *, force: bo
         # the run keeps its original code and working directory
         cluster=dataclasses.replace(plan.cluster, cwd=old.cluster.cwd, import_from=old.cluster.import_from),
         forced=tuple(dict.fromkeys([*old.forced, *forced])),
+        initial=old.initial,  # checkpoint.init_from cannot change
     )
     solved = {name: getattr(config.batch, name) for name in ("global_size", "micro_size", "accumulation", "uneven")}
     return Replanned(plan, amended(yaml, "batch", solved), tuple(changed))

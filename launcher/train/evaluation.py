@@ -20,9 +20,11 @@ from launcher.loss import Loss, as_losses, has_window_loss, window_loss_of
 from launcher.plan.run_plan import RunPlan
 from launcher.quantities import first_names
 from launcher.task import Task, empty_eval_set, eval_set_text, is_mapped, seed_everything, seed_for
+from launcher.train.checkpoint.initial import initial_values
 from launcher.train.data.loader import Collate, MicroBatch, prefetch
 from launcher.train.data.stream import StreamShare, blocks_in_turn, is_sharded
 from launcher.train.data.window_feed import Samples
+from launcher.train.engine.build import OtherValues
 from launcher.train.engine.engine import Engine
 from launcher.train.engine.loss_terms import HeldOutSums, terms_of_forward
 from launcher.train.engine.output_rows import Rows, gathered, joined, same_random_numbers
@@ -196,7 +198,11 @@ class HeldOutRows:
 
 
 class EvaluatingEngine(Engine):
-    """Engine that evaluates any data between two windows, with the loss that it is given."""
+    """Engine that evaluates any data between two windows, with the loss that it is given. Its model starts with the
+    values of ``checkpoint.init_from``, if the plan has them."""
+
+    def _initial_values(self) -> OtherValues | None:
+        return initial_values(self.plan, self.world)
 
     def evaluate(self, data: Any, loss: Forward, collate: Collate | None = None) -> Metrics:
         """Return eval/loss over all ranks, and the averages of further terms and metrics of the loss. All ranks call

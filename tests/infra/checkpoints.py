@@ -10,7 +10,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from launcher.train.checkpoint.file_format import Reader
+from launcher.rundir.paths import STATE
+from launcher.train.checkpoint.file_format import Reader, checksums, write_manifest
 
 
 def tensors(directory: Path) -> dict[str, Tensor]:
@@ -29,3 +30,12 @@ def assert_same_tensors(mine: Path, wanted: Path) -> None:
     found, others = tensors(mine), tensors(wanted)
     assert found.keys() == others.keys()
     assert [name for name, tensor in found.items() if not torch.equal(tensor, others[name])] == []
+
+
+def make_checkpoint(directory: Path, model: dict[str, Any], **more: Any) -> Path:
+    """Write a checkpoint with this model's state in one process, and return its directory."""
+    directory.mkdir(parents=True)
+    dcp.save({"model": model, **more}, storage_writer=dcp.FileSystemWriter(directory), no_dist=True)
+    (directory / STATE).write_text("{}")
+    write_manifest(directory, checksums(sorted(directory.iterdir())))
+    return directory

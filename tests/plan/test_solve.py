@@ -303,7 +303,13 @@ LATER_KEYS: dict[str, dict[str, Any]] = {
         "patience": None,
         "data_shards": 1,
     },
-    "checkpoint": {"async_save": False, "on_error": "stop", "best": None, "best_mode": None},
+    "checkpoint": {
+        "async_save": False,
+        "on_error": "stop",
+        "best": None,
+        "best_mode": None,
+        "init_from": None,
+    },
     "wandb": {"notes": None, "job_type": None},
 }
 

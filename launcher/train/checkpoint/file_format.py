@@ -27,9 +27,8 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from launcher.errors import WrongCheckpoint
 from launcher.rundir.files import read_json, write_json
-from launcher.rundir.paths import STATE
+from launcher.rundir.paths import MANIFEST, STATE
 
-MANIFEST = "manifest.json"
 # start of the key of a rank's state of the stream
 STREAM_KEY = "stream_rank"
 # raised by an incompatible change to this module, contents.checkpoint_tensors or save.take_snapshot

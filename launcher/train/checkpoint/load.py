@@ -90,7 +90,7 @@ def load_newest(
     candidates: list[Path] = world.of_rank_0(paths.committed_checkpoints() if world.rank == 0 else [])
     damaged: list[Path] = []
     for directory in candidates:
-        if problems := [p for each in (directory, *parts_of(directory)) for p in _problems(world, each)]:
+        if problems := [p for each in (directory, *parts_of(directory)) for p in damages(world, each)]:
             damaged.append(directory)
             if world.rank == 0:
                 print(f"Checkpoint {directory} is damaged and not used: {'; '.join(problems)}.", flush=True)
@@ -130,8 +130,12 @@ def _require_parts(directory: Path, parts: Mapping[str, Engine]) -> None:
         )
 
 
-def _problems(world: World, directory: Path) -> list[str]:
-    """Return what is wrong with a checkpoint's files: the same on all ranks, each of which checks a share of them."""
+def damages(world: World, directory: Path) -> list[str]:
+    """Return what is wrong with a checkpoint's files: the same on all ranks, each of which checks a share of them.
+
+    Raises:
+        WrongCheckpoint: it has a newer format, or this user may not read it.
+    """
     results = world.of_all(_problems_of_share(world, directory))
     for result in results:
         if isinstance(result, WrongCheckpoint):

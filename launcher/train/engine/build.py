@@ -7,6 +7,7 @@ import functools
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -42,6 +43,18 @@ class FromModel:
     make: Callable[[nn.Module], Optimizer | Sequence[Optimizer]]
 
 
+class OtherValues(Protocol):
+    """Values that replace those of the model's own construction. All ranks call its methods."""
+
+    def check(self, model: nn.Module) -> set[str]:
+        """Check that they fit the model, which may be on the meta device; return the names that they replace."""
+        ...
+
+    def fill(self, model: nn.Module) -> None:
+        """Replace the values of the model, which may be sharded."""
+        ...
+
+
 Optimizers = Optimizer | Sequence[Optimizer]
 OptimizerFrom = Optimizers | Callable[[Iterable[nn.Parameter]], Optimizers] | FromModel
 
@@ -73,9 +86,10 @@ def build_parts(
     shard_units: ShardUnits | None,
     world: World,
     owner: object,
+    values: OtherValues | None,
 ) -> EngineParts:
     """Build the parts of an engine. All ranks call it. Raises like ``Engine``."""
-    parallel, optimizer = build_parallel(model, optimizer, plan, device, shard_units, world)
+    parallel, optimizer = build_parallel(model, optimizer, plan, device, shard_units, world, values)
     offloads = torch.device("cpu") if plan.strategy.cpu_offload else None
     precision = Precision(plan.precision, device, gradients_on=offloads)
     norms = norms_of(plan, parallel, precision, device)
@@ -89,6 +103,7 @@ def build_parallel(
     device: torch.device,
     shard_units: ShardUnits | None,
     world: World | None = None,
+    values: OtherValues | None = None,
 ) -> tuple[Parallel, Optimizer]:
     """Wrap the model, and make the optimizer of the parameters that it then has.
 
@@ -98,6 +113,7 @@ def build_parallel(
     Args:
         world: ranks that check that they have the same model, and share its values. None: no communication, for an
             inspection of the model.
+        values: replace those of the model before the optimizer is made.
     """
     world = world or ALONE
     sharded = plan.strategy.kind in SHARDED
@@ -105,6 +121,10 @@ def build_parallel(
     if not isinstance(model, nn.Module):
         model, recipe = _make(model, world, deferred=sharded)
     require_same_structure(model, world)
+    if values is not None:
+        replaced = values.check(model)
+        if recipe is not None:
+            recipe.leave_out(replaced)
     if sharded and recipe is None:  # DDP broadcasts by itself
         share_model(model, world)
     if not model.training:
@@ -115,6 +135,8 @@ def build_parallel(
     _set_formats(model, optimizer if isinstance(optimizer, Optimizer) else None, plan, world)
     if not isinstance(optimizer, Optimizer):
         parallel = wrap(model, plan, device, shard_units, recipe)
+        if values is not None:
+            values.fill(model)
         if isinstance(optimizer, FromModel):
             made = optimizer.make(model)
         else:
@@ -125,6 +147,8 @@ def build_parallel(
     _require_all_parameters(model, optimizer)
     before = dict(model.named_parameters())
     parallel = wrap(model, plan, device, shard_units, recipe)
+    if values is not None:
+        values.fill(model)
     _replace_parameters(optimizer, before, model)
     return parallel, optimizer
 

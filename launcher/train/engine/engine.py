@@ -32,7 +32,7 @@ from launcher.train.data.loader import Collate, MicroBatch, to_device
 from launcher.train.data.stream_state import StreamCheckpoint
 from launcher.train.data.window_feed import BEGINNING, Window, WindowPosition, open_feed
 from launcher.train.engine import loss_terms, oom
-from launcher.train.engine.build import ModelFrom, OptimizerFrom, TrainedParameters, build_parts
+from launcher.train.engine.build import ModelFrom, OptimizerFrom, OtherValues, TrainedParameters, build_parts
 from launcher.train.engine.calibration import Calibrated, Calibration, measured_as
 from launcher.train.engine.item_count import ItemCount, Items
 from launcher.train.engine.optimizer_step import OptimizerStep
@@ -98,7 +98,8 @@ class Engine(EngineProgress):
         self.device = device_of(self.world, plan.cluster.device)
         join(self.world, self.device, plan.train.hang_timeout)
         self.plan = plan = precision.resolve_precision(plan, self.world, self.device)
-        parts = build_parts(model, optimizer, plan, self.device, shard_units, self.world, owner)
+        values = self._initial_values()
+        parts = build_parts(model, optimizer, plan, self.device, shard_units, self.world, owner, values)
         self.parallel, self.optimizer = parts.parallel, parts.optimizer
         self.precision, self._norms = parts.precision, parts.norms
         self._trained = TrainedParameters(self.parallel)
@@ -122,6 +123,10 @@ class Engine(EngineProgress):
         self.owner = owner
         self.callbacks = CallbackSet.of(plan) if callbacks is None else CallbackSet(callbacks)
         self.callbacks.call("on_setup", self)
+
+    def _initial_values(self) -> OtherValues | None:
+        """Return values that replace those of the model; None: there are none."""
+        return None
 
     @property
     def model(self) -> nn.Module:

@@ -55,7 +55,11 @@ def probe(request: InspectionRequest) -> dict[str, Any]:
     held_out = eval_sets(task, seed, notes)
     metrics_by_name(eval_metrics(task, seed))
     arrangement = _check_arrangement(task, data, request, notes)
-    model = _build_inspected(task, request)
+    model = build_inspected(task, request.target, request.seed)
+    if request.initial is not None:
+        from launcher.train.checkpoint.initial import require_fit
+
+        require_fit(model, request.initial)
     return {
         "target": request.target,
         "params": request.params,
@@ -70,7 +74,7 @@ def probe(request: InspectionRequest) -> dict[str, Any]:
     }
 
 
-def _build_inspected(task: Task, request: InspectionRequest) -> nn.Module:
+def build_inspected(task: Task, task_target: str, seed: int) -> nn.Module:
     """Return the model, on the meta device if possible, which takes no memory.
 
     Raises:
@@ -82,10 +86,10 @@ def _build_inspected(task: Task, request: InspectionRequest) -> nn.Module:
         # load_state_dict and others warn about meta tensors, which the job's model does not have
         with torch.device("meta"), _without_random_values(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            model = build_model(task, request.seed)
+            model = build_model(task, seed)
     except Exception:  # a constructor that uses the values of its tensors needs real ones
-        model = build_model(task, request.seed)
-    target = f"task._target_={request.target}"
+        model = build_model(task, seed)
+    target = f"task._target_={task_target}"
     if not isinstance(model, torch.nn.Module):
         raise TaskError(f"{target}: model() returned a {type(model).__name__}, not a torch.nn.Module.")
     if not any(p.requires_grad for p in model.parameters()):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 from unittest.mock import patch
 
@@ -77,6 +77,12 @@ class Recipe:
     ) -> None:
         self._calls, self._sizes, self._values = calls, sizes, values
         self.ties = [names for names, _ in values]
+        self._shortened = False
+
+    def leave_out(self, names: Set[str]) -> None:
+        """Do not compute the parameters and buffers ``names``: they get their values from elsewhere."""
+        self._values = [(own, value) for own, value in self._values if not names.issuperset(own)]
+        self._shortened = True
 
     def signature(self) -> str:
         """Return a hash of the recorded operators; ranks with equal hashes replay in the same order."""
@@ -89,8 +95,8 @@ class Recipe:
         """Compute the values, and pass each to ``receive`` once it is final: all its names, and the whole tensor on
         the CPU.
 
-        Draws from torch's generators as the construction would have: nothing may draw between ``build_deferred`` and
-        this. Can be called once. A tensor's memory is freed when ``receive`` returns, unless that keeps a reference.
+        Draws from torch's generators as the construction would have, unless values were left out: nothing may draw
+        between ``build_deferred`` and this. Can be called once. A tensor's memory is freed when ``receive`` returns, unless that keeps a reference.
         """
         real: dict[int, torch.UntypedStorage] = {}
         kept: defaultdict[int, list[tuple[tuple[str, ...], StorageView]]] = defaultdict(list)
@@ -101,6 +107,8 @@ class Recipe:
                 kept[value.storage].append((names, value))
 
         order = _order(self._calls, set(kept))
+        if self._shortened and not any(call.random and live for call, live in order):
+            order = [(call, live) for call, live in order if live]  # no value depends on earlier random numbers
         last = {storage: i for i, (call, live) in enumerate(order) if live for storage in call.needs | call.writes}
         for storage in kept.keys() - last.keys():  # torch.empty: uninitialised in an ordinary build, too
             last[storage] = -1

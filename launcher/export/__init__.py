@@ -1,0 +1,1 @@
+"""Export of a run's model as safetensors files (`launch export`)."""

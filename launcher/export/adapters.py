@@ -1,0 +1,148 @@
+"""Adapters of peft in a model without values: their own files, or merged into the parameters that they adapt."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from launcher.errors import UserError
+from launcher.quantities import first_names
+
+# names of the adapted model's parameters inside a PeftModel
+PREFIX = "base_model.model."
+
+
+class Adapters:
+    """The active adapter of a model.
+
+    Args:
+        model: a PeftModel, or a transformers model with an adapter added; on the meta device.
+
+    Raises:
+        UserError: several adapters are active.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        active = getattr(model, "active_adapters", None)
+        names: list[str] = list(active() if callable(active) else active or model.peft_config)
+        if len(names) != 1:
+            raise UserError(f"The model has {len(names)} active adapters: {first_names(names)}.\n  Let it have one.")
+        self.name = names[0]
+        self._layers: dict[str, Any] = {}
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Adapters | None:
+        """Return the adapters of a model; None if it has none."""
+        tuners = sys.modules.get("peft.tuners.tuners_utils")
+        if tuners is None or not isinstance(getattr(model, "peft_config", None), dict):
+            return None
+        return cls(model) if any(isinstance(part, tuners.BaseTunerLayer) for part in model.modules()) else None
+
+    @property
+    def adapted(self) -> nn.Module:
+        """The model without its wrapper."""
+        base = getattr(self._model, "get_base_model", None)
+        return base() if callable(base) else self._model
+
+    def own_sources(self) -> dict[str, str]:
+        """Return the names that the model has for the adapter's tensors, by the names in peft's files."""
+        from peft import get_peft_model_state_dict  # pyright: ignore
+
+        state = {name: value.detach() for name, value in self._model.state_dict(keep_vars=True).items()}
+        names = {id(value): name for name, value in state.items()}
+        own: dict[str, Tensor] = get_peft_model_state_dict(
+            self._model, state_dict=state, adapter_name=self.name, save_embedding_layers=False
+        )
+        prefix = "" if hasattr(self._model, "get_base_model") else PREFIX
+        return {f"{prefix}{name}": names[id(value)] for name, value in own.items()}
+
+    def write_config(self, directory: Path) -> None:
+        """Write adapter_config.json."""
+        config = self._model.peft_config[self.name]
+        training, config.inference_mode = config.inference_mode, True  # as peft's save_pretrained does
+        config.save_pretrained(directory)
+        config.inference_mode = training
+
+    def merged_sources(self, names: Iterable[str]) -> dict[str, str]:
+        """Return the names that the model has for the tensors of the merged model, by the names of that.
+
+        Args:
+            names: of the model's tensors.
+
+        Raises:
+            UserError: a part of the adapter is not of the ordinary LoRA.
+        """
+        from peft.tuners.lora import LoraLayer  # pyright: ignore
+        from peft.tuners.tuners_utils import BaseTunerLayer  # pyright: ignore
+        from peft.utils import ModulesToSaveWrapper  # pyright: ignore
+
+        replaced: dict[str, str] = {}  # start of a name -> start of its name in the merged model; "": left out
+        for path, part in self._model.named_modules():
+            if isinstance(part, LoraLayer):
+                self._require_ordinary(path, part)
+                merged = path.removeprefix(PREFIX)
+                self._layers[f"{merged}.weight"] = (path, part)
+                replaced |= {f"{path}.base_layer.": f"{merged}.", f"{path}.lora_": ""}
+            elif isinstance(part, BaseTunerLayer):
+                raise UserError(f"--merge-lora: {path} is a {type(part).__name__}, which is not LoRA.\n  Leave it out.")
+            elif isinstance(part, ModulesToSaveWrapper):
+                merged = path.removeprefix(PREFIX)
+                saved = f"{path}.modules_to_save."
+                replaced |= {f"{saved}{self.name}.": f"{merged}.", saved: "", f"{path}.original_module.": ""}
+        starts = sorted(replaced, key=len, reverse=True)
+        sources: dict[str, str] = {}
+        for name in names:
+            start = next((start for start in starts if name.startswith(start)), None)
+            if start is None:
+                sources[name.removeprefix(PREFIX)] = name
+            elif replaced[start]:
+                sources[replaced[start] + name.removeprefix(start)] = name
+        return sources
+
+    def _require_ordinary(self, path: str, layer: Any) -> None:
+        special = [
+            name
+            for name in ("use_dora", "lora_variant", "lora_bias")
+            if (getattr(layer, name, None) or {}).get(self.name)
+        ]
+        if special:
+            raise UserError(
+                f"--merge-lora: {path} has {special[0]}, and only ordinary LoRA is merged.\n"
+                "  Leave it out, and merge with peft: PeftModel.from_pretrained(...).merge_and_unload()."
+            )
+
+    @property
+    def changed(self) -> set[str]:
+        """Names in the merged model of the parameters that the adapter changes."""
+        return {*self._layers}
+
+    @torch.no_grad()
+    def merge_into(self, name: str, value: Tensor, read: Callable[[str], Tensor]) -> Tensor:
+        """Return ``value`` with the adapter's change, computed by peft.
+
+        Args:
+            name: of the parameter in the merged model.
+            read: returns a tensor of the model by its name there.
+        """
+        if name not in self._layers:
+            return value
+        path, layer = self._layers[name]
+        own = {key: part for key, part in layer.named_parameters() if key.startswith("lora_")}
+        own = {key: part for key, part in own.items() if self.name in key.split(".")}
+        for key in own:
+            _replace(layer, key, read(f"{path}.{key}"))
+        change = layer.get_delta_weight(self.name)
+        for key, part in own.items():
+            _replace(layer, key, part)
+        return value.add_(change) if value.dtype.is_floating_point else value
+
+
+def _replace(module: nn.Module, key: str, value: Tensor) -> None:
+    parent, _, name = key.rpartition(".")
+    module.get_submodule(parent)._parameters[name] = nn.Parameter(value, requires_grad=False)

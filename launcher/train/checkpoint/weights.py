@@ -1,0 +1,168 @@
+"""Weights in a checkpoint or in safetensors files, read one tensor, or a part of one, at a time.
+
+A read of a checkpoint needs memory for what it returns and, if that is in several pieces (shards) of the checkpoint,
+for one of these pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from launcher.errors import ConfigError
+from launcher.plan.initial_weights import KEY, safetensors_files
+from launcher.train.checkpoint.file_format import Reader
+
+# one slice with start and stop for each dimension
+Region = tuple[slice, ...]
+
+# names of dtypes in the safetensors format
+DTYPE_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
+    torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64", torch.bool: "BOOL", torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+
+
+class StoredTensor(NamedTuple):
+    """Shape and dtype of a tensor in a file."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class Weights(Protocol):
+    """Tensors in files.
+
+    Attributes:
+        tensors: by name.
+        others: names of values that are no tensors.
+    """
+
+    tensors: dict[str, StoredTensor]
+    others: list[str]
+
+    def read(self, name: str, region: Region | None = None) -> Tensor:
+        """Return a tensor on the CPU, or a region of it."""
+        ...
+
+
+class CheckpointWeights:
+    """Tensors of a checkpoint, of any strategy and number of ranks.
+
+    Args:
+        directory: the checkpoint.
+        prefix: start of the names that are meant; those of ``tensors`` lack it.
+    """
+
+    def __init__(self, directory: Path, prefix: str = "model.") -> None:
+        self._prefix, self._reader, self._directory = prefix, Reader(directory), directory
+        stored = self._reader.read_metadata()
+        entries = {
+            name.removeprefix(prefix): entry
+            for name, entry in stored.state_dict_metadata.items()
+            if name.startswith(prefix)
+        }
+        self._chunks = {name: e.chunks for name, e in entries.items() if isinstance(e, TensorStorageMetadata)}
+        self.tensors = {
+            name: StoredTensor(tuple(entry.size), entry.properties.dtype)
+            for name, entry in entries.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        self.others = [name for name in entries if name not in self.tensors]
+        self._places = {(index.fqn, tuple(index.offset or ())): info for index, info in stored.storage_data.items()}
+
+    def read(self, name: str, region: Region | None = None) -> Tensor:
+        shape, dtype = self.tensors[name]
+        region = region or tuple(slice(0, size) for size in shape)
+        sizes = [part.stop - part.start for part in region]
+        pieces = [(chunk, overlap) for chunk in self._chunks[name] if (overlap := _overlap(chunk, region)) is not None]
+        if len(pieces) == 1 and [part.stop - part.start for part in pieces[0][1]] == sizes:
+            chunk, overlap = pieces[0]
+            return self._load(name, chunk)[_relative(overlap, chunk.offsets)]
+        result = torch.empty(sizes, dtype=dtype)
+        for chunk, overlap in pieces:
+            piece = self._load(name, chunk)[_relative(overlap, chunk.offsets)]
+            result[_relative(overlap, [part.start for part in region])] = piece
+        return result
+
+    def _load(self, name: str, chunk: Any) -> Tensor:
+        place = self._places[self._prefix + name, tuple(chunk.offsets)]
+        with (self._directory / place.relative_path).open("rb") as file:
+            part = self._reader._slice_file(file, place)  # pyright: ignore[reportPrivateUsage]
+            return torch.load(part, map_location="cpu", weights_only=True)
+
+
+def _overlap(chunk: Any, region: Region) -> Region | None:
+    """Return the part of ``region`` that a piece has; None if that is empty."""
+    parts = [
+        slice(max(start, part.start), min(start + size, part.stop))
+        for start, size, part in zip(chunk.offsets, chunk.sizes, region, strict=True)
+    ]
+    return tuple(parts) if all(part.start < part.stop for part in parts) else None
+
+
+def _relative(region: Region, offsets: Any) -> Region:
+    return tuple(slice(part.start - at, part.stop - at) for part, at in zip(region, offsets, strict=True))
+
+
+class SafetensorsWeights:
+    """Tensors of a safetensors file, or of those in a directory.
+
+    Raises:
+        ConfigError: two files have a tensor of the same name.
+        SafetensorError: a file is damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        dtypes = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+        self.tensors: dict[str, StoredTensor] = {}
+        self.others: list[str] = []
+        self._files: dict[str, Path] = {}
+        for place in safetensors_files(path, str(path)):
+            with _opened(place) as file:
+                for name in file.keys():  # noqa: SIM118 (the file is no mapping)
+                    part = file.get_slice(name)
+                    if name in self._files or part.get_dtype() not in dtypes:
+                        problem = f"{name} is in two of its files" if name in self._files else f"{name} has a dtype"
+                        raise ConfigError(KEY, path, f"{problem} that torch does not have: {part.get_dtype()}.")
+                    self._files[name] = place
+                    self.tensors[name] = StoredTensor(tuple(part.get_shape()), dtypes[part.get_dtype()])
+
+    def read(self, name: str, region: Region | None = None) -> Tensor:
+        shape, dtype = self.tensors[name]
+        if region is not None and any(part.start == part.stop for part in region):
+            return torch.empty([part.stop - part.start for part in region], dtype=dtype)
+        # opened for each tensor: pages of an open file that were read count as this process's memory
+        with _opened(self._files[name]) as file:
+            return file.get_slice(name)[region] if region and shape else file.get_tensor(name)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    with safe_open(path, framework="pt", device="cpu") as file:
+        yield file
+
+
+def open_weights(path: Path) -> Weights:
+    """Return the weights at ``path``: a checkpoint's, or those of safetensors files.
+
+    Raises:
+        ConfigError: they are damaged.
+    """
+    try:
+        return CheckpointWeights(path) if (path / ".metadata").exists() else SafetensorsWeights(path)
+    except SafetensorError as error:
+        raise ConfigError(KEY, path, f"is not a safetensors file, or is damaged: {error}.") from None

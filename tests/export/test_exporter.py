@@ -1,0 +1,212 @@
+"""Exports of real runs, and runs that start with them: the same values bit by bit, under every strategy."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, load_model
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from tests.helpers import launch
+from tests.infra.checkpoints import tensors
+from tests.infra.runs import OWN, PROJECT, summary
+from tests.user_project.speech.exported import TiedModel
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+CALLBACKS = "callbacks=[{_target_: launcher.callbacks.Ema, decay: 0.7}, {_target_: speech.exported.Start}]"
+JOB = [
+    *(word for word in OWN if not word.startswith(("run.name", "task."))),
+    "task._target_=speech.exported.Tied", "train.steps=4", "checkpoint.every=2",
+]  # fmt: skip
+FSDP = ["strategy=fsdp", "cluster.workers_per_node=2"]
+Call = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project with the run `base`, trained by FSDP on two ranks."""
+    place = tmp_path_factory.mktemp("project")
+    shutil.copytree(PROJECT / "speech", place / "speech")
+    done = launch("train", *JOB, *FSDP, "run.name=base", CALLBACKS, cwd=place)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return place
+
+
+def saved(place: Path, step: int = 4) -> Path:
+    return place / "runs" / "base" / "checkpoints" / f"step_{step:06d}"
+
+
+def reference(place: Path, to: Path, step: int = 4) -> dict[str, Any]:
+    """The model's state as torch itself reads the checkpoint."""
+    dcp_to_torch_save(saved(place, step), to / "whole.pt")
+    return torch.load(to / "whole.pt")["model"]
+
+
+def export(place: Path, to: Path, *flags: str) -> dict[str, Any]:
+    done = launch("export", "base", "--to", str(to), "--json", *flags, cwd=place)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not list(to.parent.glob(".*")), "nothing temporary is left"
+    return json.loads(done.stdout)
+
+
+def assert_equal(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert {name: value.dtype for name, value in found.items()} == {name: v.dtype for name, v in wanted.items()}
+    assert [name for name, value in found.items() if not value.equal(wanted[name])] == []
+
+
+def test_it_is_the_state_that_torch_reads(place: Path, tmp_path: Path) -> None:
+    wanted = reference(place, tmp_path)
+    assert wanted["head.weight"].equal(wanted["embed.weight"])
+    answer = export(place, tmp_path / "out")
+    assert (answer["step"], answer["files"], answer["tied"]) == (
+        4,
+        ["model.safetensors"],
+        {"head.weight": "embed.weight"},
+    )
+    file = tmp_path / "out" / "model.safetensors"
+    del wanted["head.weight"]
+    assert_equal(load_file(file), wanted)
+    with safe_open(file, "pt") as opened:
+        assert opened.metadata() == {"format": "pt", "head.weight": "embed.weight"}
+    model = TiedModel(16, tied=True)
+    assert load_model(model, file) == (set(), [])
+    assert_equal({name: v for name, v in model.state_dict().items() if name != "head.weight"}, wanted)
+
+    (tmp_path / "parts").mkdir()
+    answer = export(place, tmp_path / "parts", "--max-shard-size", "2KB", "--dtype", "bf16", "--step", "2")
+    index = json.loads((tmp_path / "parts" / "model.safetensors.index.json").read_text())
+    earlier = reference(place, tmp_path, step=2)
+    parts = {name: load_file(tmp_path / "parts" / file)[name] for name, file in index["weight_map"].items()}
+    assert len({*index["weight_map"].values()}) == 3
+    assert "model-00003-of-00003.safetensors" in answer["files"]
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in parts.values())
+    assert parts.keys() == wanted.keys()
+    for name, value in parts.items():
+        assert value.equal(earlier[name].bfloat16() if earlier[name].is_floating_point() else earlier[name])
+
+
+def test_averages_in_place_of_the_parameters(place: Path, tmp_path: Path) -> None:
+    export(place, tmp_path / "out", "--ema")
+    found, wanted = load_file(tmp_path / "out" / "model.safetensors"), tensors(saved(place))
+    for name, value in found.items():
+        average = wanted.get(f"callbacks.Ema/averages/{name}")
+        assert (average is None) == (name in ("scale", "calls"))
+        assert value.equal(wanted[f"model.{name}"] if average is None else average)
+    assert not found["embed.weight"].equal(wanted["model.embed.weight"])
+
+
+def test_a_task_adds_files_of_its_own(place: Path, tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "hooked"
+    shutil.copytree(place / "runs" / "base", run)
+    text = (run / "plan.json").read_text()
+    (run / "plan.json").write_text(text.replace("speech.exported.Tied", "speech.exported.Hooked"))
+    done = launch("export", str(run), "--to", str(tmp_path / "out"), cwd=place)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Files: model.safetensors, sums.pt" in done.stdout
+    assert "head.weight is embed.weight" in done.stdout
+    sums = torch.load(tmp_path / "out" / "sums.pt")
+    assert_equal(sums, {name: value.sum() for name, value in reference(place, tmp_path).items()})
+
+
+STRATEGIES = {
+    "single": ("run", ["strategy=single", "cluster.workers_per_node=1"]),
+    "ddp": ("safetensors", ["strategy=ddp", "cluster.workers_per_node=2"]),
+    "fsdp": ("checkpoint", FSDP),
+    "hsdp": ("parts", ["strategy=hsdp", "strategy.shard_size=2", "cluster.workers_per_node=4", "batch.micro_size=6"]),
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_run_starts_with_the_weights_bit_by_bit(strategy: str, place: Path, tmp_path: Path) -> None:
+    kind, words = STRATEGIES[strategy]
+    source = {"run": "bas", "checkpoint": str(saved(place))}.get(kind, str(tmp_path / "out"))
+    if kind in ("safetensors", "parts"):
+        export(place, tmp_path / "out", *(["--max-shard-size", "2KB"] if kind == "parts" else []))
+    done = launch(
+        "train", *JOB, *words, f"run.name={strategy}", CALLBACKS, f"checkpoint.init_from={source}", "train.seed=5",
+        "train.steps=1", cwd=place,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "starts with" in done.stdout
+    started, wanted = torch.load(place / "start.pt"), reference(place, tmp_path)
+    torch.manual_seed(5)
+    wanted["offset"] = TiedModel(16, tied=True).offset
+    assert_equal(started, wanted)
+    plan = json.loads((place / "runs" / strategy / "plan.json").read_text())["initial"]
+    expected = {"run": ("base", 4), "checkpoint": ("base", 4)}.get(kind, (None, None))
+    assert (plan["run"], plan["step"]) == expected
+
+
+def test_a_run_with_a_checkpoint_does_not_read_them_again(place: Path, tmp_path: Path) -> None:
+    export(place, tmp_path / "out")
+    source = tmp_path / "out"
+    words = [*JOB, "run.name=short", f"checkpoint.init_from={source}", "train.steps=2"]
+    assert launch("train", *words, *FSDP, cwd=place).returncode == 0
+    before = tensors(place / "runs" / "short" / "checkpoints" / "step_000002")
+    refused = launch("resume", "short", "checkpoint.init_from=base", cwd=place)
+    assert refused.returncode == 2
+    assert "the run has started with other parameters" in refused.stderr
+
+    again = launch("retry", "short", cwd=place)
+    assert again.returncode == 0, again.stderr
+    after = tensors(place / "runs" / "short.retry1" / "checkpoints" / "step_000002")
+    assert all(value.equal(before[name]) for name, value in after.items()), "from the same weights"
+
+    data = bytearray((source / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (source / "model.safetensors").write_bytes(data)
+    changed = launch("retry", "short", cwd=place)
+    assert changed.returncode == 2, changed.stdout
+    assert "has changed since the run was planned" in changed.stderr
+
+    shutil.rmtree(source)
+    done = launch("resume", "short", "train.steps=4", "strategy=ddp", "cluster.workers_per_node=1", cwd=place)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert summary(place / "runs" / "short")["verdict"] == "done"
+
+
+@pytest.mark.parametrize(
+    ("words", "messages"),
+    [
+        (["task.width=12"], ["embed.weight has the shape [30, 16] there, and [30, 12] in the model"]),
+        (
+            ["task._target_=speech.tasks.Tagger"],
+            ["0.weight is not among them", "embed.weight is not in the model", "and 2 more"],
+        ),
+        (["checkpoint.init_from=bse"], ["no such run in", "did you mean 'base'?"]),
+        (["checkpoint.init_from=speech"], ["has no weights", "Name a run"]),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused_before_the_start(
+    words: list[str], messages: list[str], place: Path
+) -> None:
+    before = sorted((place / "runs").iterdir())
+    done = launch("train", *JOB, *FSDP, "checkpoint.init_from=base", *words, cwd=place)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stderr.count("launch: error: ") == 1
+    for message in messages:
+        assert message in done.stderr
+    assert sorted((place / "runs").iterdir()) == before
+
+
+def test_an_untied_model_gets_both_names_of_a_checkpoint(place: Path, tmp_path: Path) -> None:
+    words = [*JOB, "run.name=untied", "task.tied=false", "train.steps=1", CALLBACKS]
+    assert (done := launch("train", *words, "checkpoint.init_from=base", *FSDP, cwd=place)).returncode == 0, done.stderr
+    wanted = reference(place, tmp_path)
+    started = torch.load(place / "start.pt")
+    assert started["head.weight"].equal(wanted["embed.weight"])
+    export(place, tmp_path / "out")
+    refused = launch("train", *words, f"checkpoint.init_from={tmp_path / 'out'}", *FSDP, cwd=place)
+    assert refused.returncode == 2
+    assert "head.weight is not among them" in refused.stderr
+    back = launch("train", *JOB, *FSDP, "run.name=tied", "checkpoint.init_from=untied", cwd=place)
+    assert back.returncode == 2, back.stdout
+    assert "embed.weight and head.weight are one parameter of the model, and two with different" in back.stderr
