@@ -29,7 +29,7 @@ class Adapters:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        active = getattr(model, "active_adapters", None)
+        active: Any = getattr(model, "active_adapters", None)
         names: list[str] = list(active() if callable(active) else active or model.peft_config)
         if len(names) != 1:
             raise UserError(f"The model has {len(names)} active adapters: {first_names(names)}.\n  Let it have one.")
@@ -47,7 +47,7 @@ class Adapters:
     @property
     def adapted(self) -> nn.Module:
         """The model without its wrapper."""
-        base = getattr(self._model, "get_base_model", None)
+        base: Any = getattr(self._model, "get_base_model", None)
         return base() if callable(base) else self._model
 
     def own_sources(self) -> dict[str, str]:

@@ -113,7 +113,7 @@ def _ordered(entries: Iterable[Entry]) -> list[Entry]:
 
 def _octets(tensor: Tensor) -> memoryview:
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return memoryview(plain.reshape(-1).view(torch.uint8).numpy())
+    return plain.reshape(-1).view(torch.uint8).numpy().data
 
 
 def verify_safetensors(path: Path, entries: Iterable[Entry], checksums: Mapping[str, int]) -> None:

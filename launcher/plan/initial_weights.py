@@ -19,8 +19,8 @@ KEY = "checkpoint.init_from"
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SUFFIX = ".safetensors"
 _ALLOWED = (
-    f"Name a run, a checkpoint of one (.../checkpoints/step_000100), a safetensors file, or a directory with {ONE_FILE} "
-    f"or {INDEX}."
+    "Name a run, a checkpoint of one (.../checkpoints/step_000100), a safetensors file, or a directory with "
+    f"{ONE_FILE} or {INDEX}."
 )
 # of a safetensors file, its header and this many blocks of this size, evenly spaced, identify the content
 _BLOCKS, _BLOCK_BYTES = 1024, 1 << 16

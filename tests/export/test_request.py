@@ -26,9 +26,8 @@ def own_loop(place: Path, *steps: int) -> Path:
     """A run of a script, whose model the launcher cannot build, with a checkpoint for each of ``steps``."""
     paths = make_run(place / "runs", "own")
     paths.loop_plan.write_text(json.dumps(json.loads(paths.plan.read_text()) | {"task": _no_task(paths.plan)}))
-    paths.plan.write_text(
-        json.dumps({key: v for key, v in json.loads(paths.plan.read_text()).items() if key in _OF_SCRIPT})
-    )
+    fields = json.loads(paths.plan.read_text())
+    paths.plan.write_text(json.dumps({key: fields[key] for key in _OF_SCRIPT}))
     for step in steps:
         make_checkpoint(paths.checkpoint(step), {"weight": torch.arange(4000.0), "count": torch.tensor(step)})
     return paths.root

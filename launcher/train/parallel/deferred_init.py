@@ -81,7 +81,7 @@ class Recipe:
 
     def leave_out(self, names: Set[str]) -> None:
         """Do not compute the parameters and buffers ``names``: they get their values from elsewhere."""
-        self._values = [(own, value) for own, value in self._values if not names.issuperset(own)]
+        self._values = [(own, value) for own, value in self._values if not names >= {*own}]
         self._shortened = True
 
     def signature(self) -> str:
@@ -96,7 +96,8 @@ class Recipe:
         the CPU.
 
         Draws from torch's generators as the construction would have, unless values were left out: nothing may draw
-        between ``build_deferred`` and this. Can be called once. A tensor's memory is freed when ``receive`` returns, unless that keeps a reference.
+        between ``build_deferred`` and this. Can be called once. A tensor's memory is freed when ``receive`` returns,
+        unless that keeps a reference.
         """
         real: dict[int, torch.UntypedStorage] = {}
         kept: defaultdict[int, list[tuple[tuple[str, ...], StorageView]]] = defaultdict(list)
