@@ -30,7 +30,8 @@ class Adapters:
     def __init__(self, model: Any) -> None:
         self._model = model
         active: Any = getattr(model, "active_adapters", None)
-        names: list[str] = list(active() if callable(active) else active or model.peft_config)
+        listed: Any = active() if callable(active) else active
+        names: list[str] = list(listed or model.peft_config)
         if len(names) != 1:
             raise UserError(f"The model has {len(names)} active adapters: {first_names(names)}.\n  Let it have one.")
         self.name = names[0]
@@ -48,7 +49,7 @@ class Adapters:
     def adapted(self) -> nn.Module:
         """The model without its wrapper."""
         base: Any = getattr(self._model, "get_base_model", None)
-        return base() if callable(base) else self._model
+        return self._model if base is None else base()
 
     def own_sources(self) -> dict[str, str]:
         """Return the names that the model has for the adapter's tensors, by the names in peft's files."""

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from launcher.errors import ExportFailed, LauncherError, UserError, WrongCheckpoint
-from launcher.export.model_files import ExportedModel, Layout
+from launcher.export.model_files import ExportedModel, ExportNames
 from launcher.export.request import ExportRequest
 from launcher.export.safetensors_file import (
-    Entry,
+    TensorEntry,
     require_known_dtypes,
     split_into_files,
     verify_safetensors,
@@ -127,14 +127,15 @@ class _Tensors:
             if not self._averages.tensors:
                 raise UserError(f"--ema: {request.checkpoint} has no averages of {request.averages}.")
         self.layout = (
-            Layout({name: name for name in weights.tensors}) if model is None else model.layout(weights.tensors)
+            ExportNames({name: name for name in weights.tensors}) if model is None else model.layout(weights.tensors)
         )
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[TensorEntry]:
         """Return the tensors to write, in the order of the checkpoint."""
         stored = self._weights.tensors
         return [
-            Entry(name, stored[source].shape, self._dtype_of(source)) for name, source in self.layout.sources.items()
+            TensorEntry(name, stored[source].shape, self._dtype_of(source))
+            for name, source in self.layout.sources.items()
         ]
 
     def _dtype_of(self, source: str) -> torch.dtype:
@@ -147,7 +148,7 @@ class _Tensors:
         dtypes = map(self._dtype_of, self.layout.sources.values())
         return next((dtype for dtype in dtypes if dtype.is_floating_point), torch.float32)
 
-    def read(self, entry: Entry) -> Tensor:
+    def read(self, entry: TensorEntry) -> Tensor:
         """Return the values to write."""
         value = self.value(self.layout.sources[entry.name], self.layout.aliases.get(entry.name, ()))
         if self._model is not None:
@@ -199,6 +200,9 @@ def _answer(request: ExportRequest) -> dict[str, Any]:
     except LauncherError as error:
         return {"error": str(error), "user": not isinstance(error, ExportFailed)}
     except OSError as error:
+        if str(error.filename).startswith(request.checkpoint):
+            text = f"{request.checkpoint} cannot be read: {error}.\n  A run that continues deletes old checkpoints."
+            return {"error": text, "user": True}
         return {"error": f"the export could not be written: {error}.\n  Nothing of it is left.", "user": False}
     except pickle.UnpicklingError as error:
         return {"error": f"{request.checkpoint} cannot be read: {error}.", "user": True}

@@ -21,7 +21,7 @@ from launcher.train.checkpoint.initial import grouped
 
 
 @dataclass(frozen=True)
-class Layout:
+class ExportNames:
     """Names of an export.
 
     Attributes:
@@ -65,7 +65,7 @@ class ExportedModel:
     def _writes_adapter(self) -> bool:
         return self._adapters is not None and not self._merges
 
-    def layout(self, names: Iterable[str]) -> Layout:
+    def layout(self, names: Iterable[str]) -> ExportNames:
         """Return what is written under which names.
 
         Args:
@@ -74,7 +74,7 @@ class ExportedModel:
         stored = list(names)
         if self._adapters is not None and not self._merges:
             own = self._adapters.own_sources()
-            return Layout({name: source for name, source in own.items() if source in stored}, stem="adapter_model")
+            return ExportNames({name: source for name, source in own.items() if source in stored}, stem="adapter_model")
         sources = {name: name for name in stored}
         if self._adapters is not None:
             sources = self._adapters.merged_sources(stored)
@@ -90,7 +90,7 @@ class ExportedModel:
                 tied |= dict.fromkeys(others, kept)
                 aliases[kept] = [sources[name] for name in others]
         left_out = {*tied, *(ignored or ())}
-        return Layout({name: source for name, source in sources.items() if name not in left_out}, tied, aliases)
+        return ExportNames({name: source for name, source in sources.items() if name not in left_out}, tied, aliases)
 
     def _require_alike(self, kept: str, others: list[str]) -> None:
         changed = self._adapters.changed if self._adapters is not None else set[str]()

@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import shutil
+import signal
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from launcher.errors import ExportFailed, UserError
 from launcher.plan.callback_plan import BUNDLED, TARGET, name_of
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.task_inspection import run_probe
+from launcher.process import signal_handler
 from launcher.quantities import first_names
 from launcher.rundir.files import read_json, sync_directory
 from launcher.rundir.paths import STATE, RunPaths
@@ -115,7 +117,8 @@ def export_run(paths: RunPaths, to: Path, options: ExportOptions) -> Exported:
         dtype=options.dtype, shard_bytes=shard_bytes,
     )  # fmt: skip
     try:
-        result = run_probe("launcher.export.exporter", json.dumps(dataclasses.asdict(request)))
+        with signal_handler((signal.SIGTERM, signal.SIGHUP), _interrupt):
+            result = run_probe("launcher.export.exporter", json.dumps(dataclasses.asdict(request)))
         if result is None:
             raise ExportFailed(f"{paths.root.name}: the process that exports ended early; its output is above.")
         if "error" in result:
@@ -130,6 +133,10 @@ def export_run(paths: RunPaths, to: Path, options: ExportOptions) -> Exported:
         raise
     step = int(checkpoint.name.removeprefix("step_"))
     return Exported(run=paths.root.name, step=step, directory=str(target), **result)
+
+
+def _interrupt(number: int, frame: object) -> None:  # noqa: ARG001
+    raise KeyboardInterrupt
 
 
 def _plan_of_model(paths: RunPaths) -> RunPlan:

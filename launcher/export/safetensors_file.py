@@ -26,7 +26,7 @@ _CHUNK = 1 << 22  # bytes
 _ALIGNMENT = 8  # of the first tensor in a file; the header is filled with spaces
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """Tensor to write."""
 
     name: str
@@ -38,7 +38,7 @@ class Entry(NamedTuple):
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def split_into_files(entries: Sequence[Entry], limit: int, stem: str = "") -> dict[str, list[Entry]]:
+def split_into_files(entries: Sequence[TensorEntry], limit: int, stem: str = "") -> dict[str, list[TensorEntry]]:
     """Return the tensors of each file by Hugging Face's name of it, filled in order up to ``limit`` bytes of tensors; a
     larger tensor has a file of its own.
 
@@ -47,7 +47,7 @@ def split_into_files(entries: Sequence[Entry], limit: int, stem: str = "") -> di
     """
     if stem:
         return {f"{stem}{SUFFIX}": list(entries)}
-    shards: list[list[Entry]] = [[]]
+    shards: list[list[TensorEntry]] = [[]]
     size = 0
     for entry in entries:
         if shards[-1] and size + entry.nbytes > limit:
@@ -61,7 +61,7 @@ def split_into_files(entries: Sequence[Entry], limit: int, stem: str = "") -> di
     return {f"{start}-{i:05d}-of-{len(shards):05d}{SUFFIX}": shard for i, shard in enumerate(shards, 1)}
 
 
-def write_index(directory: Path, files: Mapping[str, Sequence[Entry]]) -> None:
+def write_index(directory: Path, files: Mapping[str, Sequence[TensorEntry]]) -> None:
     """Write the index that says which of several files has which tensor."""
     weight_map = {entry.name: file for file, entries in files.items() for entry in entries}
     total = sum(entry.nbytes for entries in files.values() for entry in entries)
@@ -69,7 +69,7 @@ def write_index(directory: Path, files: Mapping[str, Sequence[Entry]]) -> None:
 
 
 def write_safetensors(
-    path: Path, entries: Iterable[Entry], metadata: Mapping[str, str], read: Callable[[Entry], Tensor]
+    path: Path, entries: Iterable[TensorEntry], metadata: Mapping[str, str], read: Callable[[TensorEntry], Tensor]
 ) -> dict[str, int]:
     """Write one file, flush it to the disk, and return the CRC-32 of each tensor's bytes.
 
@@ -105,7 +105,7 @@ def write_safetensors(
     return checksums
 
 
-def _ordered(entries: Iterable[Entry]) -> list[Entry]:
+def _ordered(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
     """Return the tensors in the order in which a file has them: those with larger elements first, so that every tensor
     is aligned."""
     return sorted(entries, key=lambda entry: (-entry.dtype.itemsize, entry.name))
@@ -116,7 +116,7 @@ def _octets(tensor: Tensor) -> memoryview:
     return plain.reshape(-1).view(torch.uint8).numpy().data
 
 
-def verify_safetensors(path: Path, entries: Iterable[Entry], checksums: Mapping[str, int]) -> None:
+def verify_safetensors(path: Path, entries: Iterable[TensorEntry], checksums: Mapping[str, int]) -> None:
     """Read a file back: its header with the safetensors library, and the bytes of each tensor.
 
     Raises:
@@ -147,7 +147,7 @@ def verify_safetensors(path: Path, entries: Iterable[Entry], checksums: Mapping[
                 )
 
 
-def require_known_dtypes(entries: Iterable[Entry]) -> None:
+def require_known_dtypes(entries: Iterable[TensorEntry]) -> None:
     """Raise UserError for a tensor whose dtype the format does not have."""
     for entry in entries:
         if entry.dtype not in DTYPE_NAMES:

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.helpers import launch
 from tests.infra.checkpoints import tensors
-from tests.infra.runs import OWN, PROJECT, summary
+from tests.infra.runs import OWN, PROJECT, records, summary
 from tests.user_project.speech.tied import TiedModel
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
@@ -48,6 +48,15 @@ def reference(place: Path, to: Path, step: int = 4) -> dict[str, Any]:
     """The model's state as torch itself reads the checkpoint."""
     dcp_to_torch_save(saved(place, step), to / "whole.pt")
     return torch.load(to / "whole.pt")["model"]
+
+
+def assert_export_is_the_state(run: Path, to: Path) -> None:
+    (checkpoint,) = (run / "checkpoints").glob("step_*")
+    assert launch("export", str(run), "--to", str(to), cwd=run).returncode == 0
+    dcp_to_torch_save(checkpoint, to / "whole.pt")
+    wanted = torch.load(to / "whole.pt")["model"]
+    del wanted["head.weight"]
+    assert_equal(load_file(to / "model.safetensors"), wanted)
 
 
 def export(place: Path, to: Path, *flags: str) -> dict[str, Any]:
@@ -138,6 +147,7 @@ def test_a_run_starts_with_the_weights_bit_by_bit(strategy: str, place: Path, tm
     wanted["offset"] = TiedModel(16, tied=True).offset
     assert_equal(started, wanted)
     plan = json.loads((place / "runs" / strategy / "plan.json").read_text())["initial"]
+    assert_export_is_the_state(place / "runs" / strategy, tmp_path / "trained")
     expected = {"run": ("base", 4), "checkpoint": ("base", 4)}.get(kind, (None, None))
     assert (plan["run"], plan["step"]) == expected
 
@@ -205,3 +215,46 @@ def test_an_untied_model_gets_both_names_of_a_checkpoint(place: Path, tmp_path: 
     back = launch("train", *JOB, *FSDP, "run.name=tied", "checkpoint.init_from=untied", cwd=place)
     assert back.returncode == 2, back.stdout
     assert "embed.weight and head.weight are one parameter of the model, and two with different" in back.stderr
+
+
+OWN_LOOP = """
+import sys, torch
+from torch.distributed.tensor import DTensor
+from launcher import Engine, make_plan
+from speech.tied import TiedModel
+
+job = ["run.name=loop", "batch.global_size=8", "checkpoint.every=1", "train.steps=2"]
+plan = make_plan([*job, *sys.argv[1:]], samples=40)
+engine = Engine(lambda: TiedModel(16, True), lambda p: torch.optim.SGD(p, 0.1), plan)
+state = {k: v.full_tensor() if isinstance(v, DTensor) else v.clone() for k, v in engine.model.state_dict().items()}
+resumed = engine.resume()
+for window in engine.windows(torch.arange(40) % 30):
+    for ids in window:
+        engine.backward(engine.model(ids[:, None]).square().sum(), len(ids))
+    engine.finish_step(engine.step())
+if engine.world.rank == 0:
+    torch.save(state, f"loop-{resumed is not None}.pt")
+"""
+
+
+def test_a_loop_of_ones_own_and_verify_start_with_them(place: Path, tmp_path: Path) -> None:
+    export(place, tmp_path / "out")
+    (place / "loop.py").write_text(OWN_LOOP)
+    weights = f"checkpoint.init_from={tmp_path / 'out'}"
+    script = ["cluster.workers_per_node=2", "run.name=loop", "--", "loop.py", "strategy=fsdp", weights]
+    assert (done := launch("run", *script, cwd=place)).returncode == 0, done.stderr
+    assert_equal(torch.load(place / "loop-False.pt"), reference(place, tmp_path))
+
+    job = [*(word for word in JOB if not word.startswith("checkpoint")), *FSDP, "train.steps=1", "train.seed=3"]
+    done = launch("verify", "--json", *job, weights, "run.name=verified", cwd=place)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert launch("train", *job, weights, "run.name=verified-run", cwd=place).returncode == 0
+    (record,) = records(place / "runs" / "verified-run")
+    assert record["train/loss"] == pytest.approx(json.loads(done.stdout)["windows"][0]["loss"], rel=1e-6)
+
+    shutil.rmtree(tmp_path / "out")
+    (place / "runs" / "loop" / "summary.json").unlink()
+    plan = place / "runs" / "loop" / "plan.json"
+    plan.write_text(plan.read_text().replace('"strategy=fsdp"', '"strategy=ddp", "train.steps=3"'))
+    assert (done := launch("resume", "loop", cwd=place)).returncode == 0, done.stderr
+    assert (place / "loop-True.pt").exists()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from launcher.errors import UserError
 from launcher.export.exporter import export
 from launcher.export.request import ExportRequest
 from tests.helpers import ROOT
@@ -33,17 +34,31 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "linear": {"r": 3, "target_modules": ["q_proj", "v_proj"], "lora_alpha": 7},
+    "saved": {"r": 2, "target_modules": ["query", "word_embeddings"], "modules_to_save": ["classifier"]},
+    "conv1d": {"r": 4, "target_modules": ["c_attn"], "fan_in_fan_out": True, "use_rslora": True},
+    "dora": {"r": 2, "target_modules": ["q_proj"], "use_dora": True},
+    "tied": {"r": 2, "target_modules": ["lm_head"]},
+}
+
+
 class Pretrained:
     """Task with one of the models."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, adapter: str | None = None) -> None:
+        self.name, self.adapter = name, adapter
 
     def model(self) -> nn.Module:
         import transformers
 
         cls, config, settings = MODELS[self.name]
-        return getattr(transformers, cls)(getattr(transformers, config)(**settings))
+        model = getattr(transformers, cls)(getattr(transformers, config)(**settings))
+        if self.adapter is None:
+            return model
+        import peft
+
+        return peft.get_peft_model(model, peft.LoraConfig(init_lora_weights=False, **ADAPTERS[self.adapter]))
 
     def train_data(self) -> Any: ...
     def loss(self, model: Any, batch: Any) -> Any: ...
@@ -51,8 +66,10 @@ class Pretrained:
 
 def exported(tmp_path: Path, name: str, model: nn.Module, **more: Any) -> Path:
     """The directory of an export of ``model``."""
-    checkpoint = make_checkpoint(tmp_path / "step_000001", dict(model.state_dict()))
-    (tmp_path / "out").mkdir()
+    checkpoint = tmp_path / "step_000001"
+    if not checkpoint.exists():
+        make_checkpoint(checkpoint, dict(model.state_dict()))
+        (tmp_path / "out").mkdir()
     request = {
         "checkpoint": str(checkpoint), "directory": str(tmp_path / "out"), "params": {"name": name}, "seed": 0,
         "target": "tests.export.test_model_files.Pretrained", "import_from": (str(ROOT),), "averages": None,
@@ -87,3 +104,46 @@ def test_from_pretrained_gives_the_same_logits(name: str, tmp_path: Path) -> Non
     ids = torch.arange(24).reshape(2, 12)
     with torch.no_grad():
         assert loaded.eval()(ids).logits.equal(model(ids).logits)
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("name", "adapter"), [("llama", "linear"), ("classifier", "saved"), ("gpt2", "conv1d")])
+def test_adapters_alone_and_merged(name: str, adapter: str, tmp_path: Path) -> None:
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    torch.manual_seed(3)
+    model: Any = Pretrained(name, adapter).model().eval()
+    base: Any = Pretrained(name).model()
+    inner = {key.replace(".base_layer", ""): value for key, value in model.get_base_model().state_dict().items()}
+    base.load_state_dict({key: inner[key] for key in base.state_dict() if key in inner}, strict=False)
+    params = {"name": name, "adapter": adapter}
+    directory = exported(tmp_path, name, model, params=params)
+    assert sorted(path.name for path in directory.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    ids = torch.arange(24).reshape(2, 12)
+    with torch.no_grad():
+        assert peft.PeftModel.from_pretrained(base, directory).eval()(ids).logits.equal(model(ids).logits)
+
+    merged = tmp_path / "merged"
+    merged.mkdir()
+    exported(tmp_path, name, model, params=params, merge_lora=True, directory=str(merged))
+    loaded, info = getattr(transformers, MODELS[name][0]).from_pretrained(merged, output_loading_info=True)
+    assert not any(info[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    wanted = model.merge_and_unload().state_dict()
+    assert [key for key, value in loaded.state_dict().items() if not value.equal(wanted[key])] == []
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "adapter", "words"),
+    [
+        ("llama", None, "--merge-lora: the model has no adapters of peft"),
+        ("llama", "dora", "only ordinary LoRA is merged"),
+        ("gpt2", "tied", "are one parameter, and an adapter changes only one of its uses"),
+    ],
+)
+def test_what_cannot_be_merged(name: str, adapter: str | None, words: str, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    model = Pretrained(name, adapter).model()
+    with pytest.raises(UserError, match=words):
+        exported(tmp_path, name, model, params={"name": name, "adapter": adapter}, merge_lora=True)

@@ -6,12 +6,10 @@ the dtype of the parameter. Buffers that the model's state_dict leaves out keep 
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -20,13 +18,12 @@ from launcher.plan.initial_weights import KEY, InitialWeights
 from launcher.plan.run_plan import RunPlan
 from launcher.rundir.paths import MANIFEST
 from launcher.train.checkpoint.load import damages
-from launcher.train.checkpoint.weights import Region, StoredTensor, Weights, open_weights
+from launcher.train.checkpoint.weights import READ_ERRORS, Region, StoredTensor, Weights, open_weights
 from launcher.train.parallel.base import local
 from launcher.train.parallel.deferred_init import own_shard
 from launcher.train.world import World
 
 _MAX_SHOWN = 4
-_READ_ERRORS = (OSError, RuntimeError, ValueError, LookupError, EOFError, pickle.UnpicklingError, SafetensorError)
 
 
 def initial_values(plan: RunPlan, world: World) -> InitialValues | None:
@@ -78,8 +75,6 @@ class InitialValues:
             require_fit(model, self._source, self._weights)
         except UserError as error:
             problem = str(error)
-        except _READ_ERRORS as error:
-            problem = f"{KEY}={path}: cannot be read: {type(error).__name__}: {error}."
         self._raise_first(problem)
         if self._world.rank == 0:
             print(f"Initial parameters: those of {self._source.text}.", flush=True)
@@ -97,7 +92,7 @@ class InitialValues:
         try:
             for names, target in _named(model):
                 problem = problem or self._fill(target, [name for name in names if name in self._weights.tensors])
-        except _READ_ERRORS as error:
+        except READ_ERRORS as error:
             problem = f"{KEY}={self._source.path}: cannot be read: {type(error).__name__}: {error}."
         self._raise_first(problem)
 
@@ -119,9 +114,7 @@ class InitialValues:
         """Raise the problem of the first rank that has one, on all ranks."""
         for rank, text in enumerate(self._world.of_all(problem)):
             if text is not None:
-                first, _, rest = text.removeprefix(f"{KEY}=").partition(": ")
-                where = f"on rank {rank}: " if self._world.size > 1 and rank else ""
-                raise ConfigError(KEY, first, f"{where}{rest}")
+                raise UserError(f"{text}\n  On rank {rank}." if rank else text)
 
 
 def require_fit(model: nn.Module, source: InitialWeights, weights: Weights | None = None) -> None:

@@ -6,6 +6,7 @@ for one of these pieces.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +31,10 @@ DTYPE_NAMES = {
     torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64", torch.bool: "BOOL", torch.complex64: "C64",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
+
+
+# what a damaged file may raise
+READ_ERRORS = (OSError, RuntimeError, ValueError, LookupError, EOFError, pickle.UnpicklingError, SafetensorError)
 
 
 class StoredTensor(NamedTuple):
@@ -164,5 +169,5 @@ def open_weights(path: Path) -> Weights:
     """
     try:
         return CheckpointWeights(path) if (path / ".metadata").exists() else SafetensorsWeights(path)
-    except SafetensorError as error:
-        raise ConfigError(KEY, path, f"is not a safetensors file, or is damaged: {error}.") from None
+    except READ_ERRORS as error:
+        raise ConfigError(KEY, path, f"cannot be read, or is damaged: {type(error).__name__}: {error}.") from None
