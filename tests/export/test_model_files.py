@@ -47,7 +47,13 @@ class Pretrained:
     """Task with one of the models."""
 
     def __init__(self, name: str, adapter: str | None = None) -> None:
+        from tokenizers import Tokenizer
+        from tokenizers.models import WordLevel
+        from transformers import PreTrainedTokenizerFast
+
         self.name, self.adapter = name, adapter
+        words = Tokenizer(WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
+        self.tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?")
 
     def model(self) -> nn.Module:
         import transformers
@@ -99,6 +105,7 @@ def test_from_pretrained_gives_the_same_logits(name: str, tmp_path: Path) -> Non
     assert config == json.loads((tmp_path / "theirs" / "config.json").read_text())
     assert (directory / "generation_config.json").exists() == (tmp_path / "theirs" / "generation_config.json").exists()
 
+    assert transformers.AutoTokenizer.from_pretrained(directory).convert_tokens_to_ids(["b", "c"]) == [1, 2]
     loaded, info = getattr(transformers, MODELS[name][0]).from_pretrained(directory, output_loading_info=True)
     assert not any(info[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     ids = torch.arange(24).reshape(2, 12)
@@ -118,7 +125,8 @@ def test_adapters_alone_and_merged(name: str, adapter: str, tmp_path: Path) -> N
     base.load_state_dict({key: inner[key] for key in base.state_dict() if key in inner}, strict=False)
     params = {"name": name, "adapter": adapter}
     directory = exported(tmp_path, name, model, params=params)
-    assert sorted(path.name for path in directory.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    names = {path.name for path in directory.iterdir() if "token" not in path.name}
+    assert names == {"adapter_config.json", "adapter_model.safetensors"}
     ids = torch.arange(24).reshape(2, 12)
     with torch.no_grad():
         assert peft.PeftModel.from_pretrained(base, directory).eval()(ids).logits.equal(model(ids).logits)

@@ -99,9 +99,9 @@ class InitialValues:
     def _fill(self, target: Tensor, names: Sequence[str]) -> str | None:
         """Replace the values of one parameter or buffer. Return a message if its names have different ones."""
         assert self._weights is not None
-        region = _region_of(target)
+        region = region_of(target)
         value = self._weights.read(names[0], region)
-        local(target.detach()).copy_(value)
+        local(target).detach().copy_(value)
         for name in names[1:]:
             if not torch.equal(value, self._weights.read(name, region)):
                 return (
@@ -186,7 +186,7 @@ def _tensors_of(items: Iterable[tuple[str, object]]) -> list[tuple[str, Tensor]]
     return [(name, value) for name, value in items if isinstance(value, Tensor)]
 
 
-def _region_of(target: Tensor) -> Region | None:
+def region_of(target: Tensor) -> Region | None:
     """Return the region of a sharded tensor that this rank has; None for any other tensor."""
     if not isinstance(target, DTensor):
         return None

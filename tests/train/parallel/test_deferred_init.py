@@ -271,3 +271,31 @@ def test_a_rank_never_holds_the_whole_model(tmp_path: Path) -> None:
     assert seen["model"] > 350e6
     # half of the model sharded, and one parameter
     assert seen["grown"] < 0.75 * seen["model"], seen
+
+
+class _Named(nn.Module):
+    """Values that depend on random numbers drawn before them, and a buffer that may depend on them too."""
+
+    def __init__(self, random_buffer: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        values = torch.rand(4) if random_buffer else torch.arange(4.0).sin()
+        self.register_buffer("phase", values * 2, persistent=False)
+
+
+@pytest.mark.parametrize("random_buffer", [True, False])
+def test_values_that_come_from_elsewhere_are_left_out(random_buffer: bool) -> None:
+    seed()
+    wanted = state_of(_Named(random_buffer))
+    seed()
+    model, recipe = build_deferred(lambda: _Named(random_buffer))
+    before = torch.get_rng_state()
+    recipe.leave_out({name for name in wanted if name != "phase"})
+    with torch.no_grad():
+        model.to_empty(device="cpu")
+        for parameter in model.parameters():
+            parameter.fill_(7)
+        fill(model, recipe)
+    assert model.phase.equal(wanted["phase"])
+    assert all((parameter == 7).all() for parameter in model.parameters())
+    assert torch.get_rng_state().equal(before) != random_buffer, "nothing is drawn if no value depends on it"

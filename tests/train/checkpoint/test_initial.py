@@ -1,0 +1,113 @@
+"""Initial values from other weights: each rank reads its part; what does not fit is named with the nearest names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from launcher.errors import ConfigError, UserError
+from launcher.plan.initial_weights import InitialWeights
+from launcher.train.checkpoint.initial import InitialValues, region_of, require_fit
+from launcher.train.checkpoint.weights import Region, StoredTensor
+from launcher.train.world import World
+
+SOURCE = InitialWeights(path="/weights", run=None, step=None, digest="")
+
+
+class InMemory:
+    """Weights that note how many numbers each read returns."""
+
+    def __init__(self, **tensors: Tensor) -> None:
+        self.values = tensors
+        self.tensors = {name: StoredTensor(tuple(value.shape), value.dtype) for name, value in tensors.items()}
+        self.others: list[str] = []
+        self.sizes: list[int] = []
+
+    def read(self, name: str, region: Region | None = None) -> Tensor:
+        value = self.values[name] if region is None else self.values[name][region]
+        self.sizes.append(value.numel())
+        return value
+
+
+@pytest.fixture(params=range(4))
+def rank(request: pytest.FixtureRequest) -> Iterator[int]:
+    """This process as one of four ranks, of which the others do not exist."""
+    dist.init_process_group("fake", store=FakeStore(), rank=request.param, world_size=4)
+    yield request.param
+    dist.destroy_process_group()
+
+
+def test_a_rank_reads_only_its_part(rank: int) -> None:  # noqa: ARG001
+    flat, pairs = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    for shape in ((8, 3), (7, 2), (5, 4), (1, 6), (4,), (6, 2, 3)):
+        whole = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+        layouts = [(flat, [Shard(0)]), (pairs, [Replicate(), Shard(0)]), (flat, [Shard(len(shape) - 1)])]
+        for mesh, placements in layouts:
+            part = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+            assert whole[region_of(part)].equal(part.to_local())
+
+            model = nn.Module()
+            empty = distribute_tensor(torch.zeros(shape), mesh, placements, src_data_rank=None)
+            model.weight = nn.Parameter(empty)
+            weights, values = InMemory(weight=whole.double()), InitialValues(SOURCE, World(0, 1, 0))
+            values._weights = weights
+            values.fill(model)
+            assert model.weight.to_local().equal(part.to_local()), "converted to the dtype of the parameter"
+            assert weights.sizes == [part.to_local().numel()]
+
+
+def tied(**changes: Tensor) -> tuple[nn.Module, InMemory]:
+    model = nn.ModuleDict({"embed": nn.Embedding(4, 2), "head": nn.Linear(2, 4, bias=False), "norm": nn.BatchNorm1d(2)})
+    model["head"].weight = model["embed"].weight
+    return model, InMemory(**{**model.state_dict(), **changes})
+
+
+def test_one_name_of_a_tied_parameter_is_enough() -> None:
+    model, weights = tied()
+    for name in ("embed.weight", "head.weight"):
+        without = InMemory(**{key: torch.full_like(v, 2) for key, v in weights.values.items() if key != name})
+        require_fit(model, SOURCE, without)
+        values = InitialValues(SOURCE, World(0, 1, 0))
+        values._weights = without
+        values.fill(model)
+        assert all((value == 2).all() for value in model.state_dict().values())
+    values._weights = InMemory(**weights.values | {"head.weight": torch.zeros(4, 2)})
+    with pytest.raises(UserError, match=r"embed.weight and head.weight are one parameter of the model, and two with"):
+        values.fill(model)
+
+
+@pytest.mark.parametrize(
+    ("changes", "lines"),
+    [
+        ({"norm.wieght": torch.ones(2)}, ["norm.wieght is not in the model"]),
+        ({"embed.weight": torch.ones(2, 4)}, ["embed.weight has the shape [2, 4] there, and [4, 2] in the model"]),
+        (
+            {"norm.num_batches_tracked": torch.ones(())},
+            ["is in torch.float32 there, which cannot be converted to the model's torch.int64"],
+        ),
+    ],
+)
+def test_what_does_not_fit(changes: dict[str, Tensor], lines: list[str]) -> None:
+    model, weights = tied(**changes)
+    with pytest.raises(ConfigError) as error:
+        require_fit(model, SOURCE, weights)
+    for line in lines:
+        assert line in str(error.value).splitlines()[1]
+
+
+def test_missing_names_have_the_nearest_one() -> None:
+    model, weights = tied()
+    renamed = {name.replace("norm.", "norm_1."): value for name, value in weights.values.items()}
+    with pytest.raises(ConfigError) as error:
+        require_fit(model, SOURCE, InMemory(**renamed))
+    text = str(error.value)
+    assert "norm.weight is not among them; the nearest name is 'norm_1.weight'" in text
+    assert "norm_1.bias is not in the model; the nearest name is 'norm.bias'" in text
+    assert text.count("and 1 more") == 2
