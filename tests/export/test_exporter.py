@@ -202,6 +202,18 @@ def test_weights_that_do_not_fit_are_refused(words: list[str], messages: list[st
     assert sorted((place / "runs").iterdir()) == before
 
 
+def test_a_checkpoint_that_has_changed_is_found_by_the_workers(place: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved(place), tmp_path / "step_000004")
+    data = next((tmp_path / "step_000004").glob("__1_*.distcp"))
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    done = launch("train", *JOB, *FSDP, f"checkpoint.init_from={tmp_path / 'step_000004'}", cwd=place)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert f"is damaged: the content of {data.name} has changed." in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_an_untied_model_gets_both_names_of_a_checkpoint(place: Path, tmp_path: Path) -> None:
     words = [*JOB, "run.name=untied", "task.tied=false", "train.steps=1", CALLBACKS]
     assert (done := launch("train", *words, "checkpoint.init_from=base", *FSDP, cwd=place)).returncode == 0, done.stderr
