@@ -53,11 +53,9 @@ class Adapters:
 
     def own_sources(self) -> dict[str, str]:
         """Return the names that the model has for the adapter's tensors, by the names in peft's files."""
-        from peft import get_peft_model_state_dict  # pyright: ignore
-
         state = {name: value.detach() for name, value in self._model.state_dict(keep_vars=True).items()}
         names = {id(value): name for name, value in state.items()}
-        own: dict[str, Tensor] = get_peft_model_state_dict(
+        own: dict[str, Tensor] = _peft("peft").get_peft_model_state_dict(
             self._model, state_dict=state, adapter_name=self.name, save_embedding_layers=False
         )
         prefix = "" if hasattr(self._model, "get_base_model") else PREFIX
@@ -79,20 +77,18 @@ class Adapters:
         Raises:
             UserError: a part of the adapter is not of the ordinary LoRA.
         """
-        from peft.tuners.lora import LoraLayer  # pyright: ignore
-        from peft.tuners.tuners_utils import BaseTunerLayer  # pyright: ignore
-        from peft.utils import ModulesToSaveWrapper  # pyright: ignore
-
+        lora, base = _peft("peft.tuners.lora").LoraLayer, _peft("peft.tuners.tuners_utils").BaseTunerLayer
+        wrapper = _peft("peft.utils").ModulesToSaveWrapper
         replaced: dict[str, str] = {}  # start of a name -> start of its name in the merged model; "": left out
         for path, part in self._model.named_modules():
-            if isinstance(part, LoraLayer):
+            if isinstance(part, lora):
                 self._require_ordinary(path, part)
                 merged = path.removeprefix(PREFIX)
                 self._layers[f"{merged}.weight"] = (path, part)
                 replaced |= {f"{path}.base_layer.": f"{merged}.", f"{path}.lora_": ""}
-            elif isinstance(part, BaseTunerLayer):
+            elif isinstance(part, base):
                 raise UserError(f"--merge-lora: {path} is a {type(part).__name__}, which is not LoRA.\n  Leave it out.")
-            elif isinstance(part, ModulesToSaveWrapper):
+            elif isinstance(part, wrapper):
                 merged = path.removeprefix(PREFIX)
                 saved = f"{path}.modules_to_save."
                 replaced |= {f"{saved}{self.name}.": f"{merged}.", saved: "", f"{path}.original_module.": ""}
@@ -142,6 +138,11 @@ class Adapters:
         for key, part in own.items():
             _replace(layer, key, part)
         return value.add_(change) if value.dtype.is_floating_point else value
+
+
+def _peft(module: str) -> Any:
+    """Return a module of peft, which the user's code has imported; the launcher does not depend on it."""
+    return sys.modules[module]
 
 
 def _replace(module: nn.Module, key: str, value: Tensor) -> None:
