@@ -85,11 +85,11 @@ def exported(tmp_path: Path, name: str, model: nn.Module, **more: Any) -> Path:
     return tmp_path / "out"
 
 
-@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", MODELS)
 def test_from_pretrained_gives_the_same_logits(name: str, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     torch.manual_seed(3)
     model: Any = Pretrained(name).model().eval()
     with torch.no_grad():
@@ -113,11 +113,12 @@ def test_from_pretrained_gives_the_same_logits(name: str, tmp_path: Path) -> Non
         assert loaded.eval()(ids).logits.equal(model(ids).logits)
 
 
-@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("name", "adapter"), [("llama", "linear"), ("classifier", "saved"), ("gpt2", "conv1d")])
 def test_adapters_alone_and_merged(name: str, adapter: str, tmp_path: Path) -> None:
-    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    import peft
+    import transformers
+
     torch.manual_seed(3)
     model: Any = Pretrained(name, adapter).model().eval()
     base: Any = Pretrained(name).model()
@@ -140,7 +141,6 @@ def test_adapters_alone_and_merged(name: str, adapter: str, tmp_path: Path) -> N
     assert [key for key, value in loaded.state_dict().items() if not value.equal(wanted[key])] == []
 
 
-@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("name", "adapter", "words"),
@@ -151,7 +151,6 @@ def test_adapters_alone_and_merged(name: str, adapter: str, tmp_path: Path) -> N
     ],
 )
 def test_what_cannot_be_merged(name: str, adapter: str | None, words: str, tmp_path: Path) -> None:
-    pytest.importorskip("peft")
     model = Pretrained(name, adapter).model()
     with pytest.raises(UserError, match=words):
         exported(tmp_path, name, model, params={"name": name, "adapter": adapter}, merge_lora=True)
