@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from launcher.cli.overrides import signals_as_interrupt, take_flag, take_value, with_config
-from launcher.config.schema import ClusterKind, Config, RunConfig, WandbConfig, WandbMode
+from launcher.config.schema import ClusterKind, Config, RunConfig
 from launcher.errors import ConfigError, RunError, UserError
 from launcher.launch import local
 from launcher.launch.peers import Peers
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 VERIFY_COMMAND = ("-P", "-m", "launcher.verify.verify_worker")
-_NO_WANDB = WandbConfig(mode=WandbMode.disabled)
 _FEWEST, _DEFAULT, _MOST = 4, 8, 4096  # windows of each run of a drill
 
 _VERIFY_HELP = """\
@@ -78,7 +77,7 @@ def launch_verify(arguments: list[str]) -> int:
 def _verify_plan(config: Config, directory: Path) -> RunPlan:
     """Return the plan of `launch train` in ``directory``, without calibration, mirror and checkpoints."""
     run = RunConfig(name="verify", dir=str(directory), calibrate_s=0.0)
-    plan = plan_job(dataclasses.replace(config, run=run, wandb=_NO_WANDB))
+    plan = plan_job(dataclasses.replace(config, run=run, trackers=[]))
     return dataclasses.replace(
         plan,
         command=VERIFY_COMMAND,
@@ -139,14 +138,14 @@ def _drill(config: Config, yaml: str, windows: int, *, as_json: bool) -> int:
     from launcher.drill.runner import Drill, Length, shortened
 
     _require_drillable(config)
-    plan = plan_job(dataclasses.replace(config, wandb=_NO_WANDB))
+    plan = plan_job(dataclasses.replace(config, trackers=[]))
     if config.run.name is None:
         directory = Path(plan.run.dir).with_name(f"drill-{plan.run.name}")
         plan = plan.as_run(dataclasses.replace(plan.run, name=directory.name, dir=str(directory)))
     plan, changed = shortened(plan)
     paths = DrillPaths(Path(plan.run.dir))
     local.make_directory(plan.run)
-    _progress(f"Drill {plan.run.name}. Differences from `launch train`: {'; '.join(changed)}; W&B is off.")
+    _progress(f"Drill {plan.run.name}. Differences from `launch train`: {'; '.join(changed)}; no trackers.")
     backend = LocalBackend() if plan.cluster.slurm is None else SlurmBackend()
     try:
         with signals_as_interrupt():

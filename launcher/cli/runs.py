@@ -15,6 +15,7 @@ from rich.markup import escape
 
 from launcher.cli.names import Parser, resolve, resolve_any
 from launcher.cli.overrides import flags_first
+from launcher.config.schema import Tracker
 from launcher.errors import EXIT_DONE, UserError
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan
@@ -22,6 +23,7 @@ from launcher.quantities import bytes_text, count, first_names
 from launcher.report import live, run_list
 from launcher.report.tables import near
 from launcher.rundir import history
+from launcher.rundir.files import read_json
 from launcher.rundir.paths import RunPaths, SweepPaths, find, find_sweeps, is_run, is_sweep
 from launcher.runs import control
 from launcher.runs.status import ACTIVE, Run, RunState, statuses_of
@@ -82,7 +84,8 @@ def launch_status(arguments: list[str]) -> int:
         return _show_cells(paths, as_json=options.json)
     run, events = control.status_of(paths), history.read_events(paths)
     if options.json:
-        print(json.dumps(run.to_json() | {"events": events}, indent=2))
+        trackers = {name: status for name in Tracker if (status := read_json(paths.tracker_status(name)))}
+        print(json.dumps(run.to_json() | {"trackers": trackers, "events": events}, indent=2))
         return EXIT_DONE
     live.console().print(run_list.status_table(run, events))
     if run.failure is not None:

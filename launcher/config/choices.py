@@ -114,3 +114,11 @@ class WandbMode(StrEnum):
     offline = "offline"
     online = "online"
     disabled = "disabled"
+
+
+class Tracker(StrEnum):
+    wandb = "wandb"
+    tensorboard = "tensorboard"
+    mlflow = "mlflow"
+    trackio = "trackio"
+    prometheus = "prometheus"

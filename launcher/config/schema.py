@@ -32,7 +32,14 @@ from launcher.config.choices import (
     ShortWindow,
     StrategyKind,
     Sync,
-    WandbMode,
+    Tracker,
+)
+from launcher.config.tracker_groups import (
+    MlflowConfig,
+    PrometheusConfig,
+    TensorboardConfig,
+    TrackioConfig,
+    WandbConfig,
 )
 
 
@@ -305,26 +312,6 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WandbConfig:
-    """Weights & Biases, a mirror of metrics.jsonl."""
-
-    mode: WandbMode = WandbMode.offline
-    """offline: write files for `wandb sync`; online: upload live; disabled: off."""
-    project: str = "launcher"
-    """W&B project."""
-    entity: str | None = None
-    """W&B user or team. Default: that of the API key."""
-    group: str | None = None
-    """W&B group. Default: the sweep's name, else WANDB_RUN_GROUP."""
-    tags: list[str] = field(default_factory=list[str])
-    """W&B tags. Default: WANDB_TAGS."""
-    notes: str | None = None
-    """W&B notes, such as the purpose of the run. Default: WANDB_NOTES."""
-    job_type: str | None = None
-    """W&B job type, such as train, to filter runs by. Default: WANDB_JOB_TYPE."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Name and directory of the run, calibration."""
 
@@ -370,7 +357,14 @@ class Config:
     """List of callbacks, called in this order: ``[{_target_: launcher.callbacks.Ema, decay: 0.999}]``. ``_target_``:
     the callback's class by its dotted path; every other key is an argument of that class."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    trackers: list[Tracker] = field(default_factory=lambda: [Tracker.wandb])
+    """List of the trackers that mirror metrics.jsonl, each in a process of its own: wandb, tensorboard, mlflow, trackio,
+    prometheus. Default: ``[wandb]``."""
     wandb: WandbConfig = field(default_factory=WandbConfig)
+    tensorboard: TensorboardConfig = field(default_factory=TensorboardConfig)
+    mlflow: MlflowConfig = field(default_factory=MlflowConfig)
+    trackio: TrackioConfig = field(default_factory=TrackioConfig)
+    prometheus: PrometheusConfig = field(default_factory=PrometheusConfig)
     run: RunConfig = field(default_factory=RunConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
 

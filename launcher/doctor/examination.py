@@ -13,7 +13,8 @@ from functools import partial
 from importlib import metadata
 from pathlib import Path
 
-from launcher.config.schema import ClusterKind, Config, WandbMode
+from launcher.config.choices import Tracker, WandbMode
+from launcher.config.schema import ClusterKind, Config
 from launcher.doctor import host_checks, slurm_checks
 from launcher.doctor.check import Check, merge
 from launcher.doctor.probe import Answer, Question, answer, directory_facts, host_facts, read_answers
@@ -92,7 +93,7 @@ def _check_hosts(config: Config, site: Site, say: Callable[[str], None]) -> list
         question = Question(
             cwd=cluster.cwd, cwd_token=token, nodes=cluster.nodes, workers=cluster.workers_per_node,
             device=cluster.device.value, interface=cluster.interface, env=plan.env,
-            online=config.wandb.mode is WandbMode.online,
+            online=_wandb_mode(config) is WandbMode.online,
         )  # fmt: skip
         of_job: list[Check] = []
         if slurm:
@@ -172,6 +173,10 @@ def _folder_in(run_dir: Path) -> Generator[tuple[Path, str]]:
                 path.rmdir()
 
 
+def _wandb_mode(config: Config) -> WandbMode:
+    return config.wandb.mode if Tracker.wandb in config.trackers else WandbMode.disabled
+
+
 def judge_hosts(
     config: Config, plan: LaunchPlan, login: Answer, answers: dict[int, Answer], unwritten: str
 ) -> list[Check]:
@@ -207,5 +212,5 @@ def judge_hosts(
         *host_checks.connections(with_facts),
         *host_checks.clocks(with_facts),
         *host_checks.all_reduce(with_facts, cluster.device.value, cluster.link_gbit, hosts=cluster.nodes > 1),
-        *host_checks.wandb(config.wandb.mode, login["packages"]["wandb"], answers.get(0, {})),
+        *host_checks.wandb(_wandb_mode(config), login["packages"]["wandb"], answers.get(0, {})),
     ]

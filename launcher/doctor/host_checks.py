@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from launcher.config.schema import Device, WandbMode
+from launcher.config.choices import WandbMode
+from launcher.config.schema import Device
 from launcher.doctor.check import Check, failure, ok, warning
 from launcher.doctor.probe import PACKAGES, Answer
 from launcher.launch.network import GLOO

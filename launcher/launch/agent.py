@@ -12,7 +12,6 @@ import dataclasses
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -22,12 +21,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from launcher import errors
-from launcher.config.schema import WandbMode
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, Superseded, class_named
 from launcher.heartbeat import PROGRESS
 from launcher.launch import rendezvous
+from launcher.launch.tracker_processes import GRACE_S, HURRIED_S, TrackerProcesses
 from launcher.launch.watchdog import HangWatch, NoWatch
-from launcher.plan.host import WANDB_ENV, allowed_env
+from launcher.plan.host import allowed_env
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan
 from launcher.process import AGENT_PID, RUN_DIR, RUN_ID, StopShield, die_with_parent, environment, living_children
@@ -80,15 +79,16 @@ def open_attempt(fence: Fence, **fields: Any) -> None:
 
 
 def serve(plan: LaunchPlan, plan_file: Path, own: Attempt, shield: StopShield) -> NodeOutcome:
-    """Run this node's workers, and on node 0 the W&B mirror, until they end.
+    """Run this node's workers, and on node 0 the trackers, until they end.
 
     Replaces ``os.environ`` by the workers' environment during the call. Must be called from the main thread, inside
     ``shield``. The caller decides whether the job ends or is requeued.
     """
-    # only the mirror may see the W&B key
+    # only a tracker's process may see its key
     inherited = plan.env.default | allowed_env(os.environ, plan.env.allow) | plan.env.set
     of_run = {AGENT_PID: str(os.getpid()), ATTEMPT: str(own), RUN_ID: plan.run.id, RUN_DIR: plan.run.dir}
-    mirror = start_mirror(plan, own)
+    trackers = TrackerProcesses(plan, own)
+    trackers.start()
     try:
         with environment(inherited | of_run):
             watch = _watch(plan, shield)
@@ -97,9 +97,9 @@ def serve(plan: LaunchPlan, plan_file: Path, own: Attempt, shield: StopShield) -
             ended = dataclasses.replace(ended, fields=ended.fields | {"hang": watch.last.entry})
         return ended
     finally:
-        # a scheduler that reclaims the node does not wait for the W&B server: the next mirror sends what is missing
+        # a scheduler that reclaims the node does not wait for a tracker's server: the next attempt sends what is missing
         hurried = shield.received is not None and plan.cluster.slurm is not None
-        finish_mirror(mirror, plan.paths, MIRROR_HURRIED_S if hurried else MIRROR_GRACE_S)
+        trackers.finish(HURRIED_S if hurried else GRACE_S)
 
 
 def load_plan(path: Path) -> LaunchPlan:
@@ -297,41 +297,6 @@ class DeathWatch(threading.Thread):
         while not self._over.wait(POLL_S):
             checked = time.monotonic()
             self._last_seen |= dict.fromkeys(living_children(), checked)
-
-
-# seconds; the mirror has everything on disk, so `wandb sync` can send later what it does not send in this time
-MIRROR_GRACE_S, MIRROR_HURRIED_S = 60, 5
-
-
-def start_mirror(plan: LaunchPlan, own: Attempt) -> subprocess.Popen[bytes] | None:
-    """Start the W&B mirror, a process that reads the run's record; it can neither slow nor stop the job.
-
-    It inherits the agent's blocked stop signals and keeps them blocked: it ends when its standard input closes.
-    """
-    if plan.node != 0 or (isinstance(plan, RunPlan) and plan.wandb.mode is WandbMode.disabled):
-        return None
-    with plan.paths.wandb_log.open("ab") as log:
-        return subprocess.Popen(
-            [sys.executable, "-P", "-m", "launcher.report.trackers", plan.run.dir, str(own)],
-            env=allowed_env(os.environ, (*plan.env.allow, *WANDB_ENV)) | {RUN_ID: plan.run.id},
-            stdin=subprocess.PIPE,  # closing means that no record follows; it closes even if this process is killed
-            stdout=log,
-            stderr=log,
-            start_new_session=True,  # the terminal's Ctrl-C must not reach the mirror
-        )
-
-
-def finish_mirror(mirror: subprocess.Popen[bytes] | None, paths: RunPaths, within_s: float) -> None:
-    """Let the mirror send the rest for at most ``within_s`` seconds, then kill it."""
-    if mirror is None or mirror.stdin is None:
-        return
-    mirror.stdin.close()
-    try:
-        mirror.wait(within_s)
-    except subprocess.TimeoutExpired:
-        mirror.kill()
-        problem = f"W&B had not taken everything {within_s} s after the end; `wandb sync` sends the rest."
-        write_json(paths.wandb_status, (read_json(paths.wandb_status) or {}) | {"problem": problem})
 
 
 if __name__ == "__main__":

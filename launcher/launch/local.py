@@ -29,7 +29,7 @@ from launcher.errors import (
 from launcher.launch.agent import open_attempt
 from launcher.launch.peers import Peers, Regrouping
 from launcher.plan.callback_plan import may_report
-from launcher.plan.host import WANDB_ENV, allowed_env
+from launcher.plan.host import ALL_TRACKERS_ENV, allowed_env
 from launcher.plan.launch_plan import LaunchPlan, RunInfo
 from launcher.plan.run_plan import RunPlan
 from launcher.process import RUN_ID, STOP_SIGNALS, signal_handler
@@ -254,7 +254,7 @@ def _start_agent(plan: LaunchPlan, plan_file: Path, own: Attempt) -> subprocess.
     with plan.paths.node_log(plan.node).open("ab") as log:
         return subprocess.Popen(
             [*AGENT, plan.run.dir, plan_file.name, str(os.getpid()), str(own)],
-            env=allowed_env(os.environ, (*plan.env.allow, *WANDB_ENV)) | {RUN_ID: plan.run.id},
+            env=allowed_env(os.environ, (*plan.env.allow, *ALL_TRACKERS_ENV)) | {RUN_ID: plan.run.id},
             cwd=plan.cluster.cwd,
             stdin=subprocess.DEVNULL,
             stdout=log,

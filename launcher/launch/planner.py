@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from launcher.config.schema import ClusterConfig, ClusterKind, Config, Device, PrecisionKind, RunConfig, Sync, WandbMode
+from launcher.config.choices import Tracker, WandbMode
+from launcher.config.schema import ClusterConfig, ClusterKind, Config, Device, PrecisionKind, RunConfig, Sync
 from launcher.errors import ConfigError, SiteError, UserError
 from launcher.plan import host
 from launcher.plan.callback_plan import require_variables, solve_callbacks
@@ -26,6 +27,7 @@ from launcher.plan.run_plan import RunPlan, TaskPlan
 from launcher.plan.solve import solve
 from launcher.plan.sync_policy import SHARDED
 from launcher.plan.task_inspection import InspectionRequest, describe_task, run_probe, weigh_memory
+from launcher.plan.tracker_plan import require_trackers
 from launcher.process import RUN_DIR, RUN_ID
 
 T = TypeVar("T")
@@ -65,6 +67,7 @@ def plan_job(config: Config, once: Once | None = None) -> RunPlan:
     site = once(site_of, config.cluster)
     run = new_run(config.run, task_stem(config), site.cwd)
     require_secrets(config)
+    require_trackers(config)
     # report errors that no task could cure before the task is inspected, which may take seconds
     of_streams = dataclasses.replace(config, train=dataclasses.replace(config.train, data_shards=None))
     cluster = solve(of_streams, site, TaskPlan.unknown(ANY_NUMBER), run).cluster
@@ -133,7 +136,7 @@ def require_secrets(config: Config) -> None:
     # a Slurm job finds a key in .netrc, or in a variable that the user lists in cluster.env
     batch = config.cluster.kind is ClusterKind.slurm
     env = batch_env(os.environ, ("HOME", *config.cluster.env)) if batch else os.environ
-    if config.wandb.mode is WandbMode.online:
+    if Tracker.wandb in config.trackers and config.wandb.mode is WandbMode.online:
         require_wandb_key(env)
     if config.cluster.kind is not ClusterKind.hosts:  # there only the first host reports
         require_variables(solve_callbacks(config.callbacks), env, passed_on=batch)

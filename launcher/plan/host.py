@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from launcher.config.schema import Device, PrecisionKind
+from launcher.config.schema import Device, PrecisionKind, Tracker
 from launcher.errors import SiteError
 
 # Variables that a worker inherits. The rest of the submitter's shell is withheld, so that a job cannot depend on it by
-# accident and no secret is passed on unrequested. Only the mirror process receives W&B's key.
+# accident and no secret is passed on unrequested. Only a tracker's process receives its key.
 ALLOWED_ENV = (
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_*", "TZ", "TERM", "TMPDIR", "XDG_*",
     "PYTHONPATH", "PYTHONHASHSEED", "PYTHONNOUSERSITE", "PYTHONWARNINGS", "VIRTUAL_ENV", "CONDA_*",
@@ -27,15 +27,23 @@ ALLOWED_ENV = (
     "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "http_proxy", "https_proxy", "no_proxy",
     "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "CC", "CXX", "LAUNCHER_SHARE_GPU",
 )  # fmt: skip
-WANDB_ENV = ("WANDB_*", "NETRC")
+# variables that only the process of one tracker receives: they may contain its key
+TRACKER_ENV: dict[Tracker, tuple[str, ...]] = {
+    Tracker.wandb: ("WANDB_*", "NETRC"),
+    Tracker.tensorboard: (),
+    Tracker.mlflow: ("MLFLOW_*",),
+    Tracker.trackio: ("TRACKIO_*", "HF_TOKEN"),
+    Tracker.prometheus: ("PROMETHEUS_*",),
+}
+ALL_TRACKERS_ENV = tuple(pattern for patterns in TRACKER_ENV.values() for pattern in patterns)
 # further variables of a batch script: to find Slurm, and for `module load` in cluster.setup
 BATCH_ENV = (
     "SLURM_CONF", "BASH_ENV", "BASH_FUNC_*", "MODULEPATH", "MODULESHOME", "MODULES_*", "LOADEDMODULES", "_LMFILES_",
     "LMOD_*", "__LMOD_*", "_ModuleTable*", "ENV", "WANDB_BASE_URL",
-    "WANDB_TAGS", "WANDB_NOTES", "WANDB_JOB_TYPE", "WANDB_RUN_GROUP",
+    "WANDB_TAGS", "WANDB_NOTES", "WANDB_JOB_TYPE", "WANDB_RUN_GROUP", "MLFLOW_TRACKING_URI", "TRACKIO_DIR",
 )  # fmt: skip
 # URLs that may contain a user name and password
-_URLS = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "WANDB_BASE_URL")
+_URLS = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "WANDB_BASE_URL", "MLFLOW_TRACKING_URI")
 
 # file systems that are stored in a machine's memory
 OWN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")

@@ -17,17 +17,22 @@ from typing import Any, ClassVar, Self, TypeVar
 from launcher.config.schema import (
     CheckpointConfig,
     Compress,
+    MlflowConfig,
     OnError,
     OnNonfinite,
     OptimizerConfig,
     Parameters,
     PrecisionConfig,
     PrecisionKind,
+    PrometheusConfig,
     ScheduleConfig,
     ScheduleKind,
     ShortWindow,
     StrategyConfig,
     Sync,
+    TensorboardConfig,
+    Tracker,
+    TrackioConfig,
     TrainConfig,
     WandbConfig,
 )
@@ -272,6 +277,8 @@ class RunPlan(LaunchPlan):
     Attributes:
         notes: what the user should know before the start.
         callbacks: ``_target_`` and arguments of each, in the order in which they are called.
+        trackers: as configured; see ``tracker_plan.mirrors_of``.
+        tensorboard, mlflow, prometheus: with absolute paths.
         forced: config keys that `launch resume --force` has changed.
         fewer: differences of the plan on each smaller number of hosts that the job may use.
         initial: weights that the run starts with; None: those that the task's model() returns.
@@ -324,6 +331,11 @@ class RunPlan(LaunchPlan):
     wandb: WandbConfig
     notes: tuple[str, ...]
     callbacks: tuple[dict[str, Any], ...] = ()
+    trackers: tuple[Tracker, ...] = (Tracker.wandb,)
+    tensorboard: TensorboardConfig = TensorboardConfig()
+    mlflow: MlflowConfig = MlflowConfig()
+    trackio: TrackioConfig = TrackioConfig()
+    prometheus: PrometheusConfig = PrometheusConfig()
     forced: tuple[str, ...] = ()
     fewer: tuple[Fewer, ...] = ()
     initial: InitialWeights | None = None

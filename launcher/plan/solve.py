@@ -42,6 +42,7 @@ from launcher.plan.run_plan import (
 )
 from launcher.plan.strategy import solve_precision, solve_strategy
 from launcher.plan.sync_policy import SHARDED
+from launcher.plan.tracker_plan import solve_trackers
 from launcher.plan.validation import check
 from launcher.plan.windows import Windows, count_windows
 from launcher.quantities import count, first_names
@@ -221,6 +222,7 @@ def _on_cluster(
         checkpoint=solve_checkpoint(config, task),
         wandb=config.wandb,
         callbacks=callbacks,
+        **solve_trackers(config, run, site.cwd),
         notes=(
             *_notes(schedule, steps, epoch, batch, optimizer),
             *_unit_notes(strategy, task),

@@ -14,6 +14,8 @@ from rich.table import Table
 from launcher.report.compare import Row, RunComparison
 from launcher.report.measurements import SMOOTHED_OVER
 from launcher.report.run_list import COLOURS
+from launcher.report.tables import tracker_lines
+from launcher.rundir.paths import RunPaths
 
 # figure -> how it is computed from metrics.jsonl
 DEFINITIONS = {
@@ -135,7 +137,7 @@ def page_headings(comparison: RunComparison) -> list[tuple[str, str]]:
 
 
 def page_line(comparison: RunComparison, row: Row) -> dict[str, Any]:
-    """Return a row of the page's table: each cell's text and sort key, and remarks on the run."""
+    """Return a row of the page's table: each cell's text and sort key, links to trackers, and remarks on the run."""
     entry = row.entry
     remarks = [
         entry.detail,
@@ -144,7 +146,11 @@ def page_line(comparison: RunComparison, row: Row) -> dict[str, Any]:
         "the same run as an earlier row" if row.same_as else "",
     ]
     cells = [(column.text(row) or "–", column.sort_key(row)) for column in columns_of(comparison)]
-    return {"label": entry.label, "state": entry.state, "remarks": "; ".join(filter(None, remarks)), "cells": cells}
+    links = [] if entry.dir is None else [
+        (name, where) for name, where, _ in tracker_lines(RunPaths(entry.dir)) if where.startswith(("http://", "https://"))
+    ]  # fmt: skip
+    remark = "; ".join(filter(None, remarks))
+    return {"label": entry.label, "state": entry.state, "links": links, "remarks": remark, "cells": cells}
 
 
 def _records(comparison: RunComparison) -> list[dict[str, Any]]:

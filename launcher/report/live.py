@@ -14,6 +14,7 @@ from rich.console import Console
 
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan
+from launcher.plan.tracker_plan import TRACKER_KINDS
 from launcher.process import EXCEPTION_MARK
 from launcher.rundir.files import Tail, last_lines, read_json
 from launcher.rundir.paths import RunPaths, SweepPaths
@@ -72,7 +73,7 @@ class LiveDisplay(MessageDisplay):
         self._events.lines()
         recorded = self._metrics.lines()
         self._steps = plan.train.steps if isinstance(plan, RunPlan) else None
-        self._warned = False
+        self._warned = set[str]()
         self._last: dict[str, Any] | None = None
         self._printed_at = -PLAIN_LINE_EVERY_S
         self._first: dict[str, Any] | None = None  # record from which steps are timed
@@ -109,9 +110,11 @@ class LiveDisplay(MessageDisplay):
             self._first = self._first or records[0]
             self._announce(records[-1])
             self._show(records[-1])
-        if not self._warned and (problem := (read_json(self._paths.wandb_status) or {}).get("problem")):
-            self._warned = True
-            self.say(f"W&B: {problem}")
+        for tracker, kind in TRACKER_KINDS.items():
+            status = {} if tracker in self._warned else read_json(self._paths.tracker_status(tracker)) or {}
+            if status.get("problem"):
+                self._warned.add(tracker)
+                self.say(f"{kind.title}: {status['problem']}")
 
     def _restart_from(self, record: dict[str, Any] | None) -> None:
         """Reset the progress to ``record``, the last record kept, which has been displayed before."""

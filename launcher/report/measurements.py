@@ -43,8 +43,10 @@ SMOOTHED_OVER = 10
 # points per drawn curve; more could not be distinguished on a screen
 POINTS = 300
 SMOOTH_POINTS = 150
-# keys that name a run or configure its mirror; they do not affect measurements
-_NO_SETTINGS = ("run.", "wandb.", "sweep.", "hydra.")
+# keys that name a run or configure its trackers; they do not affect measurements
+_NO_SETTINGS = (
+    "run.", "trackers", "wandb.", "tensorboard.", "mlflow.", "trackio.", "prometheus.", "sweep.", "hydra.",
+)  # fmt: skip
 # below this many bytes of records, starting processes takes longer than reading
 _ALONE_BYTES = 30_000_000
 

@@ -13,8 +13,8 @@ from rich.table import Table
 
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.quantities import count
-from launcher.report.tables import best_text, failure_text, named_lines, near
-from launcher.rundir.paths import SweepPaths
+from launcher.report.tables import best_text, failure_text, named_lines, near, tracker_lines
+from launcher.rundir.paths import RunPaths, SweepPaths
 from launcher.runs.status import Run, RunState, error_of, metrics_text
 
 COLOURS: dict[str, str] = {
@@ -105,6 +105,10 @@ def status_table(run: Run, events: Sequence[dict[str, Any]] = ()) -> Table:
     if run.precision is not None:
         add("precision", run.precision)
     add("files", near(run.dir))
+    for title, where, problem in tracker_lines(RunPaths(Path(run.dir))):
+        add(title, f"problem: {problem}" if problem else where)
+        if problem and where:
+            add("", where)
     for number, event in enumerate(events):
         add("" if number else "events", _event(event))
     return table

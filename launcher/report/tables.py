@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import os
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
 
+from launcher.config.choices import WandbMode
 from launcher.config.schema import (
     Balance,
     BestMode,
@@ -21,7 +24,7 @@ from launcher.config.schema import (
     ScheduleKind,
     ShortWindow,
     StrategyKind,
-    WandbMode,
+    Tracker,
 )
 from launcher.errors import NoGoodCheckpoint, Superseded, UserError, WrongCheckpoint, class_named
 from launcher.plan.callback_plan import name_of
@@ -29,9 +32,11 @@ from launcher.plan.data_shards import data_shards_text
 from launcher.plan.optimizer_plan import MATCH, TARGET
 from launcher.plan.resumable import shown
 from launcher.plan.run_plan import Forecast, OptimizerPlan, PrecisionPlan, RunPlan, StrategyPlan
+from launcher.plan.tracker_plan import TRACKER_KINDS, mlflow_uri
 from launcher.process import CRASH_MARK
 from launcher.quantities import bytes_text, count, exposed_text, speedup_text
 from launcher.rundir.files import last_lines, read_json
+from launcher.rundir.paths import RunPaths
 from launcher.runs.status import metrics_text, task_metrics
 
 # factor between global batch and noise scale from which they count as far apart: a step makes less than a fifth of the
@@ -91,8 +96,8 @@ def plan_table(plan: RunPlan) -> Table:
     if (best := _best(plan)) is not None:
         add("best", best)
     add("files", near(plan.run.dir))
-    wandb = f"{plan.wandb.mode.value}, project {plan.wandb.project}, id {plan.run.id}"
-    add("W&B", "disabled" if plan.wandb.mode is WandbMode.disabled else wandb)
+    for tracker in plan.trackers:
+        add(TRACKER_KINDS[tracker].title, _destination(plan, tracker))
     for note in plan.notes:
         add("note", note)
     return table
@@ -257,15 +262,44 @@ def summary_table(plan: RunPlan, summary: dict[str, Any]) -> Table:
             add("best", f"none ({best['metric']} was not finite in any evaluation)")
     if summary.get("checkpoint/failed"):
         add("not saved", f"{count(summary['checkpoint/failed'], 'checkpoint')}: see the log of rank 0")
-    mirror = read_json(plan.paths.wandb_status) or {}
-    if mirror.get("url"):
-        add("W&B", mirror["url"])
-    elif mirror.get("dir"):
-        add("W&B", near(mirror["dir"]))
+    for title, where, _ in tracker_lines(plan.paths):
+        if where:
+            add(title, where)
+    mirror = read_json(plan.paths.tracker_status(Tracker.wandb)) or {}
+    if mirror.get("dir") and not mirror.get("url"):
         pattern = Path(mirror["dir"]).parent / "offline-run-*"  # one per start of the run
         several = len([*pattern.parent.glob(pattern.name)]) > 1
         add("upload", f"wandb sync {near(pattern if several else mirror['dir'])}")
     return table
+
+
+def _destination(plan: RunPlan, tracker: Tracker) -> str:
+    """Return where a tracker will store the run."""
+    match tracker:
+        case Tracker.wandb if plan.wandb.mode is WandbMode.disabled:
+            return "disabled"
+        case Tracker.wandb:
+            return f"{plan.wandb.mode.value}, project {plan.wandb.project}, id {plan.run.id}"
+        case Tracker.tensorboard:
+            return near(plan.tensorboard.dir or Path(plan.run.dir, "tensorboard"))
+        case Tracker.mlflow:
+            uri = mlflow_uri(plan, os.environ)
+            where = re.sub(r"//[^/@]*@", "//", uri) if "://" in uri else near(uri)
+            return f"{where}, experiment {plan.mlflow.experiment}"
+        case Tracker.trackio:
+            return f"project {plan.trackio.project}"
+        case Tracker.prometheus:
+            settings = plan.prometheus
+            port = [] if settings.port is None else [f"port {settings.port or 'any'}"]
+            return ", ".join(port + ([] if settings.textfile is None else [near(settings.textfile)]))
+
+
+def tracker_lines(paths: RunPaths) -> Iterator[tuple[str, str, str]]:
+    """Yield name, place and problem of each tracker that has a status; empty texts for what is not known."""
+    for tracker, kind in TRACKER_KINDS.items():
+        if status := read_json(paths.tracker_status(tracker)):
+            where = status.get("url") or (near(status["dir"]) if status.get("dir") else "")
+            yield kind.title, where, status.get("problem") or ""
 
 
 def best_text(best: dict[str, Any]) -> str:

@@ -1,158 +1,254 @@
-"""W&B mirror: a process beside the job that copies metrics.jsonl to Weights & Biases, line by line.
+"""Tracker process: copies metrics.jsonl to one tracker, line by line, beside the job.
 
-    python -m launcher.report.trackers RUN_DIR INCARNATION        end of standard input: no further records
+    python -m launcher.report.trackers RUN_DIR ATTEMPT TRACKER        end of standard input: no further records
 
-Each start of a run has its own mirror, with the same W&B id. It continues after the last step that an earlier mirror
-delivered. If that one was killed and steps are sent again, W&B drops the repeated ones.
+Each start of a run has its own process for each tracker. It continues after the last step that the tracker's store has,
+so that each step arrives once, however often this process is killed and whatever the run repeats after a resume.
 
 Records are on disk before this process reads them, so nothing here can slow the job, stop it, or lose a step. A problem
-is reported once, in wandb.json, for the commands that show the run. As soon as a newer attempt of the run starts,
-its mirror owns the W&B run, and this one exits silently.
+is reported in TRACKER.json, for the commands that show the run, and the delivery is tried again, in a new interpreter:
+at once the first time, then after longer and longer pauses. As soon as a newer attempt of the run starts, its process
+owns the tracker's run, and this one exits silently. With ATTEMPT ``newest`` it delivers what is missing of a run that
+has ended.
 """
 
 from __future__ import annotations
 
-import html
-import json
 import os
+import re
 import select
 import signal
 import sys
+import threading
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from launcher.config.schema import PrecisionKind, WandbMode
-from launcher.errors import EXIT_DONE, Superseded
+from launcher.config.schema import PrecisionKind, Tracker
+from launcher.errors import EXIT_DONE, EXIT_FAILED, Superseded
 from launcher.plan.run_plan import RunPlan
+from launcher.plan.tracker_plan import TRACKER_KINDS, mirrors_of
+from launcher.report import file_trackers, server_trackers
+from launcher.report.tracker_entry import StepEntry, entries_of
 from launcher.rundir.fencing import Attempt, Fence
 from launcher.rundir.files import Tail, read_json, write_json
 from launcher.rundir.paths import RunPaths
 
 POLL_S = 0.5
-INIT_TIMEOUT_S = 30
+# seconds after which a tracker that does not return is reported
+SILENT_AFTER_S = 30
+# longest pause between two tries, seconds
+LONGEST_PAUSE_S = 300
+AT_ONCE = 100  # entries of one delivery
 # Limit after the end of input: W&B waits for an unresponsive server without a limit, and a killed agent cannot end
-# this process. A live agent waits less long (launcher/launch/agent.py).
+# this process. A live agent waits less long (launcher/launch/tracker_processes.py).
 ENDS_WITHIN_S = 90
 
 
-def main(run_dir: str, attempt: str, trial: str = "first") -> None:
-    paths = RunPaths(Path(run_dir))
+class Adapter(Protocol):
+    """One tracker. Constructed with the plan and the status that the last process left; raises whatever it likes."""
+
+    def open(self) -> dict[str, Any]:
+        """Open the tracker's run: create it, or continue it.
+
+        Returns:
+            Fields of the status: ``delivered``, the last step that the store has; ``url`` or ``dir``; and ``problem``,
+            one that does not prevent the delivery.
+        """
+        ...
+
+    def log(self, entries: Sequence[StepEntry]) -> str | None:
+        """Deliver entries, of increasing steps. When it returns, a later ``open`` finds them in the store.
+
+        Returns:
+            A problem that did not prevent the delivery of the numbers.
+        """
+        ...
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        """Deliver the run's summary and verdict, and close the tracker's run."""
+        ...
+
+
+ADAPTERS: dict[Tracker, type[Adapter]] = {
+    Tracker.wandb: server_trackers.WandbAdapter,
+    Tracker.mlflow: server_trackers.MlflowAdapter,
+    Tracker.trackio: server_trackers.TrackioAdapter,
+    Tracker.tensorboard: file_trackers.TensorboardAdapter,
+    Tracker.prometheus: file_trackers.PrometheusAdapter,
+}
+
+
+class Status:
+    """Status file of a tracker, TRACKER.json in the run's directory."""
+
+    def __init__(self, fence: Fence, tracker: Tracker) -> None:
+        self._fence, self._path = fence, fence.paths.tracker_status(tracker)
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        return read_json(self._path) or {}
+
+    def set(self, **fields: Any) -> None:
+        """Set ``fields``, if that changes anything.
+
+        Raises:
+            Superseded: a newer attempt has started.
+        """
+        self._fence.check()
+        before = self.fields
+        if before | fields != before:
+            write_json(self._path, before | fields)
+
+
+def main(run_dir: str, attempt: str, tracker: str = "wandb", trial: str = "0") -> int:
+    """Mirror the run's record to one tracker.
+
+    Args:
+        attempt: SUBMISSION.RESTART, or newest.
+        tracker: agents of earlier versions know W&B only, and leave it out.
+        trial: how often this failed since the last delivery.
+    """
+    if tracker == "again":  # as a process of an earlier version, which runs during an upgrade, starts its second trial
+        tracker, trial = "wandb", "1"
+    paths = RunPaths(Path(run_dir).resolve())
+    fence = Fence(paths, Attempt())
+    if attempt == "newest":
+        attempt = fence.newest().get("incarnation", str(fence.own))
     fence = Fence(paths, Attempt.parse(attempt))
     while (plan := RunPlan.of_record(paths)) is None:  # a script of `launch run` has yet to make its engine
         if _ended():
-            return
-    if plan.wandb.mode is WandbMode.disabled:
-        return
+            return EXIT_DONE
+    kind = Tracker(tracker)
+    if kind not in mirrors_of(plan):
+        return EXIT_DONE
+    status = Status(fence, kind)
     try:
-        _mirror_with_retry(plan, fence, trial)
+        return _mirror_with_retry(plan, fence, kind, status, int(trial))
     except Superseded as error:
         print(error, flush=True)
-        os._exit(EXIT_DONE)  # a normal exit would let W&B finish the run, which now belongs to the newer mirror
+        os._exit(EXIT_DONE)  # a normal exit would let W&B finish the run, which now belongs to the newer process
 
 
-def _mirror_with_retry(plan: RunPlan, fence: Fence, trial: str) -> None:
+def _mirror_with_retry(plan: RunPlan, fence: Fence, tracker: Tracker, status: Status, trial: int) -> int:
+    mirror = _Mirror(plan, fence, tracker, status)
     try:
-        _mirror(plan, fence)
+        mirror.run()
+        return EXIT_DONE
     except Superseded:
         raise
     except Exception as error:
-        if trial != "first":
-            _set_status(plan, fence, problem=f"{type(error).__name__}: {error}")
-            raise
-        # a scheduler that ends a job may kill W&B's own process too; a new interpreter starts it again
-        traceback.print_exc()
-        sys.stderr.flush()
-        retry = ["launcher.report.trackers", plan.run.dir, str(fence.own), "again"]
-        os.execv(sys.executable, [sys.executable, "-P", "-m", *retry])
+        print(redacted(traceback.format_exc()), file=sys.stderr, flush=True)
+        trial = 0 if mirror.delivered_any else trial
+        missing = isinstance(error, ImportError)
+        if trial or missing:
+            _set_unless_full(status, problem=problem_of(tracker, error))
+        if missing or (trial and _ended()):
+            return EXIT_FAILED
+        # the first time at once: a scheduler that ends a job may have killed W&B's own process too
+        _pause(min(LONGEST_PAUSE_S, 2**trial) if trial else 0)
+        again = ["launcher.report.trackers", plan.run.dir, str(fence.own), tracker.value, str(trial + 1)]
+        sys.stdout.flush()
+        os.execv(sys.executable, [sys.executable, "-P", "-m", *again])
 
 
-def _mirror(plan: RunPlan, fence: Fence) -> None:
-    fence.check()
-    status: dict[str, Any] = read_json(plan.paths.wandb_status) or {}
-    if status.get("problem"):  # reported by an earlier mirror
-        _set_status(plan, fence, problem=None)
-    while plan.precision.kind is PrecisionKind.auto and not _ended():  # wait for the workers' decision
-        plan = RunPlan.of_record(plan.paths) or plan
-    run = _open(plan, fence)
-    _set_status(plan, fence, dir=str(Path(run.dir).parent), url=run.url)
-    # online, the server knows the last step; steps that an earlier mirror stored offline have not reached it yet
-    done = run.step - 1 if run.url else status.get("delivered", 0)
-    tail = Tail(plan.paths.metrics)
-    more = True
-    while more:
-        # check for the job's end before reading, so that the last read includes everything written before it
-        more = not _ended()
-        lines = tail.lines()
-        fence.check()  # after reading: a newer attempt registers before it writes records
-        for line in lines:
-            record: dict[str, Any] = json.loads(line)
-            if record["step"] > done:  # a truncated file is read again from the start and repeats steps
-                done = record["step"]
-                run.log(record | samples_of(plan.paths, done) if plan.callbacks else record, step=done)
-    signal.alarm(ENDS_WITHIN_S)
-    summary = read_json(plan.paths.summary) or {}
-    fence.check()
-    run.summary.update({name: value for name, value in summary.items() if value is not None})
-    run.finish(exit_code=0 if summary.get("verdict") in ("done", "stopped") else 1)
-    _set_status(plan, fence, delivered=done)
+class _Mirror:
+    """One trial to copy the record to the tracker, until the end of input."""
+
+    def __init__(self, plan: RunPlan, fence: Fence, tracker: Tracker, status: Status) -> None:
+        self._plan, self._fence, self._tracker, self._status = plan, fence, tracker, status
+        self.delivered_any = False
+
+    def run(self) -> None:
+        self._fence.check()
+        plan = self._plan
+        while plan.precision.kind is PrecisionKind.auto and not _ended():  # wait for the workers' decision
+            plan = RunPlan.of_record(plan.paths) or plan
+        before = self._status.fields
+        adapter = ADAPTERS[self._tracker](plan, before)
+        with self._watched():
+            opened = adapter.open()
+        done = opened.pop("delivered")
+        # an earlier problem is over when the first delivery succeeds, not yet
+        self._status.set(**(opened if opened.get("problem") else {**opened, "problem": before.get("problem")}))
+        problem = opened.get("problem")
+        tail, more = Tail(plan.paths.metrics), True
+        while more:
+            # check for the job's end before reading, so that the last read includes everything written before it
+            more = not _ended()
+            new = list(entries_of(plan, tail.lines(), done))
+            for start in range(0, len(new), AT_ONCE):
+                self._fence.check()  # after reading: a newer attempt registers before it writes records
+                with self._watched():
+                    problem = adapter.log(new[start : start + AT_ONCE]) or problem
+                self.delivered_any = True
+            if new or not more:
+                done = new[-1].step if new else done
+                self._status.set(problem=problem)
+        signal.alarm(ENDS_WITHIN_S)
+        summary = read_json(plan.paths.summary) or {}
+        self._fence.check()
+        adapter.finish(summary)
+        self._status.set(delivered=done)
+
+    def _watched(self) -> _Watch:
+        return _Watch(self._tracker, self._status)
 
 
-def samples_of(paths: RunPaths, step: int) -> dict[str, Any]:
-    """Return what the model generated after ``step``, by name, as W&B's texts and images. The files are complete
-    before the record of that step is written."""
-    directory = paths.samples(step)
-    if not directory.is_dir():
-        return {}
-    import wandb
+class _Watch:
+    """Context that reports a tracker which does not return; the report is withdrawn when it does."""
 
-    samples: dict[str, Any] = {}
-    for path in sorted(directory.iterdir()):
-        name = f"samples/{path.stem}"
-        if path.suffix == ".txt":
-            text = html.escape(path.read_text(encoding="utf-8", errors="replace"))
-            samples[name] = wandb.Html(f'<pre style="white-space: pre-wrap">{text}</pre>', inject=False)
-        elif path.suffix == ".png":
-            try:
-                samples[name] = wandb.Image(str(path))
-            except wandb.Error as error:  # it needs Pillow
-                print(f"{path} is not in W&B: {error}", flush=True)
-    return samples
+    def __init__(self, tracker: Tracker, status: Status) -> None:
+        self._status = status
+        self._text = f"{TRACKER_KINDS[tracker].title} has not answered for {SILENT_AFTER_S} s; it is still being tried."
+        self._timer = threading.Timer(SILENT_AFTER_S, self._report)
+        self._timer.daemon = True
+
+    def _report(self) -> None:
+        try:
+            _set_unless_full(self._status, problem=self._text)
+        except Superseded:  # the main thread will notice
+            pass
+
+    def __enter__(self) -> None:
+        self._timer.start()
+
+    def __exit__(self, *exception: object) -> None:
+        self._timer.cancel()
+        self._timer.join()
 
 
-def _open(plan: RunPlan, fence: Fence) -> Any:
-    """Return the W&B run; if the server cannot be reached, report that once and use offline mode."""
-    import wandb
-
-    def init(mode: WandbMode) -> Any:
-        return wandb.init(
-            id=plan.run.id,
-            name=plan.run.name,
-            dir=plan.run.dir,
-            mode=mode.value,
-            project=plan.wandb.project,
-            entity=plan.wandb.entity,
-            group=plan.wandb.group,
-            tags=plan.wandb.tags or None,  # None: use W&B's own environment variable
-            notes=plan.wandb.notes,
-            job_type=plan.wandb.job_type,
-            config=json.loads(plan.to_json()),
-            resume="allow" if mode is WandbMode.online else None,
-            settings=wandb.Settings(init_timeout=INIT_TIMEOUT_S, console="off", disable_git=True, disable_code=True),
-        )
-
+def _set_unless_full(status: Status, **fields: Any) -> None:
     try:
-        run = init(plan.wandb.mode)
-    except wandb.Error as error:
-        if plan.wandb.mode is WandbMode.offline:
-            raise
-        problem = f"W&B did not answer ({error}). The run is stored offline; `wandb sync` uploads it later."
-        _set_status(plan, fence, problem=problem)
-        wandb.teardown()
-        run = init(WandbMode.offline)
-    run.define_metric("step")
-    run.define_metric("*", step_metric="step")
-    return run
+        status.set(**fields)
+    except OSError as error:
+        print(f"The status cannot be written: {error}", flush=True)
+
+
+def problem_of(tracker: Tracker, error: Exception) -> str:
+    """Return one line on an error of a tracker."""
+    kind = TRACKER_KINDS[tracker]
+    if isinstance(error, ImportError):
+        return f"{error}: install it on the host of rank 0 (pip install 'launcher[{kind.extra}]')."
+    text = " ".join(redacted(str(error)).split())
+    return f"{type(error).__name__}: {text[:400]}"
+
+
+def redacted(text: str) -> str:
+    """Return ``text`` without passwords: those of URLs, and values of variables that are named like secrets."""
+    text = re.sub(r"(\w://)[^/@\s]+@", r"\1***@", text)
+    for name, value in os.environ.items():
+        if re.search("KEY|TOKEN|PASSWORD|SECRET", name) and len(value) >= 4:
+            text = text.replace(value, "***")
+    return text
+
+
+def _pause(seconds: float) -> None:
+    """Wait, but not after the end of input."""
+    waited = 0.0
+    while waited < seconds and not _ended():
+        waited += POLL_S
 
 
 def _ended() -> bool:
@@ -160,12 +256,5 @@ def _ended() -> bool:
     return bool(ready) and not os.read(sys.stdin.fileno(), 1)
 
 
-def _set_status(plan: RunPlan, fence: Fence, **fields: str | int | None) -> None:
-    """Set ``fields`` in wandb.json."""
-    fence.check()
-    path = plan.paths.wandb_status
-    write_json(path, (read_json(path) or {}) | fields)
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    sys.exit(main(*sys.argv[1:]))

@@ -43,12 +43,10 @@ class RunPaths:
     job = _Path("job.json")  # list of submissions: who, when, as which job
     events = _Path("events.jsonl")  # one JSON object per start, stop, requeue, ...
     newest_attempt = _Path("incarnation.json")  # the newest start: only that start may write
-    wandb_status = _Path("wandb.json")  # status of the W&B mirror: mode, directory or URL, the first problem
     code = _Path("code")  # directory of the code snapshot taken at submission
     slurm = _Path("slurm")  # submitit's folder: batch scripts, and output from before the agent's log starts
     logs = _Path("logs")
     launch_log = _Path("logs/launch.log")  # output of a `launch` without a terminal: of a drill's runs
-    wandb_log = _Path("logs/wandb.log")
     checkpoints = _Path("checkpoints")
     # name of the newest complete checkpoint, for users and their scripts; may be outdated after a crash, and a resume
     # looks at the directories instead
@@ -75,6 +73,13 @@ class RunPaths:
 
     def config_until(self, submission: int) -> Path:
         return self.root / f"config.{submission}.yaml"
+
+    def tracker_status(self, tracker: str) -> Path:
+        """Return the status of one tracker: its directory or URL, the last step delivered, its problem."""
+        return self.root / f"{tracker}.json"
+
+    def tracker_log(self, tracker: str) -> Path:
+        return self.logs / f"{tracker}.log"
 
     def summary_of(self, node: int) -> Path:
         """Return the path of one host's summary; node 0's is the run's."""

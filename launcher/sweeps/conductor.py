@@ -80,7 +80,9 @@ def require_a_possible_one(requested: Sequence[RequestedCell], wrong: Sequence[U
 
 
 # prefixes of arguments that do not identify the sweep
-_OF_THIS_COMMAND = ("sweep.", "hydra", "-", "wandb.", "run.dir=")
+_OF_THIS_COMMAND = (
+    "sweep.", "hydra", "-", "trackers=", "wandb.", "tensorboard.", "mlflow.", "trackio.", "prometheus.", "run.dir=",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -152,7 +152,9 @@ def alone(paths: SweepPaths) -> Generator[None]:
 
 
 # identity, location and display: a cell that differs only in these is not run again
-_NOT_CONTENT = ("format", "run", "command", "wandb", "notes", "fewer")
+_NOT_CONTENT = (
+    "format", "run", "command", "trackers", "wandb", "tensorboard", "mlflow", "trackio", "prometheus", "notes", "fewer",
+)  # fmt: skip
 # the same within a part of the plan
 _NOT_OF_PART = {
     "cluster": ("cwd", "import_from", "link_gbit", "grace_s", "max_restarts", "slurm", "min_nodes"),

@@ -89,7 +89,7 @@ class RunEngine(EvaluatingEngine):
             Path(plan.run.dir).mkdir(parents=True, exist_ok=True)
             fence.check()
             save.delete_partial(plan.paths, fence)
-            write_text(plan.paths.loop_plan, plan.to_json() + "\n")  # for reports and W&B
+            write_text(plan.paths.loop_plan, plan.to_json() + "\n")  # for reports and trackers
         self.world.of_all(None)  # the directory exists
         cadence, failed = save.Cadence(plan.checkpoint), threading.Event()
         self._add_requests(cadence, failed)

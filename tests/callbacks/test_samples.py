@@ -13,7 +13,6 @@ from torch import Tensor
 
 from launcher.callbacks.samples import png
 from launcher.errors import TaskError
-from launcher.report.trackers import samples_of
 from launcher.rundir.paths import RunPaths
 from tests.conftest import Launch
 from tests.infra.runs import OWN
@@ -80,18 +79,3 @@ def test_in_a_job(launch: Launch, project: Path) -> None:
     assert without.returncode == 2
     assert "Tagger has no method sample(model)" in without.stderr
     assert not (project / "runs" / "none").exists()
-
-
-def test_as_the_mirror_shows_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wandb = pytest.importorskip("wandb")
-    made: list[Any] = []
-    monkeypatch.setattr(wandb, "Html", lambda text, inject: made.append((text, inject)) or "html")
-    monkeypatch.setattr(wandb, "Image", lambda path: made.append(path) or "image")
-    paths = RunPaths(tmp_path)
-    assert samples_of(paths, 3) == {}
-    paths.samples(3).mkdir(parents=True)
-    (paths.samples(3) / "story.txt").write_text("a < b")
-    (paths.samples(3) / "face.png").write_bytes(png(torch.zeros(2, 2)))
-    (paths.samples(3) / ".partial").write_text("")
-    assert samples_of(paths, 3) == {"samples/face": "image", "samples/story": "html"}
-    assert made == [str(paths.samples(3) / "face.png"), ('<pre style="white-space: pre-wrap">a &lt; b</pre>', False)]

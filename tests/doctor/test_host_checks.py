@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from launcher.config.schema import ClusterConfig, Config, Device, WandbMode
+from launcher.config.choices import WandbMode
+from launcher.config.schema import ClusterConfig, Config, Device
 from launcher.doctor import host_checks, slurm_checks
 from launcher.doctor.check import Check, CheckState, exit_status, failure, merge, ok, warning
 from launcher.doctor.examination import judge_hosts

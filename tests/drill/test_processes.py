@@ -21,7 +21,7 @@ from launcher.drill import processes
 from launcher.drill.backends import LocalBackend
 from launcher.drill.processes import describe_survivors, kill_all, kill_rank, main, processes_of, workers_of
 from launcher.launch import local
-from launcher.launch.agent import finish_mirror, start_mirror
+from launcher.launch.tracker_processes import TrackerProcesses
 from launcher.process import AGENT_PID, RUN_ID
 from launcher.rundir.fencing import Attempt
 from tests.helpers import make_plan
@@ -99,12 +99,11 @@ def test_what_outlives_the_workers_is_found(tmp_path: Path, monkeypatch: pytest.
     drill.plan = plan
     try:
         local._start_agent(plan, plan.paths.plan, Attempt())
-        mirror = start_mirror(plan, Attempt())
+        TrackerProcesses(plan, Attempt()).keep_running()
         drill.resume()
         pids = {process.pid for process in sleepers}
         wait_for(lambda: {process.pid for process in processes_of(plan.run.id)} == pids, "agent, mirror and `launch`")
         assert kill_all(plan.run.id) == (3, [])
-        finish_mirror(mirror, plan.paths, 10)
         assert [process.wait(10) for process in sleepers] == [-signal.SIGKILL] * 3
     finally:
         for process in sleepers:

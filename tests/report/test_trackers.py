@@ -1,47 +1,219 @@
-"""Settings and files of a run that W&B receives in addition to the record."""
+"""A tracker's process: kills, cut-backs, and trackers that fail or hang, which disturb neither the record nor each other."""
 
 from __future__ import annotations
 
+import json
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import wandb
 
-from launcher.api import typed
-from launcher.plan.host import batch_env
-from launcher.plan.run_plan import RunPlan
-from launcher.report.trackers import _open
-from launcher.rundir.paths import RunPaths
+from launcher.report import trackers
+from launcher.report.tracker_entry import StepEntry, entries_of, settings_of
+from launcher.rundir.fencing import Attempt, Fence
 from tests.helpers import make_plan
+from tests.infra.runs import wait_for
+from tests.report.mirrored import (
+    Growing,
+    differences,
+    in_tensorboard,
+    kill_often,
+    mirror,
+    mirror_to_the_end,
+    record_of,
+    saved_plan,
+    status_of,
+)
 
-WANDB = {"WANDB_TAGS": "theirs,too", "WANDB_NOTES": "their notes", "WANDB_JOB_TYPE": "theirs", "WANDB_RUN_GROUP": "all"}
+TENSORBOARD = "trackers=[tensorboard]"
 
-NOTES = """it's the "last" one:
-  lr = {0.1, [0.2  \\ $HOME"""
+
+def lines(*steps: int) -> list[str]:
+    return [json.dumps(record_of(step)) for step in steps]
+
+
+def test_entries_are_the_steps_that_are_new() -> None:
+    plan = make_plan()
+    assert [entry.step for entry in entries_of(plan, lines(1, 2, 3, 2, 3, 4), after=1)] == [2, 3, 4]
+    (entry,) = entries_of(plan, ['{"step": 7, "a": null, "b": 2, "c": "text", "d": [1]}'], after=0)
+    assert str(entry.numbers) == "{'a': nan, 'b': 2.0}"
+    assert entry.texts == {"c": "text", "d": "[1]"}
+
+
+def test_settings_are_flat_and_solved() -> None:
+    settings = settings_of(make_plan("optimizer.betas=[0.8,0.9]"))
+    assert settings["run.id"] == "abcd1234"
+    assert settings["batch.global_size"] == 64
+    assert settings["optimizer.betas"] == "[0.8, 0.9]"
+    assert not [name for name in settings if name.startswith(("env", "notes"))]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("configured", [False, True])
-def test_the_environment_says_what_the_config_does_not(
-    configured: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_is_cut_back_and_repeated_is_not_delivered_again(tmp_path: Path) -> None:
+    plan = saved_plan(tmp_path, TENSORBOARD)
+    record = plan.paths.metrics
+    first = mirror(plan, "tensorboard")
+    record.write_text("\n".join(lines(*range(1, 10))) + "\n")
+    wait_for(lambda: len(in_tensorboard(tmp_path / "tensorboard")) == 9, "nine steps")
+    repeated = [json.dumps(record_of(step) | {"train/loss": -1}) for step in range(4, 13)]
+    part = record.with_suffix(".part")
+    part.write_text("\n".join([*lines(1, 2, 3), *repeated]) + "\n")
+    part.replace(record)  # as a resume does
+    wait_for(lambda: len(in_tensorboard(tmp_path / "tensorboard")) == 12, "twelve steps")
+    first.communicate()
+    stored = in_tensorboard(tmp_path / "tensorboard")
+    assert [*stored] == [*range(1, 13)]
+    assert [step for step in stored if stored[step]["train/loss"] == -1] == [10, 11, 12]
+    assert mirror_to_the_end(plan, "tensorboard", "newest") == 0
+    assert in_tensorboard(tmp_path / "tensorboard") == pytest.approx(stored, nan_ok=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [6, pytest.param(30, marks=pytest.mark.nightly)])
+def test_each_step_is_in_tensorboard_once_however_often_it_is_killed(kills: int, tmp_path: Path) -> None:
+    plan = saved_plan(tmp_path, TENSORBOARD)
+    steps = kill_often(plan, "tensorboard", kills, longest_s=1.5)
+    assert steps > 50
+    assert differences(in_tensorboard(tmp_path / "tensorboard"), steps, single=True) == []
+    assert status_of(plan, "tensorboard")["delivered"] == steps
+
+
+@pytest.mark.slow
+def test_a_newer_attempt_owns_the_tracker(tmp_path: Path) -> None:
+    plan = saved_plan(tmp_path, TENSORBOARD)
+    growing = Growing(plan)
+    growing.add(3)
+    old = mirror(plan, "tensorboard")
+    wait_for(lambda: len(in_tensorboard(tmp_path / "tensorboard")) == 3, "three steps")
+    Fence(plan.paths, Attempt(0, 1)).claim()
+    growing.add(3)
+    assert old.wait(30) == 0
+    old.communicate()
+    assert len(in_tensorboard(tmp_path / "tensorboard")) == 3
+    assert mirror_to_the_end(plan, "tensorboard", "0.1") == 0
+    assert differences(in_tensorboard(tmp_path / "tensorboard"), 6, single=True) == []
+
+
+@pytest.mark.slow
+def test_a_tracker_that_is_not_listed_is_left_alone(tmp_path: Path) -> None:
+    plan = saved_plan(tmp_path, TENSORBOARD)
+    Growing(plan).add(1)
+    assert mirror_to_the_end(plan, "prometheus") == 0
+    assert status_of(plan, "prometheus") == {}
+
+
+class Failing:
+    """Adapter that fails as its ``plan`` says, in the order of ``errors``."""
+
+    errors: list[Exception | None]
+    stored: list[int]
+
+    def __init__(self, plan: object, status: dict[str, Any]) -> None: ...
+
+    def open(self) -> dict[str, Any]:
+        return {"delivered": max(self.stored, default=0), "url": "http://there"}
+
+    def log(self, entries: Sequence[StepEntry]) -> None:
+        error = self.errors.pop(0) if self.errors else None
+        if error is not None:
+            raise error
+        self.stored += [entry.step for entry in entries]
+
+    def finish(self, summary: dict[str, Any]) -> None: ...
+
+
+class Again(Exception):
+    """In place of the new interpreter: its arguments."""
+
+
+def run_mirror(
+    plan: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    ended: Callable[[], bool] = lambda: True,
+    pauses: list[float] | None = None,
+) -> tuple[int, int]:
+    """Return the exit status, and how many interpreters it took."""
+    monkeypatch.setattr(trackers, "_ended", ended)
+    monkeypatch.setattr(trackers, "_pause", ([] if pauses is None else pauses).append)
+    monkeypatch.setattr(trackers.signal, "alarm", lambda seconds: None)
+
+    def execv(path: str, argv: list[str]) -> None:
+        assert argv[:4] == [sys.executable, "-P", "-m", "launcher.report.trackers"]
+        raise Again(argv[4:])
+
+    monkeypatch.setattr(trackers.os, "execv", execv)
+    arguments, count = [plan.run.dir, "0.0", "tensorboard"], 1
+    while True:
+        try:
+            return trackers.main(*arguments), count
+        except Again as again:
+            (arguments,), count = again.args, count + 1
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> type[Failing]:
+    monkeypatch.setitem(trackers.ADAPTERS, trackers.Tracker.tensorboard, Failing)
+    Failing.errors, Failing.stored = [], []
+    return Failing
+
+
+def test_one_failure_is_tried_again_without_a_word(
+    failing: type[Failing], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in WANDB.items():
-        monkeypatch.setenv(name, value)
-    own = (
-        ["wandb.tags=[a,b]", f"wandb.notes={typed(NOTES)}", "wandb.job_type=train", "wandb.group=g"]
-        if configured
-        else []
-    )
-    fence: Any = None  # for trouble only
-    make_plan(*own, run_dir=str(tmp_path)).save()
-    run = _open(RunPlan.load(RunPaths(tmp_path).plan), fence)  # as the mirror's process reads it
-    shown = (set(run.tags), run.notes, run.job_type, run.group)
-    run.finish()
-    wandb.teardown()
-    ours, theirs = ({"a", "b"}, NOTES, "train", "g"), ({"theirs", "too"}, "their notes", "theirs", "all")
-    assert shown == (ours if configured else theirs)
+    plan = saved_plan(tmp_path, TENSORBOARD)
+    Growing(plan).add(3)
+    failing.errors = [OSError("no answer")]
+    assert run_mirror(plan, monkeypatch) == (0, 2)
+    assert failing.stored == [1, 2, 3]
+    assert status_of(plan, "tensorboard") == {"url": "http://there", "problem": None, "delivered": 3}
 
 
-def test_a_job_of_slurm_s_takes_them_along() -> None:
-    assert batch_env(WANDB | {"WANDB_API_KEY": "secret"}, ()) == WANDB
+def test_a_tracker_that_stays_away_is_reported_and_given_up_at_the_end(
+    failing: type[Failing], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = saved_plan(tmp_path, TENSORBOARD)
+    Growing(plan).add(3)
+    monkeypatch.setenv("SOME_TOKEN", "s3cr3t")
+    failing.errors = [OSError("https://me:hunter22@there with s3cr3t\n  does not answer")] * 2
+    assert run_mirror(plan, monkeypatch) == (1, 2)
+    problem = status_of(plan, "tensorboard")["problem"]
+    assert problem == "OSError: https://***@there with *** does not answer"
+    failing.errors = []
+    assert run_mirror(plan, monkeypatch) == (0, 1)
+    assert failing.stored == [1, 2, 3]
+    assert status_of(plan, "tensorboard")["problem"] is None
+
+
+def test_a_tracker_is_tried_again_as_long_as_the_run_goes_on(
+    failing: type[Failing], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = saved_plan(tmp_path, TENSORBOARD)
+    Growing(plan).add(3)
+    failing.errors = [RuntimeError("away")] * 7
+    pauses: list[float] = []
+    # the run ends when the tracker is back
+    assert run_mirror(plan, monkeypatch, ended=lambda: not failing.errors, pauses=pauses) == (0, 8)
+    assert failing.stored == [1, 2, 3]
+    assert pauses == [0, 2, 4, 8, 16, 32, 64]
+    assert status_of(plan, "tensorboard")["problem"] is None
+
+
+def test_a_missing_package_is_not_tried_again(
+    failing: type[Failing], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = saved_plan(tmp_path, TENSORBOARD)
+    Growing(plan).add(1)
+    failing.errors = [ModuleNotFoundError("No module named 'tensorboard'")]
+    assert run_mirror(plan, monkeypatch, ended=lambda: False) == (1, 1)
+    assert "pip install 'launcher[tensorboard]'" in status_of(plan, "tensorboard")["problem"]
+
+
+def test_a_tracker_that_does_not_return_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = saved_plan(tmp_path, TENSORBOARD)
+    status = trackers.Status(Fence(plan.paths, Attempt()), trackers.Tracker.tensorboard)
+    monkeypatch.setattr(trackers, "SILENT_AFTER_S", 0.01)
+    with trackers._Watch(trackers.Tracker.tensorboard, status):
+        wait_for(lambda: status.fields.get("problem"), "the report")
+    assert status.fields["problem"] == "TensorBoard has not answered for 0.01 s; it is still being tried."

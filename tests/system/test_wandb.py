@@ -125,7 +125,7 @@ def test_a_later_mirror_goes_on_where_an_earlier_one_is_known_to_have_ended(tmp_
         done = mirror(tmp_path)
         done.communicate()
         assert done.returncode == 0
-        assert json.loads(plan.paths.wandb_status.read_text())["delivered"] == step
+        assert json.loads(plan.paths.tracker_status("wandb").read_text())["delivered"] == step
     _, history, _, ids = read_back(tmp_path)
     assert [row["step"] for row in history] == [*range(1, 9)]
     record_until(plan, 10)
@@ -148,25 +148,25 @@ def test_a_mirror_whose_run_goes_on_elsewhere_goes_without_a_word(tmp_path: Path
     plan.save()
     record_until(plan, 3)
     old = mirror(tmp_path)
-    wait_for(plan.paths.wandb_status.exists, "the first mirror to open its run")
+    wait_for(plan.paths.tracker_status("wandb").exists, "the first mirror to open its run")
     Fence(plan.paths, Attempt(0, 1)).claim()
     record_until(plan, 8)
     newer = json.dumps({"dir": "the newer one's"})
-    write_text(plan.paths.wandb_status, newer)
+    write_text(plan.paths.tracker_status("wandb"), newer)
     write_text(plan.paths.summary, json.dumps({"verdict": "done"}))
     assert old.wait(30) == 0, "it need not be told"
     old.communicate()
-    assert plan.paths.wandb_status.read_text() == newer
+    assert plan.paths.tracker_status("wandb").read_text() == newer
     _, history, summary, _ = read_back(tmp_path)
     assert [row["step"] for row in history] in ([], [1, 2, 3])
     assert "verdict" not in summary
     late = mirror(tmp_path)
     late.communicate()
     assert late.returncode == 0
-    assert plan.paths.wandb_status.read_text() == newer
+    assert plan.paths.tracker_status("wandb").read_text() == newer
     assert len([*tmp_path.glob("wandb/offline-run-*")]) == 1, "it opens nothing"
     mirror(tmp_path, "0.1").communicate()
-    assert json.loads(plan.paths.wandb_status.read_text())["delivered"] == 8
+    assert json.loads(plan.paths.tracker_status("wandb").read_text())["delivered"] == 8
 
 
 def test_disabled_leaves_no_trace(launch: Launch, tmp_path: Path) -> None:

@@ -1,0 +1,108 @@
+"""Processes of the trackers: each gets its own secrets only, is started again when killed, and is not waited for."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from launcher.launch.tracker_processes import TrackerProcesses
+from launcher.plan.run_plan import RunPlan
+from launcher.rundir.fencing import Attempt
+from tests.helpers import make_plan
+from tests.infra.runs import wait_for
+
+ALL = ("trackers=[wandb,tensorboard,mlflow,trackio,prometheus]", "prometheus.port=0")
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Commands of the started processes, which only wait for the end of their input."""
+    popen, commands = subprocess.Popen, list[list[str]]()
+
+    def start(command: list[str], **options: Any) -> Any:
+        commands.append(command)
+        return popen([sys.executable, "-c", "import sys; sys.stdin.read()", *command[3:]], **options)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    return commands
+
+
+def plan_in(run_dir: Path, *overrides: str) -> RunPlan:
+    plan = make_plan(*overrides, run_dir=str(run_dir))
+    plan.paths.logs.mkdir(parents=True)
+    return plan
+
+
+def of_run(plan: RunPlan) -> dict[str, psutil.Process]:
+    children = psutil.Process().children()
+    return {p.cmdline()[-1]: p for p in children if plan.run.dir in p.cmdline()}
+
+
+def test_each_has_a_process_with_its_own_secrets(
+    tmp_path: Path, started: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = {"wandb": "WANDB_API_KEY", "mlflow": "MLFLOW_TRACKING_PASSWORD", "trackio": "HF_TOKEN"}
+    for key in keys.values():
+        monkeypatch.setenv(key, "secret")
+    plan = plan_in(tmp_path, *ALL)
+    trackers = TrackerProcesses(plan, Attempt(1, 2))
+    monkeypatch.delenv("HF_TOKEN")  # the workers' environment replaces this one later
+    trackers.start()
+    found = of_run(plan)
+    assert [*found] == ["wandb", "tensorboard", "mlflow", "trackio", "prometheus"]
+    assert started[1][3:] == ["launcher.report.trackers", plan.run.dir, "1.2", "tensorboard"]
+    for name, process in found.items():
+        own = {keys[name]} if name in keys else set[str]()
+        assert {key for key in keys.values() if key in process.environ()} == own
+    trackers.finish(30)
+    assert of_run(plan) == {}
+    assert len(started) == 5
+
+
+def test_one_that_is_killed_starts_again_until_the_end(tmp_path: Path, started: list[list[str]]) -> None:
+    plan = plan_in(tmp_path, "trackers=[tensorboard]")
+    trackers = TrackerProcesses(plan, Attempt())
+    trackers.start()
+    first = of_run(plan)["tensorboard"]
+    first.kill()
+    wait_for(lambda: len(started) == 2, "another one")
+    os.kill(of_run(plan)["tensorboard"].pid, signal.SIGSTOP)  # it hangs
+    trackers.finish(0.1)
+    problem = json.loads(plan.paths.tracker_status("tensorboard").read_text())["problem"]
+    assert "TensorBoard had not taken everything 0.1 s after the end" in problem
+    assert f"launcher.report.trackers {plan.run.dir} newest tensorboard" in problem
+    assert len(started) == 2
+
+
+def test_those_of_a_script_start_when_its_engine_has_a_plan(tmp_path: Path, started: list[list[str]]) -> None:
+    plan = plan_in(tmp_path, "trackers=[tensorboard]")
+    fields = json.loads(plan.to_json())
+    script = {name: fields[name] for name in ("format", "run", "cluster", "env", "command")}
+    plan.paths.plan.write_text(json.dumps(script))
+    from launcher.plan.launch_plan import LaunchPlan
+
+    trackers = TrackerProcesses(LaunchPlan.load(plan.paths.plan), Attempt())
+    trackers.start()
+    assert started == []
+    plan.paths.loop_plan.write_text(plan.to_json())
+    trackers.finish(30)
+    assert [command[-1] for command in started] == ["tensorboard"]
+
+
+def test_a_full_disk_does_not_stop_the_job(
+    tmp_path: Path, started: list[list[str]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    plan = make_plan("trackers=[tensorboard]", run_dir=str(tmp_path))  # logs/ does not exist
+    trackers = TrackerProcesses(plan, Attempt())
+    trackers.start()
+    trackers.finish(30)
+    assert "The process of tensorboard did not start" in capfd.readouterr().out
+    assert started == []

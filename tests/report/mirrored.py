@@ -1,0 +1,185 @@
+"""A growing record without training, the tracker's process beside it, and what each store then has."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import re
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from launcher.plan.run_plan import RunPlan
+from tests.helpers import make_plan, patience
+from tests.infra import warm
+
+# by step: (name, value), in the order in which the store has them
+Steps = dict[int, dict[str, float]]
+
+
+def record_of(step: int) -> dict[str, Any]:
+    """Return the record of a step, with values of its own: an evaluation every fifth step, a nan every seventh."""
+    record: dict[str, Any] = {
+        "step": step,
+        "train/loss": 10 / step,
+        "progress/items": step * 4096,
+        "train/acc@5": None if step % 7 == 0 else step / 1000,
+        "time/total_s": step / 8,
+    }
+    return record | ({"eval/held out/loss": 11 / step} if step % 5 == 0 else {})
+
+
+class Growing(threading.Thread):
+    """Writer of metrics.jsonl, a record every few milliseconds until ``stop``."""
+
+    def __init__(self, plan: RunPlan, every_s: float = 0.004) -> None:
+        super().__init__(daemon=True)
+        self._path, self._every_s = plan.paths.metrics, every_s
+        self.step = 0
+        self._over = threading.Event()
+
+    def run(self) -> None:
+        while not self._over.wait(self._every_s):
+            self.add(1)
+
+    def add(self, steps: int) -> None:
+        with self._path.open("a") as file:
+            for _ in range(steps):
+                self.step += 1
+                file.write(json.dumps(record_of(self.step)) + "\n")
+
+    def stop(self) -> None:
+        self._over.set()
+        self.join()
+
+
+def saved_plan(run_dir: Path, *overrides: str) -> RunPlan:
+    """Return the plan of a run in ``run_dir``, as its tracker's processes read it."""
+    plan = make_plan("precision=fp32", *overrides, run_dir=str(run_dir))
+    plan.paths.logs.mkdir(parents=True)
+    plan.save()
+    return plan
+
+
+def mirror(plan: RunPlan, tracker: str, attempt: str = "0.0", env: Mapping[str, str] | None = None) -> Any:
+    """Start a tracker's process, as the agent does."""
+    command = [sys.executable, "-m", "launcher.report.trackers", plan.run.dir, attempt, tracker]
+    with plan.paths.tracker_log(tracker).open("ab") as log:
+        return warm.Popen(
+            command, stdin=subprocess.PIPE, stdout=log, stderr=log, env={**os.environ, **(env or {})}
+        )
+
+
+def mirror_to_the_end(plan: RunPlan, tracker: str, attempt: str = "0.0", env: Mapping[str, str] | None = None) -> int:
+    """Mirror all that is recorded; the exit status."""
+    process = mirror(plan, tracker, attempt, env)
+    process.stdin.close()
+    return process.wait(patience(60))
+
+
+def status_of(plan: RunPlan, tracker: str) -> dict[str, Any]:
+    path = plan.paths.tracker_status(tracker)
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def kill_often(plan: RunPlan, tracker: str, kills: int, longest_s: float, env: Mapping[str, str] | None = None) -> int:
+    """Kill the tracker's process at random points while records arrive, then let one deliver the rest.
+
+    Args:
+        longest_s: longest life of a process.
+
+    Returns:
+        The number of steps recorded.
+    """
+    rng, growing = random.Random(kills), Growing(plan)
+    growing.start()
+    try:
+        for _ in range(kills):
+            process = mirror(plan, tracker, env=env)
+            time.sleep(rng.uniform(0, longest_s))
+            process.kill()
+            process.communicate()
+    finally:
+        growing.stop()
+    plan.paths.summary.write_text(json.dumps({"verdict": "done", "train/loss": 0.5}))
+    log = plan.paths.tracker_log(tracker)
+    assert mirror_to_the_end(plan, tracker, env=env) == 0, log.read_text()
+    return growing.step
+
+
+def differences(stored: Steps, steps: int, *, single: bool = False, mlflow: bool = False) -> list[str]:
+    """Return how what is stored differs from the record, which should be empty.
+
+    Args:
+        single: the store has floats of 32 bits.
+        mlflow: names are MLflow's.
+    """
+    wrong = [f"steps: {sorted(set(stored) ^ set(range(1, steps + 1)))}"] if [*stored] != [*range(1, steps + 1)] else []
+    for step in sorted(stored):
+        record = {name: value for name, value in record_of(step).items() if name != "step"}
+        if mlflow:
+            record = {name.replace("@", "_40"): value for name, value in record.items()}
+        if stored[step].keys() != record.keys():
+            wrong.append(f"step {step}: {sorted(stored[step].keys() ^ record.keys())}")
+            continue
+        for name, value in record.items():
+            expected = math.nan if value is None else float(value)
+            close = math.isclose(stored[step][name], expected, rel_tol=1e-6 if single else 0)
+            if not close and not (math.isnan(expected) and math.isnan(stored[step][name])):
+                wrong.append(f"step {step}: {name}={stored[step][name]}, not {expected}")
+    return wrong
+
+
+def in_tensorboard(directory: Path) -> Steps:
+    """Every scalar event of every file. Fails if a step or a value of a step is there twice."""
+    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+
+    steps: Steps = {}
+    for file in sorted(directory.glob("events.*")):
+        for event in LegacyEventFileLoader(str(file)).Load():
+            values = {value.tag: value.simple_value for value in event.summary.value if value.HasField("simple_value")}
+            if values:
+                assert event.step not in steps, f"step {event.step} is there twice"
+                steps[event.step] = values
+    return steps
+
+
+def in_mlflow(uri: str, run_id: str) -> Steps:
+    """The history of every metric of a run. Fails if a metric has two values for a step."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(uri)
+    steps: Steps = {}
+    for name in client.get_run(run_id).data.metrics:
+        for metric in client.get_metric_history(run_id, name):
+            values = steps.setdefault(metric.step, {})
+            assert name not in values, f"step {metric.step}: {name} is there twice"
+            values[name] = metric.value
+    return dict(sorted(steps.items()))
+
+
+def in_trackio(database: Path) -> Steps:
+    steps: Steps = {}
+    with sqlite3.connect(database) as connection:
+        for step, text in connection.execute("SELECT step, metrics FROM metrics ORDER BY step"):
+            assert step not in steps, f"step {step} is there twice"
+            numbers = {name: math.nan if value == "NaN" else value for name, value in json.loads(text).items()}
+            steps[step] = {name: value for name, value in numbers.items() if isinstance(value, int | float)}
+    return steps
+
+
+def in_prometheus(text: str) -> dict[str, float]:
+    """The gauges of a scrape that have a name of the record, and the step."""
+    values: dict[str, float] = {}
+    for line in text.splitlines():
+        if match := re.fullmatch(r'launcher_\w+\{.*name="([^"]+)".*\} (\S+)', line):
+            assert match[1] not in values
+            values[match[1]] = float(match[2])
+    return values

@@ -1,0 +1,149 @@
+"""TensorBoard's event files and Prometheus' gauges, read back by their own readers."""
+
+from __future__ import annotations
+
+import json
+import math
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from launcher.callbacks.samples import png
+from launcher.plan.run_plan import RunPlan
+from launcher.report.file_trackers import PrometheusAdapter, TensorboardAdapter
+from launcher.report.tracker_entry import StepEntry, entries_of
+from tests.infra.runs import wait_for
+from tests.report.mirrored import (
+    Growing,
+    differences,
+    in_prometheus,
+    in_tensorboard,
+    mirror,
+    record_of,
+    saved_plan,
+    status_of,
+)
+
+SAMPLES = "callbacks=[{_target_: launcher.callbacks.GeneratedSamples}]"
+
+
+def entries(plan: RunPlan, *steps: int) -> list[StepEntry]:
+    return [*entries_of(plan, [json.dumps(record_of(step)) for step in steps], 0)]
+
+
+def with_samples(plan: RunPlan, step: int) -> None:
+    directory = plan.paths.samples(step)
+    directory.mkdir(parents=True)
+    (directory / "story.txt").write_text("once <upon>\na time")
+    (directory / "face.png").write_bytes(png(torch.arange(12, dtype=torch.uint8).reshape(1, 3, 4)))
+    (directory / ".story.txt.partial").write_text("")
+
+
+def test_what_tensorboard_shows(tmp_path: Path) -> None:
+    plan = saved_plan(tmp_path, "trackers=[tensorboard]", SAMPLES)
+    with_samples(plan, 2)
+    adapter = TensorboardAdapter(plan, {})
+    assert adapter.open() == {"delivered": 0, "dir": str(tmp_path / "tensorboard")}
+    adapter.log(entries(plan, *range(1, 8)))
+    adapter.finish({"verdict": "done", "train/loss": 0.5})
+    seen = EventAccumulator(str(tmp_path / "tensorboard"))
+    seen.Reload()
+    tags = seen.Tags()
+    assert set(tags["scalars"]) == {"train/loss", "progress/items", "train/acc@5", "time/total_s", "eval/held out/loss"}
+    assert [event.step for event in seen.Scalars("train/loss")] == [*range(1, 8)]
+    assert math.isnan(seen.Scalars("train/acc@5")[-1].value)
+    (image,) = seen.Images("samples/face")
+    assert (image.step, image.width, image.height) == (2, 4, 3)
+    assert image.encoded_image_string == (plan.paths.samples(2) / "face.png").read_bytes()
+    (text,) = seen.Tensors("samples/story")
+    assert (text.step, text.tensor_proto.string_val[:]) == (2, [b"once <upon>\na time"])
+    assert json.loads(seen.Tensors("summary")[0].tensor_proto.string_val[0])["verdict"] == "done"
+    assert b'"global_size": 64' in seen.Tensors("plan")[0].tensor_proto.string_val[0]
+    assert "_hparams_/session_start_info" in seen.summary_metadata
+
+
+@pytest.mark.parametrize("cut", [1, 7, 20])
+def test_a_record_that_was_cut_off_is_sent_again(cut: int, tmp_path: Path) -> None:
+    plan = saved_plan(tmp_path, "trackers=[tensorboard]")
+    TensorboardAdapter(plan, {}).open()
+    adapter = TensorboardAdapter(plan, {})
+    adapter.open()
+    adapter.log(entries(plan, 1, 2, 3))
+    last = sorted((tmp_path / "tensorboard").iterdir())[-1]
+    with last.open("r+b") as file:
+        file.truncate(last.stat().st_size - cut)
+    again = TensorboardAdapter(plan, {})
+    assert again.open()["delivered"] == 2
+    again.log(entries(plan, 3, 4))
+    assert differences(in_tensorboard(tmp_path / "tensorboard"), 4, single=True) == []
+    again.finish({})
+    assert TensorboardAdapter(plan, {}).open()["delivered"] == 4
+
+
+def test_a_full_disk_leaves_no_part_of_a_record(tmp_path: Path) -> None:
+    plan = saved_plan(tmp_path, "trackers=[tensorboard]")
+    adapter = TensorboardAdapter(plan, {})
+    adapter.open()
+    adapter.log(entries(plan, 1))
+
+    class Full:
+        def __init__(self, file: object) -> None:
+            self.file = file
+
+        def write(self, data: bytes) -> int:
+            return self.file.write(data[:10])  # pyright: ignore
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self.file, name)
+
+    adapter._file = Full(adapter._file)  # pyright: ignore
+    with pytest.raises(OSError, match="No space left"):
+        adapter.log(entries(plan, 2))
+    again = TensorboardAdapter(plan, {})
+    assert again.open()["delivered"] == 1
+    assert differences(in_tensorboard(tmp_path / "tensorboard"), 1, single=True) == []
+
+
+def scrape(url: str) -> str:
+    port = url.rpartition(":")[2]
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}", timeout=30) as answer:
+        return answer.read().decode()
+
+
+@pytest.mark.slow
+def test_prometheus_by_scraping_and_as_a_file(tmp_path: Path) -> None:
+    plan = saved_plan(
+        tmp_path / "run", "trackers=[prometheus]", "prometheus.port=0", f"prometheus.textfile={tmp_path}"
+    )
+    growing = Growing(plan)
+    process = mirror(plan, "prometheus")
+    try:
+        wait_for(lambda: "url" in status_of(plan, "prometheus"), "the endpoint")
+        url = status_of(plan, "prometheus")["url"]
+        assert 'verdict="running"} 1.0' in scrape(url)
+        growing.add(21)
+        wait_for(lambda: in_prometheus(scrape(url)).get("step") == 21, "step 21")
+        values = in_prometheus(scrape(url))
+        assert math.isnan(values.pop("train/acc@5")), "the record has null"
+        expected = {name: value for name, value in record_of(21).items() if value is not None}
+        assert values == pytest.approx(expected, rel=1e-12)
+        assert 'launcher_train_acc_5{run="run",id="abcd1234",name="train/acc@5"} NaN' in scrape(url)
+        plan.paths.summary.write_text('{"verdict": "done"}')
+    finally:
+        process.communicate()
+    assert process.returncode == 0
+    text = (tmp_path / "run-abcd1234.prom").read_text()
+    assert in_prometheus(text)["step"] == 21
+    assert 'verdict="done"} 1.0' in text
+
+
+def test_names_that_become_equal_keep_both_values(tmp_path: Path) -> None:
+    plan = saved_plan(tmp_path, "trackers=[prometheus]", "prometheus.port=0")
+    adapter = PrometheusAdapter(plan, {})
+    adapter._entry = StepEntry({"step": 1, "a/b-c": 1.0, "a/b_c": 2.0}, (), 0)
+    families = {family.name: {s.labels["name"]: s.value for s in family.samples} for family in adapter.collect()
+                if family.name == "launcher_a_b_c"}  # fmt: skip
+    assert families == {"launcher_a_b_c": {"a/b-c": 1.0, "a/b_c": 2.0}}

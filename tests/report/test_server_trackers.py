@@ -1,0 +1,240 @@
+"""W&B, MLflow and Trackio: what their stores have after kills, failures and resumes."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import wandb
+
+from launcher.api import typed
+from launcher.callbacks.samples import png
+from launcher.plan.host import allowed_env, batch_env
+from launcher.plan.run_plan import RunPlan
+from launcher.report.server_trackers import MlflowAdapter, WandbAdapter, mlflow_name, wandb_media
+from launcher.report.tracker_entry import StepEntry, entries_of, sample_files
+from launcher.rundir.paths import RunPaths
+from tests.helpers import make_plan
+from tests.infra.runs import wait_for
+from tests.report.mirrored import (
+    Growing,
+    differences,
+    in_mlflow,
+    in_trackio,
+    kill_often,
+    mirror_to_the_end,
+    record_of,
+    saved_plan,
+    status_of,
+)
+from tests.report.test_file_trackers import SAMPLES, with_samples
+
+WANDB = {"WANDB_TAGS": "theirs,too", "WANDB_NOTES": "their notes", "WANDB_JOB_TYPE": "theirs", "WANDB_RUN_GROUP": "all"}
+
+NOTES = """it's the "last" one:
+  lr = {0.1, [0.2  \\ $HOME"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("configured", [False, True])
+def test_the_environment_says_what_the_config_does_not(
+    configured: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in WANDB.items():
+        monkeypatch.setenv(name, value)
+    own = (
+        ["wandb.tags=[a,b]", f"wandb.notes={typed(NOTES)}", "wandb.job_type=train", "wandb.group=g"]
+        if configured
+        else []
+    )
+    make_plan(*own, run_dir=str(tmp_path)).save()
+    adapter = WandbAdapter(RunPlan.load(RunPaths(tmp_path).plan), {})  # as the tracker's process reads it
+    adapter.open()
+    run = adapter._run
+    shown = (set(run.tags), run.notes, run.job_type, run.group)
+    run.finish()
+    wandb.teardown()
+    ours, theirs = ({"a", "b"}, NOTES, "train", "g"), ({"theirs", "too"}, "their notes", "theirs", "all")
+    assert shown == (ours if configured else theirs)
+
+
+def test_a_job_of_slurm_s_takes_them_along() -> None:
+    uri = {"MLFLOW_TRACKING_URI": "http://tracking:5000"}
+    secrets_of_mlflow = {"MLFLOW_TRACKING_PASSWORD": "secret", "MLFLOW_TRACKING_TOKEN": "secret"}
+    assert batch_env(WANDB | uri | secrets_of_mlflow | {"WANDB_API_KEY": "secret"}, ()) == WANDB | uri
+    assert batch_env({"MLFLOW_TRACKING_URI": "http://me:secret@tracking"}, ()) == {}
+
+
+def test_wandb_shows_texts_and_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(wandb, "Html", lambda text, inject: made.append((text, inject)) or "html")
+    monkeypatch.setattr(wandb, "Image", lambda path: made.append(path) or "image")
+    paths = RunPaths(tmp_path)
+    assert sample_files(paths, 3) == ()
+    paths.samples(3).mkdir(parents=True)
+    (paths.samples(3) / "story.txt").write_text("a < b")
+    (paths.samples(3) / "face.png").write_bytes(png(torch.zeros(2, 2)))
+    (paths.samples(3) / ".partial").write_text("")
+    entry = StepEntry({"step": 3}, sample_files(paths, 3), 0)
+    assert wandb_media(entry) == {"samples/face": "image", "samples/story": "html"}
+    assert made == [str(paths.samples(3) / "face.png"), ('<pre style="white-space: pre-wrap">a &lt; b</pre>', False)]
+
+
+def test_names_in_mlflow() -> None:
+    assert mlflow_name("eval/held out/acc-1_x.y") == "eval/held out/acc-1_x.y"
+    assert mlflow_name("train/acc@5") == "train/acc_405"
+    assert mlflow_name("a//b") == "a_2f_2fb"
+
+
+def mlflow_plan(run_dir: Path, *overrides: str) -> RunPlan:
+    return saved_plan(run_dir, "trackers=[mlflow]", *overrides)
+
+
+@pytest.mark.slow
+def test_a_run_in_mlflows_files(tmp_path: Path) -> None:
+    """Settings, samples, summary and state; what a resume changes; a later start that adds steps."""
+    from mlflow import MlflowClient
+
+    plan = mlflow_plan(tmp_path / "runs" / "run", SAMPLES)
+    with_samples(plan, 2)
+    growing = Growing(plan)
+    growing.add(8)
+    plan.paths.summary.write_text('{"verdict": "stopped", "train/loss": 1.5, "eval/loss": null}')
+    assert mirror_to_the_end(plan, "mlflow") == 0, plan.paths.tracker_log("mlflow").read_text()
+    status = status_of(plan, "mlflow")
+    store = str(tmp_path / "runs" / "mlruns")
+    assert (status["dir"], status["delivered"]) == (store, 8)
+    client = MlflowClient(store)
+    run = client.get_run(status["run_id"])
+    assert (run.info.run_name, run.info.status) == ("run", "KILLED")
+    assert run.data.params["batch.global_size"] == "64"
+    assert run.data.tags["launcher.run_id"] == "abcd1234"
+    assert (run.data.tags["summary.verdict"], run.data.tags["summary.train/loss"]) == ("stopped", "1.5")
+    samples = {artifact.path for artifact in client.list_artifacts(run.info.run_id, "samples/step_000002")}
+    assert samples == {"samples/step_000002/face.png", "samples/step_000002/story.txt"}
+    make_plan("precision=fp32", "trackers=[mlflow]", "train.log_every=2", run_dir=plan.run.dir).save()
+    growing.add(4)
+    plan.paths.summary.write_text('{"verdict": "done"}')
+    assert mirror_to_the_end(plan, "mlflow") == 0
+    run = client.get_run(status["run_id"])
+    assert run.info.status == "FINISHED"
+    assert (run.data.params["train.log_every"], run.data.tags["changed.train.log_every"]) == ("1", "2")
+    assert differences(in_mlflow(store, status["run_id"]), 12, mlflow=True) == []
+    (experiment,) = [e for e in client.search_experiments() if e.name == "launcher"]
+    assert len(client.search_runs([experiment.experiment_id])) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [2, pytest.param(30, marks=pytest.mark.nightly)])
+def test_each_step_is_in_mlflow_once_however_often_it_is_killed(kills: int, tmp_path: Path) -> None:
+    plan = mlflow_plan(tmp_path / "runs" / "run")
+    steps = kill_often(plan, "mlflow", kills, longest_s=6)
+    stored = in_mlflow(str(tmp_path / "runs" / "mlruns"), status_of(plan, "mlflow")["run_id"])
+    assert differences(stored, steps, mlflow=True) == []
+
+
+def test_a_batch_that_was_stored_in_part_is_completed(tmp_path: Path) -> None:
+    plan = mlflow_plan(tmp_path / "runs" / "run")
+    whole = [*entries_of(plan, [json.dumps(record_of(step)) for step in range(1, 6)], 0)]
+    first = MlflowAdapter(plan, {})
+    first.open()
+    first.log(whole[:4])
+    part = {name: value for name, value in whole[4].record.items() if name in ("step", "train/loss")}
+    first.log([StepEntry(part, (), whole[4].at)])
+    metrics = next((tmp_path / "runs" / "mlruns").glob("*/*/metrics"))
+    (metrics / "empty").touch()  # a process was killed between creating and writing it
+    again = MlflowAdapter(plan, {"run_id": first._run_id})
+    assert again.open()["delivered"] == 4
+    again.log(whole[4:])
+    assert differences(in_mlflow(str(tmp_path / "runs" / "mlruns"), first._run_id), 5, mlflow=True) == []
+
+
+@pytest.mark.slow
+def test_a_server_out_of_reach_is_reported_and_later_gets_everything(tmp_path: Path) -> None:
+    plan = mlflow_plan(tmp_path / "runs" / "run")
+    Growing(plan).add(5)
+    away = {"MLFLOW_TRACKING_URI": "http://me:hunter22@127.0.0.1:9", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
+    assert mirror_to_the_end(plan, "mlflow", env=away) == 1
+    assert "127.0.0.1" in status_of(plan, "mlflow")["problem"]
+    assert "hunter22" not in plan.paths.tracker_status("mlflow").read_text()
+    assert "hunter22" not in plan.paths.tracker_log("mlflow").read_text()
+    assert mirror_to_the_end(plan, "mlflow", "newest") == 0
+    status = status_of(plan, "mlflow")
+    assert status["problem"] is None
+    assert differences(in_mlflow(status["dir"], status["run_id"]), 5, mlflow=True) == []
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[str]:
+    """A real MLflow server with a database; its URI."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [
+        sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1",
+        "--backend-store-uri", f"sqlite:///{tmp_path}/mlflow.db", "--artifacts-destination", str(tmp_path / "artifacts"),
+    ]  # fmt: skip
+    with (tmp_path / "server.log").open("ab") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=allowed_env(os.environ, ("*",)))
+    uri = f"http://127.0.0.1:{port}"
+
+    def answers() -> bool:
+        with socket.socket() as client:
+            return client.connect_ex(("127.0.0.1", port)) == 0
+
+    try:
+        wait_for(answers, "MLflow's server", 120)
+        yield uri
+    finally:
+        for child in psutil.Process(process.pid).children(recursive=True):
+            child.kill()
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_thirty_kills_before_a_real_server(server: str, tmp_path: Path) -> None:
+    """Needs the package mlflow, with its server."""
+    from mlflow import MlflowClient
+
+    plan = mlflow_plan(tmp_path / "runs" / "run", f"mlflow.tracking_uri={server}", SAMPLES)
+    with_samples(plan, 2)
+    steps = kill_often(plan, "mlflow", 30, longest_s=6)
+    status = status_of(plan, "mlflow")
+    assert status["url"] == f"{server}/#/experiments/1/runs/{status['run_id']}"
+    assert differences(in_mlflow(server, status["run_id"]), steps, mlflow=True) == []
+    client = MlflowClient(server)
+    assert client.get_run(status["run_id"]).info.status == "FINISHED"
+    samples = {artifact.path for artifact in client.list_artifacts(status["run_id"], "samples/step_000002")}
+    assert samples == {"samples/step_000002/face.png", "samples/step_000002/story.txt"}
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_thirty_kills_before_trackio(tmp_path: Path) -> None:
+    """Needs the package trackio."""
+    plan = saved_plan(tmp_path / "run", "trackers=[trackio]", SAMPLES)
+    with_samples(plan, 2)
+    env = {"TRACKIO_DIR": str(tmp_path / "trackio")}
+    steps = kill_often(plan, "trackio", 30, longest_s=4, env=env)
+    status = status_of(plan, "trackio")
+    assert status["dir"] == str(tmp_path / "trackio")
+    assert differences(in_trackio(status["database"]), steps) == []
+    with sqlite3.connect(status["database"]) as connection:
+        ((config,),) = connection.execute("SELECT config FROM configs")
+        ((second,),) = connection.execute("SELECT metrics FROM metrics WHERE step = 2")
+    assert json.loads(config)["summary.verdict"] == "done"
+    assert json.loads(config)["batch.global_size"] == 64
+    assert json.loads(second)["samples/story"]["_value"] == "```\nonce <upon>\na time\n```"
+    image = tmp_path / "trackio" / "media" / json.loads(second)["samples/face"]["file_path"]
+    assert image.read_bytes() == (plan.paths.samples(2) / "face.png").read_bytes()
