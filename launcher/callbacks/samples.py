@@ -25,9 +25,9 @@ class GeneratedSamples:
     """Samples of the model at each evaluation, in the run's directory as ``samples/step_000100/NAME.txt`` or ``.png``.
 
     The task's method ``sample(model)`` runs on every rank, because a sharded model needs all of them; rank 0's result
-    is stored, and trackers show it. The model is in eval mode, without gradients. The method returns a text, an image, or
-    a dict of several by name. An image is a tensor of shape [height, width], [1, height, width] or [3, height, width],
-    in uint8, or in floating point from 0 to 1.
+    is stored, and trackers show it. The model is in eval mode, without gradients. The method returns a text, an
+    image, or a dict of several by name. An image is a tensor of shape [height, width], [1, height, width] or
+    [3, height, width], in uint8, or in floating point from 0 to 1.
 
     Args:
         function: dotted path of a function to call as ``function(model)`` instead.

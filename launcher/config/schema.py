@@ -358,7 +358,7 @@ class Config:
     the callback's class by its dotted path; every other key is an argument of that class."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     trackers: list[Tracker] = field(default_factory=lambda: [Tracker.wandb])
-    """List of the trackers that mirror metrics.jsonl, each in a process of its own: wandb, tensorboard, mlflow, trackio,
+    """List of the trackers that mirror metrics.jsonl, each in its own process: wandb, tensorboard, mlflow, trackio,
     prometheus. Default: ``[wandb]``."""
     wandb: WandbConfig = field(default_factory=WandbConfig)
     tensorboard: TensorboardConfig = field(default_factory=TensorboardConfig)

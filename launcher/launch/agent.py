@@ -97,7 +97,7 @@ def serve(plan: LaunchPlan, plan_file: Path, own: Attempt, shield: StopShield) -
             ended = dataclasses.replace(ended, fields=ended.fields | {"hang": watch.last.entry})
         return ended
     finally:
-        # a scheduler that reclaims the node does not wait for a tracker's server: the next attempt sends what is missing
+        # a scheduler that reclaims the node does not wait for a server: the next attempt sends what is missing
         hurried = shield.received is not None and plan.cluster.slurm is not None
         trackers.finish(HURRIED_S if hurried else GRACE_S)
 

@@ -332,10 +332,10 @@ class RunPlan(LaunchPlan):
     notes: tuple[str, ...]
     callbacks: tuple[dict[str, Any], ...] = ()
     trackers: tuple[Tracker, ...] = (Tracker.wandb,)
-    tensorboard: TensorboardConfig = TensorboardConfig()
-    mlflow: MlflowConfig = MlflowConfig()
-    trackio: TrackioConfig = TrackioConfig()
-    prometheus: PrometheusConfig = PrometheusConfig()
+    tensorboard: TensorboardConfig = field(default_factory=TensorboardConfig)
+    mlflow: MlflowConfig = field(default_factory=MlflowConfig)
+    trackio: TrackioConfig = field(default_factory=TrackioConfig)
+    prometheus: PrometheusConfig = field(default_factory=PrometheusConfig)
     forced: tuple[str, ...] = ()
     fewer: tuple[Fewer, ...] = ()
     initial: InitialWeights | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -11,10 +12,10 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from launcher.plan.run_plan import RunPlan
-from launcher.report.tracker_entry import StepEntry, settings_of
+from launcher.report.tracker_entry import StepEntry, library, settings_of
 
 _LENGTH, _CRC = struct.Struct("<Q"), 4  # of a record of an event file: length, its CRC, data, their CRC
 
@@ -29,95 +30,94 @@ class TensorboardAdapter:
     def __init__(self, plan: RunPlan, status: dict[str, Any]) -> None:  # noqa: ARG002
         self._plan = plan
         self._directory = Path(plan.tensorboard.dir or Path(plan.run.dir, "tensorboard"))
-        self._file: IO[bytes] | None = None
+        self._file = self._directory
         self._step = 0
 
     def open(self) -> dict[str, Any]:
-        from tensorboard.compat.proto import event_pb2
-        from tensorboard.plugins.hparams import summary
-
         self._directory.mkdir(parents=True, exist_ok=True)
         files = sorted(self._directory.glob("events.out.tfevents.*"))
         self._step = max((_last_step(file) for file in files), default=0)
         # readers take the files in the order of their names, which start with the time
         number = max([int(time.time()), *(int(file.name.split(".")[3]) + 1 for file in files)])
-        name = f"events.out.tfevents.{number:010d}.{socket.gethostname()}.{os.getpid()}.0"
-        self._file = (self._directory / name).open("ab", buffering=0)
-        self._write(event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2"))
+        self._file = self._directory / f"events.out.tfevents.{number:010d}.{socket.gethostname()}.{os.getpid()}.0"
+        self._write(time.time(), 0, file_version="brain.Event:2")
         if not self._step:
-            start = summary.session_start_pb(settings_of(self._plan), group_name=self._plan.run.name)
-            text = json.dumps(json.loads(self._plan.to_json()), indent=2)
-            start.value.extend(_text_summary("plan", f"    {text.replace(chr(10), chr(10) + '    ')}").value)
-            self._write(event_pb2.Event(wall_time=time.time(), summary=start))
+            start = _session("session_start_info", settings_of(self._plan), group_name=self._plan.run.name)
+            plan = _text_value("plan", json.dumps(json.loads(self._plan.to_json()), indent=2))
+            self._write(time.time(), 0, summary={"value": [start, plan]})
         return {"delivered": self._step, "dir": str(self._directory)}
 
     def log(self, entries: Sequence[StepEntry]) -> None:
-        from tensorboard.compat.proto import event_pb2, summary_pb2
-
+        value = library("tensorboard.compat.proto.summary_pb2").Summary.Value
         for entry in entries:
-            values = [summary_pb2.Summary.Value(tag=name, simple_value=v) for name, v in entry.numbers.items()]
-            for name, text in entry.texts.items():
-                values += _text_summary(name, text).value
-            for name, file in entry.images.items():
-                values.append(summary_pb2.Summary.Value(tag=name, image=_image(file)))
-            summary = summary_pb2.Summary(value=values)
-            self._write(event_pb2.Event(wall_time=entry.at, step=entry.step, summary=summary))
+            values = [value(tag=name, simple_value=number) for name, number in entry.numbers.items()]
+            values += [_text_value(name, text) for name, text in entry.texts.items()]
+            values += [value(tag=name, image=_png_fields(file)) for name, file in entry.images.items()]
+            self._write(entry.at, entry.step, summary={"value": values})
             self._step = entry.step
 
-    def _write(self, event: Any) -> None:
-        """Append one event, in one call of the operating system.
+    def finish(self, summary: dict[str, Any]) -> None:
+        statuses = library("tensorboard.plugins.hparams.api_pb2")
+        done = summary.get("verdict") in ("done", "stopped")
+        status = statuses.STATUS_SUCCESS if done else statuses.STATUS_FAILURE
+        end = _session("session_end_info", {}, status=status, end_time_secs=time.time())
+        text = _text_value("summary", json.dumps(summary, indent=2))
+        # with the last step, which is read from a file's last record
+        self._write(time.time(), self._step, summary={"value": [end, text]})
+
+    def _write(self, at: float, step: int, **fields: Any) -> None:
+        """Append an event to the file, in one call of the operating system.
 
         Raises:
-            OSError: it was not written, or in part; what is incomplete is removed.
+            OSError: it was not written. What was written in part is removed.
         """
-        from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
-
-        assert self._file is not None
+        event = library("tensorboard.compat.proto.event_pb2").Event(wall_time=at, step=step, **fields)
+        masked_crc = library("tensorboard.compat.tensorflow_stub.pywrap_tensorflow").masked_crc32c
         data = event.SerializeToString()
         header = _LENGTH.pack(len(data))
-        crcs = [struct.pack("<I", masked_crc32c(part)) for part in (header, data)]
-        before = self._file.tell()
-        record = header + crcs[0] + data + crcs[1]
-        if self._file.write(record) < len(record):
-            self._file.truncate(before)
-            raise OSError(28, os.strerror(28), str(self._directory))
-
-    def finish(self, summary: dict[str, Any]) -> None:
-        from tensorboard.compat.proto import event_pb2
-        from tensorboard.plugins.hparams import api_pb2
-        from tensorboard.plugins.hparams import summary as hparams
-
-        done = summary.get("verdict") in ("done", "stopped")
-        end = hparams.session_end_pb(api_pb2.STATUS_SUCCESS if done else api_pb2.STATUS_FAILURE)
-        text = json.dumps(summary, indent=2)
-        end.value.extend(_text_summary("summary", f"    {text.replace(chr(10), chr(10) + '    ')}").value)
-        # the last record of a file tells the last step
-        self._write(event_pb2.Event(wall_time=time.time(), step=self._step, summary=end))
-        assert self._file is not None
-        self._file.close()
+        record = b"".join((header, struct.pack("<I", masked_crc(header)), data, struct.pack("<I", masked_crc(data))))
+        with self._file.open("ab", buffering=0) as file:
+            before = file.seek(0, os.SEEK_END)
+            if file.write(record) < len(record):
+                file.truncate(before)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._file))
 
 
-def _text_summary(name: str, text: str) -> Any:
-    from tensorboard.compat.proto import summary_pb2
-    from tensorboard.plugins.text import metadata
-    from tensorboard.util import tensor_util
+def _session(part: str, hparams: dict[str, str | float | bool], **fields: Any) -> Any:
+    """Return a summary value for the page of hyperparameters. TensorBoard's own function for it imports TensorFlow.
 
-    value = summary_pb2.Summary.Value(
+    Args:
+        part: session_start_info or session_end_info.
+    """
+    metadata = library("tensorboard.plugins.hparams.metadata")
+    data = library("tensorboard.plugins.hparams.plugin_data_pb2").HParamsPluginData(**{part: fields})
+    for name, value in hparams.items():
+        kind = {bool: "bool_value", str: "string_value"}.get(type(value), "number_value")
+        setattr(data.session_start_info.hparams[name], kind, value)
+    return library("tensorboard.compat.proto.summary_pb2").Summary.Value(
+        tag=getattr(metadata, f"{part.upper()}_TAG"), metadata=metadata.create_summary_metadata(data)
+    )
+
+
+def _text_value(name: str, text: str) -> Any:
+    metadata = library("tensorboard.plugins.text.metadata")
+    return library("tensorboard.compat.proto.summary_pb2").Summary.Value(
         tag=name,
         metadata=metadata.create_summary_metadata(display_name=name, description=""),
-        tensor=tensor_util.make_tensor_proto([text.encode()], shape=[1]),
+        tensor=library("tensorboard.util.tensor_util").make_tensor_proto([text.encode()], shape=[1]),
     )
-    return summary_pb2.Summary(value=[value])
 
 
-def _image(file: Path) -> Any:
-    from tensorboard.compat.proto import summary_pb2
-
+def _png_fields(file: Path) -> dict[str, Any]:
+    """Return the fields of a summary's image."""
     png = file.read_bytes()
     width, height, _, colour = struct.unpack(">IIBB", png[16:26])  # of the header chunk, which is the first
-    return summary_pb2.Summary.Image(
-        width=width, height=height, colorspace={0: 1, 2: 3, 4: 2}.get(colour, 4), encoded_image_string=png
-    )
+    return {
+        "width": width,
+        "height": height,
+        "colorspace": {0: 1, 2: 3, 4: 2}.get(colour, 4),
+        "encoded_image_string": png,
+    }
 
 
 def _last_step(file: Path) -> int:
@@ -126,8 +126,6 @@ def _last_step(file: Path) -> int:
     An incomplete record at its end, of a process that was killed, is removed: readers would wait for the rest of it. A
     file without any record is deleted.
     """
-    from tensorboard.compat.proto import event_pb2
-
     last, end = b"", 0
     with file.open("r+b") as events:
         size = events.seek(0, os.SEEK_END)
@@ -146,7 +144,7 @@ def _last_step(file: Path) -> int:
             last = events.read(length)
     if not end:
         file.unlink()
-    return event_pb2.Event.FromString(last).step
+    return library("tensorboard.compat.proto.event_pb2").Event.FromString(last).step
 
 
 class PrometheusAdapter:
@@ -163,14 +161,14 @@ class PrometheusAdapter:
         self._registry: Any = None
 
     def open(self) -> dict[str, Any]:
-        from prometheus_client import CollectorRegistry, start_http_server
+        prometheus = library("prometheus_client")
 
-        self._registry = CollectorRegistry()
+        self._registry = prometheus.CollectorRegistry()
         self._registry.register(self)  # its ``collect`` is called for each scrape
         settings = self._plan.prometheus
         fields: dict[str, Any] = {"delivered": 0}
         if settings.port is not None:
-            server, _ = start_http_server(settings.port, registry=self._registry)
+            server, _ = prometheus.start_http_server(settings.port, registry=self._registry)
             fields["url"] = f"http://{socket.gethostname()}:{server.server_port}/metrics"
         if settings.textfile is not None:
             fields["dir"] = settings.textfile
@@ -179,13 +177,13 @@ class PrometheusAdapter:
 
     def collect(self) -> Iterator[Any]:
         """Yield the families of gauges that a scrape shows."""
-        from prometheus_client.core import GaugeMetricFamily
+        gauge_family = library("prometheus_client.core").GaugeMetricFamily
 
         plan, entry = self._plan, self._entry  # one entry throughout, whatever another thread does
         run = {"run": plan.run.name, "id": plan.run.id}
 
         def gauge(name: str, meaning: str, values: dict[str, float], label: str) -> Any:
-            family = GaugeMetricFamily(f"launcher_{name}", meaning, labels=[*run, label])
+            family = gauge_family(f"launcher_{name}", meaning, labels=[*run, label])
             for text, value in values.items():
                 family.add_metric([*run.values(), text], value)
             return family
@@ -210,7 +208,5 @@ class PrometheusAdapter:
         self._write()
 
     def _write(self) -> None:
-        from prometheus_client import write_to_textfile
-
         if self._plan.prometheus.textfile is not None:
-            write_to_textfile(self._plan.prometheus.textfile, self._registry)
+            library("prometheus_client").write_to_textfile(self._plan.prometheus.textfile, self._registry)

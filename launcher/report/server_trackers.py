@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from launcher.config.choices import WandbMode
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.tracker_plan import mlflow_uri
-from launcher.report.tracker_entry import StepEntry, sample_name, settings_of
+from launcher.report.tracker_entry import StepEntry, library, sample_name, settings_of
 
 INIT_TIMEOUT_S = 30
 
@@ -125,9 +125,7 @@ class MlflowAdapter:
         # the process itself tries again, from the last step that arrived; MLflow would for minutes
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
-        from mlflow import MlflowClient
-
-        self._client = MlflowClient(self._uri)
+        self._client = library("mlflow").MlflowClient(self._uri)
         run = self._existing(local=local) or self._created()
         self._run_id = run.info.run_id
         self._newest = {metric.key: metric.step for metric in run.data.to_proto().metrics}
@@ -162,14 +160,12 @@ class MlflowAdapter:
         return self._client.get_run(found[0].info.run_id) if found else None
 
     def _created(self) -> Any:
-        from mlflow.exceptions import MlflowException
-
         plan, client = self._plan, self._client
         experiment = client.get_experiment_by_name(plan.mlflow.experiment)
         if experiment is None:
             try:
                 client.create_experiment(plan.mlflow.experiment)
-            except MlflowException:  # another run created it at the same time
+            except library("mlflow.exceptions").MlflowException:  # another run created it at the same time
                 if client.get_experiment_by_name(plan.mlflow.experiment) is None:
                     raise
             experiment = client.get_experiment_by_name(plan.mlflow.experiment)
@@ -179,10 +175,10 @@ class MlflowAdapter:
 
     def _log_params(self, existing: dict[str, str]) -> None:
         """Log the settings. A parameter cannot change: one that a resume changed becomes a tag."""
-        from mlflow.entities import Param
-
         settings = {mlflow_name(k): str(v)[: self.LONGEST_VALUE] for k, v in settings_of(self._plan).items()}
-        new = [Param(name, value) for name, value in settings.items() if name not in existing]
+        new = [
+            library("mlflow.entities").Param(name, value) for name, value in settings.items() if name not in existing
+        ]
         for start in range(0, len(new), self.PARAMS_AT_ONCE):
             self._client.log_batch(self._run_id, params=new[start : start + self.PARAMS_AT_ONCE])
         for name, value in settings.items():
@@ -190,13 +186,11 @@ class MlflowAdapter:
                 self._client.set_tag(self._run_id, f"changed.{name}", value)
 
     def log(self, entries: Sequence[StepEntry]) -> str | None:
-        from mlflow.entities import Metric
-
-        problem = None
+        metric, problem = library("mlflow.entities").Metric, None
         for entry in entries:
             problem = self._log_samples(entry) or problem
         metrics = [
-            Metric(key, value, int(entry.at * 1000), entry.step)
+            metric(key, value, int(entry.at * 1000), entry.step)
             for entry in entries
             for key, value in ((mlflow_name(name), value) for name, value in entry.numbers.items())
             if entry.step > self._newest.get(key, -1)
@@ -247,17 +241,14 @@ class TrackioAdapter:
         self._step = 0
 
     def open(self) -> dict[str, Any]:
-        from trackio.sqlite_storage import SQLiteStorage
-        from trackio.utils import TRACKIO_DIR
-
-        plan = self._plan
-        SQLiteStorage.validate_project_name(plan.trackio.project)
-        self._storage = SQLiteStorage
+        plan, storage = self._plan, library("trackio.sqlite_storage").SQLiteStorage
+        storage.validate_project_name(plan.trackio.project)
+        self._storage = storage
         created = {"_Created": datetime.now(UTC).isoformat(), "_Username": os.environ.get("USER"), "_Group": None}
         self._config = {**settings_of(plan), **created}
-        database = SQLiteStorage.init_db(plan.trackio.project)
-        self._step = SQLiteStorage.get_last_step(plan.trackio.project, plan.run.name, plan.run.id) or 0
-        return {"delivered": self._step, "dir": str(TRACKIO_DIR), "database": str(database)}
+        database = storage.init_db(plan.trackio.project)
+        self._step = storage.get_last_step(plan.trackio.project, plan.run.name, plan.run.id) or 0
+        return {"delivered": self._step, "dir": str(library("trackio.utils").TRACKIO_DIR), "database": str(database)}
 
     def log(self, entries: Sequence[StepEntry]) -> None:
         self._storage.bulk_log(
@@ -278,12 +269,11 @@ class TrackioAdapter:
     def _media(self, entry: StepEntry) -> dict[str, Any]:
         media: dict[str, Any] = {}
         if entry.texts or entry.images:
-            from trackio import Image, Markdown
-
+            trackio = library("trackio")
             for name, text in entry.texts.items():
-                media[name] = Markdown(f"```\n{text}\n```")._to_dict()
+                media[name] = trackio.Markdown(f"```\n{text}\n```")._to_dict()
             for name, file in entry.images.items():
-                image = Image(str(file), caption=name)
+                image = trackio.Image(str(file), caption=name)
                 image._save(self._plan.trackio.project, self._plan.run.name, entry.step)
                 media[name] = image._to_dict()
         return media

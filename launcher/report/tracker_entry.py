@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -102,6 +103,15 @@ def settings_of(plan: RunPlan) -> dict[str, str | float | bool]:
     fields = json.loads(plan.to_json())
     add("", {name: value for name, value in fields.items() if name not in _NO_SETTINGS})
     return flat
+
+
+def library(name: str) -> Any:
+    """Return a module of a tracker's library. It has no types, and need not be installed where this code is checked.
+
+    Raises:
+        ImportError: it is not installed here.
+    """
+    return importlib.import_module(name)
 
 
 def _text(value: Any) -> str:

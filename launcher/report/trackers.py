@@ -21,7 +21,8 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -71,7 +72,7 @@ class Adapter(Protocol):
         ...
 
 
-ADAPTERS: dict[Tracker, type[Adapter]] = {
+ADAPTERS: dict[Tracker, Callable[[RunPlan, dict[str, Any]], Adapter]] = {
     Tracker.wandb: server_trackers.WandbAdapter,
     Tracker.mlflow: server_trackers.MlflowAdapter,
     Tracker.trackio: server_trackers.TrackioAdapter,
@@ -206,10 +207,8 @@ class _Watch:
         self._timer.daemon = True
 
     def _report(self) -> None:
-        try:
+        with suppress(Superseded):  # the main thread will notice
             _set_unless_full(self._status, problem=self._text)
-        except Superseded:  # the main thread will notice
-            pass
 
     def __enter__(self) -> None:
         self._timer.start()

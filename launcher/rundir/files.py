@@ -104,7 +104,8 @@ def value_from_json(kind: Any, value: Any, absent: Absent | None = None) -> Any:
         hints, fields = typing.get_type_hints(kind), dataclasses.fields(kind)
         defaults = (absent or {}).get(kind)  # pyright: ignore
         if defaults is None:
-            defaults = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
+            made = {f.name: f.default_factory() for f in fields if f.default_factory is not dataclasses.MISSING}
+            defaults = made | {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
         present = [f.name for f in fields if f.name in value or f.name not in defaults]
         values = {name: value_from_json(hints[name], value[name], absent) for name in present}
         return kind(**{**defaults, **values})  # pyright: ignore

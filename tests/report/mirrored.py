@@ -72,9 +72,7 @@ def mirror(plan: RunPlan, tracker: str, attempt: str = "0.0", env: Mapping[str, 
     """Start a tracker's process, as the agent does."""
     command = [sys.executable, "-m", "launcher.report.trackers", plan.run.dir, attempt, tracker]
     with plan.paths.tracker_log(tracker).open("ab") as log:
-        return warm.Popen(
-            command, stdin=subprocess.PIPE, stdout=log, stderr=log, env={**os.environ, **(env or {})}
-        )
+        return warm.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, env={**os.environ, **(env or {})})
 
 
 def mirror_to_the_end(plan: RunPlan, tracker: str, attempt: str = "0.0", env: Mapping[str, str] | None = None) -> int:

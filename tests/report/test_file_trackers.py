@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import resource
 import urllib.request
 from pathlib import Path
 
@@ -89,19 +90,13 @@ def test_a_full_disk_leaves_no_part_of_a_record(tmp_path: Path) -> None:
     adapter.open()
     adapter.log(entries(plan, 1))
 
-    class Full:
-        def __init__(self, file: object) -> None:
-            self.file = file
-
-        def write(self, data: bytes) -> int:
-            return self.file.write(data[:10])  # pyright: ignore
-
-        def __getattr__(self, name: str) -> object:
-            return getattr(self.file, name)
-
-    adapter._file = Full(adapter._file)  # pyright: ignore
-    with pytest.raises(OSError, match="No space left"):
-        adapter.log(entries(plan, 2))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (adapter._file.stat().st_size + 10, limits[1]))
+    try:
+        with pytest.raises(OSError, match="No space left"):
+            adapter.log(entries(plan, 2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     again = TensorboardAdapter(plan, {})
     assert again.open()["delivered"] == 1
     assert differences(in_tensorboard(tmp_path / "tensorboard"), 1, single=True) == []
@@ -115,9 +110,7 @@ def scrape(url: str) -> str:
 
 @pytest.mark.slow
 def test_prometheus_by_scraping_and_as_a_file(tmp_path: Path) -> None:
-    plan = saved_plan(
-        tmp_path / "run", "trackers=[prometheus]", "prometheus.port=0", f"prometheus.textfile={tmp_path}"
-    )
+    plan = saved_plan(tmp_path / "run", "trackers=[prometheus]", "prometheus.port=0", f"prometheus.textfile={tmp_path}")
     growing = Growing(plan)
     process = mirror(plan, "prometheus")
     try:
@@ -130,7 +123,7 @@ def test_prometheus_by_scraping_and_as_a_file(tmp_path: Path) -> None:
         assert math.isnan(values.pop("train/acc@5")), "the record has null"
         expected = {name: value for name, value in record_of(21).items() if value is not None}
         assert values == pytest.approx(expected, rel=1e-12)
-        assert 'launcher_train_acc_5{run="run",id="abcd1234",name="train/acc@5"} NaN' in scrape(url)
+        assert 'launcher_train_acc_5{id="abcd1234",name="train/acc@5",run="run"} NaN' in scrape(url)
         plan.paths.summary.write_text('{"verdict": "done"}')
     finally:
         process.communicate()

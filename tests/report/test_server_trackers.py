@@ -181,7 +181,7 @@ def server(tmp_path: Path) -> Iterator[str]:
         port = free.getsockname()[1]
     command = [
         sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1",
-        "--backend-store-uri", f"sqlite:///{tmp_path}/mlflow.db", "--artifacts-destination", str(tmp_path / "artifacts"),
+        "--backend-store-uri", f"sqlite:///{tmp_path}/mlflow.db", "--artifacts-destination", f"{tmp_path}/artifacts",
     ]  # fmt: skip
     with (tmp_path / "server.log").open("ab") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=allowed_env(os.environ, ("*",)))

@@ -1,4 +1,4 @@
-"""A tracker's process: kills, cut-backs, and trackers that fail or hang, which disturb neither the record nor each other."""
+"""A tracker's process: kills, cut-backs, and trackers that fail or hang without disturbing the record or each other."""
 
 from __future__ import annotations
 
@@ -137,9 +137,9 @@ def run_mirror(
     """Return the exit status, and how many interpreters it took."""
     monkeypatch.setattr(trackers, "_ended", ended)
     monkeypatch.setattr(trackers, "_pause", ([] if pauses is None else pauses).append)
-    monkeypatch.setattr(trackers.signal, "alarm", lambda seconds: None)
+    monkeypatch.setattr(trackers.signal, "alarm", lambda _: None)
 
-    def execv(path: str, argv: list[str]) -> None:
+    def execv(_: str, argv: list[str]) -> None:
         assert argv[:4] == [sys.executable, "-P", "-m", "launcher.report.trackers"]
         raise Again(argv[4:])
 
@@ -193,8 +193,8 @@ def test_a_tracker_is_tried_again_as_long_as_the_run_goes_on(
     Growing(plan).add(3)
     failing.errors = [RuntimeError("away")] * 7
     pauses: list[float] = []
-    # the run ends when the tracker is back
-    assert run_mirror(plan, monkeypatch, ended=lambda: not failing.errors, pauses=pauses) == (0, 8)
+    # the run ends after the tracker is back
+    assert run_mirror(plan, monkeypatch, ended=lambda: bool(failing.stored), pauses=pauses) == (0, 8)
     assert failing.stored == [1, 2, 3]
     assert pauses == [0, 2, 4, 8, 16, 32, 64]
     assert status_of(plan, "tensorboard")["problem"] is None
