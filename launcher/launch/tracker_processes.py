@@ -54,6 +54,8 @@ class TrackerProcesses(threading.Thread):
         for tracker in self._trackers():
             process = self._processes.get(tracker)
             if process is None or (process.poll() or 0) < 0:
+                if process is not None and process.stdin is not None:
+                    process.stdin.close()
                 try:
                     self._processes[tracker] = self._start(tracker)
                 except OSError as error:  # a full disk, or no memory for a process: the job does not depend on it
@@ -97,6 +99,7 @@ class TrackerProcesses(threading.Thread):
                 process.wait(max(0.0, end - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
+                process.wait()
                 self._report(tracker, within_s)
 
     def _report(self, tracker: Tracker, within_s: float) -> None:

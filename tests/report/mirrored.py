@@ -87,27 +87,29 @@ def status_of(plan: RunPlan, tracker: str) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def kill_often(plan: RunPlan, tracker: str, kills: int, longest_s: float, env: Mapping[str, str] | None = None) -> int:
+def kill_often(plan: RunPlan, tracker: str, kills: int, env: Mapping[str, str] | None = None) -> int:
     """Kill the tracker's process at random points while records arrive, then let one deliver the rest.
 
-    Args:
-        longest_s: longest life of a process.
+    A process lives up to twice as long as one takes to start and to deliver, which is measured first.
 
     Returns:
         The number of steps recorded.
     """
-    rng, growing = random.Random(kills), Growing(plan)
+    rng, growing, log = random.Random(kills), Growing(plan), plan.paths.tracker_log(tracker)
+    growing.add(20)
+    began = time.monotonic()
+    assert mirror_to_the_end(plan, tracker, env=env) == 0, log.read_text()
+    whole_s = time.monotonic() - began
     growing.start()
     try:
         for _ in range(kills):
             process = mirror(plan, tracker, env=env)
-            time.sleep(rng.uniform(0, longest_s))
+            time.sleep(rng.uniform(0, 2 * whole_s))
             process.kill()
             process.communicate()
     finally:
         growing.stop()
     plan.paths.summary.write_text(json.dumps({"verdict": "done", "train/loss": 0.5}))
-    log = plan.paths.tracker_log(tracker)
     assert mirror_to_the_end(plan, tracker, env=env) == 0, log.read_text()
     return growing.step
 

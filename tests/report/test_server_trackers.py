@@ -138,7 +138,7 @@ def test_a_run_in_mlflows_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kills", [2, pytest.param(30, marks=pytest.mark.nightly)])
 def test_each_step_is_in_mlflow_once_however_often_it_is_killed(kills: int, tmp_path: Path) -> None:
     plan = mlflow_plan(tmp_path / "runs" / "run")
-    steps = kill_often(plan, "mlflow", kills, longest_s=6)
+    steps = kill_often(plan, "mlflow", kills)
     stored = in_mlflow(str(tmp_path / "runs" / "mlruns"), status_of(plan, "mlflow")["run_id"])
     assert differences(stored, steps, mlflow=True) == []
 
@@ -209,7 +209,7 @@ def test_thirty_kills_before_a_real_server(server: str, tmp_path: Path) -> None:
 
     plan = mlflow_plan(tmp_path / "runs" / "run", f"mlflow.tracking_uri={server}", SAMPLES)
     with_samples(plan, 2)
-    steps = kill_often(plan, "mlflow", 30, longest_s=6)
+    steps = kill_often(plan, "mlflow", 30)
     status = status_of(plan, "mlflow")
     assert status["url"] == f"{server}/#/experiments/1/runs/{status['run_id']}"
     assert differences(in_mlflow(server, status["run_id"]), steps, mlflow=True) == []
@@ -226,7 +226,7 @@ def test_thirty_kills_before_trackio(tmp_path: Path) -> None:
     plan = saved_plan(tmp_path / "run", "trackers=[trackio]", SAMPLES)
     with_samples(plan, 2)
     env = {"TRACKIO_DIR": str(tmp_path / "trackio")}
-    steps = kill_often(plan, "trackio", 30, longest_s=4, env=env)
+    steps = kill_often(plan, "trackio", 30, env=env)
     status = status_of(plan, "trackio")
     assert status["dir"] == str(tmp_path / "trackio")
     assert differences(in_trackio(status["database"]), steps) == []

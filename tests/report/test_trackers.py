@@ -67,14 +67,14 @@ def test_what_is_cut_back_and_repeated_is_not_delivered_again(tmp_path: Path) ->
     assert [*stored] == [*range(1, 13)]
     assert [step for step in stored if stored[step]["train/loss"] == -1] == [10, 11, 12]
     assert mirror_to_the_end(plan, "tensorboard", "newest") == 0
-    assert in_tensorboard(tmp_path / "tensorboard") == pytest.approx(stored, nan_ok=True)
+    assert str(in_tensorboard(tmp_path / "tensorboard")) == str(stored)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kills", [6, pytest.param(30, marks=pytest.mark.nightly)])
 def test_each_step_is_in_tensorboard_once_however_often_it_is_killed(kills: int, tmp_path: Path) -> None:
     plan = saved_plan(tmp_path, TENSORBOARD)
-    steps = kill_often(plan, "tensorboard", kills, longest_s=1.5)
+    steps = kill_often(plan, "tensorboard", kills)
     assert steps > 50
     assert differences(in_tensorboard(tmp_path / "tensorboard"), steps, single=True) == []
     assert status_of(plan, "tensorboard")["delivered"] == steps
