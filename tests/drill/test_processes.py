@@ -108,6 +108,8 @@ def test_what_outlives_the_workers_is_found(tmp_path: Path, monkeypatch: pytest.
     finally:
         for process in sleepers:
             process.kill()
+            if process.stdin is not None:
+                process.stdin.close()
 
 
 def test_processes_that_survive_sigkill_are_named(

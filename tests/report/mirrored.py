@@ -39,7 +39,7 @@ def record_of(step: int) -> dict[str, Any]:
 class Growing(threading.Thread):
     """Writer of metrics.jsonl, a record every few milliseconds until ``stop``."""
 
-    def __init__(self, plan: RunPlan, every_s: float = 0.004) -> None:
+    def __init__(self, plan: RunPlan, every_s: float = 0.02) -> None:
         super().__init__(daemon=True)
         self._path, self._every_s = plan.paths.metrics, every_s
         self.step = 0
