@@ -216,7 +216,9 @@ class MlflowAdapter:
         for name, value in summary.items():
             if value is not None:
                 text = value if isinstance(value, str) else json.dumps(value)
-                self._client.set_tag(self._run_id, f"summary.{mlflow_name(name)}", text[: self.LONGEST_VALUE])
+                # a directory as the store cannot have the tags a and a/b
+                tag = f"summary.{mlflow_name(name)}".replace("/", ".")
+                self._client.set_tag(self._run_id, tag, text[: self.LONGEST_VALUE])
         status = {"done": "FINISHED", "failed": "FAILED"}.get(verdict, "KILLED")
         self._client.set_terminated(self._run_id, status)
 

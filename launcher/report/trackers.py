@@ -20,6 +20,7 @@ import select
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -37,10 +38,12 @@ from launcher.rundir.files import Tail, read_json, write_json
 from launcher.rundir.paths import RunPaths
 
 POLL_S = 0.5
-# seconds after which a tracker that does not return is reported
-SILENT_AFTER_S = 30
+# seconds after which a tracker that does not return is reported; W&B itself gives up after 30
+SILENT_AFTER_S = 60
 # longest pause between two tries, seconds
 LONGEST_PAUSE_S = 300
+# a process that lived so long, in seconds, and delivered starts counting its trials again
+WORKED_S = 120
 AT_ONCE = 100  # entries of one delivery
 # Limit after the end of input: W&B waits for an unresponsive server without a limit, and a killed agent cannot end
 # this process. A live agent waits less long (launcher/launch/tracker_processes.py).
@@ -109,7 +112,7 @@ def main(run_dir: str, attempt: str, tracker: str = "wandb", trial: str = "0") -
     Args:
         attempt: SUBMISSION.RESTART, or newest.
         tracker: agents of earlier versions know W&B only, and leave it out.
-        trial: how often this failed since the last delivery.
+        trial: how often this failed in succession.
     """
     if tracker == "again":  # as a process of an earlier version, which runs during an upgrade, starts its second trial
         tracker, trial = "wandb", "1"
@@ -133,7 +136,7 @@ def main(run_dir: str, attempt: str, tracker: str = "wandb", trial: str = "0") -
 
 
 def _mirror_with_retry(plan: RunPlan, fence: Fence, tracker: Tracker, status: Status, trial: int) -> int:
-    mirror = _Mirror(plan, fence, tracker, status)
+    mirror, began = _Mirror(plan, fence, tracker, status), time.monotonic()
     try:
         mirror.run()
         return EXIT_DONE
@@ -141,7 +144,8 @@ def _mirror_with_retry(plan: RunPlan, fence: Fence, tracker: Tracker, status: St
         raise
     except Exception as error:
         print(redacted(traceback.format_exc()), file=sys.stderr, flush=True)
-        trial = 0 if mirror.delivered_any else trial
+        # one that worked for a while and fails now is a new problem
+        trial = 0 if mirror.delivered_any and time.monotonic() - began > WORKED_S else trial
         missing = isinstance(error, ImportError)
         if trial or missing:
             _set_unless_full(status, problem=problem_of(tracker, error))

@@ -71,8 +71,9 @@ def saved_plan(run_dir: Path, *overrides: str) -> RunPlan:
 def mirror(plan: RunPlan, tracker: str, attempt: str = "0.0", env: Mapping[str, str] | None = None) -> Any:
     """Start a tracker's process, as the agent does."""
     command = [sys.executable, "-m", "launcher.report.trackers", plan.run.dir, attempt, tracker]
+    without = {name: value for name, value in os.environ.items() if name != "MLFLOW_ALLOW_FILE_STORE"}
     with plan.paths.tracker_log(tracker).open("ab") as log:
-        return warm.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, env={**os.environ, **(env or {})})
+        return warm.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=without | dict(env or {}))
 
 
 def mirror_to_the_end(plan: RunPlan, tracker: str, attempt: str = "0.0", env: Mapping[str, str] | None = None) -> int:
@@ -151,11 +152,16 @@ def in_tensorboard(directory: Path) -> Steps:
     return steps
 
 
-def in_mlflow(uri: str, run_id: str) -> Steps:
-    """The history of every metric of a run. Fails if a metric has two values for a step."""
+def mlflow_client(uri: str) -> Any:
     from mlflow import MlflowClient
 
-    client = MlflowClient(uri)
+    os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"  # ``mirror`` does not pass it on
+    return MlflowClient(uri)
+
+
+def in_mlflow(uri: str, run_id: str) -> Steps:
+    """The history of every metric of a run. Fails if a metric has two values for a step."""
+    client = mlflow_client(uri)
     steps: Steps = {}
     for name in client.get_run(run_id).data.metrics:
         for metric in client.get_metric_history(run_id, name):

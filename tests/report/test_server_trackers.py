@@ -33,6 +33,7 @@ from tests.report.mirrored import (
     in_trackio,
     kill_often,
     mirror_to_the_end,
+    mlflow_client,
     record_of,
     saved_plan,
     status_of,
@@ -103,23 +104,21 @@ def mlflow_plan(run_dir: Path, *overrides: str) -> RunPlan:
 @pytest.mark.slow
 def test_a_run_in_mlflows_files(tmp_path: Path) -> None:
     """Settings, samples, summary and state; what a resume changes; a later start that adds steps."""
-    from mlflow import MlflowClient
-
     plan = mlflow_plan(tmp_path / "runs" / "run", SAMPLES)
     with_samples(plan, 2)
     growing = Growing(plan)
     growing.add(8)
-    plan.paths.summary.write_text('{"verdict": "stopped", "train/loss": 1.5, "eval/loss": null}')
+    plan.paths.summary.write_text('{"verdict": "stopped", "train/loss": 1.5, "train": 1, "eval/loss": null}')
     assert mirror_to_the_end(plan, "mlflow") == 0, plan.paths.tracker_log("mlflow").read_text()
     status = status_of(plan, "mlflow")
     store = str(tmp_path / "runs" / "mlruns")
     assert (status["dir"], status["delivered"]) == (store, 8)
-    client = MlflowClient(store)
+    client = mlflow_client(store)
     run = client.get_run(status["run_id"])
     assert (run.info.run_name, run.info.status) == ("run", "KILLED")
     assert run.data.params["batch.global_size"] == "64"
     assert run.data.tags["launcher.run_id"] == "abcd1234"
-    assert (run.data.tags["summary.verdict"], run.data.tags["summary.train/loss"]) == ("stopped", "1.5")
+    assert (run.data.tags["summary.verdict"], run.data.tags["summary.train.loss"]) == ("stopped", "1.5")
     samples = {artifact.path for artifact in client.list_artifacts(run.info.run_id, "samples/step_000002")}
     assert samples == {"samples/step_000002/face.png", "samples/step_000002/story.txt"}
     make_plan("precision=fp32", "trackers=[mlflow]", "train.log_every=2", run_dir=plan.run.dir).save()
@@ -205,15 +204,13 @@ def server(tmp_path: Path) -> Iterator[str]:
 @pytest.mark.slow
 def test_thirty_kills_before_a_real_server(server: str, tmp_path: Path) -> None:
     """Needs the package mlflow, with its server."""
-    from mlflow import MlflowClient
-
     plan = mlflow_plan(tmp_path / "runs" / "run", f"mlflow.tracking_uri={server}", SAMPLES)
     with_samples(plan, 2)
     steps = kill_often(plan, "mlflow", 30)
     status = status_of(plan, "mlflow")
     assert status["url"] == f"{server}/#/experiments/1/runs/{status['run_id']}"
     assert differences(in_mlflow(server, status["run_id"]), steps, mlflow=True) == []
-    client = MlflowClient(server)
+    client = mlflow_client(server)
     assert client.get_run(status["run_id"]).info.status == "FINISHED"
     samples = {artifact.path for artifact in client.list_artifacts(status["run_id"], "samples/step_000002")}
     assert samples == {"samples/step_000002/face.png", "samples/step_000002/story.txt"}

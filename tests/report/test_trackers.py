@@ -200,6 +200,22 @@ def test_a_tracker_is_tried_again_as_long_as_the_run_goes_on(
     assert status_of(plan, "tensorboard")["problem"] is None
 
 
+def test_an_end_that_always_fails_is_given_up(
+    failing: type[Failing], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although each trial delivers something: the newest step again, as MLflow's does."""
+    plan = saved_plan(tmp_path, TENSORBOARD)
+    Growing(plan).add(3)
+
+    def fail(*_: object) -> None:
+        failing.stored.clear()
+        raise OSError("no end")
+
+    monkeypatch.setattr(failing, "finish", fail)
+    assert run_mirror(plan, monkeypatch) == (1, 2)
+    assert status_of(plan, "tensorboard")["problem"] == "OSError: no end"
+
+
 def test_a_missing_package_is_not_tried_again(
     failing: type[Failing], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

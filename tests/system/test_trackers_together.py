@@ -20,7 +20,9 @@ def test_a_run_is_the_same_in_all_and_one_out_of_reach_disturbs_none(launch: Lau
     key = "5ecre7" * 6
     env = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_TRACKING_PASSWORD": key, "WANDB_API_KEY": key + "abcd"}
     trackers = ("trackers=[wandb,tensorboard,mlflow,prometheus]", f"prometheus.textfile={gauges}")
-    done = launch("train", *SMALL, *ALONE, *trackers, "mlflow.tracking_uri=http://127.0.0.1:9", env=env)
+    done = launch(
+        "train", *SMALL, *ALONE, *trackers, "checkpoint.enabled=true", "mlflow.tracking_uri=http://127.0.0.1:9", env=env
+    )
     assert done.returncode == 0, done.stderr
     assert (done.stdout + done.stderr).count("MLflow: ") <= 1
     run = tmp_path / "runs" / "w"
