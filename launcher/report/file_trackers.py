@@ -92,7 +92,7 @@ def _session(part: str, hparams: dict[str, str | float | bool], **fields: Any) -
     metadata = library("tensorboard.plugins.hparams.metadata")
     data = library("tensorboard.plugins.hparams.plugin_data_pb2").HParamsPluginData(**{part: fields})
     for name, value in hparams.items():
-        kind = {bool: "bool_value", str: "string_value"}.get(type(value), "number_value")
+        kind = "bool_value" if isinstance(value, bool) else "string_value" if isinstance(value, str) else "number_value"
         setattr(data.session_start_info.hparams[name], kind, value)
     return library("tensorboard.compat.proto.summary_pb2").Summary.Value(
         tag=getattr(metadata, f"{part.upper()}_TAG"), metadata=metadata.create_summary_metadata(data)
