@@ -29,6 +29,7 @@ from launcher.drill.verdict import (
 from launcher.errors import RunError
 from launcher.plan.callback_plan import without_reports
 from launcher.plan.run_plan import RunPlan
+from launcher.plan.strategy import job_lines
 from launcher.process import wait_until
 from launcher.quantities import count
 from launcher.rundir.paths import RunPaths
@@ -86,11 +87,11 @@ def shortened(plan: RunPlan) -> tuple[RunPlan, tuple[str, ...]]:
     return plan, tuple(changed)
 
 
-def job_lines(plan: RunPlan) -> dict[str, str]:
+def drilled_job(plan: RunPlan) -> dict[str, str]:
     """Return the description of the drilled job, by subject."""
     cluster, schedule = plan.cluster, plan.schedule
     steps = "" if schedule.steps is None else f" over {schedule.steps} steps"
-    return plan.job_lines() | {
+    return job_lines(plan) | {
         "cluster": f"{cluster.kind.value}, {cluster.nodes} × {cluster.workers_per_node}, {cluster.device.value}",
         "schedule": f"{'that of the whole job: ' if steps else ''}{schedule.name}{steps}",
     }
@@ -148,7 +149,7 @@ class Drill:
                 rerun_difference = self._difference("undisturbed again", length)
             outcome, reason = judge_drill(results, rerun_difference)
             return DrillResult(
-                job=job_lines(self.plan), changed=self._changed, windows=length.windows, every=length.every,
+                job=drilled_job(self.plan), changed=self._changed, windows=length.windows, every=length.every,
                 cold_start_s=cold_start_s, run_s=run_s, interrupted=results, rerun_difference=rerun_difference,
                 outcome=outcome, reason=reason,
             )  # fmt: skip

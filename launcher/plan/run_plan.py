@@ -16,7 +16,6 @@ from typing import Any, ClassVar, Self, TypeVar
 
 from launcher.config.schema import (
     CheckpointConfig,
-    Compress,
     MlflowConfig,
     OnError,
     OnNonfinite,
@@ -365,17 +364,6 @@ class RunPlan(LaunchPlan):
     def with_precision(self, kind: PrecisionKind, reason: str) -> Self:
         """Return this plan with ``precision=auto`` resolved to ``kind``."""
         return dataclasses.replace(self, precision=dataclasses.replace(self.precision, kind=kind, reason=reason))
-
-    def job_lines(self) -> dict[str, str]:
-        """Return the description of the job for the reports of `launch verify` and `launch drill`, by subject."""
-        strategy = self.strategy
-        compress = "" if strategy.compress is Compress.none else f", gradients sent as {strategy.compress.value}"
-        return {
-            "task": self.task.target,
-            "batch": self.batch.text,
-            "strategy": f"{strategy.kind.value}, sync {strategy.sync.value}{compress}",
-            "precision": self.precision.kind.value,
-        }
 
     @classmethod
     def load(cls, path: Path) -> Self:

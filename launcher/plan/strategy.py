@@ -20,12 +20,24 @@ from launcher.errors import ConfigError
 from launcher.plan import host
 from launcher.plan.batch import Batch
 from launcher.plan.launch_plan import ClusterPlan
-from launcher.plan.run_plan import Forecast, PrecisionPlan, StrategyPlan, TaskPlan, extended
+from launcher.plan.run_plan import Forecast, PrecisionPlan, RunPlan, StrategyPlan, TaskPlan, extended
 from launcher.plan.sync_policy import POLICIES, SHARDED, Collective, Layout, transfers_per_window
 
 # fraction of a rank's memory; the allocator's rounding and the communication library's buffers need the rest
 USABLE_MEMORY = 0.92
 ITEM_BYTES = {PrecisionKind.auto: 4, PrecisionKind.fp32: 4, PrecisionKind.bf16: 2, PrecisionKind.fp16: 2}
+
+
+def job_lines(plan: RunPlan) -> dict[str, str]:
+    """Return the description of the job for the reports of `launch verify` and `launch drill`, by subject."""
+    strategy = plan.strategy
+    compress = "" if strategy.compress is Compress.none else f", gradients sent as {strategy.compress.value}"
+    return {
+        "task": plan.task.target,
+        "batch": plan.batch.text,
+        "strategy": f"{strategy.kind.value}, sync {strategy.sync.value}{compress}",
+        "precision": plan.precision.kind.value,
+    }
 
 
 def solve_strategy(

@@ -276,22 +276,20 @@ def summary_table(plan: RunPlan, summary: dict[str, Any]) -> Table:
 def _destination(plan: RunPlan, tracker: Tracker) -> str:
     """Return where a tracker will store the run."""
     match tracker:
-        case Tracker.wandb if plan.wandb.mode is WandbMode.disabled:
-            return "disabled"
         case Tracker.wandb:
-            return f"{plan.wandb.mode.value}, project {plan.wandb.project}, id {plan.run.id}"
+            text = f"{plan.wandb.mode.value}, project {plan.wandb.project}, id {plan.run.id}"
+            return "disabled" if plan.wandb.mode is WandbMode.disabled else text
         case Tracker.tensorboard:
             return near(plan.tensorboard.dir or Path(plan.run.dir, "tensorboard"))
         case Tracker.mlflow:
-            uri = mlflow_uri(plan, os.environ)
-            where = re.sub(r"//[^/@]*@", "//", uri) if "://" in uri else near(uri)
+            uri = re.sub(r"//[^/@]*@", "//", mlflow_uri(plan, os.environ))
+            where = uri if "://" in uri else near(uri)
             return f"{where}, experiment {plan.mlflow.experiment}"
         case Tracker.trackio:
             return f"project {plan.trackio.project}"
         case Tracker.prometheus:
-            settings = plan.prometheus
-            port = [] if settings.port is None else [f"port {settings.port or 'any'}"]
-            return ", ".join(port + ([] if settings.textfile is None else [near(settings.textfile)]))
+            port, file = plan.prometheus.port, plan.prometheus.textfile
+            return ", ".join(([] if port is None else [f"port {port or 'any'}"]) + ([near(file)] if file else []))
 
 
 def tracker_lines(paths: RunPaths) -> Iterator[tuple[str, str, str]]:

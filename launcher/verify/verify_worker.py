@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from launcher.config.schema import Compress, ShortWindow
 from launcher.plan.run_plan import RunPlan
+from launcher.plan.strategy import job_lines
 from launcher.plan.sync_policy import SHARDED
 from launcher.process import exit_without_teardown, prepare_worker, unblock_stop_signals
 from launcher.quantities import count, first_names
@@ -261,7 +262,7 @@ def _certificate(
 ) -> Certificate:
     outcome, reason = judge_windows(windows, hazards, refused)
     return Certificate(
-        job=plan.job_lines() | {"device": plan.cluster.device.value}, windows=tuple(windows), hazards=tuple(hazards),
+        job=job_lines(plan) | {"device": plan.cluster.device.value}, windows=tuple(windows), hazards=tuple(hazards),
         notes=tuple(notes), refused=refused, outcome=outcome, reason=reason,
     )  # fmt: skip
 
