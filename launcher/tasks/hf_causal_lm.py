@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from launcher.errors import TaskError
 from launcher.loss import Loss
+from launcher.quantities import first_names
 from launcher.tasks.hf_data import Encode, UnusableExample, require_columns
 from launcher.tasks.hf_model import HfTask
 
@@ -27,9 +29,10 @@ class HfCausalLM(HfTask):
     Args:
         model: directory of a model, name on the hub, or path of a configuration (random initial values).
         data: file or directory of examples: json, parquet, csv, text, or what ``save_to_disk`` of datasets wrote.
-        text: column of the text.
+        text: column of the text; if set, it is used although there are columns of the other kinds.
         tokenizer: directory or hub name; default: the model's.
-        seq_len: tokens in a row; longer texts are cut into pieces that do not see each other.
+        seq_len: tokens in a row; longer texts are cut into pieces that do not see each other. Default: 1,024, or the
+            length of the model's sequences if that is less.
         pack: examples share rows. Otherwise each has a row of its own, padded to the longest of its micro-batch.
         eval_data: examples of the evaluation; default: a part of ``data``.
         held_out: share of ``data`` for the evaluation, the same in every run; 0: none.
@@ -41,9 +44,9 @@ class HfCausalLM(HfTask):
         self,
         model: str,
         data: str,
-        text: str = "text",
+        text: str | None = None,
         tokenizer: str | None = None,
-        seq_len: int = 1024,
+        seq_len: int | None = None,
         pack: bool = True,
         eval_data: str | None = None,
         held_out: float = 0.05,
@@ -77,10 +80,10 @@ class HfCausalLM(HfTask):
         """Raise TaskError for an encoder, whose tokens see those that they predict."""
         from transformers import MODEL_FOR_MASKED_LM_MAPPING
 
-        if type(self._config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(self._config, "is_decoder", False):
+        if type(self._config) in MODEL_FOR_MASKED_LM_MAPPING:
             raise TaskError(
-                f"task.model={self._model}: a {self._config.model_type} is an encoder: its tokens see those that they "
-                "would predict.\n  Name a causal language model."
+                f"task.model={self._model}: {self._config.model_type} is a masked language model: its tokens see those "
+                "that they would predict.\n  Name a causal language model."
             )
 
     def _require_packable(self, model: Any) -> None:
@@ -93,7 +96,7 @@ class HfCausalLM(HfTask):
         if "position_ids" not in inspect.signature(model.forward).parameters:
             reason = "takes no position_ids"
         elif getattr(model, "_is_stateful", False) or layers - {"full_attention", "sliding_attention"}:
-            reason = "has layers that are not attention and carry a state from one document to the next"
+            reason = f"has layers that carry a state from one document to the next ({first_names(sorted(layers))})"
         elif window is not None and window < self._seq_len:
             reason = f"attends to windows of {window} tokens, less than task.seq_len={self._seq_len}"
         elif config._attn_implementation not in ("sdpa", "eager"):
@@ -105,70 +108,76 @@ class HfCausalLM(HfTask):
             )
 
     def _encoding(self, path: str, data: Any) -> tuple[Encode, dict[str, Any]]:
-        if "messages" in data.column_names:
+        columns, text = set(data.column_names), self._text or "text"
+        if self._text is None and "messages" in columns:
             encode = self._chat
-        elif {"prompt", "completion"} <= set(data.column_names):
+            if "tools" in columns:
+                raise TaskError(
+                    f"{path}: chats with a column tools are not supported.\n  Write them into a column text."
+                )
+        elif self._text is None and {"prompt", "completion"} <= columns:
             encode = self._completion
         else:
-            require_columns("task.text", path, data, [self._text])
-            encode = self._plain
-        settings = {
-            "kind": encode.__name__,
-            "text": self._text,
-            "seq_len": self._seq_len,
-            "pack": self._pack,
-            "unusable": self._unusable,
-        }
-        return encode, settings
+            require_columns("task.text", path, data, [text])
+            encode = functools.partial(self._plain, text)
+        name = getattr(encode, "__name__", text)
+        return encode, {"kind": name, "seq_len": self._seq_len, "unusable": self._unusable}
 
-    def _plain(self, example: dict[str, Any]) -> list[dict[str, Any]]:
+    def _plain(self, column: str, example: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the pieces of a text. They overlap by one token, so that each but the first is predicted once."""
-        tokens = self._ended(self._tokens(example[self._text], whole=True))
+        tokens = self._ended(self._tokens(example[column]))
         step = self._seq_len - 1
         pieces = (tokens[start : start + self._seq_len] for start in range(0, max(1, len(tokens) - 1), step))
         return [self._sample(piece, piece) for piece in pieces]
 
     def _completion(self, example: dict[str, Any]) -> list[dict[str, Any]]:
-        prompt = self._tokens(example["prompt"], whole=True)
-        answer = self._ended(self._tokens(example["completion"], whole=False))
+        prompt = self._tokens(example["prompt"], ends=False)
+        answer = self._ended(self._tokens(example["completion"], starts=False, ends=False))
         return [self._sample(prompt + answer, [IGNORED] * len(prompt) + answer)]
 
     def _chat(self, example: dict[str, Any]) -> list[dict[str, Any]]:
         """Return a chat as the tokenizer's template writes it, with the tokens of the answers as labels."""
-        messages = example["messages"]
-        tokens: list[int] = []
-        labels: list[int] = []
+        messages = [_message(each) for each in example["messages"]]
+        text, answers = "", list[range]()
         for number, message in enumerate(messages):
-            if message.get("role") != "assistant":
-                continue
-            for last, learned in ((number, False), (number + 1, True)):
-                longer = self._templated(messages[:last], prompts=not learned)
-                if longer[: len(tokens)] != tokens:
+            if message["role"] == "assistant":
+                prompt = self._templated(messages[:number], prompts=True)
+                longer = self._templated(messages[: number + 1], prompts=False)
+                if not (prompt.startswith(text) and longer.startswith(prompt)):
                     raise TaskError(
                         "the tokenizer's chat template writes the start of a chat differently when the chat continues, "
-                        "so that the tokens of an answer cannot be told from the rest.\n"
+                        "so the place of an answer is not known.\n"
                         "  Use a template that appends, or columns prompt and completion."
                     )
-                added = longer[len(tokens) :]
-                labels += added if learned else [IGNORED] * len(added)
-                tokens = longer
+                answers.append(range(len(prompt), len(longer)))
+                text = longer
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        tokens, offsets = encoded.input_ids, encoded["offset_mapping"]
+        labels = [
+            token if any(start in answer for answer in answers) else IGNORED
+            for token, (start, _) in zip(tokens, offsets, strict=True)
+        ]
         return [self._sample(tokens, labels)]
 
-    def _templated(self, messages: list[dict[str, Any]], *, prompts: bool) -> list[int]:
-        """Return the tokens of ``messages``; ``prompts``: with the beginning of an answer at the end."""
+    def _templated(self, messages: list[dict[str, Any]], *, prompts: bool) -> str:
+        """Return the text of ``messages``; ``prompts``: with the beginning of an answer at the end."""
         try:
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompts)
+            return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompts)
         except Exception as error:  # of the template, which is code of the model's authors
             raise TaskError(f"the tokenizer's chat template: {error}") from None
-        return self.tokenizer(text, add_special_tokens=False).input_ids
 
-    def _tokens(self, text: Any, *, whole: bool) -> list[int]:
-        """Return the tokens of ``text``; ``whole``: with those that the tokenizer puts at the start of a text."""
+    def _tokens(self, text: Any, *, starts: bool = True, ends: bool = True) -> list[int]:
+        """Return the tokens of ``text``, with those that the tokenizer adds at the start and at the end of a text."""
         if not isinstance(text, str):
             raise UnusableExample(f"is {type(text).__name__} where text is expected")
-        return self.tokenizer(text, add_special_tokens=whole).input_ids
+        own, whole = (self.tokenizer(text, add_special_tokens=added).input_ids for added in (False, True))
+        first = next((n for n in range(len(whole) - len(own) + 1) if whole[n : n + len(own)] == own), None)
+        if first is None:
+            raise TaskError("the tokenizer changes the tokens of a text when it adds those of its start and end.")
+        return whole[0 if starts else first : None if ends else first + len(own)]
 
     def _ended(self, tokens: list[int]) -> list[int]:
+        """Return ``tokens`` with the end token, unless the tokenizer has none or has added one; empty if empty."""
         end = self.tokenizer.eos_token_id
         return tokens if end is None or tokens[-1:] == [end] or not tokens else [*tokens, end]
 
@@ -203,3 +212,10 @@ class HfCausalLM(HfTask):
         logits, targets = result.logits.flatten(0, 1).float(), batch["targets"].flatten()
         total = functional.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)
         return Loss(total, items=batch["items"])
+
+
+def _message(message: Any) -> dict[str, Any]:
+    """Return a message of a chat without the keys that only other messages have, which a table holds as None."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+        raise UnusableExample("has messages that are not dicts with role and content")
+    return {name: value for name, value in message.items() if value is not None}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from launcher.errors import TaskError
@@ -24,7 +26,7 @@ class HfClassifier(HfTask):
         text: column of the text.
         label: column of the class: a name or a number.
         tokenizer: directory or hub name; default: the model's.
-        seq_len: tokens of an example at most.
+        seq_len: tokens of an example at most; default: 1,024, or the length of the model's sequences if that is less.
         eval_data: examples of the evaluation; default: a part of ``data``.
         held_out: share of ``data`` for the evaluation, the same in every run; 0: none.
         unusable: examples that are empty or longer than ``seq_len``: ``error``; ``skip``; or ``cut``, which cuts the
@@ -39,7 +41,7 @@ class HfClassifier(HfTask):
         text: str = "text",
         label: str = "label",
         tokenizer: str | None = None,
-        seq_len: int = 512,
+        seq_len: int | None = None,
         eval_data: str | None = None,
         held_out: float = 0.05,
         unusable: Literal["error", "skip", "cut"] = "error",
@@ -72,11 +74,11 @@ class HfClassifier(HfTask):
 
     @cached_property
     def _classes(self) -> list[Any]:
-        """Return the classes in the order of the model's outputs: all that the training examples have."""
-        data = self._examples[0]
+        """Return the classes in the order of the model's outputs: all that the examples of ``task.data`` have."""
+        data = self._all_examples
         require_columns("task.label", self._data, data, [self._label])
-        if names := getattr(data.features[self._label], "names", None):  # of a ClassLabel: its values are numbers
-            return list(range(len(names)))
+        if names := _names_of(data, self._label):
+            return self._in_order_of_head(names)
         values = set(data.unique(self._label))
         kinds = {type(value) for value in values}
         if kinds not in ({int}, {str}):
@@ -87,8 +89,30 @@ class HfClassifier(HfTask):
         if len(values) < 2:
             raise TaskError(f"task.label={self._label}: only one class, {values.pop()!r}; there must be two at least.")
         if kinds == {int} and min(values) >= 0:
-            return list(range(max(values) + 1))
-        return sorted(values)
+            if max(values) >= 100 * len(values):
+                raise TaskError(f"task.label={self._label}: {max(values)} is too large for the number of a class.")
+            return self._in_order_of_head(list(range(max(values) + 1)))
+        return self._in_order_of_head(sorted(values))
+
+    def _in_order_of_head(self, classes: list[Any]) -> list[Any]:
+        """Return ``classes`` in the order of the head that the model has.
+
+        Raises:
+            TaskError: the model has a trained head of other classes.
+        """
+        trained = any("ForSequenceClassification" in name for name in self._config.architectures or ())
+        if not trained or Path(self._model).is_file():
+            return classes
+        own = [self._config.id2label[number] for number in range(self._config.num_labels)]
+        numbered = isinstance(classes[0], int) or all(str(name).startswith("LABEL_") for name in own)
+        if numbered and len(own) == len(classes):
+            return classes
+        if set(own) == set(classes):
+            return own
+        raise TaskError(
+            f"task.model={self._model}: it has a trained classifier of {first_names(list(map(str, own)))}, and the "
+            f"examples have {first_names(list(map(str, classes)))}.\n  Name a model without a trained classifier."
+        )
 
     def model(self) -> nn.Module:
         from transformers import AutoModelForSequenceClassification
@@ -103,19 +127,22 @@ class HfClassifier(HfTask):
     def _encoding(self, path: str, data: Any) -> tuple[Encode, dict[str, Any]]:
         require_columns("task.text", path, data, [self._text])
         require_columns("task.label", path, data, [self._label])
+        names = _names_of(data, self._label)
         settings = {
             "kind": "classifier",
             "columns": [self._text, self._label],
+            "names": names,
             "classes": self._classes,
             "seq_len": self._seq_len,
             "unusable": self._unusable,
         }
-        return self._encode, settings
+        return functools.partial(self._encode, names), settings
 
-    def _encode(self, example: dict[str, Any]) -> list[dict[str, Any]]:
+    def _encode(self, names: list[str] | None, example: dict[str, Any]) -> list[dict[str, Any]]:
         text, label = example[self._text], example[self._label]
+        label = names[label] if names else label
         if label not in self._classes:
-            raise TaskError(f"task.label={self._label}: {label!r} is no class of the training examples.")
+            raise TaskError(f"task.label={self._label}: {label!r} is no class of {self._data}.")
         if not isinstance(text, str) or not text:
             raise UnusableExample("has no text")
         cut = {"truncation": True, "max_length": self._seq_len} if self._unusable == "cut" else {}
@@ -127,7 +154,10 @@ class HfClassifier(HfTask):
     def collate(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
         import torch
 
-        batch = self.tokenizer.pad([{"input_ids": sample["input_ids"]} for sample in samples], return_tensors="pt")
+        # models with absolute positions expect a text at the start of its row; an XLNet reads the end of the row
+        side = "left" if self._config.model_type == "xlnet" else "right"
+        texts = [{"input_ids": sample["input_ids"]} for sample in samples]
+        batch = self.tokenizer.pad(texts, padding_side=side, return_tensors="pt")
         return {**batch, "labels": torch.tensor([sample["label"] for sample in samples])}
 
     def loss(self, model: Any, batch: dict[str, Any]) -> Loss:
@@ -139,3 +169,8 @@ class HfClassifier(HfTask):
         right = (logits.argmax(1) == labels).sum()
         total = functional.cross_entropy(logits, labels, reduction="sum")
         return Loss(total, items=len(labels), metrics={"accuracy": (right, len(labels))})
+
+
+def _names_of(data: Any, column: str) -> list[str] | None:
+    """Return the names of a ClassLabel column, whose values are their numbers; None of any other column."""
+    return getattr(data.features[column], "names", None)

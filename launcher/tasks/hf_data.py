@@ -6,6 +6,7 @@ The module does not import torch, transformers or datasets at module level.
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -28,13 +29,15 @@ Encode = Callable[[dict[str, Any]], list[dict[str, Any]]]  # example -> rows
 
 # changed whenever the tokenised columns change, so that no cache of an older version is used
 _FORMAT = 1
+# column of an example's number in its file, from 0
+NUMBER = "example_number"
 # seed of the split into training and held-out examples; not the job's, so that all runs have the same split
 _SPLIT_SEED = 0
 
 
 def read_examples(key: str, path: str) -> Any:
     """Return the examples of a data set of the datasets package (``save_to_disk``), of a file, or of all files of one
-    kind in a directory and below it.
+    kind in a directory and below it, with their numbers in the column NUMBER.
 
     A text file is one example with a column ``text``.
 
@@ -44,6 +47,13 @@ def read_examples(key: str, path: str) -> Any:
     Raises:
         TaskError: there is no such file, its kind is not known, or it cannot be read.
     """
+    import numpy
+
+    data = _read(key, path)
+    return data.add_column(NUMBER, numpy.arange(len(data)))
+
+
+def _read(key: str, path: str) -> Any:
     import datasets
 
     source = Path(path)
@@ -72,7 +82,9 @@ def read_examples(key: str, path: str) -> Any:
     except TaskError:
         raise
     except Exception as error:  # of pyarrow, pandas and datasets, which have no common type
-        raise TaskError(f"{key}={path}: it cannot be read: {error.__cause__ or error}") from None
+        raise TaskError(
+            f"{key}={path}: it cannot be read: {error.__cause__ or error or type(error).__name__}"
+        ) from None
 
 
 def split_examples(data: Any, held_out: float) -> tuple[Any, Any]:
@@ -97,18 +109,20 @@ def split_examples(data: Any, held_out: float) -> tuple[Any, Any]:
 
 def require_columns(key: str, path: str, data: Any, names: list[str]) -> None:
     """Raise TaskError if ``data`` lacks one of the columns ``names``, which the config key ``key`` names."""
+    columns = [name for name in data.column_names if name != NUMBER]
     for name in names:
-        if name not in data.column_names:
+        if name not in columns:
             raise TaskError(
                 f"{key}={name}: {path} has no such column.\n"
-                f"  {did_you_mean(name, data.column_names)}Its columns: {first_names(data.column_names)}."
+                f"  {did_you_mean(name, columns)}Its columns: {first_names(columns)}."
             )
 
 
 def tokenized(data: Any, path: str, tokenizer: Any, settings: dict[str, Any], encode: Encode) -> Any:
     """Return the rows that ``encode`` makes of each example of ``data``.
 
-    The result is in the cache of the datasets package, under a hash of the data, the tokenizer and ``settings``.
+    The result is in the cache of the datasets package, under a hash of the data (of files: their names and times of
+    change), the tokenizer and ``settings``.
     Processes of one host that need it at the same time wait for the first one.
 
     Args:
@@ -126,12 +140,14 @@ def tokenized(data: Any, path: str, tokenizer: Any, settings: dict[str, Any], en
     cache = Path(config.HF_DATASETS_CACHE) / "launcher" / f"{fingerprint}.arrow"
     cache.parent.mkdir(parents=True, exist_ok=True)
 
-    def encode_rows(columns: dict[str, list[Any]], numbers: list[int]) -> dict[str, list[Any]]:
+    def encode_rows(columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
         rows: list[dict[str, Any]] = []
-        for position, number in enumerate(numbers):
+        for position, number in enumerate(columns[NUMBER]):
             try:
                 example = {name: values[position] for name, values in columns.items()}
                 rows += [row | {"example": number} for row in encode(example)]
+            except TaskError as error:
+                raise TaskError(f"{path}: example {number} (counted from 0): {error}") from None
             except UnusableExample as error:
                 if settings["unusable"] == "error":
                     raise TaskError(
@@ -144,7 +160,6 @@ def tokenized(data: Any, path: str, tokenizer: Any, settings: dict[str, Any], en
         result = data.map(
             encode_rows,
             batched=True,
-            with_indices=True,
             remove_columns=data.column_names,
             cache_file_name=str(cache),
             new_fingerprint=fingerprint,
@@ -166,4 +181,7 @@ def _identity(tokenizer: Any) -> list[Any]:
         words: Any = sorted(tokenizer.get_vocab().items())
     else:  # its own truncation and padding are those of the last call
         words = json.loads(backend.to_str()) | {"truncation": None, "padding": None}
-    return [type(tokenizer).__name__, words, tokenizer.chat_template, tokenizer.special_tokens_map]
+    settings = [getattr(tokenizer, name, None) for name in ("truncation_side", "split_special_tokens", "chat_template")]
+    options = {name: str(value) for name, value in tokenizer.init_kwargs.items()}
+    version = importlib.metadata.version("transformers")
+    return [type(tokenizer).__name__, version, words, settings, options, str(tokenizer.special_tokens_map)]

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
+DEFAULT_LENGTH = 1024
 # arguments of a LoRA adapter: key of the task -> argument of peft's LoraConfig
 _LORA = {"r": "r", "alpha": "lora_alpha", "dropout": "lora_dropout", "targets": "target_modules"}
 
@@ -34,7 +35,7 @@ class HfTask:
         data: str,
         *,
         tokenizer: str | None,
-        seq_len: int,
+        seq_len: int | None,
         eval_data: str | None,
         held_out: float,
         lora: dict[str, Any] | None,
@@ -42,13 +43,15 @@ class HfTask:
         packages = ["transformers", "datasets", *(["peft"] if lora is not None else [])]
         if missing := [each for each in packages if find_spec(each) is None]:
             raise TaskError(f"task={name}: {', '.join(missing)} must be installed.\n  pip install launcher[hf]")
-        _require_lora_keys(lora or {})
+        _require_lora_keys({} if lora is None else lora)
         self._model, self._tokenizer, self._lora = model, tokenizer, lora
         self._data, self._eval_data, self._held_out = data, eval_data, held_out
         self.notes: list[str] = []  # which the plan shows
-        self._config, self._seq_len = _load_config(model), seq_len
+        self._config = _load_config(model)
         longest = getattr(self._config.get_text_config(), "max_position_embeddings", None)
-        if seq_len < 2 or (longest is not None and seq_len > longest):
+        longest = longest if isinstance(longest, int) and longest > 0 else None
+        self._seq_len: int = min(DEFAULT_LENGTH, longest or DEFAULT_LENGTH) if seq_len is None else seq_len
+        if self._seq_len < 2 or (longest is not None and self._seq_len > longest):
             most = "" if longest is None else f" and at most {longest}, the length of the model's sequences"
             raise TaskError(f"task.seq_len={seq_len}: must be at least 2{most}.")
 
@@ -62,12 +65,15 @@ class HfTask:
         return ("task.model", self._model) if self._tokenizer is None else ("task.tokenizer", self._tokenizer)
 
     @cached_property
+    def _all_examples(self) -> Any:
+        return read_examples("task.data", self._data)
+
+    @cached_property
     def _examples(self) -> tuple[Any, Any]:
         """Return (training, held-out) examples."""
-        data = read_examples("task.data", self._data)
         if self._eval_data is not None:
-            return data, read_examples("task.eval_data", self._eval_data)
-        return split_examples(data, self._held_out)
+            return self._all_examples, read_examples("task.eval_data", self._eval_data)
+        return split_examples(self._all_examples, self._held_out)
 
     def train_data(self) -> Any:
         return self._rows(self._data, self._examples[0])
@@ -89,7 +95,7 @@ class HfTask:
 
     def _build(self, auto: Any, *, new_head: bool) -> Any:
         """Return the model in fp32, ready to train. ``auto``, ``new_head``: see ``_build_pretrained``."""
-        model = _build_pretrained(self._model, auto, self._config, new_head=new_head)
+        model, self._new_modules = _build_pretrained(self._model, auto, self._config, new_head=new_head)
         size, words = model.get_input_embeddings().num_embeddings, len(self.tokenizer)
         if words > size:
             key, path = self._tokenizer_source
@@ -98,7 +104,7 @@ class HfTask:
 
     def _adapted(self, model: Any, kind: str) -> Any:
         """Return ``model`` with adapters if ``task.lora`` is set. ``kind``: task type of peft."""
-        return model if self._lora is None else _with_lora(model, self._lora, kind)
+        return model if self._lora is None else _with_lora(model, self._lora, kind, self._new_modules)
 
     def shard_units(self, model: Any) -> list[nn.Module]:
         """Return the blocks that transformers does not divide between devices."""
@@ -135,11 +141,13 @@ def _load_config(model: str) -> Any:
     try:
         return AutoConfig.from_pretrained(model)
     except (OSError, ValueError, KeyError) as error:
-        raise TaskError(f"task.model={model}: {_first_line(error)}") from None
+        hub = "" if path.exists() else "there is no such file or directory; as a name on the hub: "
+        raise TaskError(f"task.model={model}: {hub}{_first_line(error)}") from None
 
 
-def _build_pretrained(model: str, auto: Any, config: Any, *, new_head: bool) -> Any:
-    """Return the model in fp32, with its weights, or with random values if ``model`` is a configuration.
+def _build_pretrained(model: str, auto: Any, config: Any, *, new_head: bool) -> tuple[Any, list[str]]:
+    """Return the model in fp32, with its weights, or with random values if ``model`` is a configuration; and the names
+    of modules that have no weights yet.
 
     Args:
         auto: class of transformers that finds the architecture, such as AutoModelForCausalLM.
@@ -154,7 +162,7 @@ def _build_pretrained(model: str, auto: Any, config: Any, *, new_head: bool) -> 
     logging.disable_progress_bar()
     try:
         if _is_config_file(model):
-            return auto.from_config(config, dtype=torch.float32)
+            return auto.from_config(config, dtype=torch.float32), []
         made, loaded = auto.from_pretrained(model, config=config, dtype=torch.float32, output_loading_info=True)
     except (OSError, ValueError, RuntimeError) as error:
         raise TaskError(f"task.model={model}: {_first_line(error)}") from None
@@ -167,7 +175,7 @@ def _build_pretrained(model: str, auto: Any, config: Any, *, new_head: bool) -> 
                 f"task.model={model}: its weights are not those of a {type(made).__name__}: "
                 f"{kind.removesuffix('_keys')}: {first_names(names)}.\n  Name a model of this architecture."
             )
-    return made
+    return made, sorted({name.rpartition(".")[0] for name in map(str, loaded["missing_keys"])})
 
 
 def _load_tokenizer(key: str, path: str) -> Any:
@@ -184,8 +192,8 @@ def _load_tokenizer(key: str, path: str) -> Any:
         raise TaskError(f"{key}={path}: no tokenizer: {_first_line(error)}\n  Name one with task.tokenizer=.") from None
 
 
-def _with_lora(model: Any, lora: dict[str, Any], kind: str) -> Any:
-    """Return ``model`` with LoRA adapters of peft; every other parameter is frozen.
+def _with_lora(model: Any, lora: dict[str, Any], kind: str, new: list[str]) -> Any:
+    """Return ``model`` with LoRA adapters of peft; every other parameter is frozen, except for the modules ``new``.
 
     Args:
         lora: ``r``, ``alpha``, ``dropout``, ``targets`` (names of modules, or "all-linear"); missing ones have the
@@ -197,11 +205,11 @@ def _with_lora(model: Any, lora: dict[str, Any], kind: str) -> Any:
     """
     from peft import LoraConfig, get_peft_model
 
-    _require_lora_keys(lora)
     targets = lora.get("targets")
+    if isinstance(targets, str) and targets != "all-linear":
+        targets = [targets]
     names = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if hasattr(module, "weight")})
-    wanted = [targets] if isinstance(targets, str) and targets != "all-linear" else targets
-    unknown = [name for name in wanted or () if targets != "all-linear" and not _matches(model, name)]
+    unknown = [name for name in targets or () if targets != "all-linear" and not _matches(model, name)]
     if unknown:
         raise TaskError(
             f"task.lora.targets={unknown[0]}: no module of the model has this name.\n"
@@ -211,9 +219,8 @@ def _with_lora(model: Any, lora: dict[str, Any], kind: str) -> Any:
         with warnings.catch_warnings():
             # peft asks for an attribute that transformers has renamed
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
-            return get_peft_model(
-                model, LoraConfig(task_type=kind, **{_LORA[name]: value for name, value in lora.items()})
-            )
+            settings = {_LORA[name]: value for name, value in (lora | {"targets": targets}).items()}
+            return get_peft_model(model, LoraConfig(task_type=kind, modules_to_save=new or None, **settings))
     except (ValueError, TypeError) as error:
         raise TaskError(f"task.lora: {_first_line(error)}") from None
 
@@ -223,7 +230,9 @@ def _matches(model: Any, target: str) -> bool:
 
 
 def _require_lora_keys(lora: dict[str, Any]) -> None:
-    """Raise TaskError if ``lora`` has a key that is no argument of an adapter."""
+    """Raise TaskError if ``lora`` is no dict, or has a key that is no argument of an adapter."""
+    if not isinstance(lora, dict):
+        raise TaskError(f"task.lora={lora}: must be a dict, such as {{r: 16, alpha: 32}}.")
     for name in lora:
         if name not in _LORA:
             raise TaskError(

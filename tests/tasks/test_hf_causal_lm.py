@@ -173,7 +173,7 @@ def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
 
 def test_another_architecture_is_refused(llama: Path, tmp_path: Path) -> None:
     file = save_lines(tmp_path / "texts.jsonl", [{"text": text} for text in TEXTS])
-    with pytest.raises(TaskError, match="a bert is an encoder"):
+    with pytest.raises(TaskError, match="bert is a masked language model"):
         task(save_model(tmp_path / "bert", "bert"), file).model()
     other = save_model(tmp_path / "other", "gpt2")
     (other / "config.json").write_text((llama / "config.json").read_text())
@@ -191,3 +191,72 @@ def test_lora_trains_adapters_only(llama: Path, tmp_path: Path) -> None:
     trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
     assert all("lora_" in name for name in trained)
     assert sum(trained.values()) == 2 * (2 * (32 + 32) + 2 * (32 + 16))  # 2 layers; r (inputs + outputs) for q and v
+
+
+def test_a_column_that_is_named_wins_over_chats(llama: Path, tmp_path: Path) -> None:
+    file = save_lines(tmp_path / "both.jsonl", [{"messages": [{"role": "user", "content": "no"}], "body": "the text"}])
+    job = task(llama, file, text="body")
+    assert job.tokenizer.decode(job.train_data()[0]["input_ids"]) == "the text<|end|>"
+
+
+def test_keys_that_only_other_messages_have_are_left_out(tmp_path: Path) -> None:
+    named = CHAT_TEMPLATE.replace(
+        "{{ message['role'] }}", "{{ message['name'] if 'name' in message else message['role'] }}"
+    )
+    chat = [{"role": "user", "name": "Ada", "content": "one?"}, {"role": "assistant", "content": "first"}]
+    file = save_lines(tmp_path / "chats.jsonl", [{"messages": chat}])
+    job = task(save_model(tmp_path / "model", "llama", template=named), file)
+    assert job.tokenizer.decode(job.train_data()[0]["input_ids"]).startswith(
+        "<|start|>Ada\none?<|end|><|start|>assistant"
+    )
+
+
+def test_an_answer_whose_start_joins_what_precedes_it(tmp_path: Path) -> None:
+    """Token pieces of the template and of the answer are one token: the answer's other tokens are learned."""
+    ends_with_def = CHAT_TEMPLATE.replace("assistant\n{% endif", "assistant\nde{% endif").replace(
+        "{{ message['content'] }}", "{{ ('de' if message['role'] == 'assistant' else '') + message['content'] }}"
+    )
+    chat = [{"role": "user", "content": "one?"}, {"role": "assistant", "content": "f area(width)"}]
+    file = save_lines(tmp_path / "chats.jsonl", [{"messages": chat}])
+    job = task(save_model(tmp_path / "model", "llama", template=ends_with_def), file)
+    row = job.train_data()[0]
+    whole = job.tokenizer.apply_chat_template(chat, tokenize=False)
+    assert job.tokenizer.decode(row["input_ids"]) == whole
+    learned = job.tokenizer.decode([label for label in row["labels"] if label != -100])
+    assert whole.endswith(learned)
+    assert "area(width)<|end|>".endswith(learned.strip()) or "f area(width)<|end|>".endswith(learned)
+
+
+def test_a_prompt_does_not_end_with_the_end_token_that_a_tokenizer_adds(llama: Path, tmp_path: Path) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    file = save_lines(tmp_path / "pairs.jsonl", [{"prompt": "2+2=", "completion": "4"}])
+    job = task(llama, file)
+    special = [("<|start|>", 1), ("<|end|>", 0)]
+    job.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|start|> $A <|end|>", special_tokens=special
+    )
+    row = job.train_data()[0]
+    assert job.tokenizer.decode(row["input_ids"]) == "<|start|>2+2=4<|end|>"
+    assert job.tokenizer.decode([label for label in row["labels"] if label != -100]) == "4<|end|>"
+
+
+def test_an_example_has_the_number_of_its_line(llama: Path, tmp_path: Path) -> None:
+    rows = [{"text": f"line {n}" if n != 13 else ""} for n in range(20)]
+    file = save_lines(tmp_path / "texts.jsonl", rows)
+    job = task(llama, file, held_out=0.9)
+    with pytest.raises(TaskError, match=r"example 13 \(counted from 0\)"):
+        job.eval_data()
+
+
+def test_other_settings_of_a_tokenizer_have_another_cache(llama: Path) -> None:
+    from transformers import AutoTokenizer
+
+    from launcher.tasks.hf_data import _identity
+
+    tokenizer = AutoTokenizer.from_pretrained(llama)
+    before = _identity(tokenizer)
+    tokenizer("a text", truncation=True, max_length=2)
+    assert _identity(tokenizer) == before  # no setting of its own
+    tokenizer.truncation_side = "left"
+    assert _identity(tokenizer) != before

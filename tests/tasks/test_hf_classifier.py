@@ -89,7 +89,7 @@ def test_wrong_classes_are_named(bert: Path, tmp_path: Path, settings: Any, rows
 def test_an_unknown_class_in_the_held_out_data_is_named(bert: Path, tmp_path: Path) -> None:
     other = save_lines(tmp_path / "other.jsonl", [{"text": "a text", "label": "verse"}])
     job = task(bert, save_lines(tmp_path / "rows.jsonl", ROWS), eval_data=str(other))
-    with pytest.raises(TaskError, match="'verse' is no class of the training examples"):
+    with pytest.raises(TaskError, match=r"example 0 .*'verse' is no class of"):
         job.eval_data()
 
 
@@ -104,3 +104,66 @@ def test_adapters_and_the_new_head_are_trained(bert: Path, tmp_path: Path) -> No
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert {name.split(".")[-1] for name in trained if "classifier" in name} == {"weight", "bias"}
     assert all("lora_" in name or "classifier" in name for name in trained)
+
+
+def test_a_tokenizer_that_pads_on_the_left_gives_the_same(bert: Path, tmp_path: Path) -> None:
+    job = task(bert, save_lines(tmp_path / "rows.jsonl", ROWS))
+    model, data = job.model().eval(), job.train_data()
+    rows = [data[index] for index in range(len(data))]
+    expected = job.loss(model, job.collate(rows)).total.detach()
+    job.tokenizer.padding_side = "left"
+    torch.testing.assert_close(job.loss(model, job.collate(rows)).total.detach(), expected)
+
+
+def trained_head(directory: Path, names: list[str]) -> Path:
+    """Save a classifier of ``names`` with its head."""
+    import transformers
+
+    save_model(directory, "bert")
+    config = transformers.BertConfig.from_pretrained(directory, id2label=dict(enumerate(names)), num_labels=len(names))
+    transformers.BertForSequenceClassification(config).save_pretrained(directory)
+    return directory
+
+
+def test_a_trained_head_keeps_the_order_of_its_classes(tmp_path: Path) -> None:
+    job = task(trained_head(tmp_path / "model", ["prose", "code"]), save_lines(tmp_path / "rows.jsonl", ROWS))
+    assert job.model().config.id2label == {0: "prose", 1: "code"}
+    assert list(job.train_data()["label"]) == [int("(" in text) for text in TEXTS]
+
+
+def test_a_trained_head_of_other_classes_is_refused(tmp_path: Path) -> None:
+    file = save_lines(tmp_path / "rows.jsonl", ROWS)
+    for names in (["good", "bad"], ["one", "two", "three"]):
+        with pytest.raises(TaskError, match="it has a trained classifier of"):
+            task(trained_head(tmp_path / names[0], names), file).model()
+
+
+def test_named_classes_of_a_dataset_are_matched_by_name(bert: Path, tmp_path: Path) -> None:
+    from datasets import ClassLabel, Dataset, Features, Value
+
+    for name, order in (("train", ["prose", "code"]), ("eval", ["code", "prose"])):
+        features = Features({"text": Value("string"), "label": ClassLabel(names=order)})
+        rows = {"text": TEXTS, "label": [order.index("code" if "(" in text else "prose") for text in TEXTS]}
+        Dataset.from_dict(rows, features).save_to_disk(tmp_path / name)
+    job = task(bert, tmp_path / "train", eval_data=str(tmp_path / "eval"))
+    assert job.model().config.id2label == {0: "prose", 1: "code"}
+    assert list(job.eval_data()["label"]) == list(job.train_data()["label"])
+
+
+def test_a_class_that_is_held_out_only_is_a_class(bert: Path, tmp_path: Path) -> None:
+    rows = [{"text": f"text {n}", "label": "rare" if n == 7 else "ab"[n % 2]} for n in range(20)]
+    for held_out in (0.1, 0.3, 0.5):
+        job = task(bert, save_lines(tmp_path / "rows.jsonl", rows), held_out=held_out)
+        assert job.model().config.num_labels == 3
+        assert len(job.train_data()) + len(job.eval_data()) == 20
+
+
+def test_layers_without_weights_are_trained_beside_adapters(tmp_path: Path) -> None:
+    import transformers
+
+    directory = save_model(tmp_path / "masked", "bert")
+    config = transformers.BertConfig.from_pretrained(directory)
+    transformers.BertForMaskedLM(config).save_pretrained(directory)  # has no pooler
+    job = task(directory, save_lines(tmp_path / "rows.jsonl", ROWS), lora={"r": 2, "targets": "query"})
+    trained = [name for name, parameter in job.model().named_parameters() if parameter.requires_grad]
+    assert any("pooler.dense" in name for name in trained)

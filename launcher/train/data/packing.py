@@ -60,8 +60,8 @@ class Packing:
 
     def __call__(self, samples: Sequence[Any]) -> dict[str, Any]:
         if self.own_rows:
-            rows = [[piece] for piece in self._pieces(samples)]
-            return self._batch(rows, max(len(tokens) for ((tokens, _),) in rows))
+            rows = [[piece] for piece in self._pieces(samples)] or [[]]
+            return self._batch(rows, max(sum(len(tokens) for tokens, _ in row) for row in rows))
         rows: list[list[tuple[Tensor, Tensor]]] = []
         room: list[int] = []
         pieces = sorted(self._pieces(samples), key=lambda piece: -len(piece[0]))  # stable

@@ -22,7 +22,6 @@ from launcher.task import seed_for
 
 T = TypeVar("T")
 Seed = Callable[[int, int], None]  # (epoch, position of the sample in it)
-StreamRandom = tuple[Tensor, Any, Any]  # states of torch's, Python's and NumPy's generators
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
@@ -117,10 +116,6 @@ class _NumpyGenerator:
         """The replacement's words, which change with every draw and every seed."""
         return self._words.raw
 
-    @state.setter
-    def state(self, state: bytes) -> None:
-        self._words.raw = state
-
 
 def _cuda_state() -> Tensor | None:
     """Return the GPU generator's state, which torch.manual_seed() in a dataset sets too; None without a GPU in use."""
@@ -203,28 +198,30 @@ class SampleRandom:
 
     An augmented sample is then the same after a resume, in every loader process and for every world size. If the rank's
     own process reads the dataset, it does not draw from the random numbers that dropout uses.
+
+    Attributes:
+        stream_state: state of the random numbers of ``continued``; None before its first use.
     """
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._epoch, self._base = 0, seed_for(seed, "samples/0")
         self._drawn = False
-        self._watch, self._python = _Watch(self._install_numpy), _PythonGenerator()
+        self._watch = _Watch(self._install_numpy)
         self._numpy: _NumpyGenerator | None = None
-        self._stream_state: StreamRandom | None = None
-        self._words: tuple[Tensor, Any, Any] | None = None  # the same in memory, if that is complete
+        self.stream_state: tuple[Tensor, Any, Any] | None = None
 
     @contextmanager
     def own(self) -> Iterator[None]:
         """Return a context for reads, each preceded by ``seed``. The generators' state is restored at its end."""
-        torch_state, python_state, numpy = torch.get_rng_state(), self._python.state, self._install_numpy()
+        torch_state, python_state, numpy = torch.get_rng_state(), random.getstate(), self._install_numpy()
         cuda_state = _cuda_state()
         try:
             yield
         finally:
             _restore_cuda(cuda_state)
             torch.set_rng_state(torch_state)
-            self._python.state = python_state
+            random.setstate(python_state)
             if numpy is not None:
                 numpy.uninstall()
 
@@ -261,62 +258,25 @@ class SampleRandom:
         if (numpy := sys.modules.get("numpy")) is not None:
             numpy.random.seed(seed % 2**32)
 
-    @property
-    def stream_state(self) -> StreamRandom | None:
-        """State of the random numbers of ``continued``; None until a read has drawn some."""
-        return self._stream_state
-
-    @stream_state.setter
-    def stream_state(self, state: StreamRandom | None) -> None:
-        self._stream_state, self._words = state, None
-
     @contextmanager
     def continued(self, epoch: int) -> Iterator[None]:
         """Return a context for a read whose random numbers continue those of the previous one. A stream then draws the
         same numbers, regardless of how it is divided into reads."""
         with self.own():
-            self._continue(epoch)
-            before = self._memory()
+            if self.stream_state is None:
+                self.seed(epoch, -1)
+            else:
+                torch.set_rng_state(self.stream_state[0])
+                random.setstate(self.stream_state[1])
+                if self.stream_state[2] is not None:
+                    sys.modules["numpy"].random.set_state(self.stream_state[2])
             try:
                 yield
             finally:
-                self._keep(before, self._memory())
-
-    def _continue(self, epoch: int) -> None:
-        state = self._stream_state
-        if self._words is not None:
-            torch_state, self._python.state, numpy_state = self._words
-            torch.set_rng_state(torch_state)
-            if self._numpy is not None:
-                self._numpy.state = numpy_state
-        elif state is None:
-            self.seed(epoch, -1)
-        else:
-            torch.set_rng_state(state[0])
-            random.setstate(state[1])
-            if state[2] is not None:
-                sys.modules["numpy"].random.set_state(state[2])
-
-    def _keep(self, before: tuple[Tensor, Any, Any], after: tuple[Tensor, Any, Any]) -> None:
-        """Keep the generators' state after a read. NumPy takes longer to return its own than most samples to be read,
-        so it is asked only if it may have changed: also to draw the second of two normal numbers, which it caches."""
-        last = self._stream_state
-        numpy_state = last and last[2]
-        caches = bool(numpy_state and numpy_state["has_gauss"])
-        if not torch.equal(before[0], after[0]) or before[1:] != after[1:] or caches:
-            if last is None or caches or before[2] != after[2]:
+                # NumPy's too: to change its generator drops the second of two normal numbers
                 numpy = sys.modules.get("numpy")
                 numpy_state = numpy and numpy.random.get_state(legacy=False)
-                caches = bool(numpy_state and numpy_state["has_gauss"])
-            self._stream_state = after[0], random.getstate(), numpy_state
-        # changing NumPy's generator drops the cached number; NumPy may have been imported in this read
-        complete = not caches and (self._numpy is None) == ("numpy" not in sys.modules)
-        self._words = after if complete else None
-
-    def _memory(self) -> tuple[Tensor, Any, Any]:
-        """Return the states as far as they can be read and written at once."""
-        numpy_state = "numpy" in sys.modules if self._numpy is None else self._numpy.state
-        return torch.get_rng_state(), self._python.state, numpy_state
+                self.stream_state = torch.get_rng_state(), random.getstate(), numpy_state
 
 
 _ROUNDS = 4

@@ -15,12 +15,13 @@ from launcher.plan.data_shards import require_divisible
 from launcher.plan.windows import StreamInfo
 
 # Operations of Hugging Face's streams after which a shard has the samples that the stream takes from the shard's files.
-# Classes of earlier versions are among them. Those that are not listed here are not divided automatically.
+# Classes of earlier versions are among them. A stream with others is not divided automatically. map and filter are not
+# listed, because a function that keeps a state (samples seen, a counter) gives other samples in each shard.
 _KEEP_SAMPLES = {
     "ExamplesIterable", "ShuffledDataSourcesExamplesIterable", "ArrowExamplesIterable",
     "ShuffledDataSourcesArrowExamplesIterable", "RebatchedArrowExamplesIterable", "SelectColumnsIterable",
-    "MappedExamplesIterable", "FilteredExamplesIterable", "BufferShuffledExamplesIterable", "FormattedExamplesIterable",
-    "InterleavedShardsExamplesIterable", "TypedExamplesIterable",
+    "BufferShuffledExamplesIterable", "FormattedExamplesIterable", "InterleavedShardsExamplesIterable",
+    "TypedExamplesIterable",
 }  # fmt: skip
 _OF_THE_WHOLE = "skip() and take() count samples of the whole stream, and would leave out others in a divided one"
 # operations that give other samples in a divided stream, such as held-out ones
@@ -35,9 +36,17 @@ _CHANGE_SAMPLES = {
 
 
 def own_shards(stream: Any) -> int:
-    """Return the number of shards that a stream has; 0 if it cannot be divided."""
-    shards = getattr(stream, "num_shards", None)
-    return shards if isinstance(shards, int) and callable(getattr(stream, "shard", None)) else 0
+    """Return the number of shards that a stream has; 0 if it cannot be divided.
+
+    The shards must have the samples of the stream's own ``__iter__``. Those of a stream inside a wrapper have not, nor
+    have those of a base class, unless they are of the same class as the stream.
+    """
+    shards, classes = getattr(stream, "num_shards", None), type(stream).__mro__
+    owners = [next((cls for cls in classes if name in vars(cls)), None) for name in ("shard", "__iter__")]
+    if not isinstance(shards, int) or owners[0] is None or owners[1] is None:
+        return 0
+    known = issubclass(owners[0], owners[1]) or type(stream.shard(num_shards=shards, index=0)) is type(stream)
+    return shards if known else 0
 
 
 def stream_info(stream: Any) -> StreamInfo:
@@ -46,7 +55,9 @@ def stream_info(stream: Any) -> StreamInfo:
     if getattr(stream, "sharded", False):
         return StreamInfo(shards=shards, problem="the stream has sharded = True: each rank has samples of its own.")
     if not shards:
-        lacks = "the stream has no method shard(num_shards, index) and no attribute num_shards, which divide it."
+        lacks = (
+            "the stream's class has no method shard(num_shards, index) and no attribute num_shards, which divide it."
+        )
         return StreamInfo(problem=lacks)
     operations = list(_operations(getattr(stream, "_ex_iterable", None)))
     if not operations:
@@ -56,9 +67,13 @@ def stream_info(stream: Any) -> StreamInfo:
     for operation in operations:
         if problem := _problem(operation):
             return StreamInfo(shards=shards, problem=f"{problem}.")
-    batched = any(getattr(each, "batched", False) for each in operations)  # batches do not cross shards
-    known = all(type(each).__name__ in _KEEP_SAMPLES for each in operations)
-    return StreamInfo(shards=shards, automatic=known and not batched)
+    return StreamInfo(shards=shards, automatic=all(type(each).__name__ in _KEEP_SAMPLES for each in operations))
+
+
+def has_hidden_state(stream: Any) -> bool:
+    """Return whether a Hugging Face stream holds samples that are not part of its state: in a shuffle buffer."""
+    operations = _operations(getattr(stream, "_ex_iterable", None))
+    return any(getattr(each, "buffer_size", 1) > 1 for each in operations)
 
 
 def _operations(operation: Any) -> Iterator[Any]:

@@ -21,6 +21,7 @@ from launcher.errors import WrongCheckpoint
 from launcher.quantities import count
 from launcher.train.data.fingerprint import Outline, outline
 from launcher.train.data.randomness import SampleRandom
+from launcher.train.data.stream_shards import has_hidden_state
 
 # samples of which outlines are compared
 OUTLINED_SAMPLES = 4
@@ -79,7 +80,8 @@ class StreamReader:
         with random.continued(epoch):
             self._samples: Iterator[Any] = iter(dataset)
         holders: list[Any] = [dataset, self._samples]
-        self._owner: Any = next((each for each in holders if has_state(each)), None)
+        hidden = has_hidden_state(dataset)
+        self._owner: Any = None if hidden else next((each for each in holders if has_state(each)), None)
         self._ahead: list[Any] = []  # read and not taken
         self._ended = False
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import operator
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,10 +18,10 @@ from launcher.errors import ConfigError, DataError, WrongCheckpoint
 from launcher.plan.data_shards import Division, data_shards_text
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.windows import StreamInfo
-from launcher.task import seed_for, train_data
+from launcher.task import seed_for
 from launcher.train.checkpoint.origin import origin_of, require_same_run
 from launcher.train.data.randomness import SampleRandom
-from launcher.train.data.stream_shards import stream_info
+from launcher.train.data.stream_shards import own_shards, stream_info
 from launcher.train.data.window_feed import BEGINNING, open_feed
 from launcher.train.world import World
 from tests.helpers import make_plan
@@ -292,7 +291,8 @@ def operation(name: str, inner: Any = None, **attributes: Any) -> Any:
 
 
 @pytest.mark.parametrize(("name", "attributes", "automatic", "problem"), [
-    ("MappedExamplesIterable", {}, True, ""),
+    ("MappedExamplesIterable", {}, False, ""),  # its function may keep a state
+    ("SelectColumnsIterable", {}, True, ""),
     ("MappedExamplesIterable", {"batched": True}, False, ""),
     ("MappedExamplesIterable", {"batched": True, "drop_last_batch": True}, False, "drop_last_batch"),
     ("FilteredExamplesIterable", {"with_indices": True}, False, "with_indices"),
@@ -322,6 +322,30 @@ def test_a_stream_of_the_users_own_is_divided_only_if_they_say_so() -> None:
     assert stream_info(Stream(3)).shards == 0
 
 
+def test_the_shards_of_a_wrapped_stream_are_not_those_of_its_wrapper() -> None:
+    class Passing(IterableDataset[Any]):
+        def __init__(self) -> None:
+            self._inner = Files()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.__dict__["_inner"], name)
+
+        def __iter__(self) -> Iterator[Any]:
+            return (sample for sample in self._inner if sample % 5)
+
+    class Changed(Files):
+        def __iter__(self) -> Iterator[Any]:
+            return (sample for sample in super().__iter__() if sample % 5)
+
+        def __copy__(self) -> Files:
+            return Files()
+
+    for stream in (Passing(), Changed()):
+        assert stream_info(stream).shards == own_shards(stream) == 0
+        with pytest.raises(ConfigError, match="has no method shard"):
+            open_feed(stream, plan_of(4, 1), World(0, 1, 0), CPU)
+
+
 def test_the_plan_says_who_reads_what() -> None:
     info = StreamInfo(shards=8)
     assert data_shards_text(planned(6, info, "cluster.workers_per_node=1")) == "a stream of 6 shards"
@@ -340,56 +364,3 @@ def test_a_resume_keeps_the_number() -> None:
         require_same_run(Path("step_000003"), origin_of(before), 3, after)
     earlier = {name: value for name, value in origin_of(planned(1, None)).items() if name != "data_shards"}
     require_same_run(Path("step_000003"), earlier, 3, planned(1, None))
-
-
-@pytest.mark.nightly  # needs Hugging Face's datasets, which the suite does not install
-@pytest.mark.parametrize("shuffled", [False, True])
-def test_streams_of_hugging_face(shuffled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    library, distributed = pytest.importorskip("datasets"), pytest.importorskip("datasets.distributed")
-    whole = library.Dataset.from_dict({"x": list(range(120))})
-
-    def make(rank: int = 0) -> Any:  # noqa: ARG001
-        stream = whole.to_iterable_dataset(num_shards=8).filter(lambda row: row["x"] % 10 < 9)
-        stream = stream.map(lambda row: READS.append(row["x"]) or {"x": row["x"]}).with_format("torch")
-        return stream.shuffle(seed=1, buffer_size=4) if shuffled else stream
-
-    def collate(rows: list[Any]) -> Any:
-        return torch.stack([row["x"] for row in rows])
-
-    info = stream_info(make())
-    assert (info.shards, info.automatic, info.problem) == (8, True, "")
-    filtered = operator.methodcaller("filter", lambda _, number: number > 9, with_indices=True)
-    for operation in (operator.methodcaller("skip", 3), operator.methodcaller("take", 9), filtered):
-        assert stream_info(operation(make())).problem
-    assert stream_info(library.interleave_datasets([make(), make()])).problem
-    assert stream_info(distributed.split_dataset_by_node(make(), 0, 2)).problem
-    assert not stream_info(make().map(lambda rows: rows, batched=True)).automatic
-    assert stream_info(library.concatenate_datasets([make(), make()])) == StreamInfo(shards=16)
-
-    expected: list[list[int]] = []
-    for epoch in range(2):
-        parts = [make().shard(4, index) for index in range(4)]
-        for part in parts:
-            part.set_epoch(epoch)
-        rows = [[int(row["x"]) for row in part] for part in parts]
-        expected += [sorted(x for part in rows for x in part[at : at + 6]) for at in range(0, 27, 6)]
-    for ranks, workers in ((1, 0), (2, 1), (1, 2), (3, 1)):
-        assert run_resumably(plan_of(4, ranks, workers), make, collate=collate)[0] == expected
-    _, place, states = run_resumably(plan_of(4, 4), make, windows=2, collate=collate)
-    for ranks in (2, 1, 3):
-        READS.clear()
-        assert run_resumably(plan_of(4, ranks), make, place, states, collate=collate)[0] == expected[2:]
-        again = len(READS) - (3 if ranks == 3 else 1) * (2 * 108 - 48)
-        assert again <= 4 * ranks or shuffled
-
-
-@pytest.mark.nightly  # needs torchdata, which the suite does not install
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-def test_a_loader_with_a_state_works_like_a_data_loader() -> None:
-    loaders = pytest.importorskip("torchdata.stateful_dataloader")
-    task: Any = type("Task", (), {"train_data": lambda self: loaders.StatefulDataLoader(Stateful(), batch_size=4)})()  # noqa: ARG005
-    notes: list[str] = []
-    data = train_data(task, 0, notes)
-    assert isinstance(data, Stateful)
-    assert "returned a StatefulDataLoader" in notes[0]
