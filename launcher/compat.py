@@ -2,7 +2,7 @@
 
 A job that waits at a site was submitted with the old names: its pickle (submitit's) names the function that runs on
 each node, and its plan.json names a module that workers run with ``python -m``. It runs with the launcher that is
-installed when it starts. A job that is running during the upgrade starts agents and trackers by their old names.
+installed when it starts. A job that is running during the upgrade starts agents by their old names.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ MOVED: dict[str, str | None] = {
     "launcher.cluster.slurm": None,
     "launcher.cluster.slurm.node": "launcher.launch.slurm.node",
     "launcher.launch.script": "launcher.launch.script_worker",
-    "launcher.report.mirror": "launcher.report.trackers",
 }
 
 

@@ -97,9 +97,9 @@ def serve(plan: LaunchPlan, plan_file: Path, own: Attempt, shield: StopShield) -
             ended = dataclasses.replace(ended, fields=ended.fields | {"hang": watch.last.entry})
         return ended
     finally:
-        # a scheduler that reclaims the node does not wait for a server: the next attempt sends what is missing
-        hurried = shield.received is not None and plan.cluster.slurm is not None
-        trackers.finish(HURRIED_S if hurried else GRACE_S)
+        # neither a scheduler that reclaims the node nor a person who stops the run waits for a server: the next attempt
+        # sends what is missing
+        trackers.finish(GRACE_S if shield.received is None else HURRIED_S)
 
 
 def load_plan(path: Path) -> LaunchPlan:

@@ -10,20 +10,46 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
 
 from launcher.config.schema import Tracker
-from launcher.errors import UserError
+from launcher.errors import Superseded, UserError
 from launcher.plan.host import TRACKER_ENV, allowed_env
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.tracker_plan import TRACKER_KINDS, mirrors_of
 from launcher.process import RUN_ID
-from launcher.rundir.fencing import Attempt
-from launcher.rundir.files import read_json, write_json
+from launcher.rundir.fencing import Attempt, Fence
+from launcher.rundir.files import read_json, write_json, write_line
 
 # seconds; the record is on disk, so what is not delivered in this time can be delivered later
 GRACE_S, HURRIED_S = 60, 5
+# pauses before a process that was killed is started again, seconds; then it is given up
+RESTART_PAUSES_S = (1, 10, 60)
+WORKED_S = 300  # a process that ran so long, in seconds, starts counting its deaths again
 _CHECK_EVERY_S = 1.0
+
+
+@dataclass
+class _Kept:
+    """Process of one tracker, and how it fared.
+
+    Attributes:
+        started, due: times of the monotonic clock: last start, earliest next start.
+        deaths: starts in succession that ended by a signal.
+    """
+
+    process: subprocess.Popen[bytes] | None = None
+    started: float = 0.0
+    due: float = 0.0
+    deaths: int = 0
+    given_up: bool = False
+
+    @property
+    def died(self) -> bool:
+        return self.process is not None and (self.process.poll() or 0) < 0
 
 
 class TrackerProcesses(threading.Thread):
@@ -37,7 +63,7 @@ class TrackerProcesses(threading.Thread):
         super().__init__(daemon=True)
         self._plan, self._own = plan, own
         self._env = dict(os.environ)
-        self._processes: dict[Tracker, subprocess.Popen[bytes]] = {}
+        self._kept: dict[Tracker, _Kept] = {}
         self._over = threading.Event()
 
     def start(self) -> None:
@@ -49,17 +75,43 @@ class TrackerProcesses(threading.Thread):
         while not self._over.wait(_CHECK_EVERY_S):
             self.keep_running()
 
-    def keep_running(self) -> None:
-        """Start each tracker that is not running yet, or was killed. One that ended by itself stays ended."""
+    def keep_running(self, *, at_once: bool = False) -> None:
+        """Start each tracker that is not running yet, or was killed. One that ended by itself stays ended.
+
+        Args:
+            at_once: leave out the pauses between two starts.
+        """
         for tracker in self._trackers():
-            process = self._processes.get(tracker)
-            if process is None or (process.poll() or 0) < 0:
-                if process is not None and process.stdin is not None:
-                    process.stdin.close()
+            kept = self._kept.setdefault(tracker, _Kept())
+            if kept.died:
+                self._note_death(tracker, kept)
+            if kept.process is None and not kept.given_up and (at_once or time.monotonic() >= kept.due):
                 try:
-                    self._processes[tracker] = self._start(tracker)
-                except OSError as error:  # a full disk, or no memory for a process: the job does not depend on it
-                    print(f"The process of {tracker.value} did not start: {error}", flush=True)
+                    kept.process = self._start(tracker)
+                    kept.started = time.monotonic()
+                except OSError as error:  # no memory for a process: the job does not depend on it
+                    kept.due = time.monotonic() + RESTART_PAUSES_S[-1]
+                    write_line(f"The process of {tracker.value} did not start: {error}")
+
+    def _note_death(self, tracker: Tracker, kept: _Kept) -> None:
+        assert kept.process is not None
+        assert kept.process.stdin is not None
+        kept.process.stdin.close()
+        number, now = -kept.process.returncode, time.monotonic()
+        kept.process = None
+        if now - kept.started >= WORKED_S:
+            kept.deaths = 0
+        if kept.deaths == len(RESTART_PAUSES_S):
+            kept.given_up = True
+            title = TRACKER_KINDS[tracker].title
+            problem = (
+                f"The process of {title} was killed {kept.deaths + 1} times in succession, last by signal {number}"
+            )
+            log = self._plan.paths.tracker_log(tracker)
+            self._set_problem(tracker, f"{problem}, and is not started again; see {log}.")
+        else:
+            kept.due = now + RESTART_PAUSES_S[kept.deaths]
+            kept.deaths += 1
 
     def _trackers(self) -> tuple[Tracker, ...]:
         """Return the trackers of the record's plan, which a script of `launch run` may make later, or never."""
@@ -67,13 +119,13 @@ class TrackerProcesses(threading.Thread):
             return mirrors_of(self._plan)
         try:
             recorded = RunPlan.of_record(self._plan.paths)
-        except (OSError, UserError):
+        except (OSError, ValueError, TypeError, LookupError, UserError):
             return ()
         return () if recorded is None else mirrors_of(recorded)
 
     def _start(self, tracker: Tracker) -> subprocess.Popen[bytes]:
         plan = self._plan
-        with plan.paths.tracker_log(tracker).open("ab") as log:
+        with self._log(tracker) as log:
             return subprocess.Popen(
                 [sys.executable, "-P", "-m", "launcher.report.trackers", plan.run.dir, str(self._own), tracker.value],
                 env=allowed_env(self._env, (*plan.env.allow, *TRACKER_ENV[tracker])) | {RUN_ID: plan.run.id},
@@ -83,34 +135,42 @@ class TrackerProcesses(threading.Thread):
                 start_new_session=True,  # the terminal's Ctrl-C must not reach it
             )
 
+    def _log(self, tracker: Tracker) -> BinaryIO:
+        try:
+            return self._plan.paths.tracker_log(tracker).open("ab")
+        except OSError:  # a full disk has no place for a log; the tracker's server may be elsewhere
+            return Path(os.devnull).open("ab")
+
     def finish(self, within_s: float) -> None:
         """Let the trackers deliver the rest for at most ``within_s`` seconds in all, then kill them."""
         if self._plan.node != 0:
             return
         self._over.set()
         self.join()
-        self.keep_running()  # one that was killed, or whose plan was made since the last check
-        for process in self._processes.values():
+        self.keep_running(at_once=True)  # one that was killed, or whose plan was made since the last check
+        processes = {tracker: kept.process for tracker, kept in self._kept.items() if kept.process is not None}
+        for process in processes.values():
             assert process.stdin is not None
             process.stdin.close()
         end = time.monotonic() + within_s
-        for tracker, process in self._processes.items():
+        running = [TRACKER_KINDS[tracker].title for tracker, process in processes.items() if process.poll() is None]
+        if running:
+            write_line(f"Waiting up to {within_s} s for {', '.join(running)} to take the rest of the record.")
+        for tracker, process in processes.items():
             try:
                 process.wait(max(0.0, end - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-                self._report(tracker, within_s)
+                sends = "`wandb sync`" if tracker is Tracker.wandb else "a resume of the run"
+                title = TRACKER_KINDS[tracker].title
+                problem = f"{title} had not taken everything {within_s} s after the end; {sends} sends the rest."
+                self._set_problem(tracker, problem)
 
-    def _report(self, tracker: Tracker, within_s: float) -> None:
+    def _set_problem(self, tracker: Tracker, problem: str) -> None:
         path = self._plan.paths.tracker_status(tracker)
-        again = resend_command(self._plan, tracker)
-        problem = f"{TRACKER_KINDS[tracker].title} had not taken everything {within_s} s after the end; `{again}` "
-        write_json(path, (read_json(path) or {}) | {"problem": f"{problem}sends the rest."})
-
-
-def resend_command(plan: LaunchPlan, tracker: Tracker) -> str:
-    """Return the command that delivers to a tracker what it lacks of a run that has ended."""
-    if tracker is Tracker.wandb:
-        return "wandb sync"
-    return f"python -m launcher.report.trackers {plan.run.dir} newest {tracker.value} </dev/null"
+        try:
+            Fence(self._plan.paths, self._own).check()
+            write_json(path, (read_json(path) or {}) | {"problem": problem})
+        except (OSError, ValueError, Superseded) as error:
+            write_line(f"{problem} The status cannot be written: {error}")

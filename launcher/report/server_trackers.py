@@ -19,6 +19,7 @@ from launcher.config.choices import WandbMode
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.tracker_plan import mlflow_uri
 from launcher.report.tracker_entry import StepEntry, library, sample_name, settings_of
+from launcher.rundir.files import write_line
 
 INIT_TIMEOUT_S = 30
 
@@ -95,7 +96,7 @@ def wandb_media(entry: StepEntry) -> dict[str, Any]:
         try:
             media[sample_name(file)] = wandb.Image(str(file))
         except wandb.Error as error:  # it needs Pillow
-            print(f"{file} is not in W&B: {error}", flush=True)
+            write_line(f"{file} is not in W&B: {error}")
     return media
 
 

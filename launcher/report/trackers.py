@@ -8,8 +8,7 @@ so that each step arrives once, however often this process is killed and whateve
 Records are on disk before this process reads them, so nothing here can slow the job, stop it, or lose a step. A problem
 is reported in TRACKER.json, for the commands that show the run, and the delivery is tried again, in a new interpreter:
 at once the first time, then after longer and longer pauses. As soon as a newer attempt of the run starts, its process
-owns the tracker's run, and this one exits silently. With ATTEMPT ``newest`` it delivers what is missing of a run that
-has ended.
+owns the tracker's run, and this one exits silently.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from launcher.plan.tracker_plan import TRACKER_KINDS, mirrors_of
 from launcher.report import file_trackers, server_trackers
 from launcher.report.tracker_entry import StepEntry, entries_of
 from launcher.rundir.fencing import Attempt, Fence
-from launcher.rundir.files import Tail, read_json, write_json
+from launcher.rundir.files import Tail, read_json, write_json, write_line
 from launcher.rundir.paths import RunPaths
 
 POLL_S = 0.5
@@ -95,31 +94,28 @@ class Status:
         return read_json(self._path) or {}
 
     def set(self, **fields: Any) -> None:
-        """Set ``fields``, if that changes anything.
+        """Set ``fields``, if that changes anything. On a full disk the delivery goes on without it.
 
         Raises:
             Superseded: a newer attempt has started.
         """
-        self._fence.check()
-        before = self.fields
-        if before | fields != before:
-            write_json(self._path, before | fields)
+        try:
+            self._fence.check()
+            before = self.fields
+            if before | fields != before:
+                write_json(self._path, before | fields)
+        except OSError as error:
+            write_line(f"The status cannot be written: {error}")
 
 
-def main(run_dir: str, attempt: str, tracker: str = "wandb", trial: str = "0") -> int:
+def main(run_dir: str, attempt: str, tracker: str, trial: str = "0") -> int:
     """Mirror the run's record to one tracker.
 
     Args:
-        attempt: SUBMISSION.RESTART, or newest.
-        tracker: agents of earlier versions know W&B only, and leave it out.
+        attempt: SUBMISSION.RESTART.
         trial: how often this failed in succession.
     """
-    if tracker == "again":  # as a process of an earlier version, which runs during an upgrade, starts its second trial
-        tracker, trial = "wandb", "1"
     paths = RunPaths(Path(run_dir).resolve())
-    fence = Fence(paths, Attempt())
-    if attempt == "newest":
-        attempt = fence.newest().get("incarnation", str(fence.own))
     fence = Fence(paths, Attempt.parse(attempt))
     while (plan := RunPlan.of_record(paths)) is None:  # a script of `launch run` has yet to make its engine
         if _ended():
@@ -131,7 +127,7 @@ def main(run_dir: str, attempt: str, tracker: str = "wandb", trial: str = "0") -
     try:
         return _mirror_with_retry(plan, fence, kind, status, int(trial))
     except Superseded as error:
-        print(error, flush=True)
+        write_line(str(error))
         os._exit(EXIT_DONE)  # a normal exit would let W&B finish the run, which now belongs to the newer process
 
 
@@ -143,18 +139,19 @@ def _mirror_with_retry(plan: RunPlan, fence: Fence, tracker: Tracker, status: St
     except Superseded:
         raise
     except Exception as error:
-        print(redacted(traceback.format_exc()), file=sys.stderr, flush=True)
+        write_line(redacted(traceback.format_exc()), 2)
         # one that worked for a while and fails now is a new problem
         trial = 0 if mirror.delivered_any and time.monotonic() - began > WORKED_S else trial
         missing = isinstance(error, ImportError)
         if trial or missing:
-            _set_unless_full(status, problem=problem_of(tracker, error))
+            status.set(problem=problem_of(tracker, error))
         if missing or (trial and _ended()):
             return EXIT_FAILED
         # the first time at once: a scheduler that ends a job may have killed W&B's own process too
         _pause(min(LONGEST_PAUSE_S, 2**trial) if trial else 0)
         again = ["launcher.report.trackers", plan.run.dir, str(fence.own), tracker.value, str(trial + 1)]
-        sys.stdout.flush()
+        with suppress(OSError):
+            sys.stdout.flush()
         os.execv(sys.executable, [sys.executable, "-P", "-m", *again])
 
 
@@ -212,7 +209,7 @@ class _Watch:
 
     def _report(self) -> None:
         with suppress(Superseded):  # the main thread will notice
-            _set_unless_full(self._status, problem=self._text)
+            self._status.set(problem=self._text)
 
     def __enter__(self) -> None:
         self._timer.start()
@@ -220,13 +217,6 @@ class _Watch:
     def __exit__(self, *exception: object) -> None:
         self._timer.cancel()
         self._timer.join()
-
-
-def _set_unless_full(status: Status, **fields: Any) -> None:
-    try:
-        status.set(**fields)
-    except OSError as error:
-        print(f"The status cannot be written: {error}", flush=True)
 
 
 def problem_of(tracker: Tracker, error: Exception) -> str:

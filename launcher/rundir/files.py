@@ -50,6 +50,15 @@ def write_text(path: Path, text: str) -> None:
         raise
 
 
+def write_line(text: str, descriptor: int = 1) -> None:
+    """Write a line to standard output, or to another descriptor; nothing if that fails, such as on a full disk.
+
+    Without a buffer: a buffered line would fail again later, at the latest when the process ends.
+    """
+    with suppress(OSError):
+        os.write(descriptor, f"{text}\n".encode(errors="replace"))
+
+
 def sync_directory(path: Path) -> None:
     """Make creations, renames and removals in the directory durable."""
     handle = os.open(path, os.O_RDONLY)

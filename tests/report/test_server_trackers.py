@@ -167,7 +167,7 @@ def test_a_server_out_of_reach_is_reported_and_later_gets_everything(tmp_path: P
     assert "127.0.0.1" in status_of(plan, "mlflow")["problem"]
     assert "hunter22" not in plan.paths.tracker_status("mlflow").read_text()
     assert "hunter22" not in plan.paths.tracker_log("mlflow").read_text()
-    assert mirror_to_the_end(plan, "mlflow", "newest") == 0
+    assert mirror_to_the_end(plan, "mlflow") == 0
     status = status_of(plan, "mlflow")
     assert status["problem"] is None
     assert differences(in_mlflow(status["dir"], status["run_id"]), 5, mlflow=True) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -66,7 +67,7 @@ def test_what_is_cut_back_and_repeated_is_not_delivered_again(tmp_path: Path) ->
     stored = in_tensorboard(tmp_path / "tensorboard")
     assert [*stored] == [*range(1, 13)]
     assert [step for step in stored if stored[step]["train/loss"] == -1] == [10, 11, 12]
-    assert mirror_to_the_end(plan, "tensorboard", "newest") == 0
+    assert mirror_to_the_end(plan, "tensorboard") == 0
     assert str(in_tensorboard(tmp_path / "tensorboard")) == str(stored)
 
 
@@ -152,6 +153,15 @@ def run_mirror(
             (arguments,), count = again.args, count + 1
 
 
+class Full:
+    """Standard output or error on a full disk."""
+
+    def write(self, _: str = "") -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    flush = write
+
+
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> type[Failing]:
     monkeypatch.setitem(trackers.ADAPTERS, trackers.Tracker.tensorboard, Failing)
@@ -168,6 +178,25 @@ def test_one_failure_is_tried_again_without_a_word(
     assert run_mirror(plan, monkeypatch) == (0, 2)
     assert failing.stored == [1, 2, 3]
     assert status_of(plan, "tensorboard") == {"url": "http://there", "problem": None, "delivered": 3}
+
+
+def test_a_full_disk_does_not_end_the_delivery(
+    failing: type[Failing], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the output nor the status can be written, and the tracker fails too, for the same reason at first."""
+    plan = saved_plan(tmp_path, TENSORBOARD)
+    Growing(plan).add(3)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(trackers.sys, name, Full())
+    monkeypatch.setattr(trackers, "write_json", full)
+    monkeypatch.setattr("launcher.rundir.files.os.write", full)
+    failing.errors = [OSError(errno.ENOSPC, "No space left on device")] * 4
+    assert run_mirror(plan, monkeypatch, ended=lambda: bool(failing.stored)) == (0, 5)
+    assert failing.stored == [1, 2, 3]
 
 
 def test_a_tracker_that_stays_away_is_reported_and_given_up_at_the_end(

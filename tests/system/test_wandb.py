@@ -107,7 +107,7 @@ def test_a_server_out_of_reach_is_said_once_and_stops_nothing(launch: Launch, tm
 
 
 def mirror(run: Path, attempt: str = "0.0") -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "launcher.report.trackers", str(run), attempt]
+    command = [sys.executable, "-m", "launcher.report.trackers", str(run), attempt, "wandb"]
     return warm.Popen(command, stdin=subprocess.PIPE)
 
 
