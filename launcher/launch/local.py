@@ -28,6 +28,7 @@ from launcher.errors import (
 )
 from launcher.launch.agent import open_attempt
 from launcher.launch.peers import Peers, Regrouping
+from launcher.launch.tracker_processes import wait_after_stop
 from launcher.plan.callback_plan import may_report
 from launcher.plan.host import ALL_TRACKERS_ENV, allowed_env
 from launcher.plan.launch_plan import LaunchPlan, RunInfo
@@ -189,7 +190,7 @@ def _run_once(
 ) -> None:
     """Run one attempt until it is over on all hosts. ``signals``: stop signals that this process has received."""
     agent = _start_agent(plan, plan_file, fence.own)
-    forwarder = _StopForwarder(agent, display, peers, plan.cluster.grace_s)
+    forwarder = _StopForwarder(agent, display, peers, plan.cluster.grace_s, wait_after_stop(plan))
     over = False
     while not (over and (peers.complete() or len(signals) > 1)):
         display.refresh()
@@ -206,7 +207,11 @@ def _run_once(
 class _StopForwarder:
     """Forwards stop requests of a person or of another host to the agent."""
 
-    def __init__(self, agent: subprocess.Popen[bytes], display: Display, peers: Peers, grace_s: float) -> None:
+    def __init__(
+        self, agent: subprocess.Popen[bytes], display: Display, peers: Peers, grace_s: float, then: str
+    ) -> None:
+        """``then``: end of the message about a stop."""
+        self._then = then
         self._agent, self._display, self._peers, self._grace_s = agent, display, peers, grace_s
         self._forwarded = 0
         self._noticed: float | None = None
@@ -220,12 +225,12 @@ class _StopForwarder:
                 self._peers.stop()
                 if not self._asked_to_stop:
                     again = " Ctrl-C now kills the workers at once." if signals[0] == signal.SIGINT else ""
-                    self._display.say(f"Stopping at the end of this window.{again}")
+                    self._display.say(f"Stopping at the end of this window.{again}{self._then}")
             self._forwarded = received
             # the workers and the mirror notice a killed agent by themselves
             self._signal(signal.SIGTERM if received == 1 and not self._asked_to_stop else signal.SIGKILL)
         elif not self._forwarded and self._peers.stopped_by is not None and not self._asked_to_stop:
-            self._display.say(f"Stopped on {self._peers.stopped_by}: stopping at the end of this window.")
+            self._display.say(f"Stopped on {self._peers.stopped_by}: stopping at the end of this window.{self._then}")
             self._ask_to_stop()
         elif self._peers.trouble is not None:
             self._end_after_trouble(self._peers.trouble)

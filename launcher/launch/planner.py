@@ -67,10 +67,10 @@ def plan_job(config: Config, once: Once | None = None) -> RunPlan:
     site = once(site_of, config.cluster)
     run = new_run(config.run, task_stem(config), site.cwd)
     require_secrets(config)
-    require_trackers(config)
     # report errors that no task could cure before the task is inspected, which may take seconds
     of_streams = dataclasses.replace(config, train=dataclasses.replace(config.train, data_shards=None))
     cluster = solve(of_streams, site, TaskPlan.unknown(ANY_NUMBER), run).cluster
+    require_trackers(config, os.environ, site.cwd)  # the values are in their bounds
     if config.precision.kind is PrecisionKind.auto and cluster.kind is ClusterKind.local:
         site = dataclasses.replace(site, bf16=once(_format_support, PrecisionKind.bf16, cluster.device)[0])
     initial = once(initial_weights, config, site.cwd)

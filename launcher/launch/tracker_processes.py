@@ -81,7 +81,7 @@ class TrackerProcesses(threading.Thread):
         Args:
             at_once: leave out the pauses between two starts.
         """
-        for tracker in self._trackers():
+        for tracker in _mirrors(self._plan):
             kept = self._kept.setdefault(tracker, _Kept())
             if kept.died:
                 self._note_death(tracker, kept)
@@ -112,16 +112,6 @@ class TrackerProcesses(threading.Thread):
         else:
             kept.due = now + RESTART_PAUSES_S[kept.deaths]
             kept.deaths += 1
-
-    def _trackers(self) -> tuple[Tracker, ...]:
-        """Return the trackers of the record's plan, which a script of `launch run` may make later, or never."""
-        if isinstance(self._plan, RunPlan):
-            return mirrors_of(self._plan)
-        try:
-            recorded = RunPlan.of_record(self._plan.paths)
-        except (OSError, ValueError, TypeError, LookupError, UserError):
-            return ()
-        return () if recorded is None else mirrors_of(recorded)
 
     def _start(self, tracker: Tracker) -> subprocess.Popen[bytes]:
         plan = self._plan
@@ -174,3 +164,20 @@ class TrackerProcesses(threading.Thread):
             write_json(path, (read_json(path) or {}) | {"problem": problem})
         except (OSError, ValueError, Superseded) as error:
             write_line(f"{problem} The status cannot be written: {error}")
+
+
+def wait_after_stop(plan: LaunchPlan) -> str:
+    """Return a sentence on the trackers that this node waits for after a request to stop; empty without any."""
+    titles = [TRACKER_KINDS[tracker].title for tracker in _mirrors(plan)] if plan.node == 0 else []
+    return f" Then it waits up to {HURRIED_S} s for {', '.join(titles)} to take the rest." if titles else ""
+
+
+def _mirrors(plan: LaunchPlan) -> tuple[Tracker, ...]:
+    """Return the trackers of the record's plan, which a script of `launch run` may make later, or never."""
+    if isinstance(plan, RunPlan):
+        return mirrors_of(plan)
+    try:
+        recorded = RunPlan.of_record(plan.paths)
+    except (OSError, ValueError, TypeError, LookupError, UserError):
+        return ()
+    return () if recorded is None else mirrors_of(recorded)

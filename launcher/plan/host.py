@@ -6,6 +6,7 @@ import fnmatch
 import importlib.metadata
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -44,6 +45,8 @@ BATCH_ENV = (
 )  # fmt: skip
 # URLs that may contain a user name and password
 _URLS = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "WANDB_BASE_URL", "MLFLOW_TRACKING_URI")
+# ends of the names of a URI's query values that are no one else's business
+_SECRET_VALUES = "password|passwd|pwd|token|secret|user|username"
 
 # file systems that are stored in a machine's memory
 OWN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
@@ -208,9 +211,23 @@ def batch_env(env: Mapping[str, str], allow: Sequence[str]) -> dict[str, str]:
         (usual.remove if pattern in usual else named.append)(pattern)
     explicit = set(allowed_env(env, tuple(named)))
     allowed = allowed_env(env, (*allow, *BATCH_ENV))
-    return {
-        name: allowed[name] for name in allowed if name in explicit or name not in _URLS or "@" not in allowed[name]
-    }
+
+    def is_open(url: str) -> bool:
+        return "@" not in url and without_credentials(url) == url
+
+    return {name: allowed[name] for name in allowed if name in explicit or name not in _URLS or is_open(allowed[name])}
+
+
+def without_credentials(text: str, mark: str = "***") -> str:
+    """Return ``text`` with each URI's user and password, and its query values of such names, replaced by ``mark``.
+
+    A password may contain an @: the host follows the last one of the authority.
+
+    Args:
+        mark: "": an address to be opened, in which the user and its @ are left out.
+    """
+    text = re.sub(r"(\w://)[^/?#\s]*@", rf"\1{mark}@" if mark else r"\1", text)
+    return re.sub(rf"([?&;][\w.-]*(?:{_SECRET_VALUES})=)[^&;#\s]*", rf"\g<1>{mark}", text, flags=re.IGNORECASE)
 
 
 def file_system(directory: Path) -> tuple[Path, str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import os
-import re
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,9 +17,12 @@ from urllib.parse import urlsplit
 from launcher.config.choices import WandbMode
 from launcher.config.schema import ClusterKind, Config, Tracker
 from launcher.errors import ConfigError
+from launcher.plan.host import without_credentials
 from launcher.plan.launch_plan import RunInfo
 from launcher.plan.run_plan import RunPlan
 from launcher.quantities import first_names
+from launcher.rundir.files import read_json
+from launcher.rundir.paths import RunPaths
 
 
 class TrackerKind(NamedTuple):
@@ -38,6 +40,7 @@ TRACKER_KINDS: dict[Tracker, TrackerKind] = {
     Tracker.trackio: TrackerKind("Trackio", "trackio", "trackio"),
     Tracker.prometheus: TrackerKind("Prometheus", "prometheus_client", "prometheus"),
 }
+MLFLOW_STORE = "mlruns"  # MLflow's default store, beside the directories of the runs
 # schemes of a tracking URI; "": a directory
 _MLFLOW_SCHEMES = (
     "", "file", "http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks", "uc",
@@ -54,8 +57,11 @@ def solve_trackers(config: Config, run: RunInfo, cwd: str) -> dict[str, Any]:
         if tracker in config.trackers[:number]:
             raise ConfigError("trackers", [t.value for t in config.trackers], f"{tracker.value} is there twice.")
     mlflow, tensorboard, prometheus = config.mlflow, config.tensorboard, config.prometheus
-    if Tracker.mlflow in config.trackers and mlflow.tracking_uri is not None:
-        mlflow = dataclasses.replace(mlflow, tracking_uri=_tracking_uri(mlflow.tracking_uri, cwd))
+    if mlflow.tracking_uri is not None:
+        _require_no_credentials(mlflow.tracking_uri)
+        if Tracker.mlflow in config.trackers:
+            _require_store("mlflow.tracking_uri", mlflow.tracking_uri)
+            mlflow = dataclasses.replace(mlflow, tracking_uri=_absolute(mlflow.tracking_uri, cwd))
     if Tracker.prometheus in config.trackers and prometheus.port is None and prometheus.textfile is None:
         raise ConfigError(
             "trackers", [t.value for t in config.trackers], "prometheus has nothing to write to.",
@@ -77,27 +83,44 @@ def solve_trackers(config: Config, run: RunInfo, cwd: str) -> dict[str, Any]:
     }
 
 
-def _tracking_uri(uri: str, cwd: str) -> str:
-    """Return the URI with an absolute path if it is a directory.
+def _require_no_credentials(uri: str) -> None:
+    """Check that the URI, which is stored in several files, names neither a user nor a password.
 
     Raises:
-        ConfigError: MLflow knows no such URI, or it contains a password.
+        ConfigError: it does.
     """
-    parts = urlsplit(uri)
-    scheme = parts.scheme.partition("+")[0]
-    if "@" in parts.netloc:
+    shown = without_credentials(uri)
+    if shown != uri:
         raise ConfigError(
-            "mlflow.tracking_uri", re.sub(r"//[^@]*@", "//***@", uri), "contains a password, which would be stored.",
+            "mlflow.tracking_uri", shown, "contains a user or a password, which would be stored.",
             "Leave it out, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_URI.",
         )  # fmt: skip
+
+
+def _require_store(key: str, uri: str) -> None:
+    """Check that MLflow knows such a URI.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    try:
+        parts = urlsplit(uri)
+    except ValueError as error:
+        raise ConfigError(key, without_credentials(uri), f"is not a URI: {error}.") from None
+    scheme = parts.scheme.partition("+")[0]
     if scheme not in _MLFLOW_SCHEMES and not scheme.startswith("databricks"):
         raise ConfigError(
-            "mlflow.tracking_uri", uri, f"MLflow has no store {scheme}://.",
+            key, without_credentials(uri), f"MLflow has no store {scheme}://.",
             f"Allowed: a directory, or {first_names([f'{known}:' for known in _MLFLOW_SCHEMES if known], 9)}",
         )  # fmt: skip
     if scheme in ("http", "https") and not parts.hostname:
-        raise ConfigError("mlflow.tracking_uri", uri, "names no server.", "Write http://HOST:PORT.")
-    if scheme in ("", "file") and uri != "databricks":
+        raise ConfigError(key, without_credentials(uri), "names no server.", "Write http://HOST:PORT.")
+
+
+def _absolute(uri: str, cwd: str) -> str:
+    """Return the URI with an absolute path if it is a directory."""
+    parts = urlsplit(uri)
+    if parts.scheme in ("", "file") and uri != "databricks":
         return str((Path(cwd) / parts.path).resolve())
     return uri
 
@@ -108,14 +131,28 @@ def mirrors_of(plan: RunPlan) -> tuple[Tracker, ...]:
     return tuple(tracker for tracker in plan.trackers if tracker not in off)
 
 
+def recorded_trackers(paths: RunPaths) -> tuple[Tracker, ...]:
+    """Return the trackers of a run's record, also if its plan cannot be read as one."""
+    for file in (paths.plan, paths.loop_plan):
+        fields = read_json(file) or {}
+        if "batch" in fields:
+            listed = fields.get("trackers", [Tracker.wandb.value])
+            return tuple(tracker for tracker in Tracker if tracker.value in listed)
+    return ()
+
+
 def mlflow_uri(plan: RunPlan, env: Mapping[str, str]) -> str:
     """Return the tracking URI of a run. ``env``: environment of the tracker's process."""
-    return plan.mlflow.tracking_uri or env.get("MLFLOW_TRACKING_URI") or str(Path(plan.run.dir).parent / "mlruns")
+    return plan.mlflow.tracking_uri or env.get("MLFLOW_TRACKING_URI") or str(Path(plan.run.dir).parent / MLFLOW_STORE)
 
 
-def require_trackers(config: Config) -> None:
-    """Check what can be known before the start: packages, and for a job on this machine the port and the directory of
-    Prometheus.
+def require_trackers(config: Config, env: Mapping[str, str], cwd: str) -> None:
+    """Check what can be known before the start: packages, the variable with MLflow's address, and for a job on this
+    machine the port and the directory of Prometheus.
+
+    Args:
+        config: of a plan that was solved, so that its values are in their bounds.
+        cwd: directory of relative paths.
 
     Raises:
         ConfigError: something is missing.
@@ -128,12 +165,14 @@ def require_trackers(config: Config) -> None:
                     "trackers", [t.value for t in config.trackers], f"{kind.module} is not installed.",
                     f"Install it (pip install 'launcher[{kind.extra}]'), or leave {tracker.value} out.",
                 )  # fmt: skip
+    if Tracker.mlflow in config.trackers and config.mlflow.tracking_uri is None:
+        _require_store("MLFLOW_TRACKING_URI", env.get("MLFLOW_TRACKING_URI", ""))
     if Tracker.prometheus not in config.trackers or config.cluster.kind is not ClusterKind.local:
         return
     if config.prometheus.port:
         _require_free(config.prometheus.port)
     if config.prometheus.textfile is not None:
-        file = Path(config.prometheus.textfile)
+        file = Path(cwd, config.prometheus.textfile)
         directory = file.absolute().parent if file.suffix == ".prom" else file
         if not directory.is_dir() or not os.access(directory, os.W_OK):
             problem = "its directory does not exist." if not directory.is_dir() else "its directory is not writable."

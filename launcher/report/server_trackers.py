@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from launcher.config.choices import WandbMode
+from launcher.plan.host import without_credentials
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.tracker_plan import mlflow_uri
 from launcher.report.tracker_entry import StepEntry, library, sample_name, settings_of
@@ -140,8 +141,8 @@ class MlflowAdapter:
     def _uri_of_run(self, experiment: str) -> str:
         parts = urlsplit(self._uri)
         if parts.scheme not in ("http", "https"):
-            return re.sub(r"//[^/@]*@", "//", self._uri)
-        server = self._uri.replace(f"{parts.netloc.rpartition('@')[0]}@", "").rstrip("/")
+            return without_credentials(self._uri)
+        server = without_credentials(self._uri, "").rstrip("/")
         return f"{server}/#/experiments/{experiment}/runs/{self._run_id}"
 
     def _existing(self, *, local: bool) -> Any:

@@ -28,6 +28,7 @@ from typing import Any, Protocol
 
 from launcher.config.schema import PrecisionKind, Tracker
 from launcher.errors import EXIT_DONE, EXIT_FAILED, Superseded
+from launcher.plan.host import without_credentials
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.tracker_plan import TRACKER_KINDS, mirrors_of
 from launcher.report import file_trackers, server_trackers
@@ -230,7 +231,7 @@ def problem_of(tracker: Tracker, error: Exception) -> str:
 
 def redacted(text: str) -> str:
     """Return ``text`` without passwords: those of URLs, and values of variables that are named like secrets."""
-    text = re.sub(r"(\w://)[^/@\s]+@", r"\1***@", text)
+    text = without_credentials(text)
     for name, value in os.environ.items():
         if re.search("KEY|TOKEN|PASSWORD|SECRET", name) and len(value) >= 4:
             text = text.replace(value, "***")

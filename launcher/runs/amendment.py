@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from launcher.plan.run_plan import RunPlan, TaskPlan
 from launcher.plan.solve import sets_own_rates, solve
 from launcher.plan.sync_policy import SHARDED
 from launcher.plan.task_inspection import InspectionRequest, describe_task
+from launcher.plan.tracker_plan import require_trackers
 from launcher.quantities import count
 from launcher.rundir import history
 from launcher.rundir.files import read_json, write_text
@@ -94,6 +96,7 @@ def replan(paths: RunPaths, old: RunPlan, overrides: Sequence[str], *, force: bo
     touched = {change.key for change in changed}
     config.batch = _fitted_batch(config, old, site, touched)
     plan = _solved(config, old, site, touched, at)
+    require_trackers(config, os.environ, old.cluster.cwd)
     if keeps_precision:
         plan = plan.with_precision(old.precision.kind, old.precision.reason)
     _require_something_to_do(plan, old, at, done=done)

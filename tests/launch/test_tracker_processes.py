@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from launcher.launch import tracker_processes
-from launcher.launch.tracker_processes import TrackerProcesses
+from launcher.launch.tracker_processes import TrackerProcesses, wait_after_stop
 from launcher.plan.run_plan import RunPlan
 from launcher.report.tables import tracker_lines
 from launcher.rundir.fencing import Attempt
@@ -130,6 +130,12 @@ def test_no_failure_of_the_system_reaches_the_job(tmp_path: Path, monkeypatch: p
     assert of_run(plan) == {}
 
 
+def test_a_stop_names_the_trackers_that_are_waited_for(tmp_path: Path) -> None:
+    assert wait_after_stop(make_plan("trackers=[]")) == ""
+    plan = plan_in(tmp_path, "trackers=[wandb,tensorboard]")
+    assert wait_after_stop(plan) == " Then it waits up to 5 s for W&B, TensorBoard to take the rest."
+
+
 def test_one_that_is_killed_again_and_again_is_given_up(
     tmp_path: Path, started: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,5 +161,6 @@ def test_one_that_is_killed_again_and_again_is_given_up(
     assert kill_and_wait(1000) == 6
     trackers.keep_running(at_once=True)
     assert len(started) == 6
+    plan.save()
     (line,) = tracker_lines(plan.paths)
     assert "The process of TensorBoard was killed 4 times in succession, last by signal 9" in line[2]

@@ -12,6 +12,8 @@ import pytest
 from launcher.config.hydra import compose
 from launcher.config.schema import Tracker
 from launcher.errors import ConfigError
+from launcher.launch.planner import plan_job
+from launcher.plan.host import batch_env, without_credentials
 from launcher.plan.run_plan import RunPlan
 from launcher.plan.tracker_plan import mirrors_of, mlflow_uri, require_trackers
 from tests.helpers import make_plan
@@ -74,25 +76,55 @@ def test_wrong_settings(overrides: list[str], message: str) -> None:
         make_plan(*overrides)
 
 
-def test_a_password_in_the_uri_is_refused_and_not_repeated() -> None:
-    with pytest.raises(ConfigError, match="contains a password") as caught:
-        make_plan("trackers=[mlflow]", "mlflow.tracking_uri=https://me:hunter22@tracking")
+@pytest.mark.parametrize("trackers", ["mlflow", "wandb"])
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "https://me:hunter22@tracking", "https://hunter22@tracking", "https://me:at@hunter22@tracking/a",
+        "postgresql://there/name?sslmode=require&password=hunter22", "postgresql://there/name?user=hunter22",
+        "https://there/?access_token=hunter22",
+    ],
+)  # fmt: skip
+def test_credentials_in_the_uri_are_refused_and_not_repeated(uri: str, trackers: str) -> None:
+    with pytest.raises(ConfigError, match="contains a user or a password") as caught:
+        make_plan(f"trackers=[{trackers}]", f'mlflow.tracking_uri="{uri}"')
     assert "hunter22" not in str(caught.value)
     assert "MLFLOW_TRACKING_PASSWORD" in str(caught.value)
+
+
+def test_what_is_shown_of_a_uri() -> None:
+    assert without_credentials("GET https://me:a@b@there:80/x@y?z=1, then") == "GET https://***@there:80/x@y?z=1, then"
+    assert without_credentials("https://me:a@b@there/x", "") == "https://there/x"
+    assert without_credentials("a://b/c?x=1&Password=p&d") == "a://b/c?x=1&Password=***&d"
+    assert without_credentials("sqlite:////data/a@b.db") == "sqlite:////data/a@b.db"
+    assert batch_env({"MLFLOW_TRACKING_URI": "postgresql://there/name?password=p"}, ()) == {}
+
+
+def test_mlflows_variable_has_an_address_that_mlflow_knows() -> None:
+    config = compose(["trackers=[mlflow]"])
+    with pytest.raises(ConfigError, match=r"MLFLOW_TRACKING_URI=ftp://\*\*\*@x: MLflow has no store ftp"):
+        require_trackers(config, {"MLFLOW_TRACKING_URI": "ftp://me:a@b@x"}, "/")
+    require_trackers(config, {"MLFLOW_TRACKING_URI": "https://me:password@x"}, "/")
+    require_trackers(compose([]), {"MLFLOW_TRACKING_URI": "ftp://x"}, "/")
+
+
+def test_a_port_out_of_bounds_is_a_mistake_of_the_user() -> None:
+    with pytest.raises(ConfigError, match="must be between 0 and 65535"):
+        plan_job(compose(["trackers=[prometheus]", "prometheus.port=99999", "wandb.mode=disabled"]))
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "prometheus_client" else object())
     config = compose(["trackers=[tensorboard,prometheus]", "prometheus.port=0"])
     with pytest.raises(ConfigError, match=r"prometheus_client is not installed[\s\S]*launcher\[prometheus\]"):
-        require_trackers(config)
+        require_trackers(config, {}, "/")
     image = compose(["trackers=[prometheus]", "prometheus.port=0", "cluster=slurm", "cluster.container=a.sqsh"])
-    require_trackers(image)
+    require_trackers(image, {}, "/")
 
 
 def test_port_and_directory_of_this_machine(tmp_path: Path) -> None:
     def require(*overrides: str) -> None:
-        require_trackers(compose(["trackers=[prometheus]", *overrides]))
+        require_trackers(compose(["trackers=[prometheus]", *overrides]), {}, str(tmp_path.parent))
 
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
@@ -101,5 +133,6 @@ def test_port_and_directory_of_this_machine(tmp_path: Path) -> None:
         require(f"prometheus.port={port}", "cluster=slurm")
     require("prometheus.port=0", f"prometheus.textfile={tmp_path}")
     require(f"prometheus.textfile={tmp_path}/a.prom")
+    require(f"prometheus.textfile={tmp_path.name}")
     with pytest.raises(ConfigError, match="its directory does not exist"):
         require(f"prometheus.textfile={tmp_path}/no/a.prom")

@@ -4,6 +4,7 @@ this process; tests/system/test_resume.py lets such runs go on for real."""
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -221,6 +222,16 @@ def test_a_plan_with_which_the_run_has_started_stays(earlier: int, monkeypatch: 
     assert cli.run(["resume", "own", "train.steps=33", "--quiet"]) == 130
     assert RunPlan.load(paths.plan).train.steps == 33
     assert "steps: 33" in paths.config.read_text()
+
+
+def test_other_trackers_are_checked_as_for_a_new_run(
+    sent: list[RunPlan], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "mlflow" else object())
+    assert cli.run(["resume", "own", "trackers=[mlflow]"]) == 2
+    assert "mlflow is not installed" in capsys.readouterr().err
+    assert sent == []
 
 
 def test_of_a_sweep_nothing_changes(capsys: pytest.CaptureFixture[str]) -> None:
