@@ -19,6 +19,7 @@ from launcher.config.schema import Tracker
 from launcher.errors import EXIT_DONE, UserError
 from launcher.plan.launch_plan import LaunchPlan
 from launcher.plan.run_plan import RunPlan
+from launcher.plan.tracker_plan import MLFLOW_STORE
 from launcher.quantities import bytes_text, count, first_names
 from launcher.report import live, run_list
 from launcher.report.tables import near
@@ -259,8 +260,10 @@ def launch_report(arguments: list[str]) -> int:
         raise UserError(
             f"--html {options.html}: there is no directory {options.html.parent}.\n  Create it, or choose another path."
         )
-    chosen = [paths for word in options.what for paths in _runs_of(word, options.dir)]
-    names = [Path(word).name or str(word) for word in options.what]
+    # runs/* names MLflow's store too
+    words = [word for word in options.what if Path(word).name != MLFLOW_STORE] or options.what
+    chosen = [paths for word in words for paths in _runs_of(word, options.dir)]
+    names = [Path(word).name or str(word) for word in words]
     compared = compare_runs(chosen, title=first_names(names, 3), loss=options.loss)
     if options.csv or options.json:
         as_text = comparison_tables.as_csv if options.csv else comparison_tables.as_json

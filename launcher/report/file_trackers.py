@@ -24,8 +24,11 @@ class TensorboardAdapter:
     """TensorBoard's event files, one for each start.
 
     A step is one record of the file, written at once, with its scalars, texts and images: it is there or it is not.
-    The last complete record says which step was delivered.
+    The last complete record says which step was delivered. Only files with ``MARK`` at the end of their names are read
+    and repaired: the directory may contain event files of the user's own.
     """
+
+    MARK = ".launcher"
 
     def __init__(self, plan: RunPlan, status: dict[str, Any]) -> None:  # noqa: ARG002
         self._plan = plan
@@ -35,11 +38,12 @@ class TensorboardAdapter:
 
     def open(self) -> dict[str, Any]:
         self._directory.mkdir(parents=True, exist_ok=True)
-        files = sorted(self._directory.glob("events.out.tfevents.*"))
+        files = sorted(self._directory.glob(f"events.out.tfevents.*{self.MARK}"))
         self._step = max((_last_step(file) for file in files), default=0)
         # readers take the files in the order of their names, which start with the time
         number = max([int(time.time()), *(int(file.name.split(".")[3]) + 1 for file in files)])
-        self._file = self._directory / f"events.out.tfevents.{number:010d}.{socket.gethostname()}.{os.getpid()}.0"
+        name = f"events.out.tfevents.{number:010d}.{socket.gethostname()}.{os.getpid()}{self.MARK}"
+        self._file = self._directory / name
         self._write(time.time(), 0, file_version="brain.Event:2")
         if not self._step:
             start = _session("session_start_info", settings_of(self._plan), group_name=self._plan.run.name)

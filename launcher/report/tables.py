@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,10 +28,11 @@ from launcher.config.schema import (
 from launcher.errors import NoGoodCheckpoint, Superseded, UserError, WrongCheckpoint, class_named
 from launcher.plan.callback_plan import name_of
 from launcher.plan.data_shards import data_shards_text
+from launcher.plan.host import without_credentials
 from launcher.plan.optimizer_plan import MATCH, TARGET
 from launcher.plan.resumable import shown
 from launcher.plan.run_plan import Forecast, OptimizerPlan, PrecisionPlan, RunPlan, StrategyPlan
-from launcher.plan.tracker_plan import TRACKER_KINDS, mlflow_uri
+from launcher.plan.tracker_plan import TRACKER_KINDS, mlflow_uri, recorded_trackers
 from launcher.process import CRASH_MARK
 from launcher.quantities import bytes_text, count, exposed_text, speedup_text
 from launcher.rundir.files import last_lines, read_json
@@ -282,8 +282,8 @@ def _destination(plan: RunPlan, tracker: Tracker) -> str:
         case Tracker.tensorboard:
             return near(plan.tensorboard.dir or Path(plan.run.dir, "tensorboard"))
         case Tracker.mlflow:
-            uri = re.sub(r"//[^/@]*@", "//", mlflow_uri(plan, os.environ))
-            where = uri if "://" in uri else near(uri)
+            uri = mlflow_uri(plan, os.environ)
+            where = without_credentials(uri) if "://" in uri else near(uri)
             return f"{where}, experiment {plan.mlflow.experiment}"
         case Tracker.trackio:
             return f"project {plan.trackio.project}"
@@ -293,11 +293,12 @@ def _destination(plan: RunPlan, tracker: Tracker) -> str:
 
 
 def tracker_lines(paths: RunPaths) -> Iterator[tuple[str, str, str]]:
-    """Yield name, place and problem of each tracker that has a status; empty texts for what is not known."""
-    for tracker, kind in TRACKER_KINDS.items():
+    """Yield name, place and problem of each of the run's trackers with a status; empty texts for what is unknown."""
+    for tracker in recorded_trackers(paths):
         if status := read_json(paths.tracker_status(tracker)):
-            where = status.get("url") or (near(status["dir"]) if status.get("dir") else "")
-            yield kind.title, where, status.get("problem") or ""
+            closed = tracker is Tracker.prometheus and paths.summary.exists()  # the endpoint, at the end of the run
+            where = (not closed and status.get("url")) or (near(status["dir"]) if status.get("dir") else "")
+            yield TRACKER_KINDS[tracker].title, where, status.get("problem") or ""
 
 
 def best_text(best: dict[str, Any]) -> str:

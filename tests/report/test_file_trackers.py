@@ -102,6 +102,24 @@ def test_a_full_disk_leaves_no_part_of_a_record(tmp_path: Path) -> None:
     assert differences(in_tensorboard(tmp_path / "tensorboard"), 1, single=True) == []
 
 
+def test_event_files_of_others_stay_as_they_are(tmp_path: Path) -> None:
+    plan = saved_plan(tmp_path, "trackers=[tensorboard]")
+    own = tmp_path / "tensorboard" / "events.out.tfevents.of.mine"
+    empty = own.with_name("events.out.tfevents.9999999999.host.1.0")
+    own.parent.mkdir()
+    other = TensorboardAdapter(plan, {})
+    other._file = own
+    other._write(0.0, 99)
+    part = own.read_bytes() * 2 + b"in part"
+    own.write_bytes(part)
+    empty.touch()
+    adapter = TensorboardAdapter(plan, {})
+    assert adapter.open()["delivered"] == 0
+    adapter.log(entries(plan, 1))
+    assert TensorboardAdapter(plan, {}).open()["delivered"] == 1
+    assert (own.read_bytes(), empty.read_bytes()) == (part, b"")
+
+
 def scrape(url: str) -> str:
     port = url.rpartition(":")[2]
     with urllib.request.urlopen(f"http://127.0.0.1:{port}", timeout=30) as answer:
