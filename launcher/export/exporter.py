@@ -35,6 +35,7 @@ from launcher.rundir.files import sync_directory, value_from_json
 from launcher.task import Task, build_model, load_task
 from launcher.tracebacks import users_frames
 from launcher.train.checkpoint import file_format
+from launcher.train.checkpoint.initial import overflows, plain_name
 from launcher.train.checkpoint.weights import CheckpointWeights
 from launcher.train.inspection.task_probe import build_inspected
 
@@ -117,11 +118,18 @@ class _Tensors:
 
     def __init__(self, request: ExportRequest, weights: CheckpointWeights, model: ExportedModel | None) -> None:
         self._weights, self._model, self._dtype = weights, model, _DTYPES.get(request.dtype or "")
+        self._format = request.dtype
         self._averages: CheckpointWeights | None = None
         if not weights.tensors:
             raise UserError(f"{request.checkpoint} has no tensors of a model.")
         if weights.others:
             print(f"Not exported, because they are no tensors: {', '.join(weights.others)}.", file=sys.stderr)
+        if model is not None and (problems := model.misfits(weights.tensors, weights.others)):
+            raise UserError(
+                f"{request.checkpoint} does not fit the model that task._target_={request.target} makes now:\n  "
+                + "\n  ".join(problems)
+                + "\n  Export with the code and the configuration of the run."
+            )
         if request.averages is not None:
             self._averages = CheckpointWeights(Path(request.checkpoint), f"callbacks.{request.averages}/averages/")
             if not self._averages.tensors:
@@ -153,7 +161,13 @@ class _Tensors:
         value = self.value(self.layout.sources[entry.name], self.layout.aliases.get(entry.name, ()))
         if self._model is not None:
             value = self._model.complete(entry.name, value, self.value)
-        return value.to(entry.dtype)
+        converted = value.to(entry.dtype)
+        if overflows(value, converted):
+            raise UserError(
+                f"--dtype {self._format}: {entry.name} has values that are infinite in it.\n"
+                "  Use --dtype bf16, or leave --dtype out."
+            )
+        return converted
 
     def value(self, source: str, aliases: Sequence[str] = ()) -> Tensor:
         """Return a tensor of the checkpoint: its average, if averages are exported.
@@ -174,8 +188,8 @@ def _whole_model(task: Task, seed: int, tensors: _Tensors) -> nn.Module:
     with torch.no_grad():
         for name, value in model.state_dict(keep_vars=True).items():
             if isinstance(value, Tensor):
-                kept = tensors.layout.tied.get(name, name)
-                value.copy_(tensors.value(kept, tensors.layout.aliases.get(kept, ())))
+                kept = tensors.layout.tied.get(plain_name(name), plain_name(name))
+                value.copy_(tensors.value(tensors.layout.sources.get(kept, name), tensors.layout.aliases.get(kept, ())))
     return model.eval()
 
 

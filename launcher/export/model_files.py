@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ from launcher.errors import UserError
 from launcher.export.adapters import Adapters
 from launcher.quantities import first_names
 from launcher.task import Task
-from launcher.train.checkpoint.initial import grouped
+from launcher.train.checkpoint.initial import ModelState, misfits, model_state, plain_name
+from launcher.train.checkpoint.weights import StoredTensor
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,9 @@ class ExportedModel:
     """
 
     def __init__(self, model: nn.Module, *, merge_lora: bool) -> None:
-        self._groups = [names for names, _ in grouped(model.state_dict(keep_vars=True))]
+        state = model_state(model)
+        named = [(names, tensor.to("meta")) for names, tensor in state.named]
+        self._state = ModelState(named, state.extra, state.others)
         if any(not tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
             model.to("meta")  # a model that could only be built with values: free their memory
         self._adapters, self._merges = Adapters.of(model), merge_lora
@@ -65,6 +68,14 @@ class ExportedModel:
     def _writes_adapter(self) -> bool:
         return self._adapters is not None and not self._merges
 
+    def misfits(self, tensors: Mapping[str, StoredTensor], others: Iterable[str]) -> list[str]:
+        """Return a line for each of the first names and shapes in a checkpoint that are not the model's.
+
+        Args:
+            others: names of values that are no tensors.
+        """
+        return misfits(self._state, tensors, others)
+
     def layout(self, names: Iterable[str]) -> ExportNames:
         """Return what is written under which names.
 
@@ -75,14 +86,14 @@ class ExportedModel:
         if self._adapters is not None and not self._merges:
             own = self._adapters.own_sources()
             return ExportNames({name: source for name, source in own.items() if source in stored}, stem="adapter_model")
-        sources = {name: name for name in stored}
+        sources = {plain_name(name): name for name in stored}
         if self._adapters is not None:
             sources = self._adapters.merged_sources(stored)
-        written = {source: name for name, source in sources.items()}
+        written = {plain_name(source): name for name, source in sources.items()}
         ignored = getattr(self._model, "_keys_to_ignore_on_save", None) if self._is_transformers else None
         drops = _dropped_by_transformers(self._model) if self._is_transformers else lambda _: False
         tied, aliases = dict[str, str](), dict[str, list[str]]()
-        for group in self._groups:
+        for group, _ in self._state.named:
             own = [written[name] for name in group if name in written]
             if len(own) > 1:  # that stays which transformers keeps, or the first one of another model
                 kept, *others = sorted(own, key=drops)

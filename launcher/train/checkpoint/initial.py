@@ -1,12 +1,14 @@
 """Initial parameters and buffers of a run from other weights (``checkpoint.init_from``), read shard by shard.
 
 A run that has a checkpoint of its own resumes from that, and does not read these weights again. Values are converted to
-the dtype of the parameter. Buffers that the model's state_dict leaves out keep their values.
+the dtype of the parameter. Buffers that the model's state_dict leaves out keep their values. Names are compared without
+what torch.compile adds to them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -24,15 +26,38 @@ from launcher.train.parallel.deferred_init import own_shard
 from launcher.train.world import World
 
 _MAX_SHOWN = 4
+# a module's own state, which torch names so
+_EXTRA_STATE = "_extra_state"
+# part of the names in a module that torch.compile wraps
+_COMPILED = "_orig_mod."
 
 
 def initial_values(plan: RunPlan, world: World) -> InitialValues | None:
     """Return the weights that a run starts with; None if the model's own are used, or if the run has a checkpoint to
-    resume from. All ranks call it."""
+    resume from. All ranks call it.
+
+    Raises:
+        ConfigError: the ranks have different weights. On all ranks.
+    """
+    _require_same_source(plan.initial, world)
     if plan.initial is None:
         return None
     saved = plan.checkpoint.enabled and world.rank == 0 and bool(plan.paths.committed_checkpoints())
     return None if world.of_rank_0(saved) else InitialValues(plan.initial, world)
+
+
+def _require_same_source(source: InitialWeights | None, world: World) -> None:
+    """Raise ConfigError unless all ranks start with the same weights: in a loop of the user's own, each rank has
+    looked for them by itself."""
+    first, *others = world.of_all(source)
+    for rank, other in enumerate(others, 1):
+        if (first and first.digest) != (other and other.digest):
+            texts = [f"{each.text}, digest {each.digest}" if each else "none" for each in (first, other)]
+            raise ConfigError(
+                KEY, first.path if first else "null",
+                f"the ranks have different weights: rank 0 {texts[0]}; rank {rank} {texts[1]}.",
+                "Name one checkpoint (.../checkpoints/step_000100) or file, which is the same on all hosts.",
+            )  # fmt: skip
 
 
 class InitialValues:
@@ -78,30 +103,43 @@ class InitialValues:
         self._raise_first(problem)
         if self._world.rank == 0:
             print(f"Initial parameters: those of {self._source.text}.", flush=True)
-        return {name for names, _ in _named(model) for name in names}
+        targets = {id(target) for _, target in model_state(model).named}
+        return {name for name, tensor in own_tensors(model).items() if id(tensor) in targets}
 
     @torch.no_grad()
     def fill(self, model: nn.Module) -> None:
         """Replace the values of ``model``, which may be sharded: each rank reads its part of each tensor.
 
         Raises:
-            ConfigError: the weights cannot be read, or names of one tied parameter have different values. On all ranks.
+            ConfigError: the weights cannot be read, a value is too large for the parameter's dtype, or names of one
+                tied parameter have different values. On all ranks.
         """
         assert self._weights is not None
+        stored, state = _by_plain_name(self._weights.tensors), model_state(model)
         problem: str | None = None
         try:
-            for names, target in _named(model):
-                problem = problem or self._fill(target, [name for name in names if name in self._weights.tensors])
+            for names, target in state.named:
+                problem = problem or self._fill(target, [stored[name] for name in names if name in stored])
+            extra = {name: self._weights.read(stored[plain_name(name)]) for name in state.extra}
+            if extra:
+                model.load_state_dict(extra, strict=False)
         except READ_ERRORS as error:
             problem = f"{KEY}={self._source.path}: cannot be read: {type(error).__name__}: {error}."
         self._raise_first(problem)
 
     def _fill(self, target: Tensor, names: Sequence[str]) -> str | None:
-        """Replace the values of one parameter or buffer. Return a message if its names have different ones."""
+        """Replace the values of one parameter or buffer. Return a message if its names have different ones, or if they
+        are too large."""
         assert self._weights is not None
         region = region_of(target)
-        value = self._weights.read(names[0], region)
-        local(target).detach().copy_(value)
+        value, own = self._weights.read(names[0], region), local(target).detach()
+        converted = value.to(own.dtype)
+        if overflows(value, converted):
+            return (
+                f"{KEY}={self._source.path}: {names[0]} is in {value.dtype} there, and has values that are infinite in "
+                f"the model's {own.dtype}.\n  Use another dtype for it in model(), such as bfloat16."
+            )
+        own.copy_(converted)
         for name in names[1:]:
             if not torch.equal(value, self._weights.read(name, region)):
                 return (
@@ -127,7 +165,7 @@ def require_fit(model: nn.Module, source: InitialWeights, weights: Weights | Non
         ConfigError: they are not; the message has the nearest names.
     """
     weights = weights or open_weights(Path(source.path))
-    problems = _misfits(_named(model), weights)
+    problems = _misfits(model_state(model), weights)
     if problems:
         raise ConfigError(
             KEY, source.path, "its weights do not fit the model:\n  " + "\n  ".join(problems),
@@ -135,17 +173,41 @@ def require_fit(model: nn.Module, source: InitialWeights, weights: Weights | Non
         )  # fmt: skip
 
 
-def _misfits(named: Sequence[tuple[Sequence[str], Tensor]], weights: Weights) -> list[str]:
+def _misfits(state: ModelState, weights: Weights) -> list[str]:
     """Return a line for each of the first differences of each kind."""
-    stored = weights.tensors
-    known = {name for names, _ in named for name in names}
-    missing = [names[0] for names, _ in named if not any(name in stored for name in names)]
+    lines = misfits(state, weights.tensors, weights.others)
+    problem = "is in the model's state_dict, and is neither a parameter nor a buffer: its value would not be replaced"
+    lines += _shortened([f"{name} {problem}" for name in state.others])
+    lines += _shortened([f"{name} is not a tensor, and cannot be read" for name in weights.others])
+    pairs = _pairs(state, weights.tensors)
+    return lines + _shortened([line for pair in pairs if (line := _unconvertible(*pair)) is not None])
+
+
+def misfits(state: ModelState, tensors: Mapping[str, StoredTensor], others: Iterable[str] = ()) -> list[str]:
+    """Return a line for each of the first names and shapes of stored tensors that are not those of a model.
+
+    Args:
+        others: stored names of values that are no tensors.
+    """
+    stored = _by_plain_name(tensors)
+    present = {*stored, *map(plain_name, others)}
+    required = [*state.named, *(([plain_name(name)], None) for name in state.extra)]
+    known = {name for names, _ in required for name in names} | {plain_name(name) for name in state.others}
+    missing = [names[0] for names, _ in required if present.isdisjoint(names)]
     unexpected = [name for name in stored if name not in known]
     lines = _with_nearest(missing, unexpected, "is not among them")
     lines += _with_nearest(unexpected, missing, "is not in the model")
-    lines += _shortened([f"{name} is not a tensor, and cannot be read" for name in weights.others])
-    pairs = [(name, tensor, stored[name]) for names, tensor in named for name in names if name in stored]
-    return lines + _shortened([line for pair in pairs if (line := _misfit(*pair)) is not None])
+    shapes = [
+        f"{name} has the shape {list(there.shape)} there, and {list(tensor.shape)} in the model"
+        for name, tensor, there in _pairs(state, tensors)
+        if tuple(tensor.shape) != there.shape
+    ]
+    return lines + _shortened(shapes)
+
+
+def _pairs(state: ModelState, tensors: Mapping[str, StoredTensor]) -> list[tuple[str, Tensor, StoredTensor]]:
+    stored = _by_plain_name(tensors)
+    return [(name, own, tensors[stored[name]]) for names, own in state.named for name in names if name in stored]
 
 
 def _with_nearest(names: Sequence[str], candidates: Sequence[str], problem: str) -> list[str]:
@@ -161,29 +223,76 @@ def _shortened(lines: Sequence[str], total: int | None = None) -> list[str]:
     return [*lines[:_MAX_SHOWN], *([f"and {more} more"] if more > 0 else [])]
 
 
-def _misfit(name: str, tensor: Tensor, stored: StoredTensor) -> str | None:
-    if tuple(tensor.shape) != stored.shape:
-        return f"{name} has the shape {list(stored.shape)} there, and {list(tensor.shape)} in the model"
-    if not torch.can_cast(stored.dtype, tensor.dtype):
+def _unconvertible(name: str, tensor: Tensor, stored: StoredTensor) -> str | None:
+    narrows = not torch.can_cast(stored.dtype, tensor.dtype)
+    if _is_integer(stored.dtype) and _is_integer(tensor.dtype):
+        there, here = torch.iinfo(stored.dtype), torch.iinfo(tensor.dtype)
+        narrows = here.max < there.max or here.min > there.min
+    if narrows:
         return f"{name} is in {stored.dtype} there, which cannot be converted to the model's {tensor.dtype}"
     return None
 
 
-def _named(model: nn.Module) -> list[tuple[list[str], Tensor]]:
-    """Return each parameter and persistent buffer, once, with all its names."""
-    return grouped(model.state_dict(keep_vars=True))
+def _is_integer(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
 
 
-def grouped(state: Mapping[str, object]) -> list[tuple[list[str], Tensor]]:
-    """Return each tensor of a ``state_dict(keep_vars=True)``, once, with all its names."""
+def overflows(value: Tensor, converted: Tensor) -> bool:
+    """Return True if a finite number of ``value`` is not finite in ``converted``, its conversion to another dtype."""
+    if value.dtype == converted.dtype or not converted.dtype.is_floating_point:
+        return False
+    readable = converted if converted.dtype.itemsize > 1 else converted.float()  # few operators know 8-bit formats
+    bad = ~torch.isfinite(readable)
+    if not bad.any():
+        return False
+    return bool(torch.isfinite(value if value.dtype.itemsize > 1 else value.float())[bad].any())
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """What a model's state_dict has.
+
+    Attributes:
+        named: each parameter and persistent buffer, once, with all its names, as ``plain_name`` gives them.
+        extra: names of the values that modules return from ``get_extra_state``.
+        others: names of values of hooks that are none of these.
+    """
+
+    named: list[tuple[list[str], Tensor]]
+    extra: list[str]
+    others: list[str]
+
+
+def model_state(model: nn.Module) -> ModelState:
+    """Return what is in the state_dict of ``model``, in which a hook may have replaced a parameter by a copy."""
+    own = own_tensors(model)
+    known = {id(tensor) for tensor in own.values()}
     groups: dict[int, tuple[list[str], Tensor]] = {}
-    for name, tensor in _tensors_of(state.items()):
-        groups.setdefault(id(tensor), ([], tensor))[0].append(name)
-    return list(groups.values())
+    extra, others = list[str](), list[str]()
+    for name, value in model.state_dict(keep_vars=True).items():
+        target = value if id(value) in known else own.get(name)
+        if target is not None:
+            groups.setdefault(id(target), ([], target))[0].append(plain_name(name))
+        elif name.rpartition(".")[2] == _EXTRA_STATE:
+            if value is not None:
+                extra.append(name)
+        else:
+            others.append(name)
+    return ModelState(list(groups.values()), extra, others)
 
 
-def _tensors_of(items: Iterable[tuple[str, object]]) -> list[tuple[str, Tensor]]:
-    return [(name, value) for name, value in items if isinstance(value, Tensor)]
+def own_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and buffers of a model by all of their names."""
+    return dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a tensor in a model that is not compiled."""
+    return name.replace(_COMPILED, "")
+
+
+def _by_plain_name(names: Iterable[str]) -> dict[str, str]:
+    return {plain_name(name): name for name in names}
 
 
 def region_of(target: Tensor) -> Region | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from launcher.errors import ConfigError, UserError
 from launcher.plan.initial_weights import InitialWeights
-from launcher.train.checkpoint.initial import InitialValues, region_of, require_fit
+from launcher.train.checkpoint.initial import InitialValues, initial_values, region_of, require_fit
 from launcher.train.checkpoint.weights import Region, StoredTensor
 from launcher.train.world import World
 
@@ -92,6 +94,10 @@ def test_one_name_of_a_tied_parameter_is_enough() -> None:
             {"norm.num_batches_tracked": torch.ones(())},
             ["is in torch.float32 there, which cannot be converted to the model's torch.int64"],
         ),
+        (
+            {"norm.num_batches_tracked": torch.ones((), dtype=torch.uint64)},
+            ["is in torch.uint64 there, which cannot be converted to the model's torch.int64"],
+        ),
     ],
 )
 def test_what_does_not_fit(changes: dict[str, Tensor], lines: list[str]) -> None:
@@ -111,3 +117,79 @@ def test_missing_names_have_the_nearest_one() -> None:
     assert "norm.weight is not among them; the nearest name is 'norm_1.weight'" in text
     assert "norm_1.bias is not in the model; the nearest name is 'norm.bias'" in text
     assert text.count("and 1 more") == 2
+
+
+def filled(model: nn.Module, weights: InMemory) -> nn.Module:
+    require_fit(model, SOURCE, weights)
+    values = InitialValues(SOURCE, World(0, 1, 0))
+    values._weights = weights
+    values.fill(model)
+    return model
+
+
+class OtherRank(World):
+    """A rank 0 whose only other rank has found other weights."""
+
+    def of_all(self, value: Any, group: Any = None) -> list[Any]:  # noqa: ARG002
+        return [value, dataclasses.replace(SOURCE, path="/weights/newer", digest="2")]
+
+
+def test_ranks_with_different_weights_are_refused() -> None:
+    plan: Any = type("Plan", (), {"initial": SOURCE})
+    with pytest.raises(ConfigError, match=r"different weights: rank 0 /weights, .*rank 1 /weights/newer, digest 2"):
+        initial_values(plan, OtherRank(0, 2, 0))
+
+
+class Hooked(nn.Linear):
+    """Its state_dict has a copy of the weight, and a value that is no parameter."""
+
+    def __init__(self, **more: Tensor) -> None:
+        super().__init__(2, 2)
+        self.scale = 1.0
+        self.register_state_dict_post_hook(lambda _, state, start, __: self._change(state, start, more))
+
+    def _change(self, state: dict[str, Any], start: str, more: dict[str, Tensor]) -> None:
+        state[f"{start}weight"] = state[f"{start}weight"].clone()
+        state.update({start + name: value for name, value in more.items()})
+
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor(self.scale)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.scale = float(state)
+
+
+def test_copies_in_the_state_dict_and_extra_state_are_loaded() -> None:
+    weights = InMemory(**{f"0.{name}": torch.full_like(v, 3) for name, v in Hooked().state_dict().items()})
+    (layer,) = filled(nn.Sequential(Hooked()), weights)
+    assert isinstance(layer, Hooked)
+    assert (layer.weight == 3).all()
+    assert layer.scale == 3
+    with pytest.raises(
+        ConfigError, match=r"0\.more is in the model's state_dict, and is neither a parameter nor a buffer"
+    ):
+        filled(nn.Sequential(Hooked(more=torch.ones(1))), InMemory(**weights.values, **{"0.more": torch.ones(1)}))
+
+
+def test_values_that_would_become_infinite_are_refused() -> None:
+    weights = InMemory(weight=torch.full((2, 2), 1e5), bias=torch.tensor([float("inf"), 1]))
+    with pytest.raises(UserError, match=r"weight is in torch.float32 there, and has values that are infinite in the"):
+        filled(nn.Linear(2, 2).half(), weights)
+    assert filled(nn.Linear(2, 2).bfloat16(), weights).weight.isfinite().all()
+
+
+class Wrapped(nn.Module):
+    """A module with the names of one that torch.compile wraps; its import would take seconds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._orig_mod = nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize("compiled", ["model", "weights"])
+def test_names_of_compiled_modules(compiled: str) -> None:
+    plain, wrapped = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(Wrapped())
+    model, source = (wrapped, plain) if compiled == "model" else (plain, wrapped)
+    wanted = source.state_dict()
+    found = filled(model, InMemory(**wanted)).state_dict()
+    assert all(a.equal(b) for a, b in zip(found.values(), wanted.values(), strict=True))
