@@ -66,7 +66,7 @@ def make_plan(overrides: Sequence[str] | Config = (), *, samples: int | None) ->
         site = dataclasses.replace(site, bf16=host.computes(PrecisionKind.bf16, device, os.environ))
     plan = solve(config, site, TaskPlan.unknown(samples), run, started)
     before = RunPlan.load(plan.paths.loop_plan) if plan.paths.loop_plan.exists() else None
-    if before is not None and before.checkpoint.init_from == config.checkpoint.init_from:
+    if before is not None and before.initial is not None and before.checkpoint.init_from == config.checkpoint.init_from:
         return dataclasses.replace(plan, initial=before.initial)  # they may be gone: the run has its own checkpoints
     return dataclasses.replace(plan, initial=initial_weights(config, site.cwd))
 

@@ -18,7 +18,7 @@ from launcher.config.schema import ClusterKind, Config, RunConfig
 from launcher.errors import ConfigError, RunError, UserError
 from launcher.launch import local
 from launcher.launch.peers import Peers
-from launcher.launch.planner import plan_job
+from launcher.launch.planner import initial_weights, plan_job
 from launcher.launch.slurm import client
 from launcher.plan.run_plan import RunPlan
 from launcher.report import live, tables, verdicts
@@ -77,7 +77,9 @@ def launch_verify(arguments: list[str]) -> int:
 def _verify_plan(config: Config, directory: Path) -> RunPlan:
     """Return the plan of `launch train` in ``directory``, without calibration, mirror and checkpoints."""
     run = RunConfig(name="verify", dir=str(directory), calibrate_s=0.0)
-    plan = plan_job(dataclasses.replace(config, run=run, trackers=[]))
+    weights = initial_weights(config, str(Path.cwd()))  # a name of a run is searched in the run.dir of the job
+    checkpoint = dataclasses.replace(config.checkpoint, init_from=weights and weights.path)
+    plan = plan_job(dataclasses.replace(config, run=run, trackers=[], checkpoint=checkpoint))
     return dataclasses.replace(
         plan,
         command=VERIFY_COMMAND,

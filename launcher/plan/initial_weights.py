@@ -22,8 +22,9 @@ _ALLOWED = (
     "Name a run, a checkpoint of one (.../checkpoints/step_000100), a safetensors file, or a directory with "
     f"{ONE_FILE} or {INDEX}."
 )
-# of a safetensors file, its header and this many blocks of this size, evenly spaced, identify the content
-_BLOCKS, _BLOCK_BYTES = 1024, 1 << 16
+# all bytes of files up to this size in total identify the content of safetensors files; of larger ones, their headers
+# and this many blocks of this size from each file, evenly spaced
+_WHOLE_BYTES, _BLOCKS, _BLOCK_BYTES = 10**9, 1024, 1 << 16
 _HEADER_LIMIT = 100_000_000  # bytes, that of the safetensors library
 
 
@@ -35,7 +36,7 @@ class InitialWeights:
         path: absolute; directory of a checkpoint, a safetensors file, or a directory of such files.
         run, step: of a checkpoint in a run's directory; None for any other.
         digest: identifies the content: of a checkpoint's manifest, which has a checksum of each file; of sizes,
-            headers and samples of safetensors files.
+            headers and contents of safetensors files, of which large ones are sampled.
     """
 
     path: str
@@ -109,10 +110,12 @@ def weights_at(path: Path, word: str) -> InitialWeights:
         if (path / MANIFEST).exists():
             return _checkpoint_at(path, word)
         digest = hashlib.blake2b(digest_size=16)
-        for file in safetensors_files(path, word):
+        files = safetensors_files(path, word)
+        is_small = sum(file.stat().st_size for file in files) <= _WHOLE_BYTES
+        for file in files:
             digest.update(f"{file.name} {file.stat().st_size}\n".encode())
             digest.update(_read_header(file, word))
-            _sample(file, digest)
+            _add_content(file, digest, whole=is_small)
     except OSError as error:
         raise ConfigError(KEY, word, f"cannot be read: {error}.") from None
     return InitialWeights(path=str(path), run=None, step=None, digest=digest.hexdigest())
@@ -234,11 +237,11 @@ def _read_header(file: Path, word: str) -> bytes:
     return header
 
 
-def _sample(file: Path, digest: hashlib.blake2b) -> None:
-    """Add evenly spaced blocks of ``file``, all of a small one, to ``digest``: weights that were trained further differ
-    everywhere, and reading all of a large file would delay every submission."""
+def _add_content(file: Path, digest: hashlib.blake2b, *, whole: bool) -> None:
+    """Add the content of ``file`` to ``digest``: all of it, or evenly spaced blocks. Weights that were trained further
+    differ everywhere, and reading all of a large file would delay every submission."""
     size = file.stat().st_size
-    step = max(_BLOCK_BYTES, size // _BLOCKS)
+    step = _BLOCK_BYTES if whole else max(_BLOCK_BYTES, size // _BLOCKS)
     with file.open("rb") as stream:
         for start in range(0, size, step):
             digest.update(os.pread(stream.fileno(), _BLOCK_BYTES, start))

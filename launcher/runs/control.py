@@ -19,6 +19,7 @@ from launcher.launch import local
 from launcher.launch.agent import load_plan
 from launcher.launch.slurm import client, submit
 from launcher.plan.launch_plan import LaunchPlan
+from launcher.plan.run_plan import RunPlan
 from launcher.rundir import history
 from launcher.rundir.history import Submission
 from launcher.rundir.paths import RunPaths
@@ -159,13 +160,15 @@ def to_retry(run: Run) -> LaunchPlan:
     """Make the directory of a new run with the same plan and code under another name. Return its plan.
 
     Raises:
-        UserError: The run is still active.
+        UserError: The run is still active, or the weights that it started with are gone or have changed.
         SiteError: It used several hosts without a scheduler.
     """
     paths = RunPaths(Path(run.dir))
     plan = _plan_of(paths)
     _require_over(run, "retry")
     _require_begins_again(plan)
+    if isinstance(plan, RunPlan) and plan.initial is not None:
+        plan.initial.require_unchanged()
     plan = _renamed(plan, paths)
     local.create(plan, paths.config.read_text(encoding="utf-8"))
     if paths.code.is_dir():

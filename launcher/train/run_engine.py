@@ -15,6 +15,7 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
+from weakref import WeakValueDictionary
 
 from launcher.errors import EngineMisuse
 from launcher.process import StopRequest
@@ -25,12 +26,17 @@ from launcher.train.callback_set import require_text_keys
 from launcher.train.checkpoint import save
 from launcher.train.checkpoint.load import load_newest
 from launcher.train.data.loader import Collate
+from launcher.train.engine.build import OtherValues
 from launcher.train.engine.engine import Engine
 from launcher.train.engine.replica_check import ReplicaCheck
 from launcher.train.engine.window import Forward
 from launcher.train.engine.window_totals import StepResult
 from launcher.train.evaluation import EvaluatingEngine, Evaluation, LoopTask, sets_by_name
+from launcher.train.metrics import Metrics
 from launcher.train.training_loop import Saves, TrainingLoop
+
+# engines with checkpoint.init_from, by the directory of the run
+_STARTED: WeakValueDictionary[str, RunEngine] = WeakValueDictionary()
 
 
 class RunEngine(EvaluatingEngine):
@@ -44,6 +50,24 @@ class RunEngine(EvaluatingEngine):
     _loop: TrainingLoop | None = None
     _result: StepResult | None = None
     _unfinished = False  # neither finish_step nor save was called after the newest step
+    _without_values = False  # the run has a checkpoint, so that checkpoint.init_from was not read; only resume loads it
+
+    def _initial_values(self) -> OtherValues | None:
+        values = super()._initial_values()
+        if self.plan.initial is None:
+            return values
+        if self.plan.run.dir in _STARTED:
+            raise EngineMisuse(
+                "checkpoint.init_from is for one engine of a script, and an earlier one has it.\n  Give the others a"
+                " plan without it: dataclasses.replace(plan, initial=None); their models keep their own values."
+            )
+        _STARTED[self.plan.run.dir] = self
+        self._without_values = values is None
+        return values
+
+    def evaluate(self, data: Any, loss: Forward, collate: Collate | None = None) -> Metrics:
+        self._require_values()
+        return super().evaluate(data, loss, collate)
 
     def resume(
         self,
@@ -96,6 +120,11 @@ class RunEngine(EvaluatingEngine):
         restored = None
         if plan.checkpoint.enabled:
             restored = load_newest(self, plan.paths, fence, parts=parts)
+        if restored is not None:
+            for engine in (self, *(parts or {}).values()):
+                if isinstance(engine, RunEngine):
+                    engine._without_values = False
+        self._require_values()
         if restored is None:
             seed_everything(plan.train.seed + 1 + self.world.rank)
         task = cast("Task", LoopTask(loss, collate))
@@ -108,6 +137,7 @@ class RunEngine(EvaluatingEngine):
         return None if restored is None else restored.run.get("extra", {})
 
     def step(self) -> StepResult:
+        self._require_values()
         if self._unfinished:
             raise EngineMisuse(
                 f"engine.finish_step(result) was not called after step {self.steps}: this run, which engine.resume() "
@@ -175,6 +205,14 @@ class RunEngine(EvaluatingEngine):
             raise EngineMisuse(
                 f"The ranks have different run directories: {roots[0]} and {next(r for r in roots if r != roots[0])}.\n"
                 '  Start the script with `launch run`, or name the run: make_plan(["run.name=NAME", ...]).'
+            )
+
+    def _require_values(self) -> None:
+        """Raise EngineMisuse if the model has neither the weights of checkpoint.init_from nor those of a checkpoint."""
+        if self._without_values:
+            raise EngineMisuse(
+                f"{self.plan.run.dir} has checkpoints, so checkpoint.init_from was not read, and engine.resume(),\n"
+                "  which loads the newest one, was not called. Call it before the first window, or name another run."
             )
 
     def _require_loop(self, method: str) -> TrainingLoop:

@@ -173,6 +173,7 @@ def test_a_run_with_a_checkpoint_does_not_read_them_again(place: Path, tmp_path:
     changed = launch("retry", "short", cwd=place)
     assert changed.returncode == 2, changed.stdout
     assert "has changed since the run was planned" in changed.stderr
+    assert not (place / "runs" / "short.retry2").exists(), "nothing was started"
 
     shutil.rmtree(source)
     done = launch("resume", "short", "train.steps=4", "strategy=ddp", "cluster.workers_per_node=1", cwd=place)
@@ -258,7 +259,7 @@ def test_a_loop_of_ones_own_and_verify_start_with_them(place: Path, tmp_path: Pa
     assert_equal(torch.load(place / "loop-False.pt"), reference(place, tmp_path))
 
     job = [*(word for word in JOB if not word.startswith("checkpoint")), *FSDP, "train.steps=1", "train.seed=3"]
-    done = launch("verify", "--json", *job, weights, "run.name=verified", cwd=place)
+    done = launch("verify", "--json", *job, "checkpoint.init_from=base", "run.name=verified", cwd=place)
     assert done.returncode == 0, done.stdout + done.stderr
     assert launch("train", *job, weights, "run.name=verified-run", cwd=place).returncode == 0
     (record,) = records(place / "runs" / "verified-run")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from launcher.errors import UserError
@@ -154,3 +155,47 @@ def test_what_cannot_be_merged(name: str, adapter: str | None, words: str, tmp_p
     model = Pretrained(name, adapter).model()
     with pytest.raises(UserError, match=words):
         exported(tmp_path, name, model, params={"name": name, "adapter": adapter}, merge_lora=True)
+
+
+class Block(nn.Module):
+    """A module with the names of one that torch.compile wraps."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self._orig_mod = nn.Linear(width, width)
+
+
+class Simple:
+    """Task whose model has a width."""
+
+    def __init__(self, width: int = 2, *, renamed: bool = False) -> None:
+        self.width, self.renamed = width, renamed
+
+    def model(self) -> nn.Module:
+        return nn.ModuleDict({"outer" if self.renamed else "block": Block(self.width), "norm": nn.BatchNorm1d(1)})
+
+    def train_data(self) -> Any: ...
+    def loss(self, model: Any, batch: Any) -> Any: ...
+    def export(self, model: nn.Module, directory: Path) -> None:
+        torch.save(model.state_dict(), directory / "state.pt")
+
+
+def test_a_model_that_is_no_longer_that_of_the_checkpoint_is_refused(tmp_path: Path) -> None:
+    model, target = Simple().model(), "tests.export.test_model_files.Simple"
+    with torch.no_grad():
+        model["block"]._orig_mod.weight.fill_(1e5)
+    for params, words in (
+        ({"width": 3}, [r"block.weight has the shape \[2, 2\] there, and \[3, 3\] in the model"]),
+        ({"renamed": True}, ["outer.weight is not among them; the nearest name is 'block.weight'"]),
+    ):
+        with pytest.raises(UserError, match=words[0]):
+            exported(tmp_path, "", model, target=target, params=params)
+    with pytest.raises(UserError, match=r"--dtype fp16: block.weight has values that are infinite in it"):
+        exported(tmp_path, "", model, target=target, params={}, dtype="fp16")
+    place = tmp_path / "whole"
+    place.mkdir()
+    exported(tmp_path, "", model, target=target, params={}, dtype="bf16", directory=str(place))
+    found = load_file(place / "model.safetensors")
+    assert found["block.weight"].equal(torch.full((2, 2), 1e5).bfloat16()), "named as without torch.compile"
+    wanted = model.state_dict()
+    assert all(value.equal(wanted[name]) for name, value in torch.load(place / "state.pt").items())

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from launcher.errors import ConfigError
+from launcher.plan import initial_weights
 from launcher.plan.initial_weights import InitialWeights, find_weights
 from tests.infra.checkpoints import make_checkpoint
 from tests.infra.made_runs import make_run
@@ -51,7 +52,7 @@ def test_a_run_by_all_of_its_names(tmp_path: Path) -> None:
     assert "Use another checkpoint: step_000005." in refused("first-run", tmp_path)
 
 
-def test_safetensors_files(tmp_path: Path) -> None:
+def test_safetensors_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = {"a": torch.arange(1000.0), "b": torch.ones(2)}
     save_file(weights, tmp_path / "model.safetensors")
     one = found("model.safetensors", tmp_path)
@@ -60,6 +61,12 @@ def test_safetensors_files(tmp_path: Path) -> None:
     save_file(weights | {"b": torch.zeros(2)}, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match="has changed since the run was planned"):
         one.require_unchanged()
+    save_file({"a": torch.zeros(10**6)}, tmp_path / "large.safetensors")
+    large = found("large.safetensors", tmp_path)
+    monkeypatch.setattr(initial_weights, "_BLOCKS", 2)
+    assert found("large.safetensors", tmp_path).digest == large.digest, "all of it"
+    monkeypatch.setattr(initial_weights, "_WHOLE_BYTES", 10**6)
+    assert found("large.safetensors", tmp_path).digest != large.digest, "sampled"
     data = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(data[:-1])
     assert "It was copied in part" in refused("model.safetensors", tmp_path)

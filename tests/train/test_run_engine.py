@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from launcher import Engine, make_plan
-from launcher.errors import WrongCheckpoint
+from launcher.errors import EngineMisuse, WrongCheckpoint
 from tests.helpers import torchrun
 
 DATA = list(torch.sin(torch.arange(36.0)).reshape(9, 4))
@@ -176,3 +179,36 @@ def test_the_mistakes_of_a_loop_that_saves(tmp_path: Path) -> None:
     assert "extra must be JSON: the key 3 is a int, and would be restored as a text" in seen["number"]
     assert seen["as a tuple"], "a loss returned as (loss_sum, items, metrics) keeps its metrics"
     assert seen["evaluated"] == pytest.approx(seen["expected"])
+
+
+@pytest.mark.usefixtures("alone")
+def test_only_one_engine_starts_with_other_weights_and_never_silently_without(tmp_path: Path) -> None:
+    save_file(nn.Linear(2, 1).state_dict(), tmp_path / "a.safetensors")
+    words = [f"run.dir={tmp_path}", "run.name=a", "batch.global_size=2", "train.steps=2", "cluster.device=cpu",
+             "train.loader_workers=0", "precision=fp32", "checkpoint.every=1", "checkpoint.async_save=false",
+             f"checkpoint.init_from={tmp_path / 'a.safetensors'}"]  # fmt: skip
+
+    def engine(**changes: Any) -> Engine:
+        plan = dataclasses.replace(make_plan(words, samples=4), **changes)
+        return Engine(nn.Linear(2, 1), lambda parameters: torch.optim.SGD(parameters, 0.1), plan)
+
+    def train(engine: Engine) -> None:
+        for window in engine.windows(list(torch.ones(4, 2))):
+            for batch in window:
+                engine.backward(engine.model(batch).sum(), len(batch))
+            engine.finish_step(engine.step())
+
+    first = engine()
+    with pytest.raises(EngineMisuse, match=r"is for one engine of a script.*\n.*replace\(plan, initial=None\)"):
+        engine()
+    second = engine(initial=None)
+    first.resume(parts={"second": second})
+    train(first)
+    del first
+    gc.collect()
+
+    again = engine()
+    with pytest.raises(EngineMisuse, match=r"has checkpoints, so checkpoint.init_from was not read"):
+        train(again)
+    with pytest.raises(EngineMisuse, match=r"engine.resume\(\)"):
+        again.evaluate([torch.ones(2)], lambda model, batch: (model(batch).sum(), 1))
