@@ -35,7 +35,7 @@ from launcher.rundir.files import sync_directory, value_from_json
 from launcher.task import Task, build_model, load_task
 from launcher.tracebacks import users_frames
 from launcher.train.checkpoint import file_format
-from launcher.train.checkpoint.initial import overflows, plain_name
+from launcher.train.checkpoint.initial import model_state, overflows, plain_name
 from launcher.train.checkpoint.weights import CheckpointWeights
 from launcher.train.inspection.task_probe import build_inspected
 
@@ -185,11 +185,14 @@ class _Tensors:
 def _whole_model(task: Task, seed: int, tensors: _Tensors) -> nn.Module:
     """Return the task's model with the exported values, on the CPU and in eval mode."""
     model = build_model(task, seed)
+    layout, state = tensors.layout, model_state(model)
     with torch.no_grad():
-        for name, value in model.state_dict(keep_vars=True).items():
-            if isinstance(value, Tensor):
-                kept = tensors.layout.tied.get(plain_name(name), plain_name(name))
-                value.copy_(tensors.value(tensors.layout.sources.get(kept, name), tensors.layout.aliases.get(kept, ())))
+        for (name, *_), target in state.named:
+            kept = layout.tied.get(name, name)
+            target.copy_(tensors.value(layout.sources.get(kept, name), layout.aliases.get(kept, ())))
+    extra = {name: source for name in state.extra if (source := layout.sources.get(plain_name(name))) is not None}
+    if extra:
+        model.load_state_dict({name: tensors.value(source) for name, source in extra.items()}, strict=False)
     return model.eval()
 
 

@@ -178,7 +178,9 @@ def _misfits(state: ModelState, weights: Weights) -> list[str]:
     lines = misfits(state, weights.tensors, weights.others)
     problem = "is in the model's state_dict, and is neither a parameter nor a buffer: its value would not be replaced"
     lines += _shortened([f"{name} {problem}" for name in state.others])
-    lines += _shortened([f"{name} is not a tensor, and cannot be read" for name in weights.others])
+    divided = [name for name in map(plain_name, state.extra) if _has_parts(name, map(plain_name, weights.tensors))]
+    unreadable = dict.fromkeys([*weights.others, *divided])
+    lines += _shortened([f"{name} is not a tensor, and cannot be read" for name in unreadable])
     pairs = _pairs(state, weights.tensors)
     return lines + _shortened([line for pair in pairs if (line := _unconvertible(*pair)) is not None])
 
@@ -193,8 +195,11 @@ def misfits(state: ModelState, tensors: Mapping[str, StoredTensor], others: Iter
     present = {*stored, *map(plain_name, others)}
     required = [*state.named, *(([plain_name(name)], None) for name in state.extra)]
     known = {name for names, _ in required for name in names} | {plain_name(name) for name in state.others}
-    missing = [names[0] for names, _ in required if present.isdisjoint(names)]
-    unexpected = [name for name in stored if name not in known]
+    # a dict is stored in parts
+    divided = [name for name in map(plain_name, state.extra) if _has_parts(name, present)]
+    missing = [names[0] for names, _ in required if present.isdisjoint(names) and names[0] not in divided]
+    parts = tuple(f"{name}." for name in divided)
+    unexpected = [name for name in stored if name not in known and not name.startswith(parts)]
     lines = _with_nearest(missing, unexpected, "is not among them")
     lines += _with_nearest(unexpected, missing, "is not in the model")
     shapes = [
@@ -203,6 +208,10 @@ def misfits(state: ModelState, tensors: Mapping[str, StoredTensor], others: Iter
         if tuple(tensor.shape) != there.shape
     ]
     return lines + _shortened(shapes)
+
+
+def _has_parts(name: str, stored: Iterable[str]) -> bool:
+    return any(each.startswith(f"{name}.") for each in stored)
 
 
 def _pairs(state: ModelState, tensors: Mapping[str, StoredTensor]) -> list[tuple[str, Tensor, StoredTensor]]:
