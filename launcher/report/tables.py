@@ -283,8 +283,7 @@ def _destination(plan: RunPlan, tracker: Tracker) -> str:
             return near(plan.tensorboard.dir or Path(plan.run.dir, "tensorboard"))
         case Tracker.mlflow:
             uri = mlflow_uri(plan, os.environ)
-            where = without_credentials(uri) if "://" in uri else near(uri)
-            return f"{where}, experiment {plan.mlflow.experiment}"
+            return f"{without_credentials(uri) if '://' in uri else near(uri)}, experiment {plan.mlflow.experiment}"
         case Tracker.trackio:
             return f"project {plan.trackio.project}"
         case Tracker.prometheus:
