@@ -14,6 +14,7 @@ import pytest
 from launcher import cli
 from tests.conftest import Launch
 from tests.helpers import launch_command
+from tests.infra.made_runs import make_run
 
 PROJECT = Path(__file__).parents[1] / "user_project"
 
@@ -298,3 +299,12 @@ def test_flags_may_stand_between_overrides(
     monkeypatch.chdir(tmp_path)
     assert cli.run(["plan", "task=digits", "--cfg", "job", "train.steps=7"]) == 0
     assert "steps: 7" in capsys.readouterr().out
+
+
+def test_mlflows_store_beside_the_runs_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(tmp_path, "a")
+    store = tmp_path / "mlruns"
+    store.mkdir()
+    assert cli.run(["report", "--csv", str(tmp_path / "a"), str(store)]) == 0
+    assert capsys.readouterr().out.splitlines()[1].startswith("a,")
+    assert cli.run(["report", str(store)]) == 2

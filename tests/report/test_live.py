@@ -189,6 +189,7 @@ def test_the_summary(tmp_path: Path) -> None:
     }  # fmt: skip
     (tmp_path / "wandb.json").write_text(json.dumps({"dir": "/nowhere/run/wandb/offline-run-x"}))
     plan.paths.metrics.touch()
+    plan.save()
     assert shown(summary_table(plan, summary)) == (
         "Run run: done\n"
         "loss          1.5000, held-out 1.7500 after 300 steps\n"

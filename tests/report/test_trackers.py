@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from launcher.report import trackers
+from launcher.report.tables import tracker_lines
 from launcher.report.tracker_entry import StepEntry, entries_of, settings_of
 from launcher.rundir.fencing import Attempt, Fence
 from tests.helpers import make_plan
@@ -253,6 +254,16 @@ def test_a_missing_package_is_not_tried_again(
     failing.errors = [ModuleNotFoundError("No module named 'tensorboard'")]
     assert run_mirror(plan, monkeypatch, ended=lambda: False) == (1, 1)
     assert "pip install 'launcher[tensorboard]'" in status_of(plan, "tensorboard")["problem"]
+
+
+def test_what_the_commands_show_of_trackers(tmp_path: Path) -> None:
+    plan = saved_plan(tmp_path, "trackers=[prometheus,mlflow]", "prometheus.port=0")
+    for tracker in ("wandb", "mlflow", "prometheus"):  # one was left out when the run resumed
+        plan.paths.tracker_status(tracker).write_text(json.dumps({"url": f"http://{tracker}", "problem": None}))
+    mlflow, prometheus = ("MLflow", "http://mlflow", ""), ("Prometheus", "http://prometheus", "")
+    assert [*tracker_lines(plan.paths)] == [mlflow, prometheus]
+    plan.paths.summary.write_text('{"verdict": "done"}')
+    assert [*tracker_lines(plan.paths)] == [mlflow, ("Prometheus", "", "")]
 
 
 def test_a_tracker_that_does_not_return_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
