@@ -208,7 +208,7 @@ class _StopForwarder:
     """Forwards stop requests of a person or of another host to the agent."""
 
     def __init__(
-        self, agent: subprocess.Popen[bytes], display: Display, peers: Peers, grace_s: float, then: str
+        self, agent: subprocess.Popen[bytes], display: Display, peers: Peers, grace_s: float, then: str = ""
     ) -> None:
         """``then``: end of the message about a stop."""
         self._then = then
