@@ -181,7 +181,8 @@ class Simple:
 
 
 def test_a_model_that_is_no_longer_that_of_the_checkpoint_is_refused(tmp_path: Path) -> None:
-    model, target = Simple().model(), "tests.export.test_model_files.Simple"
+    model: Any = Simple().model()
+    target = "tests.export.test_model_files.Simple"
     with torch.no_grad():
         model["block"]._orig_mod.weight.fill_(1e5)
     for params, words in (

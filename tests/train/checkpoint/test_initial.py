@@ -55,7 +55,7 @@ def test_a_rank_reads_only_its_part(rank: int) -> None:  # noqa: ARG001
             part = distribute_tensor(whole, mesh, placements, src_data_rank=None)
             assert whole[region_of(part)].equal(part.to_local())
 
-            model = nn.Module()
+            model: Any = nn.Module()
             empty = distribute_tensor(torch.zeros(shape), mesh, placements, src_data_rank=None)
             model.register_buffer("weight", empty)  # a parameter would be on the mesh of an earlier test
             weights, values = InMemory(weight=whole.double()), InitialValues(SOURCE, World(0, 1, 0))
@@ -119,7 +119,7 @@ def test_missing_names_have_the_nearest_one() -> None:
     assert text.count("and 1 more") == 2
 
 
-def filled(model: nn.Module, weights: InMemory) -> nn.Module:
+def filled(model: nn.Module, weights: InMemory) -> Any:
     require_fit(model, SOURCE, weights)
     values = InitialValues(SOURCE, World(0, 1, 0))
     values._weights = weights
