@@ -219,7 +219,7 @@ def _with_lora(model: Any, lora: dict[str, Any], kind: str, new: list[str]) -> A
         with warnings.catch_warnings():
             # peft asks for an attribute that transformers has renamed
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
-            settings = {_LORA[name]: value for name, value in (lora | {"targets": targets}).items()}
+            settings: dict[str, Any] = {_LORA[name]: value for name, value in (lora | {"targets": targets}).items()}
             return get_peft_model(model, LoraConfig(task_type=kind, modules_to_save=new or None, **settings))
     except (ValueError, TypeError) as error:
         raise TaskError(f"task.lora: {_first_line(error)}") from None

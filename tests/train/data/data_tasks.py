@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -259,7 +258,7 @@ class Sharded(Split):
 
 class OtherStream(Split):
     def train_data(self) -> Any:
-        return Stream(random.Random(os.urandom(8)))
+        return Stream(random.Random(rank()))
 
 
 class Files(IterableDataset[Tensor]):
