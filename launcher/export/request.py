@@ -31,7 +31,7 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """What to export.
+    """Choice of what is exported, and how.
 
     Attributes:
         step: of the checkpoint; None: the newest.

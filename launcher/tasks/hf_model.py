@@ -6,6 +6,7 @@ The module does not import torch or transformers at module level.
 from __future__ import annotations
 
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import cached_property
 from importlib.util import find_spec
@@ -25,7 +26,7 @@ DEFAULT_LENGTH = 1024
 _LORA = {"r": "r", "alpha": "lora_alpha", "dropout": "lora_dropout", "targets": "target_modules"}
 
 
-class HfTask:
+class HfTask(ABC):
     """Model, tokenizer and examples of a task; the arguments are the keys of the tasks."""
 
     def __init__(
@@ -89,9 +90,9 @@ class HfTask:
             self.notes.append(f"{path}: {unused} of {len(data)} examples cannot be used, and are left out.")
         return rows
 
+    @abstractmethod
     def _encoding(self, path: str, data: Any) -> tuple[Encode, dict[str, Any]]:
         """Return the function that makes rows of an example of ``data``, and what else it depends on."""
-        raise NotImplementedError
 
     def _build(self, auto: Any, *, new_head: bool) -> Any:
         """Return the model in fp32, ready to train. ``auto``, ``new_head``: see ``_build_pretrained``."""

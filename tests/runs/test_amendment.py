@@ -31,7 +31,7 @@ COMMON = (
 )  # fmt: skip
 
 
-def begun(*overrides: str, verdict: str = "stopped", steps: int = 10) -> RunPaths:
+def started_run(*overrides: str, verdict: str = "stopped", steps: int = 10) -> RunPaths:
     """A run's directory as it is after ``steps``."""
     config, yaml = compose_with_yaml([*COMMON, *overrides])
     plan = plan_job(config)
@@ -105,7 +105,7 @@ REFUSED: dict[str, tuple[list[str], list[str]]] = {
 def test_what_may_not_change_is_said_before_anything_is(
     sent: list[RunPlan], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    paths = begun()
+    paths = started_run()
     before = files(paths)
     for name, (overrides, says) in REFUSED.items():
         assert cli.run(["resume", "own", *overrides]) == 2, name
@@ -119,7 +119,7 @@ def test_what_may_not_change_is_said_before_anything_is(
 
 def test_the_shards_of_a_stream_are_kept(sent: list[RunPlan]) -> None:
     """Also if a new run would have another number."""
-    paths = begun()
+    paths = started_run()
     old = RunPlan.load(paths.plan)
     task = dataclasses.replace(old.task, samples=None, stream=StreamInfo(shards=8, automatic=True))
     dataclasses.replace(old, task=task, train=dataclasses.replace(old.train, data_shards=6)).save()
@@ -128,7 +128,7 @@ def test_the_shards_of_a_stream_are_kept(sent: list[RunPlan]) -> None:
 
 
 def test_the_world_follows_and_the_old_plan_is_kept(sent: list[RunPlan]) -> None:
-    paths = begun("batch.accumulation=4")
+    paths = started_run("batch.accumulation=4")
     old = RunPlan.load(paths.plan)
     assert (
         cli.run(
@@ -169,7 +169,7 @@ def test_the_world_follows_and_the_old_plan_is_kept(sent: list[RunPlan]) -> None
 
 
 def test_with_force_the_contract_changes_where_the_run_stands(sent: list[RunPlan]) -> None:
-    begun("optimizer.lr_scaling=linear", "optimizer.reference_batch=24")
+    started_run("optimizer.lr_scaling=linear", "optimizer.reference_batch=24")
     change = ["batch.global_size=48", "train.clip_norm=0.5", "--force", "--quiet"]
     assert cli.run(["resume", "own", *change]) == 0
     (plan,) = sent
@@ -182,7 +182,7 @@ def test_with_force_the_contract_changes_where_the_run_stands(sent: list[RunPlan
 
 
 def test_a_run_that_is_done_needs_more_to_do(sent: list[RunPlan], capsys: pytest.CaptureFixture[str]) -> None:
-    begun(verdict="done", steps=20)
+    started_run(verdict="done", steps=20)
     for overrides in ([], ["train.log_every=5"], ["train.steps=20"]):
         assert cli.run(["resume", "own", *overrides]) == 2
         assert "own: is done" in capsys.readouterr().err
@@ -191,7 +191,7 @@ def test_a_run_that_is_done_needs_more_to_do(sent: list[RunPlan], capsys: pytest
 
 
 def test_a_start_that_does_not_come_about_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    paths = begun()
+    paths = started_run()
     before = files(paths)
 
     def refuses(plan: RunPlan, *_: Any, **__: Any) -> int:
@@ -209,7 +209,7 @@ def test_a_start_that_does_not_come_about_changes_nothing(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("earlier", [0, 1])
 def test_a_plan_with_which_the_run_has_started_stays(earlier: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    paths = begun()
+    paths = started_run()
     if not earlier:
         paths.job.unlink()
         paths.submission(0).unlink()
@@ -227,7 +227,7 @@ def test_a_plan_with_which_the_run_has_started_stays(earlier: int, monkeypatch: 
 def test_other_trackers_are_checked_as_for_a_new_run(
     sent: list[RunPlan], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun()
+    started_run()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "mlflow" else object())
     assert cli.run(["resume", "own", "trackers=[mlflow]"]) == 2
     assert "mlflow is not installed" in capsys.readouterr().err
@@ -235,7 +235,7 @@ def test_other_trackers_are_checked_as_for_a_new_run(
 
 
 def test_of_a_sweep_nothing_changes(capsys: pytest.CaptureFixture[str]) -> None:
-    paths = begun("run.dir=runs/study")
+    paths = started_run("run.dir=runs/study")
     (paths.root.parent / "sweep.json").write_text(json.dumps({"format": 1, "fixed": [], "at_once": None, "cells": []}))
     for word in ("study", "study/own"):
         assert cli.run(["resume", word, "train.steps=40"]) == 2
@@ -252,7 +252,7 @@ def test_every_key_has_a_rule() -> None:
 
 def test_a_fixed_number_of_nodes_becomes_a_range(sent: list[RunPlan], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "available", lambda: False)
-    begun("cluster=slurm", "cluster.nodes=2", "cluster.workers_per_node=2")
+    started_run("cluster=slurm", "cluster.nodes=2", "cluster.workers_per_node=2")
     assert cli.run(["resume", "own", "cluster.nodes=1:3", "train.steps=40"]) == 0
     (plan,) = sent
     assert all("stretched from 20 to 40 steps" in " ".join(world.notes) for world in plan.worlds())
@@ -263,7 +263,7 @@ def test_a_fixed_number_of_nodes_becomes_a_range(sent: list[RunPlan], monkeypatc
 
 
 def test_a_key_of_an_earlier_version_in_a_runs_config_is_left_out(sent: list[RunPlan]) -> None:
-    paths = begun()
+    paths = started_run()
     text = paths.config.read_text()
     paths.config.write_text(text.replace("calibrate_s: null", "calibrate: 5"))
     assert "calibrate: 5" in paths.config.read_text()

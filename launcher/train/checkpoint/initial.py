@@ -259,7 +259,7 @@ def overflows(value: Tensor, converted: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class ModelState:
-    """What a model's state_dict has.
+    """Contents of a model's state_dict.
 
     Attributes:
         named: each parameter and persistent buffer, once, with all its names, as ``plain_name`` gives them.
