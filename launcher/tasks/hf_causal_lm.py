@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from launcher.errors import TaskError
 from launcher.loss import Loss
-from launcher.quantities import first_names
 from launcher.tasks.hf_data import Encode, UnusableExample, require_columns
 from launcher.tasks.hf_model import HfTask
 
@@ -96,7 +95,7 @@ class HfCausalLM(HfTask):
         if "position_ids" not in inspect.signature(model.forward).parameters:
             reason = "takes no position_ids"
         elif getattr(model, "_is_stateful", False) or layers - {"full_attention", "sliding_attention"}:
-            reason = f"has layers that carry a state from one document to the next ({first_names(sorted(layers))})"
+            reason = "has layers that cannot keep documents apart, such as recurrent ones"
         elif window is not None and window < self._seq_len:
             reason = f"attends to windows of {window} tokens, less than task.seq_len={self._seq_len}"
         elif config._attn_implementation not in ("sdpa", "eager"):
@@ -120,8 +119,8 @@ class HfCausalLM(HfTask):
         else:
             require_columns("task.text", path, data, [text])
             encode = functools.partial(self._plain, text)
-        name = getattr(encode, "__name__", text)
-        return encode, {"kind": name, "seq_len": self._seq_len, "unusable": self._unusable}
+        kind = getattr(encode, "__name__", f"text in {text}")
+        return encode, {"kind": kind, "seq_len": self._seq_len, "unusable": self._unusable}
 
     def _plain(self, column: str, example: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the pieces of a text. They overlap by one token, so that each but the first is predicted once."""
