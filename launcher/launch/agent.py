@@ -73,7 +73,8 @@ def open_attempt(fence: Fence, **fields: Any) -> None:
     """Open a new attempt and delete the verdicts of earlier ones. ``fields``: values for the other nodes."""
     paths = fence.paths
     fence.claim(attempt=paths.next_start(), **fields)
-    clear_torn(paths.root)
+    for directory in (paths.root, paths.checkpoints):
+        clear_torn(directory)
     for file in (paths.summary, *paths.root.glob("summary.node*.json"), *paths.root.glob("failure.node*.json")):
         file.unlink(missing_ok=True)
 

@@ -29,10 +29,20 @@ def clear_torn(directory: Path) -> None:
     """
     for path in directory.glob(".*"):
         match = re.fullmatch(rf"\..+\.{re.escape(os.uname().nodename)}\.(\d+)\.[0-9a-f]{{8}}", path.name)
-        if match and not Path("/proc", match[1]).exists():
-            with suppress(FileNotFoundError):
-                if time.time() - path.stat().st_mtime > _WRITTEN_WITHIN_S:
-                    path.unlink()
+        with suppress(FileNotFoundError):
+            written = path.stat().st_mtime
+            if match and time.time() - written > _WRITTEN_WITHIN_S and not _has_run_since(int(match[1]), written):
+                path.unlink()
+
+
+def _has_run_since(pid: int, when: float) -> bool:
+    """Return whether process ``pid`` exists and started before ``when``: another one may have its number since."""
+    import psutil
+
+    try:
+        return psutil.Process(pid).create_time() <= when
+    except psutil.NoSuchProcess:
+        return False
 
 
 def write_text(path: Path, text: str) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from launcher.launch.agent import open_attempt
@@ -83,11 +84,18 @@ def test_what_a_killed_process_was_writing_goes_when_the_run_begins_again(tmp_pa
     (left,) = tmp_path.iterdir()
     of_the_living = tmp_path / f".summary.json.{os.uname().nodename}.{os.getpid()}.0123abcd"
     of_another_host = tmp_path / ".summary.json.elsewhere.1.0123abcd"
-    for place in (left, of_the_living, of_another_host, tmp_path / ".submission.0"):
+    of_a_number_used_again = tmp_path / f".summary.json.{os.uname().nodename}.{os.getpid()}.4567cdef"
+    of_a_checkpoint = tmp_path / "checkpoints" / left.name.replace("summary.json", "latest")
+    of_a_checkpoint.parent.mkdir()
+    for place in (left, of_a_number_used_again, of_a_checkpoint, of_another_host, tmp_path / ".submission.0"):
         place.touch()
         os.utime(place, (0, 0))
+    of_the_living.touch()
+    start = psutil.Process().create_time() + 0.01
+    os.utime(of_the_living, (start, start))
     open_attempt(Fence(RunPaths(tmp_path), Attempt()))
     assert not left.exists()
+    assert not of_a_checkpoint.exists()
     assert {path.name for path in tmp_path.glob(".*")} == {of_the_living.name, of_another_host.name, ".submission.0"}
 
 
