@@ -95,7 +95,7 @@ class Status:
         return read_json(self._path) or {}
 
     def set(self, **fields: Any) -> None:
-        """Set ``fields``, if that changes anything. On a full disk the delivery goes on without it.
+        """Write ``fields`` if one of them has changed. If the disk is full, print that; the delivery continues.
 
         Raises:
             Superseded: a newer attempt has started.
