@@ -15,13 +15,18 @@ SAMPLES, WIDTH = 80, 20
 
 
 class Model(nn.Module):
-    """Uses its parameters in another order than it defines them, in several buckets; caches a table on first use."""
+    """Uses its parameters in another order than it defines them, in several buckets; caches a table on first use.
+
+    Args:
+        reads: read the dtype of a unit's weight outside of the unit.
+    """
 
     calls: Tensor
     table: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, reads: bool) -> None:
         super().__init__()
+        self.reads = reads
         self.register_buffer("calls", torch.zeros(()))
         self.late = nn.Linear(WIDTH, 3)
         self.early = nn.Linear(WIDTH, WIDTH, bias=False)
@@ -32,6 +37,8 @@ class Model(nn.Module):
             self.register_buffer("table", torch.linspace(0.5, 1.5, WIDTH), persistent=False)
         if self.training:
             self.calls = self.calls + 1
+        if self.reads:  # outside of the unit's forward pass: there, it is gathered in some passes only
+            x = x.to(self.middle[0].weight.dtype)
         x = self.early(x * self.table) * random.uniform(0.9, 1.1)
         return self.late(self.middle(x)) * (1 + 0.01 * self.calls)
 
@@ -39,7 +46,8 @@ class Model(nn.Module):
 class Traced:
     """Its loss depends on its attributes, and changes them."""
 
-    def __init__(self) -> None:
+    def __init__(self, reads: bool = False) -> None:
+        self.reads = reads
         self.calls = 0
         self.recent: list[float] = []
         self.state = {"mean": torch.zeros(2), "noise": np.random.default_rng(5)}
@@ -47,7 +55,7 @@ class Traced:
         self.python = random.Random(9)
 
     def model(self) -> nn.Module:
-        return Model()
+        return Model(self.reads)
 
     def shard_units(self, model: Any) -> list[nn.Module]:
         return [model.middle, model.early]

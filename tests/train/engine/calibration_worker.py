@@ -3,9 +3,9 @@
 Of each pair one is calibrated and the other is not. Prints one JSON object a pair: what differs in the end. Words of a
 line without a dot in them are for this file: ``oom=N``: on rank 1 the N-th forward pass runs out of memory;
 ``oom_backward=N``: so does its backward pass, in the middle; ``oom_gather=N``: on all ranks the N-th time that a
-unit is gathered on demand; ``old=1``: torch has no reset_iter_state, as before 2.13; ``own=N``:
-the loop calls engine.calibrate before window N, and gives engine.windows no forward pass; ``resume=1``: another engine
-loads the state at the end.
+unit is gathered on demand; ``reads=1``: the dtype of a unit's weight is read outside of it; ``old=1``: torch has no
+reset_iter_state, as before 2.13; ``own=N``: the loop calls engine.calibrate before window N, and gives engine.windows
+no forward pass; ``resume=1``: another engine loads the state at the end.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def plan_of(overrides: list[str], calibrate_s: float) -> RunPlan:
 
 def train(plan: RunPlan, words: dict[str, int]) -> tuple[dict[str, Any], Calibrated | None, str]:
     """Return what the run leaves, the calibration's result, and the order of reads (r) and training passes (F)."""
-    task, calls, order = Traced(), 0, [""]
+    task, calls, order = Traced(reads="reads" in words), 0, [""]
 
     def forward(model: Callable[..., Any], batch: Any) -> Any:
         nonlocal calls
@@ -166,7 +166,7 @@ def main() -> None:
     for line in Path(sys.argv[1]).read_text().splitlines():
         overrides = [word for word in line.split() if "." in word or word.startswith(("strategy", "precision"))]
         words = {word.partition("=")[0]: int(word.partition("=")[2]) for word in line.split() if word not in overrides}
-        plain, nothing, plain_order = train(plan_of(overrides, 0), {})
+        plain, nothing, plain_order = train(plan_of(overrides, 0), {key: words[key] for key in words if key == "reads"})
         assert nothing is None
         if "old" in words:
             del FSDPModule.reset_iter_state

@@ -33,6 +33,7 @@ PAIRS: dict[int, dict[str, str]] = {
         "ramp": f"{DDP} precision=fp32 batch.micro_size=4 batch.ramp=[[2,8],[1,16]]",
         "fsdp": "strategy=fsdp precision=fp32 batch.micro_size=4 strategy.sync=boundary",
         "fsdp bf16": "strategy=fsdp precision=bf16 batch.micro_size=4 strategy.sync=gather_once",
+        "fsdp bf16, widened": "strategy=fsdp precision=bf16 batch.micro_size=4 strategy.sync=gather_once reads=1",
         "own loop": f"{DDP} precision=fp32 batch.micro_size=4 own=0",
         "own loop, later": f"{DDP} precision=fp32 batch.micro_size=4 own=3",
         "out of memory": f"{DDP} precision=fp32 batch.micro_size=4 oom=1",
@@ -59,7 +60,9 @@ def test_training_is_the_same_bits_with_and_without_it(ranks: int, tmp_path: Pat
     (tmp_path / "pairs").write_text("\n".join(PAIRS[ranks].values()))
     lines = torchrun(WORKER, [str(tmp_path / "pairs")], ranks, tmp_path).splitlines()
     found = dict(zip(PAIRS[ranks], [json.loads(line) for line in lines if line.startswith("{")], strict=True))
-    assert {name: result["unlike"] for name, result in found.items()} == {name: [] for name in PAIRS[ranks]}
+    # without a calibration, the first window gathers the weight a second time
+    unlike = {name: [".sent"] if name.endswith("widened") else [] for name in PAIRS[ranks]}
+    assert {name: result["unlike"] for name, result in found.items()} == unlike
     for name, result in found.items():
         given_up = name in ("out of memory", "out of memory, later", "fsdp out of memory in backward, later")
         measures = not given_up and name not in ("static graph", "one rank")
