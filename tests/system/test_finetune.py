@@ -71,7 +71,7 @@ def plain() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[list
     "strategy",
     [
         ("strategy=ddp", "cluster.workers_per_node=2"),
-        ("strategy=fsdp", "cluster.workers_per_node=2"),
+        pytest.param(("strategy=fsdp", "cluster.workers_per_node=2"), marks=pytest.mark.nightly),
         ("strategy=hsdp", "strategy.shard_size=2", "cluster.workers_per_node=4", "batch.micro_size=4"),
     ],
     ids=["ddp", "fsdp", "hsdp"],

@@ -38,7 +38,11 @@ def assert_alike(run: Path, undisturbed: Path, steps: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [("strategy=ddp",), ("strategy=fsdp", "checkpoint.async_save=false", "wandb.mode=disabled")]
+    "options",
+    [
+        ("strategy=fsdp", "checkpoint.async_save=false", "wandb.mode=disabled"),
+        pytest.param(("strategy=ddp",), marks=pytest.mark.nightly),
+    ],
 )
 def test_a_loop_that_is_killed_and_stopped_resumes_bit_by_bit(
     launch: Launch, tmp_path: Path, options: tuple[str, ...]

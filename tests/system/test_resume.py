@@ -27,7 +27,7 @@ def commit(project: Path) -> str:
     return subprocess.check_output([*git, "rev-parse", "HEAD"], text=True).strip()
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGUSR2, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)])
 def test_a_scheduler_around_it_finds_a_run_that_goes_on(project: Path, launch: Launch, number: int) -> None:
     job = start(project, "task.trouble=slow", "train.steps=12", "train.eval_every=1")
     run = project / "runs" / "own"

@@ -15,7 +15,7 @@ from tests.infra.netns import pids_in
 from tests.infra.slurm import Cluster, cluster, needs_slurm
 from tests.infra.slurm_conf import FREEZER, best_proctrack
 
-pytestmark = [pytest.mark.slow, pytest.mark.root, needs_slurm]
+pytestmark = [pytest.mark.nightly, pytest.mark.slow, pytest.mark.root, needs_slurm]
 
 # says where it is, waits for USR2, and says that it came
 WAITER = """\

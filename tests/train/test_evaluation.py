@@ -76,7 +76,7 @@ def trained(run: Path) -> torch.nn.Module:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.nightly), 4])
 def test_each_set_is_averaged_as_a_whole(ranks: int, tmp_path: Path) -> None:
     run([job(tmp_path, name, *case) for name, case in CASES.items()], ranks, tmp_path)
     for name, (task, overrides) in CASES.items():

@@ -101,7 +101,7 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["ddp", pytest.param("fsdp", marks=pytest.mark.nightly)])
 def test_an_interrupted_run_keeps_the_same_ones_and_ends_at_the_same_step(name: str, tmp_path: Path) -> None:
     """Killed between a checkpoint and its evaluation, and stopped before an evaluation."""
     overrides, interruptions = CASES[name]

@@ -13,7 +13,7 @@ WORKER = Path(__file__).parent / "agreement_worker.py"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.nightly), 4])
 def test_all_strategies_compute_one_function(ranks: int, tmp_path: Path) -> None:
     seen = json.loads(torchrun(WORKER, ["cpu", str(ranks)], ranks, tmp_path).splitlines()[-1])
     cases = {name: result for name, result in seen.items() if isinstance(result, dict)}

@@ -169,7 +169,7 @@ def test_the_interval_is_the_same_after_a_resume() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", CASES)
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_a_known_scale_is_found(ranks: int, tmp_path: Path) -> None:
     seen = run_all(ranks, [case for case, _ in CASES[ranks]], tmp_path)
     for (case, whole), found in zip(CASES[ranks], seen, strict=True):
