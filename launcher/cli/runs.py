@@ -50,6 +50,7 @@ def launch_runs(arguments: list[str]) -> int:
     parser = _parser("runs", "List all runs with their states, or the cells of a sweep.", run=False)
     parser.add_argument("sweep", metavar="SWEEP", nargs="?", help="a sweep's name, directory, or a prefix of one")
     parser.add_argument("--json", action="store_true", help="a list of objects, the cells of sweeps included")
+    parser.add_argument("--all", action="store_true", help=f"not only the newest {run_list.LISTED} runs")
     options = parser.parse_args(arguments)
     if options.sweep is not None:
         paths = resolve_any(options.sweep, options.dir)
@@ -63,7 +64,10 @@ def launch_runs(arguments: list[str]) -> int:
     elif not runs and not sweeps:
         print(f"There is no run in {options.dir}. For another directory: launch runs --dir DIR.")
     else:
-        live.console().print(run_list.runs_table(runs, {Path(sweep).name: its for sweep, its in sweeps.items()}))
+        named = {Path(sweep).name: its for sweep, its in sweeps.items()}
+        live.console().print(run_list.runs_table(runs, named, limit=None if options.all else run_list.LISTED))
+        if len(runs) > run_list.LISTED and not options.all:
+            print(f"{len(runs) - run_list.LISTED} older runs are not listed: launch runs --all, or --json.")
     return EXIT_DONE
 
 
@@ -307,8 +311,10 @@ def _show_comparison(compared: RunComparison) -> None:
     from launcher.report import comparison_tables
 
     console = live.console()
-    console.print(comparison_tables.terminal_table(compared))
-    lines = [f"{row.entry.label}: {row.entry.state}: {row.entry.detail}" for row in compared.rows if row.entry.detail]
+    console.print(comparison_tables.terminal_table(compared, run_list.LISTED))
+    further = len(compared.rows) - run_list.LISTED
+    lines = [f"{further} further runs are not in this table: --csv and the page have all."] if further > 0 else []
+    lines += [f"{row.entry.label}: {row.entry.state}: {row.entry.detail}" for row in compared.rows if row.entry.detail]
     for group in compared.groups:
         if group.loss is not None:
             which = "given by --loss" if group.loss_given else "the lowest that every finished run reached"

@@ -6,6 +6,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,7 @@ class TaskGroup:
         settings = settings_text(_key(row, self.varying[:_SETTINGS_SHOWN]))
         return f"{row.entry.label} ({settings}){row.name.removeprefix(row.entry.label)}"
 
-    @property
+    @cached_property
     def worker(self) -> str:
         """Return the name of a worker: GPU or worker."""
         return "GPU" if {row["device"] for row in self.rows} == {"cuda"} else "worker"
@@ -136,7 +137,7 @@ class RunComparison:
     notes: tuple[str, ...]
     metrics: tuple[str, ...] = ()
 
-    @property
+    @cached_property
     def varying(self) -> tuple[str, ...]:
         return varying(self.rows)
 

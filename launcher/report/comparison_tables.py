@@ -116,15 +116,15 @@ def speedup_cell(row: Row) -> str:
     return f"{row.speedup.low:.2f}–{row.speedup.high:.2f}"
 
 
-def terminal_table(comparison: RunComparison) -> Table:
-    """Return a table with one line per run; a value that was not measured is empty."""
+def terminal_table(comparison: RunComparison, limit: int) -> Table:
+    """Return a table with one line for each of the first ``limit`` runs; a value that was not measured is empty."""
     columns = [column for column in columns_of(comparison) if column.short]
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("run", overflow="fold")
     table.add_column("state", no_wrap=True)
     for column in columns:
         table.add_column(column.short.format(hours=comparison.hours_unit), justify="right", overflow="fold")
-    for row in comparison.rows:
+    for row in comparison.rows[:limit]:
         state = f"[{COLOURS.get(row.entry.state, 'magenta')}]{row.entry.state}[/]"
         table.add_row(escape(row.entry.label), state, *(column.text(row) for column in columns))
     return table

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
 import statistics
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,8 +48,10 @@ SMOOTH_POINTS = 150
 _NO_SETTINGS = (
     "run.", "trackers", "wandb.", "tensorboard.", "mlflow.", "trackio.", "prometheus.", "sweep.", "hydra.",
 )  # fmt: skip
-# below this many bytes of records, starting processes takes longer than reading
-_ALONE_BYTES = 30_000_000
+# below this many bytes of records, starting processes takes longer than reading; a run's other files take as long as
+# 5 kB of them
+_ALONE_BYTES, _CONFIG_BYTES = 30_000_000, 5_000
+_SECTION = re.compile(r"^(?=[A-Za-z_])", re.MULTILINE)  # matches before each top-level key of config.yaml
 
 
 class Point(NamedTuple):
@@ -90,7 +93,7 @@ class RunData:
 
 def read_all(runs: Sequence[Path]) -> dict[Path, RunData]:
     """Return the data of each directory in ``runs``."""
-    sizes = {run: _size(run) for run in runs}
+    sizes = {run: _CONFIG_BYTES + _size(run) for run in runs}
     cores = min(len(os.sched_getaffinity(0)), len(sizes))
     if cores < 2 or sum(sizes.values()) < _ALONE_BYTES:
         return {run: read_run(run) for run in sizes}
@@ -99,7 +102,7 @@ def read_all(runs: Sequence[Path]) -> dict[Path, RunData]:
     # initializer: without it a worker would outlive this process, because it holds both ends of its own queue
     context, end = multiprocessing.get_context("spawn"), partial(die_with_parent, os.getpid())
     with ProcessPoolExecutor(cores, mp_context=context, initializer=end) as pool:
-        return dict(zip(largest_first, pool.map(read_run, largest_first), strict=True))
+        return dict(zip(largest_first, pool.map(read_run, largest_first, chunksize=1 + len(sizes) // 200), strict=True))
 
 
 def _size(run: Path) -> int:
@@ -157,11 +160,9 @@ def _planned(plan: dict[str, Any]) -> dict[str, Any]:
 
 def _settings(plan: dict[str, Any], paths: RunPaths) -> dict[str, str]:
     """Return config.yaml flattened, with the values that the plan has solved."""
-    import yaml
-
-    # the C loader is ten times as fast, but not in every build
-    loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    config = yaml.load(paths.config.read_text(encoding="utf-8"), loader)
+    config: dict[str, str] = {}
+    for section in _SECTION.split(paths.config.read_text(encoding="utf-8")):
+        config |= _flat_section(section)
     cluster, precision = plan["cluster"], plan["precision"]["kind"]
     solved = {f"cluster.{name}": cluster[name] for name in ("workers_per_node", "device")}
     if cluster.get("min_nodes") is None:  # a range is shown as configured
@@ -169,8 +170,19 @@ def _settings(plan: dict[str, Any], paths: RunPaths) -> dict[str, str]:
     if precision == PrecisionKind.auto and (decided := read_json(paths.precision)) is not None:
         precision = decided["kind"]
     solved |= {"optimizer.lr": plan["optimizer"]["lr"], "precision.kind": precision}
-    settings = _flat(config, "") | {name: _text(value) for name, value in solved.items()}
+    settings = config | {name: _text(value) for name, value in solved.items()}
     return {key: value for key, value in settings.items() if not key.startswith(_NO_SETTINGS)}
+
+
+@lru_cache(10_000)
+def _flat_section(text: str) -> dict[str, str]:
+    """Return a top-level section of config.yaml flattened. Most sections are the same in many runs."""
+    import yaml
+
+    # the C loader is ten times as fast, but not in every build
+    loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    content = yaml.load(text, loader)
+    return _flat(content, "") if content else {}
 
 
 def _flat(value: Any, prefix: str) -> dict[str, str]:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 
-from launcher.cli.runs import launch_report
+from launcher.cli.runs import launch_report, launch_runs
 from launcher.report.compare import Entry, Row, lines_over_accumulation, set_efficiencies
 from launcher.report.measurements import POINTS, Point, read_run, thinned
+from launcher.report.run_list import LISTED
 from launcher.rundir.paths import RunPaths
 from tests.infra.made_runs import make_run, read_records, write_records
+
+SOLVED = {"cluster.workers_per_node", "cluster.device", "cluster.nodes", "optimizer.lr", "precision.kind"}
 
 
 def test_a_run_resumed_with_another_strategy_has_the_figures_of_the_later_one(
@@ -59,6 +65,59 @@ def test_a_damaged_line_changes_nothing(name: str, value: str | None, tmp_path: 
     data = read_run(paths.root)
     assert dataclasses.replace(data, damaged_lines=0) == without
     assert data.damaged_lines == 1
+
+
+CONFIG = """\
+task:
+  _target_: a.Task
+  layers: [1, 2]
+trackers:
+- wandb
+- mlflow
+callbacks:
+- _target_: a.Callback
+  steps:
+  - 1
+# a comment
+optimizer: {lr: 0.1}
+train:
+  steps: 7
+  note: "several
+
+    lines"
+"""
+
+
+@pytest.mark.parametrize("text", [CONFIG, json.dumps(yaml.safe_load(CONFIG), indent=2), "", "{}"])
+def test_settings_are_those_of_the_whole_file(text: str, tmp_path: Path) -> None:
+    """Sections are parsed one by one, because most are the same in many runs."""
+    paths = make_run(tmp_path, "one", steps=4)
+    solved = read_run(paths.root).settings.keys() & SOLVED
+    paths.config.write_text(text)
+    content = yaml.safe_load(text) or {}
+    expected = {
+        "task._target_": "a.Task", "task.layers": "[1, 2]", "callbacks": '[{"_target_": "a.Callback", "steps": [1]}]',
+        "train.steps": "7", "train.note": "several\nlines",
+    } if content else {}  # fmt: skip
+    settings = read_run(paths.root).settings
+    assert {key: value for key, value in settings.items() if key not in solved} == expected
+
+
+@pytest.mark.parametrize(("runs", "further"), [(LISTED, 0), (LISTED + 3, 3)])
+def test_tables_of_many_runs_are_limited(
+    runs: int, further: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = make_run(tmp_path, "r000", steps=4)
+    for number in range(1, runs):
+        shutil.copytree(first.root, tmp_path / f"r{number:03}")
+    listed, compared = f"{further} older runs are not listed: launch runs --all", f"{further} further runs are not in"
+    for command, words in ((launch_runs, listed), (launch_report, compared)):
+        command([str(tmp_path), "--csv"] if command is launch_report else ["--dir", str(tmp_path), "--all"])
+        assert len(re.findall(r"^r\d{3}(?:,| +)done\b", capsys.readouterr().out, re.MULTILINE)) == runs
+        command([str(tmp_path)] if command is launch_report else ["--dir", str(tmp_path)])
+        out = capsys.readouterr().out
+        assert len(re.findall(r"^r\d{3}(?:,| +)done\b", out, re.MULTILINE)) == LISTED
+        assert (words in out) == bool(further)
 
 
 def row(paths: RunPaths, samples_per_s: float | None = None, state: str = "done") -> Row:
