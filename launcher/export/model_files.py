@@ -123,7 +123,8 @@ class ExportedModel:
         return self._adapters.merge_into(name, value, read)
 
     def write_files(self, directory: Path, task: Task, dtype: torch.dtype) -> None:
-        """Write the configuration of a transformers model or of an adapter, and the tokenizer of the task.
+        """Write the configuration of a transformers model, of a model with a method ``save_config(directory, dtype)``, or
+        of an adapter, and the tokenizer of the task.
 
         Args:
             dtype: of the exported parameters.
@@ -138,6 +139,8 @@ class ExportedModel:
             generation = getattr(self._model, "generation_config", None)
             if generation is not None and self._model.can_generate():
                 generation.save_pretrained(directory)
+        elif callable(save_config := getattr(self._model, "save_config", None)):
+            save_config(directory, dtype)
         tokenizer = getattr(task, "tokenizer", None)
         if callable(save := getattr(tokenizer, "save_pretrained", None)):
             save(directory)

@@ -21,11 +21,12 @@ from launcher.plan.sync_policy import SHARDED
 from launcher.rundir.files import value_from_json
 from launcher.task import load_task
 
-_WITH_FACTS = ("launcher.tasks.bytes_gpt.", "launcher.tasks.digits.")  # their description is arithmetic
+# tasks whose description is arithmetic, except where facts() returns None
+_WITH_FACTS = ("launcher.tasks.bytes_gpt.", "launcher.tasks.digits.", "launcher.tasks.llama.")
 
 
 class HasFacts(Protocol):
-    def facts(self) -> dict[str, int]: ...
+    def facts(self) -> dict[str, int] | None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +76,8 @@ def describe_task(request: InspectionRequest) -> TaskPlan:
     """Return a description of the task that a config names, after a check that its optimizer can be built and its
     callbacks exist.
 
-    The small bundled tasks compute their description by arithmetic. Any other class is imported in a separate process,
-    and so are these if classes, parameter groups or callbacks of the config must be checked.
+    The bundled tasks compute their description by arithmetic where they can. Any other class is imported in a separate
+    process, and so are these if classes, parameter groups or callbacks of the config must be checked.
 
     Raises:
         ConfigError: no task is named.
@@ -90,23 +91,26 @@ def describe_task(request: InspectionRequest) -> TaskPlan:
     checks = any((optimizer.target, request.schedule.target, optimizer.groups, request.callbacks, request.initial))
     if target.startswith(_WITH_FACTS) and not checks:
         try:
-            facts = cast("HasFacts", load_task(target, params, [])).facts()
+            task = load_task(target, params, [])
+            facts = cast("HasFacts", task).facts()
         except (TypeError, ValueError) as error:  # a parameter of the wrong type
             raise TaskError(f"task: {target} with {params}: {error}.") from None
-        return TaskPlan(
-            target=target,
-            params=params,
-            samples=facts["samples"],
-            parameters=facts["parameters"],
-            gradient_bytes=4 * facts["parameters"],
-            unit_parameters=facts["unit_parameters"],
-            batch_norms=facts["batch_norms"],
-            matmul_parameters=facts["matmul_parameters"],
-            unit_matmul_parameters=facts["unit_matmul_parameters"],
-            group_parameters=_default_groups(optimizer, facts),
-            eval_sets=("",),
-            lengths=False,
-        )
+        if facts is not None:
+            return TaskPlan(
+                target=target,
+                params=params,
+                samples=facts["samples"],
+                parameters=facts["parameters"],
+                gradient_bytes=4 * facts["parameters"],
+                unit_parameters=facts["unit_parameters"],
+                batch_norms=facts["batch_norms"],
+                matmul_parameters=facts["matmul_parameters"],
+                unit_matmul_parameters=facts["unit_matmul_parameters"],
+                group_parameters=_default_groups(optimizer, facts),
+                eval_sets=("",),
+                lengths=False,
+                data_notes=tuple(getattr(task, "notes", ())),
+            )
     question = json.dumps(dataclasses.asdict(request))
     result = run_probe("launcher.train.inspection.task_probe", question)
     if result is None:

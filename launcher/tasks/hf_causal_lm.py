@@ -62,6 +62,10 @@ class HfCausalLM(HfTask):
             held_out=held_out,
             lora=lora,
         )
+        self._choose_rows(text, pack, unusable)
+
+    def _choose_rows(self, text: str | None, pack: bool, unusable: str) -> None:
+        """Set the arguments of the class that decide which rows the examples become."""
         if unusable not in ("error", "skip"):
             raise TaskError(f"task.unusable={unusable}: must be error or skip.")
         self._text, self._pack, self._unusable = text, pack, unusable
@@ -211,6 +215,20 @@ class HfCausalLM(HfTask):
         logits, targets = result.logits.flatten(0, 1).float(), batch["targets"].flatten()
         total = functional.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)
         return Loss(total, items=batch["items"])
+
+
+class TextsForModel(HfCausalLM):
+    """Examples, packed into rows, for a causal language model that is not one of transformers."""
+
+    def __init__(
+        self, data: str, tokenizer: str, seq_len: int, eval_data: str | None, held_out: float, *, text: str | None,
+        unusable: str,
+    ) -> None:  # fmt: skip
+        HfTask.__init__(
+            self, "llama", None, data, tokenizer=tokenizer, seq_len=seq_len, eval_data=eval_data, held_out=held_out,
+            lora=None,
+        )  # fmt: skip
+        self._choose_rows(text, True, unusable)
 
 
 def _message(message: Any) -> dict[str, Any]:

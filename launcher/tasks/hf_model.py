@@ -27,12 +27,15 @@ _LORA = {"r": "r", "alpha": "lora_alpha", "dropout": "lora_dropout", "targets": 
 
 
 class HfTask(ABC):
-    """Model, tokenizer and examples of a task; the arguments are the keys of the tasks."""
+    """Model, tokenizer and examples of a task; the arguments are the keys of the tasks.
+
+    Without ``model`` the model is not one of transformers, and only tokenizer and examples are used.
+    """
 
     def __init__(
         self,
         name: str,
-        model: str,
+        model: str | None,
         data: str,
         *,
         tokenizer: str | None,
@@ -45,11 +48,11 @@ class HfTask(ABC):
         if missing := [each for each in packages if find_spec(each) is None]:
             raise TaskError(f"task={name}: {', '.join(missing)} must be installed.\n  pip install launcher[hf]")
         _require_lora_keys({} if lora is None else lora)
-        self._model, self._tokenizer, self._lora = model, tokenizer, lora
+        self._model, self._tokenizer, self._lora = model or "", tokenizer, lora
         self._data, self._eval_data, self._held_out = data, eval_data, held_out
         self.notes: list[str] = []  # which the plan shows
-        self._config = _load_config(model)
-        longest = getattr(self._config.get_text_config(), "max_position_embeddings", None)
+        self._config: Any = None if model is None else _load_config(model)
+        longest = None if model is None else getattr(self._config.get_text_config(), "max_position_embeddings", None)
         longest = longest if isinstance(longest, int) and longest > 0 else None
         self._seq_len: int = min(DEFAULT_LENGTH, longest or DEFAULT_LENGTH) if seq_len is None else seq_len
         if self._seq_len < 2 or (longest is not None and self._seq_len > longest):

@@ -326,9 +326,10 @@ def wrap(
     require_parameters(model)
     strategy = plan.strategy
     units: list[nn.Module] = []
-    if strategy.kind in SHARDED or strategy.recompute is Recompute.blocks:
+    by_unit = strategy.kind in SHARDED or strategy.recompute is Recompute.blocks
+    if by_unit or (plan.train.compile and shard_units is not None):
         units = find_units(model, None if shard_units is None else shard_units(model))
-    if plan.train.compile and strategy.kind in SHARDED:
+    if plan.train.compile and (units or strategy.kind in SHARDED):
         compile_forward(units or [model])
     if strategy.recompute is Recompute.blocks:
         recompute(units)
@@ -337,7 +338,7 @@ def wrap(
 
         return Fsdp(model, units, plan, device, recipe)
     model.to(device)
-    if plan.train.compile:
+    if plan.train.compile and not units:
         model.compile()
     if strategy.kind is StrategyKind.single or plan.batch.world_size == 1:
         return Parallel(model, plan, device)

@@ -1,0 +1,326 @@
+"""Llama in plain PyTorch, with the parameter names of transformers' LlamaForCausalLM: the part of the task that needs
+torch.
+
+A norm's statistics, the rotary angles and the loss are computed in fp32, the matrix products in the precision of
+autocast or of the parameters.
+"""
+# ruff: noqa: TID253 (imported only where torch is wanted)
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional
+
+from launcher.tasks.llama_shape import LlamaShape
+from launcher.train.data.packing import NO_TARGET, document_mask, document_mask_mod
+
+# elements of the logits that exist at once: 512 MiB in fp32
+CHUNK_ELEMENTS = 2**27
+# standard deviation of initial values: initializer_range of transformers' LlamaConfig
+INITIAL_STD = 0.02
+
+
+class Projection(nn.Linear):
+    """Linear layer without bias, with Llama's initial values."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=INITIAL_STD)
+
+
+class TokenEmbedding(nn.Embedding):
+    """Embedding with Llama's initial values."""
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=INITIAL_STD)
+
+
+class RmsNorm(nn.Module):
+    """Division by the root mean square over the last dimension, computed in fp32, then by-element weights."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(width)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * scaled.to(x.dtype)
+
+
+class RotaryAngles(nn.Module):
+    """Cosines and sines of the rotary position embedding (Su et al., "RoFormer", 2021), as transformers lays them out:
+    dimension i is rotated with dimension i + head_dim / 2."""
+
+    inv_freq: Tensor
+
+    def __init__(self, shape: LlamaShape) -> None:
+        super().__init__()
+        exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float) / shape.head_dim
+        frequencies = 1.0 / (shape.theta**exponents)
+        if shape.scaling is not None:
+            frequencies = _scaled_as_llama_3_1(frequencies, shape.scaling)
+        self.register_buffer("inv_freq", frequencies, persistent=False)
+
+    @torch.no_grad()
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines, fp32 [rows, 1, length, head_dim]. ``positions``: [rows, length]."""
+        angles = positions[:, None, :, None].float() * self.inv_freq.float()
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos(), angles.sin()
+
+
+def _scaled_as_llama_3_1(frequencies: Tensor, scaling: dict[str, Any]) -> Tensor:
+    """Return the frequencies with long waves slowed down by ``factor``, short ones unchanged, and a linear transition
+    between them (`apply_scaling` of the Llama 3.1 release, "llama3" in transformers)."""
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    waves = scaling["original_max_position_embeddings"] / (2 * math.pi / frequencies)  # in the original length
+    unchanged = ((waves - low) / (high - low)).clamp(0, 1)
+    return (1 - unchanged) * frequencies / scaling["factor"] + unchanged * frequencies
+
+
+def _rotated(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1)
+    return (x * cosines + turned * sines).to(x.dtype)  # computed in fp32, because the angles are
+
+
+class GroupedAttention(nn.Module):
+    """Causal attention in which groups of query heads share keys and values (Ainslie et al., "GQA", 2023)."""
+
+    def __init__(self, shape: LlamaShape) -> None:
+        super().__init__()
+        self.head_dim = shape.head_dim
+        self.q_proj = Projection(shape.width, shape.heads * shape.head_dim)
+        self.k_proj = Projection(shape.width, shape.kv_heads * shape.head_dim)
+        self.v_proj = Projection(shape.width, shape.kv_heads * shape.head_dim)
+        self.o_proj = Projection(shape.heads * shape.head_dim, shape.width)
+
+    def forward(self, x: Tensor, cosines: Tensor, sines: Tensor, mask: Any) -> Tensor:
+        rows, length, _ = x.shape
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (each(x).view(rows, length, -1, self.head_dim).transpose(1, 2) for each in projections)
+        mixed = _attend(_rotated(q, cosines, sines), _rotated(k, cosines, sines), v, mask)
+        return self.o_proj(mixed.transpose(1, 2).reshape(rows, length, -1))
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+    """Return causal attention.
+
+    Args:
+        q: [rows, heads, length, head_dim]; ``k`` and ``v`` have fewer heads.
+        mask: result of ``attention_mask``.
+    """
+    if mask is not None and not isinstance(mask, Tensor):
+        return _flex_attention()(q, k, v, block_mask=mask, enable_gqa=True)
+    grouped = q.shape[1] != k.shape[1]
+    if grouped and not (q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and mask is None):
+        # of torch's kernels, only flash attention and cuDNN know groups; the others would store all scores
+        k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], dim=1) for each in (k, v))
+        grouped = False
+    return functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
+    )
+
+
+@functools.cache
+def _compiled_flex_attention() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention)
+
+
+def _flex_attention() -> Callable[..., Any]:
+    """Return flex_attention, compiled in any case: without the compiler it stores all scores."""
+    if torch.compiler.is_compiling():
+        from torch.nn.attention.flex_attention import flex_attention
+
+        return flex_attention
+    return _compiled_flex_attention()
+
+
+def attention_mask(document_ids: Tensor) -> Any:
+    """Return the mask within documents for all layers: for FlexAttention on a GPU, which skips blocks without a pair of
+    one document; otherwise for scaled_dot_product_attention.
+
+    Args:
+        document_ids: [rows, length].
+    """
+    if not document_ids.is_cuda or isinstance(document_ids, FakeTensor):  # flex_attention cannot run without values
+        return document_mask(document_ids)
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    rows, length = document_ids.shape
+    mask_mod = document_mask_mod(document_ids)
+    return create_block_mask(mask_mod, rows, None, length, length, device=document_ids.device.type)
+
+
+class GatedMlp(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x)) (Shazeer, "GLU variants improve transformer", 2020)."""
+
+    def __init__(self, shape: LlamaShape) -> None:
+        super().__init__()
+        self.gate_proj = Projection(shape.width, shape.ffn)
+        self.up_proj = Projection(shape.width, shape.ffn)
+        self.down_proj = Projection(shape.ffn, shape.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm transformer layer: [rows, length, width] -> the same shape."""
+
+    def __init__(self, shape: LlamaShape) -> None:
+        super().__init__()
+        self.self_attn = GroupedAttention(shape)
+        self.mlp = GatedMlp(shape)
+        self.input_layernorm = RmsNorm(shape.width, shape.eps)
+        self.post_attention_layernorm = RmsNorm(shape.width, shape.eps)
+
+    def forward(self, x: Tensor, cosines: Tensor, sines: Tensor, mask: Any) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cosines, sines, mask)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Decoder(nn.Module):
+    """Llama without its head: tokens [rows, length] -> hidden states [rows, length, width]."""
+
+    def __init__(self, shape: LlamaShape) -> None:
+        super().__init__()
+        self.embed_tokens = TokenEmbedding(shape.vocab, shape.width)
+        self.layers = nn.ModuleList(DecoderLayer(shape) for _ in range(shape.depth))
+        self.norm = RmsNorm(shape.width, shape.eps)
+        self.rotary_emb = RotaryAngles(shape)
+
+    def forward(self, tokens: Tensor, positions: Tensor | None, document_ids: Tensor | None) -> Tensor:
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        cosines, sines = self.rotary_emb(positions)
+        mask = None if document_ids is None else attention_mask(document_ids)
+        x = self.embed_tokens(tokens)
+        for layer in self.layers:
+            x = layer(x, cosines, sines, mask)
+        return self.norm(x)
+
+
+class LlamaModel(nn.Module):
+    """Llama with its head.
+
+    Attributes:
+        shape: the shape.
+    """
+
+    def __init__(self, shape: LlamaShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.model = Decoder(shape)
+        self.lm_head = Projection(shape.width, shape.vocab)
+        if shape.tied:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        positions: Tensor | None = None,
+        document_ids: Tensor | None = None,
+    ) -> Tensor:
+        """Return the logits [rows, length, vocabulary]; or, with ``targets``, the cross-entropy in nats summed over
+        them, for which the logits never exist as a whole.
+
+        Args:
+            tokens: int64 [rows, length].
+            targets: int64 [rows, length]; -100 where nothing is predicted.
+            positions: [rows, length], of each token in its document; default: rows are documents.
+            document_ids: [rows, length], of the document that each token belongs to; default: rows are documents.
+        """
+        hidden = self.model(tokens, positions, document_ids)
+        if targets is None:
+            return self.lm_head(hidden)
+        return linear_cross_entropy(hidden.flatten(0, 1), self.lm_head.weight, targets.flatten())
+
+    def save_config(self, directory: Path, dtype: torch.dtype) -> None:
+        """Write the config.json with which transformers loads exported parameters of this dtype."""
+        config = self.shape.config(str(dtype).removeprefix("torch."))
+        (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, chunk: int | None = None) -> Tensor:
+    """Return the sum of the cross-entropy of ``x @ weight.T``, one chunk of rows at a time.
+
+    The gradients are computed with the loss, in the same pass over the chunks, so that the backward pass needs no
+    logits; they are those of the dtype of autocast, summed in fp32.
+
+    Args:
+        x: [items, width].
+        weight: [vocabulary, width].
+        targets: int64 [items]; -100 where nothing is predicted.
+        chunk: rows at a time; default: as many as have CHUNK_ELEMENTS logits.
+
+    Returns:
+        Scalar in fp32, in fp64 if ``x`` is.
+    """
+    chunk = chunk or max(128, CHUNK_ELEMENTS // weight.shape[0])
+    return _LinearCrossEntropy.apply(x, weight, targets, chunk, torch.is_grad_enabled())  # pyright: ignore
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, chunk: int, with_gradient: bool) -> Tensor:
+        device, wide = x.device.type, torch.promote_types(x.dtype, torch.float32)
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        # autocast's own cache would keep this copy, without a gradient, for other uses in the micro-batch
+        with torch.autocast(device, enabled=False):
+            matrix = weight.to(dtype)
+            total = x.new_zeros((), dtype=wide)
+            of_x = torch.empty_like(x) if with_gradient and ctx.needs_input_grad[0] else None
+            of_weight = (
+                torch.zeros_like(matrix, dtype=wide) if with_gradient and ctx.needs_input_grad[1] else None
+            )
+            for start in range(0, len(x), chunk):
+                rows = slice(start, start + chunk)
+                part = x[rows].to(dtype)
+                loss, of_logits = _loss_and_gradient(functional.linear(part, matrix), targets[rows], wide)
+                total += loss
+                if of_x is not None:
+                    of_x[rows] = of_logits @ matrix
+                if of_weight is not None:
+                    _add_product(of_weight, of_logits.T, part)
+        ctx.save_for_backward(of_x, of_weight)
+        return total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        # in place, because that of the weight may be one of the largest tensors; a second pass is an error of autograd
+        return *(None if each is None else each.mul_(gradients[0]) for each in ctx.saved_tensors), None, None, None
+
+
+def _loss_and_gradient(logits: Tensor, targets: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the summed cross-entropy of rows of logits, and its gradient in the dtype of the logits."""
+    predicted = (targets != NO_TARGET)[:, None]
+    indices = targets.clamp(min=0)[:, None]
+    logs = torch.log_softmax(logits, -1, dtype=wide)
+    loss = -(logs.gather(-1, indices) * predicted).sum()
+    gradient = logs.exp_().scatter_add_(-1, indices, torch.full_like(indices, -1, dtype=wide))
+    return loss, gradient.mul_(predicted).to(logits.dtype)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add ``a @ b`` to ``total``, summed in its dtype although ``a`` and ``b`` may be narrower."""
+    if a.is_cuda and a.dtype != total.dtype:
+        total += torch.mm(a, b, out_dtype=total.dtype)
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
