@@ -305,7 +305,9 @@ class TokenRows:
             )
         count = (len(tokens) - 1) // seq_len
         if count < 1:
-            raise TaskError(f"{key}={path}: it has {len(tokens)} tokens, and a row needs task.seq_len + 1 = {seq_len + 1}.")
+            raise TaskError(
+                f"{key}={path}: it has {len(tokens)} tokens, and a row needs task.seq_len + 1 = {seq_len + 1}."
+            )
         return cls(file, seq_len, vocab, token_type, 0, count)
 
     def part(self, start: int, stop: int) -> TokenRows:

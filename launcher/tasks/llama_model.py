@@ -129,9 +129,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
         # of torch's kernels, only flash attention and cuDNN know groups; the others would store all scores
         k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], dim=1) for each in (k, v))
         grouped = False
-    return functional.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
-    )
+    return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
 
 
 @functools.cache
@@ -285,19 +283,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
         with torch.autocast(device, enabled=False):
             matrix = weight.to(dtype)
             total = x.new_zeros((), dtype=wide)
-            of_x = torch.empty_like(x) if with_gradient and ctx.needs_input_grad[0] else None
-            of_weight = (
-                torch.zeros_like(matrix, dtype=wide) if with_gradient and ctx.needs_input_grad[1] else None
-            )
+            needed = [with_gradient and each for each in ctx.needs_input_grad[:2]]
+            of_x = torch.empty_like(x) if needed[0] else None
+            of_weight = torch.zeros_like(matrix, dtype=wide) if needed[1] else None
             for start in range(0, len(x), chunk):
                 rows = slice(start, start + chunk)
                 part = x[rows].to(dtype)
-                loss, of_logits = _loss_and_gradient(functional.linear(part, matrix), targets[rows], wide)
-                total += loss
-                if of_x is not None:
-                    of_x[rows] = of_logits @ matrix
-                if of_weight is not None:
-                    _add_product(of_weight, of_logits.T, part)
+                logs = torch.log_softmax(functional.linear(part, matrix), -1, dtype=wide)
+                total += _cross_entropy(logs, targets[rows])
+                if any(needed):
+                    of_logits = _gradient_of_logits(logs, targets[rows]).to(dtype)
+                    if of_x is not None:
+                        of_x[rows] = of_logits @ matrix
+                    if of_weight is not None:
+                        _add_product(of_weight, of_logits.T, part)
+                    del of_logits
+                del logs  # before the next chunk's are made
         ctx.save_for_backward(of_x, of_weight)
         return total
 
@@ -308,14 +309,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return *(None if each is None else each.mul_(gradients[0]) for each in ctx.saved_tensors), None, None, None
 
 
-def _loss_and_gradient(logits: Tensor, targets: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the summed cross-entropy of rows of logits, and its gradient in the dtype of the logits."""
-    predicted = (targets != NO_TARGET)[:, None]
+def _cross_entropy(logs: Tensor, targets: Tensor) -> Tensor:
+    """Return the summed cross-entropy of rows of log-probabilities."""
+    chosen = logs.gather(-1, targets.clamp(min=0)[:, None]).squeeze(-1)
+    return -chosen.masked_fill(targets == NO_TARGET, 0).sum()
+
+
+def _gradient_of_logits(logs: Tensor, targets: Tensor) -> Tensor:
+    """Return the gradient of ``_cross_entropy`` with respect to the logits, in the memory of ``logs``: the
+    probabilities, less 1 at the targets."""
     indices = targets.clamp(min=0)[:, None]
-    logs = torch.log_softmax(logits, -1, dtype=wide)
-    loss = -(logs.gather(-1, indices) * predicted).sum()
-    gradient = logs.exp_().scatter_add_(-1, indices, torch.full_like(indices, -1, dtype=wide))
-    return loss, gradient.mul_(predicted).to(logits.dtype)
+    gradient = logs.exp_().scatter_add_(-1, indices, torch.full_like(indices, -1, dtype=logs.dtype))
+    return gradient.masked_fill_((targets == NO_TARGET)[:, None], 0)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -323,4 +328,4 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     if a.is_cuda and a.dtype != total.dtype:
         total += torch.mm(a, b, out_dtype=total.dtype)
     else:
-        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+        torch.addmm(total, a.to(total.dtype), b.to(total.dtype), out=total)

@@ -348,7 +348,8 @@ def wrap(
 
 
 def compile_forward(modules: Sequence[nn.Module]) -> None:
-    """Compile the forward function of each of ``modules``, inside the hooks of ``fully_shard`` and inside recompute.
+    """Compile the forward function of each of ``modules``, inside the hooks of ``fully_shard`` and inside recompute. One
+    compilation serves all modules of one kind.
 
     ``Module.compile`` would put both into the compiled region. They are not traced there: under recompute the unit
     then runs without the compiler, and no message says so.

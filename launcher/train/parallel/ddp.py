@@ -37,7 +37,8 @@ class Ddp(Parallel):
         self._order = self._first_order()
         self._strategy, self._device = strategy, device
         self._compression = _compression(strategy, model, self.meter)
-        self._compiled, self._reduces = plan.train.compile, False
+        # blocks that are compiled one by one are reduced one by one without this
+        self._compiled, self._reduces = model._compiled_call_impl is not None, False
         self._zeroed: list[int] = []  # versions of the gradients when they were set to zero
         self._ddp = self._wrapped(init_sync=True)
 

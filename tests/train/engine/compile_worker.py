@@ -20,11 +20,12 @@ from launcher import Engine, make_plan
 from tests.infra.workers import leave_group, print_on_rank_0
 
 SAMPLES, WIDTH = 44, 16  # windows of 16, 16 and a short one of 12
-CASES = [
-    ("ddp", "boundary", "none", "bf16"),
-    ("ddp", "every", "blocks", "fp32"),
-    ("fsdp", "boundary", "blocks", "bf16"),
-    ("fsdp", "gather_once", "none", "fp32"),
+CASES = [  # strategy, sync, recompute, precision, and whether the task names its blocks, which are then compiled alone
+    ("ddp", "boundary", "none", "bf16", "whole"),
+    ("ddp", "boundary", "none", "fp32", "blocks"),
+    ("ddp", "every", "blocks", "fp32", "whole"),
+    ("fsdp", "boundary", "blocks", "bf16", "blocks"),
+    ("fsdp", "gather_once", "none", "fp32", "blocks"),
 ]
 
 
@@ -64,7 +65,7 @@ def build() -> nn.Module:
     return Model()
 
 
-def trained(strategy: str, sync: str, recompute: str, precision: str, *, compiles: bool) -> Tensor:
+def trained(strategy: str, sync: str, recompute: str, precision: str, named: str, *, compiles: bool) -> Tensor:
     plan = make_plan(
         [
             f"strategy={strategy}", f"strategy.sync={sync}", f"strategy.recompute={recompute}",
@@ -74,7 +75,8 @@ def trained(strategy: str, sync: str, recompute: str, precision: str, *, compile
         samples=SAMPLES,
     )  # fmt: skip
     plan = dataclasses.replace(plan, train=dataclasses.replace(plan.train, compile=compiles))
-    engine = Engine(build, lambda p: torch.optim.SGD(p, 0.05), plan, shard_units=lambda m: list(m.blocks))
+    units = (lambda model: list(model.blocks)) if named == "blocks" else None
+    engine = Engine(build, lambda p: torch.optim.SGD(p, 0.05), plan, shard_units=units)
 
     def loss(model: Any, batch: Any) -> tuple[Tensor, int]:
         x, scale, target = batch

@@ -1,0 +1,119 @@
+"""`launch train task=llama`: from weights of transformers, in shards, back to transformers, equal to its own model trained
+on one document at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch.nn import functional
+
+from launcher.task import load_task
+from launcher.train.data.randomness import Permutation
+from tests.helpers import launch
+from tests.infra.runs import records
+
+STEPS, BATCH, RATE, SEED, LENGTH, EOS = 3, 8, 0.5, 0, 24, 5
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+
+
+def save_start(directory: Path, *, tied: bool) -> Path:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=tied, eos_token_id=EOS,
+        rope_parameters={
+            "rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
+        },
+    )  # fmt: skip
+    torch.manual_seed(SEED)
+    LlamaForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+def save_tokens(path: Path) -> Path:
+    numpy.save(path, numpy.random.default_rng(SEED).integers(0, 96, 40 * LENGTH + 7, dtype=numpy.uint16) // 2)
+    return path
+
+
+def trained_by_transformers(start: Path, params: dict[str, Any]) -> Any:
+    """Return the model of transformers after gradient descent on whole batches, each document in a pass of its own."""
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(start)
+    data = load_task("launcher.tasks.llama.Llama", params, [], SEED).train_data()
+    order = Permutation(len(data), SEED, 0)
+    for step in range(STEPS):
+        total, items = torch.zeros(()), 0
+        for index in order.take(step * BATCH, BATCH):
+            row = data[index].long()
+            inputs, targets = row[:-1], row[1:]
+            stops = [*(1 + place for place in (inputs == EOS).nonzero().flatten().tolist()), LENGTH]
+            for start_of, stop in zip([0, *stops], stops, strict=False):
+                document = slice(start_of, stop)
+                ignored = torch.where(inputs[document] == EOS, -100, targets[document])
+                if stop > start_of:
+                    logits = model(inputs[None, document]).logits[0]
+                    total = total + functional.cross_entropy(logits, ignored, reduction="sum")
+                    items += int((ignored != -100).sum())
+        parameters = list(model.parameters())
+        gradients = torch.autograd.grad(total / items, parameters)
+        with torch.no_grad():
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter -= RATE * gradient
+    return model
+
+
+@pytest.mark.parametrize(
+    ("strategy", "tied"), [("ddp", True), ("fsdp", False), pytest.param("hsdp", True, marks=pytest.mark.nightly)]
+)
+def test_a_job_trains_the_llama_of_transformers(strategy: str, tied: bool, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    start, data = save_start(tmp_path / "start", tied=tied), save_tokens(tmp_path / "tokens.npy")
+    params = {"model": str(start), "data": str(data), "seq_len": LENGTH, "eos": EOS, "eval_samples": 2}
+    sharding = ["strategy.shard_size=2", "cluster.workers_per_node=4"] if strategy == "hsdp" else []
+    done = launch(
+        "train", "task=llama", *(f"task.{key}={value}" for key, value in params.items()),
+        f"checkpoint.init_from={start}", f"strategy={strategy}", "cluster.workers_per_node=2", *sharding,
+        f"batch.global_size={BATCH}", "batch.micro_size=2" if not sharding else "batch.micro_size=1",
+        "strategy.recompute=blocks", "optimizer=sgd", f"optimizer.lr={RATE}", "optimizer.momentum=0",
+        "optimizer.weight_decay=0", "schedule=constant", "schedule.warmup_steps=0", "train.clip_norm=null",
+        f"train.steps={STEPS}", "precision=fp32", f"train.seed={SEED}", "wandb.mode=disabled", "run.dir=.",
+        "run.name=job", cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    exported = launch("export", "job", "--to", "out", cwd=tmp_path)
+    assert exported.returncode == 0, exported.stdout + exported.stderr
+    found, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert found.config.eos_token_id == EOS, "keys of the configuration that are not the shape's are kept"
+    expected = trained_by_transformers(start, params)
+    before = dict(AutoModelForCausalLM.from_pretrained(start).named_parameters())
+    after = dict(found.named_parameters())
+    for name, value in expected.named_parameters():
+        change = value - before[name]
+        assert (after[name] - value).norm() <= 1e-4 * change.norm() + 1e-7, name
+    tokens = torch.arange(20)[None]
+    assert torch.allclose(found(tokens).logits, expected(tokens).logits, atol=1e-5)
+
+
+def test_the_head_is_gathered_in_the_precision_of_the_products(tmp_path: Path) -> None:
+    """Under FSDP the head is gathered in bf16, although the loss uses its matrix outside of its forward pass."""
+    shape = ["task.width=32", "task.heads=4", "task.kv_heads=2", "task.depth=2", "task.ffn=48", "task.vocab=256"]
+    done = launch(
+        "train", "task=llama", *shape, "task.seq_len=32", "task.eval_samples=2", "strategy=fsdp", "precision=bf16",
+        "cluster.workers_per_node=2", "batch.global_size=8", "batch.micro_size=2", "train.steps=3",
+        "wandb.mode=disabled", "run.dir=.", "run.name=job", "train.log_every=1", "task.size=8b", cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    log = "".join(path.read_text() for path in (tmp_path / "job/logs").glob("rank0.*log"))
+    assert "gathered in fp32" not in log
+    losses = [record["train/loss"] for record in records(tmp_path / "job") if "train/loss" in record]
+    assert 5.3 < losses[0] < 5.8
+    assert losses[-1] < losses[0]
