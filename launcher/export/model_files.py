@@ -123,8 +123,8 @@ class ExportedModel:
         return self._adapters.merge_into(name, value, read)
 
     def write_files(self, directory: Path, task: Task, dtype: torch.dtype) -> None:
-        """Write the configuration of a transformers model, of a model with a method ``save_config(directory, dtype)``, or
-        of an adapter, and the tokenizer of the task.
+        """Write the configuration of a model or of an adapter, and the tokenizer of the task. A model has one if it is
+        of transformers, or has a method ``save_config(directory, dtype)``.
 
         Args:
             dtype: of the exported parameters.

@@ -26,8 +26,8 @@ _BYTES = 256
 
 
 class Llama:
-    """Pretraining or further training of a Llama. An item is a predicted token; a sample is a row of ``seq_len`` tokens,
-    or an example of ``data`` if there is a tokenizer.
+    """Pretraining or further training of a Llama. An item is a predicted token; a sample is a row of ``seq_len``
+    tokens, or an example of ``data`` if there is a tokenizer.
 
     Args:
         size: shape by name: 15m (the default), 60m, 160m, 400m, 1b, 3b, 8b, 70b.
@@ -77,7 +77,8 @@ class Llama:
         self.seq_len = min(DEFAULT_SEQ_LEN, longest) if seq_len is None else seq_len
         if not 2 <= self.seq_len <= longest:
             raise TaskError(
-                f"task.seq_len={seq_len}: must be at least 2 and at most {longest}, the length of the model's sequences."
+                f"task.seq_len={seq_len}: must be at least 2 and at most {longest}, the length of the "
+                "model's sequences."
             )
         if dtype not in ("fp32", "bf16"):
             raise TaskError(f"task.dtype={dtype}: must be fp32 or bf16.")
@@ -102,7 +103,7 @@ class Llama:
 
     @cached_property
     def _texts(self) -> Any:
-        """Examples for the tokenizer; None without one. The constructor does not need them, for the sake of the plan."""
+        """Examples for the tokenizer; None without one. Not made by the constructor, for the sake of the plan."""
         if self._tokenizer is None:
             return None
         from launcher.tasks.hf_causal_lm import TextsForModel

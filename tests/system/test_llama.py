@@ -1,5 +1,5 @@
-"""`launch train task=llama`: from weights of transformers, in shards, back to transformers, equal to its own model trained
-on one document at a time."""
+"""`launch train task=llama`: from weights of transformers, in shards, and back to transformers, equal to its own
+model trained on one document at a time."""
 
 from __future__ import annotations
 

@@ -193,7 +193,7 @@ def test_wrong_files(tmp_path: Path) -> None:
         with pytest.raises(TaskError, match=rf"task.data=.*{name}: {message}"):
             Llama(**SMALL, data=str(tmp_path / name), eos=3).train_data()
     one_row = Llama(**SMALL, data=str(write(tmp_path / "row.bin", range(20))), eos=3)
-    with pytest.raises(TaskError, match="the 1 rows of .* cannot be divided"):
+    with pytest.raises(TaskError, match=r"the 1 rows of .* cannot be divided"):
         one_row.train_data()
 
 

@@ -330,7 +330,7 @@ def wrap(
     if by_unit or (plan.train.compile and shard_units is not None):
         units = find_units(model, None if shard_units is None else shard_units(model))
     if plan.train.compile and (units or strategy.kind in SHARDED):
-        compile_forward(units or [model])
+        compile_forward([*units, *_parts_without_parameters(model)] if units else [model])
     if strategy.recompute is Recompute.blocks:
         recompute(units)
     if strategy.kind in SHARDED:
@@ -348,14 +348,19 @@ def wrap(
 
 
 def compile_forward(modules: Sequence[nn.Module]) -> None:
-    """Compile the forward function of each of ``modules``, inside the hooks of ``fully_shard`` and inside recompute. One
-    compilation serves all modules of one kind.
+    """Compile the forward function of each of ``modules``, inside the hooks of ``fully_shard`` and inside recompute.
+    One compilation serves all modules of one kind.
 
     ``Module.compile`` would put both into the compiled region. They are not traced there: under recompute the unit
     then runs without the compiler, and no message says so.
     """
     for module in modules:
         module.forward = torch.compile(module.forward)
+
+
+def _parts_without_parameters(model: nn.Module) -> list[nn.Module]:
+    """Return the model's own children that have no parameters, such as a loss."""
+    return [part for part in model.children() if next(part.parameters(), None) is None]
 
 
 def recompute(units: Sequence[nn.Module]) -> None:

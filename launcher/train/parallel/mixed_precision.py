@@ -64,9 +64,8 @@ class Narrowed(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             if func in _METADATA or (func in _AUTOCAST and _cast_by_autocast(args, kwargs)) or in_backward():
                 return func(*args, **kwargs)
-            if func is Tensor.to and not kwargs and args[1:] in ((torch.bfloat16,), (torch.float16,)):
-                if args[0].dtype is args[1]:  # the gathered values are those that the conversion would give
-                    return args[0].as_subclass(Tensor)
+            if func is Tensor.to and not kwargs and args[1:] == (args[0].dtype,):
+                return args[0].as_subclass(Tensor)  # the gathered values are those that the conversion would give
         args, kwargs = tree_map_only(cls, lambda parameter: parameter.widen(), (args, kwargs))
         with torch._C.DisableTorchFunctionSubclass():  # avoids recursion if an argument was not widened
             return func(*args, **kwargs)
