@@ -21,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-from jobs.gpu import checks, direct  # noqa: F401 (they register what they have)
+from jobs.gpu import checks, direct, llama  # noqa: F401 (they register what they have)
 from jobs.gpu.registry import CHECKS, ROOT
 
 # most important first; unlisted checks follow
@@ -129,7 +129,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="make gpu", description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu", help="directory for logs and the table")
-    parser.add_argument("--budget", type=float, default=480.0, help="seconds for all checks together")
+    parser.add_argument("--budget", type=float, default=900.0, help="seconds for all checks together")
     parser.add_argument("--parallel", type=int, default=4, help="checks at a time")
     parser.add_argument("--patience", type=float, default=1.0, help="multiplies the time limits of the checks")
     parser.add_argument("--only", help="names of checks, or parts of names, separated by ;")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from jobs.gpu import acceptance, checks, wheels
+from jobs.gpu import acceptance, checks, llama, wheels
 from jobs.gpu.registry import CHECKS, ROOT, Check, Environment
 from jobs.gpu.tasks import Nested, Words
 from tests.helpers import make_plan, patience
@@ -56,6 +56,15 @@ def test_a_run_of_the_acceptance_is_compared_with_a_plain_loop(tmp_path: Path) -
     assert "of a plain loop" in done.stdout
 
 
+@pytest.mark.slow
+def test_the_llamas_run_on_a_cpu_in_a_small_shape(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = accept(out, "--patience", "20", "--budget", "3000", "--only", "llama")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert rows(out) == {"llama 1b": "ok", "llama 8b": "ok", "llama documents": "ok"}, done.stdout
+    assert "tokens/s, MFU unknown; predicted 0.0" in done.stdout
+
+
 def test_what_the_budget_does_not_reach_is_not_run(tmp_path: Path) -> None:
     out = tmp_path / "out"
     done = accept(out, "--budget", "0", "--only", "single")
@@ -86,7 +95,14 @@ class Recorded(Environment):
         raise Typed(status, *arguments)
 
 
-@pytest.mark.parametrize("name", [name for name, check in CHECKS.items() if module_of(check) == checks.__name__])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name, check in CHECKS.items()
+        if module_of(check) in (checks.__name__, llama.__name__) and name != "llama documents"
+    ],
+)
 def test_each_check_gives_keys_that_exist(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A check that needs a GPU is typed here too. Its device is replaced: this machine may have none."""
     monkeypatch.setattr(checks, "need_cuda", lambda _: None)

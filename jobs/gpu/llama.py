@@ -1,0 +1,145 @@
+"""Checks of the GPU acceptance with task=llama: attention within documents, and tokens per second of real sizes."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from functools import partial
+from importlib.util import find_spec
+from statistics import median
+from typing import Any
+
+from jobs.gpu.registry import Environment, Skip, check
+
+# tokens/s of an 8 B model on one H200, sequences of 4096, bf16, full recompute, compile, fused AdamW (KempnerForge)
+PUBLISHED_8B = 10_471
+STEPS = 12
+JOB = (
+    "task._target_=launcher.tasks.llama.Llama", "task.eval_samples=1", "train.eval_every=0", "checkpoint.enabled=false",
+    "strategy=single", "precision=bf16", f"train.steps={STEPS}", "optimizer.lr=1e-4", "batch.on_oom=shrink",
+)  # fmt: skip
+# on a CPU, only to run the code of the check
+TINY = (
+    "task.width=64", "task.depth=2", "task.heads=4", "task.kv_heads=2", "task.ffn=96", "task.vocab=256",
+    "task.seq_len=64",
+)  # fmt: skip
+# bf16 parameters, gradients and optimizer state: 8 bytes per parameter instead of 16
+NARROW = ("task.dtype=bf16", "precision.parameters=keep")
+SETTINGS: dict[str, tuple[str, ...]] = {
+    "1b": ("batch.global_size=16", "batch.micro_size=4"),
+    "8b": ("batch.global_size=8", "batch.micro_size=2", "strategy.recompute=blocks", *NARROW),
+}
+
+
+def _compiles() -> bool:
+    """Return whether torch.compile can make kernels for a GPU."""
+    return find_spec("triton") is not None and any(shutil.which(name) for name in ("cc", "gcc", "clang"))
+
+
+def _require_memory(size: str, settings: tuple[str, ...]) -> None:
+    """Raise Skip if parameters, gradients and optimizer state alone do not fit."""
+    import torch
+
+    from launcher.tasks.llama_shape import LlamaShape
+
+    count = LlamaShape.of(size, None, {}).counts()["parameters"]
+    needed, memory = count * (8 if NARROW[0] in settings else 16), torch.cuda.get_device_properties(0).total_memory
+    if needed > 0.95 * memory:
+        raise Skip(
+            f"{count / 1e9:.2f} billion parameters with gradients and optimizer state take {needed / 2**30:.0f} GiB, "
+            f"and this GPU has {memory / 2**30:.0f} GiB"
+        )
+
+
+def _predicted_bytes(environment: Environment, micro_size: int) -> int | None:
+    """Return the memory that the plan predicts for the micro-batch that the job ended with."""
+    from launcher.plan.run_plan import RunPlan
+    from launcher.plan.task_inspection import weigh_memory
+
+    plan = RunPlan.load(environment.run / "plan.json")
+    accumulation = plan.batch.global_size // micro_size
+    batch = dataclasses.replace(plan.batch, micro_size=micro_size, accumulation=accumulation)
+    forecasts = weigh_memory(dataclasses.replace(plan, batch=batch), choose=False).strategy.forecasts
+    return next((forecast.peak_bytes for forecast in forecasts if forecast.sync is plan.strategy.sync), None)
+
+
+def _throughput(environment: Environment, size: str) -> str:
+    """Measure tokens/s and the model FLOPs utilisation, and compare the memory peak with the predicted one."""
+    settings = SETTINGS[size]
+    if environment.on_gpu:
+        _require_memory(size, settings)
+        shape = ("task.seq_len=4096", f"train.compile={'true' if _compiles() else 'false'}")
+    else:
+        shape = (*TINY, "train.compile=false")
+    environment.train(*JOB, f"task.size={size}", *settings, *shape)
+    last = environment.records()[STEPS // 2 :]
+
+    def of_step(name: str) -> float | None:
+        values = [record[name] for record in last if name in record]
+        return median(values) if values else None
+
+    rate, share, micro = of_step("throughput/items_per_s"), of_step("throughput/mfu"), of_step("batch/micro_size")
+    if not rate or not micro or (share is not None and not 0.01 < share < 1):
+        raise AssertionError(f"{rate} tokens/s, MFU {share}, micro-batches of {micro}")
+    predicted = _predicted_bytes(environment, int(micro))
+    allocated = max(record["memory/peak_bytes"] for record in environment.records())
+    used = ", ".join(each.rpartition(".")[2] for each in (*shape, *settings) if "size=" not in each)
+    text = f"{rate:,.0f} tokens/s"
+    if size == "8b" and environment.on_gpu:
+        text += f" ({rate / PUBLISHED_8B:.2f} of {PUBLISHED_8B:,} on one H200)"
+    text += ", MFU unknown" if share is None else f", MFU {share:.1%}"
+    text += f"; predicted {predicted / 2**30:.2f} GiB, " if predicted else "; nothing predicted, "
+    return f"{text}allocated {allocated / 2**30:.2f} GiB; {used}, micro-batches of {micro:.0f}"
+
+
+for _size in SETTINGS:
+    check(f"llama {_size}", seconds=400, alone=True)(partial(_throughput, size=_size))
+
+
+@check("llama documents", seconds=180)
+def documents(environment: Environment) -> str:
+    """Compare rows of several documents with each document alone, loss and gradient, as a GPU computes them."""
+    import torch
+
+    from launcher.tasks.llama import Llama
+    from launcher.train.engine.build import compile_forward, recompute
+
+    if environment.on_gpu and not _compiles():
+        raise Skip("triton or a C compiler is not installed, which FlexAttention needs")
+    torch.manual_seed(0)
+    task = Llama(width=256, depth=2, heads=4, kv_heads=2, ffn=512, vocab=512, seq_len=512)
+    task.eos = 3
+    reference = task.model().double()
+    rows = torch.randint(4, 512, (2, 513))
+    for row, ends in enumerate(([0, 99, 100, 300], [511])):
+        rows[row, ends] = 3
+    total = torch.zeros((), dtype=torch.float64)
+    for row in rows:
+        stops = [1 + int(place) for place in (row[:-1] == 3).nonzero()]
+        for start, stop in zip([0, *stops], [*stops, 512], strict=True):
+            if stop > start:
+                predicted = torch.where(row[start:stop] == 3, -100, row[start + 1 : stop + 1])
+                total = total + reference(row[None, start:stop], predicted[None])
+    total.backward()
+    report = list[str]()
+    for dtype, within in ((torch.float32, 1e-3), (torch.bfloat16, 5e-2)):
+        for way in ("plain", "recompute", "compile", "compile and recompute"):
+            if "compile" in way and not environment.on_gpu:
+                continue
+            model: Any = task.model()
+            model.load_state_dict(reference.state_dict())
+            model.to(environment.device)
+            if "compile" in way:
+                compile_forward([*model.model.layers, model.chunk_loss])
+            if "recompute" in way:
+                recompute(list(model.model.layers))
+            with torch.autocast(environment.device, dtype, enabled=dtype is torch.bfloat16):
+                loss = task.loss(model, rows.to(environment.device))
+            loss.total.backward()
+            pairs = zip(model.parameters(), reference.parameters(), strict=True)
+            worst = max(((a.grad.cpu() - b.grad).norm() / b.grad.norm()).item() for a, b in pairs)
+            worst = max(worst, abs(loss.total.item() / total.item() - 1))
+            if not worst < within:
+                raise AssertionError(f"{way}, {dtype}: relative distance {worst:.2g} from each document alone")
+            report.append(f"{way} {worst:.0e}")
+    return ", ".join(report)
