@@ -340,8 +340,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        # in place, because that of the weight may be one of the largest tensors; a second pass is an error of autograd
-        scaled = (None if each is None else each.mul_(gradients[0]) for each in ctx.saved_tensors)
+        scaled = (None if each is None else each * gradients[0] for each in ctx.saved_tensors)
         return *scaled, None, None, None, None
 
 
