@@ -305,7 +305,7 @@ def linear_cross_entropy(
     Returns:
         Scalar in fp32, in fp64 if ``x`` is.
     """
-    chunk = chunk or max(128, CHUNK_ELEMENTS // weight.shape[0])
+    chunk = chunk or max(128, CHUNK_ELEMENTS // weight.shape[0] // 128 * 128)  # whole tiles of a GPU's products
     total: Any = _LinearCrossEntropy.apply(x, weight, targets, chunk, loss or ChunkLoss(), torch.is_grad_enabled())
     return total
 
@@ -339,7 +339,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         scaled = (None if each is None else each * gradients[0] for each in ctx.saved_tensors)
         return *scaled, None, None, None, None
 

@@ -14,8 +14,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from launcher.tasks import llama_model
 from launcher.tasks.llama import document_places
-from launcher.tasks.llama_model import LlamaModel, attention_mask, linear_cross_entropy
+from launcher.tasks.llama_model import LlamaModel, linear_cross_entropy
 from launcher.tasks.llama_shape import LlamaShape
 from launcher.train.data.packing import document_mask_mod
 from launcher.train.engine.build import compile_forward, recompute
@@ -29,7 +30,7 @@ PLAIN = LlamaShape(
     width=32, depth=2, heads=4, kv_heads=2, head_dim=8, ffn=48, vocab=96, positions=128, theta=10_000.0, eps=1e-5
 )
 TIED = dataclasses.replace(PLAIN, tied=True, kv_heads=1, scaling=SCALING, theta=500_000.0)
-WIDE_HEADS = dataclasses.replace(PLAIN, head_dim=16, kv_heads=4)
+WIDE_HEADS = dataclasses.replace(PLAIN, head_dim=16)
 
 
 def made(shape: LlamaShape, dtype: torch.dtype = torch.float32) -> LlamaModel:
@@ -95,13 +96,31 @@ def test_documents_in_a_row_are_computed_as_if_alone() -> None:
         assert distance(together[:, start:stop], model(batch[:, start:stop])) <= 1e-13
 
 
-def test_flex_attention_has_the_same_mask() -> None:
-    """On the CPU it runs without the compiler and forward only."""
-    from torch.nn.attention.flex_attention import create_mask
+def test_flex_attention_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, but forward only, which is all that a CPU has; one compilation serves all layers and masks."""
+    from torch._dynamo.utils import counters
+    from torch.nn.attention.flex_attention import create_block_mask
 
-    _, document_ids = document_places(tokens(2, 40) < 10)
-    mask = create_mask(document_mask_mod(document_ids), 2, None, 40, 40, device="cpu")
-    assert torch.equal(mask, attention_mask(document_ids))
+    def block_mask(document_ids: Tensor) -> Any:
+        rows, length = document_ids.shape
+        return create_block_mask(document_mask_mod(document_ids), rows, None, length, length, device="cpu")
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    counters.clear()
+    plain, compiled = made(WIDE_HEADS), made(WIDE_HEADS)
+    compiled.load_state_dict(plain.state_dict())
+    compile_forward(list(compiled.model.layers))
+    for shift in (0, 1):
+        batch = tokens(2, 140).roll(shift, 1)
+        places = document_places(batch < 4)
+        with torch.no_grad():
+            expected = plain(batch, None, *places)
+            with monkeypatch.context() as as_on_a_gpu:
+                as_on_a_gpu.setattr(llama_model, "attention_mask", block_mask)
+                assert distance(compiled(batch, None, *places), expected) <= 1e-6
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # read by the compiler
@@ -109,8 +128,7 @@ def test_flex_attention_has_the_same_mask() -> None:
 def test_recompute_and_compile_leave_the_gradient_unchanged(documents: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._dynamo.utils import counters
 
-    compiler = torch.compile
-    monkeypatch.setattr(torch, "compile", functools.partial(compiler, backend="aot_eager"))
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()
     counters.clear()
     shape = dataclasses.replace(PLAIN, depth=4)
