@@ -93,7 +93,7 @@ def _throughput(environment: Environment, size: str) -> str:
 
 
 for _size in SETTINGS:
-    check(f"llama {_size}", seconds=400, alone=True)(partial(_throughput, size=_size))
+    check(f"llama {_size}", seconds=500, alone=True)(partial(_throughput, size=_size))
 
 
 @check("llama documents", seconds=180)

@@ -161,7 +161,7 @@ def attention_mask(document_ids: Tensor) -> Any:
 
     rows, length = document_ids.shape
     mask_mod = document_mask_mod(document_ids)
-    return create_block_mask(mask_mod, rows, None, length, length, device=document_ids.device.type)
+    return create_block_mask(mask_mod, rows, None, length, length, device=str(document_ids.device))
 
 
 class GatedMlp(nn.Module):
@@ -258,8 +258,8 @@ class LlamaModel(nn.Module):
 
 
 class ChunkLoss(nn.Module):
-    """Cross-entropy of a chunk of logits, with its gradient. A module, so that ``train.compile`` compiles it: in one
-    kernel, its passes over the logits take half the time."""
+    """Cross-entropy of a chunk of logits, with its gradient. A module, so that ``train.compile`` compiles it, which fuses
+    its passes over the logits."""
 
     def forward(self, logits: Tensor, targets: Tensor, with_gradient: bool) -> tuple[Tensor, Tensor | None]:
         """Return the loss summed over the targets, and its gradient with respect to the logits, in their dtype.
