@@ -258,7 +258,7 @@ class LlamaModel(nn.Module):
 
 
 class ChunkLoss(nn.Module):
-    """Cross-entropy of a chunk of logits, with its gradient. A module, so that ``train.compile`` compiles it, which fuses
+    """Cross-entropy of a chunk of logits, with its gradient. A module, so that ``train.compile`` compiles it and fuses
     its passes over the logits."""
 
     def forward(self, logits: Tensor, targets: Tensor, with_gradient: bool) -> tuple[Tensor, Tensor | None]:
